@@ -1,0 +1,117 @@
+"""Checks across versions, each in an environment of its own. What follows `--` goes to pytest."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+DISTRIBUTIONS = [
+    file.parent.relative_to(ROOT)
+    for folder in (".", "plugins/*", "plugins_kernels/*", "recipes")
+    for file in sorted(ROOT.glob(f"{folder}/pyproject.toml"))
+]
+DEFAULT_LOCK = "requirements.lock"
+DEFAULT_PYTHON = "3.12"
+CELLS = [
+    nox.param("3.12", "requirements-oldest.lock", id="oldest, py3.12"),
+    nox.param("3.12", DEFAULT_LOCK, id="default, py3.12"),
+    nox.param("3.13", DEFAULT_LOCK, id="default, py3.13"),
+    nox.param("3.13", "requirements-newest.lock", id="newest, py3.13"),
+]
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["lint", "types", "imports", "docs", "tests"]
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+
+
+def put_interpreters_on_path(*versions: str) -> None:
+    """Lets nox find interpreters that PATH hides, such as pyenv's when its shims select another version."""
+    for version in versions:
+        command = ["sh", str(ROOT / "tools" / "find_python.sh"), version]
+        found = subprocess.run(command, text=True, capture_output=True).stdout.strip()
+        if found:
+            os.environ["PATH"] = os.pathsep.join([str(Path(found).parent), os.environ["PATH"]])
+
+
+put_interpreters_on_path("3.13", "3.12")
+
+
+def install(session: nox.Session, lock: str = DEFAULT_LOCK) -> None:
+    """Installs a lock and every distribution, editable: what `make setup` does for .venv."""
+    session.install("--no-compile", "--no-deps", "-r", lock)
+    editable = [arg for folder in DISTRIBUTIONS for arg in ("-e", f"./{folder}")]
+    session.install("--no-deps", "--no-build-isolation", *editable)
+
+
+@nox.session
+@nox.parametrize("python,lock", CELLS)
+def tests(session: nox.Session, lock: str) -> None:
+    """The fast tests in every version cell."""
+    install(session, lock)
+    session.run("pytest", "-n", "2", "-m", "not slow", *session.posargs)
+
+
+@nox.session(name="tests-nightly")
+@nox.parametrize("python,lock", CELLS)
+def tests_nightly(session: nox.Session, lock: str) -> None:
+    """All tests, slow ones too, in every version cell."""
+    install(session, lock)
+    session.run("pytest", "-n", "2", *session.posargs)
+
+
+@nox.session(python=DEFAULT_PYTHON)
+def lint(session: nox.Session) -> None:
+    """ruff."""
+    session.install("--no-compile", "--no-deps", "-r", DEFAULT_LOCK)
+    session.run("ruff", "check", ".")
+
+
+@nox.session(python=DEFAULT_PYTHON)
+def types(session: nox.Session) -> None:
+    """mypy over every distribution."""
+    install(session)
+    session.run("mypy", *(str(folder / "src") for folder in DISTRIBUTIONS))
+
+
+@nox.session(python=DEFAULT_PYTHON)
+def imports(session: nox.Session) -> None:
+    """The import contracts."""
+    install(session)
+    session.run("lint-imports", "--no-logo")
+
+
+@nox.session(python=DEFAULT_PYTHON)
+def docs(session: nox.Session) -> None:
+    """The docs site, into site/."""
+    install(session)
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session(python=DEFAULT_PYTHON)
+def build(session: nox.Session) -> None:
+    """Wheel and sdist of every distribution into dist/; the wheels must work in a clean environment."""
+    session.install("--no-compile", "--no-deps", "-r", DEFAULT_LOCK)
+    dist = ROOT / "dist"
+    for old in dist.glob("*"):
+        old.unlink()
+    for folder in DISTRIBUTIONS:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(folder))
+    # Not from the lock: only a resolution shows that each distribution declares all that it imports.
+    clean = Path(session.create_tmp()) / "clean"
+    session.run("python", "-m", "venv", "--clear", str(clean))
+    python = str(clean / "bin" / "python")
+    wheels = [str(wheel) for wheel in sorted(dist.glob("*.whl"))]
+    session.run(python, "-m", "pip", "install", "-q", "-c", DEFAULT_LOCK, *wheels, external=True)
+    session.run(python, "-m", "pip", "check", external=True)
+    session.run(str(clean / "bin" / "axcore"), "plugins", external=True)
+
+
+@nox.session(python=DEFAULT_PYTHON)
+def quickstart(session: nox.Session) -> None:
+    """The first command of the README."""
+    install(session)
+    out = Path(session.create_tmp()) / "quickstart"
+    session.run("axcore", "train", "quickstart", "--out", str(out), *session.posargs)

@@ -1,0 +1,1 @@
+"""Models, recipes and mesh rules for axcore."""

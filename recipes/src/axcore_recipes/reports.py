@@ -1,0 +1,161 @@
+"""Reports of a training run: what general compressors reach on the same text, and a picture of the losses."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _MUTED, _GRID = "#1a1a1a", "#6b6b6b", "#e4e4e4"
+_TRAIN, _VALIDATION = "#4c78a8", "#d1495b"
+
+
+def compression_bits_per_byte(data: bytes) -> dict[str, float]:
+    """How far zlib (level 9) and lzma (preset 9, extreme) compress `data` as one stream, headers included.
+
+    Returns:
+        `zlib_bits_per_byte` and `lzma_bits_per_byte`: bits of compressed size for each byte of `data`.
+
+    Raises:
+        ValueError: `data` is empty.
+    """
+    if not data:
+        raise ValueError("no bytes to compress")
+    sizes = {
+        "zlib_bits_per_byte": len(zlib.compress(data, 9)),
+        "lzma_bits_per_byte": len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)),
+    }
+    return {name: 8 * size / len(data) for name, size in sizes.items()}
+
+
+def plot_losses(
+    metrics_jsonl: Path,
+    png: Path,
+    *,
+    title: str = "",
+    baselines: Mapping[str, float] | None = None,
+    bytes_per_token: float = 1.0,
+) -> None:
+    """Draws training loss, validation points and the compressors' lines over the step, as a PNG.
+
+    Args:
+        metrics_jsonl: one JSON object a line, with `step` and any of `train/loss` (nats per token) and
+            `eval/bits_per_byte`. Values that are not finite and a last line that is cut off are left out.
+        png: the file to write; its folder must exist.
+        title: above the picture.
+        baselines: `compression_bits_per_byte` of the validation text, or any `NAME_bits_per_byte` -> value.
+        bytes_per_token: converts the training loss to bits per byte; 1 for a byte tokenizer.
+
+    Raises:
+        ValueError: nothing to draw, or a line before the last is not a JSON object with a `step`.
+    """
+    # Slow to import. Not pyplot, which keeps global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    nats = read_series(metrics_jsonl, "train/loss")
+    train = [(step, loss / math.log(2) / bytes_per_token) for step, loss in nats]
+    validation = read_series(metrics_jsonl, "eval/bits_per_byte")
+    if not train and not validation:
+        raise ValueError(f"{metrics_jsonl} holds neither train/loss nor eval/bits_per_byte")
+
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    labels = [(value, f"{_short(name)} {value:.2f}", _MUTED) for name, value in (baselines or {}).items()]
+    for value, _, color in labels:
+        axes.axhline(value, color=color, lw=1, ls=(0, (4, 3)), zorder=1)
+    if train:
+        steps, losses = zip(*train, strict=True)
+        window = len(losses) // 40  # neighbours on either side; a short run is drawn as it is
+        if window:
+            axes.plot(steps, losses, color=_TRAIN, lw=0.7, alpha=0.25)
+        axes.plot(steps, smooth(losses, window), color=_TRAIN, lw=1.7)
+        labels.append((smooth(losses, window)[-1], "training", _TRAIN))
+    if validation:
+        steps, values = zip(*validation, strict=True)
+        axes.plot(steps, values, "o-", color=_VALIDATION, ms=5, lw=1.2, mec="white", mew=0.7, zorder=3)
+        labels.append((values[-1], f"validation {values[-1]:.2f}", _VALIDATION))
+    _style(axes, title, top=max(value for _, value in train + validation), values=[v for v, *_ in labels])
+    _label_right(axes, labels)
+    figure.savefig(png, format="png")
+
+
+def _short(name: str) -> str:
+    return name.removesuffix("_bits_per_byte")
+
+
+def _style(axes: Axes, title: str, top: float, values: list[float]) -> None:
+    """Plain axes. The fall of the first steps may leave the picture, so that the end of the run has room."""
+    low, high = min(values), min(top, 2.2 * max(values))
+    margin = 0.08 * (high - low) or 0.1
+    axes.set_ylim(low - margin, high + margin)
+    axes.margins(x=0.01)
+    axes.set_xlim(left=0)
+    axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold", pad=10)
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("bits per byte", color=_INK)
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    axes.grid(axis="y", color=_GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED, length=0, labelsize=9)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_GRID)
+
+
+def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
+    """Names what ends at each height, beside the axes, spread where two would overlap."""
+    low, high = axes.get_ylim()
+    values = [value for value, *_ in sorted(labels)]
+    heights: list[float] = []
+    for value in values:
+        heights.append(max(value, heights[-1] + 0.05 * (high - low) if heights else value))
+    moved_up = sum(heights) / len(heights) - sum(values) / len(values)
+    for (_, text, color), height in zip(sorted(labels), heights, strict=True):
+        where = ("axes fraction", "data")
+        at = (1, height - moved_up)
+        axes.annotate(text, at, (6, 0), where, "offset points", color=color, fontsize=9, va="center")
+
+
+def read_series(metrics_jsonl: Path, name: str) -> list[tuple[int, float]]:
+    """(step, value) of each line with a finite value of this name, by step; the later line of a step counts.
+
+    Raises:
+        ValueError: a line before the last is not a JSON object with a `step`.
+    """
+    found: dict[int, float] = {}
+    lines = metrics_jsonl.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            step, value = int(entry["step"]), entry.get(name)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if number == len(lines):
+                break
+            raise ValueError(f"{metrics_jsonl}, line {number}: not a JSON object with a step") from None
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[step] = float(value)
+    return sorted(found.items())
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and up to `window` before and after it.
+
+    Near the start as many after as before, so that a steep fall keeps its height.
+    """
+    means = []
+    for index in range(len(values)):
+        reach = min(window, index)
+        near = values[index - reach : index + reach + 1]
+        means.append(sum(near) / len(near))
+    return means

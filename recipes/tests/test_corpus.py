@@ -1,0 +1,62 @@
+"""The standard library as a corpus, on whatever Python runs the tests."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from axcore.config import ConfigError
+from axcore_recipes.corpus import StandardLibrary
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return StandardLibrary.Config().build().read()
+
+
+def test_it_is_the_running_pythons_own(corpus):
+    content = {document.name: document.content for document in corpus.train + corpus.validation}
+    for module in (os, sys.modules["sysconfig"]):  # a module or, from Python 3.13 on, a package
+        path = Path(module.__file__)
+        assert content[path.relative_to(sysconfig.get_path("stdlib")).as_posix()] == path.read_bytes()
+
+
+def test_no_tests_no_packages_no_tables(corpus):
+    names = [document.name for document in corpus.train + corpus.validation]
+    unwanted = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+    assert not [name for name in names if unwanted & set(name.split("/")) or "_sysconfigdata" in name]
+    assert {"json/decoder.py", "unittest/mock.py", "os.py"} <= set(names)
+
+
+def test_sizes_are_those_that_recipes_count_on(corpus):
+    train, validation = (sum(len(d.content) for d in half) for half in (corpus.train, corpus.validation))
+    assert 7_000_000 < train < 12_000_000
+    assert 300_000 < validation < 600_000
+
+
+def test_the_config_holds_no_path_of_this_machine():
+    text = StandardLibrary.Config().text()
+    assert sysconfig.get_path("stdlib") not in text
+    assert 'folder: ""' in text
+
+
+def test_another_folder_may_be_given(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.py").write_text(f"x = {i}")
+    corpus = StandardLibrary.Config(folder=str(tmp_path), validation_percent=30.0).build().read()
+    assert len(corpus.train) + len(corpus.validation) == 40
+
+
+@pytest.mark.parametrize("kind", ["missing", "zip", "without sources"])
+def test_a_python_without_sources(tmp_path, monkeypatch, kind):
+    stdlib = tmp_path / "python312.zip"
+    if kind == "zip":
+        stdlib.write_bytes(b"PK")
+    elif kind == "without sources":
+        stdlib.mkdir()
+        (stdlib / "os.pyc").write_bytes(b"x")
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(stdlib)}.__getitem__)
+    with pytest.raises(ConfigError, match=r"python312\.zip' holds no sources of the standard library"):
+        StandardLibrary.Config().build().read()

@@ -1,0 +1,60 @@
+"""axcore: a plugin framework for training and serving large models on Flax NNX.
+
+Names are imported when they are first used: `import axcore` itself loads neither jax nor flax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from axcore.config import (
+        REQUIRED,
+        AxcoreError,
+        Config,
+        ConfigError,
+        Configurable,
+        Modifier,
+        Where,
+        override,
+        pipe,
+        select,
+    )
+    from axcore.module import DTypes, Layer, Rngs, current, functional, invoke, method, scan, stack
+    from axcore.plugin import recipe, use
+    from axcore.train import fit
+
+_HOMES = {
+    "axcore.config": (
+        "REQUIRED",
+        "AxcoreError",
+        "Config",
+        "ConfigError",
+        "Configurable",
+        "Modifier",
+        "Where",
+        "override",
+        "pipe",
+        "select",
+    ),
+    "axcore.module": ("DTypes", "Layer", "Rngs", "current", "functional", "invoke", "method", "scan", "stack"),
+    "axcore.plugin": ("recipe", "use"),
+    "axcore.train": ("fit",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'axcore' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,46 @@
+"""The `axcore` command. Every failure that a user can mend is one message on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from axcore import __version__
+from axcore.cli import listing, train
+from axcore.config import AxcoreError
+from axcore.plugin import Command, registry, resolve
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        found = registry().find(Command, arguments[0]) if arguments else None
+        if found is not None:
+            return int(resolve(*found)(arguments[1:]) or 0)
+        parsed = _parser().parse_args(arguments)
+        return int(parsed.run(parsed) or 0)
+    except AxcoreError as error:
+        print(f"axcore: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print("axcore: interrupted; what was saved can be resumed with --resume", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `axcore plugins | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="axcore", description="Compose, train and inspect large models.")
+    parser.add_argument("--version", action="version", version=f"axcore {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train.add(commands)
+    listing.add(commands)
+    for _, offer in registry().offers(Command):
+        commands.add_parser(offer.name, help=offer.summary, add_help=False)
+    return parser

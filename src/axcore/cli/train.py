@@ -1,0 +1,45 @@
+"""`axcore train RECIPE`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from axcore.config import override
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("train", help="train a recipe", description="Trains a recipe into a run folder.")
+    parser.add_argument("recipe", help="as `axcore recipes` lists it")
+    parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
+    parser.add_argument("--minutes", type=_minutes, help="wall-clock time to train, instead of the recipe's length")
+    parser.add_argument("--seed", type=int, help="of parameters, dropout and shuffling")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="override one value; may be given repeatedly"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from axcore.plugin import recipe  # the recipe brings jax along: not before it is needed
+
+    cfg: Any = recipe(arguments.recipe)
+    cfg = override(cfg, arguments.set)
+    if arguments.minutes is not None:
+        cfg = cfg.set(minutes=arguments.minutes, steps=None)
+    if arguments.seed is not None:
+        cfg = cfg.set(seed=arguments.seed)
+    folder = arguments.out or f"runs/{arguments.recipe}"
+    summary = cfg.build().run(folder, resume=arguments.resume)
+    for name, value in summary.items():
+        print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
+    print(f"{'folder':24} {folder}")
+    return 0
+
+
+def _minutes(text: str) -> float:
+    if not re.fullmatch(r"\d*\.?\d+", text) or float(text) <= 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number of minutes, not {text!r}")
+    return float(text)

@@ -1,0 +1,42 @@
+"""Modifiers: functions from a config to a config, with a name, that compose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from axcore.config.errors import ConfigError
+from axcore.config.node import Config, FrozenDict
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Modifier:
+    """A named edit of a whole config tree. Any `Config -> Config` function serves in its place."""
+
+    name: str
+    edit: Callable[[Any], Any]
+    options: Mapping[str, Any] = FrozenDict()
+
+    def __call__(self, cfg: C) -> C:
+        return self.edit(cfg)
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+
+
+def pipe(cfg: C, *modifiers: Callable[[C], C]) -> C:
+    """Applies modifiers from left to right.
+
+    Raises:
+        ConfigError: one of them did not return a config (a forgotten `return` is the usual cause).
+    """
+    for modifier in modifiers:
+        changed = modifier(cfg)
+        if not isinstance(changed, Config):
+            name = getattr(modifier, "name", None) or getattr(modifier, "__qualname__", repr(modifier))
+            raise ConfigError(f"modifier {name} returned {type(changed).__name__}, not a config")
+        cfg = changed
+    return cfg

@@ -1,0 +1,218 @@
+"""The node that every config is made of: a frozen, typed, keyword-only dataclass that knows what it builds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
+
+from axcore.config.errors import ConfigError, did_you_mean
+from axcore.config.types import conforms, describe, hints
+
+if TYPE_CHECKING:
+    from axcore.config.text import Diff
+
+
+class _Required:
+    """The value of a field that the parent or the user must give."""
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+    def __reduce__(self) -> str:
+        return "REQUIRED"  # pickling keeps it one object
+
+    def __bool__(self) -> bool:
+        raise ConfigError("a field that is still REQUIRED was used as a value; set it first")
+
+
+REQUIRED: Any = _Required()
+
+
+class FrozenDict(Mapping[str, Any]):
+    """A hashable mapping that keeps its order; what a `Mapping` field of a config is stored as."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Any] | None = None):
+        self._items = dict(items or {})
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
+class Config:
+    """Base of every config node. A subclass declares typed fields and nothing else.
+
+    ```python
+    class Config(ax.Config):
+        input_dim: int = ax.REQUIRED
+        norm: RMSNorm.Config = RMSNorm.Config()
+    ```
+
+    Nodes are immutable: `set` returns a new one, and `axcore.select` edits whole trees. A node nested in a
+    `Configurable` class builds that class; one that is nested nowhere is a plain value (a mask, an initializer).
+
+    Raises:
+        ConfigError: an unknown field, or a value that does not fit the field's annotation.
+    """
+
+    target: ClassVar[type | None] = None
+    """The class that `build` makes, or None for a plain value."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def checked_init(self: Config, *args: Any, **values: Any) -> None:
+            if args:
+                raise ConfigError(f"{type_name(type(self))} takes its fields by name, not by position")
+            for name in values:
+                _check_known(type(self), name)
+            init(self, **{name: _store(type(self), name, value) for name, value in values.items()})
+
+        cls.__init__ = checked_init  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        raise AttributeError(f"{type_name(type(self))} has no field {name!r}.{did_you_mean(name, known)}")
+
+    def set(self, **values: Any) -> Self:
+        """A copy with these fields replaced."""
+        for name in values:
+            _check_known(type(self), name)
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.__dict__.update({name: _store(type(self), name, value) for name, value in values.items()})
+        return new
+
+    def fill(self, **values: Any) -> Self:
+        """A copy with what a parent knows. Each field must be REQUIRED or None here, or already hold that value."""
+        for name, value in values.items():
+            _check_known(type(self), name)
+            held = getattr(self, name)
+            if held is not REQUIRED and held is not None and held != value:
+                raise ConfigError(
+                    f"{name}={held!r} is set on {type_name(type(self))}, but its parent passes {name}={value!r}; "
+                    f"leave it out of the child"
+                )
+        return self.set(**values)
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the target from this config. Extra arguments go to its constructor.
+
+        Raises:
+            ConfigError: a field is still REQUIRED, or the node is a plain value.
+        """
+        if self.target is None:
+            raise ConfigError(f"{type_name(type(self))} is a plain value; it builds nothing")
+        missing = [name for name, value in fields(self) if value is REQUIRED]
+        if missing:
+            raise ConfigError(f"{type_name(type(self))} needs {', '.join(missing)}: REQUIRED, and nobody set it")
+        return self.target(self, *args, **kwargs)
+
+    def text(self) -> str:
+        """The tree as text, one value a line, in a stable order."""
+        from axcore.config.text import text
+
+        return text(self)
+
+    def diff(self, base: Config) -> Diff:
+        """What changed from `base` to this config."""
+        from axcore.config.text import diff
+
+        return diff(base, self)
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in fields(self) if value is not default(type(self), name))
+        return f"{type_name(type(self)).rpartition('.')[2]}({', '.join(shown)})"
+
+
+class Configurable:
+    """Base of a class that is built from its nested `Config`, as `cls(cfg, ...)`.
+
+    A subclass that declares no `Config` of its own gets one that inherits its parent's fields, so that a node's type
+    always tells which class it builds.
+    """
+
+    if TYPE_CHECKING:
+        Config: type[Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        node = cls.__dict__.get("Config")
+        if node is None:
+            inherited = getattr(cls, "Config", Config)
+            names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config"}
+            node = type("Config", (inherited,), {**names, "__doc__": inherited.__doc__})
+            cls.Config = node
+        if not issubclass(node, Config):
+            raise TypeError(f"{cls.__qualname__}.Config must inherit axcore.Config or a parent's Config")
+        node.target = cls
+
+
+def fields(node: Config) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each field, in declaration order."""
+    values = node.__dict__
+    return ((name, values[name]) for name in field_names(type(node)))
+
+
+@functools.cache
+def field_names(cls: type[Config]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+
+def has_field(node: Config, name: str) -> bool:
+    return name in type(node).__dataclass_fields__  # type: ignore[attr-defined]
+
+
+@functools.cache
+def default(cls: type[Config], name: str) -> Any:
+    """The declared default of a field; REQUIRED when there is none."""
+    field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return REQUIRED if field.default is dataclasses.MISSING else field.default
+
+
+def type_name(cls: type) -> str:
+    """A node's type as text shows it: the class that it builds, with its module."""
+    return f"{cls.__module__}.{cls.__qualname__.removesuffix('.Config')}"
+
+
+def _check_known(cls: type[Config], name: str) -> None:
+    if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+        known = field_names(cls)
+        raise ConfigError(
+            f"{type_name(cls)} has no field {name!r}.{did_you_mean(name, known)} It has: {', '.join(known) or 'none'}"
+        )
+
+
+def _store(cls: type[Config], name: str, value: Any) -> Any:
+    """The value in the form that a frozen node keeps, checked against the field's annotation."""
+    if isinstance(value, list):
+        value = tuple(value)
+    elif isinstance(value, dict):
+        value = FrozenDict(value)
+    hint = hints(cls).get(name, Any)
+    if value is not REQUIRED and not conforms(value, hint):
+        raise ConfigError(f"{type_name(cls)}.{name} must be {describe(hint)}, not {value!r}")
+    return value

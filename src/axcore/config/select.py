@@ -1,0 +1,113 @@
+"""Selecting nodes of a config tree and editing them, purely: every edit returns a new tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Generic, TypeVar
+
+from axcore.config.errors import ConfigError, did_you_mean
+from axcore.config.node import REQUIRED, Config, default, fields, type_name
+from axcore.config.tree import matches, transform, walk
+
+Where = str | type | Callable[[str, Config], bool]
+"""What to select: a path glob, a Layer or Config class (subclasses count), or a predicate of (path, node)."""
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection(Generic[C]):
+    """Nodes of one tree, never none. Edits return the new root and leave the old tree as it was."""
+
+    root: C
+    paths: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[tuple[str, Config]]:
+        chosen = set(self.paths)
+        return ((path, node) for path, node in walk(self.root) if path in chosen)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def map(self, edit: Callable[[str, Config], Config]) -> C:
+        """Replaces each selected node by `edit(path, node)`."""
+        chosen = set(self.paths)
+
+        def edit_chosen(path: str, node: Config) -> Config:
+            if path not in chosen:
+                return node
+            try:
+                return edit(path, node)
+            except ConfigError as error:
+                raise ConfigError(f"at {path or 'the root'}: {error}") from error
+
+        return transform(self.root, edit_chosen)
+
+    def set(self, **values: Any) -> C:
+        """Sets fields on each selected node."""
+        return self.map(lambda _, node: node.set(**values))
+
+    def swap(self, new: Config, *, keep: Collection[str] = (), drop: Collection[str] = ()) -> C:
+        """Puts `new` in place of each selected node.
+
+        Args:
+            new: the node that replaces it.
+            keep: fields to carry over from the old node.
+            drop: fields of the old node that may be lost though someone set them.
+
+        Raises:
+            ConfigError: a field that was set on the old node would be lost without a word.
+        """
+        return self.map(lambda _, old: _swapped(old, new, keep, drop))
+
+
+def select(root: C, where: Where, *, expect: int | None = None) -> Selection[C]:
+    """The nodes of `root` that `where` describes.
+
+    Raises:
+        ConfigError: none matched (the nearest are named), or not the `expect`ed number.
+    """
+    if isinstance(where, str):
+        found = [path for path, _ in walk(root) if matches(where, path)]
+    elif isinstance(where, type):
+        found = [path for path, node in walk(root) if builds(node, where)]
+    else:
+        found = [path for path, node in walk(root) if where(path, node)]
+    if not found:
+        raise ConfigError(f"nothing in the config matches {_shown(where)}.{_nearest(root, where)}")
+    if expect is not None and len(found) != expect:
+        raise ConfigError(f"{_shown(where)} matches {len(found)} nodes, expected {expect}: {', '.join(found)}")
+    return Selection(root, tuple(found))
+
+
+def builds(node: Config, cls: type) -> bool:
+    """Whether a node is of a Config class, or builds a class, `cls` or below."""
+    return isinstance(node, cls) or (node.target is not None and issubclass(node.target, cls))
+
+
+def _swapped(old: Config, new: Config, keep: Collection[str], drop: Collection[str]) -> Config:
+    kept = {name: getattr(old, name) for name in keep}
+    lost = []
+    for name, value in fields(old):
+        is_set = value is not REQUIRED and value != default(type(old), name)
+        given_anew = name in new.__dict__ and new.__dict__[name] != default(type(new), name)
+        if is_set and name not in kept and name not in drop and not given_anew:
+            lost.append(f"{name}={value!r}")
+    if lost:
+        raise ConfigError(
+            f"swapping {type_name(type(old))} for {type_name(type(new))} would lose {', '.join(lost)}; "
+            f"name each in keep= or drop="
+        )
+    return new.set(**kept)
+
+
+def _shown(where: Where) -> str:
+    return repr(where) if isinstance(where, str) else getattr(where, "__qualname__", repr(where))
+
+
+def _nearest(root: Config, where: Where) -> str:
+    if isinstance(where, str):
+        return did_you_mean(where, (path for path, _ in walk(root) if path))
+    names = sorted({type_name(type(node)).rpartition(".")[2] for _, node in walk(root)})
+    return f" It holds: {', '.join(names)}."

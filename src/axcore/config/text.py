@@ -1,0 +1,88 @@
+"""A config tree as text, and the difference between two trees."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from axcore.config.node import Config, type_name
+from axcore.config.tree import join, parts
+
+
+def text(root: Config) -> str:
+    """One line for each node (its type) and each value, in declaration order: `path: value`."""
+    return "".join(f"{path}: {value}\n" for path, value in flatten(root).items())
+
+
+def flatten(root: Config) -> dict[str, str]:
+    """path -> value as text. A node's own entry is its type; the root's path is `.`."""
+    found: dict[str, str] = {}
+    _flatten(root, "", found)
+    return found
+
+
+def parse_text(content: str) -> dict[str, str]:
+    """The inverse of `text`, as far as lines go: path -> value as text."""
+    return dict(line.split(": ", 1) for line in content.splitlines() if ": " in line)
+
+
+def _flatten(value: Any, path: str, found: dict[str, str]) -> None:
+    if isinstance(value, Config):
+        found[path or "."] = type_name(type(value))
+    elif not (isinstance(value, tuple | Mapping) and any(isinstance(part, Config) for _, part in parts(value))):
+        found[path] = render(value)
+        return
+    for name, part in parts(value):
+        _flatten(part, join(path, name), found)
+
+
+def render(value: Any) -> str:
+    """A leaf value on one line, the same in every process."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(render, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {render(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One line of a difference. `old` or `new` is None where the path is on one side only."""
+
+    path: str
+    old: str | None
+    new: str | None
+
+    def __str__(self) -> str:
+        if self.old is None:
+            return f"+ {self.path}: {self.new}"
+        if self.new is None:
+            return f"- {self.path}: {self.old}"
+        return f"~ {self.path}: {self.old} -> {self.new}"
+
+
+class Diff(tuple[Change, ...]):
+    """The changes between two trees; false when there are none; prints one a line."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no difference"
+
+
+def diff(old: Config, new: Config) -> Diff:
+    """What changed from `old` to `new`: values, class swaps, additions and removals."""
+    return diff_flat(flatten(old), flatten(new))
+
+
+def diff_flat(old: Mapping[str, str], new: Mapping[str, str]) -> Diff:
+    """`diff` of two trees that are flattened already (one may have been read from a file)."""
+    paths = dict.fromkeys([*old, *new])
+    return Diff(Change(path, old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path))

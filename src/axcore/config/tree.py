@@ -1,0 +1,110 @@
+"""Paths through a config tree: walking, reading and replacing nodes."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from axcore.config.errors import ConfigError, did_you_mean
+from axcore.config.node import Config, FrozenDict, field_names, fields
+
+
+def join(path: str, name: str | int) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """(segment, value) of what lies directly below: a node's fields, a tuple's items, a mapping's entries."""
+    if isinstance(value, Config):
+        yield from fields(value)
+    elif isinstance(value, tuple):
+        yield from ((str(index), item) for index, item in enumerate(value))
+    elif isinstance(value, Mapping):
+        yield from value.items()
+
+
+def walk(value: Any, path: str = "") -> Iterator[tuple[str, Config]]:
+    """Every (path, node) of a tree, parents first. The root's path is `""`."""
+    if isinstance(value, Config):
+        yield path, value
+    for name, part in parts(value):
+        if isinstance(part, Config | tuple | Mapping):
+            yield from walk(part, join(path, name))
+
+
+def get(root: Config, path: str) -> Any:
+    """The node or value at a path such as `model.decoder.layers.attention.num_heads`.
+
+    Raises:
+        ConfigError: nothing is there; the nearest path is suggested.
+    """
+    value: Any = root
+    for name in path.split(".") if path else ():
+        below = dict(parts(value))
+        if name not in below:
+            raise no_such_path(root, path)
+        value = below[name]
+    return value
+
+
+def no_such_path(root: Config, path: str) -> ConfigError:
+    known = [join(parent, name) for parent, node in walk(root) for name in field_names(type(node))]
+    leaf = path.rpartition(".")[2]
+    hint = did_you_mean(path, known)
+    if not hint:  # a right name in the wrong place is the commonest slip
+        same = [other for other in known if other.rpartition(".")[2] == leaf]
+        hint = f" Did you mean {same[0]!r}?" if same else ""
+    return ConfigError(f"the config has no {path!r}.{hint}")
+
+
+def put(value: Any, path: str, new: Any) -> Any:
+    """A copy of the tree with `new` at `path`, which must exist."""
+    if not path:
+        return new
+    name, _, rest = path.partition(".")
+    below = dict(parts(value))
+    if name not in below:
+        raise ConfigError(f"nothing at {name!r}")
+    return rebuild(value, {name: put(below[name], rest, new)})
+
+
+def rebuild(value: Any, changes: Mapping[str, Any]) -> Any:
+    """A copy of a node, tuple or mapping with some of its parts replaced."""
+    if isinstance(value, Config):
+        return value.set(**changes)
+    if isinstance(value, tuple):
+        return tuple(changes.get(str(index), item) for index, item in enumerate(value))
+    return FrozenDict({**value, **changes})
+
+
+def transform(value: Any, edit: Callable[[str, Config], Config], path: str = "") -> Any:
+    """Applies `edit` to every node, children first. What nothing changed is shared with the old tree, not copied."""
+    changes = {}
+    for name, part in parts(value):
+        if isinstance(part, Config | tuple | Mapping):
+            new = transform(part, edit, join(path, name))
+            if new is not part:
+                changes[name] = new
+    if changes:
+        value = rebuild(value, changes)
+    return edit(path, value) if isinstance(value, Config) else value
+
+
+@functools.cache
+def glob(pattern: str) -> re.Pattern[str]:
+    """A path pattern: `*` matches within one segment, `**` any number of segments (also none)."""
+    steps = []
+    for segment in pattern.split("."):
+        steps.append(r"(?:[^.]+\.)*" if segment == "**" else _segment(segment) + r"\.")
+    return re.compile("".join(steps))
+
+
+def _segment(segment: str) -> str:
+    return fnmatch.translate(segment).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z").replace(".*", "[^.]*")
+
+
+def matches(pattern: str, path: str) -> bool:
+    return glob(pattern).fullmatch(path + ".") is not None

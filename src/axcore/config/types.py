@@ -1,0 +1,111 @@
+"""Whether a value fits a field's annotation, and what a piece of text means for it."""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, Union
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+    """Annotations of a config class by field. A name that only the type checker can see counts as `Any`."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        own = base.__dict__.get("__annotations__", {})
+        scope = {**vars(typing), **vars(__import__("sys").modules[base.__module__])} if own else {}
+        for name, hint in own.items():
+            if isinstance(hint, str):
+                try:
+                    hint = eval(hint, scope, dict(vars(base)))
+                except NameError:
+                    hint = Any
+            found[name] = hint
+    return found
+
+
+def describe(hint: Any) -> str:
+    """An annotation as a reader would write it."""
+    if hint is type(None):
+        return "None"
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(describe(arm) for arm in typing.get_args(hint))
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return hint.__qualname__
+    return str(hint).replace("typing.", "").replace("collections.abc.", "")
+
+
+def conforms(value: Any, hint: Any) -> bool:
+    """Whether `value` may stand where `hint` is declared. Unknown kinds of annotation accept everything."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(conforms(value, arm) for arm in args)
+    if origin is Literal:
+        return any(value == arm and type(value) is type(arm) for arm in args)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(args) == 2 and args[1] is Ellipsis:
+            return all(conforms(item, args[0]) for item in value)
+        return len(value) == len(args) and all(map(conforms, value, args))
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
+        return isinstance(value, Mapping) and all(conforms(item, args[-1]) for item in value.values())
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin is collections.abc.Callable or hint is collections.abc.Callable:
+        return callable(value)
+    if origin is type:
+        return isinstance(value, type)
+    if isinstance(hint, type) and origin is None:
+        return isinstance(value, hint)
+    return True
+
+
+def parse(text: str, hint: Any) -> Any:
+    """The value that `text` names for a field declared as `hint`.
+
+    Raises:
+        ValueError: `text` is not such a value.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    arms = args if origin in (Union, types.UnionType) else (hint,)
+    if text.lower() in ("none", "null") and type(None) in arms:
+        return None
+    if bool in arms and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    for candidate in (value, text):
+        for arm in arms:
+            fitted = _fit(candidate, arm)
+            if arm is not Any and conforms(fitted, arm):
+                return fitted
+    if any(arm is Any or (not isinstance(arm, type) and not typing.get_origin(arm)) for arm in arms):
+        return value
+    raise ValueError(f"{text!r} is not {describe(hint)}")
+
+
+def _fit(value: Any, hint: Any) -> Any:
+    """Small losses of form that text brings: a list for a tuple, `a,b` for a tuple of strings, 1 for 1.0."""
+    if typing.get_origin(hint) is tuple:
+        if isinstance(value, str):
+            value = tuple(part for part in value.split(",") if part)
+        items = tuple(value) if isinstance(value, list | tuple) else (value,)
+        args = typing.get_args(hint)
+        item_hint = args[0] if len(args) == 2 and args[1] is Ellipsis else Any
+        return tuple(_fit(item, item_hint) for item in items)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value

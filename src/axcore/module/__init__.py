@@ -1,0 +1,29 @@
+"""Layer, the invocation context, and the transforms that carry it."""
+
+from axcore.module.context import Collections, ContextError, Frame, current, labelled
+from axcore.module.functional import Functional, Tree, abstract, functional, initializer, invoke
+from axcore.module.layer import BuildError, DTypes, Layer, method
+from axcore.module.rngs import Rngs, fold
+from axcore.module.transforms import scan, stack
+
+__all__ = [
+    "BuildError",
+    "Collections",
+    "ContextError",
+    "DTypes",
+    "Frame",
+    "Functional",
+    "Layer",
+    "Rngs",
+    "Tree",
+    "abstract",
+    "current",
+    "fold",
+    "functional",
+    "initializer",
+    "invoke",
+    "labelled",
+    "method",
+    "scan",
+    "stack",
+]

@@ -1,0 +1,102 @@
+"""Calling a module with a context, and as a pure function of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from axcore.config import Config
+from axcore.module.context import Collections, root
+from axcore.module.rngs import Rngs
+
+Tree = dict[str, Any]
+"""A nested dict of arrays (or of their shapes, or axes), keyed by attribute name."""
+
+
+def invoke(
+    module: nnx.Module,
+    *args: Any,
+    key: jax.Array | None = None,
+    training: bool = False,
+    method: str = "__call__",
+    **kwargs: Any,
+) -> tuple[Any, Collections]:
+    """Calls `module.method(*args, **kwargs)` in a fresh context.
+
+    Args:
+        key: where the layers' PRNG streams start; without it a layer that draws is an error.
+        training: what the layers see as `self.training`.
+
+    Returns:
+        The result, and what the layers reported on the way.
+    """
+    with root(module, key=key, training=training) as frame:
+        output = getattr(module, method)(*args, **kwargs)
+    assert frame.collections is not None
+    return output, frame.collections
+
+
+@dataclasses.dataclass(frozen=True)
+class Functional:
+    """A module without its arrays: pure, hashable by identity, cheap to close over in `jax.jit`.
+
+    ```python
+    fn, params, state = axcore.functional(model)
+    (loss, collections), state = fn(params, state, batch, key=key, training=True, method="loss")
+    ```
+    """
+
+    graphdef: nnx.GraphDef[Any]
+    axes: Tree
+    """The logical axes of each parameter, as tuples, in the form of `params`."""
+
+    def bind(self, params: Tree, state: Tree) -> Any:
+        """The module, holding these arrays."""
+        return nnx.merge(self.graphdef, params, state)
+
+    def __call__(self, params: Tree, state: Tree, *args: Any, **kwargs: Any) -> tuple[tuple[Any, Collections], Tree]:
+        """Calls the module; arguments are those of `invoke`. Returns ((output, collections), new state)."""
+        module = self.bind(params, state)
+        result = invoke(module, *args, **kwargs)
+        return result, nnx.to_pure_dict(nnx.split(module, nnx.Param, ...)[2])
+
+
+def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
+    """A module as (pure function, parameters, other state)."""
+    graphdef, params, state = nnx.split(module, nnx.Param, ...)
+    fn = Functional(graphdef, _axes(params))
+    return fn, nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+
+
+def abstract(cfg: Config) -> tuple[Functional, Tree, Tree]:
+    """`functional(cfg.build(...))` with shapes in place of arrays: no memory is taken and nothing is computed."""
+    found: list[Functional] = []
+
+    def make(key: jax.Array) -> tuple[Tree, Tree]:
+        fn, params, state = functional(cfg.build(rngs=Rngs(key)))
+        found.append(fn)
+        return params, state
+
+    params, state = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
+    return found[0], params, state
+
+
+def initializer(cfg: Config) -> Callable[[jax.Array], tuple[Tree, Tree]]:
+    """A pure function key -> (parameters, other state); jit it with output shardings to build a model in place."""
+
+    def init(key: jax.Array) -> tuple[Tree, Tree]:
+        return functional(cfg.build(rngs=Rngs(key)))[1:]
+
+    return init
+
+
+def _axes(params: nnx.State) -> Tree:
+    def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
+        return variable.get_metadata().get("axes") or (None,) * variable[...].ndim
+
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    return nnx.to_pure_dict(jax.tree.map(axes_of, params, is_leaf=is_variable))

@@ -1,0 +1,154 @@
+"""Layer: an `nnx.Module` that is built from a config and knows, while it is called, where it stands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from axcore.config import Config as Node
+from axcore.config import ConfigError, Configurable, has_field
+from axcore.module.context import Frame, current, entered
+from axcore.module.rngs import Rngs
+
+F = TypeVar("F", bound=Callable[..., Any])
+Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
+
+
+class DTypes(Node):
+    """Which number types a layer uses. A layer that is given none takes its parent's."""
+
+    param: DTypeLike = jnp.dtype("float32")
+    """Parameters are stored in this."""
+    compute: DTypeLike = jnp.dtype("float32")
+    """Activations and matrix products."""
+
+    def __post_init__(self) -> None:
+        for name in ("param", "compute"):
+            object.__setattr__(self, name, np.dtype(getattr(self, name)))
+
+
+class BuildError(ConfigError):
+    """A layer could not be built. The message begins with the config path."""
+
+
+def method(fn: F) -> F:
+    """Marks a method other than `__call__` as an entry point: it runs in its layer's frame."""
+
+    @functools.wraps(fn)
+    def call(self: Layer, *args: Any, **kwargs: Any) -> Any:
+        with entered(self):
+            return fn(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class Layer(nnx.Module, Configurable):
+    """Base of every axcore layer.
+
+    A subclass nests a `Config`, takes `(cfg, *, rngs)` in its constructor and makes its children with `child` and its
+    parameters with `param`. Inside `__call__`, and inside methods marked with `axcore.method`, it may use `rng`,
+    `training`, `add_summary` and `add_loss`; no signature threads them.
+
+    Attributes:
+        config: the node that it was built from, widths filled in.
+        dtypes: the number types in force here.
+    """
+
+    class Config(Node):
+        """Fields that every layer has."""
+
+        dtypes: DTypes | None = None
+        """None: the parent's."""
+
+    config: Config
+    dtypes: DTypes
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__call__" in cls.__dict__:
+            cls.__call__ = method(cls.__call__)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _with_config(cls.__init__)  # type: ignore[method-assign]
+
+    def child(self, name: str, cfg: Any, rngs: Rngs, **widths: Any) -> Any:
+        """Builds a child from its slot. An empty slot stays empty and can be filled later.
+
+        Args:
+            name: the attribute that the caller stores it under; it becomes part of the path.
+            cfg: the child's config, or None.
+            rngs: this layer's rngs.
+            widths: what the parent knows (`input_dim=...`). The child takes those that it declares as fields; a field
+                that already holds something else is an error.
+
+        Raises:
+            BuildError: the child cannot be built so; the message begins with its config path.
+        """
+        if cfg is None:
+            return nnx.data(None)
+        return self.build_child(cfg, rngs.at(name), **widths)
+
+    def build_child(self, cfg: Any, rngs: Rngs, **widths: Any) -> Any:
+        """`child` for one that has its own rngs already, such as a layer of a stack."""
+        try:
+            cfg = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)})
+            if isinstance(cfg, Layer.Config) and cfg.dtypes is None:
+                cfg = cfg.set(dtypes=self.dtypes)
+            return cfg.build(rngs=rngs)
+        except BuildError:
+            raise
+        except ConfigError as error:
+            raise BuildError(f"{rngs.path}: {error}") from error
+
+    def param(
+        self, name: str, shape: tuple[int, ...], init: Initializer, rngs: Rngs, *, axes: tuple[str | None, ...]
+    ) -> nnx.Param:
+        """A parameter of `shape` in the layer's parameter dtype.
+
+        Args:
+            axes: the logical name of each dimension ("embed", "mlp", ...); parallelism maps them to the mesh.
+        """
+        if len(axes) != len(shape):
+            raise BuildError(f"{rngs.path}.{name}: shape {shape} has {len(shape)} dimensions, axes {axes} name {len(axes)}")
+        return nnx.Param(init(rngs.at(name).key, shape, self.dtypes.param), axes=axes)
+
+    @property
+    def frame(self) -> Frame:
+        return current()
+
+    @property
+    def training(self) -> bool:
+        """Whether this call is part of a training step."""
+        return self.frame.training
+
+    def rng(self, stream: str) -> jax.Array:
+        """A key of the named stream; it derives from the layer's path and the step's key."""
+        return self.frame.rng(stream)
+
+    def add_summary(self, name: str, value: Any) -> None:
+        """Reports a scalar under `path.name`."""
+        self.frame.add_summary(name, value)
+
+    def add_loss(self, name: str, value: Any, weight: float = 1.0) -> None:
+        """Adds `weight * value` (a scalar) to the training objective."""
+        self.frame.add_loss(name, value, weight)
+
+
+def _with_config(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that first stores the config, so that no subclass has to remember to."""
+
+    @functools.wraps(init)
+    def construct(self: Layer, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        self.config = cfg
+        self.dtypes = cfg.dtypes or DTypes()
+        init(self, cfg, *args, **kwargs)
+
+    return construct
+
+

@@ -1,0 +1,81 @@
+"""Transforms that carry the invocation context across a traced boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axcore.module.context import Collections, ContextError, current, inside, locate
+from axcore.module.rngs import Rngs
+
+RematPolicy = Callable[..., bool]
+
+
+def stack(build: Callable[[Rngs], nnx.Module], rngs: Rngs, count: int) -> Any:
+    """`count` modules in one, each array with a leading axis over them.
+
+    Each draws from `rngs` at its own index, so no two start alike, and each starts as it would alone.
+    """
+    graphdefs: list[Any] = []
+
+    def one(index: jax.Array) -> Any:
+        graphdef, state = nnx.split(build(rngs.index(index)))
+        graphdefs.append(graphdef)
+        return nnx.to_pure_dict(state)
+
+    state = jax.vmap(one)(jnp.arange(count))
+    module = nnx.merge(graphdefs[0], state)
+    for _, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.Variable) and "axes" in (metadata := variable.get_metadata()):
+            variable.set_metadata(axes=("layer", *metadata["axes"]))
+    return module
+
+
+def scan(
+    layers: nnx.Module,
+    carry: Any,
+    *args: Any,
+    count: int,
+    unroll: int = 1,
+    remat: RematPolicy | None = None,
+) -> Any:
+    """Runs a stacked module layer by layer: `carry = layer(carry, *args)`, traced once.
+
+    Each layer has a frame of its own, so its PRNG streams are those that it would have unrolled. What the layers report
+    comes back under `*` with a leading axis over them, and Variables other than parameters keep what a layer wrote.
+
+    Args:
+        layers: a child of the calling layer, made by `stack`.
+        carry: what the first layer takes, and each hands to the next; its shape and dtype must not change.
+        args: the same for every layer.
+        count: how many layers are stacked.
+        unroll: how many layers one step of the loop holds; `count` removes the loop.
+        remat: which intermediate values the backward pass may keep; None keeps all.
+
+    Returns:
+        The last layer's output.
+    """
+    caller = current()
+    names = locate(caller.module, layers) if caller.module is not None else None
+    if names is None:
+        raise ContextError(f"{caller.describe()} scans a {type(layers).__name__} that it does not hold")
+    graphdef, params, state = nnx.split(layers, nnx.Param, ...)
+
+    def body(carry: Any, xs: Any) -> tuple[Any, tuple[Any, Collections | None]]:
+        index, params, state = xs
+        layer = nnx.merge(graphdef, params, state)
+        with inside(caller, layer, (*names, index)) as frame:
+            carry = layer(carry, *args)
+        return carry, (nnx.split(layer, nnx.Param, ...)[2], frame.collections)
+
+    if remat is not None:
+        body = jax.checkpoint(body, policy=remat, prevent_cse=False)
+    carry, (state, collections) = jax.lax.scan(body, carry, (jnp.arange(count), params, state), unroll=unroll)
+    nnx.update(layers, state)
+    if collections is not None and caller.collections is not None:
+        caller.collections.absorb(collections)
+    return carry

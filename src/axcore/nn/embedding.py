@@ -1,0 +1,33 @@
+"""Token embedding."""
+
+from __future__ import annotations
+
+import jax
+
+from axcore.config import REQUIRED
+from axcore.module import Layer, Rngs, method
+from axcore.nn.initializers import Initializer, Normal
+from axcore.nn.matmul import matmul
+
+
+class Embedding(Layer):
+    """A vector for each token id."""
+
+    class Config(Layer.Config):
+        vocab_size: int = REQUIRED
+        output_dim: int = REQUIRED
+        init: Initializer = Normal()
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        self.weight = self.param("weight", (cfg.vocab_size, cfg.output_dim), cfg.init, rngs, axes=("vocab", "embed"))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """int [batch, seq] -> [batch, seq, output_dim] in the compute dtype."""
+        return self.weight[...].astype(self.dtypes.compute)[ids]
+
+    @method
+    def attend(self, x: jax.Array) -> jax.Array:
+        """[..., output_dim] -> [..., vocab_size]: the product with every embedding, for tied output heads."""
+        return matmul(x, self.weight[...].T)

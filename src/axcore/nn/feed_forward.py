@@ -1,0 +1,36 @@
+"""Feed-forward blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from axcore.config import REQUIRED
+from axcore.module import Layer, Rngs
+from axcore.nn.linear import Linear
+
+
+class FeedForward(Layer):
+    """`down(activation(gate(x)) * up(x))`, SwiGLU by default (Shazeer 2020, arXiv 2002.05202, eq. 6)."""
+
+    class Config(Layer.Config):
+        input_dim: int = REQUIRED
+        hidden_dim: int = REQUIRED
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+        gate: Linear.Config = Linear.Config()
+        up: Linear.Config = Linear.Config()
+        down: Linear.Config = Linear.Config()
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        wide = {"input_dim": cfg.input_dim, "output_dim": cfg.hidden_dim, "axes": ("embed", "mlp")}
+        self.gate = self.child("gate", cfg.gate, rngs, **wide)
+        self.up = self.child("up", cfg.up, rngs, **wide)
+        narrow = {"input_dim": cfg.hidden_dim, "output_dim": cfg.input_dim, "axes": ("mlp", "embed")}
+        self.down = self.child("down", cfg.down, rngs, **narrow)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, input_dim] -> the same shape."""
+        return self.down(self.config.activation(self.gate(x)) * self.up(x))

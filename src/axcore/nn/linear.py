@@ -1,0 +1,37 @@
+"""A linear map of the last dimension."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from axcore.config import REQUIRED
+from axcore.module import Layer, Rngs
+from axcore.nn.initializers import FanIn, Initializer, Zeros
+from axcore.nn.matmul import matmul
+
+
+class Linear(Layer):
+    """`x @ weight + bias`: [..., input_dim] -> [..., output_dim]."""
+
+    class Config(Layer.Config):
+        input_dim: int = REQUIRED
+        output_dim: int = REQUIRED
+        use_bias: bool = False
+        init: Initializer = FanIn()
+        axes: tuple[str | None, str | None] | None = None
+        """Logical axes of the weight; None: the parent's, or replicated."""
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        axes = cfg.axes or (None, None)
+        self.weight = self.param("weight", (cfg.input_dim, cfg.output_dim), cfg.init, rngs, axes=axes)
+        self.bias = nnx.data(None)
+        if cfg.use_bias:
+            self.bias = self.param("bias", (cfg.output_dim,), Zeros(), rngs, axes=axes[1:])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        compute = self.dtypes.compute
+        y = matmul(x.astype(compute), self.weight[...])
+        return y if self.bias is None else y + self.bias[...].astype(compute)

@@ -1,0 +1,81 @@
+"""Which keys a query may see, as descriptions: a kernel reads their structure instead of a dense bias."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from axcore.config import Config
+from axcore.nn.tokens import TokenInfo
+
+
+class Mask(Config):
+    """Base of masks. Combine them with `&` and `|`."""
+
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+        """bool, broadcastable to [batch, query, key]; true where the query may see the key."""
+        raise NotImplementedError
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(masks=(*_arms(self, And), *_arms(other, And)))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(masks=(*_arms(self, Or), *_arms(other, Or)))
+
+
+class Everything(Mask):
+    """Every query sees every key."""
+
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+        return jnp.ones((1, query.index.shape[-1], key.index.shape[-1]), bool)
+
+
+class Causal(Mask):
+    """A query sees itself and what came before it in the row."""
+
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+        return query.index[:, :, None] >= key.index[:, None, :]
+
+
+class SlidingWindow(Mask):
+    """A query sees keys at most `size - 1` places away: itself and the nearest `size - 1` on either side."""
+
+    size: int
+
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+        return jnp.abs(query.index[:, :, None] - key.index[:, None, :]) < self.size
+
+
+class SameSegment(Mask):
+    """A query sees keys of its own document. Where rows hold one document each it sees all."""
+
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+        if query.segment_ids is None or key.segment_ids is None:
+            return jnp.ones((1, 1, 1), bool)
+        return query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
+
+
+class And(Mask):
+    """A query sees what all of these let it see."""
+
+    masks: tuple[Mask, ...]
+
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+        return functools.reduce(operator.and_, (mask.allowed(query, key) for mask in self.masks))
+
+
+class Or(Mask):
+    """A query sees what any of these lets it see."""
+
+    masks: tuple[Mask, ...]
+
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+        return functools.reduce(operator.or_, (mask.allowed(query, key) for mask in self.masks))
+
+
+def _arms(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
+    """Flattens `(a & b) & c`, so that the text form does not depend on how it was put together."""
+    return mask.masks if isinstance(mask, kind) else (mask,)

@@ -1,0 +1,32 @@
+"""Where each token of a batch stands."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenInfo:
+    """What attention knows of tokens besides their values.
+
+    Attributes:
+        index: int32 [batch or 1, seq], the place in the row; causality is about this.
+        positions: int32 [batch or 1, seq], the place in the document; position embeddings see this.
+        segment_ids: int32 [batch, seq], which document of a packed row; None when rows hold one document each.
+    """
+
+    index: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array | None = None
+
+    @classmethod
+    def of(
+        cls, ids: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> TokenInfo:
+        """For ids [batch, seq] that start their rows."""
+        index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+        return cls(index, index if positions is None else positions, segment_ids)

@@ -1,0 +1,60 @@
+"""`use`: a modifier that a plugin supplies, by the feature's name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from axcore.config import Config, ConfigError, Modifier, did_you_mean
+from axcore.plugin.offers import Feature, Offer
+from axcore.plugin.recipes import current_recipe
+from axcore.plugin.registry import Plugin, PluginError, registry, resolve
+
+
+def use(feature: str, **options: Any) -> Modifier:
+    """The modifier that attaches a feature: `axcore.use("rope", theta=500_000.0)`.
+
+    Raises:
+        PluginError: no plugin offers it (the message names the one to install), or it cannot be loaded.
+        ConfigError: an option that the feature does not have.
+    """
+    found = registry().find(Feature, feature)
+    if found is None:
+        raise _missing(feature)
+    plugin, offer = found
+    attach = resolve(plugin, offer)
+    check_options(plugin, offer, attach, options)
+
+    def edit(cfg: Config) -> Config:
+        try:
+            return attach(cfg, **options)
+        except ConfigError as error:
+            raise ConfigError(f"feature {feature!r} ({plugin}): {error}") from error
+
+    return Modifier(feature, edit, options)
+
+
+def check_options(plugin: Plugin, offer: Offer, fn: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Refuses options that `fn(cfg, **options)` does not take, before anything is built."""
+    parameters = list(inspect.signature(fn).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    where = f"({plugin}, option of {offer.target.replace(':', '.')})"
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{offer.name} has no option {name!r}.{did_you_mean(name, known)} {where}")
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.name not in options:
+            raise ConfigError(f"{offer.name} needs the option {parameter.name!r} {where}")
+
+
+def _missing(feature: str) -> PluginError:
+    recipe = current_recipe()
+    asker = f"recipe {recipe!r} uses the feature {feature!r}" if recipe else f"the feature {feature!r} was asked for"
+    reason = registry().why_missing(feature)
+    if reason:
+        return PluginError(f"{asker}; {reason}")
+    near = did_you_mean(feature, (offer.name for _, offer in registry().offers(Feature)))
+    return PluginError(f"{asker}; no installed plugin offers it.{near} pip install axcore-{feature}")

@@ -1,0 +1,46 @@
+"""Recipes by name."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+from axcore.config import Config, did_you_mean
+from axcore.plugin.offers import Recipe
+from axcore.plugin.registry import PluginError, registry, resolve
+
+_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("axcore_recipe", default=None)
+
+
+def current_recipe() -> str | None:
+    """The recipe that is being composed, for messages."""
+    return _name.get()
+
+
+@contextlib.contextmanager
+def composing(name: str) -> Iterator[None]:
+    token = _name.set(name)
+    try:
+        yield
+    finally:
+        _name.reset(token)
+
+
+def recipe(name: str) -> Config:
+    """The config of a registered recipe.
+
+    Raises:
+        PluginError: there is none of that name (the nearest is suggested), or it needs a plugin that is missing.
+    """
+    found = registry().find(Recipe, name)
+    if found is None:
+        names = [offer.name for _, offer in registry().offers(Recipe)]
+        listed = f"Known: {', '.join(names)}" if names else "No installed plugin brings any. pip install axcore-recipes"
+        raise PluginError(f"there is no recipe {name!r}.{did_you_mean(name, names)} {listed}")
+    plugin, offer = found
+    with composing(name):
+        cfg = resolve(plugin, offer)()
+    if not isinstance(cfg, Config):
+        raise PluginError(f"recipe {name!r} ({plugin}) returned {type(cfg).__name__}, not a config")
+    return cfg

@@ -1,0 +1,27 @@
+"""Training: the trainer, the learner, input, checkpoints and metrics."""
+
+from axcore.train.checkpoint import Checkpointer
+from axcore.train.learner import AdamW, Learner, Optimizer
+from axcore.train.loop import TrainingError
+from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
+from axcore.train.report import FinishedRun, Report
+from axcore.train.schedule import Schedule, WarmupCosine, WarmupStableDecay
+from axcore.train.trainer import Trainer, fit
+
+__all__ = [
+    "AdamW",
+    "Checkpointer",
+    "FinishedRun",
+    "JsonlWriter",
+    "Learner",
+    "Optimizer",
+    "Report",
+    "Schedule",
+    "TensorBoardWriter",
+    "Trainer",
+    "TrainingError",
+    "WarmupCosine",
+    "WarmupStableDecay",
+    "Writer",
+    "fit",
+]

@@ -1,0 +1,59 @@
+"""How many steps a run takes when it was given minutes."""
+
+from __future__ import annotations
+
+import collections
+import json
+import time
+from pathlib import Path
+
+from axcore.train.run_folder import write_text
+from axcore.train.schedule import Schedule
+
+MEASURED_SECONDS = 5.0
+"""The shortest stretch of steps that a rate is taken from."""
+
+
+class Budget:
+    """Turns minutes into a number of steps, as late as the schedule allows, because a rate measured late is truer.
+
+    The decision is written to `plan.json` at once. A resumed run repeats it at the same step, so it follows the same
+    schedule to the bit.
+    """
+
+    def __init__(self, minutes: float, schedule: Schedule, folder: Path, *, began: float):
+        """
+        Args:
+            minutes: wall-clock time from `began` to the last step.
+            began: in `time.monotonic` seconds; earlier attempts at the run are counted in by moving it back.
+        """
+        self._seconds = minutes * 60.0
+        self._settle_at = schedule.settled() * self._seconds
+        self._file = folder / "plan.json"
+        self._began = began
+        self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=2000)
+        self._expected: int | None = None
+        self.plan: dict[str, int] | None = json.loads(self._file.read_text()) if self._file.exists() else None
+
+    @property
+    def expected(self) -> int | None:
+        """The total number of steps: decided, or as it looks now; None in the first seconds."""
+        return self.plan["total_steps"] if self.plan is not None else self._expected
+
+    def decide(self, step: int) -> int | None:
+        """The total number of steps, at the one step (done so far: `step`) at which it becomes known; else None."""
+        if self.plan is not None:
+            return self.plan["total_steps"] if step == self.plan["decided_at"] else None
+        now = time.monotonic()
+        self._recent.append((now, step))
+        since, first = self._recent[0]
+        if now - since < MEASURED_SECONDS:
+            return None
+        spent = now - self._began
+        seconds_per_step = (now - since) / (step - first)
+        self._expected = step + max(1, int((self._seconds - spent) / seconds_per_step))
+        if spent < self._settle_at:
+            return None
+        self.plan = {"total_steps": self._expected, "decided_at": step}
+        write_text(self._file, json.dumps(self.plan))
+        return self._expected

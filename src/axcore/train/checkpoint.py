@@ -1,0 +1,297 @@
+"""Checkpoints: state, data position and metadata in one folder, which is there whole or not at all."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import json
+import pathlib
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+import axcore.config
+from axcore.config import AxcoreError, ConfigError, Configurable
+from axcore.train import checkpoint_folder, inventory, orbax_io, state_layout
+from axcore.train.orbax_io import RECORD, TEMPORARY
+from axcore.train.processes import gather_bytes
+from axcore.train.save_policy import SavePolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held: the state in the caller's structure, the data position and the metadata."""
+
+    step: int
+    state: Any
+    data: bytes
+    meta: dict[str, Any]
+
+
+class Checkpointer(Configurable):
+    """Saves and restores checkpoints below one folder, a subfolder for each step.
+
+    Built as `cfg.build(folder)`; that touches nothing, so a reader may do it beside a run that writes. With
+    several processes each calls every method, on a folder that all of them see. Use it as a context manager,
+    or call `close`: a save that is under way when the interpreter exits is lost.
+
+    A background failure is raised by the next call of `should_save`, `save`, `wait` or `close`.
+    """
+
+    class Config(axcore.config.Config):
+        every_steps: int | None = None
+        """Save each time that many steps are done."""
+        every_minutes: float | None = 10.0
+        """Save when that many minutes have passed since the last save."""
+        keep: int = 3
+        """Newest checkpoints to keep; at least 1."""
+        asynchronous: bool = True
+        """Write behind the training's back; `save` then takes as long as a copy to host memory."""
+
+    def __init__(self, cfg: Config, folder: pathlib.Path):
+        if cfg.keep < 1:
+            raise ConfigError(f"checkpointer.keep is {cfg.keep}; at least 1 checkpoint must be kept")
+        self.cfg = cfg
+        self.folder = pathlib.Path(folder).absolute()
+        self._orbax: Any = None
+        self._thread: threading.Thread | None = None
+        self._failure: AxcoreError | None = None
+        self._saved_step: int | None = None
+        self._policy = SavePolicy(cfg.every_steps, cfg.every_minutes)
+
+    def should_save(self, step: int, now: float) -> bool:
+        """Whether a checkpoint is due after `step` steps. True restarts the clock of `every_minutes`.
+
+        Call it once after each step; `now` is in seconds, as of `time.monotonic()`. All processes get one
+        answer.
+        """
+        self._raise_failure()
+        return self._policy.due(step, now) and step != self._saved_step
+
+    def save(self, step: int, state: Any, *, data: bytes, meta: dict[str, Any]) -> None:
+        """Saves one checkpoint. When it returns, the arrays of `state` may be donated.
+
+        It waits for the save before it. Saving a step again that this object has just saved does nothing.
+
+        Args:
+            step: number of steps done; names the checkpoint.
+            state: any pytree of jax or numpy arrays; typed PRNG keys too.
+            data: this process's position in its input, opaque.
+            meta: anything that JSON can hold; `meta` reads it back without the arrays.
+
+        Raises:
+            AxcoreError: the folder cannot be written (names it and the reason), it has a step that is not
+                earlier, or `state` or `meta` cannot be stored. Earlier checkpoints are as they were.
+        """
+        self.wait()
+        if step == self._saved_step:
+            return
+        target = self.folder / str(step)
+        named = state_layout.named_leaves(state)
+        try:
+            record = json.loads(json.dumps({"step": step, "meta": meta}))
+        except (TypeError, ValueError) as error:
+            raise AxcoreError(f"the metadata of checkpoint {target} is not JSON: {error}") from error
+        record["arrays"] = state_layout.layout(named)
+        record["data"] = [base64.b64encode(part).decode() for part in gather_bytes(data)]
+        try:
+            if jax.process_index() == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                checkpoint_folder.clear_leftovers(self.folder)
+            if any(held >= step for held in self.steps()):  # it would be the first to go, as the oldest
+                raise AxcoreError(
+                    f"cannot save step {step}: {self.folder} has checkpoints of {_joined(self.steps())}; "
+                    f"resume from the last, or remove those from step {step} on"
+                )
+            if self._orbax is None:
+                self._orbax = orbax_io.writer(self._complete)
+            self._orbax.save(target, args=orbax_io.save_arguments(state_layout.stored(named), record))
+        except AxcoreError:
+            raise
+        except Exception as error:
+            self._give_up()
+            raise _cannot("write", target, error) from error
+        self._thread = threading.Thread(target=self._finish, args=(target, step), name="axcore-checkpoint")
+        self._thread.start()
+        if not self.cfg.asynchronous:
+            self.wait()
+
+    def steps(self) -> list[int]:
+        """The steps that can be restored, oldest first."""
+        return checkpoint_folder.steps(self.folder)
+
+    def latest(self) -> int | None:
+        """The newest step that can be restored, or None. A save that is under way does not count."""
+        return max(self.steps(), default=None)
+
+    def meta(self, step: int | None = None) -> dict[str, Any]:
+        """The metadata of a checkpoint (of the latest, by default), without reading an array.
+
+        Raises:
+            AxcoreError: there is no such checkpoint, or it cannot be read.
+        """
+        return self._record(self._chosen(step))["meta"]
+
+    def restore(self, abstract_state: Any, step: int | None = None, *, subset: bool = False) -> Restored:
+        """Reads a checkpoint: the latest, or that of `step`. Never another one in its place.
+
+        Args:
+            abstract_state: the state's structure with a `jax.ShapeDtypeStruct` (or an array) for each array.
+                Its `sharding` says where the array goes, whatever mesh it was saved from; without one, to
+                where jax puts new arrays.
+            step: number of steps done.
+            subset: leave out the stored arrays that `abstract_state` does not name (a server needs no
+                optimizer), and the data position.
+
+        Raises:
+            AxcoreError: there is no such checkpoint; its arrays differ from `abstract_state` in path, shape
+                or dtype (the paths are named); or it is damaged (the next older step is named).
+        """
+        self.wait()
+        step = self._chosen(step)
+        record = self._record(step)
+        target = self.folder / str(step)
+        wanted = state_layout.named_leaves(abstract_state)
+        found = state_layout.mismatches(record["arrays"], wanted, subset=subset)
+        if found:
+            raise AxcoreError(f"checkpoint {target} does not fit this state:{state_layout.listed(found)}")
+        self._check_files(step)
+        try:
+            read = orbax_io.read(target, state_layout.abstract_stored(wanted))
+        except Exception as error:
+            if orbax_io.is_out_of_memory(error):
+                raise
+            raise self._damaged(step, orbax_io.reason(error)) from error
+        leaves = state_layout.restored(wanted, read)
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+        data = b"" if subset else self._own_data(record, target)
+        return Restored(step, state, data, record["meta"])
+
+    def rewind(self, step: int) -> None:
+        """Removes the checkpoints after `step`: the run resumes there and will come to those steps again."""
+        self.wait()
+        if jax.process_index() == 0:
+            checkpoint_folder.clear_leftovers(self.folder)
+            for later in self.steps():
+                if later > step:
+                    checkpoint_folder.remove(self.folder, later)
+        self._saved_step = None
+
+    def wait(self) -> None:
+        """Returns when the save under way, if any, is committed and checkpoints beyond `keep` are gone."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Waits, and lets go of Orbax's threads."""
+        try:
+            self.wait()
+        finally:
+            orbax, self._orbax = self._orbax, None
+            if orbax is not None:
+                orbax.close()  # nothing is under way, so it has nothing to complain of
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _finish(self, target: pathlib.Path, step: int) -> None:
+        """In the background: waits for the commit, then removes old checkpoints."""
+        try:
+            self._orbax.wait_until_finished()
+        except BaseException as error:
+            self._failure = _cannot("write", target, error)
+            self._failure.__cause__ = error
+            self._give_up()
+            return
+        self._saved_step = step
+        if jax.process_index() == 0:
+            try:
+                for old in self.steps()[: -self.cfg.keep]:
+                    checkpoint_folder.remove(self.folder, old)
+            except AxcoreError as error:
+                self._failure = error
+
+    def _give_up(self) -> None:
+        """After a failed save. Orbax's object would raise its failure again: the next save makes another."""
+        orbax, self._orbax = self._orbax, None
+        if orbax is not None:
+            with contextlib.suppress(Exception):
+                orbax.close()
+        if jax.process_index() == 0:
+            checkpoint_folder.clear_leftovers(self.folder)
+
+    def _complete(self) -> None:
+        """Called by Orbax when all is written, before the rename that commits."""
+        for folder in self.folder.glob(f"*{TEMPORARY}*"):
+            inventory.write(folder, checksums=jax.process_count() == 1)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _chosen(self, step: int | None) -> int:
+        steps = self.steps()
+        if not steps:
+            raise AxcoreError(f"there is no checkpoint in {self.folder}")
+        if step is None:
+            return steps[-1]
+        if step not in steps:
+            raise AxcoreError(
+                f"there is no checkpoint of step {step} in {self.folder}; it has {_joined(steps)}"
+            )
+        return step
+
+    def _record(self, step: int) -> dict[str, Any]:
+        self._check_files(step, only=RECORD)
+        try:
+            record = json.loads((self.folder / str(step) / RECORD / RECORD).read_bytes())
+            if record["step"] != step or not {"meta", "arrays", "data"} <= record.keys():
+                raise ValueError(f"its record is of step {record['step']}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(step, orbax_io.reason(error)) from error
+        return record
+
+    def _check_files(self, step: int, only: str = "") -> None:
+        try:
+            damage = inventory.damage(self.folder / str(step), only)
+        except (OSError, ValueError) as error:
+            raise self._damaged(step, f"{inventory.NAME}: {orbax_io.reason(error)}") from error
+        if damage:
+            raise self._damaged(step, damage)
+
+    def _damaged(self, step: int, what: str) -> AxcoreError:
+        older = [other for other in self.steps() if other < step]
+        advice = (
+            f"to resume from step {older[-1]} instead, move that folder away"
+            if older
+            else "there is no older checkpoint to resume from"
+        )
+        return AxcoreError(f"checkpoint {self.folder / str(step)} is damaged ({what}); {advice}")
+
+    def _own_data(self, record: dict[str, Any], target: pathlib.Path) -> bytes:
+        positions = record["data"]
+        if len(positions) != jax.process_count():
+            raise AxcoreError(
+                f"checkpoint {target} holds the data positions of {len(positions)} processes, and this run "
+                f"has {jax.process_count()}; resume with as many as before"
+            )
+        return base64.b64decode(positions[jax.process_index()])
+
+
+def _cannot(do: str, path: pathlib.Path, error: BaseException) -> AxcoreError:
+    return AxcoreError(f"cannot {do} checkpoint {path}: {orbax_io.reason(error)}")
+
+
+def _joined(steps: list[int]) -> str:
+    return ", ".join(map(str, steps))

@@ -1,0 +1,24 @@
+"""How often a function was compiled in this process."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+
+_counts: collections.Counter[str] = collections.Counter()
+
+
+def _record(event: str, seconds: float, **details: Any) -> None:
+    del seconds
+    if event == "/jax/core/compile/backend_compile_duration":
+        _counts[str(details.get("fun_name", ""))] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_record)
+
+
+def compilations(name: str) -> int:
+    """Compilations so far of jitted functions of this name, whether or not a cache on disk served them."""
+    return _counts[f"jit({name})"]

@@ -1,0 +1,62 @@
+"""Tokenizers: bytes to token ids and back."""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+from numpy.typing import NDArray
+
+from axcore import config
+
+
+class Tokenizer(config.Configurable, abc.ABC):
+    """Turns the bytes of a document into token ids. A subclass gives the ids their meaning."""
+
+    class Config(config.Config):
+        """Options that every tokenizer has: none."""
+
+    vocab_size: int
+    """Ids are below this: the rows of the model's embedding, unused ones included."""
+
+    separator_id: int
+    """The id that stands before each document. `encode` never gives it."""
+
+    @abc.abstractmethod
+    def encode(self, content: bytes) -> NDArray[np.integer]:
+        """`[tokens]`, of any integer dtype: the ids of one document, without a separator."""
+
+    @abc.abstractmethod
+    def decode(self, ids: NDArray[np.integer]) -> bytes:
+        """The bytes of `[tokens]` ids. The separator and unused ids decode to nothing."""
+
+
+class ByteTokenizer(Tokenizer):
+    """One token for each byte: ids 0 to 255 are the bytes, 256 is the separator."""
+
+    class Config(Tokenizer.Config):
+        """Options of the byte tokenizer."""
+
+        vocab_multiple: int = 8
+        """`vocab_size` is 257 rounded up to a multiple of this (264), so that the vocabulary axis can be
+        sharded."""
+
+    separator_id = 256
+
+    def __init__(self, cfg: ByteTokenizer.Config):
+        """
+        Raises:
+            ConfigError: `vocab_multiple` is not positive.
+        """
+        if cfg.vocab_multiple < 1:
+            raise config.ConfigError(
+                f"ByteTokenizer.vocab_multiple must be positive, not {cfg.vocab_multiple}"
+            )
+        self.vocab_size = -(-257 // cfg.vocab_multiple) * cfg.vocab_multiple
+
+    def encode(self, content: bytes) -> NDArray[np.integer]:
+        return np.frombuffer(content, np.uint8)
+
+    def decode(self, ids: NDArray[np.integer]) -> bytes:
+        ids = np.asarray(ids)
+        return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes()

@@ -1,0 +1,161 @@
+"""How far a run has come: a bar on a terminal, elsewhere (log files, batch systems) a plain line at times."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+REDRAW_SECONDS = 0.1
+"""Least time between two drawings of the bar."""
+LINE_SECONDS = 10.0
+"""Least time between two plain lines."""
+
+
+class Progress:
+    """Shows steps, loss, tokens per second and the time left, on stderr.
+
+    ```python
+    with Progress(total=1000) as progress:
+        for step in range(1000):
+            progress.update(step + 1, loss, tokens_per_second)
+    ```
+
+    An update that is not due to be drawn costs well under a microsecond and does not look at its values, so a
+    loss that is still being computed on a device is waited for only when it is shown.
+
+    Args:
+        total: steps of the whole run; None when it has no end.
+        start: the step that this process begins at, so that a resumed run does not look fast.
+        stream: where to write; stderr by default. What decides between bar and lines is whether it is a
+            terminal.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        total: int | None = None,
+        *,
+        start: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.total = total
+        self._start = self._step = start
+        self._clock = clock
+        self._stream = stream if stream is not None else sys.stderr
+        self._bar: Any = None
+        self._task: Any = None
+        self._shown: tuple[int, Any, Any] | None = None
+        self._latest: tuple[int, Any, Any] | None = None
+        self._began = clock()
+        self._due = self._began
+
+    def __enter__(self) -> Self:
+        self._began = self._clock()
+        if self._stream.isatty():
+            self._bar, self._task = _make_bar(self._stream, self.total, self._start)
+            self._guard(self._bar.start)
+            self._due = self._began
+        else:
+            self._due = self._began  # the first step gets a line: it tells that compiling is over
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._latest != self._shown:
+            self._show()
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            self._guard(bar.stop)
+
+    def update(self, step: int, loss: Any, tokens_per_second: Any) -> None:
+        """Reports the number of steps done, the loss (nats per token) and the speed; either may be None."""
+        self._latest = (step, loss, tokens_per_second)
+        now = self._clock()
+        if now >= self._due:
+            self._show()
+            self._due = now + (REDRAW_SECONDS if self._bar is not None else LINE_SECONDS)
+
+    def set_total(self, total: int | None) -> None:
+        """Changes the number of steps of the whole run."""
+        self.total = total
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+
+    def note(self, text: str) -> None:
+        """Prints a message: above the bar, or as a line of its own."""
+        if self._bar is not None:
+            self._guard(lambda: self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True))
+        else:
+            self._print(text)
+
+    def _show(self) -> None:
+        if self._latest is None:
+            return
+        self._shown = self._latest
+        self._step, loss, tokens_per_second = self._latest
+        figures = _figures(loss, tokens_per_second)
+        left = _duration(self._seconds_left())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._step, figures=figures, left=left)
+            self._guard(self._bar.refresh)
+        else:
+            of = f"/{self.total}" if self.total is not None else ""
+            self._print("  ".join(part for part in (f"step {self._step}{of}", figures, left) if part))
+
+    def _seconds_left(self) -> float | None:
+        done = self._step - self._start
+        if self.total is None or done <= 0:
+            return None
+        return max(0, self.total - self._step) * (self._clock() - self._began) / done
+
+    def _print(self, text: str) -> None:
+        self._guard(lambda: print(text, file=self._stream, flush=True))
+
+    def _guard(self, show: Callable[[], object]) -> None:
+        """A terminal that went away (closed pipe, hung-up session) must not end the training."""
+        try:
+            show()
+        except (OSError, ValueError):
+            self._due = float("inf")
+
+
+def _make_bar(stream: TextIO, total: int | None, start: int) -> tuple[Any, Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    bar = RichProgress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[figures]}"),
+        TextColumn("{task.fields[left]}"),
+        console=Console(file=stream),
+        auto_refresh=False,  # no thread: `update` draws
+        redirect_stdout=sys.stdout.isatty(),  # output that goes into a file stays there
+        expand=True,
+    )
+    return bar, bar.add_task("step", total=total, completed=start, figures="", left="")
+
+
+def _figures(loss: Any, tokens_per_second: Any) -> str:
+    parts = []
+    if loss is not None:
+        parts.append(f"loss {float(loss):.4f}")
+    if tokens_per_second is not None:
+        parts.append(f"{float(tokens_per_second):,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def _duration(seconds: float | None) -> str:
+    """`1:02:03 left`; empty when unknown."""
+    if seconds is None:
+        return ""
+    minutes, seconds_left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds_left:02} left" if hours else f"{minutes}:{seconds_left:02} left"

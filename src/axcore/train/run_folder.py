@@ -1,0 +1,162 @@
+"""A run's folder on disk: making it, writing files in it that are never seen half-written, and locking it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import socket
+import warnings
+from types import TracebackType
+from typing import Any, Self
+
+from axcore.config import AxcoreError
+
+if os.name == "posix":
+    import fcntl
+
+
+def os_reason(error: BaseException) -> str:
+    """What the operating system said, as in `No space left on device`; for any other error its first line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def create(folder: str | os.PathLike[str]) -> pathlib.Path:
+    """Makes the folder, and its parents, unless they exist. Returns it as an absolute path.
+
+    Raises:
+        AxcoreError: it is a file, or no file can be written in it. Names the folder and the reason.
+    """
+    folder = pathlib.Path(folder).expanduser().absolute()
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except FileExistsError:
+        raise AxcoreError(f"the run folder {folder} is a file; give the path of a folder") from None
+    except OSError as error:
+        raise AxcoreError(f"cannot write to the run folder {folder}: {os_reason(error)}") from error
+    return folder
+
+
+def move_aside(folder: pathlib.Path) -> pathlib.Path:
+    """Renames the folder to the first free of `NAME.1`, `NAME.2` and so on beside it, and returns that path.
+
+    Raises:
+        AxcoreError: it could not be renamed, and is where it was.
+    """
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    try:
+        return folder.rename(aside)
+    except OSError as error:
+        raise AxcoreError(f"cannot move {folder} aside, to {aside}: {os_reason(error)}") from error
+
+
+def write_bytes(path: pathlib.Path, content: bytes) -> None:
+    """Puts `content` at `path` in one step: whoever reads sees the old file or the new one, also after a
+    crash.
+
+    Raises:
+        AxcoreError: it could not be written; what was at `path` is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise AxcoreError(f"cannot write {path}: {os_reason(error)}") from error
+
+
+def write_text(path: pathlib.Path, content: str) -> None:
+    """`write_bytes` of UTF-8 text."""
+    write_bytes(path, content.encode())
+
+
+def write_json(path: pathlib.Path, content: Any) -> None:
+    """`write_bytes` of indented JSON. A non-finite float has no JSON form and is a ValueError."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes the names in a folder survive a power cut; a file system that cannot is left as it is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Lock:
+    """Keeps a second live process from writing the same run folder.
+
+    ```python
+    with Lock(folder):
+        train()
+    ```
+
+    The operating system drops the lock when the process dies, however it dies, so there is never a stale one
+    to remove by hand. Forked children do not hold it. A file system without locks gives a warning, and no
+    lock.
+
+    Raises:
+        AxcoreError: another process holds it (its host and pid are named), or the folder cannot be written.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.path = folder / ".lock"
+        self._descriptor: int | None = None
+        if os.name != "posix":
+            warnings.warn(f"{folder} is not locked: this system has no flock", stacklevel=2)
+            return
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise AxcoreError(f"cannot write to the run folder {folder}: {os_reason(error)}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise AxcoreError(
+                    f"the run folder {folder} is in use by {holder or 'another process'}; stop that run, or "
+                    f"give this one another folder"
+                ) from None
+            warnings.warn(f"{folder} is not locked: {os_reason(error)}", stacklevel=2)
+            return
+        self._descriptor = descriptor
+        os.register_at_fork(after_in_child=self._forget)
+        with contextlib.suppress(OSError):  # a full disk takes the pid from the message, not the lock
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+    def release(self) -> None:
+        """Lets others write the folder. Once is enough; a second time does nothing."""
+        self._forget()
+
+    def _forget(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,129 @@
+"""The training step and the evaluation step, as pure functions of arrays, compiled ahead of the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from axcore.config import Config
+from axcore.module import Functional, Tree, abstract, initializer
+from axcore.parallel import Layout
+from axcore.train.learner import Learner
+
+Metrics = dict[str, jax.Array]
+UNKNOWN_STEPS = 2**31 - 1
+"""`total_steps` of a run that does not know its length yet."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class TrainState:
+    """All that a step changes. Plain nested dicts of arrays: cheap to dispatch and easy to save.
+
+    Attributes:
+        params: the model's parameters.
+        model_state: its other Variables (running statistics and the like).
+        optimizer: the optax state.
+        step: int32 scalar, steps done.
+        total_steps: int32 scalar, steps that there will be.
+        seed: uint32 scalar; the PRNG of each step derives from it and the step.
+    """
+
+    params: Tree
+    model_state: Tree
+    optimizer: optax.OptState
+    step: jax.Array
+    total_steps: jax.Array
+    seed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a trainer runs: the steps of one model, one learner and one layout, not compiled yet."""
+
+    fn: Functional
+    learner: Learner
+    layout: Layout
+    state: TrainState
+    """Shapes and shardings of the state."""
+    init: Callable[[jax.Array], TrainState]
+    """A jitted function of the seed that makes the first state where it belongs."""
+
+    def train_step(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
+        """One step: state, batch -> new state, metrics (scalars; summaries of a scanned stack are [layer])."""
+        key = jax.random.fold_in(jax.random.key(state.seed), state.step)
+
+        def objective(params: Tree) -> tuple[jax.Array, Any]:
+            (loss, collections), model_state = self.fn(
+                params, state.model_state, batch, key=key, training=True, method="loss"
+            )
+            total = loss + collections.total_loss()
+            return total, (loss, collections, model_state)
+
+        with self.layout.active():
+            grads, (loss, collections, model_state) = jax.grad(objective, has_aux=True)(state.params)
+        params, optimizer, metrics = self.learner.update(
+            grads, state.optimizer, state.params, state.step, state.total_steps
+        )
+        metrics = {"loss": loss, **metrics, **collections.losses, **collections.summaries}
+        new = TrainState(params, model_state, optimizer, state.step + 1, state.total_steps, state.seed)
+        return new, metrics
+
+    def eval_step(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """(summed cross-entropy in nats, summed weights) of the targets that count."""
+        with self.layout.active():
+            ((losses, _), _), _ = self.fn(params, model_state, batch, method="token_losses")
+        weights = batch["weights"]
+        return (losses * weights).sum(), weights.sum()
+
+    def batch_shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and shardings of a batch like this one."""
+        sharding = self.layout.sharding("batch", None)
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
+
+    def compile_train(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
+        """The training step for batches of this form. It donates the state and cannot be retraced by accident."""
+        return jax.jit(self.train_step, donate_argnums=0).lower(self.state, self.batch_shapes(batch)).compile()
+
+    def compile_eval(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
+        shapes = (self.state.params, self.state.model_state, self.batch_shapes(batch))
+        return jax.jit(self.eval_step).lower(*shapes).compile()
+
+
+def program(model: Config, learner: Config, layout: Layout) -> Program:
+    """Builds the shapes of everything and computes nothing."""
+    fn, params, model_state = abstract(model)
+    built: Learner = learner.build(fn.axes)
+    init_model = initializer(model)
+
+    def init(seed: jax.Array) -> TrainState:
+        params, model_state = init_model(jax.random.key(seed))
+        zero, total = jnp.zeros((), jnp.int32), jnp.full((), UNKNOWN_STEPS, jnp.int32)
+        return TrainState(params, model_state, built.init(params), zero, total, seed)
+
+    shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.uint32))
+    placed = layout.shardings(params, fn.axes)
+    everywhere = layout.sharding()
+    shardings = TrainState(
+        params=placed,
+        model_state=jax.tree.map(lambda _: everywhere, model_state),
+        optimizer=optax.tree_utils.tree_map_params(
+            lambda tree: built.init(tree),
+            lambda _, sharding: sharding,
+            shapes.optimizer,
+            placed,
+            transform_non_params=lambda _: everywhere,
+        ),
+        step=everywhere,
+        total_steps=everywhere,
+        seed=everywhere,
+    )
+    state = jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
+    )
+    return Program(fn, built, layout, state, jax.jit(init, out_shardings=shardings))

@@ -1,0 +1,223 @@
+"""The trainer: from a config to a trained run folder."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import axcore
+from axcore.config import REQUIRED, AxcoreError, Config, ConfigError, Configurable, diff_flat, flatten, parse_text
+from axcore.parallel import Mesh
+from axcore.plugin import active
+from axcore.train import run_folder
+from axcore.train.budget import Budget
+from axcore.train.checkpoint import Checkpointer
+from axcore.train.compilations import compilations
+from axcore.train.learner import Learner
+from axcore.train.loop import Loop
+from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
+from axcore.train.progress import Progress
+from axcore.train.report import FinishedRun, Report
+from axcore.train.step import Program, TrainState, program
+
+CONFIG_FILE = "config.txt"
+
+
+class Trainer(Configurable):
+    """Trains `model` on `input` with `learner`, for a number of steps or of minutes."""
+
+    class Config(Config):
+        model: Config = REQUIRED
+        input: Config = REQUIRED
+        learner: Learner.Config = Learner.Config()
+        mesh: Mesh = Mesh()
+        steps: int | None = None
+        minutes: float | None = None
+        """Wall-clock time for training, compilation included. Give this or `steps`."""
+        seed: int = 0
+        evaluate_every: int | None = None
+        """Steps between evaluations; None: at the end only."""
+        checkpointer: Checkpointer.Config = Checkpointer.Config()
+        writers: tuple[Writer.Config, ...] = (JsonlWriter.Config(), TensorBoardWriter.Config())
+        reports: tuple[Report.Config, ...] = ()
+
+    def __init__(self, cfg: Config):
+        if (cfg.steps is None) == (cfg.minutes is None):
+            raise ConfigError(f"set one of steps and minutes, not steps={cfg.steps} and minutes={cfg.minutes}")
+        for name in ("steps", "minutes"):
+            if getattr(cfg, name) is not None and getattr(cfg, name) <= 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(cfg, name)}")
+        if not 0 <= cfg.seed < 2**32:
+            raise ConfigError(f"seed must be from 0 to 2**32 - 1, not {cfg.seed}")
+        self.config = cfg
+
+    def program(self) -> Program:
+        """The steps that this config describes, as shapes; nothing is computed."""
+        cfg = self.config
+        return program(cfg.model, cfg.learner, cfg.mesh.make())
+
+    def run(self, out: str | Path, *, resume: bool = False) -> dict[str, Any]:
+        """Trains and returns the summary that is also written to `summary.json`.
+
+        Args:
+            out: the run folder. A run that it holds already is moved aside, unless it is resumed.
+            resume: go on from the newest checkpoint, to the same losses as if nothing had happened.
+
+        Raises:
+            AxcoreError: the config, the input or the folder cannot be used; nothing was trained.
+            TrainingError: the loss is not finite any more.
+        """
+        folder = Path(out)
+        if resume:
+            self._check_same_run(folder)
+        source = self.config.input.build(process_index=jax.process_index(), process_count=jax.process_count())
+        prepared = self.program()
+        if not resume and (folder / CONFIG_FILE).exists():
+            with run_folder.Lock(folder):
+                print(f"{folder} held an earlier run; it is now {run_folder.move_aside(folder)}")
+        folder = run_folder.create(folder)
+        with run_folder.Lock(folder):
+            run_folder.write_text(folder / CONFIG_FILE, self.config.text())
+            return _Run(self.config, prepared, source, folder).run(resume)
+
+    def _check_same_run(self, folder: Path) -> None:
+        described = folder / CONFIG_FILE
+        if not described.exists():
+            raise AxcoreError(f"there is no run to resume in {folder}; leave --resume out to start one")
+        changed = diff_flat(parse_text(described.read_text()), flatten(self.config))
+        if changed:
+            raise ConfigError(
+                f"the run in {folder} has another config; resume it with the same recipe and flags, or choose another "
+                f"folder. It differs in:\n{changed}"
+            )
+
+
+class _Run:
+    """One call of `Trainer.run`."""
+
+    def __init__(self, cfg: Any, prepared: Program, source: Any, folder: Path):
+        self.cfg, self.program, self.source, self.folder = cfg, prepared, source, folder
+        self.plugins = active(cfg)
+        self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / "checkpoints")
+        self.writers: list[Writer] = [writer.build(folder) for writer in cfg.writers]
+        self.began = time.monotonic()
+
+    def run(self, resume: bool) -> dict[str, Any]:
+        try:
+            loop = self._start(resume)
+            with loop.progress:
+                self._train(loop)
+                bits = self._evaluate(loop)
+                self._save(loop)
+                self.checkpointer.wait()
+        finally:
+            for writer in self.writers:
+                writer.close()
+            self.checkpointer.close()
+        return self._finish(loop, bits)
+
+    @property
+    def seconds(self) -> float:
+        """Time since the run began, earlier attempts included."""
+        return time.monotonic() - self.began
+
+    def _start(self, resume: bool) -> Loop:
+        """Compiles both steps and makes, or restores, the first state."""
+        self.batches = self.source.train_batches()
+        batch = next(iter(self.source.validation_batches()))
+        step = self.program.compile_train(batch)
+        self.eval_step = self.program.compile_eval(batch)
+        if resume and self.checkpointer.latest() is not None:
+            restored = self.checkpointer.restore(self.program.state)
+            state, done = restored.state, restored.step
+            self.batches.set_state(restored.data)
+            self.began -= restored.meta["seconds"]
+        else:
+            state, done = self.program.init(jnp.uint32(self.cfg.seed)), 0
+        if resume:
+            for writer in self.writers:
+                writer.rewind(done)
+        progress = Progress(total=self.cfg.steps, start=done)
+        return Loop(step, state, self.batches, batch["inputs"].size, self.writers, progress, done)
+
+    def _train(self, loop: Loop) -> None:
+        cfg, budget, total = self.cfg, None, int(loop.state.total_steps)
+        if cfg.steps is not None:
+            total = cfg.steps
+            loop.state = _with_total(loop.state, total)
+        else:
+            budget = Budget(cfg.minutes, cfg.learner.schedule, self.folder, began=self.began)
+        while loop.done < total:
+            loop.advance()
+            if budget is not None and (decided := budget.decide(loop.done)) is not None:
+                total = decided
+                loop.state = _with_total(loop.state, total)
+            if budget is not None and budget.expected is not None:
+                loop.progress.set_total(budget.expected)
+            if loop.done == total:
+                break
+            if cfg.evaluate_every and loop.done % cfg.evaluate_every == 0:
+                self._evaluate(loop)
+            if self.checkpointer.should_save(loop.done, time.monotonic()):
+                self._save(loop)
+        loop.flush()
+
+    def _evaluate(self, loop: Loop) -> float:
+        """Validation bits per byte, reported as of the steps done."""
+        loop.flush()
+        nats = count = 0.0
+        for batch in self.source.validation_batches():
+            summed, weights = self.eval_step(loop.state.params, loop.state.model_state, batch)
+            nats, count = nats + float(summed), count + float(weights)
+        bits = nats / math.log(2) / self.source.validation_byte_count
+        for writer in self.writers:
+            writer.write(loop.done, {"eval/bits_per_byte": bits, "eval/loss": nats / count})
+        loop.pause()
+        return bits
+
+    def _save(self, loop: Loop) -> None:
+        """Starts to save a checkpoint. What it stands for is in the metrics before it can be resumed from."""
+        loop.flush()
+        for writer in self.writers:
+            writer.flush()
+        meta = {"seconds": self.seconds, "config": self.cfg.text(), "plugins": self.plugins}
+        self.checkpointer.save(loop.done, loop.state, data=self.batches.get_state(), meta=meta)
+        loop.pause()
+
+    def _finish(self, loop: Loop, bits: float) -> dict[str, Any]:
+        seconds = self.seconds
+        summary: dict[str, Any] = {
+            "val_bits_per_byte": bits,
+            "steps": loop.done,
+            "tokens": loop.done * loop.tokens_per_batch,
+            "tokens_per_second": loop.done * loop.tokens_per_batch / seconds,
+            "seconds": seconds,
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(loop.state.params)),
+            "compilations": compilations("train_step"),
+            "host_ms_per_step": 1e3 * statistics.median(loop.host_seconds) if loop.host_seconds else None,
+            "plugins": self.plugins,
+            "versions": {"axcore": axcore.__version__, "jax": jax.__version__},
+            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        }
+        model = self.program.fn.bind(loop.state.params, loop.state.model_state)
+        for report in self.cfg.reports:
+            finished = FinishedRun(self.cfg, self.folder, model, self.source, summary)
+            summary |= report.build()(finished)
+        run_folder.write_json(self.folder / "summary.json", summary)
+        return summary
+
+
+def _with_total(state: TrainState, total: int) -> TrainState:
+    state.total_steps = jax.device_put(jnp.int32(total), state.total_steps.sharding)
+    return state
+
+
+def fit(cfg: Trainer.Config, out: str | Path, *, resume: bool = False) -> dict[str, Any]:
+    """Trains a config and returns its summary: `axcore.fit(cfg, out="runs/mine")`. See `Trainer.run`."""
+    return cfg.build().run(out, resume=resume)

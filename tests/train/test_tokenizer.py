@@ -1,0 +1,78 @@
+"""The byte tokenizer, and what a token stream demands of any tokenizer."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axcore.config import AxcoreError, ConfigError
+from axcore.train.input import ByteTokenizer, Document, Tokenizer
+from axcore.train.input.windows import token_stream
+
+
+@given(st.binary(max_size=300))
+def test_bytes_are_their_own_ids(content):
+    tokenizer = ByteTokenizer.Config().build()
+    ids = tokenizer.encode(content)
+    assert ids.tolist() == list(content)
+    assert tokenizer.decode(ids) == content
+
+
+@pytest.mark.parametrize(("multiple", "vocab_size"), [(1, 257), (8, 264), (128, 384), (257, 257), (258, 258)])
+def test_vocab_size_is_the_next_multiple(multiple, vocab_size):
+    tokenizer = ByteTokenizer.Config(vocab_multiple=multiple).build()
+    assert tokenizer.vocab_size == vocab_size > tokenizer.separator_id == 256
+
+
+def test_vocab_multiple_must_be_positive():
+    with pytest.raises(ConfigError, match="vocab_multiple must be positive, not 0"):
+        ByteTokenizer.Config(vocab_multiple=0).build()
+
+
+def test_separator_and_unused_ids_decode_to_nothing():
+    tokenizer = ByteTokenizer.Config().build()
+    assert tokenizer.decode(np.array([256, 104, 263, 105, 256])) == b"hi"
+
+
+class Shifted(Tokenizer):
+    """Ids `byte + first`; a separator of 0, so that `first=0` collides with it on NUL."""
+
+    class Config(Tokenizer.Config):
+        first: int = 1
+        size: int = 257
+
+    separator_id = 0
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.vocab_size = cfg.size
+
+    def encode(self, content):
+        return np.frombuffer(content, np.uint8).astype(np.int64) + self.cfg.first
+
+    def decode(self, ids):
+        return bytes(int(i) - self.cfg.first for i in ids if i)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(257, np.uint16), (2**16, np.uint16), (2**16 + 1, np.int32)])
+def test_stream_has_the_narrowest_dtype(size, dtype):
+    stream = token_stream([Document("a", b"\xff"), Document("b", b"xy")], Shifted.Config(size=size).build())
+    assert stream.dtype == dtype
+    assert stream.tolist() == [0, 256, 0, 121, 122]
+
+
+def test_largest_id_survives_the_narrow_dtype():
+    tokenizer = Shifted.Config(first=2**16 - 256, size=2**16).build()
+    assert token_stream([Document("a", b"\xff")], tokenizer).tolist() == [0, 65535]
+
+
+def test_id_outside_the_vocabulary_names_the_document():
+    with pytest.raises(
+        AxcoreError, match=r"Shifted encodes b\.txt with ids from 1 to 256.*vocab_size is 256"
+    ):
+        token_stream([Document("b.txt", b"\x00\xff")], Shifted.Config(size=256).build())
+
+
+def test_separator_inside_a_document_is_an_error():
+    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt with its own separator"):
+        token_stream([Document("b.txt", b"a\0")], Shifted.Config(first=0).build())
