@@ -41,9 +41,7 @@ def test_nothing_cannot_be_compressed():
 def metrics(tmp_path):
     def write(lines, end="\n"):
         path = tmp_path / "metrics.jsonl"
-        path.write_text(
-            "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end
-        )
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + end)
         return path
 
     return write
@@ -83,8 +81,7 @@ def test_smoothing_is_a_mean_of_neighbours():
 
 def run_of(count):
     return [
-        {"step": i, "train/loss": (1.5 + 6 / i) * math.log(2)}
-        | ({"eval/bits_per_byte": 1.7} if i % 50 == 0 else {})
+        {"step": i, "train/loss": (1.5 + 6 / i) * math.log(2)} | ({"eval/bits_per_byte": 1.7} if i % 50 == 0 else {})
         for i in range(1, count + 1)
     ]
 
@@ -97,9 +94,7 @@ def drawn(monkeypatch):
     """The figures that were saved."""
     figures = []
     save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1]
-    )
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
     return figures
 
 
@@ -120,9 +115,7 @@ def test_plot_shows_the_numbers(metrics, tmp_path, drawn):
 
     image = imread(tmp_path / "loss.png")
     assert image.shape[:2] == (720, 1200)
-    colors = {
-        tuple(color) for color in (np.unique(image.reshape(-1, image.shape[2])[:, :3], axis=0) * 255).round()
-    }
+    colors = {tuple(color) for color in (np.unique(image.reshape(-1, image.shape[2])[:, :3], axis=0) * 255).round()}
     assert {(0x4C, 0x78, 0xA8), (0xD1, 0x49, 0x5B)} <= colors
 
 

@@ -12,41 +12,38 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from axcore.config import (
-        REQUIRED,
-        AxcoreError,
-        Config,
-        ConfigError,
-        Configurable,
-        Modifier,
-        Where,
-        override,
-        pipe,
-        select,
+        REQUIRED as REQUIRED,
+        AxcoreError as AxcoreError,
+        Config as Config,
+        ConfigError as ConfigError,
+        Configurable as Configurable,
+        Modifier as Modifier,
+        Where as Where,
+        override as override,
+        pipe as pipe,
+        select as select,
     )
-    from axcore.module import DTypes, Layer, Rngs, current, functional, invoke, method, scan, stack
-    from axcore.plugin import recipe, use
-    from axcore.train import fit
+    from axcore.module import (
+        DTypes as DTypes,
+        Layer as Layer,
+        Rngs as Rngs,
+        current as current,
+        functional as functional,
+        invoke as invoke,
+        method as method,
+        scan as scan,
+        stack as stack,
+    )
+    from axcore.plugin import recipe as recipe, use as use
+    from axcore.train import fit as fit
 
 _HOMES = {
-    "axcore.config": (
-        "REQUIRED",
-        "AxcoreError",
-        "Config",
-        "ConfigError",
-        "Configurable",
-        "Modifier",
-        "Where",
-        "override",
-        "pipe",
-        "select",
-    ),
-    "axcore.module": ("DTypes", "Layer", "Rngs", "current", "functional", "invoke", "method", "scan", "stack"),
-    "axcore.plugin": ("recipe", "use"),
-    "axcore.train": ("fit",),
+    "axcore.config": "REQUIRED AxcoreError Config ConfigError Configurable Modifier Where override pipe select",
+    "axcore.module": "DTypes Layer Rngs current functional invoke method scan stack",
+    "axcore.plugin": "recipe use",
+    "axcore.train": "fit",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

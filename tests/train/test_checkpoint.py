@@ -306,9 +306,7 @@ def test_damage_is_named_with_the_step_to_resume_from(checkpointer, folder, capf
         save(checkpointer, step)
     checkpointer.wait()
     files = [path for path in (folder / "2").rglob("*") if path.is_file()]
-    victim = (
-        max(files, key=lambda path: path.stat().st_size) if which == "arrays" else folder / "2/record/record"
-    )
+    victim = max(files, key=lambda path: path.stat().st_size) if which == "arrays" else folder / "2/record/record"
     content = bytearray(victim.read_bytes())
     if how == "gone":
         victim.unlink()
@@ -354,9 +352,7 @@ def full_disk(kind: str, folder: pathlib.Path):
 @pytest.mark.parametrize("kind", ["tmpfs", "size limit"])
 def test_full_disk_is_one_sentence_and_earlier_checkpoints_stay(tmp_path, capfd, kind):
     if kind == "tmpfs":
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=24m", "none", tmp_path], capture_output=True
-        )
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", tmp_path], capture_output=True)
         if mounted.returncode:
             pytest.skip("cannot mount a tmpfs")
     try:

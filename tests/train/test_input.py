@@ -9,8 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from axcore.config import AxcoreError, ConfigError
 from axcore.train.input import ByteTokenizer, Document, TextFiles, TextInput, batch_spec
@@ -100,9 +99,7 @@ def same(batches, others):
 
 def row_keys(batches):
     """One hashable value for each row."""
-    return [
-        row.tobytes() for batch in batches for row in np.concatenate([batch["inputs"], batch["targets"]], 1)
-    ]
+    return [row.tobytes() for batch in batches for row in np.concatenate([batch["inputs"], batch["targets"]], 1)]
 
 
 # ---- windows
@@ -161,18 +158,14 @@ def test_each_epoch_is_a_permutation(num_windows, seed, epoch):
 def test_a_place_has_one_window_however_it_is_asked_for():
     order = EpochOrder(7, seed=1, shuffle=True)
     together = order(np.arange(70))
-    assert [
-        int(EpochOrder(7, seed=1, shuffle=True)(np.array([i]))[0]) for i in range(70)
-    ] == together.tolist()
+    assert [int(EpochOrder(7, seed=1, shuffle=True)(np.array([i]))[0]) for i in range(70)] == together.tolist()
     assert order(np.arange(70).reshape(5, 14)).tolist() == together.reshape(5, 14).tolist()
 
 
 def test_the_order_of_a_seed_never_changes():
     # A change here breaks the resuming of every checkpoint.
     order = EpochOrder(8, seed=5, shuffle=True)
-    words = [
-        np.random.Philox(key=np.array([5, epoch], np.uint64)).random_raw(8).tolist() for epoch in range(2)
-    ]
+    words = [np.random.Philox(key=np.array([5, epoch], np.uint64)).random_raw(8).tolist() for epoch in range(2)]
     expected = [sorted(range(8), key=epoch_words.__getitem__) for epoch_words in words]
     assert order(np.arange(16)).reshape(2, 8).tolist() == expected
     assert expected == [[2, 4, 3, 1, 5, 0, 6, 7], [7, 4, 5, 1, 6, 0, 2, 3]]
@@ -273,9 +266,7 @@ def test_state_does_not_count_what_was_read_ahead(cfg):
     inp = cfg.build()
     expected = take(inp.train_batches(), 60)
     per_epoch = inp.batches_per_epoch
-    assert (
-        per_epoch < 25 and per_epoch % 1
-    )  # the states below lie on both sides of ends of epochs, and on one
+    assert per_epoch < 25 and per_epoch % 1  # the states below lie on both sides of ends of epochs, and on one
     for stop in (0, 1, 2, 4, 5, 6, int(per_epoch), int(per_epoch) + 1, int(2 * per_epoch) + 1, 50):
         batches = inp.train_batches()
         assert same(take(batches, stop), expected[:stop])
@@ -326,9 +317,7 @@ for shard, states in enumerate(job["states"]):
             expected.append([{name: a.tolist() for name, a in b.items()} for b in take(batches, count)])
     options = {"seq_len": 16, "batch_size": 6, "seed": 3, "prefetch_batches": 5}
     source = {"folder": cfg.source.folder, "validation_percent": 30.0}
-    (tmp_path / "job").write_text(
-        json.dumps({"cfg": options, "source": source, "states": states, "count": count})
-    )
+    (tmp_path / "job").write_text(json.dumps({"cfg": options, "source": source, "states": states, "count": count}))
     env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = [sys.executable, "-c", code, str(tmp_path / "job")]
     output = subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout
@@ -358,9 +347,7 @@ def test_state_of_another_text(cfg):
         other.set_state(state)
 
 
-@pytest.mark.parametrize(
-    "state", [b"", b"\x80\x04", b"[]", b"3", b"{}", b'{"next_batch": "x"}', b'{"next_batch": -1}']
-)
+@pytest.mark.parametrize("state", [b"", b"\x80\x04", b"[]", b"3", b"{}", b'{"next_batch": "x"}', b'{"next_batch": -1}'])
 def test_what_is_no_state(cfg, state):
     with pytest.raises(AxcoreError, match=r"is not a state that TrainBatches\.get_state gave"):
         cfg.build().train_batches().set_state(state)

@@ -39,9 +39,7 @@ def test_floats_come_back_bit_for_bit(writer, path):
     values = [float(value) for value in values if math.isfinite(value)] + [0.1 + 0.2, -0.0, 5e-324, 1e22]
     writer.write(1, {f"v{i}": value for i, value in enumerate(values)})
     (record,) = read_jsonl(path)
-    assert [struct.pack("d", record[f"v{i}"]) for i in range(len(values))] == [
-        struct.pack("d", v) for v in values
-    ]
+    assert [struct.pack("d", record[f"v{i}"]) for i in range(len(values))] == [struct.pack("d", v) for v in values]
 
 
 def test_each_line_is_standard_json_with_step_and_time(writer, path):

@@ -93,9 +93,7 @@ def test_patterns(tmp_path, monkeypatch, patterns, exclude, expected):
 
 def test_files_that_are_no_text_are_counted(tmp_path):
     write(tmp_path, many())
-    write(
-        tmp_path, {"empty.txt": b"", "nul.txt": b"a\0b", "copy.txt": b"document 3", "large.txt": b"x" * 1001}
-    )
+    write(tmp_path, {"empty.txt": b"", "nul.txt": b"a\0b", "copy.txt": b"document 3", "large.txt": b"x" * 1001})
     write(tmp_path, {"latin.txt": b"\xe9", "limit.txt": b"y" * 1000})
     os.symlink(tmp_path / "nowhere", tmp_path / "dangling.txt")
     os.mkfifo(tmp_path / "pipe.txt")  # opening it would wait for ever

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from axcore.config import AxcoreError, ConfigError
 from axcore.train.input import ByteTokenizer, Document, Tokenizer
@@ -67,9 +66,7 @@ def test_largest_id_survives_the_narrow_dtype():
 
 
 def test_id_outside_the_vocabulary_names_the_document():
-    with pytest.raises(
-        AxcoreError, match=r"Shifted encodes b\.txt with ids from 1 to 256.*vocab_size is 256"
-    ):
+    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt with ids from 1 to 256.*vocab_size is 256"):
         token_stream([Document("b.txt", b"\x00\xff")], Shifted.Config(size=256).build())
 
 

@@ -6,5 +6,5 @@ from axcore.plugin import Recipe, hookimpl
 @hookimpl
 def axcore_recipes() -> list[Recipe]:
     return [
-        Recipe("quickstart", "axcore_recipes.quickstart:quickstart", "A small byte-level Llama on Python's own source."),
+        Recipe("quickstart", "axcore_recipes.quickstart:quickstart", "A small byte-level Llama on Python's source."),
     ]

@@ -19,9 +19,7 @@ def quickstart() -> Trainer.Config:
     tokenizer = ByteTokenizer.Config()
     into, out_of = Linear.Config(init=FanIn()), Linear.Config(init=Zeros())  # each layer starts as the identity
     layer = TransformerLayer.Config(
-        attention=Attention.Config(
-            num_heads=2, num_kv_heads=1, query=into, key=into, value=into, projection=out_of
-        ),
+        attention=Attention.Config(num_heads=2, num_kv_heads=1, query=into, key=into, value=into, projection=out_of),
         ffn=FeedForward.Config(hidden_dim=384, gate=into, up=into, down=out_of),
     )
     cfg = Trainer.Config(

@@ -23,7 +23,8 @@ class LossPlot(Report):
     """`loss.png`: losses over the steps, with what compressors reach where a `CompressionReport` came before."""
 
     def __call__(self, run: FinishedRun) -> dict[str, Any]:
-        baselines = {name: run.summary[name] for name in ("zlib_bits_per_byte", "lzma_bits_per_byte") if name in run.summary}
+        compressors = "zlib_bits_per_byte", "lzma_bits_per_byte"
+        baselines: dict[str, float] = {name: run.summary[name] for name in compressors if name in run.summary}
         plot_losses(run.folder / "metrics.jsonl", run.folder / "loss.png", title=run.folder.name, baselines=baselines)
         return {}
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from axcore import __version__
-from axcore.cli import listing, train
+from axcore.cli import aot, listing, train
 from axcore.config import AxcoreError
 from axcore.plugin import Command, registry, resolve
 
@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"axcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train.add(commands)
+    aot.add(commands)
     listing.add(commands)
     for _, offer in registry().offers(Command):
         commands.add_parser(offer.name, help=offer.summary, add_help=False)

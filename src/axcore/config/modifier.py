@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from axcore.config.errors import ConfigError
 from axcore.config.node import Config, FrozenDict
-
-C = TypeVar("C", bound=Config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +18,14 @@ class Modifier:
     edit: Callable[[Any], Any]
     options: Mapping[str, Any] = FrozenDict()
 
-    def __call__(self, cfg: C) -> C:
+    def __call__[C: Config](self, cfg: C) -> C:
         return self.edit(cfg)
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
 
 
-def pipe(cfg: C, *modifiers: Callable[[C], C]) -> C:
+def pipe[C: Config](cfg: C, *modifiers: Callable[[C], C]) -> C:
     """Applies modifiers from left to right.
 
     Raises:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
+from axcore.config.cache import cached
 from axcore.config.errors import ConfigError, did_you_mean
 from axcore.config.types import conforms, describe, hints
 
@@ -87,7 +88,7 @@ class Config:
                 _check_known(type(self), name)
             init(self, **{name: _store(type(self), name, value) for name, value in values.items()})
 
-        cls.__init__ = checked_init  # type: ignore[method-assign]
+        cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -166,7 +167,7 @@ class Configurable:
             cls.Config = node
         if not issubclass(node, Config):
             raise TypeError(f"{cls.__qualname__}.Config must inherit axcore.Config or a parent's Config")
-        node.target = cls
+        node.target = cls  # type: ignore[union-attr]
 
 
 def fields(node: Config) -> Iterator[tuple[str, Any]]:
@@ -175,19 +176,19 @@ def fields(node: Config) -> Iterator[tuple[str, Any]]:
     return ((name, values[name]) for name in field_names(type(node)))
 
 
-@functools.cache
-def field_names(cls: type[Config]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+@cached
+def field_names(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
 
 
 def has_field(node: Config, name: str) -> bool:
     return name in type(node).__dataclass_fields__  # type: ignore[attr-defined]
 
 
-@functools.cache
-def default(cls: type[Config], name: str) -> Any:
+@cached
+def default(cls: type[Any], name: str) -> Any:
     """The declared default of a field; REQUIRED when there is none."""
-    field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    field = cls.__dataclass_fields__[name]
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return REQUIRED if field.default is dataclasses.MISSING else field.default

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from axcore.config.errors import ConfigError
 from axcore.config.node import Config, type_name
 from axcore.config.tree import get, put
 from axcore.config.types import describe, hints, parse
 
-C = TypeVar("C", bound=Config)
 
-
-def override(cfg: C, assignments: Iterable[str]) -> C:
+def override[C: Config](cfg: C, assignments: Iterable[str]) -> C:
     """Applies each `path=value` in order.
 
     Raises:
@@ -27,7 +25,7 @@ def override(cfg: C, assignments: Iterable[str]) -> C:
     return cfg
 
 
-def _assign(cfg: C, path: str, value: str) -> C:
+def _assign[C: Config](cfg: C, path: str, value: str) -> C:
     parent_path, _, name = path.rpartition(".")
     get(cfg, path)  # an unknown path is reported whole
     parent = get(cfg, parent_path)
@@ -41,5 +39,3 @@ def _assign(cfg: C, path: str, value: str) -> C:
         return put(cfg, path, parse(value, hint))
     except ValueError:
         raise ConfigError(f"{path} must be {describe(hint)}, not {value!r}") from None
-
-

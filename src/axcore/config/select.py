@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from axcore.config.errors import ConfigError, did_you_mean
 from axcore.config.node import REQUIRED, Config, default, fields, type_name
@@ -13,11 +13,9 @@ from axcore.config.tree import matches, transform, walk
 Where = str | type | Callable[[str, Config], bool]
 """What to select: a path glob, a Layer or Config class (subclasses count), or a predicate of (path, node)."""
 
-C = TypeVar("C", bound=Config)
-
 
 @dataclasses.dataclass(frozen=True)
-class Selection(Generic[C]):
+class Selection[C: Config]:
     """Nodes of one tree, never none. Edits return the new root and leave the old tree as it was."""
 
     root: C
@@ -62,7 +60,7 @@ class Selection(Generic[C]):
         return self.map(lambda _, old: _swapped(old, new, keep, drop))
 
 
-def select(root: C, where: Where, *, expect: int | None = None) -> Selection[C]:
+def select[C: Config](root: C, where: Where, *, expect: int | None = None) -> Selection[C]:
     """The nodes of `root` that `where` describes.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -103,7 +102,8 @@ def glob(pattern: str) -> re.Pattern[str]:
 
 
 def _segment(segment: str) -> str:
-    return fnmatch.translate(segment).removeprefix("(?s:").removesuffix(r")\Z").removesuffix(r")\z").replace(".*", "[^.]*")
+    """One segment of a pattern as a regular expression: `*` and `?` as in file names."""
+    return re.escape(segment).replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
 
 
 def matches(pattern: str, path: str) -> bool:

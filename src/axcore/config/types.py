@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import ast
 import collections.abc
-import functools
+import inspect
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
+from axcore.config.cache import cached
 
-@functools.cache
-def hints(cls: type) -> dict[str, Any]:
+
+@cached
+def hints(cls: type[Any]) -> dict[str, Any]:
     """Annotations of a config class by field. A name that only the type checker can see counts as `Any`."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        own = base.__dict__.get("__annotations__", {})
-        scope = {**vars(typing), **vars(__import__("sys").modules[base.__module__])} if own else {}
-        for name, hint in own.items():
+        for name, hint in inspect.get_annotations(base).items():
             if isinstance(hint, str):
                 try:
-                    hint = eval(hint, scope, dict(vars(base)))
+                    hint = eval(hint, vars(sys.modules[base.__module__]), dict(vars(base)))
                 except NameError:
                     hint = Any
             found[name] = hint

@@ -75,7 +75,9 @@ def _sample(
         window = jax.lax.dynamic_slice(row, (first,), (context,))
         (logits, _), _ = fn(params, state, window[None])
         logits = logits[0, at - first - 1]
-        token = jnp.argmax(logits) if greedy else jax.random.categorical(jax.random.fold_in(key, at), logits / temperature)
+        token = (
+            jnp.argmax(logits) if greedy else jax.random.categorical(jax.random.fold_in(key, at), logits / temperature)
+        )
         return row.at[at].set(token.astype(row.dtype))
 
     return jax.lax.fori_loop(start, start + num_tokens, extend, row)

@@ -149,9 +149,7 @@ def pushed(frame: Frame) -> Iterator[Frame]:
 
 
 @contextlib.contextmanager
-def root(
-    module: nnx.Module | None, *, key: jax.Array | None, training: bool, collect: bool = True
-) -> Iterator[Frame]:
+def root(module: nnx.Module | None, *, key: jax.Array | None, training: bool, collect: bool = True) -> Iterator[Frame]:
     """A fresh stack for one call, whatever was on it before."""
     token = _stack.set(())
     try:

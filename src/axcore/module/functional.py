@@ -12,6 +12,7 @@ from flax import nnx
 from axcore.config import Config
 from axcore.module.context import Collections, root
 from axcore.module.rngs import Rngs
+from axcore.module.split import split
 
 Tree = dict[str, Any]
 """A nested dict of arrays (or of their shapes, or axes), keyed by attribute name."""
@@ -62,14 +63,13 @@ class Functional:
         """Calls the module; arguments are those of `invoke`. Returns ((output, collections), new state)."""
         module = self.bind(params, state)
         result = invoke(module, *args, **kwargs)
-        return result, nnx.to_pure_dict(nnx.split(module, nnx.Param, ...)[2])
+        return result, nnx.to_pure_dict(split(module)[2])
 
 
 def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
     """A module as (pure function, parameters, other state)."""
-    graphdef, params, state = nnx.split(module, nnx.Param, ...)
-    fn = Functional(graphdef, _axes(params))
-    return fn, nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+    graphdef, params, state = split(module)
+    return Functional(graphdef, _axes(params)), nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
 
 def abstract(cfg: Config) -> tuple[Functional, Tree, Tree]:
@@ -94,8 +94,8 @@ def initializer(cfg: Config) -> Callable[[jax.Array], tuple[Tree, Tree]]:
     return init
 
 
-def _axes(params: nnx.State) -> Tree:
-    def axes_of(variable: nnx.Variable) -> tuple[str | None, ...]:
+def _axes(params: Any) -> Tree:
+    def axes_of(variable: nnx.Variable[Any]) -> tuple[str | None, ...]:
         return variable.get_metadata().get("axes") or (None,) * variable[...].ndim
 
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,10 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from axcore.config import Config as Node
-from axcore.config import ConfigError, Configurable, has_field
+from axcore.config import Config as Node, ConfigError, Configurable, has_field
 from axcore.module.context import Frame, current, entered
 from axcore.module.rngs import Rngs
 
-F = TypeVar("F", bound=Callable[..., Any])
 Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
 
@@ -38,7 +36,7 @@ class BuildError(ConfigError):
     """A layer could not be built. The message begins with the config path."""
 
 
-def method(fn: F) -> F:
+def method[F: Callable[..., Any]](fn: F) -> F:
     """Marks a method other than `__call__` as an entry point: it runs in its layer's frame."""
 
     @functools.wraps(fn)
@@ -73,7 +71,7 @@ class Layer(nnx.Module, Configurable):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__call__" in cls.__dict__:
-            cls.__call__ = method(cls.__call__)
+            cls.__call__ = method(cls.__call__)  # type: ignore[method-assign]
         if "__init__" in cls.__dict__:
             cls.__init__ = _with_config(cls.__init__)  # type: ignore[method-assign]
 
@@ -108,14 +106,14 @@ class Layer(nnx.Module, Configurable):
 
     def param(
         self, name: str, shape: tuple[int, ...], init: Initializer, rngs: Rngs, *, axes: tuple[str | None, ...]
-    ) -> nnx.Param:
+    ) -> nnx.Param[jax.Array]:
         """A parameter of `shape` in the layer's parameter dtype.
 
         Args:
             axes: the logical name of each dimension ("embed", "mlp", ...); parallelism maps them to the mesh.
         """
         if len(axes) != len(shape):
-            raise BuildError(f"{rngs.path}.{name}: shape {shape} has {len(shape)} dimensions, axes {axes} name {len(axes)}")
+            raise BuildError(f"{rngs.path}.{name}: axes {axes} must name the {len(shape)} dimensions of shape {shape}")
         return nnx.Param(init(rngs.at(name).key, shape, self.dtypes.param), axes=axes)
 
     @property
@@ -150,5 +148,3 @@ def _with_config(init: Callable[..., None]) -> Callable[..., None]:
         init(self, cfg, *args, **kwargs)
 
     return construct
-
-

@@ -11,6 +11,7 @@ from flax import nnx
 
 from axcore.module.context import Collections, ContextError, current, inside, locate
 from axcore.module.rngs import Rngs
+from axcore.module.split import split
 
 RematPolicy = Callable[..., bool]
 
@@ -63,14 +64,14 @@ def scan(
     names = locate(caller.module, layers) if caller.module is not None else None
     if names is None:
         raise ContextError(f"{caller.describe()} scans a {type(layers).__name__} that it does not hold")
-    graphdef, params, state = nnx.split(layers, nnx.Param, ...)
+    graphdef, params, state = split(layers)
 
     def body(carry: Any, xs: Any) -> tuple[Any, tuple[Any, Collections | None]]:
         index, params, state = xs
         layer = nnx.merge(graphdef, params, state)
         with inside(caller, layer, (*names, index)) as frame:
             carry = layer(carry, *args)
-        return carry, (nnx.split(layer, nnx.Param, ...)[2], frame.collections)
+        return carry, (split(layer)[2], frame.collections)
 
     if remat is not None:
         body = jax.checkpoint(body, policy=remat, prevent_cse=False)

@@ -24,9 +24,7 @@ class TokenInfo:
     segment_ids: jax.Array | None = None
 
     @classmethod
-    def of(
-        cls, ids: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
-    ) -> TokenInfo:
+    def of(cls, ids: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None) -> TokenInfo:
         """For ids [batch, seq] that start their rows."""
         index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
         return cls(index, index if positions is None else positions, segment_ids)

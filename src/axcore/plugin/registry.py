@@ -15,7 +15,7 @@ import os
 import traceback
 from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import pluggy
 
@@ -24,7 +24,6 @@ from axcore.plugin.hooks import API_VERSION, FAMILIES, PROJECT
 from axcore.plugin.offers import Offer
 
 GROUP = "axcore.plugins"
-O = TypeVar("O", bound=Offer)  # noqa: E741
 
 
 class PluginError(AxcoreError):
@@ -100,7 +99,7 @@ class Registry:
             else:
                 self._load(plugin, points[plugin.id])
 
-    def find(self, kind: type[O], name: str) -> tuple[Plugin, O] | None:
+    def find[T: Offer](self, kind: type[T], name: str) -> tuple[Plugin, T] | None:
         """The offer of this kind and name, with the plugin that makes it; None when nobody does.
 
         Raises:
@@ -114,7 +113,7 @@ class Registry:
             )
         return claims[0] if claims else None
 
-    def offers(self, kind: type[O]) -> list[tuple[Plugin, O]]:
+    def offers[T: Offer](self, kind: type[T]) -> list[tuple[Plugin, T]]:
         """Every offer of a kind, by plugin id."""
         return [(plugin, offer) for plugin in self.plugins.values() for offer in plugin.offers if type(offer) is kind]
 

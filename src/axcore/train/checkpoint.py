@@ -247,9 +247,7 @@ class Checkpointer(Configurable):
         if step is None:
             return steps[-1]
         if step not in steps:
-            raise AxcoreError(
-                f"there is no checkpoint of step {step} in {self.folder}; it has {_joined(steps)}"
-            )
+            raise AxcoreError(f"there is no checkpoint of step {step} in {self.folder}; it has {_joined(steps)}")
         return step
 
     def _record(self, step: int) -> dict[str, Any]:

@@ -43,6 +43,4 @@ def clear_leftovers(folder: pathlib.Path) -> None:
             break
         for leftover in found:
             shutil.rmtree(leftover, ignore_errors=True)
-        time.sleep(
-            0.05
-        )  # other writes of a save that failed may go on for a moment, and make its folder anew
+        time.sleep(0.05)  # other writes of a save that failed may go on for a moment, and make its folder anew

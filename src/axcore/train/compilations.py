@@ -10,8 +10,8 @@ import jax
 _counts: collections.Counter[str] = collections.Counter()
 
 
-def _record(event: str, seconds: float, **details: Any) -> None:
-    del seconds
+def _record(event: str, duration_secs: float, **details: Any) -> None:
+    del duration_secs
     if event == "/jax/core/compile/backend_compile_duration":
         _counts[str(details.get("fun_name", ""))] += 1
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from axcore.config import Config, Configurable
+from axcore import config
 from axcore.module import Tree
 from axcore.train.schedule import Schedule, WarmupCosine
 
@@ -22,10 +22,10 @@ def matrices(path: str, axes: Axes) -> bool:
     return sum(axis != "layer" for axis in axes) >= 2
 
 
-class Optimizer(Configurable):
+class Optimizer(config.Configurable):
     """Base of optimizers: makes the optax transformation that comes before the learning rate."""
 
-    class Config(Config):
+    class Config(config.Config):
         """Fields of the optimizer."""
 
     def __init__(self, cfg: Any):
@@ -65,10 +65,10 @@ class AdamW(Optimizer):
         )
 
 
-class Learner(Configurable):
+class Learner(config.Configurable):
     """Turns gradients into new parameters."""
 
-    class Config(Config):
+    class Config(config.Config):
         optimizer: Optimizer.Config = AdamW.Config()
         schedule: Schedule = WarmupCosine()
         clip_norm: float | None = 1.0

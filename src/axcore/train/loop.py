@@ -81,11 +81,11 @@ class Loop:
         self._reported = (step, now)
         for writer in self.writers:
             writer.write(step, {f"train/{name}": value for name, value in values.items()})
-        self.progress.update(step, values["loss"], values.get("tokens_per_second", 0.0))
+        self.progress.update(step, values["loss"], values.get("tokens_per_second"))
         if not math.isfinite(values["loss"]):
             raise TrainingError(
-                f"the loss of step {step} is {values['loss']}; earlier checkpoints are kept. A lower learner.schedule.peak "
-                f"or a longer warmup is the usual cure"
+                f"the loss of step {step} is {values['loss']}; earlier checkpoints are kept. A lower "
+                f"learner.schedule.peak or a longer warmup is the usual cure"
             )
 
     def pause(self) -> None:

@@ -202,9 +202,7 @@ class TensorBoardWriter(Writer):
         from tensorboardX.event_file_writer import EventsWriter
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        suffix = (
-            f".{time.time_ns()}"  # the name has seconds, and TensorBoard reads files in the order of names
-        )
+        suffix = f".{time.time_ns()}"  # the name has seconds, and TensorBoard reads files in the order of names
         self._events = EventsWriter(str(self.folder / "events"), suffix)
 
     def _failed(self, error: OSError) -> AxcoreError:

@@ -95,6 +95,4 @@ def _unless_late(hook: Callable[[Any], object], report: Any) -> None:
 
 def _handler() -> Any:
     ocp = _orbax()
-    return ocp.CompositeCheckpointHandler(
-        state=ocp.PyTreeCheckpointHandler(), record=ocp.JsonCheckpointHandler(RECORD)
-    )
+    return ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(), record=ocp.JsonCheckpointHandler(RECORD))

@@ -126,8 +126,7 @@ class Progress:
 
 def _make_bar(stream: TextIO, total: int | None, start: int) -> tuple[Any, Any]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as RichProgress
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn
 
     bar = RichProgress(
         TextColumn("step"),

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from axcore.config import Config, Configurable
+from axcore import config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class FinishedRun:
     summary: dict[str, Any]
 
 
-class Report(Configurable):
+class Report(config.Configurable):
     """Base of reports: called once, after the last step and the last evaluation, in the order of the config."""
 
-    class Config(Config):
+    class Config(config.Config):
         """Fields of the report."""
 
     def __init__(self, cfg: Any):

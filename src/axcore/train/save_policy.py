@@ -19,9 +19,7 @@ class SavePolicy:
     def __init__(self, every_steps: int | None, every_minutes: float | None):
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
             if value is not None and value <= 0:
-                raise ConfigError(
-                    f"checkpointer.{name} is {value}; give a positive number, or None for never"
-                )
+                raise ConfigError(f"checkpointer.{name} is {value}; give a positive number, or None for never")
         self.every_steps = every_steps
         self.every_seconds = None if every_minutes is None else 60 * every_minutes
         self._since: tuple[int, float] | None = None

@@ -33,9 +33,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
         if path in named:
             raise AxcoreError(f"two arrays of the state are both called {path!r}; rename one of the keys")
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise AxcoreError(
-                f"{path} of the state is a {type(leaf).__name__}; a checkpoint holds arrays only"
-            )
+            raise AxcoreError(f"{path} of the state is a {type(leaf).__name__}; a checkpoint holds arrays only")
         named[path] = leaf
     return named
 
@@ -84,9 +82,7 @@ def is_key(leaf: Any) -> bool:
 def stored(named: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays to write: PRNG keys as their integers, and none of zero size (Orbax refuses those)."""
     return {
-        path: jax.random.key_data(leaf) if is_key(leaf) else leaf
-        for path, leaf in named.items()
-        if np.prod(leaf.shape)
+        path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in named.items() if np.prod(leaf.shape)
     }
 
 
@@ -125,9 +121,7 @@ def _sharding(leaf: Any) -> Any:
 
 def _impl(leaf: Any) -> Any:
     found = []  # key_impl takes arrays and tracers, not a ShapeDtypeStruct
-    jax.eval_shape(
-        lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    )
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return found[0]
 
 

@@ -109,7 +109,7 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
     shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.uint32))
     placed = layout.shardings(params, fn.axes)
     everywhere = layout.sharding()
-    shardings = TrainState(
+    shardings: Any = TrainState(
         params=placed,
         model_state=jax.tree.map(lambda _: everywhere, model_state),
         optimizer=optax.tree_utils.tree_map_params(
@@ -119,9 +119,9 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
             placed,
             transform_non_params=lambda _: everywhere,
         ),
-        step=everywhere,
-        total_steps=everywhere,
-        seed=everywhere,
+        step=everywhere,  # type: ignore[arg-type]
+        total_steps=everywhere,  # type: ignore[arg-type]
+        seed=everywhere,  # type: ignore[arg-type]
     )
     state = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings

@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 
 import axcore
-from axcore.config import REQUIRED, AxcoreError, Config, ConfigError, Configurable, diff_flat, flatten, parse_text
+from axcore import config
+from axcore.config import REQUIRED, AxcoreError, ConfigError, diff_flat, flatten, parse_text
 from axcore.parallel import Mesh
 from axcore.plugin import active
 from axcore.train import run_folder
 from axcore.train.budget import Budget
 from axcore.train.checkpoint import Checkpointer
 from axcore.train.compilations import compilations
+from axcore.train.input import Input
 from axcore.train.learner import Learner
 from axcore.train.loop import Loop
 from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
@@ -29,12 +31,12 @@ from axcore.train.step import Program, TrainState, program
 CONFIG_FILE = "config.txt"
 
 
-class Trainer(Configurable):
+class Trainer(config.Configurable):
     """Trains `model` on `input` with `learner`, for a number of steps or of minutes."""
 
-    class Config(Config):
-        model: Config = REQUIRED
-        input: Config = REQUIRED
+    class Config(config.Config):
+        model: config.Config = REQUIRED
+        input: Input.Config = REQUIRED
         learner: Learner.Config = Learner.Config()
         mesh: Mesh = Mesh()
         steps: int | None = None
@@ -76,7 +78,7 @@ class Trainer(Configurable):
         folder = Path(out)
         if resume:
             self._check_same_run(folder)
-        source = self.config.input.build(process_index=jax.process_index(), process_count=jax.process_count())
+        source = self._input()
         prepared = self.program()
         if not resume and (folder / CONFIG_FILE).exists():
             with run_folder.Lock(folder):
@@ -85,6 +87,12 @@ class Trainer(Configurable):
         with run_folder.Lock(folder):
             run_folder.write_text(folder / CONFIG_FILE, self.config.text())
             return _Run(self.config, prepared, source, folder).run(resume)
+
+    def _input(self) -> Any:
+        cfg = self.config.input
+        if cfg.seed is None:
+            cfg = cfg.set(seed=self.config.seed)
+        return cfg.build(process_index=jax.process_index(), process_count=jax.process_count())
 
     def _check_same_run(self, folder: Path) -> None:
         described = folder / CONFIG_FILE
@@ -104,8 +112,10 @@ class _Run:
     def __init__(self, cfg: Any, prepared: Program, source: Any, folder: Path):
         self.cfg, self.program, self.source, self.folder = cfg, prepared, source, folder
         self.plugins = active(cfg)
+        self.batches = source.train_batches()
         self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / "checkpoints")
-        self.writers: list[Writer] = [writer.build(folder) for writer in cfg.writers]
+        self.is_first = jax.process_index() == 0
+        self.writers: list[Writer] = [writer.build(folder) for writer in cfg.writers] if self.is_first else []
         self.began = time.monotonic()
 
     def run(self, resume: bool) -> dict[str, Any]:
@@ -113,14 +123,16 @@ class _Run:
             loop = self._start(resume)
             with loop.progress:
                 self._train(loop)
+                train_seconds = self.seconds
                 bits = self._evaluate(loop)
                 self._save(loop)
                 self.checkpointer.wait()
         finally:
             for writer in self.writers:
                 writer.close()
+            self.batches.close()
             self.checkpointer.close()
-        return self._finish(loop, bits)
+        return self._finish(loop, bits, train_seconds)
 
     @property
     def seconds(self) -> float:
@@ -129,7 +141,6 @@ class _Run:
 
     def _start(self, resume: bool) -> Loop:
         """Compiles both steps and makes, or restores, the first state."""
-        self.batches = self.source.train_batches()
         batch = next(iter(self.source.validation_batches()))
         step = self.program.compile_train(batch)
         self.eval_step = self.program.compile_eval(batch)
@@ -190,14 +201,15 @@ class _Run:
         self.checkpointer.save(loop.done, loop.state, data=self.batches.get_state(), meta=meta)
         loop.pause()
 
-    def _finish(self, loop: Loop, bits: float) -> dict[str, Any]:
-        seconds = self.seconds
+    def _finish(self, loop: Loop, bits: float, train_seconds: float) -> dict[str, Any]:
+        tokens = loop.done * loop.tokens_per_batch
         summary: dict[str, Any] = {
             "val_bits_per_byte": bits,
             "steps": loop.done,
-            "tokens": loop.done * loop.tokens_per_batch,
-            "tokens_per_second": loop.done * loop.tokens_per_batch / seconds,
-            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_second": tokens / train_seconds,
+            "train_seconds": train_seconds,
+            "seconds": self.seconds,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(loop.state.params)),
             "compilations": compilations("train_step"),
             "host_ms_per_step": 1e3 * statistics.median(loop.host_seconds) if loop.host_seconds else None,

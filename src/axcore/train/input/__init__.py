@@ -1,5 +1,6 @@
 """The input pipeline: text files to token batches that shuffle, shard and resume exactly."""
 
+from axcore.train.input.base import Input, ResumableBatches
 from axcore.train.input.batch import Batch, batch_spec
 from axcore.train.input.iterator import TrainBatches
 from axcore.train.input.source import Corpus, Document, TextFiles, TextSource
@@ -11,6 +12,8 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "Document",
+    "Input",
+    "ResumableBatches",
     "TextFiles",
     "TextInput",
     "TextSource",

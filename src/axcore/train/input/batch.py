@@ -40,7 +40,7 @@ _DTYPES = {
 }
 
 
-def batch_spec(batch_size: int, seq_len: int) -> dict[str, tuple[tuple[int, int], np.dtype[Any]]]:
+def batch_spec(batch_size: int, seq_len: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """(shape, dtype) of each array of a `Batch`: what compiling ahead of time needs to know of the data."""
     return {name: ((batch_size, seq_len), dtype) for name, dtype in _DTYPES.items()}
 

@@ -83,8 +83,7 @@ class TextFiles(TextSource):
         """
         if not 0 < cfg.validation_percent < 100:
             raise config.ConfigError(
-                f"{type(self).__name__}.validation_percent must lie between 0 and 100, "
-                f"not {cfg.validation_percent}"
+                f"{type(self).__name__}.validation_percent must lie between 0 and 100, not {cfg.validation_percent}"
             )
         self.cfg = cfg
 

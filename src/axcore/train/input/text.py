@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from axcore import config
-from axcore.train.input.batch import Batch
+from axcore.train.input.base import Input
+from axcore.train.input.batch import Batch, batch_spec
 from axcore.train.input.iterator import TrainBatches
 from axcore.train.input.order import EpochOrder
 from axcore.train.input.source import TextSource
@@ -16,7 +18,7 @@ from axcore.train.input.tokenizer import ByteTokenizer, Tokenizer
 from axcore.train.input.windows import Windows, fingerprint, token_stream
 
 
-class TextInput(config.Configurable):
+class TextInput(Input):
     """Batches of text: endless and shuffled for training, finite and always the same for validation.
 
     Each half of the corpus is one stream of tokens (separator, document, separator, document, ...), held in
@@ -27,17 +29,11 @@ class TextInput(config.Configurable):
     the first `local_batch_size`, and so on. The global batch does not depend on the number of processes.
     """
 
-    class Config(config.Config):
+    class Config(Input.Config):
         """What to read and how to cut it."""
 
         source: TextSource.Config = config.REQUIRED
         tokenizer: Tokenizer.Config = ByteTokenizer.Config()
-        seq_len: int = config.REQUIRED
-        """Tokens in a row."""
-        batch_size: int = config.REQUIRED
-        """Rows of a global batch, over all processes."""
-        seed: int = 0
-        """Picks the order of the windows, which is new in each epoch."""
         shuffle: bool = True
         """False keeps the order of the stream."""
         prefetch_batches: int = 16
@@ -59,6 +55,7 @@ class TextInput(config.Configurable):
         """
         _check(cfg, process_index, process_count)
         self.cfg = cfg
+        self._seed = cfg.seed or 0
         self.tokenizer: Tokenizer = cfg.tokenizer.build()
         self.local_batch_size: int = cfg.batch_size // process_count
         self._first_row = process_index * self.local_batch_size
@@ -77,7 +74,11 @@ class TextInput(config.Configurable):
                 f"windows of seq_len={cfg.seq_len}, fewer than batch_size={cfg.batch_size}; "
                 f"make either smaller, or add text"
             )
-        self._order = EpochOrder(len(self._windows), seed=cfg.seed, shuffle=cfg.shuffle)
+        self._order = EpochOrder(len(self._windows), seed=self._seed, shuffle=cfg.shuffle)
+
+    @staticmethod
+    def batch_spec(cfg: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        return batch_spec(cfg.batch_size, cfg.seq_len)
 
     @property
     def vocab_size(self) -> int:
@@ -105,7 +106,7 @@ class TextInput(config.Configurable):
             identity={
                 "batch_size": cfg.batch_size,
                 "seq_len": cfg.seq_len,
-                "seed": cfg.seed,
+                "seed": self._seed,
                 "shuffle": cfg.shuffle,
                 "text": fingerprint(self._train),
             },

@@ -49,9 +49,7 @@ class ByteTokenizer(Tokenizer):
             ConfigError: `vocab_multiple` is not positive.
         """
         if cfg.vocab_multiple < 1:
-            raise config.ConfigError(
-                f"ByteTokenizer.vocab_multiple must be positive, not {cfg.vocab_multiple}"
-            )
+            raise config.ConfigError(f"ByteTokenizer.vocab_multiple must be positive, not {cfg.vocab_multiple}")
         self.vocab_size = -(-257 // cfg.vocab_multiple) * cfg.vocab_multiple
 
     def encode(self, content: bytes) -> NDArray[np.integer]:

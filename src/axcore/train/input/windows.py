@@ -31,9 +31,7 @@ def token_stream(documents: Iterable[Document], tokenizer: Tokenizer) -> NDArray
                 f"to {ids.max()}, but its vocab_size is {tokenizer.vocab_size}"
             )
         if (ids == tokenizer.separator_id).any():
-            raise AxcoreError(
-                f"{type(tokenizer).__name__} encodes {document.name} with its own separator inside"
-            )
+            raise AxcoreError(f"{type(tokenizer).__name__} encodes {document.name} with its own separator inside")
         pieces += [separator, ids.astype(dtype)]
     return np.concatenate(pieces)
 
@@ -45,9 +43,7 @@ class Windows:
     dropped, or padded if `pad_to` asks for it.
     """
 
-    def __init__(
-        self, stream: NDArray[np.integer], seq_len: int, separator_id: int, pad_to: int | None = None
-    ):
+    def __init__(self, stream: NDArray[np.integer], seq_len: int, separator_id: int, pad_to: int | None = None):
         """
         Args:
             stream: `[tokens]`.

@@ -1,0 +1,48 @@
+"""Python work between steps of a real run: the quickstart recipe, its writers on, each step logged.
+
+Prints one JSON object on its last line: `host_ms_p50` and `host_ms_p90`, the time between the return of one step call
+and the next that was not spent waiting for the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+import jax
+
+from axcore.plugin import recipe
+from axcore.train import trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    steps = parser.parse_args().steps
+    cfg = recipe("quickstart").set(steps=steps, minutes=None, reports=())
+    seconds: list[float] = []
+
+    class Recorded(trainer.Loop):  # the trainer reports the median only
+        def flush(self) -> None:
+            super().flush()
+            seconds[:] = self.host_seconds[20:]
+
+    trainer.Loop = Recorded  # type: ignore[misc]
+    with tempfile.TemporaryDirectory() as folder:
+        cfg.build().run(Path(folder) / "run")
+    milliseconds = sorted(1e3 * second for second in seconds)
+    figures = {
+        "host_ms_p50": round(statistics.median(milliseconds), 3),
+        "host_ms_p90": round(milliseconds[int(0.9 * len(milliseconds))], 3),
+        "steps": steps,
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

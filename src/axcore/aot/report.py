@@ -1,0 +1,70 @@
+"""What the training step of a config will need, from the compiler, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+
+from axcore.train import Trainer
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """The compiled training step of one config on the devices of this process.
+
+    Attributes:
+        parameters: of the whole model.
+        arguments, temporaries, outputs: bytes for each device; outputs that reuse donated arguments are not counted.
+        flops: floating-point operations of one step on one device, as XLA counts them (loop bodies once, custom calls
+            not at all).
+        compile_seconds: what compilation took here.
+    """
+
+    parameters: int
+    arguments: int
+    temporaries: int
+    outputs: int
+    flops: float
+    compile_seconds: float
+
+    @property
+    def peak(self) -> int:
+        """Bytes for each device while the step runs."""
+        return self.arguments + self.temporaries + self.outputs
+
+    def __str__(self) -> str:
+        rows = {
+            "parameters": f"{self.parameters:,}",
+            "peak memory per device": f"{self.peak / GIB:.3f} GiB",
+            "  arguments": f"{self.arguments / GIB:.3f} GiB",
+            "  temporaries": f"{self.temporaries / GIB:.3f} GiB",
+            "  outputs not donated": f"{self.outputs / GIB:.3f} GiB",
+            "FLOPs per step and device": f"{self.flops:.3e}",
+            "compile time": f"{self.compile_seconds:.1f} s",
+        }
+        return "\n".join(f"{name:26} {value}" for name, value in rows.items())
+
+
+def compile_step(cfg: Trainer.Config) -> StepReport:
+    """Compiles the very step that `Trainer.run` would run, for the devices of this process."""
+    program = cfg.build().program()
+    spec = cfg.input.target.batch_spec(cfg.input)
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in spec.items()}
+    began = time.monotonic()
+    compiled = program.compile_train(batch)
+    seconds = time.monotonic() - began
+    memory: Any = compiled.memory_analysis()
+    cost: Any = compiled.cost_analysis()
+    return StepReport(
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(program.state.params)),
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        flops=float(cost.get("flops", float("nan"))),
+        compile_seconds=seconds,
+    )

@@ -1,0 +1,26 @@
+"""`axcore aot RECIPE`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "aot",
+        help="compile a recipe's training step and report what it needs",
+        description="Compiles the training step for the devices of this machine and reports memory and FLOPs.",
+    )
+    parser.add_argument("recipe", help="as `axcore recipes` lists it")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override one value")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from axcore.aot import compile_step  # brings jax along: not before it is needed
+    from axcore.config import override
+    from axcore.plugin import recipe
+
+    cfg: Any = override(recipe(arguments.recipe), arguments.set)
+    print(compile_step(cfg))
