@@ -14,14 +14,21 @@ if TYPE_CHECKING:
     from axcore.config import (
         REQUIRED as REQUIRED,
         AxcoreError as AxcoreError,
+        Codec as Codec,
         Config as Config,
         ConfigError as ConfigError,
         Configurable as Configurable,
         Modifier as Modifier,
         Where as Where,
+        acting as acting,
+        from_json as from_json,
         override as override,
         pipe as pipe,
+        register as register,
+        register_codec as register_codec,
         select as select,
+        tagged as tagged,
+        to_json as to_json,
     )
     from axcore.module import (
         DTypes as DTypes,
@@ -34,16 +41,49 @@ if TYPE_CHECKING:
         scan as scan,
         stack as stack,
     )
+    from axcore.parallel import Mesh as Mesh
     from axcore.plugin import recipe as recipe, use as use
     from axcore.train import fit as fit
 
 _HOMES = {
-    "axcore.config": "REQUIRED AxcoreError Config ConfigError Configurable Modifier Where override pipe select",
-    "axcore.module": "DTypes Layer Rngs current functional invoke method scan stack",
-    "axcore.plugin": "recipe use",
-    "axcore.train": "fit",
+    "axcore.config": (
+        "REQUIRED",
+        "AxcoreError",
+        "Codec",
+        "Config",
+        "ConfigError",
+        "Configurable",
+        "Modifier",
+        "Where",
+        "acting",
+        "from_json",
+        "override",
+        "pipe",
+        "register",
+        "register_codec",
+        "select",
+        "tagged",
+        "to_json",
+    ),
+    "axcore.module": (
+        "DTypes",
+        "Layer",
+        "Rngs",
+        "current",
+        "functional",
+        "invoke",
+        "method",
+        "scan",
+        "stack",
+    ),
+    "axcore.plugin": (
+        "recipe",
+        "use",
+    ),
+    "axcore.parallel": ("Mesh",),
+    "axcore.train": ("fit",),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from axcore import __version__
-from axcore.cli import aot, listing, train
+from axcore.cli import aot, golden, inspect, listing, train
 from axcore.config import AxcoreError
 from axcore.plugin import Command, registry, resolve
 
@@ -41,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train.add(commands)
     aot.add(commands)
+    inspect.add(commands)
+    golden.add(commands)
     listing.add(commands)
     for _, offer in registry().offers(Command):
         commands.add_parser(offer.name, help=offer.summary, add_help=False)

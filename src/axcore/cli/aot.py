@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from axcore.cli.compose import add_edits, compose
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
@@ -13,14 +15,11 @@ def add(commands: Any) -> None:
         description="Compiles the training step for the devices of this machine and reports memory and FLOPs.",
     )
     parser.add_argument("recipe", help="as `axcore recipes` lists it")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="override one value")
+    add_edits(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     from axcore.aot import compile_step  # brings jax along: not before it is needed
-    from axcore.config import override
-    from axcore.plugin import recipe
 
-    cfg: Any = override(recipe(arguments.recipe), arguments.set)
-    print(compile_step(cfg))
+    print(compile_step(compose(arguments.recipe, arguments.edits)))

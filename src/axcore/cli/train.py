@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Any
 
-from axcore.config import override
+from axcore.cli.compose import add_edits, compose
 
 
 def add(commands: Any) -> None:
@@ -16,17 +16,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--minutes", type=_minutes, help="wall-clock time to train, instead of the recipe's length")
     parser.add_argument("--seed", type=int, help="of parameters, dropout and shuffling")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="override one value; may be given repeatedly"
-    )
+    add_edits(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from axcore.plugin import recipe  # the recipe brings jax along: not before it is needed
-
-    cfg: Any = recipe(arguments.recipe)
-    cfg = override(cfg, arguments.set)
+    cfg = compose(arguments.recipe, arguments.edits)
     if arguments.minutes is not None:
         cfg = cfg.set(minutes=arguments.minutes, steps=None)
     if arguments.seed is not None:

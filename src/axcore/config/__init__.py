@@ -1,37 +1,53 @@
 """The config tree: immutable typed nodes, selection, pure edits, text form, overrides. Imports neither jax nor flax."""
 
+from axcore.config.codec import Codec, register, register_codec
 from axcore.config.errors import AxcoreError, ConfigError, did_you_mean
+from axcore.config.history import Event, History, acting
 from axcore.config.modifier import Modifier, pipe
-from axcore.config.node import REQUIRED, Config, Configurable, FrozenDict, has_field, type_name
+from axcore.config.node import REQUIRED, Config, Configurable, FrozenDict, has_field, known_types, type_name
 from axcore.config.override import override
-from axcore.config.select import Selection, Where, select
+from axcore.config.select import Selection, Where, select, tagged
+from axcore.config.serial import content_hash, from_json, to_json
 from axcore.config.text import Change, Diff, diff, diff_flat, flatten, parse_text, text
 from axcore.config.tree import get, put, walk
+from axcore.config.types import parse
 
 __all__ = [
     "REQUIRED",
     "AxcoreError",
     "Change",
+    "Codec",
     "Config",
     "ConfigError",
     "Configurable",
     "Diff",
+    "Event",
     "FrozenDict",
+    "History",
     "Modifier",
     "Selection",
     "Where",
+    "acting",
+    "content_hash",
     "did_you_mean",
     "diff",
     "diff_flat",
     "flatten",
+    "from_json",
     "get",
     "has_field",
+    "known_types",
     "override",
+    "parse",
     "parse_text",
     "pipe",
     "put",
+    "register",
+    "register_codec",
     "select",
+    "tagged",
     "text",
+    "to_json",
     "type_name",
     "walk",
 ]

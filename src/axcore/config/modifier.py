@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from axcore.config.errors import ConfigError
+from axcore.config.history import acting
 from axcore.config.node import Config, FrozenDict
 
 
@@ -19,7 +20,8 @@ class Modifier:
     options: Mapping[str, Any] = FrozenDict()
 
     def __call__[C: Config](self, cfg: C) -> C:
-        return self.edit(cfg)
+        with acting(str(self)):
+            return self.edit(cfg)
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from axcore.config.cache import cached
+from axcore.config.codec import Codec, name_of, named, public_name, register, register_codec
 from axcore.config.errors import ConfigError, did_you_mean
+from axcore.config.history import Event, History, event
 from axcore.config.types import conforms, describe, hints
 
 if TYPE_CHECKING:
@@ -29,6 +32,14 @@ class _Required:
 
 
 REQUIRED: Any = _Required()
+register_codec(_Required, Codec("required", lambda _: None, lambda _: REQUIRED, repr))
+
+_types: dict[str, type[Config]] = {}
+
+
+def known_types() -> Mapping[str, type[Config]]:
+    """Every config class of this process, by the name that text and JSON show."""
+    return _types
 
 
 class FrozenDict(Mapping[str, Any]):
@@ -72,7 +83,7 @@ class Config:
         ConfigError: an unknown field, or a value that does not fit the field's annotation.
     """
 
-    target: ClassVar[type | None] = None
+    target: ClassVar[Any] = None
     """The class that `build` makes, or None for a plain value."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -87,7 +98,13 @@ class Config:
             for name in values:
                 _check_known(type(self), name)
             init(self, **{name: _store(type(self), name, value) for name, value in values.items()})
+            self.__dict__["_history"] = (event("made", *values),)
 
+        _types[type_name(cls)] = cls
+        for name in field_names(cls):
+            value = default(cls, name)
+            if inspect.isroutine(value) or isinstance(value, type):
+                register(value)  # what a class declares as a default may be read back from a file
         cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
 
     def __getattr__(self, name: str) -> Any:
@@ -100,9 +117,14 @@ class Config:
         """A copy with these fields replaced."""
         for name in values:
             _check_known(type(self), name)
+        return self._with(values, event(f"set {', '.join(values)}", *values))
+
+    def _with(self, values: Mapping[str, Any], *events: Event) -> Self:
+        """A copy with known fields replaced, and more events in its history."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.__dict__.update({name: _store(type(self), name, value) for name, value in values.items()})
+        new.__dict__["_history"] = (*self.__dict__.get("_history", ()), *events)
         return new
 
     def fill(self, **values: Any) -> Self:
@@ -115,7 +137,7 @@ class Config:
                     f"{name}={held!r} is set on {type_name(type(self))}, but its parent passes {name}={value!r}; "
                     f"leave it out of the child"
                 )
-        return self.set(**values)
+        return self._with(values)
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the target from this config. Extra arguments go to its constructor.
@@ -142,9 +164,42 @@ class Config:
 
         return diff(base, self)
 
+    def history(self, path: str = "") -> History:
+        """Who set the node or value at a path, in what order, and where.
+
+        Raises:
+            ConfigError: nothing is there.
+        """
+        from axcore.config.tree import history
+
+        return history(self, path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Functions that were registered under another name than their own are pickled by it: theirs may not lead to
+        them (`jax.nn.silu` calls itself `jax._src.nn.functions.silu`)."""
+        state = dict(self.__dict__)
+        for name, value in fields(self):
+            if inspect.isroutine(value) or (callable(value) and hasattr(value, "__qualname__")):
+                known = name_of(value)
+                state[name] = _ByName(known) if known != public_name(value) else value
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for name, value in state.items():
+            if isinstance(value, _ByName):
+                self.__dict__[name] = named(value.name)
+
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in fields(self) if value is not default(type(self), name))
         return f"{type_name(type(self)).rpartition('.')[2]}({', '.join(shown)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByName:
+    """Stands for a registered value in a pickle."""
+
+    name: str
 
 
 class Configurable:
@@ -159,7 +214,7 @@ class Configurable:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        node = cls.__dict__.get("Config")
+        node: Any = cls.__dict__.get("Config")
         if node is None:
             inherited = getattr(cls, "Config", Config)
             names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config"}
@@ -167,7 +222,7 @@ class Configurable:
             cls.Config = node
         if not issubclass(node, Config):
             raise TypeError(f"{cls.__qualname__}.Config must inherit axcore.Config or a parent's Config")
-        node.target = cls  # type: ignore[union-attr]
+        node.target = cls
 
 
 def fields(node: Config) -> Iterator[tuple[str, Any]]:

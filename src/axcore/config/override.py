@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import types
+import typing
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from axcore.config.errors import ConfigError
-from axcore.config.node import Config, type_name
-from axcore.config.tree import get, put
+from axcore.config.history import acting
+from axcore.config.node import Config, has_field, type_name
+from axcore.config.tree import get, no_such_path, parts, put
 from axcore.config.types import describe, hints, parse
 
 
@@ -21,21 +25,57 @@ def override[C: Config](cfg: C, assignments: Iterable[str]) -> C:
         path, equals, value = assignment.partition("=")
         if not equals or not path:
             raise ConfigError(f"--set takes path=value, not {assignment!r}")
-        cfg = _assign(cfg, path.strip(), value.strip())
+        with acting(f"--set {assignment}"):
+            cfg = _assign(cfg, path.strip(), value.strip())
     return cfg
 
 
 def _assign[C: Config](cfg: C, path: str, value: str) -> C:
-    parent_path, _, name = path.rpartition(".")
-    get(cfg, path)  # an unknown path is reported whole
-    parent = get(cfg, parent_path)
-    if not isinstance(parent, Config):
-        raise ConfigError(f"{path}: set the whole of {parent_path!r} instead of one entry")
-    hint = hints(type(parent)).get(name, Any)
-    if isinstance(getattr(parent, name), Config) and value.lower() != "none":
-        held = type_name(type(getattr(parent, name)))
-        raise ConfigError(f"{path} is a node ({held}); set one of its fields, as in {path}.FIELD=VALUE")
+    owner_path, inside = _owner(cfg, path)
+    owner = get(cfg, owner_path)
+    name, *below = inside
+    hint = functools.reduce(_item_hint, below, hints(type(owner)).get(name, Any))
+    held = functools.reduce(lambda value, key: dict(parts(value)).get(key), below, getattr(owner, name))
+    if isinstance(held, Config) and value.lower() != "none":
+        raise ConfigError(
+            f"{path} is a node ({type_name(type(held))}); set one of its fields, as in {path}.FIELD=VALUE"
+        )
     try:
-        return put(cfg, path, parse(value, hint))
+        parsed = parse(value, hint)
     except ValueError:
         raise ConfigError(f"{path} must be {describe(hint)}, not {value!r}") from None
+    new = put(getattr(owner, name), ".".join(below), parsed) if below else parsed
+    return put(cfg, owner_path, owner.set(**{name: new}))
+
+
+def _owner(cfg: Config, path: str) -> tuple[str, list[str]]:
+    """The path of the innermost node above `path`, and what leads from it there: a field, then indices or keys.
+
+    Raises:
+        ConfigError: nothing is there. A new key of a mapping is fine.
+    """
+    names = path.split(".")
+    for cut in range(len(names) - 1, -1, -1):
+        try:
+            node = get(cfg, ".".join(names[:cut]))
+        except ConfigError:
+            continue
+        if not isinstance(node, Config):
+            continue
+        if has_field(node, names[cut]):
+            holder = get(cfg, ".".join(names[:-1]))
+            if cut == len(names) - 1 or isinstance(holder, Mapping) or names[-1] in dict(parts(holder)):
+                return ".".join(names[:cut]), names[cut:]
+        break
+    raise no_such_path(cfg, path)
+
+
+def _item_hint(hint: Any, key: str) -> Any:
+    """The annotation of one item of a tuple or mapping that is declared as `hint`."""
+    for arm in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
+        origin, args = typing.get_origin(arm), typing.get_args(arm)
+        if origin is tuple and args:
+            return args[0] if args[-1] is Ellipsis else args[int(key)] if int(key) < len(args) else Any
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return args[-1]
+    return Any

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from axcore.config.errors import ConfigError, did_you_mean
+from axcore.config.history import event
 from axcore.config.node import REQUIRED, Config, default, fields, type_name
 from axcore.config.tree import matches, transform, walk
 
@@ -28,17 +29,24 @@ class Selection[C: Config]:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def map(self, edit: Callable[[str, Config], Config]) -> C:
-        """Replaces each selected node by `edit(path, node)`."""
+    def map(self, edit: Callable[[str, Config], Any]) -> C:
+        """Replaces each selected node by `edit(path, node)`. None takes it out of its tuple, mapping or slot.
+
+        Raises:
+            ConfigError: the new node does not fit; the message begins with the path.
+        """
         chosen = set(self.paths)
 
-        def edit_chosen(path: str, node: Config) -> Config:
+        def edit_chosen(path: str, node: Config) -> Any:
             if path not in chosen:
                 return node
             try:
-                return edit(path, node)
+                new = edit(path, node)
             except ConfigError as error:
                 raise ConfigError(f"at {path or 'the root'}: {error}") from error
+            if isinstance(new, Config) and type(new) is not type(node):
+                new = new._with({}, event(f"in place of {type_name(type(node))}"))
+            return new
 
         return transform(self.root, edit_chosen)
 
@@ -59,6 +67,30 @@ class Selection[C: Config]:
         """
         return self.map(lambda _, old: _swapped(old, new, keep, drop))
 
+    def wrap(self, wrapper: Config, slot: str) -> C:
+        """Puts `wrapper` in place of each selected node, and the node into the wrapper's field `slot`."""
+        return self.map(lambda _, node: wrapper.set(**{slot: node}))
+
+    def remove(self) -> C:
+        """Takes each selected node out of its tuple or mapping, or empties its slot.
+
+        Raises:
+            ConfigError: a slot that may not be empty.
+        """
+        return self.map(lambda _, __: None)
+
+    def insert(self, field: str, *new: Config, at: int | None = None) -> C:
+        """Adds nodes to the tuple `field` of each selected node: before index `at`, or at the end."""
+
+        def edit(_: str, node: Config) -> Config:
+            held = getattr(node, field)
+            if not isinstance(held, tuple):
+                raise ConfigError(f"insert adds to a tuple, and {field} is {type(held).__name__}")
+            cut = len(held) if at is None else at
+            return node.set(**{field: (*held[:cut], *new, *held[cut:])})
+
+        return self.map(edit)
+
 
 def select[C: Config](root: C, where: Where, *, expect: int | None = None) -> Selection[C]:
     """The nodes of `root` that `where` describes.
@@ -77,6 +109,11 @@ def select[C: Config](root: C, where: Where, *, expect: int | None = None) -> Se
     if expect is not None and len(found) != expect:
         raise ConfigError(f"{_shown(where)} matches {len(found)} nodes, expected {expect}: {', '.join(found)}")
     return Selection(root, tuple(found))
+
+
+def tagged(tag: str) -> Callable[[str, Config], bool]:
+    """Selects nodes whose `tags` hold this one: `select(cfg, tagged("frozen"))`."""
+    return lambda _, node: tag in node.__dict__.get("tags", ())
 
 
 def builds(node: Config, cls: type) -> bool:

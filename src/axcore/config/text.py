@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from axcore.config.codec import render
 from axcore.config.node import Config, type_name
 from axcore.config.tree import join, parts
 
@@ -37,21 +36,6 @@ def _flatten(value: Any, path: str, found: dict[str, str]) -> None:
         return
     for name, part in parts(value):
         _flatten(part, join(path, name), found)
-
-
-def render(value: Any) -> str:
-    """A leaf value on one line, the same in every process."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(render, value))}{',' if len(value) == 1 else ''})"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {render(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        return f"{value.__module__}.{value.__qualname__}"
-    return repr(value)
 
 
 @dataclasses.dataclass(frozen=True)

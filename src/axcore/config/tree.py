@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from axcore.config.errors import ConfigError, did_you_mean
+from axcore.config.history import History
 from axcore.config.node import Config, FrozenDict, field_names, fields
 
 
@@ -49,6 +50,17 @@ def get(root: Config, path: str) -> Any:
     return value
 
 
+def history(root: Config, path: str) -> History:
+    """What `Config.history` returns: the node's own events, and those of its parent that put it there."""
+    value = get(root, path)
+    parent_path, _, name = path.rpartition(".")
+    parent = get(root, parent_path) if path else None
+    events = [*value.__dict__.get("_history", ())] if isinstance(value, Config) else []
+    if isinstance(parent, Config):
+        events += [each for each in parent.__dict__.get("_history", ()) if name in each.names and each not in events]
+    return History(events)
+
+
 def no_such_path(root: Config, path: str) -> ConfigError:
     known = [join(parent, name) for parent, node in walk(root) for name in field_names(type(node))]
     leaf = path.rpartition(".")[2]
@@ -60,27 +72,33 @@ def no_such_path(root: Config, path: str) -> ConfigError:
 
 
 def put(value: Any, path: str, new: Any) -> Any:
-    """A copy of the tree with `new` at `path`, which must exist."""
+    """A copy of the tree with `new` at `path`, which must exist unless it is a new key of a mapping."""
     if not path:
         return new
     name, _, rest = path.partition(".")
     below = dict(parts(value))
-    if name not in below:
+    if name not in below and not (isinstance(value, Mapping) and not rest):
         raise ConfigError(f"nothing at {name!r}")
-    return rebuild(value, {name: put(below[name], rest, new)})
+    return rebuild(value, {name: put(below.get(name), rest, new)})
 
 
 def rebuild(value: Any, changes: Mapping[str, Any]) -> Any:
     """A copy of a node, tuple or mapping with some of its parts replaced."""
     if isinstance(value, Config):
-        return value.set(**changes)
+        return value._with(changes)
     if isinstance(value, tuple):
-        return tuple(changes.get(str(index), item) for index, item in enumerate(value))
-    return FrozenDict({**value, **changes})
+        items = (changes.get(str(index), item) for index, item in enumerate(value))
+        return tuple(item for item in items if item is not None)
+    return FrozenDict(
+        {key: item for key, item in {**value, **changes}.items() if item is not None or key not in changes}
+    )
 
 
-def transform(value: Any, edit: Callable[[str, Config], Config], path: str = "") -> Any:
-    """Applies `edit` to every node, children first. What nothing changed is shared with the old tree, not copied."""
+def transform(value: Any, edit: Callable[[str, Config], Any], path: str = "") -> Any:
+    """Applies `edit` to every node, children first. What nothing changed is shared with the old tree, not copied.
+
+    An edit may return None: the node then goes from its tuple or mapping, and its field becomes None.
+    """
     changes = {}
     for name, part in parts(value):
         if isinstance(part, Config | tuple | Mapping):
@@ -88,7 +106,10 @@ def transform(value: Any, edit: Callable[[str, Config], Config], path: str = "")
             if new is not part:
                 changes[name] = new
     if changes:
-        value = rebuild(value, changes)
+        try:
+            value = rebuild(value, changes)
+        except ConfigError as error:
+            raise ConfigError(f"at {path or 'the root'}: {error}") from error
     return edit(path, value) if isinstance(value, Config) else value
 
 

@@ -64,6 +64,8 @@ class Layer(nnx.Module, Configurable):
 
         dtypes: DTypes | None = None
         """None: the parent's."""
+        tags: tuple[str, ...] = ()
+        """Names that `tagged` selects by."""
 
     config: Config
     dtypes: DTypes

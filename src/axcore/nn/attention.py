@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import REQUIRED, ConfigError
 from axcore.module import Layer, Rngs
@@ -20,6 +21,8 @@ class Attention(Layer):
 
     - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE;
     - `output`: `(x, heads) -> heads`, applied to the heads before they are projected.
+
+    For remat policies the values `query`, `key`, `value` and `heads` are tagged.
 
     A child is offered `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`, and takes those that it declares.
     """
@@ -77,7 +80,8 @@ class Attention(Layer):
         )
         if self.position is not None:
             q, k = self.position(q, k, tokens.positions, tokens.positions)
-        heads = self.kernel(q, k, v, self.config.mask, tokens, tokens)
+        q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
+        heads = checkpoint_name(self.kernel(q, k, v, self.config.mask, tokens, tokens), "heads")
         if self.output is not None:
             heads = self.output(x, heads)
         return self.projection(rearrange(heads, "b s n d -> b s (n d)"))

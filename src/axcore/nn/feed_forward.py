@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import REQUIRED
 from axcore.module import Layer, Rngs
+from axcore.nn import activations  # noqa: F401 - names them
 from axcore.nn.linear import Linear
 
 
 class FeedForward(Layer):
-    """`down(activation(gate(x)) * up(x))`, SwiGLU by default (Shazeer 2020, arXiv 2002.05202, eq. 6)."""
+    """`down(activation(gate(x)) * up(x))`, SwiGLU by default (Shazeer 2020, arXiv 2002.05202, eq. 6).
+
+    For remat policies the values `gate` and `up` are tagged.
+    """
 
     class Config(Layer.Config):
         input_dim: int = REQUIRED
@@ -33,4 +38,5 @@ class FeedForward(Layer):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
-        return self.down(self.config.activation(self.gate(x)) * self.up(x))
+        gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
+        return self.down(self.config.activation(gate) * up)

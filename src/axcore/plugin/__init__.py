@@ -1,7 +1,7 @@
 """What plugin authors import, and how plugins are found. Imports neither jax nor flax."""
 
 from axcore.plugin.active import active, supplier
-from axcore.plugin.features import use
+from axcore.plugin.features import use, use_text
 from axcore.plugin.hooks import API_VERSION, hookimpl
 from axcore.plugin.offers import AttentionKernel, Command, Feature, KVCache, MeshRule, Offer, Recipe
 from axcore.plugin.recipes import current_recipe, recipe
@@ -29,4 +29,5 @@ __all__ = [
     "resolve",
     "supplier",
     "use",
+    "use_text",
 ]

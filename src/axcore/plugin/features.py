@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from axcore.config import Config, ConfigError, Modifier, did_you_mean
+from axcore.config import Config, ConfigError, Modifier, did_you_mean, parse
 from axcore.plugin.offers import Feature, Offer
 from axcore.plugin.recipes import current_recipe
 from axcore.plugin.registry import Plugin, PluginError, registry, resolve
@@ -32,7 +32,44 @@ def use(feature: str, **options: Any) -> Modifier:
         except ConfigError as error:
             raise ConfigError(f"feature {feature!r} ({plugin}): {error}") from error
 
-    return Modifier(feature, edit, options)
+    return Modifier(f"use:{feature} of {plugin}", edit, options)
+
+
+def use_text(text: str) -> Modifier:
+    """`use` from text: `feature` or `feature:key=value,key=value`. Values are typed by the feature's signature.
+
+    Raises:
+        ConfigError: the text is not of that form, or a value does not fit.
+    """
+    feature, _, listed = text.partition(":")
+    found = registry().find(Feature, feature)
+    if found is None:
+        raise _missing(feature)
+    attach = resolve(*found)
+    known = inspect.signature(attach, eval_str=True).parameters
+    options: dict[str, Any] = {}
+    for assignment in split_outside_brackets(listed):
+        key, equals, value = (part.strip() for part in assignment.partition("="))
+        if not equals or not key:
+            raise ConfigError(f"--use takes FEATURE:KEY=VALUE,..., not {text!r}")
+        hint = known[key].annotation if key in known else Any
+        try:
+            options[key] = parse(value, Any if hint is inspect.Parameter.empty else hint)
+        except ValueError as error:
+            raise ConfigError(f"option {key!r} of {feature}: {error}") from None
+    return use(feature, **options)
+
+
+def split_outside_brackets(text: str) -> list[str]:
+    """`a=1,b=(2,3)` -> `["a=1", "b=(2,3)"]`."""
+    pieces, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return [piece for piece in pieces if piece.strip()]
 
 
 def check_options(plugin: Plugin, offer: Offer, fn: Callable[..., Any], options: dict[str, Any]) -> None:

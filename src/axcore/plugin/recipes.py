@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
-from axcore.config import Config, did_you_mean
+from axcore.config import Config, acting, did_you_mean
 from axcore.plugin.offers import Recipe
 from axcore.plugin.registry import PluginError, registry, resolve
 
@@ -22,7 +22,8 @@ def current_recipe() -> str | None:
 def composing(name: str) -> Iterator[None]:
     token = _name.set(name)
     try:
-        yield
+        with acting(f"recipe {name}"):
+            yield
     finally:
         _name.reset(token)
 

@@ -1,0 +1,69 @@
+"""An axcore training step and its twin in bare JAX, on the same batch, from the same sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bare_llama import Shape
+
+import axcore as ax
+from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, TransformerLayer
+from axcore.parallel import Mesh, SaveNames
+from axcore.train import Learner
+from axcore.train.step import Program, program
+
+
+def axcore_program(shape: Shape, features: Sequence[str] = ()) -> Program:
+    """The step that axcore's trainer runs for these sizes, on one device."""
+    linear = Linear.Config(init=Normal(stddev=0.02))
+    layer = TransformerLayer.Config(
+        attention=Attention.Config(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            query=linear,
+            key=linear,
+            value=linear,
+            projection=linear,
+        ),
+        ffn=FeedForward.Config(hidden_dim=shape.hidden_dim, gate=linear, up=linear, down=linear),
+    )
+    remat = SaveNames(names=shape.saved) if shape.saved is not None else None
+    model = CausalLM.Config(
+        vocab_size=shape.vocab_size,
+        dim=shape.dim,
+        dtypes=ax.DTypes(compute=shape.compute),
+        decoder=Repeat.Config(num_layers=shape.num_layers, layers=layer, unroll=shape.unroll, remat=remat),
+        head=linear,
+    )
+    model = ax.pipe(model, ax.use("rope"), *(ax.use(feature) for feature in features))
+    learner = Learner.Config()
+    learner = learner.set(schedule=learner.schedule.set(warmup_steps=2000))
+    return program(model, learner, Mesh(shape={"data": 1}, rules={}).make(jax.devices()[:1]))
+
+
+def batch(shape: Shape, batch_size: int, seq_len: int) -> dict[str, jax.Array]:
+    """Random tokens, one document a row."""
+    ids = np.random.default_rng(0).integers(0, shape.vocab_size, (batch_size, seq_len + 1)).astype(np.int32)
+    return {
+        "inputs": jnp.asarray(ids[:, :-1]),
+        "targets": jnp.asarray(ids[:, 1:]),
+        "weights": jnp.ones((batch_size, seq_len), jnp.float32),
+    }
+
+
+def bare_params(params: Any) -> dict[str, Any]:
+    """axcore's parameters as the bare program names them, so that both start alike."""
+    layers = params["decoder"]["layers"]
+    attention = {name: layers["attention"][name]["weight"] for name in ("query", "key", "value", "projection")}
+    ffn = {name: layers["ffn"][name]["weight"] for name in ("gate", "up", "down")}
+    norms = {name: layers[name]["scale"] for name in ("attention_norm", "ffn_norm")}
+    ends = {
+        "embedding": params["embedding"]["weight"],
+        "head": params["head"]["weight"],
+        "norm": params["norm"]["scale"],
+    }
+    return ends | attention | ffn | norms

@@ -1,0 +1,1 @@
+"""cuDNN attention for axcore."""

@@ -1,0 +1,114 @@
+"""The module tree of a config: what it will hold, built from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flax import nnx
+
+from axcore.config import Config
+from axcore.module import abstract
+from axcore.plugin import registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter (or other Variable) of a module."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...]
+    bytes: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        axes = ", ".join(axis or "-" for axis in self.axes)
+        return f"{self.name}  {list(self.shape)} {self.dtype} ({axes})"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleNode:
+    """One module.
+
+    Attributes:
+        name: the attribute that its parent holds it under.
+        kind: its class.
+        supplier: the distribution that the class comes from.
+        count, bytes: of all parameters in it and below.
+    """
+
+    name: str
+    kind: str
+    supplier: str
+    parameters: tuple[Parameter, ...]
+    children: tuple[ModuleNode, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(parameter.count for parameter in self.parameters) + sum(child.count for child in self.children)
+
+    @property
+    def bytes(self) -> int:
+        return sum(parameter.bytes for parameter in self.parameters) + sum(child.bytes for child in self.children)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines("", ""))
+
+    def _lines(self, first: str, rest: str) -> Iterator[str]:
+        head = f"{first}{self.name}  {self.kind}" if self.name else f"{first}{self.kind}"
+        yield f"{head:64} {self.count:>16,}  {size(self.bytes):>10}  {self.supplier}"
+        below: list[Any] = [*self.parameters, *self.children]
+        for index, item in enumerate(below):
+            last = index == len(below) - 1
+            start, indent = rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  ")
+            if isinstance(item, ModuleNode):
+                yield from item._lines(start, indent)
+            else:
+                yield f"{start}{item}"
+
+
+def module_tree(cfg: Config) -> ModuleNode:
+    """The tree that a model's config builds. No memory is taken: arrays are shapes."""
+    fn, params, state = abstract(cfg)
+    return _node("", fn.bind(params, state))
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _node(name: str, module: Any) -> ModuleNode:
+    parameters, children = [], []
+    for key, value in _entries(module):
+        if isinstance(value, nnx.Variable):
+            parameters.append(_parameter(key, value))
+        elif isinstance(value, nnx.Module | nnx.List | nnx.Dict):
+            children.append(_node(key, value))
+    owner = registry().owner(type(module).__module__)
+    supplier = str(owner) if owner else type(module).__module__.partition(".")[0]
+    return ModuleNode(name, type(module).__name__, supplier, tuple(parameters), tuple(children))
+
+
+def _entries(module: Any) -> list[tuple[str, Any]]:
+    if isinstance(module, nnx.List):
+        return [(str(index), item) for index, item in enumerate(module)]
+    entries: Mapping[str, Any] = module if isinstance(module, Mapping) else vars(module)
+    return [(key, value) for key, value in entries.items() if not key.startswith("_")]
+
+
+def _parameter(name: str, variable: nnx.Variable[Any]) -> Parameter:
+    shape = variable.get_value()
+    axes = variable.get_metadata().get("axes") or (None,) * len(shape.shape)
+    return Parameter(name, tuple(shape.shape), str(shape.dtype), axes, math.prod(shape.shape) * shape.dtype.itemsize)

@@ -1,0 +1,63 @@
+"""`axcore show`, `axcore diff` and `axcore tree`: looking at recipes without running them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from axcore.cli.compose import add_edits, compose
+
+
+def add(commands: Any) -> None:
+    show = commands.add_parser("show", help="print a recipe's config", description="Prints a recipe's config as text.")
+    show.add_argument("recipe")
+    show.add_argument("--json", action="store_true", help="as JSON that axcore.from_json reads")
+    show.add_argument("--history", metavar="PATH", help="who set the node or value at PATH, instead")
+    add_edits(show)
+    show.set_defaults(run=run_show)
+
+    diff = commands.add_parser("diff", help="compare two recipes", description="Prints what changes from A to B.")
+    diff.add_argument("a", metavar="A")
+    diff.add_argument("b", metavar="B", help="--use and --set apply to this one")
+    add_edits(diff)
+    diff.set_defaults(run=run_diff)
+
+    tree = commands.add_parser(
+        "tree",
+        help="print a recipe's module tree",
+        description="Prints the module tree with parameters, shapes, logical axes, bytes and who supplied each node.",
+    )
+    tree.add_argument("recipe")
+    tree.add_argument(
+        "--html", nargs="?", const="", metavar="FILE", help="write a page that folds and filters (default: RECIPE.html)"
+    )
+    add_edits(tree)
+    tree.set_defaults(run=run_tree)
+
+
+def run_show(arguments: argparse.Namespace) -> None:
+    from axcore.config import text, to_json
+
+    cfg = compose(arguments.recipe, arguments.edits)
+    if arguments.history is not None:
+        print(cfg.history(arguments.history))
+    else:
+        print(to_json(cfg) if arguments.json else text(cfg), end="\n" if arguments.json else "")
+
+
+def run_diff(arguments: argparse.Namespace) -> None:
+    print(compose(arguments.b, arguments.edits).diff(compose(arguments.a, ())))
+
+
+def run_tree(arguments: argparse.Namespace) -> None:
+    from axcore.aot import module_tree, tree_page
+    from axcore.train.run_folder import write_text
+
+    tree = module_tree(compose(arguments.recipe, arguments.edits).model)
+    if arguments.html is None:
+        print(tree)
+        return
+    page = Path(arguments.html or f"{arguments.recipe}.html").absolute()
+    write_text(page, tree_page(tree, title=arguments.recipe))
+    print(page)

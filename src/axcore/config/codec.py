@@ -1,0 +1,138 @@
+"""Leaf values that are neither numbers nor text: how each kind is shown, written to JSON and read back.
+
+Reading never imports: a name in a file is looked up among what this process has registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from axcore.config.errors import ConfigError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How values of one class are written.
+
+    Attributes:
+        tag: names the kind in JSON, as in `{"$dtype": "bfloat16"}`.
+        write: value -> JSON value.
+        read: the inverse.
+        show: value -> text, for people.
+    """
+
+    tag: str
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+    show: Callable[[Any], str] = str
+
+
+_codecs: dict[type, Codec] = {}
+_by_tag: dict[str, Codec] = {}
+_named: dict[str, Any] = {}
+_names: dict[int, str] = {}
+
+
+def register_codec(cls: type, codec: Codec) -> None:
+    """Makes values of a class, and of its subclasses, representable in configs."""
+    _codecs[cls] = _by_tag[codec.tag] = codec
+
+
+def register[T](value: T, name: str | None = None) -> T:
+    """Makes a function, class or enum member readable from JSON under its own, or the given, name."""
+    name = name or public_name(value)
+    if id(value) not in _names:  # the first name stays: a class may use as default what was registered before
+        _named[name], _names[id(value)] = value, name
+    return value
+
+
+def public_name(value: Any) -> str:
+    """`module.qualname` of a function or class; of an enum member, with its name behind."""
+    if isinstance(value, enum.Enum):
+        return f"{public_name(type(value))}.{value.name}"
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def name_of(value: Any) -> str:
+    """The name that a value is registered under, else its own."""
+    return _names.get(id(value)) or public_name(value)
+
+
+def codec_of(value: Any) -> Codec | None:
+    return next((_codecs[cls] for cls in type(value).__mro__ if cls in _codecs), None)
+
+
+def is_named(value: Any) -> bool:
+    """Whether a value is known by a name: an enum member, a class, a function."""
+    return isinstance(value, enum.Enum | type) or (callable(value) and hasattr(value, "__qualname__"))
+
+
+def render(value: Any) -> str:
+    """A leaf value on one line, the same in every process."""
+    if isinstance(value, str) and not isinstance(value, enum.Enum):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple) and codec_of(value) is None:
+        return f"({', '.join(map(render, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{render(key)}: {render(item)}" for key, item in value.items()) + "}"
+    if is_named(value):
+        return name_of(value)
+    if (codec := codec_of(value)) is not None:
+        return codec.show(value)
+    return repr(value)
+
+
+def write(value: Any) -> Any:
+    """A leaf value as JSON.
+
+    Raises:
+        ConfigError: nobody said how to write it.
+    """
+    if value is None or (isinstance(value, bool | int) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, str) and not isinstance(value, enum.Enum):
+        return value
+    if (codec := codec_of(value)) is not None:
+        return {f"${codec.tag}": codec.write(value)}
+    if is_named(value):
+        name = name_of(value)
+        if _named.get(name) is not value:
+            raise ConfigError(f"{name} cannot be written: it could not be read back; axcore.register it first")
+        return {"$name": name}
+    raise ConfigError(f"{value!r} of type {type(value).__name__} cannot be written; axcore.register_codec its class")
+
+
+def named(name: str) -> Any:
+    """What is registered under a name.
+
+    Raises:
+        ConfigError: nothing is, in this process.
+    """
+    if name not in _named:
+        raise ConfigError(
+            f"{name!r} is not registered in this process.{did_you_mean(name, _named)} "
+            f"Import what defines it, and axcore.register it if it is a plain function"
+        )
+    return _named[name]
+
+
+def read(tag: str, content: Any) -> Any:
+    """The value of `{"$tag": content}`.
+
+    Raises:
+        ConfigError: this process knows no such kind or name.
+    """
+    if tag == "float":
+        return float(content)
+    if tag == "name":
+        return named(content)
+    if tag not in _by_tag:
+        raise ConfigError(f"no codec for {tag!r}.{did_you_mean(tag, _by_tag)}")
+    return _by_tag[tag].read(content)

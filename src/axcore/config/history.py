@@ -1,0 +1,59 @@
+"""Who set what, and where: every node remembers its edits."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_actors: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("axcore_actors", default=())
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One edit of one node.
+
+    Attributes:
+        actor: the recipe, modifier, plugin or override at work, outermost first; `python` where none was.
+        action: what was done, as in `set theta`.
+        names: the fields that were set.
+        where: `file:line` of the code that did it.
+    """
+
+    actor: str
+    action: str
+    names: tuple[str, ...]
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.actor}: {self.action} ({self.where})"
+
+
+class History(tuple[Event, ...]):
+    """Events, oldest first; prints one a line."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "as declared"
+
+
+def event(action: str, *names: str) -> Event:
+    """An event of now, by whoever is at work, at the nearest line outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, "<")):
+        frame = frame.f_back
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return Event(" > ".join(_actors.get()) or "python", action, names, where)
+
+
+@contextlib.contextmanager
+def acting(actor: str) -> Iterator[None]:
+    """Edits made inside are put down to `actor`."""
+    token = _actors.set((*_actors.get(), actor))
+    try:
+        yield
+    finally:
+        _actors.reset(token)

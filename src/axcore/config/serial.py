@@ -1,0 +1,92 @@
+"""Configs as JSON, and their content hash.
+
+Reading resolves each type name among the config classes that this process has defined. Nothing is imported because a
+file names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from axcore.config import codec
+from axcore.config.errors import ConfigError, did_you_mean
+from axcore.config.node import Config, FrozenDict, fields, known_types, type_name
+from axcore.config.text import text
+from axcore.config.tree import join
+
+
+def to_json(root: Config, *, indent: int | None = 2) -> str:
+    """The tree as JSON; `from_json` gives back an equal tree.
+
+    Raises:
+        ConfigError: a value that could not be read back; the message names its path.
+    """
+    return json.dumps(_write(root, ""), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def from_json(content: str) -> Any:
+    """The config that `to_json` wrote.
+
+    Raises:
+        ConfigError: not such JSON, an unregistered type, function or field, or a value that does not fit; the message
+            names the path.
+    """
+    try:
+        data = json.loads(content)
+    except ValueError as error:
+        raise ConfigError(f"not JSON: {error}") from None
+    root = _read(data, "")
+    if not isinstance(root, Config):
+        raise ConfigError("the outermost JSON value is not a config: it has no $type")
+    return root
+
+
+def content_hash(root: Config) -> str:
+    """A hexadecimal SHA-256 of the text form: equal configs have equal hashes, in every process."""
+    return hashlib.sha256(text(root).encode()).hexdigest()
+
+
+def _write(value: Any, path: str) -> Any:
+    if isinstance(value, Config):
+        return {"$type": type_name(type(value)), **{name: _write(v, join(path, name)) for name, v in fields(value)}}
+    if isinstance(value, Mapping):
+        return {"$map": [[_write(key, path), _write(item, join(path, key))] for key, item in value.items()]}
+    if isinstance(value, tuple) and codec.codec_of(value) is None:
+        return [_write(item, join(path, index)) for index, item in enumerate(value)]
+    try:
+        return codec.write(value)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _read(data: Any, path: str) -> Any:
+    if isinstance(data, list):
+        return tuple(_read(item, join(path, index)) for index, item in enumerate(data))
+    if not isinstance(data, dict):
+        return data
+    try:
+        if "$type" in data:
+            return _read_node(data, path)
+        if set(data) == {"$map"}:
+            return FrozenDict({_read(key, path): _read(item, join(path, key)) for key, item in data["$map"]})
+        (tag,) = data
+        return codec.read(tag.removeprefix("$"), data[tag])
+    except ConfigError as error:
+        raise error if path and str(error).startswith(path) else ConfigError(f"{path or 'the root'}: {error}") from None
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(f"{path or 'the root'}: not a config value: {str(data)[:80]}") from None
+
+
+def _read_node(data: dict[str, Any], path: str) -> Config:
+    name = data["$type"]
+    known = known_types()
+    if name not in known:
+        raise ConfigError(
+            f"{path or 'the root'}: no config type {name!r} in this process.{did_you_mean(str(name), known)} "
+            f"Import the module that defines it first"
+        )
+    values = {key: _read(value, join(path, key)) for key, value in data.items() if key != "$type"}
+    return known[name](**values)

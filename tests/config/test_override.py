@@ -1,0 +1,196 @@
+"""`path=value` overrides, typed by the field."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import pytest
+
+from axcore.config import REQUIRED, AxcoreError, Config, ConfigError, FrozenDict, override, text
+
+
+class Inner(Config):
+    width: int = 4
+    rate: float = 0.5
+
+
+class Values(Config):
+    integer: int = 0
+    number: float = 0.0
+    flag: bool = False
+    word: str = ""
+    maybe: str | None = "x"
+    maybe_int: int | None = 1
+    maybe_number: float | None = None
+    maybe_flag: bool | None = None
+    either: int | str = 0
+    mode: Literal["fast", "slow", "3"] = "fast"
+    level: Literal[1, 2] = 1
+    many: tuple[int, ...] = ()
+    numbers: tuple[float, ...] = ()
+    words: tuple[str, ...] = ()
+    maybe_words: tuple[str, ...] | None = None
+    pair: tuple[int, str] = (0, "")
+    floats: tuple[float, float] = (0.0, 0.0)
+    table: Mapping[str, int] = FrozenDict({"a": 1})
+    anything: Any = None
+    function: Callable[[int], int] = abs
+    required: int = REQUIRED
+    inner: Inner = Inner()
+    empty: Inner | None = None
+    full: Inner | None = Inner()
+    nodes: tuple[Inner, ...] = (Inner(), Inner())
+
+
+ROOT = Values()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("integer=3", 3),
+        ("integer=-3", -3),
+        ("integer=1_000", 1000),
+        ("integer = 3 ", 3),
+        ("number=0.25", 0.25),
+        ("number=1", 1.0),
+        ("number=-1e-3", -0.001),
+        ("number=inf", float("inf")),
+        ("flag=true", True),
+        ("flag=False", False),
+        ("flag=TRUE", True),
+        ("word=hello", "hello"),
+        ("word=3", "3"),
+        ("word=None", "None"),
+        ("word=true", "true"),
+        ("word=a=b", "a=b"),
+        ("word=", ""),
+        ("word='quoted'", "quoted"),
+        ("word=(1, 2)", "(1, 2)"),
+        ("maybe=none", None),
+        ("maybe=null", None),
+        ("maybe=None", None),
+        ("maybe=y", "y"),
+        ("maybe_int=None", None),
+        ("maybe_int=5", 5),
+        ("maybe_number=2", 2.0),
+        ("maybe_flag=true", True),
+        ("maybe_flag=none", None),
+        ("either=3", 3),
+        ("either=three", "three"),
+        ("mode=slow", "slow"),
+        ("mode='slow'", "slow"),
+        ("mode=3", "3"),
+        ("level=2", 2),
+        ("many=1,2,3", (1, 2, 3)),
+        ("many=(1, 2)", (1, 2)),
+        ("many=[1, 2]", (1, 2)),
+        ("many=5", (5,)),
+        ("many=()", ()),
+        ("numbers=1,2.5", (1.0, 2.5)),
+        ("words=a,b", ("a", "b")),
+        ("words=a", ("a",)),
+        ("words=1,2", ("1", "2")),
+        ("words=('a b', 'c')", ("a b", "c")),
+        ("maybe_words=a,b", ("a", "b")),
+        ("maybe_words=none", None),
+        ("pair=(1, 'a')", (1, "a")),
+        ("floats=1,2", (1.0, 2.0)),
+        ("table={'b': 2}", {"b": 2}),
+        ("anything=3", 3),
+        ("anything=word", "word"),
+        ("required=7", 7),
+        ("inner.width=9", 9),
+        ("nodes.1.rate=1", 1.0),
+        ("full=none", None),
+    ],
+)
+def test_a_value_is_read_by_the_type_of_its_field(assignment, expected):
+    path = assignment.partition("=")[0].strip()
+    value = override(ROOT, [assignment])
+    for name in path.split("."):
+        value = value[int(name)] if name.isdecimal() else getattr(value, name)
+    assert value == expected
+    assert type(value) is type(expected) or isinstance(expected, dict)
+    if isinstance(expected, tuple):
+        assert list(map(type, value)) == list(map(type, expected))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "wanted"),
+    [
+        ("integer=1.5", "int"),
+        ("integer=x", "int"),
+        ("integer=true", "int"),
+        ("integer=None", "int"),
+        ("integer=", "int"),
+        ("number=fast", "float"),
+        ("flag=1", "bool"),
+        ("flag=yes", "bool"),
+        ("maybe_int=x", "int or None"),
+        ("mode=medium", "one of 'fast', 'slow', '3'"),
+        ("level=3", "one of 1, 2"),
+        ("many=1,x", "tuple[int, ...]"),
+        ("pair=1", "tuple[int, str]"),
+        ("table=3", "Mapping[str, int]"),
+        ("table={'a': 'b'}", "Mapping[str, int]"),
+        ("function=abs", "Callable"),
+        ("inner.width=wide", "int"),
+    ],
+)
+def test_a_value_of_the_wrong_type_names_path_type_and_value(assignment, wanted):
+    path, _, value = assignment.partition("=")
+    with pytest.raises(ConfigError) as error:
+        override(ROOT, [assignment])
+    assert f"{path} must be " in str(error.value)
+    assert wanted in str(error.value)
+    assert f"not {value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "suggestion"), [("integr", "integer"), ("inner.widht", "inner.width"), ("innr.width", "inner.width")]
+)
+def test_an_unknown_path_suggests_the_nearest(path, suggestion):
+    with pytest.raises(ConfigError) as error:
+        override(ROOT, [f"{path}=1"])
+    assert f"no {path!r}" in str(error.value)
+    assert f"Did you mean {suggestion!r}?" in str(error.value)
+
+
+@pytest.mark.parametrize("assignment", ["integer", "", "=3", " =3", "integer:3"])
+def test_what_is_no_assignment_is_a_config_error(assignment):
+    with pytest.raises(AxcoreError, match="path=value"):
+        override(ROOT, [assignment])
+
+
+@pytest.mark.parametrize("assignment", ["inner=3", "inner=Inner", "full=3", "nodes.0=1"])
+def test_a_node_cannot_be_set_from_text_and_the_error_points_to_its_fields(assignment):
+    path = assignment.partition("=")[0]
+    with pytest.raises(ConfigError) as error:
+        override(ROOT, [assignment])
+    assert path in str(error.value)
+    if "." not in path:
+        assert f"{path}.FIELD=VALUE" in str(error.value)
+        assert "Inner" in str(error.value)
+
+
+def test_a_node_that_is_not_optional_cannot_be_emptied():
+    with pytest.raises(ConfigError, match=r"inner must be Inner, not 'none'"):
+        override(ROOT, ["inner=none"])
+
+
+def test_an_empty_slot_cannot_be_filled_from_text():
+    with pytest.raises(ConfigError, match=r"empty must be Inner or None, not 'Inner'"):
+        override(ROOT, ["empty=Inner"])
+
+
+def test_one_entry_of_a_mapping_or_tuple_points_to_the_whole():
+    with pytest.raises(ConfigError, match=r"table\.a: set the whole of 'table'"):
+        override(ROOT, ["table.a=2"])
+
+
+def test_assignments_apply_in_order_and_leave_the_old_tree_alone():
+    before = text(ROOT)
+    new = override(ROOT, ["integer=1", "inner.width=2", "integer=3"])
+    assert (new.integer, new.inner.width) == (3, 2)
+    assert text(ROOT) == before
+    assert override(ROOT, []) is ROOT

@@ -1,0 +1,149 @@
+"""Sampling against a loop that calls the model on the whole window, and against softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.config import AxcoreError
+from axcore.infer import generate
+from axcore.nn import Attention, CausalLM, FeedForward, Normal, Repeat, TransformerLayer
+
+VOCAB = 11
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Two layers with RoPE, and weights large enough that what comes next depends on all that came before."""
+    layer = TransformerLayer.Config(attention=Attention.Config(num_heads=2), ffn=FeedForward.Config(hidden_dim=32))
+    cfg = CausalLM.Config(vocab_size=VOCAB, dim=16, decoder=Repeat.Config(num_layers=2, layers=layer))
+    cfg = ax.pipe(cfg, ax.use("rope"))
+    cfg = ax.select(cfg, "embedding").set(init=Normal(stddev=1.0))
+    return cfg.build(rngs=ax.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def logits_after(model):
+    """The logits of the token after `ids`, from a call on exactly those ids."""
+
+    @jax.jit
+    def call(ids):
+        (logits, _), _ = fn(params, state, ids[None])
+        return logits[0, -1]
+
+    fn, params, state = ax.functional(model)
+    return lambda ids: np.asarray(call(jnp.asarray(ids, jnp.int32)), np.float64)
+
+
+def naive_greedy(logits_after, prompt, num_tokens, context):
+    row = list(prompt)
+    for _ in range(num_tokens):
+        row.append(int(np.argmax(logits_after(row[-context:]))))
+    return row[len(prompt) :]
+
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "num_tokens", "context"),
+    [(1, 12, 8), (3, 5, 8), (8, 6, 8), (13, 6, 8), (3, 2, 16), (4, 4, 1), (5, 1, 8)],
+    ids=["one token", "within", "just full", "longer than the context", "much room", "context of one", "one more"],
+)
+def test_greedy_sampling_equals_a_loop_over_whole_windows(model, logits_after, prompt_len, num_tokens, context):
+    prompt = np.random.default_rng(prompt_len).integers(0, VOCAB, prompt_len)
+    found = generate(model, prompt, num_tokens=num_tokens, context=context, key=KEY, temperature=0)
+    assert found.dtype == np.int32
+    assert found.tolist() == naive_greedy(logits_after, prompt.tolist(), num_tokens, context)
+
+
+def test_what_comes_next_depends_on_more_than_the_last_token(logits_after):
+    """Otherwise the test above would say little."""
+    assert len({int(np.argmax(logits_after([first, 5, 3]))) for first in range(VOCAB)}) > 1
+
+
+def test_the_prompt_may_be_any_row_of_integers_and_is_left_alone(model):
+    prompt = np.array([3, 1, 4], np.uint8)
+    kept = prompt.copy()
+    first = generate(model, prompt, num_tokens=4, context=8, key=KEY, temperature=0)
+    assert first.tolist() == generate(model, [3, 1, 4], num_tokens=4, context=8, key=KEY, temperature=0).tolist()
+    assert (prompt == kept).all()
+
+
+def test_the_key_decides_what_is_sampled(model):
+    sample = lambda seed: generate(  # noqa: E731
+        model, [1, 2], num_tokens=40, context=8, key=jax.random.key(seed)
+    ).tolist()
+    assert sample(1) == sample(1) != sample(2)
+    assert all(0 <= token < VOCAB for token in sample(3))
+
+
+def test_more_tokens_go_on_from_fewer(model):
+    few, many = (generate(model, [1, 2], num_tokens=n, context=8, key=KEY).tolist() for n in (6, 20))
+    assert many[:6] == few
+
+
+def test_greedy_sampling_ignores_the_key(model):
+    sample = lambda seed: generate(  # noqa: E731
+        model, [1, 2], num_tokens=12, context=8, key=jax.random.key(seed), temperature=0
+    ).tolist()
+    assert sample(1) == sample(2)
+
+
+def test_a_low_temperature_is_close_to_greedy(model):
+    cold = generate(model, [1, 2], num_tokens=12, context=8, key=KEY, temperature=1e-4)
+    assert cold.tolist() == generate(model, [1, 2], num_tokens=12, context=8, key=KEY, temperature=0).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_sampled_tokens_are_distributed_as_softmax_of_the_logits(model, logits_after, temperature):
+    """A context of one token makes each token a draw that depends on the one before it alone."""
+    count = 6000
+    tokens = generate(model, [0], num_tokens=count, context=1, key=jax.random.key(7), temperature=temperature)
+    before = np.concatenate([[0], tokens[:-1]])
+    chi_square, degrees = 0.0, 0
+    for token in range(VOCAB):
+        followers = tokens[before == token]
+        logits = logits_after([token]) / temperature
+        expected = np.exp(logits - logits.max())
+        expected *= len(followers) / expected.sum()
+        seen = np.bincount(followers, minlength=VOCAB)
+        rare = expected < 5  # too few for the approximation: counted together
+        groups = [(seen[i], expected[i]) for i in np.flatnonzero(~rare)]
+        if expected[rare].sum() >= 5:
+            groups.append((seen[rare].sum(), expected[rare].sum()))
+        if len(groups) > 1:
+            chi_square += sum((s - e) ** 2 / e for s, e in groups)
+            degrees += len(groups) - 1
+    assert degrees > 20
+    # Within 4.5 standard deviations (Wilson and Hilferty 1931): a right sampler fails once in 300,000 keys.
+    z = ((chi_square / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5
+    assert z < 4.5
+
+
+def test_nothing_to_sample_is_nothing(model):
+    assert generate(model, [1, 2], num_tokens=0, context=8, key=KEY).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": []}, "at least one token"),
+        ({"prompt": [[1, 2]]}, "at least one token"),
+        ({"prompt": 3}, "at least one token"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"context": 0}, "context"),
+        ({"context": -3}, "context"),
+        ({"num_tokens": -1}, "num_tokens"),
+        ({"prompt": [1, VOCAB]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value),
+)
+def test_bad_input_is_refused_by_name(model, changes, message):
+    arguments = {"prompt": [1], "num_tokens": 2, "context": 4, "key": KEY, "temperature": 1.0, **changes}
+    with pytest.raises(AxcoreError, match=message):
+        generate(model, arguments.pop("prompt"), **arguments)

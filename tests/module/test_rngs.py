@@ -1,0 +1,111 @@
+"""PRNG keys derive from paths."""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.module import fold, invoke
+
+from .layers import Draw, Parent, Plain, Stacked, Unrolled
+
+
+def bits(key):
+    return np.asarray(jax.random.key_data(key))
+
+
+def build(cfg, seed=0):
+    return cfg.build(rngs=ax.Rngs(seed))
+
+
+def test_fold_is_the_documented_hash_and_a_number_folds_as_itself():
+    key = jax.random.key(0)
+    word = int.from_bytes(hashlib.sha256(b"dropout").digest()[:4], "big")
+    np.testing.assert_array_equal(bits(fold(key, "dropout")), bits(jax.random.fold_in(key, word)))
+    np.testing.assert_array_equal(bits(fold(key, "3")), bits(jax.random.fold_in(key, 3)))
+    np.testing.assert_array_equal(bits(fold(key, 3)), bits(jax.random.fold_in(key, 3)))
+    np.testing.assert_array_equal(bits(fold(key, jnp.asarray(3))), bits(jax.random.fold_in(key, 3)))
+
+
+def test_rngs_know_the_path_and_fold_each_name():
+    rngs = ax.Rngs(5)
+    below = rngs.at("decoder").at("norm")
+    assert (rngs.path, below.path) == ("", "decoder.norm")
+    np.testing.assert_array_equal(bits(below.key), bits(fold(fold(jax.random.key(5), "decoder"), "norm")))
+    assert not np.array_equal(bits(below.key), bits(rngs.at("norm").at("decoder").key))
+
+
+def test_index_of_a_stack_equals_the_name_of_that_number():
+    rngs = ax.Rngs(0).at("layers")
+    np.testing.assert_array_equal(bits(rngs.index(jnp.asarray(2)).key), bits(rngs.at("2").key))
+    assert rngs.index(jnp.asarray(2)).path == "layers"
+
+
+def test_rngs_accept_a_key_or_a_seed():
+    np.testing.assert_array_equal(bits(ax.Rngs(3).key), bits(ax.Rngs(jax.random.key(3)).key))
+    np.testing.assert_array_equal(bits(ax.Rngs(np.int32(3)).key), bits(ax.Rngs(3).key))
+
+
+def test_a_new_sibling_moves_neither_parameters_nor_streams():
+    plain, draw = Plain.Config(width=3), Draw.Config()
+    few = build(Parent.Config(children=(("a", plain), ("d", draw))))
+    many = build(Parent.Config(children=(("new", plain), ("a", plain), ("other", draw), ("d", draw))))
+    np.testing.assert_array_equal(few.a.scale[...], many.a.scale[...])
+    key = jax.random.key(1)
+    np.testing.assert_array_equal(invoke(few, "d", key=key)[0], invoke(many, "d", key=key)[0])
+
+
+def test_siblings_of_one_config_start_and_draw_differently():
+    plain, draw = Plain.Config(width=3), Draw.Config()
+    parent = build(Parent.Config(children=(("a", plain), ("b", plain), ("c", draw), ("d", draw))))
+    assert not np.allclose(parent.a.scale[...], parent.b.scale[...])
+    key = jax.random.key(1)
+    assert not np.array_equal(invoke(parent, "c", key=key)[0], invoke(parent, "d", key=key)[0])
+
+
+def test_draws_of_one_call_differ_and_repeat_in_the_next_call():
+    draw = build(Draw.Config())
+    drawn = invoke(draw, key=jax.random.key(1))[0]
+    assert len(np.unique(drawn, axis=0)) == 3
+    np.testing.assert_array_equal(drawn, invoke(draw, key=jax.random.key(1))[0])
+    assert not np.array_equal(drawn, invoke(draw, key=jax.random.key(2))[0])
+
+
+def test_a_draw_equals_the_key_folded_along_the_path():
+    nested = Parent.Config(children=(("inner", Draw.Config()),))
+    parent = build(Parent.Config(children=(("outer", nested),)))
+    drawn = invoke(parent, "outer", "inner", key=jax.random.key(4))[0]
+    here = fold(fold(jax.random.key(4), "outer"), "inner")
+    np.testing.assert_array_equal(drawn[0], bits(fold(here, "a")))
+    np.testing.assert_array_equal(drawn[2], bits(fold(here, "b")))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_stack_starts_as_its_layers_would_alone(count):
+    layer = Plain.Config(width=4)
+    stacked, unrolled = (
+        build(Stacked.Config(layer=layer, count=count)),
+        build(Unrolled.Config(layer=layer, count=count)),
+    )
+    expected = np.stack([np.asarray(one.scale[...]) for one in unrolled.layers])
+    np.testing.assert_allclose(stacked.layers.scale[...], expected, rtol=1e-6)
+    assert len(np.unique(expected, axis=0)) == count
+
+
+def test_a_longer_stack_keeps_the_layers_of_a_shorter_one():
+    layer = Plain.Config(width=4)
+    short, long = build(Stacked.Config(layer=layer, count=2)), build(Stacked.Config(layer=layer, count=3))
+    np.testing.assert_allclose(short.layers.scale[...], long.layers.scale[...][:2], rtol=1e-6)
+
+
+def test_a_stack_names_its_new_axis():
+    assert build(Stacked.Config(layer=Plain.Config(width=4))).layers.scale.get_metadata()["axes"] == ("layer", "embed")
+
+
+def test_nnx_rngs_of_a_stock_module_follow_the_path():
+    one, two = ax.Rngs(0).at("a").nnx(), ax.Rngs(0).at("b").nnx()
+    assert not np.array_equal(bits(one.params()), bits(two.params()))
+    np.testing.assert_array_equal(bits(ax.Rngs(0).at("a").nnx().params()), bits(ax.Rngs(0).at("a").nnx().params()))

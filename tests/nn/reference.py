@@ -1,0 +1,82 @@
+"""The formulas in NumPy float64, as plainly as they can be written."""
+
+import numpy as np
+
+
+def rms_norm(x, scale, eps=1e-5):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def attend(q, k, v, allowed):
+    """Loops over batch, head and query. q [b, s, h, d]; k, v [b, t, n, d]; allowed [b, s, t]."""
+    batch, seq, heads, head_dim = q.shape
+    group = heads // k.shape[2]
+    out = np.zeros(q.shape)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(seq):
+                keys, values = k[b, :, h // group], v[b, :, h // group]
+                seen = [t for t in range(k.shape[1]) if allowed[b, i, t]]
+                if not seen:
+                    out[b, i, h] = values.mean(0)
+                    continue
+                scores = np.array([q[b, i, h] @ keys[t] / np.sqrt(head_dim) for t in seen])
+                weights = np.exp(scores - scores.max())
+                out[b, i, h] = (weights / weights.sum()) @ values[seen]
+    return out
+
+
+def attention(x, p, heads, kv_heads, allowed):
+    batch, seq, _ = x.shape
+
+    def project(name, count):
+        return (x @ p[name]["weight"]).reshape(batch, seq, count, -1)
+
+    out = attend(project("query", heads), project("key", kv_heads), project("value", kv_heads), allowed)
+    return out.reshape(batch, seq, -1) @ p["projection"]["weight"]
+
+
+def feed_forward(x, p):
+    return (silu(x @ p["gate"]["weight"]) * (x @ p["up"]["weight"])) @ p["down"]["weight"]
+
+
+def transformer_layer(x, p, heads, kv_heads, allowed):
+    x = x + attention(rms_norm(x, p["attention_norm"]["scale"]), p["attention"], heads, kv_heads, allowed)
+    return x + feed_forward(rms_norm(x, p["ffn_norm"]["scale"]), p["ffn"])
+
+
+def causal(batch, seq, segments=None):
+    """[b, s, t]: what is not later and, where rows are packed, of the same document."""
+    allowed = np.zeros((batch, seq, seq), bool)
+    for b in range(batch):
+        for i in range(seq):
+            for t in range(i + 1):
+                allowed[b, i, t] = segments is None or segments[b, i] == segments[b, t]
+    return allowed
+
+
+def logits(ids, p, layers, heads, kv_heads, segments=None):
+    x = p["embedding"]["weight"][ids]
+    allowed = causal(*ids.shape, segments)
+    for layer in layers:
+        x = transformer_layer(x, layer, heads, kv_heads, allowed)
+    x = rms_norm(x, p["norm"]["scale"])
+    return x @ (p["head"]["weight"] if "head" in p else p["embedding"]["weight"].T)
+
+
+def objective(logits, targets, weights, z_loss=0.0):
+    """(weighted mean cross-entropy, weighted z-loss), position by position."""
+    loss = z = total = 0.0
+    for index in np.ndindex(*targets.shape):
+        if weights[index] == 0:
+            continue
+        row = logits[index]
+        log_z = row.max() + np.log(np.exp(row - row.max()).sum())
+        loss += weights[index] * (log_z - row[targets[index]])
+        z += weights[index] * log_z**2
+        total += weights[index]
+    return (loss / total, z_loss * z / total) if total else (0.0, 0.0)

@@ -1,0 +1,204 @@
+"""TransformerLayer, Repeat and CausalLM against the formulas in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TokenInfo, TransformerLayer
+from axcore.parallel import Remat, SaveMatmuls
+
+from . import reference
+from .support import call, layer_of, parameters, shapes, wide
+
+VOCAB, DIM, HEADS, KV_HEADS = 7, 4, 2, 1
+LAYER = TransformerLayer.Config(
+    attention=Attention.Config(num_heads=HEADS, num_kv_heads=KV_HEADS), ffn=FeedForward.Config(hidden_dim=6)
+)
+IDS = np.array([[1, 5, 0, 6, 2], [3, 3, 4, 1, 0]], np.int32)
+SEGMENTS = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]], np.int32)
+POSITIONS = np.array([[0, 1, 0, 1, 2], [0, 0, 1, 2, 3]], np.int32)
+X = np.random.default_rng(5).normal(size=(2, 5, DIM)).astype(np.float32)
+WEIGHTS = np.array([[1, 0, 1, 2, 0.5], [0, 0, 1, 1, 1]], np.float32)
+TOKENS = TokenInfo(np.arange(5, dtype=np.int32)[None], np.arange(5, dtype=np.int32)[None])
+BATCH = {"inputs": IDS, "targets": np.roll(IDS, 1, axis=1), "weights": WEIGHTS}
+
+
+def model(layers=2, **options):
+    return CausalLM.Config(vocab_size=VOCAB, dim=DIM, decoder=Repeat.Config(num_layers=layers, layers=LAYER), **options)
+
+
+def reference_logits(params, layers=2, segments=None):
+    p = wide(params)
+    stack = [layer_of(p["decoder"]["layers"], index) for index in range(layers)]
+    return reference.logits(IDS, p, stack, HEADS, KV_HEADS, segments)
+
+
+def reference_objective(params, batch=BATCH, z_loss=0.0, layers=2):
+    segments = batch.get("segment_ids")
+    return reference.objective(reference_logits(params, layers, segments), batch["targets"], batch["weights"], z_loss)
+
+
+def test_a_transformer_layer_is_two_residual_blocks_behind_norms():
+    cfg = LAYER.set(input_dim=DIM)
+    params = parameters(cfg)
+    expected = reference.transformer_layer(
+        X.astype(np.float64), wide(params), HEADS, KV_HEADS, reference.causal(2, 5, SEGMENTS)
+    )
+    tokens = TokenInfo.of(IDS, POSITIONS, SEGMENTS)
+    np.testing.assert_allclose(call(cfg, params, X, tokens)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_repeat_is_its_layers_one_after_the_other(layers):
+    cfg = Repeat.Config(input_dim=DIM, num_layers=layers, layers=LAYER)
+    params = parameters(cfg)
+    x = X.astype(np.float64)
+    for index in range(layers):
+        p = layer_of(wide(params)["layers"], index)
+        x = reference.transformer_layer(x, p, HEADS, KV_HEADS, reference.causal(2, 5))
+    np.testing.assert_allclose(call(cfg, params, X, TOKENS)[0], x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unroll", [2, 3])
+def test_unrolling_changes_no_number(unroll):
+    cfg = Repeat.Config(input_dim=DIM, num_layers=3, layers=LAYER)
+    params, tokens = parameters(cfg), TOKENS
+    expected = call(cfg, params, X, tokens)[0]
+    np.testing.assert_allclose(call(cfg.set(unroll=unroll), params, X, tokens)[0], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document a row", "packed"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_logits_follow_the_formula(segments, tied):
+    cfg = model(head=None) if tied else model()
+    params = parameters(cfg)
+    assert ("head" in params) is not tied
+    output, _ = call(cfg, params, IDS, POSITIONS if segments is not None else None, segments)
+    assert output.dtype == np.float32
+    np.testing.assert_allclose(output, reference_logits(params, segments=segments), rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_changes_no_logit_before_it():
+    cfg = model()
+    params = parameters(cfg)
+    changed = IDS.copy()
+    changed[:, 3] = (changed[:, 3] + 1) % VOCAB
+    before, after = call(cfg, params, IDS)[0], call(cfg, params, changed)[0]
+    np.testing.assert_array_equal(before[:, :3], after[:, :3])
+    assert np.abs(before[:, 3:] - after[:, 3:]).max(axis=(0, 2)).min() > 1e-3
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.25])
+def test_the_loss_is_a_weighted_mean_and_the_z_loss_stands_beside_it(z_loss):
+    cfg = model(z_loss=z_loss)
+    params = parameters(cfg)
+    loss, collections = call(cfg, params, BATCH, method="loss")
+    expected, expected_z = reference_objective(params, z_loss=z_loss)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert list(collections.losses) == (["z_loss"] if z_loss else [])
+    np.testing.assert_allclose(collections.total_loss(), expected_z, rtol=1e-5)
+
+
+def test_the_loss_of_packed_rows_uses_their_segments():
+    cfg = model()
+    params = parameters(cfg)
+    batch = {**BATCH, "positions": POSITIONS, "segment_ids": SEGMENTS}
+    loss, _ = call(cfg, params, batch, method="loss")
+    np.testing.assert_allclose(loss, reference_objective(params, batch)[0], rtol=1e-5)
+    assert abs(loss - reference_objective(params)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("ignored", [-1, -100, VOCAB, 10**6])
+def test_a_target_that_does_not_count_may_hold_any_number(ignored):
+    cfg = model(z_loss=0.25)
+    params = parameters(cfg)
+    batch = {**BATCH, "targets": np.where(WEIGHTS > 0, BATCH["targets"], ignored).astype(np.int32)}
+    loss, collections = call(cfg, params, batch, method="loss")
+    expected, expected_z = reference_objective(params, z_loss=0.25)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(collections.total_loss(), expected_z, rtol=1e-5)
+
+
+def test_the_loss_stays_a_mean_when_weights_are_small():
+    cfg = model(z_loss=0.25)
+    params = parameters(cfg)
+    batch = {**BATCH, "weights": np.full((2, 5), 0.01, np.float32)}
+    loss, collections = call(cfg, params, batch, method="loss")
+    expected, expected_z = reference_objective(params, batch, z_loss=0.25)
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    np.testing.assert_allclose(collections.total_loss(), expected_z, rtol=1e-4)
+
+
+def test_the_loss_is_zero_when_no_target_counts():
+    cfg = model(z_loss=0.25)
+    loss, collections = call(cfg, parameters(cfg), {**BATCH, "weights": np.zeros((2, 5), np.float32)}, method="loss")
+    assert loss == 0
+    assert collections.total_loss() == 0
+
+
+def test_token_losses_are_cross_entropy_and_log_partition_of_each_target():
+    cfg = model()
+    params = parameters(cfg)
+    (losses, log_z), _ = call(cfg, params, BATCH, method="token_losses")
+    logits = reference_logits(params)
+    expected_z = np.log(np.exp(logits).sum(-1))
+    np.testing.assert_allclose(log_z, expected_z, rtol=1e-4, atol=1e-5)
+    picked = np.take_along_axis(logits, BATCH["targets"][..., None], -1)[..., 0]
+    np.testing.assert_allclose(losses, expected_z - picked, rtol=1e-4, atol=1e-5)
+
+
+def gradients(cfg, params):
+    fn = shapes(cfg)[0]
+
+    def objective(params):
+        (loss, collections), _ = fn(params, {}, BATCH, method="loss")
+        return loss + collections.total_loss()
+
+    return jax.device_get(jax.jit(jax.grad(objective))(params))
+
+
+def moved(tree, path, by):
+    """The tree with `by` added to the leaf at a path."""
+    return jax.tree_util.tree_map_with_path(lambda at, leaf: leaf + by if at == path else leaf, tree)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"head": None, "remat": Remat()}, {"remat": SaveMatmuls(), "unroll": 2}],
+    ids=["plain", "tied, remat", "remat of all but matmuls, unrolled"],
+)
+def test_the_gradient_of_every_parameter_is_the_slope_of_the_float64_reference(options):
+    decoder = {name: value for name, value in options.items() if name != "head"}
+    head = {name: value for name, value in options.items() if name == "head"}
+    cfg = ax.select(model(z_loss=0.25, **head), Repeat).set(**decoder)
+    params = parameters(cfg)
+    grads, wide_params = gradients(cfg, params), wide(params)
+    random = np.random.default_rng(0)
+    step = 1e-5
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    for path, gradient in jax.tree.leaves_with_path(grads):
+        direction = random.normal(size=gradient.shape)
+        ahead, behind = (
+            reference_objective(moved(wide_params, path, by * direction), z_loss=0.25) for by in (step, -step)
+        )
+        slope = (sum(ahead) - sum(behind)) / (2 * step)
+        found = np.sum(gradient * direction)
+        np.testing.assert_allclose(found, slope, rtol=2e-3, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+def test_every_parameter_has_as_many_axes_as_dimensions():
+    fn, params, _ = shapes(model())
+    jax.tree.map(lambda leaf, axes: None if len(axes) == leaf.ndim else pytest.fail(str(axes)), params, fn.axes)
+    assert fn.axes["decoder"]["layers"]["ffn"]["up"]["weight"] == ("layer", "embed", "mlp")
+    assert fn.axes["embedding"]["weight"] == ("vocab", "embed")
+    assert fn.axes["head"]["weight"] == ("embed", "vocab")
+
+
+def test_a_tied_model_has_no_head_to_learn():
+    assert "head" not in shapes(model(head=None))[1]
+
+
+def test_a_stack_needs_a_layer():
+    with pytest.raises(ax.ConfigError, match=r"decoder: num_layers must be at least 1, not 0"):
+        shapes(model(layers=0))

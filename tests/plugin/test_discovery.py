@@ -1,0 +1,257 @@
+"""Discovery: every way a plugin can go wrong, and that it harms nobody else."""
+
+import importlib.metadata
+
+import pytest
+
+from axcore.plugin import API_VERSION, Feature, KVCache, MeshRule, PluginError, Recipe, State
+
+GOOD = "@hookimpl\ndef axcore_features():\n    return [Feature('good', 'math:sqrt', 'Good.')]\n"
+
+
+def hook(body, name="axcore_features", arguments="", mark="@hookimpl\n"):
+    return f"{mark}def {name}({arguments}):\n    {body}\n"
+
+
+BROKEN = {
+    "import error": ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
+    "syntax error": ("def broken(:", "SyntaxError"),
+    "exception at import": ("1 / 0", "ZeroDivisionError"),
+    "exit at import": ("raise SystemExit(3)", "SystemExit"),
+    "unknown hook": (hook("return []", name="axcore_wings"), "axcore_wings"),
+    "misspelt hook": (hook("return []", name="axcore_feature"), "axcore_feature"),
+    "misspelt function without a mark": (hook("return []", name="axcore_feature", mark=""), "axcore_feature"),
+    "hook without a mark": (hook("return [Feature('x', 'a:b', '')]", mark=""), "hookimpl"),
+    "bad argument names": (hook("return []", arguments="registry"), "registry"),
+    "exception inside a hook": (hook("raise KeyError('deep')"), "deep"),
+    "hook that returns None": (hook("pass"), "axcore_features"),
+    "hook that returns one offer": (hook("return Feature('x', 'a:b', '')"), "axcore_features"),
+    "hook that returns text": (hook("return 'rope'"), "axcore_features"),
+    "hook that returns classes": (hook("return [Feature]"), "axcore_features"),
+    "hook that returns another kind of offer": (hook("return [Recipe('x', 'a:b', '')]"), "axcore_features"),
+    "offer without target": (hook("return [Feature('x', 'a.b', '')]"), "'a.b' of 'x' is not 'module:attribute'"),
+    "offer with wrong fields": (hook("return [Feature('x')]"), "target"),
+    "good hook beside a bad one": (GOOD + hook("return []", name="axcore_recipes", arguments="wrong"), "wrong"),
+    "good hook beside an unknown one": (GOOD + hook("return []", name="axcore_wings"), "axcore_wings"),
+    "generator that raises midway": (hook("yield Feature('x', 'a:b', ''); 1 / 0"), "ZeroDivisionError"),
+}
+
+
+def test_a_good_plugin_is_loaded_with_its_distribution_and_offers(site):
+    module = site.install("good", GOOD, distribution="ax-good-things", version="1.2")
+    plugin = site.registry().plugins["good"]
+    assert (plugin.id, plugin.distribution, plugin.version) == ("good", "ax-good-things", "1.2")
+    assert (plugin.module, plugin.package) == (module, module)
+    assert (plugin.state, plugin.detail) == (State.LOADED, "")
+    assert plugin.offers == (Feature("good", "math:sqrt", "Good."),)
+    assert str(plugin) == "ax-good-things 1.2"
+
+
+def test_offers_of_every_family_are_found_by_kind_and_name(site):
+    site.install(
+        "all",
+        GOOD
+        + hook("return [Recipe('tiny', 'a:b', '')]", name="axcore_recipes")
+        + hook("return [KVCache('ring', 'a:b', '')]", name="axcore_kv_caches")
+        + hook("return [MeshRule('h100', 'a:b', '', 'gpu-h100-*')]", name="axcore_mesh_rules"),
+    )
+    registry = site.registry()
+    assert registry.find(Recipe, "tiny")[1].target == "a:b"
+    assert registry.find(KVCache, "ring")[0].id == "all"
+    assert registry.find(MeshRule, "h100")[1].matches("gpu-h100-8")
+    assert not registry.find(MeshRule, "h100")[1].matches("gpu-h200-8")
+    assert registry.find(Feature, "tiny") is None
+    assert [offer.name for _, offer in registry.offers(Feature)] == ["good"]
+
+
+def test_naming_an_offer_does_not_import_its_target(site):
+    site.feature("lazy", target="no_such_module_anywhere:thing")
+    assert site.registry().plugins["lazy"].state is State.LOADED
+
+
+@pytest.mark.parametrize(("body", "told"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_plugin_fails_alone_with_its_traceback_kept(site, body, told):
+    site.install("aaa", GOOD.replace("'good'", "'first'"))
+    site.install("broken", body)
+    site.install("good", GOOD)
+    registry = site.registry()
+    states = {plugin.id: plugin.state for plugin in registry.plugins.values()}
+    assert states == {"aaa": State.LOADED, "broken": State.FAILED, "good": State.LOADED}
+    broken = registry.plugins["broken"]
+    assert told in broken.detail
+    assert broken.offers == ()
+    assert [offer.name for _, offer in registry.offers(Feature)] == ["first", "good"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("{module}:number", "must name a module, not a int"),
+        ("{module}:Thing", "must name a module, not a type"),
+        ("{module}:absent", "absent"),
+        ("{module}.deeper", "deeper"),
+        ("not-a-module-name", "not-a-module-name"),
+        ("{module}:", "{module}"),
+    ],
+)
+def test_an_entry_point_that_names_no_module_fails_alone(site, entry, told):
+    module = "thrown_pointed"
+    site.install("broken", "number = 3\nclass Thing: pass\n", module=module, entry=entry.format(module=module))
+    site.install("good", GOOD)
+    registry = site.registry()
+    assert registry.plugins["good"].state is State.LOADED
+    assert registry.plugins["broken"].state is State.FAILED
+    assert told.format(module=module) in registry.plugins["broken"].detail
+
+
+def test_a_distribution_without_metadata_harms_nobody(site):
+    site.install("good", GOOD)
+    site.install("bare", GOOD.replace("'good'", "'bare'"))
+    (site.folder / "ax_bare-0.1.dist-info" / "METADATA").unlink()
+    registry = site.registry()
+    assert registry.plugins["good"].state is State.LOADED
+    assert registry.why_missing("nothing") == ""
+    str(registry.plugins.get("bare"))
+
+
+def test_two_distributions_with_one_id_both_stay_out_and_the_error_names_both(site):
+    site.feature("twin", distribution="ax-one", version="1.0")
+    site.feature("twin", distribution="ax-two", version="2.0")
+    site.install("good", GOOD)
+    registry = site.registry()
+    plugin = registry.plugins["twin"]
+    assert plugin.state is State.FAILED
+    assert "ax-one 1.0" in plugin.detail
+    assert "ax-two 2.0" in plugin.detail
+    assert registry.find(Feature, "twin") is None
+    assert registry.plugins["good"].state is State.LOADED
+    assert "two distributions" in registry.why_missing("twin")
+
+
+def test_two_ids_for_one_module_are_an_error_of_the_second(site):
+    module = site.feature("first", names=("shared",))
+    site.install("second", entry=module)
+    registry = site.registry()
+    assert registry.plugins["first"].state is State.LOADED
+    assert registry.plugins["second"].state is State.FAILED
+    assert "already registered" in registry.plugins["second"].detail
+    assert registry.find(Feature, "shared")[0].id == "first"
+
+
+def test_the_same_entry_point_seen_twice_is_one_plugin(site):
+    site.install("good", GOOD)
+    points = [*next(iter(importlib.metadata.distributions(path=[str(site.folder)]))).entry_points] * 2
+    registry = type(site.registry())(points, {})
+    assert registry.plugins["good"].state is State.LOADED
+    assert len(registry.offers(Feature)) == 1
+
+
+def test_a_feature_offered_twice_is_an_error_that_names_both_and_the_way_out(site):
+    site.feature("one", names=("moe",), version="1.0")
+    site.feature("two", names=("moe", "other"), version="2.0")
+    registry = site.registry()
+    with pytest.raises(PluginError) as error:
+        registry.find(Feature, "moe")
+    for part in ("feature 'moe'", "one (ax-one 1.0)", "two (ax-two 2.0)", "AXCORE_DISABLE=one"):
+        assert part in str(error.value)
+    assert registry.find(Feature, "other")[0].id == "two"
+    assert site.registry({"AXCORE_DISABLE": "one"}).find(Feature, "moe")[0].id == "two"
+
+
+def test_a_feature_offered_twice_by_one_plugin_is_a_failure_of_that_plugin(site):
+    site.feature("one", names=("moe", "moe"))
+    plugin = site.registry().plugins["one"]
+    assert plugin.state is State.FAILED
+    assert "moe" in plugin.detail
+
+
+def test_disabled_plugins_are_not_even_imported(site):
+    site.install("bad", "1 / 0")
+    site.install("good", GOOD)
+    registry = site.registry({"AXCORE_DISABLE": " bad ,"})
+    assert (registry.plugins["bad"].state, registry.plugins["bad"].detail) == (State.DISABLED, "by AXCORE_DISABLE")
+    assert registry.plugins["good"].state is State.LOADED
+    assert "by AXCORE_DISABLE" in registry.why_missing("bad")
+
+
+def test_an_allow_list_keeps_all_others_out(site):
+    site.install("bad", "1 / 0")
+    site.install("good", GOOD)
+    registry = site.registry({"AXCORE_PLUGINS": "good"})
+    assert (registry.plugins["bad"].state, registry.plugins["bad"].detail) == (State.DISABLED, "by AXCORE_PLUGINS")
+    assert registry.plugins["good"].state is State.LOADED
+
+
+def test_an_empty_allow_list_keeps_everything_out(site):
+    site.install("good", GOOD)
+    assert site.registry({"AXCORE_PLUGINS": ""}).plugins["good"].state is State.DISABLED
+
+
+def test_disabling_wins_over_allowing(site):
+    site.install("good", GOOD)
+    registry = site.registry({"AXCORE_PLUGINS": "good", "AXCORE_DISABLE": "good"})
+    assert registry.plugins["good"].detail == "by AXCORE_DISABLE"
+
+
+def test_an_id_claimed_twice_can_be_disabled(site):
+    site.feature("twin", distribution="ax-one")
+    site.feature("twin", distribution="ax-two")
+    assert site.registry({"AXCORE_DISABLE": "twin"}).plugins["twin"].state is State.DISABLED
+
+
+@pytest.mark.parametrize("variable", ["AXCORE_DISABLE", "AXCORE_PLUGINS"])
+def test_an_unknown_id_in_a_list_is_an_error_with_a_suggestion(site, variable):
+    site.install("good", GOOD)
+    with pytest.raises(PluginError, match=rf"{variable} names 'goood', which is not installed\. Did you mean 'good'\?"):
+        site.registry({variable: "goood"})
+
+
+@pytest.mark.parametrize("needs", [API_VERSION + 1, 0, "2"])
+def test_a_plugin_for_another_api_is_incompatible_and_says_which(site, needs):
+    site.install("newer", f"axcore_api = {needs!r}\n{GOOD}")
+    plugin = site.registry().plugins["newer"]
+    assert plugin.state is State.INCOMPATIBLE
+    assert f"it needs plugin API {needs}; this axcore has {API_VERSION}" in plugin.detail
+    assert plugin.offers == ()
+
+
+def test_a_plugin_for_this_api_is_loaded(site):
+    site.install("same", f"axcore_api = {API_VERSION}\n{GOOD}")
+    assert site.registry().plugins["same"].state is State.LOADED
+
+
+def test_a_plugin_that_cannot_run_here_is_unavailable_with_its_reason(site):
+    site.install("tpu", "raise Unavailable('it needs a TPU')")
+    site.install("good", GOOD)
+    registry = site.registry()
+    assert (registry.plugins["tpu"].state, registry.plugins["tpu"].detail) == (State.UNAVAILABLE, "it needs a TPU")
+    assert registry.why_missing("tpu") == "plugin 'tpu' (ax-tpu 0.1) is installed but unavailable: it needs a TPU"
+    assert registry.plugins["good"].state is State.LOADED
+
+
+def test_the_order_of_entry_points_does_not_matter(site):
+    for id in ("b", "a", "c"):
+        site.feature(id)
+    points = [point for d in importlib.metadata.distributions(path=[str(site.folder)]) for point in d.entry_points]
+    make = type(site.registry())
+    assert [list(make(order, {}).plugins) for order in (points, points[::-1])] == [["a", "b", "c"]] * 2
+
+
+def test_an_owner_is_the_plugin_whose_package_holds_the_module(site):
+    module = site.install("good", GOOD)
+    registry = site.registry()
+    assert registry.owner(f"{module}.deep.inside").id == "good"
+    assert registry.owner(f"{module}_other") is None
+    assert registry.owner("axcore.nn.linear") is None
+
+
+def test_plugins_that_share_a_namespace_own_only_their_modules(site):
+    for name in ("moe", "rope"):
+        package = site.folder / "thrown_namespace" / name
+        package.mkdir(parents=True)
+        (package / "plugin.py").write_text("")
+        site.install(name, module=f"unused_{name}", entry=f"thrown_namespace.{name}.plugin")
+    registry = site.registry()
+    assert registry.owner("thrown_namespace.moe.layer").id == "moe"
+    assert registry.owner("thrown_namespace.rope.layer").id == "rope"
+    assert registry.owner("thrown_namespace.elsewhere") is None

@@ -1,0 +1,49 @@
+"""Importing axcore and looking for plugins is light."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"jax", "jaxlib", "flax", "numpy", "optax", "orbax", "grain", "scipy", "matplotlib", "torch", "tensorflow"}
+
+
+def loaded(code):
+    """Modules that a fresh interpreter holds after `code`, beyond those it starts with."""
+    script = (
+        f"import sys, json\nbefore = set(sys.modules)\n{code}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("code", "most"),
+    [
+        ("import axcore", 20),
+        ("import axcore; axcore.Config, axcore.select, axcore.REQUIRED", 60),
+        ("import axcore.plugin", 200),
+        ("import axcore.plugin; axcore.plugin.registry()", 220),
+        ("from axcore import use, recipe", 200),
+        ("import axcore.cli", 250),
+    ],
+)
+def test_it_loads_few_modules_and_neither_jax_nor_flax(code, most):
+    modules = loaded(code)
+    assert not {name.partition(".")[0] for name in modules} & HEAVY
+    assert len(modules) <= most
+
+
+def test_the_names_of_the_package_are_listed_and_lead_to_their_home():
+    modules = loaded("import axcore\nassert {'Config', 'Layer', 'use', 'fit'} <= set(dir(axcore))\naxcore.Config")
+    assert "axcore.config" in modules
+    assert "axcore.module" not in modules
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error():
+    import axcore
+
+    with pytest.raises(AttributeError, match="no attribute 'Confg'"):
+        _ = axcore.Confg

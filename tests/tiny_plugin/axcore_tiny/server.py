@@ -1,0 +1,54 @@
+"""Starts whole processes of the `axcore` command in a moment: it imports everything once, then forks for each.
+
+No jax backend exists before the fork. A child ends as the console script does, through the interpreter's own exit.
+Speaks JSON lines: a job on stdin gives `{"pid": ...}`, and `{"wait": pid}` gives `{"status": ...}`, None while it runs.
+"""
+
+import json
+import os
+import sys
+
+import grain  # noqa: F401
+import orbax.checkpoint  # noqa: F401
+import tensorboardX.event_file_writer  # noqa: F401
+
+import axcore.cli
+import axcore.infer
+import axcore.train
+
+
+def serve():
+    """Returns only in a child, with its job."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            pid, status = os.waitpid(request["wait"], os.WNOHANG)
+            answer = {"status": os.waitstatus_to_exitcode(status) if pid else None}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                return request
+            answer = {"pid": pid}
+        os.write(1, (json.dumps(answer) + "\n").encode())
+    os._exit(0)
+
+
+def become(job):
+    """Makes this process look like one that was started for the job."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if job["stdout"] is None:  # a pipe that nobody reads any more
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(job["stdout"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(writer, 1)
+    os.dup2(os.open(job["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.environ.update(job["env"])
+    os.chdir(job["cwd"])
+    exec(job["prepare"], {})
+    sys.argv = ["axcore", *job["argv"]]
+
+
+if __name__ == "__main__":
+    become(serve())
+    sys.exit(axcore.cli.main())

@@ -1,0 +1,382 @@
+"""The trainer, end to end, on a corpus whose figures are known."""
+
+import collections
+import contextlib
+import functools
+import json
+import math
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.config import AxcoreError
+from axcore.train import (
+    Checkpointer,
+    FinishedRun,
+    JsonlWriter,
+    Report,
+    Schedule,
+    TensorBoardWriter,
+    TrainingError,
+    WarmupStableDecay,
+    Writer,
+)
+from axcore.train.metrics import read_jsonl
+from axcore.train.run_folder import Lock
+from axcore.train.step import Program
+
+STEPS = 150
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Log(Writer):
+    """Notes in `Log.events` what happens, in order."""
+
+    events: list = []
+
+    def __init__(self, cfg, folder):
+        pass
+
+    def write(self, step, values):
+        self.events.append((step, sorted(values)))
+
+    def rewind(self, step):
+        self.events.append(("rewind", step))
+
+    def flush(self):
+        self.events.append("flush")
+
+    def close(self):
+        self.events.append("close")
+
+
+class Peek(Report):
+    """Hands the finished run to the test, and adds to the summary."""
+
+    runs: list = []
+
+    def __call__(self, run: FinishedRun):
+        self.runs.append(run)
+        return {"peeked": run.summary["steps"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    """One whole run, with all that was seen of it."""
+    folder = tmp_path_factory.mktemp("trained") / "deep" / "run"
+    cfg = tiny.set(
+        steps=STEPS,
+        evaluate_every=50,
+        checkpointer=Checkpointer.Config(every_steps=40, every_minutes=None),
+        writers=(*tiny.writers, Log.Config()),
+        reports=(Peek.Config(),),
+    )
+    events, traces = Log.events, collections.Counter()
+    step = Program.train_step
+
+    @functools.wraps(step)
+    def counted(self, state, batch):
+        traces["train_step"] += 1
+        return step(self, state, batch)
+
+    def on_event(event, seconds, **details):
+        if event == COMPILED:
+            events.append(("compiled", details.get("fun_name")))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "train_step", counted)
+        jax.monitoring.register_event_duration_secs_listener(on_event)
+        try:
+            summary = ax.fit(cfg, out=folder)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(on_event)
+    with contextlib.suppress(AxcoreError):
+        Lock(folder).release()
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    return types.SimpleNamespace(
+        cfg=cfg,
+        folder=folder,
+        summary=summary,
+        run=Peek.runs[-1],
+        events=list(events),
+        traces=traces,
+        train=[line for line in metrics if "train/loss" in line],
+        evals=[line for line in metrics if "eval/bits_per_byte" in line],
+        metrics=metrics,
+    )
+
+
+def bits_of_unigrams(content):
+    counts = np.bincount(np.frombuffer(content, np.uint8)).astype(float)
+    shares = counts[counts > 0] / counts.sum()
+    return -(shares * np.log2(shares)).sum()
+
+
+def test_it_learns_more_than_how_frequent_each_byte_is(trained):
+    unigrams = bits_of_unigrams(trained.run.input.validation_bytes)
+    assert 3 < unigrams < 4  # otherwise this test says little
+    last = np.mean([line["train/loss"] for line in trained.train[-20:]]) / math.log(2)
+    assert last < unigrams - 1
+    assert trained.summary["val_bits_per_byte"] < unigrams - 1
+    assert trained.train[0]["train/loss"] > math.log(256) - 0.5  # it knew nothing at first
+
+
+def test_the_summary_tells_what_happened(trained):
+    summary = trained.summary
+    assert summary == json.loads((trained.folder / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert summary["tokens"] == STEPS * 4 * 16
+    assert summary["compilations"] == 1
+    assert 0 < summary["host_ms_per_step"] < 100
+    assert summary["tokens_per_second"] > 0
+    assert summary["plugins"] == {"rope": f"axcore-rope {ax.__version__}"}
+    assert summary["versions"] == {"axcore": ax.__version__, "jax": jax.__version__}
+    layer = 2 * 16 + 16 * (16 + 8 + 8) + 16 * 16 + 3 * 16 * 32
+    assert summary["parameters"] == 264 * 16 + 2 * layer + 16 + 16 * 264
+    assert summary["peeked"] == STEPS
+
+
+def separate(texts, separator):
+    stream = [token for text in texts for token in (separator, *text)]
+    return np.array(stream)
+
+
+def test_bits_per_byte_equal_those_computed_from_the_logits_of_every_validation_byte(trained, corpus):
+    """Each document's part of each window alone, without packing, in float64."""
+    source = trained.run.input.cfg.source.build()
+    texts = [path.read_bytes() for path in sorted(corpus.iterdir()) if source.is_validation(path.name)]
+    assert len(texts) > 3
+    stream = separate(texts, 256)
+    inputs, targets, scored = [], [], []
+    for start in range(0, len(stream) - 1, 16):
+        window, after = stream[start : start + 16], stream[start + 1 : start + 17]
+        parts = np.split(np.arange(len(after)), np.flatnonzero(window[: len(after)] == 256))
+        for part in filter(len, parts):
+            pad = 16 - len(part)
+            inputs.append(np.pad(window[part], (0, pad), constant_values=7))  # what follows cannot be seen
+            targets.append(np.pad(after[part], (0, pad)))
+            scored.append(np.arange(16) < len(part))
+    targets, scored = np.array(targets), np.array(scored)
+    assert scored.sum() == sum(map(len, texts)) + len(texts) - 1  # all but the first separator
+    logits = np.asarray(jax.jit(lambda ids: trained.run.model(ids))(np.array(inputs, np.int32)), np.float64)
+    top = logits.max(-1, keepdims=True)
+    log_z = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
+    nats = log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    bits = nats[scored].sum() / math.log(2) / sum(map(len, texts))
+    assert trained.summary["val_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_metrics_hold_each_step_once_and_in_order(trained):
+    assert [line["step"] for line in trained.train] == list(range(1, STEPS + 1))
+    steps = [line["step"] for line in trained.metrics]
+    assert steps == sorted(steps)
+    times = [line["time"] for line in trained.metrics]
+    assert times == sorted(times)
+
+
+def test_every_step_reports_loss_gradient_norm_rate_and_z_loss(trained):
+    expected = {"loss", "gradient_norm", "learning_rate", "z_loss"}
+    for line in trained.train:
+        assert {f"train/{name}" for name in expected} <= line.keys()
+        assert all(math.isfinite(line[f"train/{name}"]) for name in expected)
+        assert 0 < line["train/z_loss"] < 1e-3 * 100
+        rate = 1e-2 * min(1.0, line["step"] / 5, (STEPS - line["step"] + 1) / (0.3 * STEPS))
+        assert line["train/learning_rate"] == pytest.approx(rate, rel=1e-5)
+    assert all(line["train/tokens_per_second"] > 0 for line in trained.train[1:40])
+
+
+def test_z_loss_pulls_the_partition_but_is_not_counted_as_loss(trained):
+    # At the start all logits are near 0, so that log Z is near ln 264.
+    first = trained.train[0]
+    assert first["train/z_loss"] == pytest.approx(1e-3 * first["train/loss"] ** 2, rel=0.3)
+
+
+def test_evaluations_come_on_schedule_and_at_the_end_once(trained):
+    assert [line["step"] for line in trained.evals] == [50, 100, 150]
+    bits = [line["eval/bits_per_byte"] for line in trained.evals]
+    assert bits == sorted(bits, reverse=True) and bits[-1] == trained.summary["val_bits_per_byte"]
+
+
+def test_the_train_step_is_traced_once_and_compiled_once_and_never_after_the_first_step(trained):
+    assert trained.traces["train_step"] == 1
+    compiled = [index for index, event in enumerate(trained.events) if event == ("compiled", "jit(train_step)")]
+    first_step = next(index for index, event in enumerate(trained.events) if event[0] == 1)
+    assert len(compiled) == 1 and compiled[0] < first_step
+
+
+def test_nothing_at_all_is_compiled_once_steps_are_running(trained):
+    first, last = (next(i for i, event in enumerate(trained.events) if event[0] == step) for step in (2, 39))
+    assert not [event for event in trained.events[first:last] if event[0] == "compiled"]
+
+
+def test_writers_are_flushed_with_every_checkpoint_and_closed(trained):
+    events = [event for event in trained.events if event[0] != "compiled"]
+    for step in (40, 80, 120):
+        index = next(i for i, event in enumerate(events) if event[0] == step)
+        assert events[index + 1] == "flush"
+    assert events[-1] == "close"
+
+
+def test_the_folder_holds_what_the_run_was(trained):
+    assert (trained.folder / "config.txt").read_text() == trained.cfg.text()
+    assert any((trained.folder / "tensorboard").iterdir())
+    with trained.cfg.checkpointer.build(trained.folder / "checkpoints") as checkpointer:
+        assert checkpointer.steps() == [80, 120, STEPS]
+        meta = checkpointer.meta()
+    assert meta["config"] == trained.cfg.text() and meta["plugins"] == trained.summary["plugins"]
+    assert 0 < meta["seconds"] <= trained.summary["seconds"]
+
+
+def test_two_runs_of_one_config_are_equal_to_the_bit_and_another_seed_is_not(tiny, trained, tmp_path):
+    short = trained.cfg.set(steps=3, reports=(), evaluate_every=None)
+    losses = {}
+    for name, cfg in {"a": short, "b": short, "c": short.set(seed=1)}.items():
+        ax.fit(cfg, out=tmp_path / name)
+        lines = read_jsonl(tmp_path / name / "metrics.jsonl")
+        losses[name] = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses["a"] == losses["b"] != losses["c"]
+    assert losses["a"][0] == trained.train[0]["train/loss"]
+
+
+def test_a_second_run_in_one_process_counts_its_own_compilations(tiny, tmp_path):
+    for name in "ab":
+        assert ax.fit(tiny.set(steps=1), out=tmp_path / name)["compilations"] == 1
+
+
+class Poison(Schedule):
+    """A rate that is not a number from one step on."""
+
+    at: int = 0
+
+    def __call__(self, step, total_steps):
+        return jax.numpy.where(step == self.at, jax.numpy.nan, 1e-3).astype(jax.numpy.float32)
+
+
+def poisoned(tiny, *, at, steps):
+    cfg = ax.override(tiny, ["model.z_loss=0.0"])
+    learner = cfg.learner.set(schedule=Poison(at=at))
+    return cfg.set(learner=learner, steps=steps, checkpointer=Checkpointer.Config(every_steps=5, every_minutes=None))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_earlier_checkpoints_stay(tiny, tmp_path):
+    cfg = poisoned(tiny, at=12, steps=30)
+    with pytest.raises(TrainingError, match=r"loss of step 14 is nan.*earlier checkpoints are kept"):
+        ax.fit(cfg, out=tmp_path / "run")
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    assert math.isfinite(lines[12]["train/loss"]) and math.isnan(lines[13]["train/loss"])
+    assert not (tmp_path / "run" / "summary.json").exists()
+    program = cfg.build().program()
+    with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
+        assert checkpointer.steps() == [5, 10]
+        state = checkpointer.restore(program.state).state
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize(("at", "steps"), [(14, 30), (9, 10)], ids=["at a checkpoint", "at the last step"])
+def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path, at, steps):
+    """The step whose update breaks the parameters has a finite loss itself, and a checkpoint may follow it."""
+    cfg = poisoned(tiny, at=at, steps=steps)
+    with pytest.raises(TrainingError, match="earlier checkpoints are kept"):
+        ax.fit(cfg, out=tmp_path / "run")
+    program = cfg.build().program()
+    with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
+        state = checkpointer.restore(program.state).state
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+def test_an_earlier_run_is_moved_aside_and_not_lost(tiny, tmp_path, snapshot, capsys):
+    folder = tmp_path / "run"
+    cfg = tiny.set(steps=2)
+    before = {}
+    for number in (1, 2):
+        ax.fit(cfg, out=folder)
+        before[number] = snapshot(folder)
+    ax.fit(cfg.set(seed=5), out=folder)
+    assert f"{folder} held an earlier run; it is now {tmp_path / 'run.2'}" in capsys.readouterr().out
+    without_lock = lambda files: {name: file for name, file in files.items() if name != ".lock"}  # noqa: E731
+    for number in (1, 2):
+        assert without_lock(snapshot(tmp_path / f"run.{number}")) == without_lock(before[number])
+    assert "seed: 5" in (folder / "config.txt").read_text()
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 3
+
+
+def test_an_earlier_run_below_the_home_directory_is_moved_aside_too(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    cfg = tiny.set(steps=1)
+    for _ in range(2):  # a shell does not expand --out=~/run
+        ax.fit(cfg, out="~/run")
+    assert (tmp_path / "run.1" / "summary.json").exists()
+    ax.fit(cfg.set(steps=1), out="~/run", resume=True)
+
+
+def test_a_folder_that_another_run_holds_is_refused(tiny, tmp_path, snapshot):
+    folder = tmp_path / "run"
+    ax.fit(tiny.set(steps=1), out=folder)
+    with Lock(folder):
+        before = snapshot(folder)
+        for resume in (False, True):
+            with pytest.raises(AxcoreError, match="in use by process"):
+                ax.fit(tiny.set(steps=1), out=folder, resume=resume)
+        assert snapshot(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"checkpointer": Checkpointer.Config(keep=0)},
+        {"checkpointer": Checkpointer.Config(every_steps=0)},
+        {"steps": 0},
+        {"steps": None, "minutes": float("nan")},
+        {"steps": None, "minutes": float("inf")},
+        {"steps": None, "minutes": 0.0},
+        {"seed": -1},
+        {"evaluate_every": 0},
+        {"evaluate_every": -5},
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_run_is_refused_before_anything_is_touched(tiny, tmp_path, snapshot, broken, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.txt").write_text("an earlier run")
+    monkeypatch.setattr("axcore.train.trainer._Run.run", lambda *_: pytest.fail("it was started"))
+    before = snapshot(tmp_path)
+    with pytest.raises(AxcoreError, match=rf"{next(reversed(broken))}"):
+        ax.fit(tiny.set(**broken), out=tmp_path / "run")
+    assert snapshot(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tiny, tmp_path):
+    """jax would read past the embedding without a word."""
+    with pytest.raises(AxcoreError, match="vocab_size"):
+        ax.fit(ax.override(tiny, ["model.vocab_size=200"]), out=tmp_path / "run")
+
+
+class Failing(Report):
+    def __call__(self, run):
+        raise AxcoreError("the report failed")
+
+
+def test_a_report_that_fails_does_not_cost_the_trained_model(tiny, tmp_path):
+    cfg = tiny.set(steps=2, reports=(Failing.Config(),))
+    with pytest.raises(AxcoreError, match="the report failed"):
+        ax.fit(cfg, out=tmp_path / "run")
+    with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
+        assert checkpointer.latest() == 2
+
+
+def test_the_writers_are_those_of_the_config(tiny, tmp_path):
+    ax.fit(tiny.set(steps=1, writers=()), out=tmp_path / "none")
+    assert {path.name for path in (tmp_path / "none").iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "config.txt",
+        "summary.json",
+    }
+    assert {type(writer).target for writer in tiny.writers} == {JsonlWriter, TensorBoardWriter}
+    assert isinstance(tiny.learner.schedule, WarmupStableDecay)
