@@ -1,0 +1,78 @@
+"""A training step on meshes of eight devices gives what it gives on one."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+MESHES = ["data=8", "fsdp=8", "data=2, fsdp=4"]
+
+
+@pytest.fixture(scope="module")
+def results():
+    root = pathlib.Path(__file__).parents[2]
+    environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "tests.parallel.eight_devices"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_loss_and_every_gradient_are_those_of_one_device(results, mesh):
+    one, many = results["one"], results[mesh]
+    assert many["metrics"].keys() == one["metrics"].keys() >= {"loss", "z_loss", "gradient_norm"}
+    for name, value in one["metrics"].items():
+        np.testing.assert_allclose(many["metrics"][name], value, rtol=1e-5, err_msg=name)
+    assert many["gradients"].keys() == one["gradients"].keys()
+    for path, gradient in one["gradients"].items():
+        np.testing.assert_allclose(many["gradients"][path], gradient, rtol=1e-5, atol=1e-6, err_msg=path)
+        assert np.abs(gradient).max() > 1e-4, path
+
+
+def test_initial_parameters_are_made_in_place_and_do_not_depend_on_the_mesh(results):
+    one, many = results["initial"]["one"], results["initial"]["data=2, fsdp=4"]
+    assert one.keys() == many.keys()
+    for path, (values, shard) in many.items():
+        np.testing.assert_allclose(values, one[path][0], rtol=1e-6, err_msg=path)
+        assert 4 * np.prod(shard) == np.size(values), path
+
+
+@pytest.mark.parametrize(("mesh", "parts"), [("data=8", 1), ("fsdp=8", 8), ("data=2, fsdp=4", 4)])
+def test_each_device_holds_its_part_of_every_parameter_after_the_step(results, mesh, parts):
+    found = results[mesh]
+    for path, shape in found["shapes"].items():
+        held = found["shards"][path]
+        assert np.prod(shape) == parts * np.prod(held), path
+        split = [axis for axis in range(len(shape)) if shape[axis] != held[axis]]
+        assert len(split) == (parts > 1), path
+        assert all(shape[axis] == 8 for axis in split), path  # the embed dimension
+
+
+@pytest.mark.parametrize(("mesh", "rows"), [("one", 8), ("data=8", 1), ("fsdp=8", 1), ("data=2, fsdp=4", 1)])
+def test_batches_are_split_over_data_and_fsdp(results, mesh, rows):
+    assert results[mesh]["rows"] == rows
+
+
+def test_a_free_axis_takes_the_devices_that_are_left(results):
+    assert results["data=8"]["mesh"] == {"data": 8, "fsdp": 1}
+    assert results["fsdp=8"]["mesh"] == {"data": 1, "fsdp": 8}
+
+
+def test_a_batch_that_does_not_divide_is_a_config_error_that_says_so(results):
+    kind, message = results["odd batch"]
+    assert kind == "ConfigError"
+    assert "batch" in message
+    assert "6" in message
+    assert "8" in message
+
+
+def test_a_parameter_that_does_not_divide_is_a_config_error_that_names_it(results):
+    kind, message = results["narrow model"]
+    assert kind == "ConfigError"
+    assert "does not divide" in message
+    assert "weight" in message or "scale" in message
