@@ -158,6 +158,7 @@ class Server:
     def __init__(self, folder):
         self.folder, self.started = folder, 0
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TINY_PLUGIN), *filter(None, sys.path)])}
+        env.pop("PYTHONUNBUFFERED", None)  # it would hide a failure to write what was printed
         command = [sys.executable, "-m", "axcore_tiny.server"]
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(

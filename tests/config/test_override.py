@@ -156,10 +156,16 @@ def test_an_unknown_path_suggests_the_nearest(path, suggestion):
     assert f"Did you mean {suggestion!r}?" in str(error.value)
 
 
-@pytest.mark.parametrize("assignment", ["integer", "", "=3", " =3", "integer:3"])
+@pytest.mark.parametrize("assignment", ["integer", "", "=3", "integer:3"])
 def test_what_is_no_assignment_is_a_config_error(assignment):
     with pytest.raises(AxcoreError, match="path=value"):
         override(ROOT, [assignment])
+
+
+@pytest.mark.parametrize("path", [" ", ".", "integer.", ".integer", "integer.x", "empty.width", "nodes.2.width"])
+def test_a_path_that_leads_nowhere_is_a_config_error(path):
+    with pytest.raises(AxcoreError):
+        override(ROOT, [f"{path}=3"])
 
 
 @pytest.mark.parametrize("assignment", ["inner=3", "inner=Inner", "full=3", "nodes.0=1"])
@@ -183,9 +189,40 @@ def test_an_empty_slot_cannot_be_filled_from_text():
         override(ROOT, ["empty=Inner"])
 
 
-def test_one_entry_of_a_mapping_or_tuple_points_to_the_whole():
-    with pytest.raises(ConfigError, match=r"table\.a: set the whole of 'table'"):
-        override(ROOT, ["table.a=2"])
+def test_one_entry_of_a_mapping_can_be_set_or_added():
+    assert override(ROOT, ["table.a=2"]).table == {"a": 2}
+    assert override(ROOT, ["table.b=3"]).table == {"a": 1, "b": 3}
+    with pytest.raises(ConfigError, match=r"table\.a must be int, not 'x'"):
+        override(ROOT, ["table.a=x"])
+
+
+def test_one_item_of_a_tuple_can_be_set_but_not_added():
+    cfg = ROOT.set(many=(1, 2), pair=(1, "a"))
+    assert override(cfg, ["many.1=5"]).many == (1, 5)
+    assert override(cfg, ["pair.1=5"]).pair == (1, "5")
+    with pytest.raises(ConfigError, match=r"many\.0 must be int, not 'x'"):
+        override(cfg, ["many.0=x"])
+    for path in ("many.2", "many.-1", "many.x"):
+        with pytest.raises(ConfigError, match=f"no {path!r}"):
+            override(cfg, [f"{path}=1"])
+
+
+def test_setting_one_item_keeps_the_nones_beside_it():
+    class Axes(Config):
+        axes: tuple[str | None, ...] = ("embed", None, "mlp")
+        rules: Mapping[str, str | None] = FrozenDict({"embed": "fsdp", "mlp": None})
+
+    assert override(Axes(), ["axes.0=vocab"]).axes == ("vocab", None, "mlp")
+    assert override(Axes(), ["rules.embed=data"]).rules == {"embed": "data", "mlp": None}
+
+
+def test_none_is_a_value_that_an_item_can_be_set_to():
+    class Axes(Config):
+        axes: tuple[str | None, ...] = ("embed", "mlp")
+        rules: Mapping[str, str | None] = FrozenDict({"embed": "fsdp"})
+
+    assert override(Axes(), ["axes.0=none"]).axes == (None, "mlp")
+    assert override(Axes(), ["rules.embed=none"]).rules == {"embed": None}
 
 
 def test_assignments_apply_in_order_and_leave_the_old_tree_alone():

@@ -198,7 +198,7 @@ def test_setting_by_type_changes_exactly_the_nodes_of_that_type(tree, value):
     assert after.keys() == before.keys()
     for segments, node in before.items():
         if isinstance(node, Leaf):
-            assert after[segments] == type(node)(**{**node.__dict__, "value": value})
+            assert after[segments] == type(node)(**{**dict(below(node)), "value": value})
         else:
             assert type(after[segments]) is type(node)
     assert all(node.value < 10 for node in before.values() if isinstance(node, Leaf))

@@ -97,8 +97,8 @@ def test_text_has_one_line_a_value_in_declaration_order():
         "single: (1,)",
         "none: ()",
         'nested: (("a", 1),)',
-        "table: {b: 1, a: 2}",
-        "color: Color.RED",
+        'table: {"b": 1, "a": 2}',
+        "color: tests.config.test_text.Color.RED",
         "function: math.sqrt",
         "kind: tests.config.trees.Leaf",
     ]
@@ -166,6 +166,10 @@ def test_parse_text_gives_back_awkward_mapping_keys(key, value):
     class Holder(Config):
         table: Mapping[str, Any] = FrozenDict()
 
+    if isinstance(value, Config):
+        with pytest.raises(ConfigError, match="key of a node"):
+            Holder(table={key: value, "other": value})
+        return
     cfg = Holder(table={key: value, "other": value})
     assert parse_text(text(cfg)) == flatten(cfg)
     renamed = Holder(table={"b": value, "other": value})

@@ -222,7 +222,12 @@ def test_a_stack_of_stock_modules_can_be_built():
 
 def test_graph_mode_and_tree_mode_of_nnx_give_the_same_numbers():
     root = pathlib.Path(__file__).parents[2]
-    environ = {**os.environ, "NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false", "PYTHONPATH": str(root)}
+    environ = {
+        **os.environ,
+        "NNX_GRAPH_MODE": "false",
+        "NNX_GRAPH_UPDATES": "false",
+        "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     command = [sys.executable, "-m", "tests.module.tree_mode"]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=root)
     assert done.returncode == 0, done.stderr

@@ -68,7 +68,7 @@ def test_losses_and_summaries_are_labelled_by_layer(scanned, by_hand):
     for kind, name in (("summaries", "mean"), ("losses", "square")):
         entries = getattr(scanned[3], kind)
         assert list(entries) == [f"layers.*.{name}"]
-        assert entries[f"layers.*.{name}"].shape == (COUNT,)
+        assert np.shape(entries[f"layers.*.{name}"]) == (COUNT,)
         expected = getattr(by_hand[3], kind)
         assert list(expected) == [f"layers.{index}.{name}" for index in range(COUNT)]
         spelled = labelled(entries)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
 from axcore.train import Learner, Optimizer, Schedule
@@ -72,11 +73,27 @@ def by_path(tree):
     }
 
 
+def parameters(shapes):
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: (0.5 * random.normal(size=leaf.shape)).astype(leaf.dtype), shapes)
+
+
+def without_a_trainer():
+    """The gradient of cross-entropy plus z-loss, by path."""
+    fn, shapes, _ = abstract(MODEL)
+
+    def objective(params):
+        (loss, collections), _ = fn(params, {}, batch(), method="loss")
+        return loss + collections.losses["z_loss"]
+
+    gradient = jax.jit(jax.grad(objective))(parameters(shapes))
+    return {path: np.asarray(leaf).tolist() for path, leaf in by_path(gradient).items()}
+
+
 def one_step(name):
     made = program(MODEL, LEARNER, layout(name))
-    random = np.random.default_rng(0)
     start = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.state)
-    start.params = jax.tree.map(lambda leaf: (0.5 * random.normal(size=leaf.shape)).astype(leaf.dtype), start.params)
+    start.params = parameters(start.params)
     state, rows = jax.device_put(
         (start, batch()), jax.tree.map(lambda leaf: leaf.sharding, (made.state, made.batch_shapes(batch())))
     )
@@ -111,6 +128,7 @@ def told(run):
 
 if __name__ == "__main__":
     results = {name: one_step(name) for name in SHAPES}
+    results["without a trainer"] = without_a_trainer()
     results["initial"] = {name: initial(name) for name in ("one", "data=2, fsdp=4")}
     results["odd batch"] = told(lambda: program(MODEL, LEARNER, layout("data=8")).compile_train(batch(rows=6)))
     narrow = MODEL.set(dim=4)

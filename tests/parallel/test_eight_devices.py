@@ -15,7 +15,8 @@ MESHES = ["data=8", "fsdp=8", "data=2, fsdp=4"]
 @pytest.fixture(scope="module")
 def results():
     root = pathlib.Path(__file__).parents[2]
-    environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(root)}
+    search = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": search}
     command = [sys.executable, "-m", "tests.parallel.eight_devices"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environ)
     assert done.returncode == 0, done.stderr
@@ -32,6 +33,14 @@ def test_the_loss_and_every_gradient_are_those_of_one_device(results, mesh):
     for path, gradient in one["gradients"].items():
         np.testing.assert_allclose(many["gradients"][path], gradient, rtol=1e-5, atol=1e-6, err_msg=path)
         assert np.abs(gradient).max() > 1e-4, path
+
+
+def test_the_step_descends_the_whole_objective_z_loss_included(results):
+    one = results["one"]
+    norm = np.sqrt(sum(np.square(gradient).sum() for gradient in results["without a trainer"].values()))
+    np.testing.assert_allclose(one["metrics"]["gradient_norm"], norm, rtol=1e-5)
+    for path, gradient in results["without a trainer"].items():
+        np.testing.assert_allclose(one["gradients"][path], gradient, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
 def test_initial_parameters_are_made_in_place_and_do_not_depend_on_the_mesh(results):

@@ -3,9 +3,11 @@
 import collections
 import contextlib
 import functools
+import io
 import json
 import math
 import types
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -19,9 +21,7 @@ from axcore.train import (
     JsonlWriter,
     Report,
     Schedule,
-    TensorBoardWriter,
     TrainingError,
-    WarmupStableDecay,
     Writer,
 )
 from axcore.train.metrics import read_jsonl
@@ -35,7 +35,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 class Log(Writer):
     """Notes in `Log.events` what happens, in order."""
 
-    events: list = []
+    events: ClassVar[list] = []
 
     def __init__(self, cfg, folder):
         pass
@@ -56,7 +56,7 @@ class Log(Writer):
 class Peek(Report):
     """Hands the finished run to the test, and adds to the summary."""
 
-    runs: list = []
+    runs: ClassVar[list] = []
 
     def __call__(self, run: FinishedRun):
         self.runs.append(run)
@@ -93,8 +93,6 @@ def trained(tiny, tmp_path_factory):
             summary = ax.fit(cfg, out=folder)
         finally:
             jax.monitoring.unregister_event_duration_listener(on_event)
-    with contextlib.suppress(AxcoreError):
-        Lock(folder).release()
     metrics = read_jsonl(folder / "metrics.jsonl")
     return types.SimpleNamespace(
         cfg=cfg,
@@ -230,20 +228,44 @@ def test_the_folder_holds_what_the_run_was(trained):
     assert 0 < meta["seconds"] <= trained.summary["seconds"]
 
 
-def test_two_runs_of_one_config_are_equal_to_the_bit_and_another_seed_is_not(tiny, trained, tmp_path):
-    short = trained.cfg.set(steps=3, reports=(), evaluate_every=None)
-    losses = {}
-    for name, cfg in {"a": short, "b": short, "c": short.set(seed=1)}.items():
-        ax.fit(cfg, out=tmp_path / name)
-        lines = read_jsonl(tmp_path / name / "metrics.jsonl")
-        losses[name] = [line["train/loss"] for line in lines if "train/loss" in line]
-    assert losses["a"] == losses["b"] != losses["c"]
-    assert losses["a"][0] == trained.train[0]["train/loss"]
+@pytest.fixture(scope="module")
+def thrice(tiny, tmp_path_factory, snapshot):
+    """Three short runs in one folder, one after the other, the last with another seed; what each had left."""
+    folder = tmp_path_factory.mktemp("thrice") / "run"
+    short = tiny.set(steps=3, writers=(JsonlWriter.Config(),))
+    runs = []
+    for cfg in (short, short, short.set(seed=1)):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            summary = ax.fit(cfg, out=folder)
+        lines = read_jsonl(folder / "metrics.jsonl")
+        losses = [line["train/loss"] for line in lines if "train/loss" in line]
+        runs.append(
+            types.SimpleNamespace(summary=summary, losses=losses, files=snapshot(folder), out=printed.getvalue())
+        )
+    return folder, runs
 
 
-def test_a_second_run_in_one_process_counts_its_own_compilations(tiny, tmp_path):
-    for name in "ab":
-        assert ax.fit(tiny.set(steps=1), out=tmp_path / name)["compilations"] == 1
+def test_two_runs_of_one_config_are_equal_to_the_bit_and_another_seed_is_not(trained, thrice):
+    _, (first, second, third) = thrice
+    assert len(first.losses) == 3 and first.losses == second.losses
+    assert not set(first.losses) & set(third.losses)
+    assert first.losses[0] == trained.train[0]["train/loss"]
+
+
+def test_each_run_in_one_process_counts_its_own_compilations(thrice):
+    assert [run.summary["compilations"] for run in thrice[1]] == [1, 1, 1]
+
+
+def test_an_earlier_run_is_moved_aside_and_not_lost(thrice, snapshot):
+    folder, (first, second, third) = thrice
+    without_lock = lambda files: {name: file for name, file in files.items() if name != ".lock"}  # noqa: E731
+    for number, run in ((1, first), (2, second)):
+        assert without_lock(snapshot(f"{folder}.{number}")) == without_lock(run.files)
+    assert f"{folder} held an earlier run; it is now {folder}.2" in third.out
+    assert "moved" not in first.out and "earlier run" not in first.out
+    assert "seed: 1\n" in (folder / "config.txt").read_text()
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 4  # three steps and the evaluation
 
 
 class Poison(Schedule):
@@ -255,75 +277,68 @@ class Poison(Schedule):
         return jax.numpy.where(step == self.at, jax.numpy.nan, 1e-3).astype(jax.numpy.float32)
 
 
-def poisoned(tiny, *, at, steps):
-    cfg = ax.override(tiny, ["model.z_loss=0.0"])
-    learner = cfg.learner.set(schedule=Poison(at=at))
-    return cfg.set(learner=learner, steps=steps, checkpointer=Checkpointer.Config(every_steps=5, every_minutes=None))
+def poisoned(tiny, *, steps, every_steps):
+    """The update of step 15 breaks the parameters, so that the loss of step 16 is the first that is not finite."""
+    checkpointer = Checkpointer.Config(every_steps=every_steps, every_minutes=None)
+    return tiny.set(learner=tiny.learner.set(schedule=Poison(at=14)), steps=steps, checkpointer=checkpointer)
+
+
+def finite_checkpoints(cfg, folder):
+    """The steps of the checkpoints that hold nothing but finite parameters; there must be no others."""
+    program = cfg.build().program()
+    with cfg.checkpointer.build(folder / "checkpoints") as checkpointer:
+        for step in checkpointer.steps():
+            state = checkpointer.restore(program.state, step).state
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params)), f"checkpoint {step}"
+        return checkpointer.steps()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_earlier_checkpoints_stay(tiny, tmp_path):
-    cfg = poisoned(tiny, at=12, steps=30)
-    with pytest.raises(TrainingError, match=r"loss of step 14 is nan.*earlier checkpoints are kept"):
+    cfg = poisoned(tiny, steps=30, every_steps=4)
+    with pytest.raises(TrainingError, match=r"earlier checkpoints are kept"):
         ax.fit(cfg, out=tmp_path / "run")
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 15))
-    assert math.isfinite(lines[12]["train/loss"]) and math.isnan(lines[13]["train/loss"])
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) in (15, 16)
+    assert all(math.isfinite(line["train/loss"]) for line in lines[:15])
     assert not (tmp_path / "run" / "summary.json").exists()
-    program = cfg.build().program()
-    with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
-        assert checkpointer.steps() == [5, 10]
-        state = checkpointer.restore(program.state).state
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    assert finite_checkpoints(cfg, tmp_path / "run") == [4, 8, 12]
 
 
-@pytest.mark.parametrize(("at", "steps"), [(14, 30), (9, 10)], ids=["at a checkpoint", "at the last step"])
-def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path, at, steps):
+@pytest.mark.parametrize("steps", [30, 15], ids=["at a checkpoint", "at the last step"])
+def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path, steps):
     """The step whose update breaks the parameters has a finite loss itself, and a checkpoint may follow it."""
-    cfg = poisoned(tiny, at=at, steps=steps)
+    cfg = poisoned(tiny, steps=steps, every_steps=5)
     with pytest.raises(TrainingError, match="earlier checkpoints are kept"):
         ax.fit(cfg, out=tmp_path / "run")
-    program = cfg.build().program()
-    with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
-        state = checkpointer.restore(program.state).state
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+    assert finite_checkpoints(cfg, tmp_path / "run") == [5, 10]
 
 
-def test_an_earlier_run_is_moved_aside_and_not_lost(tiny, tmp_path, snapshot, capsys):
-    folder = tmp_path / "run"
-    cfg = tiny.set(steps=2)
-    before = {}
-    for number in (1, 2):
-        ax.fit(cfg, out=folder)
-        before[number] = snapshot(folder)
-    ax.fit(cfg.set(seed=5), out=folder)
-    assert f"{folder} held an earlier run; it is now {tmp_path / 'run.2'}" in capsys.readouterr().out
-    without_lock = lambda files: {name: file for name, file in files.items() if name != ".lock"}  # noqa: E731
-    for number in (1, 2):
-        assert without_lock(snapshot(tmp_path / f"run.{number}")) == without_lock(before[number])
-    assert "seed: 5" in (folder / "config.txt").read_text()
-    assert len(read_jsonl(folder / "metrics.jsonl")) == 3
+@pytest.fixture
+def untrained(monkeypatch):
+    """Runs do all that comes before training, and no more."""
+    monkeypatch.setattr("axcore.train.trainer._Run.run", lambda run, resume: {"resumed": resume})
 
 
-def test_an_earlier_run_below_the_home_directory_is_moved_aside_too(tiny, tmp_path, monkeypatch):
+def test_an_earlier_run_below_the_home_directory_is_moved_aside_too(tiny, tmp_path, monkeypatch, untrained):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    cfg = tiny.set(steps=1)
     for _ in range(2):  # a shell does not expand --out=~/run
-        ax.fit(cfg, out="~/run")
-    assert (tmp_path / "run.1" / "summary.json").exists()
-    ax.fit(cfg.set(steps=1), out="~/run", resume=True)
+        ax.fit(tiny, out="~/run")
+    assert (tmp_path / "run.1" / "config.txt").exists()
+    assert ax.fit(tiny, out="~/run", resume=True) == {"resumed": True}
 
 
-def test_a_folder_that_another_run_holds_is_refused(tiny, tmp_path, snapshot):
+def test_a_folder_that_another_run_holds_is_refused(tiny, tmp_path, snapshot, untrained):
     folder = tmp_path / "run"
-    ax.fit(tiny.set(steps=1), out=folder)
+    ax.fit(tiny, out=folder)
     with Lock(folder):
         before = snapshot(folder)
         for resume in (False, True):
             with pytest.raises(AxcoreError, match="in use by process"):
-                ax.fit(tiny.set(steps=1), out=folder, resume=resume)
+                ax.fit(tiny, out=folder, resume=resume)
         assert snapshot(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    ax.fit(tiny, out=folder, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -341,17 +356,16 @@ def test_a_folder_that_another_run_holds_is_refused(tiny, tmp_path, snapshot):
     ],
     ids=str,
 )
-def test_a_config_that_cannot_run_is_refused_before_anything_is_touched(tiny, tmp_path, snapshot, broken, monkeypatch):
+def test_a_config_that_cannot_run_is_refused_before_anything_is_touched(tiny, tmp_path, snapshot, broken, untrained):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.txt").write_text("an earlier run")
-    monkeypatch.setattr("axcore.train.trainer._Run.run", lambda *_: pytest.fail("it was started"))
     before = snapshot(tmp_path)
     with pytest.raises(AxcoreError, match=rf"{next(reversed(broken))}"):
         ax.fit(tiny.set(**broken), out=tmp_path / "run")
     assert snapshot(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tiny, tmp_path):
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tiny, tmp_path, untrained):
     """jax would read past the embedding without a word."""
     with pytest.raises(AxcoreError, match="vocab_size"):
         ax.fit(ax.override(tiny, ["model.vocab_size=200"]), out=tmp_path / "run")
@@ -363,20 +377,9 @@ class Failing(Report):
 
 
 def test_a_report_that_fails_does_not_cost_the_trained_model(tiny, tmp_path):
-    cfg = tiny.set(steps=2, reports=(Failing.Config(),))
+    cfg = tiny.set(steps=2, reports=(Failing.Config(),), writers=())
     with pytest.raises(AxcoreError, match="the report failed"):
         ax.fit(cfg, out=tmp_path / "run")
     with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
         assert checkpointer.latest() == 2
-
-
-def test_the_writers_are_those_of_the_config(tiny, tmp_path):
-    ax.fit(tiny.set(steps=1, writers=()), out=tmp_path / "none")
-    assert {path.name for path in (tmp_path / "none").iterdir()} == {
-        ".lock",
-        "checkpoints",
-        "config.txt",
-        "summary.json",
-    }
-    assert {type(writer).target for writer in tiny.writers} == {JsonlWriter, TensorBoardWriter}
-    assert isinstance(tiny.learner.schedule, WarmupStableDecay)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "checkpoints", "config.txt"}

@@ -19,10 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        parser, builtin = _parser()
         found = registry().find(Command, arguments[0]) if arguments else None
-        if found is not None:
+        if found is not None and arguments[0] in builtin:
+            print(f"axcore: {found[0]} offers a command {arguments[0]!r} too; the built-in one runs", file=sys.stderr)
+        elif found is not None:
             return int(resolve(*found)(arguments[1:]) or 0)
-        parsed = _parser().parse_args(arguments)
+        parsed = parser.parse_args(arguments)
         return int(parsed.run(parsed) or 0)
     except AxcoreError as error:
         print(f"axcore: {error}", file=sys.stderr)
@@ -35,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
+    """The parser, and the names of the built-in commands."""
     parser = argparse.ArgumentParser(prog="axcore", description="Compose, train and inspect large models.")
     parser.add_argument("--version", action="version", version=f"axcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -44,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add(commands)
     golden.add(commands)
     listing.add(commands)
-    for _, offer in registry().offers(Command):
-        commands.add_parser(offer.name, help=offer.summary, add_help=False)
-    return parser
+    builtin = set(commands.choices)
+    for name, summary in {offer.name: offer.summary for _, offer in registry().offers(Command)}.items():
+        if name not in builtin:
+            commands.add_parser(name, help=summary, add_help=False)
+    return parser, builtin

@@ -9,7 +9,7 @@ from axcore.config.override import override
 from axcore.config.select import Selection, Where, select, tagged
 from axcore.config.serial import content_hash, from_json, to_json
 from axcore.config.text import Change, Diff, diff, diff_flat, flatten, parse_text, text
-from axcore.config.tree import get, put, walk
+from axcore.config.tree import get, matches, put, walk
 from axcore.config.types import parse
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "get",
     "has_field",
     "known_types",
+    "matches",
     "override",
     "parse",
     "parse_text",

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,7 +58,11 @@ def public_name(value: Any) -> str:
     """`module.qualname` of a function or class; of an enum member, with its name behind."""
     if isinstance(value, enum.Enum):
         return f"{public_name(type(value))}.{value.name}"
-    return f"{value.__module__}.{value.__qualname__}"
+    name = f"{value.__module__}.{value.__qualname__}"
+    if "<lambda>" in name:  # lambdas share their name; their code tells them apart
+        code = value.__code__
+        name += "#" + hashlib.sha256(code.co_code + repr((code.co_consts, code.co_names)).encode()).hexdigest()[:8]
+    return name
 
 
 def name_of(value: Any) -> str:
@@ -75,7 +82,12 @@ def is_named(value: Any) -> bool:
 def render(value: Any) -> str:
     """A leaf value on one line, the same in every process."""
     if isinstance(value, str) and not isinstance(value, enum.Enum):
-        return json.dumps(value, ensure_ascii=False)
+        return _one_line(json.dumps(value, ensure_ascii=False))
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(render, value))) + "}"
+    if isinstance(value, functools.partial):
+        arguments = [render(value.func), *map(render, value.args)]
+        return f"partial({', '.join([*arguments, *(f'{key}={render(item)}' for key, item in value.keywords.items())])})"
     if isinstance(value, tuple) and codec_of(value) is None:
         return f"({', '.join(map(render, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, Mapping):
@@ -84,7 +96,12 @@ def render(value: Any) -> str:
         return name_of(value)
     if (codec := codec_of(value)) is not None:
         return codec.show(value)
-    return repr(value)
+    return _one_line(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))  # an address differs between processes
+
+
+def _one_line(text: str) -> str:
+    """Escapes what some reader could take for the end of a line."""
+    return re.sub("[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def write(value: Any) -> Any:

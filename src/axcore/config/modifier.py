@@ -19,6 +19,9 @@ class Modifier:
     edit: Callable[[Any], Any]
     options: Mapping[str, Any] = FrozenDict()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", FrozenDict(self.options))
+
     def __call__[C: Config](self, cfg: C) -> C:
         with acting(str(self)):
             return self.edit(cfg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
@@ -60,7 +61,7 @@ class FrozenDict(Mapping[str, Any]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
+        return hash(frozenset(self._items.items()))  # mappings are equal in any order
 
     def __repr__(self) -> str:
         return repr(self._items)
@@ -88,6 +89,14 @@ class Config:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        own = inspect.get_annotations(cls)
+        for name in own:
+            if name not in cls.__dict__ and "ClassVar" not in str(own[name]):
+                setattr(cls, name, REQUIRED)  # a field without a default is one that somebody must set
+        for name in set(cls.__dict__) & set(getattr(cls, "__dataclass_fields__", ())) - set(own):
+            raise ConfigError(
+                f"{type_name(cls)}.{name} overrides a field; say its type again, as in `{name}: int = ...`"
+            )
         dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
         init = cls.__init__
 
@@ -97,12 +106,13 @@ class Config:
                 raise ConfigError(f"{type_name(type(self))} takes its fields by name, not by position")
             for name in values:
                 _check_known(type(self), name)
-            init(self, **{name: _store(type(self), name, value) for name, value in values.items()})
+            given = {name: _store(type(self), name, value) for name, value in values.items()}
+            init(self, **{name: default(type(self), name) for name in field_names(type(self))} | given)
             self.__dict__["_history"] = (event("made", *values),)
 
         _types[type_name(cls)] = cls
         for name in field_names(cls):
-            value = default(cls, name)
+            value = cls.__dataclass_fields__[name].default  # type: ignore[attr-defined]
             if inspect.isroutine(value) or isinstance(value, type):
                 register(value)  # what a class declares as a default may be read back from a file
         cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
@@ -125,6 +135,8 @@ class Config:
         new.__dict__.update(self.__dict__)
         new.__dict__.update({name: _store(type(self), name, value) for name, value in values.items()})
         new.__dict__["_history"] = (*self.__dict__.get("_history", ()), *events)
+        if hasattr(type(new), "__post_init__"):
+            new.__post_init__()
         return new
 
     def fill(self, **values: Any) -> Self:
@@ -242,11 +254,11 @@ def has_field(node: Config, name: str) -> bool:
 
 @cached
 def default(cls: type[Any], name: str) -> Any:
-    """The declared default of a field; REQUIRED when there is none."""
+    """The declared default of a field, as a node holds it; REQUIRED when there is none."""
     field = cls.__dataclass_fields__[name]
     if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return REQUIRED if field.default is dataclasses.MISSING else field.default
+        return _store(cls, name, field.default_factory())
+    return REQUIRED if field.default is dataclasses.MISSING else _store(cls, name, field.default)
 
 
 def type_name(cls: type) -> str:
@@ -264,11 +276,22 @@ def _check_known(cls: type[Config], name: str) -> None:
 
 def _store(cls: type[Config], name: str, value: Any) -> Any:
     """The value in the form that a frozen node keeps, checked against the field's annotation."""
-    if isinstance(value, list):
-        value = tuple(value)
-    elif isinstance(value, dict):
-        value = FrozenDict(value)
+    value = _frozen(value)
     hint = hints(cls).get(name, Any)
     if value is not REQUIRED and not conforms(value, hint):
         raise ConfigError(f"{type_name(cls)}.{name} must be {describe(hint)}, not {value!r}")
+    return value
+
+
+def _frozen(value: Any) -> Any:
+    """Lists become tuples and dicts become FrozenDicts, at every depth."""
+    if isinstance(value, list) or type(value) is tuple:
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict | FrozenDict):
+        for key, item in value.items():
+            if isinstance(item, Config) and not re.fullmatch(r"[\w-]+", str(key)):
+                raise ConfigError(
+                    f"{key!r} cannot be the key of a node: it becomes part of paths; use letters and digits"
+                )
+        return FrozenDict({key: _frozen(item) for key, item in value.items()})
     return value

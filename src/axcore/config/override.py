@@ -55,6 +55,8 @@ def _owner(cfg: Config, path: str) -> tuple[str, list[str]]:
         ConfigError: nothing is there. A new key of a mapping is fine.
     """
     names = path.split(".")
+    if not all(names):
+        raise no_such_path(cfg, path)
     for cut in range(len(names) - 1, -1, -1):
         try:
             node = get(cfg, ".".join(names[:cut]))

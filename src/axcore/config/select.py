@@ -8,8 +8,8 @@ from typing import Any
 
 from axcore.config.errors import ConfigError, did_you_mean
 from axcore.config.history import event
-from axcore.config.node import REQUIRED, Config, default, fields, type_name
-from axcore.config.tree import matches, transform, walk
+from axcore.config.node import REQUIRED, Config, default, fields, has_field, type_name
+from axcore.config.tree import REMOVED, matches, transform, walk
 
 Where = str | type | Callable[[str, Config], bool]
 """What to select: a path glob, a Layer or Config class (subclasses count), or a predicate of (path, node)."""
@@ -30,7 +30,7 @@ class Selection[C: Config]:
         return len(self.paths)
 
     def map(self, edit: Callable[[str, Config], Any]) -> C:
-        """Replaces each selected node by `edit(path, node)`. None takes it out of its tuple, mapping or slot.
+        """Replaces each selected node by `edit(path, node)`.
 
         Raises:
             ConfigError: the new node does not fit; the message begins with the path.
@@ -44,6 +44,8 @@ class Selection[C: Config]:
                 new = edit(path, node)
             except ConfigError as error:
                 raise ConfigError(f"at {path or 'the root'}: {error}") from error
+            if new is not REMOVED and not isinstance(new, Config):
+                raise ConfigError(f"at {path or 'the root'}: the edit returned {new!r}, not a config")
             if isinstance(new, Config) and type(new) is not type(node):
                 new = new._with({}, event(f"in place of {type_name(type(node))}"))
             return new
@@ -77,7 +79,7 @@ class Selection[C: Config]:
         Raises:
             ConfigError: a slot that may not be empty.
         """
-        return self.map(lambda _, __: None)
+        return self.map(lambda _, __: REMOVED)
 
     def insert(self, field: str, *new: Config, at: int | None = None) -> C:
         """Adds nodes to the tuple `field` of each selected node: before index `at`, or at the end."""
@@ -122,6 +124,9 @@ def builds(node: Config, cls: type) -> bool:
 
 
 def _swapped(old: Config, new: Config, keep: Collection[str], drop: Collection[str]) -> Config:
+    for name in (*keep, *drop):
+        if not has_field(old, name):
+            raise ConfigError(f"{type_name(type(old))} has no field {name!r}.{did_you_mean(name, old.__dict__)}")
     kept = {name: getattr(old, name) for name in keep}
     lost = []
     for name, value in fields(old):

@@ -25,7 +25,7 @@ def flatten(root: Config) -> dict[str, str]:
 
 def parse_text(content: str) -> dict[str, str]:
     """The inverse of `text`, as far as lines go: path -> value as text."""
-    return dict(line.split(": ", 1) for line in content.splitlines() if ": " in line)
+    return dict(line.split(": ", 1) for line in content.split("\n") if ": " in line)
 
 
 def _flatten(value: Any, path: str, found: dict[str, str]) -> None:

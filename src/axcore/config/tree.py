@@ -11,6 +11,9 @@ from axcore.config.errors import ConfigError, did_you_mean
 from axcore.config.history import History
 from axcore.config.node import Config, FrozenDict, field_names, fields
 
+REMOVED: Any = object()
+"""In place of a node: take it out."""
+
 
 def join(path: str, name: str | int) -> str:
     return f"{path}.{name}" if path else str(name)
@@ -85,19 +88,17 @@ def put(value: Any, path: str, new: Any) -> Any:
 def rebuild(value: Any, changes: Mapping[str, Any]) -> Any:
     """A copy of a node, tuple or mapping with some of its parts replaced."""
     if isinstance(value, Config):
-        return value._with(changes)
+        return value._with({name: None if new is REMOVED else new for name, new in changes.items()})
     if isinstance(value, tuple):
         items = (changes.get(str(index), item) for index, item in enumerate(value))
-        return tuple(item for item in items if item is not None)
-    return FrozenDict(
-        {key: item for key, item in {**value, **changes}.items() if item is not None or key not in changes}
-    )
+        return tuple(item for item in items if item is not REMOVED)
+    return FrozenDict({key: item for key, item in {**value, **changes}.items() if item is not REMOVED})
 
 
 def transform(value: Any, edit: Callable[[str, Config], Any], path: str = "") -> Any:
     """Applies `edit` to every node, children first. What nothing changed is shared with the old tree, not copied.
 
-    An edit may return None: the node then goes from its tuple or mapping, and its field becomes None.
+    An edit may return `REMOVED`: the node then goes from its tuple or mapping, and its field becomes None.
     """
     changes = {}
     for name, part in parts(value):
@@ -128,4 +129,6 @@ def _segment(segment: str) -> str:
 
 
 def matches(pattern: str, path: str) -> bool:
-    return glob(pattern).fullmatch(path + ".") is not None
+    if not pattern:
+        return not path
+    return glob(pattern).fullmatch(f"{path}." if path else "") is not None

@@ -44,6 +44,8 @@ def describe(hint: Any) -> str:
 
 def conforms(value: Any, hint: Any) -> bool:
     """Whether `value` may stand where `hint` is declared. Unknown kinds of annotation accept everything."""
+    if hint is Any:
+        return True
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(conforms(value, arm) for arm in args)
@@ -80,6 +82,8 @@ def parse(text: str, hint: Any) -> Any:
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     arms = args if origin in (Union, types.UnionType) else (hint,)
+    if float in arms and text.lower().lstrip("+-") in ("inf", "infinity", "nan"):
+        return float(text)
     if text.lower() in ("none", "null") and type(None) in arms:
         return None
     if bool in arms and text.lower() in ("true", "false"):
@@ -105,8 +109,11 @@ def _fit(value: Any, hint: Any) -> Any:
             value = tuple(part for part in value.split(",") if part)
         items = tuple(value) if isinstance(value, list | tuple) else (value,)
         args = typing.get_args(hint)
-        item_hint = args[0] if len(args) == 2 and args[1] is Ellipsis else Any
-        return tuple(_fit(item, item_hint) for item in items)
+        if len(args) == 2 and args[1] is Ellipsis:
+            args = (args[0],) * len(items)
+        if len(args) != len(items):
+            return items
+        return tuple(map(_fit, items, args))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value

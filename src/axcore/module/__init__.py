@@ -1,8 +1,10 @@
 """Layer, the invocation context, and the transforms that carry it."""
 
 import axcore.module.codecs  # noqa: F401 - configs may hold number types and partition specs from here on
-from axcore.module.context import Collections, ContextError, Frame, current, labelled
+from axcore.module.collections import Collections, Kind, Reduce, Summary, labelled
+from axcore.module.context import ContextError, Frame, current, root
 from axcore.module.layer import BuildError, DTypes, Layer, method
+from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, shard_map, vmap, while_loop
 from axcore.module.pure import Functional, Tree, abstract, functional, initializer, invoke
 from axcore.module.rngs import Rngs, fold
 from axcore.module.transforms import scan, stack
@@ -14,17 +16,28 @@ __all__ = [
     "DTypes",
     "Frame",
     "Functional",
+    "Kind",
     "Layer",
+    "Reduce",
     "Rngs",
+    "Summary",
     "Tree",
     "abstract",
+    "cond",
     "current",
+    "custom_jvp",
+    "custom_vjp",
     "fold",
     "functional",
     "initializer",
     "invoke",
     "labelled",
     "method",
+    "remat",
+    "root",
     "scan",
+    "shard_map",
     "stack",
+    "vmap",
+    "while_loop",
 ]

@@ -15,46 +15,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, matches
+from axcore.module.collections import Collections, Kind, Reduce, Summary, histogram
 from axcore.module.rngs import fold
 
 
 class ContextError(AxcoreError):
     """A layer asked the invocation context for something that it cannot give. The message names the layer."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Collections:
-    """What the layers of one call reported, by `path.name`.
-
-    A layer that ran in a scanned stack reports under `*`, with a leading axis over the layers: `decoder.layers.*.norm`.
-    `labelled` spells such entries out.
-    """
-
-    summaries: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    losses: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-
-    def absorb(self, inner: Collections) -> None:
-        """Adds what the body of a transform reported; its frames carried full paths already."""
-        self.summaries.update(inner.summaries)
-        self.losses.update(inner.losses)
-
-    def total_loss(self) -> jax.Array | float:
-        """The sum of all weighted losses, over stacked layers too."""
-        return sum((loss.sum() for loss in self.losses.values()), start=0.0)
-
-
-def labelled(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Spells out entries of scanned stacks, one for each layer. For host values: under a trace it costs an op each."""
-    found: dict[str, Any] = {}
-    for path, value in entries.items():
-        if "*" not in path.split("."):
-            found[path] = value
-            continue
-        before, after = path.split("*", 1)
-        found.update(labelled({f"{before}{index}{after}": item for index, item in enumerate(value)}))
-    return found
 
 
 @dataclasses.dataclass
@@ -71,7 +38,13 @@ class Frame:
     root_key: jax.Array | None
     training: bool
     collections: Collections | None
+    captured: tuple[str, ...] = ()
+    """Path patterns of the outputs that somebody wants."""
+    salt: jax.Array | int | None = None
+    """Folded into the key but no part of the path: tells mapped examples, loop rounds and repeated calls apart."""
     drawn: dict[str, int] = dataclasses.field(default_factory=dict)
+    calls: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
+    """How often this layer called each of its children so far."""
 
     @property
     def path(self) -> str:
@@ -85,6 +58,8 @@ class Frame:
         if key is not None:
             for name in self.names:
                 key = fold(key, name)
+            if self.salt is not None:
+                key = fold(key, self.salt)
         return key
 
     def rng(self, stream: str) -> jax.Array:
@@ -99,10 +74,33 @@ class Frame:
         key = fold(key, stream)
         return fold(key, drawn) if drawn else key
 
-    def add_summary(self, name: str, value: Any) -> None:
-        """Reports a value to whoever called `invoke`; without one there is nobody to tell, and that is fine."""
+    def add_summary(self, name: str, value: Any, reduce: Reduce = Reduce.MEAN) -> None:
+        """Reports a scalar to whoever called `invoke`; without one there is nobody to tell, and that is fine."""
         if self.collections is not None:
-            self._record(self.collections.summaries, name, value)
+            self._record(self.collections.summaries, name, Summary(jax.numpy.asarray(value), Kind.SCALAR, reduce))
+
+    def add_histogram(self, name: str, values: Any) -> None:
+        """Reports how values of any shape are distributed."""
+        if self.collections is not None:
+            self._record(self.collections.summaries, name, Summary(histogram(values), Kind.HISTOGRAM, Reduce.LAST))
+
+    def add_image(self, name: str, image: Any) -> None:
+        """Reports an image, [height, width, channels] from 0 to 1."""
+        if self.collections is not None:
+            self._record(self.collections.summaries, name, Summary(jax.numpy.asarray(image), Kind.IMAGE, Reduce.LAST))
+
+    def add_output(self, name: str, value: Any) -> None:
+        """Hands out a value for inspection, if `invoke(capture=...)` asked for it by a pattern."""
+        path = self.below(name)
+        if self.collections is not None and any(matches(pattern, path) for pattern in self.captured):
+            self._record(self.collections.outputs, name, value)
+
+    def add_result(self, value: Any) -> None:
+        """Hands out what the layer returns, if the layer's own path is captured."""
+        if self.collections is None or self.path in self.collections.outputs:
+            return
+        if any(matches(pattern, self.path) for pattern in self.captured):
+            self.collections.outputs[self.path] = value
 
     def add_loss(self, name: str, value: Any, weight: float = 1.0) -> None:
         """Adds `weight * value` to the objective. Losing a loss would change training, so it needs an `invoke`."""
@@ -111,13 +109,33 @@ class Frame:
                 f"{self.describe()} adds the loss {name!r}, but nobody collects losses; "
                 f"run it through axcore.invoke(module, ...)"
             )
-        self._record(self.collections.losses, name, value * weight)
+        self._record(self.collections.losses, name, jax.numpy.asarray(value * weight))
+
+    def absorb(self, inner: Collections | None) -> None:
+        """Adds what the body of a transform reported; its frames carried full paths already."""
+        if inner is None or self.collections is None:
+            return
+        for kind in ("summaries", "losses", "outputs"):
+            mine, theirs = getattr(self.collections, kind), getattr(inner, kind)
+            for path in theirs:
+                if path in mine:
+                    raise ContextError(f"{path} is reported twice in one call of {self.describe()}")
+            mine.update(theirs)
+
+    def repeated(self, names: tuple[str, ...]) -> int | None:
+        """None for the first call of a child; then 1, 2, ... to tell the draws of its calls apart."""
+        count = self.calls[names] = self.calls.get(names, -1) + 1
+        return count or None
+
+    def below(self, name: str) -> str:
+        """The path of something of this name in this frame."""
+        return f"{self.path}.{name}" if self.path else name
 
     def _record(self, entries: dict[str, Any], name: str, value: Any) -> None:
-        path = f"{self.path}.{name}" if self.path else name
+        path = self.below(name)
         if path in entries:
             raise ContextError(f"{self.describe()} reports {name!r} twice in one call")
-        entries[path] = jax.numpy.asarray(value)
+        entries[path] = value
 
     def describe(self) -> str:
         kind = type(self.module).__name__ if self.module is not None else "code outside any layer"
@@ -149,22 +167,35 @@ def pushed(frame: Frame) -> Iterator[Frame]:
 
 
 @contextlib.contextmanager
-def root(module: nnx.Module | None, *, key: jax.Array | None, training: bool, collect: bool = True) -> Iterator[Frame]:
+def root(
+    module: nnx.Module | None,
+    *,
+    key: jax.Array | None,
+    training: bool,
+    collect: bool = True,
+    captured: tuple[str, ...] = (),
+    names: tuple[str, ...] = (),
+) -> Iterator[Frame]:
     """A fresh stack for one call, whatever was on it before."""
     token = _stack.set(())
     try:
         collections = Collections() if collect else None
-        with pushed(Frame(module, (), None, key, training, collections)) as frame:
+        with pushed(Frame(module, names, None, key, training, collections, captured)) as frame:
             yield frame
     finally:
         _stack.reset(token)
 
 
 @contextlib.contextmanager
-def inside(parent: Frame, module: nnx.Module, names: tuple[str | jax.Array, ...]) -> Iterator[Frame]:
+def inside(
+    parent: Frame, module: nnx.Module, names: tuple[str | jax.Array, ...], salt: jax.Array | int | None = None
+) -> Iterator[Frame]:
     """A frame for the body of a transform, with collections of its own that the transform hands back as outputs."""
     collections = None if parent.collections is None else Collections()
-    with pushed(Frame(module, names, parent, None, parent.training, collections)) as frame:
+    # In the caller's own frame draws go on where they were, or a draw inside would repeat one outside.
+    drawn = parent.drawn if not names else {}
+    frame = Frame(module, names, parent, None, parent.training, collections, parent.captured, salt, drawn)
+    with pushed(frame):
         yield frame
 
 
@@ -183,7 +214,9 @@ def entered(module: nnx.Module) -> Iterator[Frame]:
         names = locate(holder.module, module) if holder.module is not None else None
         if names is not None:
             top = stack[-1]
-            with pushed(Frame(module, names, holder, None, top.training, top.collections)) as frame:
+            frame = Frame(module, names, holder, None, top.training, top.collections, top.captured)
+            frame.salt = holder.repeated(names)
+            with pushed(frame):
                 yield frame
             return
     raise ContextError(
@@ -193,20 +226,24 @@ def entered(module: nnx.Module) -> Iterator[Frame]:
 
 
 def locate(holder: Any, wanted: nnx.Module) -> tuple[str, ...] | None:
-    """The attribute names that lead from a module to one that it holds, through containers and stock modules."""
+    """The names that lead from a module to one that it holds, through containers and stock modules."""
     from axcore.module.layer import Layer
 
-    entries = holder.items() if isinstance(holder, Mapping) else vars(holder).items()
-    if isinstance(holder, nnx.List):
-        entries = ((str(index), item) for index, item in enumerate(holder))
     nested = []
-    for name, value in entries:
+    for name, value in _items(holder):
         if value is wanted:
-            return (str(name),)
-        if isinstance(value, nnx.Module) and not isinstance(value, Layer):
-            nested.append((str(name), value))
+            return (name,)
+        if isinstance(value, nnx.Module | tuple | list | Mapping) and not isinstance(value, Layer):
+            nested.append((name, value))
     for name, value in nested:
         below = locate(value, wanted)
         if below is not None:
             return (name, *below)
     return None
+
+
+def _items(holder: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, nnx.List | tuple | list):
+        return ((str(index), item) for index, item in enumerate(holder))
+    entries = holder if isinstance(holder, Mapping) else vars(holder)
+    return ((str(name), item) for name, item in entries.items())

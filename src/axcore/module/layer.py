@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from axcore.config import Config as Node, ConfigError, Configurable, has_field
+from axcore.module.collections import Reduce
 from axcore.module.context import Frame, current, entered
 from axcore.module.rngs import Rngs
 
@@ -29,7 +30,10 @@ class DTypes(Node):
 
     def __post_init__(self) -> None:
         for name in ("param", "compute"):
-            object.__setattr__(self, name, np.dtype(getattr(self, name)))
+            try:
+                object.__setattr__(self, name, np.dtype(getattr(self, name)))
+            except TypeError:
+                raise ConfigError(f"DTypes.{name}: {getattr(self, name)!r} is no number type; as in bfloat16") from None
 
 
 class BuildError(ConfigError):
@@ -41,8 +45,10 @@ def method[F: Callable[..., Any]](fn: F) -> F:
 
     @functools.wraps(fn)
     def call(self: Layer, *args: Any, **kwargs: Any) -> Any:
-        with entered(self):
-            return fn(self, *args, **kwargs)
+        with entered(self) as frame:
+            result = fn(self, *args, **kwargs)
+            frame.add_result(result)
+            return result
 
     return call  # type: ignore[return-value]
 
@@ -69,6 +75,11 @@ class Layer(nnx.Module, Configurable):
 
     config: Config
     dtypes: DTypes
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        """A layer without parameters and children needs no constructor of its own."""
+        self.config = cfg
+        self.dtypes = cfg.dtypes or DTypes()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -105,6 +116,9 @@ class Layer(nnx.Module, Configurable):
             raise
         except ConfigError as error:
             raise BuildError(f"{rngs.path}: {error}") from error
+        except Exception as error:
+            error.add_note(f"while building {rngs.path}")
+            raise
 
     def param(
         self, name: str, shape: tuple[int, ...], init: Initializer, rngs: Rngs, *, axes: tuple[str | None, ...]
@@ -114,9 +128,13 @@ class Layer(nnx.Module, Configurable):
         Args:
             axes: the logical name of each dimension ("embed", "mlp", ...); parallelism maps them to the mesh.
         """
+        where = rngs.at(name).path
         if len(axes) != len(shape):
-            raise BuildError(f"{rngs.path}.{name}: axes {axes} must name the {len(shape)} dimensions of shape {shape}")
-        return nnx.Param(init(rngs.at(name).key, shape, self.dtypes.param), axes=axes)
+            raise BuildError(f"{where}: axes {axes} must name the {len(shape)} dimensions of shape {shape}")
+        value = init(rngs.at(name).key, shape, self.dtypes.param)
+        if value.shape != shape:
+            raise BuildError(f"{where}: the initializer {init!r} gave shape {value.shape}, not {shape}")
+        return nnx.Param(value, axes=axes)
 
     @property
     def frame(self) -> Frame:
@@ -131,9 +149,21 @@ class Layer(nnx.Module, Configurable):
         """A key of the named stream; it derives from the layer's path and the step's key."""
         return self.frame.rng(stream)
 
-    def add_summary(self, name: str, value: Any) -> None:
-        """Reports a scalar under `path.name`."""
-        self.frame.add_summary(name, value)
+    def add_summary(self, name: str, value: Any, reduce: Reduce = Reduce.MEAN) -> None:
+        """Reports a scalar under `path.name`; `reduce` says how several of it become one."""
+        self.frame.add_summary(name, value, reduce)
+
+    def add_histogram(self, name: str, values: Any) -> None:
+        """Reports how values of any shape are distributed, under `path.name`."""
+        self.frame.add_histogram(name, values)
+
+    def add_image(self, name: str, image: Any) -> None:
+        """Reports an image, [height, width, channels] from 0 to 1, under `path.name`."""
+        self.frame.add_image(name, image)
+
+    def add_output(self, name: str, value: Any) -> None:
+        """Hands out a value for inspection under `path.name`, if the caller of `invoke` captures it."""
+        self.frame.add_output(name, value)
 
     def add_loss(self, name: str, value: Any, weight: float = 1.0) -> None:
         """Adds `weight * value` (a scalar) to the training objective."""

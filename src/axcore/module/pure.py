@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
 from axcore.config import Config
-from axcore.module.context import Collections, root
+from axcore.module.collections import Collections
+from axcore.module.context import ContextError, root
 from axcore.module.rngs import Rngs
 from axcore.module.split import split
 
@@ -24,6 +25,7 @@ def invoke(
     key: jax.Array | None = None,
     training: bool = False,
     method: str = "__call__",
+    capture: Sequence[str] = (),
     **kwargs: Any,
 ) -> tuple[Any, Collections]:
     """Calls `module.method(*args, **kwargs)` in a fresh context.
@@ -31,17 +33,19 @@ def invoke(
     Args:
         key: where the layers' PRNG streams start; without it a layer that draws is an error.
         training: what the layers see as `self.training`.
+        capture: path patterns of values to hand out, as in `**.attention.logits`; see `Layer.add_output`. A layer's own
+            path stands for what the layer returns.
 
     Returns:
         The result, and what the layers reported on the way.
     """
-    with root(module, key=key, training=training) as frame:
+    with root(module, key=key, training=training, captured=tuple(capture)) as frame:
         output = getattr(module, method)(*args, **kwargs)
     assert frame.collections is not None
     return output, frame.collections
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Functional:
     """A module without its arrays: pure, hashable by identity, cheap to close over in `jax.jit`.
 
@@ -63,11 +67,13 @@ class Functional:
         """Calls the module; arguments are those of `invoke`. Returns ((output, collections), new state)."""
         module = self.bind(params, state)
         result = invoke(module, *args, **kwargs)
+        _refuse_escaped(module)
         return result, nnx.to_pure_dict(split(module)[2])
 
 
 def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
     """A module as (pure function, parameters, other state)."""
+    _refuse_shared(module)
     graphdef, params, state = split(module)
     return Functional(graphdef, _axes(params)), nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
@@ -92,6 +98,42 @@ def initializer(cfg: Config) -> Callable[[jax.Array], tuple[Tree, Tree]]:
         return functional(cfg.build(rngs=Rngs(key)))[1:]
 
     return init
+
+
+def _refuse_escaped(module: nnx.Module) -> None:
+    """A traced value that a layer kept as a plain attribute would be lost without a word, or fail far from here."""
+    for path, node in nnx.iter_modules(module):
+        for name, value in vars(node).items():
+            if isinstance(value, jax.core.Tracer):
+                where = ".".join(map(str, path)) or "the module"
+                raise ContextError(
+                    f"{where} ({type(node).__name__}) keeps a traced value in its attribute {name!r}; return it, "
+                    f"report it with add_output, or hold it in an nnx.Variable"
+                )
+
+
+def _refuse_shared(module: nnx.Module) -> None:
+    """Two paths to one module or Variable would be trained as one and saved as two."""
+    seen: dict[int, str] = {}
+    for path, node in _holders(module, ()):
+        first = seen.setdefault(id(node), path)
+        if first != path:
+            raise ContextError(
+                f"{first} and {path} are one {type(node).__name__}; a module has one place (to tie weights, call one "
+                f"module from both places)"
+            )
+
+
+def _holders(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nnx.Variable | nnx.Module):
+        yield ".".join(path) or "the module", value
+    if isinstance(value, nnx.List):
+        for index, item in enumerate(value):
+            yield from _holders(item, (*path, str(index)))
+    elif isinstance(value, nnx.Module | nnx.Dict):
+        for name, item in vars(value).items():
+            if isinstance(item, nnx.Module | nnx.Variable | nnx.List | nnx.Dict):
+                yield from _holders(item, (*path, name))
 
 
 def _axes(params: Any) -> Tree:

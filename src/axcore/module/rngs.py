@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import numbers
 from typing import TYPE_CHECKING
 
 import jax
@@ -31,7 +32,7 @@ class Rngs:
     path: str = ""
 
     def __init__(self, key: jax.Array | int, path: str = ""):
-        object.__setattr__(self, "key", jax.random.key(key) if isinstance(key, int) else key)
+        object.__setattr__(self, "key", jax.random.key(key) if isinstance(key, numbers.Integral) else key)
         object.__setattr__(self, "path", path)
 
     def at(self, name: str) -> Rngs:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axcore.module.context import Collections, ContextError, current, inside, locate
+from axcore.module.collections import Collections
+from axcore.module.context import ContextError, current, inside, locate
 from axcore.module.rngs import Rngs
 from axcore.module.split import split
 
@@ -65,18 +66,22 @@ def scan(
     if names is None:
         raise ContextError(f"{caller.describe()} scans a {type(layers).__name__} that it does not hold")
     graphdef, params, state = split(layers)
+    again = caller.repeated(names)
 
     def body(carry: Any, xs: Any) -> tuple[Any, tuple[Any, Collections | None]]:
         index, params, state = xs
         layer = nnx.merge(graphdef, params, state)
-        with inside(caller, layer, (*names, index)) as frame:
+        with inside(caller, layer, (*names, index), again) as frame:
             carry = layer(carry, *args)
         return carry, (split(layer)[2], frame.collections)
 
     if remat is not None:
         body = jax.checkpoint(body, policy=remat, prevent_cse=False)
-    carry, (state, collections) = jax.lax.scan(body, carry, (jnp.arange(count), params, state), unroll=unroll)
+    try:
+        carry, (state, collections) = jax.lax.scan(body, carry, (jnp.arange(count), params, state), unroll=unroll)
+    except (TypeError, ValueError) as error:
+        error.add_note(f"in the scan over {count} layers of {caller.below('.'.join(names))}")
+        raise
     nnx.update(layers, state)
-    if collections is not None and caller.collections is not None:
-        caller.collections.absorb(collections)
+    caller.absorb(collections)
     return carry

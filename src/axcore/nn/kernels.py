@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from axcore.config import REQUIRED
-from axcore.module import Layer, Rngs
+from axcore.module import Layer
 from axcore.nn.masks import Mask
 from axcore.nn.tokens import TokenInfo
 
@@ -19,9 +19,6 @@ class AttentionKernel(Layer):
 
     class Config(Layer.Config):
         head_dim: int = REQUIRED
-
-    def __init__(self, cfg: Config, *, rngs: Rngs):
-        del cfg, rngs  # a kernel has no parameters unless it says so
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo

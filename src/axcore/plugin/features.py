@@ -75,12 +75,12 @@ def split_outside_brackets(text: str) -> list[str]:
 def check_options(plugin: Plugin, offer: Offer, fn: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuses options that `fn(cfg, **options)` does not take, before anything is built."""
     parameters = list(inspect.signature(fn).parameters.values())[1:]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
+    free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    parameters = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     known = [parameter.name for parameter in parameters]
     where = f"({plugin}, option of {offer.target.replace(':', '.')})"
     for name in options:
-        if name not in known:
+        if name not in known and not free:
             raise ConfigError(f"{offer.name} has no option {name!r}.{did_you_mean(name, known)} {where}")
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in options:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pluggy
 
-from axcore.plugin.offers import AttentionKernel, Command, Feature, KVCache, MeshRule, Recipe
+from axcore.plugin.offers import AttentionKernel, Command, Feature, KVCache, MeshRule, Offer, Recipe
 
 API_VERSION = 1
 """The version of these specs, apart from the package's. A plugin module may state the one it needs as `axcore_api`."""
@@ -56,7 +56,7 @@ class ParallelismHooks:
 
     @hookspec
     def axcore_mesh_rules(self) -> list[MeshRule]:  # type: ignore[empty-body]
-        """Modifiers by accelerator, for `axcore.target(name)`."""
+        """Modifiers by accelerator."""
 
 
 class ProgramHooks:
@@ -70,5 +70,15 @@ class ProgramHooks:
     def axcore_commands(self) -> list[Command]:  # type: ignore[empty-body]
         """Subcommands of the `axcore` command."""
 
+
+OFFERS: dict[str, type[Offer]] = {
+    "axcore_features": Feature,
+    "axcore_attention_kernels": AttentionKernel,
+    "axcore_kv_caches": KVCache,
+    "axcore_mesh_rules": MeshRule,
+    "axcore_recipes": Recipe,
+    "axcore_commands": Command,
+}
+"""What each hook returns a list of."""
 
 FAMILIES = (LayerHooks, AttentionHooks, KVCacheHooks, ParallelismHooks, ProgramHooks)

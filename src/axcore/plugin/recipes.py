@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 from collections.abc import Iterator
 
-from axcore.config import Config, acting, did_you_mean
+from axcore.config import Config, ConfigError, acting, did_you_mean
 from axcore.plugin.offers import Recipe
 from axcore.plugin.registry import PluginError, registry, resolve
 
@@ -40,8 +41,16 @@ def recipe(name: str) -> Config:
         listed = f"Known: {', '.join(names)}" if names else "No installed plugin brings any. pip install axcore-recipes"
         raise PluginError(f"there is no recipe {name!r}.{did_you_mean(name, names)} {listed}")
     plugin, offer = found
+    compose = resolve(plugin, offer)
+    try:
+        inspect.signature(compose).bind()
+    except TypeError as error:
+        raise PluginError(f"recipe {name!r} ({plugin}) must need no arguments: {error}") from None
     with composing(name):
-        cfg = resolve(plugin, offer)()
+        try:
+            cfg = compose()
+        except ConfigError as error:
+            raise ConfigError(f"recipe {name!r}: {error}") from error
     if not isinstance(cfg, Config):
         raise PluginError(f"recipe {name!r} ({plugin}) returned {type(cfg).__name__}, not a config")
     return cfg

@@ -20,7 +20,7 @@ from typing import Any
 import pluggy
 
 from axcore.config import AxcoreError, did_you_mean
-from axcore.plugin.hooks import API_VERSION, FAMILIES, PROJECT
+from axcore.plugin.hooks import API_VERSION, FAMILIES, OFFERS, PROJECT
 from axcore.plugin.offers import Offer
 
 GROUP = "axcore.plugins"
@@ -72,7 +72,8 @@ class Plugin:
 
     @property
     def package(self) -> str:
-        return self.module.partition(".")[0]
+        """The package that holds its module: what is below it is the plugin's."""
+        return self.module.rpartition(".")[0] or self.module
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
@@ -91,12 +92,10 @@ class Registry:
             self._note(point, points)
         disabled, only = _ids(environ, "AXCORE_DISABLE", points), _ids(environ, "AXCORE_PLUGINS", points)
         for plugin in self.plugins.values():
-            if plugin.state is not State.DISCOVERED:
-                continue
             if plugin.id in disabled or ("AXCORE_PLUGINS" in environ and plugin.id not in only):
                 variable = "AXCORE_DISABLE" if plugin.id in disabled else "AXCORE_PLUGINS"
                 plugin.state, plugin.detail = State.DISABLED, f"by {variable}"
-            else:
+            elif plugin.state is State.DISCOVERED:
                 self._load(plugin, points[plugin.id])
 
     def find[T: Offer](self, kind: type[T], name: str) -> tuple[Plugin, T] | None:
@@ -128,21 +127,26 @@ class Registry:
 
     def owner(self, module: str) -> Plugin | None:
         """The plugin whose package holds a module."""
-        package = module.partition(".")[0]
-        return next((plugin for plugin in self.plugins.values() if plugin.package == package), None)
+        inside = [plugin for plugin in self.plugins.values() if f"{module}.".startswith(f"{plugin.package}.")]
+        return max(inside, key=lambda plugin: len(plugin.package), default=None)
 
     def _note(self, point: importlib.metadata.EntryPoint, points: dict[str, Any]) -> None:
-        name, version = (point.dist.name, point.dist.version) if point.dist else ("unknown", "?")
+        metadata = point.dist.metadata if point.dist else None
+        name, version = (metadata.get(key) if metadata else None for key in ("Name", "Version"))
+        name, version = name or "unknown", version or "?"
+        module = point.value.partition(":")[0].strip()
         known = self.plugins.get(point.name)
         if known is None:
             points[point.name] = point
-            self.plugins[point.name] = Plugin(point.name, point.module, name, version)
-        elif (known.module, known.distribution) != (point.module, name):  # the same twice is an editable install
+            self.plugins[point.name] = Plugin(point.name, module, name, version)
+        elif (known.module, known.distribution) != (module, name):  # the same twice is an editable install
             known.state = State.FAILED
             known.detail = f"two distributions claim the id {point.name!r}: {known} and {name} {version}; uninstall one"
 
     def _load(self, plugin: Plugin, point: importlib.metadata.EntryPoint) -> None:
         try:
+            if point.pattern.match(point.value) is None:
+                raise ValueError(f"the entry point {point.value!r} names no module")
             module = point.load()
             if not isinstance(module, ModuleType):
                 raise TypeError(f"the entry point {point.value!r} must name a module, not a {type(module).__name__}")
@@ -157,7 +161,9 @@ class Registry:
             plugin.state = State.LOADED
         except Unavailable as reason:
             plugin.state, plugin.detail = State.UNAVAILABLE, str(reason)
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # also SystemExit: a plugin must not end the program that looks at it
             plugin.state, plugin.detail = State.FAILED, traceback.format_exc()
         if plugin.state is not State.LOADED and self._manager.has_plugin(plugin.id):
             self._manager.unregister(name=plugin.id)
@@ -177,7 +183,10 @@ def resolve(plugin: Plugin, offer: Offer) -> Any:
     """
     module, _, attribute = offer.target.partition(":")
     try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+        if not callable(found):
+            raise TypeError(f"it is {found!r}, which cannot be called")
+        return found
     except Exception as error:
         raise PluginError(
             f"the {offer.kind} {offer.name!r} of {plugin} could not be loaded from {offer.target!r}: "
@@ -187,18 +196,27 @@ def resolve(plugin: Plugin, offer: Offer) -> Any:
 
 def _offers(module: ModuleType) -> Iterable[Offer]:
     """What the hooks of one plugin return, checked here so that nothing wrong gets past discovery."""
-    for family in FAMILIES:
-        for hook in (name for name in vars(family) if name.startswith("axcore_")):
-            implementation = getattr(module, hook, None)
-            if implementation is None:
-                continue
-            offers = implementation()
-            for offer in offers:
-                if not isinstance(offer, Offer):
-                    raise TypeError(f"{hook} must return offers, not {offer!r}")
-                if ":" not in offer.target:
-                    raise ValueError(f"{hook}: target {offer.target!r} of {offer.name!r} is not 'module:attribute'")
-                yield offer
+    for name, value in vars(module).items():
+        if name.startswith("axcore_") and callable(value):
+            if name not in OFFERS:
+                raise TypeError(f"{name} is not a hook.{did_you_mean(name, OFFERS)}")
+            if not hasattr(value, f"{PROJECT}_impl"):
+                raise TypeError(f"{name} is not marked; put @hookimpl above it")
+    taken: set[tuple[str, str]] = set()
+    for hook, kind in OFFERS.items():
+        implementation = getattr(module, hook, None)
+        offers = implementation() if implementation is not None else []
+        if not isinstance(offers, Iterable):
+            raise TypeError(f"{hook} must return a list of {kind.__name__}, not {offers!r}")
+        for offer in offers:
+            if type(offer) is not kind:
+                raise TypeError(f"{hook} must return a list of {kind.__name__}; {offer!r} is none")
+            if ":" not in offer.target:
+                raise ValueError(f"{hook}: target {offer.target!r} of {offer.name!r} is not 'module:attribute'")
+            if (hook, offer.name) in taken:
+                raise ValueError(f"{hook} offers {offer.name!r} twice")
+            taken.add((hook, offer.name))
+            yield offer
 
 
 def _ids(environ: Mapping[str, str], variable: str, known: Iterable[str]) -> set[str]:

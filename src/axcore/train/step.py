@@ -70,7 +70,7 @@ class Program:
         params, optimizer, metrics = self.learner.update(
             grads, state.optimizer, state.params, state.step, state.total_steps
         )
-        metrics = {"loss": loss, **metrics, **collections.losses, **collections.summaries}
+        metrics = {"loss": loss, **metrics, **collections.losses, **collections.scalars()}
         new = TrainState(params, model_state, optimizer, state.step + 1, state.total_steps, state.seed)
         return new, metrics
 

@@ -116,6 +116,7 @@ class _Run:
         self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / "checkpoints")
         self.is_first = jax.process_index() == 0
         self.writers: list[Writer] = [writer.build(folder) for writer in cfg.writers] if self.is_first else []
+        self.evaluated: dict[str, Any] = {}
         self.began = time.monotonic()
 
     def run(self, resume: bool) -> dict[str, Any]:
@@ -149,6 +150,7 @@ class _Run:
             state, done = restored.state, restored.step
             self.batches.set_state(restored.data)
             self.began -= restored.meta["seconds"]
+            self.evaluated = restored.meta["evaluated"]
         else:
             state, done = self.program.init(jnp.uint32(self.cfg.seed)), 0
         if resume:
@@ -182,6 +184,8 @@ class _Run:
     def _evaluate(self, loop: Loop) -> float:
         """Validation bits per byte, reported as of the steps done."""
         loop.flush()
+        if self.evaluated.get("step") == loop.done:  # before the checkpoint that was resumed from
+            return float(self.evaluated["bits_per_byte"])
         nats = count = 0.0
         for batch in self.source.validation_batches():
             summed, weights = self.eval_step(loop.state.params, loop.state.model_state, batch)
@@ -189,15 +193,23 @@ class _Run:
         bits = nats / math.log(2) / self.source.validation_byte_count
         for writer in self.writers:
             writer.write(loop.done, {"eval/bits_per_byte": bits, "eval/loss": nats / count})
+        self.evaluated = {"step": loop.done, "bits_per_byte": bits}
         loop.pause()
         return bits
 
     def _save(self, loop: Loop) -> None:
         """Starts to save a checkpoint. What it stands for is in the metrics before it can be resumed from."""
         loop.flush()
+        if self.checkpointer.latest() == loop.done:
+            return
         for writer in self.writers:
             writer.flush()
-        meta = {"seconds": self.seconds, "config": self.cfg.text(), "plugins": self.plugins}
+        meta = {
+            "seconds": self.seconds,
+            "evaluated": self.evaluated,
+            "config": self.cfg.text(),
+            "plugins": self.plugins,
+        }
         self.checkpointer.save(loop.done, loop.state, data=self.batches.get_state(), meta=meta)
         loop.pause()
 

@@ -33,13 +33,18 @@ class CudnnKernel(AttentionKernel):
         )
 
 
-def use_cudnn(cfg: ax.Config, where: ax.Where = Attention) -> ax.Config:
+def use_cudnn(cfg: ax.Config, across_documents: bool = False, where: ax.Where = Attention) -> ax.Config:
     """Computes every selected attention with cuDNN.
 
     Args:
+        across_documents: let tokens of packed rows see earlier documents of their row: the mask becomes plainly causal.
+            Without it packed rows are refused.
         where: which attentions.
     """
-    return ax.select(cfg, where).set(kernel=CudnnKernel.Config())
+    chosen = ax.select(cfg, where)
+    if across_documents:
+        return chosen.set(kernel=CudnnKernel.Config(), mask=Causal())
+    return chosen.set(kernel=CudnnKernel.Config())
 
 
 def _structure(mask: Mask, *, packed: bool) -> tuple[tuple[int, int] | None, bool]:
@@ -47,7 +52,8 @@ def _structure(mask: Mask, *, packed: bool) -> tuple[tuple[int, int] | None, boo
     arms = mask.masks if isinstance(mask, And) else (mask,)
     if packed and any(isinstance(arm, SameSegment) for arm in arms):
         raise ax.ConfigError(
-            "the cudnn kernel cannot keep packed documents apart; use rows of one document, or the ReferenceKernel"
+            "the cudnn kernel cannot keep packed documents apart; use rows of one document, "
+            'use("cudnn", across_documents=True), or another kernel'
         )
     rest = [arm for arm in arms if not isinstance(arm, SameSegment | Causal | Everything | SlidingWindow)]
     windows = [arm.size for arm in arms if isinstance(arm, SlidingWindow)]

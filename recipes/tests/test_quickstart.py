@@ -1,0 +1,79 @@
+"""The recipe `quickstart`: what it is made of, and (slow) what a run of it leaves behind."""
+
+import json
+import math
+
+import pytest
+
+import axcore as ax
+from axcore.cli import main
+from axcore.module import abstract
+from axcore.nn import Attention
+from axcore.train.metrics import read_jsonl
+
+
+@pytest.fixture(scope="module")
+def quickstart():
+    return ax.recipe("quickstart")
+
+
+def test_it_composes_to_the_same_config_every_time(quickstart):
+    assert ax.recipe("quickstart").text() == quickstart.text()
+    assert quickstart.build().config == quickstart
+
+
+def test_it_is_as_long_as_the_first_page_of_the_readme_says(quickstart):
+    assert quickstart.steps is None and 3 <= quickstart.minutes < 4  # the command takes under four minutes
+
+
+def test_rope_is_in_every_attention(quickstart):
+    found = [node for _, node in ax.select(quickstart.model, Attention)]
+    assert found
+    assert {type(node.position).__module__ for node in found} == {"axcore_rope.rotary"}
+
+
+def test_its_model_builds_and_has_the_size_that_it_says(quickstart):
+    fn, params, state = abstract(quickstart.model)
+    sizes = [math.prod(leaf.shape) for leaf in _leaves(params)]
+    assert 0.7e6 < sum(sizes) < 0.9e6
+    assert not state
+    layers = quickstart.model.decoder.num_layers
+    stacked = [leaf for leaf, axes in zip(_leaves(params), _leaves(fn.axes), strict=True) if axes[0] == "layer"]
+    assert stacked and {leaf.shape[0] for leaf in stacked} == {layers}
+
+
+def test_its_vocabulary_is_that_of_its_tokenizer(quickstart):
+    assert quickstart.model.vocab_size == quickstart.input.tokenizer.build().vocab_size
+
+
+def test_it_holds_no_path_of_this_machine(quickstart, tmp_path):
+    assert "/" not in quickstart.text().replace("**/", "")
+
+
+def _leaves(tree):
+    for value in tree.values():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield value
+
+
+@pytest.mark.slow
+def test_a_short_run_leaves_picture_sample_summary_and_config(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "quickstart", "--set", "steps=20", "--set", "minutes=none", "--out", str(out)]) == 0
+    names = {path.name for path in out.iterdir()}
+    assert {"loss.png", "sample.txt", "summary.json", "config.txt", "metrics.jsonl", "checkpoints"} <= names
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "sample.txt").read_text().startswith("def read_file(path):\n")
+    assert len((out / "sample.txt").read_text()) > 200
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 20 and summary["plugins"].keys() == {"recipes", "rope"}
+    assert 1 < summary["lzma_bits_per_byte"] < summary["zlib_bits_per_byte"] < 3
+    assert summary["zlib_bits_per_byte"] < summary["val_bits_per_byte"] < 8
+    config = (out / "config.txt").read_text()
+    assert "steps: 20\n" in config and "axcore_rope.rotary.Rotary" in config
+    steps = [line["step"] for line in read_jsonl(out / "metrics.jsonl") if "train/loss" in line]
+    assert steps == list(range(1, 21))
+    shown = capsys.readouterr().out
+    assert "val_bits_per_byte" in shown and str(out) in shown
