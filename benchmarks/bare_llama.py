@@ -96,15 +96,15 @@ def loss(shape: Shape, params: dict[str, Any], batch: dict[str, jax.Array]) -> j
 
     if shape.saved is not None:
         policy = jax.checkpoint_policies.save_only_these_names(*shape.saved)
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)  # type: ignore[assignment]
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=shape.unroll >= shape.num_layers)  # type: ignore[assignment]
     stacked = {name: value for name, value in params.items() if name not in ("embedding", "head", "norm")}
     x = cast("embedding", params)[batch["inputs"]]
     x, _ = jax.lax.scan(layer, x, stacked, unroll=shape.unroll)
     logits = (norm(x, params["norm"]).reshape(-1, shape.dim) @ cast("head", params)).astype(jnp.float32)
     logits = logits.reshape(batch_size, seq, -1)
-    picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-    losses = jax.nn.logsumexp(logits, axis=-1) - picked
-    return (losses * batch["weights"]).sum() / jnp.maximum(batch["weights"].sum(), 1.0)
+    targets, weights = jnp.where(batch["weights"] == 0, 0, batch["targets"]), batch["weights"]
+    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return (losses * weights).sum() / jnp.where(weights.sum() == 0, 1.0, weights.sum())
 
 
 def _attend(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -23,17 +23,17 @@ def test_it_is_the_running_pythons_own(corpus):
         assert content[path.relative_to(sysconfig.get_path("stdlib")).as_posix()] == path.read_bytes()
 
 
-def test_no_tests_no_packages_no_tables(corpus):
+def test_no_packages_and_nothing_of_this_installation(corpus):
     names = [document.name for document in corpus.train + corpus.validation]
-    unwanted = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+    unwanted = {"site-packages", "dist-packages", "__pycache__"}
     assert not [name for name in names if unwanted & set(name.split("/")) or "_sysconfigdata" in name]
     assert {"json/decoder.py", "unittest/mock.py", "os.py"} <= set(names)
 
 
 def test_sizes_are_those_that_recipes_count_on(corpus):
     train, validation = (sum(len(d.content) for d in half) for half in (corpus.train, corpus.validation))
-    assert 7_000_000 < train < 12_000_000
-    assert 300_000 < validation < 600_000
+    assert 7_000_000 < train < 40_000_000  # some distributions leave the tests of the library out
+    assert 100_000 < validation < 1_000_000
 
 
 def test_the_config_holds_no_path_of_this_machine():

@@ -66,14 +66,14 @@ def test_values_and_gradients_are_those_of_the_layers_called_one_by_one(scanned,
 
 def test_losses_and_summaries_are_labelled_by_layer(scanned, by_hand):
     for kind, name in (("summaries", "mean"), ("losses", "square")):
-        entries = getattr(scanned[3], kind)
+        entries, expected = getattr(scanned[3], kind), getattr(by_hand[3], kind)
         assert list(entries) == [f"layers.*.{name}"]
-        assert np.shape(entries[f"layers.*.{name}"]) == (COUNT,)
-        expected = getattr(by_hand[3], kind)
+        assert np.asarray(entries[f"layers.*.{name}"]).shape == (COUNT,)
         assert list(expected) == [f"layers.{index}.{name}" for index in range(COUNT)]
         spelled = labelled(entries)
         assert list(spelled) == list(expected)
-        np.testing.assert_allclose(list(spelled.values()), list(expected.values()), rtol=1e-6)
+        for path, value in expected.items():
+            np.testing.assert_allclose(np.asarray(spelled[path]), np.asarray(value), rtol=1e-6, err_msg=path)
 
 
 def test_mutable_variables_keep_what_each_layer_wrote(scanned, by_hand):

@@ -202,3 +202,17 @@ def test_a_tied_model_has_no_head_to_learn():
 def test_a_stack_needs_a_layer():
     with pytest.raises(ax.ConfigError, match=r"decoder: num_layers must be at least 1, not 0"):
         shapes(model(layers=0))
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+def test_remat_saves_memory_whether_the_stack_is_a_loop_or_unrolled(unroll):
+    index = np.arange(48, dtype=np.int32)[None]
+
+    def temporaries(remat):
+        wide = ax.select(LAYER, FeedForward).set(hidden_dim=256)
+        fn, params, _ = shapes(Repeat.Config(input_dim=16, num_layers=3, layers=wide, unroll=unroll, remat=remat))
+        x = jax.ShapeDtypeStruct((8, 48, 16), np.float32)
+        slope = jax.grad(lambda params, x: fn(params, {}, x, TokenInfo(index, index))[0][0].sum())
+        return jax.jit(slope).lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(Remat()) < 0.6 * temporaries(None)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from axcore.train import Trainer
+from axcore.train.trainer import batch_form
 
 GIB = 2**30
 
@@ -53,8 +54,7 @@ class StepReport:
 def compile_step(cfg: Trainer.Config) -> StepReport:
     """Compiles the very step that `Trainer.run` would run, for the devices of this process."""
     program = cfg.build().program()
-    spec = cfg.input.target.batch_spec(cfg.input)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in spec.items()}
+    batch = batch_form(cfg.input)
     began = time.monotonic()
     compiled = program.compile_train(batch)
     seconds = time.monotonic() - began

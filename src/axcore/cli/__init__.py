@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone can be handled
+    except BrokenPipeError:  # `axcore plugins | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(arguments: list[str]) -> int:
+    try:
         parser, builtin = _parser()
         found = registry().find(Command, arguments[0]) if arguments else None
         if found is not None and arguments[0] in builtin:
@@ -33,9 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("axcore: interrupted; what was saved can be resumed with --resume", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `axcore plugins | head`
-        sys.stderr.close()
-        return 0
 
 
 def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
@@ -51,5 +60,5 @@ def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
     builtin = set(commands.choices)
     for name, summary in {offer.name: offer.summary for _, offer in registry().offers(Command)}.items():
         if name not in builtin:
-            commands.add_parser(name, help=summary, add_help=False)
+            commands.add_parser(name, help=summary.replace("%", "%%"), add_help=False)
     return parser, builtin

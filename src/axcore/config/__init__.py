@@ -1,7 +1,8 @@
 """The config tree: immutable typed nodes, selection, pure edits, text form, overrides. Imports neither jax nor flax."""
 
+from axcore.config.checks import at_least
 from axcore.config.codec import Codec, register, register_codec
-from axcore.config.errors import AxcoreError, ConfigError, did_you_mean
+from axcore.config.errors import AxcoreError, ConfigError, MissingError, did_you_mean, under
 from axcore.config.history import Event, History, acting
 from axcore.config.modifier import Modifier, pipe
 from axcore.config.node import REQUIRED, Config, Configurable, FrozenDict, has_field, known_types, type_name
@@ -24,10 +25,12 @@ __all__ = [
     "Event",
     "FrozenDict",
     "History",
+    "MissingError",
     "Modifier",
     "Selection",
     "Where",
     "acting",
+    "at_least",
     "content_hash",
     "did_you_mean",
     "diff",
@@ -50,5 +53,6 @@ __all__ = [
     "text",
     "to_json",
     "type_name",
+    "under",
     "walk",
 ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 from axcore.config.cache import cached
 from axcore.config.codec import Codec, name_of, named, public_name, register, register_codec
-from axcore.config.errors import ConfigError, did_you_mean
+from axcore.config.errors import ConfigError, MissingError, did_you_mean
 from axcore.config.history import Event, History, event
 from axcore.config.types import conforms, describe, hints
 
@@ -161,7 +161,7 @@ class Config:
             raise ConfigError(f"{type_name(type(self))} is a plain value; it builds nothing")
         missing = [name for name, value in fields(self) if value is REQUIRED]
         if missing:
-            raise ConfigError(f"{type_name(type(self))} needs {', '.join(missing)}: REQUIRED, and nobody set it")
+            raise MissingError(missing, type_name(type(self)))
         return self.target(self, *args, **kwargs)
 
     def text(self) -> str:

@@ -90,7 +90,7 @@ def parse(text: str, hint: Any) -> Any:
         return text.lower() == "true"
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = text
     for candidate in (value, text):
         for arm in arms:

@@ -35,13 +35,19 @@ def generate(
     Returns:
         int32 [num_tokens].
     """
-    prompt = np.asarray(prompt, np.int32)
+    prompt = np.asarray(prompt)
     if prompt.ndim != 1 or not prompt.size:
         raise AxcoreError(f"a prompt is a row of at least one token, not an array of shape {prompt.shape}")
-    if temperature < 0:
+    if not temperature >= 0:
         raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
+    if context < 1 or num_tokens < 0:
+        raise AxcoreError(f"context must be at least 1 and num_tokens at least 0, not {context} and {num_tokens}")
     fn, params, state = functional(model)
-    row = jnp.zeros((max(prompt.size + num_tokens, context),), jnp.int32).at[: prompt.size].set(prompt)
+    one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    vocab_size = jax.eval_shape(lambda ids: fn(params, state, ids)[0][0], one).shape[-1]
+    if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise AxcoreError(f"a prompt holds token ids from 0 to {vocab_size - 1}; got {prompt.min()} to {prompt.max()}")
+    row = jnp.zeros((max(prompt.size + num_tokens, context),), jnp.int32).at[: prompt.size].set(prompt.astype(np.int32))
     sample = jax.jit(functools.partial(_sample, fn), static_argnames=("start", "num_tokens", "context", "greedy"))
     row = sample(
         params,

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from axcore.config import Config as Node, ConfigError, Configurable, has_field
+from axcore.config import Config as Node, ConfigError, Configurable, MissingError, has_field
 from axcore.module.collections import Reduce
 from axcore.module.context import Frame, current, entered
 from axcore.module.rngs import Rngs
@@ -114,6 +114,8 @@ class Layer(nnx.Module, Configurable):
             return cfg.build(rngs=rngs)
         except BuildError:
             raise
+        except MissingError as error:
+            raise BuildError(str(error.below(rngs.path))) from None
         except ConfigError as error:
             raise BuildError(f"{rngs.path}: {error}") from error
         except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from axcore.config import Config
+from axcore.config import Config, under
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, root
 from axcore.module.rngs import Rngs
@@ -78,12 +78,17 @@ def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
     return Functional(graphdef, _axes(params)), nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
 
-def abstract(cfg: Config) -> tuple[Functional, Tree, Tree]:
-    """`functional(cfg.build(...))` with shapes in place of arrays: no memory is taken and nothing is computed."""
+def abstract(cfg: Config, path: str = "") -> tuple[Functional, Tree, Tree]:
+    """`functional(cfg.build(...))` with shapes in place of arrays: no memory is taken and nothing is computed.
+
+    Args:
+        path: where `cfg` stands in a larger config; errors begin with it.
+    """
     found: list[Functional] = []
 
     def make(key: jax.Array) -> tuple[Tree, Tree]:
-        fn, params, state = functional(cfg.build(rngs=Rngs(key)))
+        with under(path):
+            fn, params, state = functional(cfg.build(rngs=Rngs(key, path)))
         found.append(fn)
         return params, state
 

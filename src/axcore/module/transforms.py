@@ -76,7 +76,8 @@ def scan(
         return carry, (split(layer)[2], frame.collections)
 
     if remat is not None:
-        body = jax.checkpoint(body, policy=remat, prevent_cse=False)
+        # In a loop the recomputation cannot be merged with the forward pass; unrolled, XLA would undo it.
+        body = jax.checkpoint(body, policy=remat, prevent_cse=unroll >= count)
     try:
         carry, (state, collections) = jax.lax.scan(body, carry, (jnp.arange(count), params, state), unroll=unroll)
     except (TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ import jax
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 
-from axcore.config import REQUIRED, ConfigError
+from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs
 from axcore.nn.kernels import AttentionKernel, ReferenceKernel
 from axcore.nn.linear import Linear
@@ -46,6 +46,7 @@ class Attention(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "input_dim", "num_heads", "num_kv_heads", "head_dim")
         num_kv_heads = cfg.num_kv_heads or cfg.num_heads
         if cfg.num_heads % num_kv_heads:
             raise ConfigError(f"num_heads={cfg.num_heads} is not a multiple of num_kv_heads={num_kv_heads}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from axcore.config import REQUIRED
+from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs, method
 from axcore.nn.embedding import Embedding
 from axcore.nn.linear import Linear
@@ -36,6 +36,7 @@ class CausalLM(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "vocab_size", "dim")
         self.embedding = self.child("embedding", cfg.embedding, rngs, vocab_size=cfg.vocab_size, output_dim=cfg.dim)
         self.decoder = self.child("decoder", cfg.decoder, rngs, input_dim=cfg.dim)
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=cfg.dim)
@@ -64,8 +65,11 @@ class CausalLM(Layer):
     def token_losses(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Cross-entropy of each target in nats, and the log-partition: both float32 [batch, seq]."""
         logits = self(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
+        targets = batch["targets"]
+        if "weights" in batch:  # a target that does not count may be any number, -1 or -100 by custom
+            targets = jnp.where(batch["weights"] == 0, 0, targets)
         log_z = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return log_z - picked, log_z
 
     @method
@@ -78,7 +82,8 @@ class CausalLM(Layer):
         """
         losses, log_z = self.token_losses(batch)
         weights = batch["weights"]
-        count = jnp.maximum(weights.sum(), 1.0)
+        count = weights.sum()
+        count = jnp.where(count == 0, 1.0, count)
         if self.config.z_loss:
             self.add_loss("z_loss", (jnp.square(log_z) * weights).sum() / count, self.config.z_loss)
         return (losses * weights).sum() / count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from axcore.config import REQUIRED
+from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs, method
 from axcore.nn.initializers import Initializer, Normal
 from axcore.nn.matmul import matmul
@@ -21,6 +21,7 @@ class Embedding(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "vocab_size", "output_dim")
         self.weight = self.param("weight", (cfg.vocab_size, cfg.output_dim), cfg.init, rngs, axes=("vocab", "embed"))
 
     def __call__(self, ids: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from axcore.config import REQUIRED
+from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs
 from axcore.nn import activations  # noqa: F401 - names them
 from axcore.nn.linear import Linear
@@ -30,6 +30,7 @@ class FeedForward(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "input_dim", "hidden_dim")
         wide = {"input_dim": cfg.input_dim, "output_dim": cfg.hidden_dim, "axes": ("embed", "mlp")}
         self.gate = self.child("gate", cfg.gate, rngs, **wide)
         self.up = self.child("up", cfg.up, rngs, **wide)

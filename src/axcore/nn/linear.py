@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from axcore.config import REQUIRED
+from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs
 from axcore.nn.initializers import FanIn, Initializer, Zeros
 from axcore.nn.matmul import matmul
@@ -25,6 +25,7 @@ class Linear(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "input_dim", "output_dim")
         axes = cfg.axes or (None, None)
         self.weight = self.param("weight", (cfg.input_dim, cfg.output_dim), cfg.init, rngs, axes=axes)
         self.bias = nnx.data(None)

@@ -8,7 +8,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from axcore.config import Config
+from axcore.config import Config, at_least
 from axcore.nn.tokens import TokenInfo
 
 
@@ -44,6 +44,9 @@ class SlidingWindow(Mask):
     """A query sees keys at most `size - 1` places away: itself and the nearest `size - 1` on either side."""
 
     size: int
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "size")
 
     def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
         return jnp.abs(query.index[:, :, None] - key.index[:, None, :]) < self.size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from axcore.config import REQUIRED
+from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs
 from axcore.nn.initializers import Initializer, Ones
 
@@ -21,6 +21,7 @@ class RMSNorm(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "input_dim")
         self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from axcore.config import REQUIRED, ConfigError
+from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs, scan, stack
 from axcore.nn.attention import Attention
 from axcore.nn.feed_forward import FeedForward
@@ -59,8 +59,7 @@ class Repeat(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        if cfg.num_layers < 1:
-            raise ConfigError(f"num_layers must be at least 1, not {cfg.num_layers}")
+        at_least(cfg, 1, "input_dim", "num_layers", "unroll")
         self.layers = stack(
             lambda rngs: self.build_child(cfg.layers, rngs, input_dim=cfg.input_dim), rngs.at("layers"), cfg.num_layers
         )

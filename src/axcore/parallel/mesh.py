@@ -48,7 +48,10 @@ class Mesh(Config):
         if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
             raise ConfigError(f"mesh.shape: {sizes} does not fill {len(devices)} devices; its product must be equal")
         for name, axes in self.rules.items():
-            for axis in (axes,) if isinstance(axes, str) else axes or ():
+            group = (axes,) if isinstance(axes, str) else axes or ()
+            if len(set(group)) < len(group):
+                raise ConfigError(f"mesh.rules: {name!r} maps to {group}, which names an axis twice")
+            for axis in group:
                 if axis not in sizes:
                     raise ConfigError(f"mesh.rules: {name!r} maps to {axis!r}; the mesh has {', '.join(sizes)}")
         mesh = jax.make_mesh(

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from axcore.train.run_folder import write_text
 from axcore.train.schedule import Schedule
+from axcore.train.step import UNKNOWN_STEPS
 
 MEASURED_SECONDS = 5.0
 """The shortest stretch of steps that a rate is taken from."""
+BETWEEN_SECONDS = 0.02
+"""Steps closer together than this are not all remembered."""
 
 
 class Budget:
@@ -45,13 +48,15 @@ class Budget:
         if self.plan is not None:
             return self.plan["total_steps"] if step == self.plan["decided_at"] else None
         now = time.monotonic()
-        self._recent.append((now, step))
+        if not self._recent or now - self._recent[-1][0] > BETWEEN_SECONDS:
+            self._recent.append((now, step))
         since, first = self._recent[0]
         if now - since < MEASURED_SECONDS:
             return None
         spent = now - self._began
-        seconds_per_step = (now - since) / (step - first)
-        self._expected = step + max(1, int((self._seconds - spent) / seconds_per_step))
+        seconds_per_step = (now - since) / max(step - first, 1)
+        more = max(1, int((self._seconds - spent) / seconds_per_step))
+        self._expected = min(step + more, UNKNOWN_STEPS - 1)
         if spent < self._settle_at:
             return None
         self.plan = {"total_steps": self._expected, "decided_at": step}

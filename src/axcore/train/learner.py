@@ -75,6 +75,8 @@ class Learner(config.Configurable):
         """Gradients are scaled down to this global norm; None leaves them."""
 
     def __init__(self, cfg: Config, axes: Tree):
+        if cfg.clip_norm is not None and not cfg.clip_norm > 0:
+            raise config.ConfigError(f"learner.clip_norm must be positive or None, not {cfg.clip_norm}")
         self.config = cfg
         clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm is not None else optax.identity()
         self._optimizer = optax.chain(clip, cfg.optimizer.build().transformation(axes))

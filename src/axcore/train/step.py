@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from axcore.config import Config
+from axcore.config import Config, ConfigError
 from axcore.module import Functional, Tree, abstract, initializer
 from axcore.parallel import Layout
 from axcore.train.learner import Learner
@@ -18,6 +19,10 @@ from axcore.train.learner import Learner
 Metrics = dict[str, jax.Array]
 UNKNOWN_STEPS = 2**31 - 1
 """`total_steps` of a run that does not know its length yet."""
+
+
+_QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+"""For what runs once: making the first state takes longer to optimize than to run."""
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +75,10 @@ class Program:
         params, optimizer, metrics = self.learner.update(
             grads, state.optimizer, state.params, state.step, state.total_steps
         )
-        metrics = {"loss": loss, **metrics, **collections.losses, **collections.scalars()}
+        reported = {**collections.losses, **collections.scalars()}
+        if taken := reported.keys() & {"loss", *metrics}:
+            raise ConfigError(f"the model reports {', '.join(taken)}, a name that the trainer uses itself")
+        metrics = {"loss": loss, **metrics, **reported}
         new = TrainState(params, model_state, optimizer, state.step + 1, state.total_steps, state.seed)
         return new, metrics
 
@@ -84,6 +92,10 @@ class Program:
     def batch_shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a batch like this one."""
         sharding = self.layout.sharding("batch", None)
+        rows = next(iter(batch.values())).shape[0]
+        ways = math.prod(dict(self.layout.mesh.shape)[axis] for axis in _axes_of(sharding.spec[0]))
+        if rows % ways:
+            raise ConfigError(f"input.batch_size={rows} does not divide over the {ways} devices of the batch axes")
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
 
     def compile_train(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
@@ -97,7 +109,7 @@ class Program:
 
 def program(model: Config, learner: Config, layout: Layout) -> Program:
     """Builds the shapes of everything and computes nothing."""
-    fn, params, model_state = abstract(model)
+    fn, params, model_state = abstract(model, "model")
     built: Learner = learner.build(fn.axes)
     init_model = initializer(model)
 
@@ -126,4 +138,9 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
     state = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
     )
-    return Program(fn, built, layout, state, jax.jit(init, out_shardings=shardings))
+    return Program(fn, built, layout, state, jax.jit(init, out_shardings=shardings, compiler_options=_QUICK_COMPILE))
+
+
+def _axes_of(dimension: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a partition spec."""
+    return (dimension,) if isinstance(dimension, str) else tuple(dimension or ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 import axcore
 from axcore import config
-from axcore.config import REQUIRED, AxcoreError, ConfigError, diff_flat, flatten, parse_text
+from axcore.config import REQUIRED, AxcoreError, ConfigError, at_least, diff_flat, flatten, parse_text, under
 from axcore.parallel import Mesh
 from axcore.plugin import active
 from axcore.train import run_folder
@@ -22,13 +23,14 @@ from axcore.train.checkpoint import Checkpointer
 from axcore.train.compilations import compilations
 from axcore.train.input import Input
 from axcore.train.learner import Learner
-from axcore.train.loop import Loop
+from axcore.train.loop import Loop, TrainingError
 from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
 from axcore.train.progress import Progress
 from axcore.train.report import FinishedRun, Report
 from axcore.train.step import Program, TrainState, program
 
 CONFIG_FILE = "config.txt"
+MOST_MINUTES = 10_000_000
 
 
 class Trainer(config.Configurable):
@@ -52,9 +54,9 @@ class Trainer(config.Configurable):
     def __init__(self, cfg: Config):
         if (cfg.steps is None) == (cfg.minutes is None):
             raise ConfigError(f"set one of steps and minutes, not steps={cfg.steps} and minutes={cfg.minutes}")
-        for name in ("steps", "minutes"):
-            if getattr(cfg, name) is not None and getattr(cfg, name) <= 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(cfg, name)}")
+        at_least(cfg, 1, "steps", "evaluate_every")
+        if cfg.minutes is not None and not 0 < cfg.minutes < MOST_MINUTES:
+            raise ConfigError(f"minutes must be positive and below {MOST_MINUTES:,}, not {cfg.minutes}")
         if not 0 <= cfg.seed < 2**32:
             raise ConfigError(f"seed must be from 0 to 2**32 - 1, not {cfg.seed}")
         self.config = cfg
@@ -75,12 +77,16 @@ class Trainer(config.Configurable):
             AxcoreError: the config, the input or the folder cannot be used; nothing was trained.
             TrainingError: the loss is not finite any more.
         """
-        folder = Path(out)
+        folder = Path(out).expanduser().absolute()
+        held = _holds_run(folder)
         if resume:
-            self._check_same_run(folder)
+            self._check_same_run(folder, held)
         source = self._input()
         prepared = self.program()
-        if not resume and (folder / CONFIG_FILE).exists():
+        prepared.batch_shapes(batch_form(self.config.input))
+        for part in (self.config.checkpointer, *self.config.reports):  # refuse bad ones before anything is touched
+            part.build(*((folder,) if part is self.config.checkpointer else ()))
+        if not resume and held:
             with run_folder.Lock(folder):
                 print(f"{folder} held an earlier run; it is now {run_folder.move_aside(folder)}")
         folder = run_folder.create(folder)
@@ -92,11 +98,16 @@ class Trainer(config.Configurable):
         cfg = self.config.input
         if cfg.seed is None:
             cfg = cfg.set(seed=self.config.seed)
-        return cfg.build(process_index=jax.process_index(), process_count=jax.process_count())
+        with under("input"):
+            source = cfg.build(process_index=jax.process_index(), process_count=jax.process_count())
+        known = getattr(self.config.model, "vocab_size", source.vocab_size)
+        if known < source.vocab_size:
+            raise ConfigError(f"model.vocab_size={known} is less than the {source.vocab_size} of the input's tokenizer")
+        return source
 
-    def _check_same_run(self, folder: Path) -> None:
+    def _check_same_run(self, folder: Path, held: bool) -> None:
         described = folder / CONFIG_FILE
-        if not described.exists():
+        if not held:
             raise AxcoreError(f"there is no run to resume in {folder}; leave --resume out to start one")
         changed = diff_flat(parse_text(described.read_text()), flatten(self.config))
         if changed:
@@ -104,6 +115,23 @@ class Trainer(config.Configurable):
                 f"the run in {folder} has another config; resume it with the same recipe and flags, or choose another "
                 f"folder. It differs in:\n{changed}"
             )
+
+
+def _holds_run(folder: Path) -> bool:
+    try:
+        return (folder / CONFIG_FILE).exists()
+    except OSError as error:
+        raise AxcoreError(f"cannot use the run folder {folder}: {run_folder.os_reason(error)}") from error
+
+
+def batch_form(cfg: Input.Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """The form of a batch."""
+    return {name: jax.ShapeDtypeStruct(*each) for name, each in cfg.target.batchbatch_form(cfg).items()}
+
+
+@jax.jit
+def _all_finite(params: Any) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]))
 
 
 class _Run:
@@ -116,6 +144,7 @@ class _Run:
         self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / "checkpoints")
         self.is_first = jax.process_index() == 0
         self.writers: list[Writer] = [writer.build(folder) for writer in cfg.writers] if self.is_first else []
+        self.compiled_before = compilations("train_step")
         self.evaluated: dict[str, Any] = {}
         self.began = time.monotonic()
 
@@ -129,11 +158,19 @@ class _Run:
                 self._save(loop)
                 self.checkpointer.wait()
         finally:
-            for writer in self.writers:
-                writer.close()
-            self.batches.close()
-            self.checkpointer.close()
+            self._close()
         return self._finish(loop, bits, train_seconds)
+
+    def _close(self) -> None:
+        """Closes everything, whatever of it fails. The error that ended the run comes before those of closing."""
+        failed: list[AxcoreError] = []
+        for part in (*self.writers, self.batches, self.checkpointer):
+            try:
+                part.close()
+            except AxcoreError as error:
+                failed.append(error)
+        if failed and sys.exception() is None:
+            raise failed[0]
 
     @property
     def seconds(self) -> float:
@@ -191,6 +228,8 @@ class _Run:
             summed, weights = self.eval_step(loop.state.params, loop.state.model_state, batch)
             nats, count = nats + float(summed), count + float(weights)
         bits = nats / math.log(2) / self.source.validation_byte_count
+        if not math.isfinite(bits):
+            raise TrainingError(f"the validation loss after step {loop.done} is {bits}; earlier checkpoints are kept")
         for writer in self.writers:
             writer.write(loop.done, {"eval/bits_per_byte": bits, "eval/loss": nats / count})
         self.evaluated = {"step": loop.done, "bits_per_byte": bits}
@@ -202,6 +241,10 @@ class _Run:
         loop.flush()
         if self.checkpointer.latest() == loop.done:
             return
+        if not _all_finite(loop.state.params):
+            raise TrainingError(
+                f"step {loop.done} made parameters that are not finite; it is not saved, earlier checkpoints are kept"
+            )
         for writer in self.writers:
             writer.flush()
         meta = {
@@ -223,7 +266,7 @@ class _Run:
             "train_seconds": train_seconds,
             "seconds": self.seconds,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(loop.state.params)),
-            "compilations": compilations("train_step"),
+            "compilations": compilations("train_step") - self.compiled_before,
             "host_ms_per_step": 1e3 * statistics.median(loop.host_seconds) if loop.host_seconds else None,
             "plugins": self.plugins,
             "versions": {"axcore": axcore.__version__, "jax": jax.__version__},

@@ -49,6 +49,11 @@ class Input(config.Configurable):
         raise NotImplementedError
 
     @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        raise NotImplementedError
+
+    @property
     def validation_byte_count(self) -> int:
         """Bytes of the validation text: what its loss is divided by for bits per byte."""
         raise NotImplementedError

@@ -56,10 +56,13 @@ class TextInput(Input):
         _check(cfg, process_index, process_count)
         self.cfg = cfg
         self._seed = cfg.seed or 0
-        self.tokenizer: Tokenizer = cfg.tokenizer.build()
+        with config.under("tokenizer"):
+            self.tokenizer: Tokenizer = cfg.tokenizer.build()
         self.local_batch_size: int = cfg.batch_size // process_count
         self._first_row = process_index * self.local_batch_size
-        corpus = cfg.source.build().read()
+        with config.under("source"):
+            source = cfg.source.build()
+        corpus = source.read()
         self.skipped: Mapping[str, int] = corpus.skipped
         self.train_byte_count = sum(len(document.content) for document in corpus.train)
         self.validation_bytes = b"".join(document.content for document in corpus.validation)
