@@ -7,11 +7,11 @@ SOURCES = $(wildcard src/axcore plugins/*/src plugins_kernels/*/src recipes/src)
 # Compiled JAX programs outlive a run. Absolute, since a test may change its folder.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
 
-.PHONY: help setup quickstart test lint format types imports docs lock ci clean
+.PHONY: help setup quickstart test lint format types imports golden docs lock ci clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | quickstart | test [ARGS=...] | lint | format | types | imports | docs | lock | ci | clean"
+	@echo "make setup | quickstart | test [ARGS=...] | lint | format | types | imports | golden | docs | lock | ci | clean"
 
 setup:
 	@sh tools/setup.sh
@@ -37,6 +37,9 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports --no-logo
 	@! grep -rnE --include='*.py' '^[[:space:]]*(from|import)[[:space:]]+axcore_' src/axcore
+
+golden: setup
+	$(BIN)/axcore golden check
 
 # The variable silences the theme's notice about its own future.
 docs: setup

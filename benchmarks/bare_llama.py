@@ -102,9 +102,9 @@ def loss(shape: Shape, params: dict[str, Any], batch: dict[str, jax.Array]) -> j
     x, _ = jax.lax.scan(layer, x, stacked, unroll=shape.unroll)
     logits = (norm(x, params["norm"]).reshape(-1, shape.dim) @ cast("head", params)).astype(jnp.float32)
     logits = logits.reshape(batch_size, seq, -1)
-    targets, weights = jnp.where(batch["weights"] == 0, 0, batch["targets"]), batch["weights"]
+    targets, weights = batch["targets"], batch["weights"]
     losses = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return (losses * weights).sum() / jnp.where(weights.sum() == 0, 1.0, weights.sum())
+    return jnp.where(weights == 0, 0.0, losses * weights).sum() / jnp.where(weights.sum() == 0, 1.0, weights.sum())
 
 
 def _attend(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -210,7 +210,7 @@ def test_required_is_one_object_and_cannot_be_used_as_a_truth_value():
 
 
 def test_build_names_what_is_still_required():
-    with pytest.raises(ConfigError, match=r"Engine needs width"):
+    with pytest.raises(ConfigError, match=r"width is REQUIRED \(.*Engine\)"):
         Engine.Config().build()
 
 

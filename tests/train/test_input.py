@@ -422,5 +422,5 @@ def test_process_index_out_of_range(cfg, index, count):
 
 
 def test_what_must_be_given():
-    with pytest.raises(ConfigError, match="needs source, seq_len, batch_size"):
+    with pytest.raises(ConfigError, match="seq_len, batch_size, source is REQUIRED"):
         TextInput.Config().build()

@@ -65,11 +65,8 @@ class CausalLM(Layer):
     def token_losses(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Cross-entropy of each target in nats, and the log-partition: both float32 [batch, seq]."""
         logits = self(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
-        targets = batch["targets"]
-        if "weights" in batch:  # a target that does not count may be any number, -1 or -100 by custom
-            targets = jnp.where(batch["weights"] == 0, 0, targets)
         log_z = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        picked = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
         return log_z - picked, log_z
 
     @method
@@ -86,4 +83,5 @@ class CausalLM(Layer):
         count = jnp.where(count == 0, 1.0, count)
         if self.config.z_loss:
             self.add_loss("z_loss", (jnp.square(log_z) * weights).sum() / count, self.config.z_loss)
-        return (losses * weights).sum() / count
+        # A target that does not count may be any number (-1 or -100 by custom), and its loss is then not finite.
+        return jnp.where(weights == 0, 0.0, losses * weights).sum() / count

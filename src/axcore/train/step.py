@@ -87,7 +87,7 @@ class Program:
         with self.layout.active():
             ((losses, _), _), _ = self.fn(params, model_state, batch, method="token_losses")
         weights = batch["weights"]
-        return (losses * weights).sum(), weights.sum()
+        return jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum()
 
     def batch_shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a batch like this one."""

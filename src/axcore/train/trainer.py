@@ -126,7 +126,7 @@ def _holds_run(folder: Path) -> bool:
 
 def batch_form(cfg: Input.Config) -> dict[str, jax.ShapeDtypeStruct]:
     """The form of a batch."""
-    return {name: jax.ShapeDtypeStruct(*each) for name, each in cfg.target.batchbatch_form(cfg).items()}
+    return {name: jax.ShapeDtypeStruct(*each) for name, each in cfg.target.batch_spec(cfg).items()}
 
 
 @jax.jit
