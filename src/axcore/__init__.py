@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         Modifier as Modifier,
         Where as Where,
         acting as acting,
+        at_least as at_least,
+        content_hash as content_hash,
         from_json as from_json,
         override as override,
         pipe as pipe,
@@ -33,57 +35,47 @@ if TYPE_CHECKING:
     from axcore.module import (
         DTypes as DTypes,
         Layer as Layer,
+        Reduce as Reduce,
         Rngs as Rngs,
+        cond as cond,
         current as current,
+        custom_jvp as custom_jvp,
+        custom_vjp as custom_vjp,
         functional as functional,
         invoke as invoke,
         method as method,
+        remat as remat,
         scan as scan,
         stack as stack,
+        vmap as vmap,
+        while_loop as while_loop,
     )
-    from axcore.parallel import Mesh as Mesh
-    from axcore.plugin import recipe as recipe, use as use
-    from axcore.train import fit as fit
+    from axcore.parallel import (
+        Mesh as Mesh,
+    )
+    from axcore.plugin import (
+        recipe as recipe,
+        use as use,
+    )
+    from axcore.train import (
+        fit as fit,
+    )
 
 _HOMES = {
     "axcore.config": (
-        "REQUIRED",
-        "AxcoreError",
-        "Codec",
-        "Config",
-        "ConfigError",
-        "Configurable",
-        "Modifier",
-        "Where",
-        "acting",
-        "from_json",
-        "override",
-        "pipe",
-        "register",
-        "register_codec",
-        "select",
-        "tagged",
-        "to_json",
+        "REQUIRED AxcoreError Codec Config ConfigError Configurable Modifier Where acting at_least "
+        "content_hash from_json override pipe register register_codec select tagged to_json "
     ),
     "axcore.module": (
-        "DTypes",
-        "Layer",
-        "Rngs",
-        "current",
-        "functional",
-        "invoke",
-        "method",
-        "scan",
-        "stack",
+        "DTypes Layer Reduce Rngs cond current custom_jvp custom_vjp functional invoke method remat scan "
+        "stack vmap while_loop "
     ),
-    "axcore.plugin": (
-        "recipe",
-        "use",
-    ),
-    "axcore.parallel": ("Mesh",),
-    "axcore.train": ("fit",),
+    "axcore.nn": "call stock",
+    "axcore.parallel": "Mesh shard_map",
+    "axcore.plugin": "recipe use",
+    "axcore.train": "fit",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

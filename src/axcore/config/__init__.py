@@ -3,7 +3,7 @@
 from axcore.config.checks import at_least
 from axcore.config.codec import Codec, register, register_codec
 from axcore.config.errors import AxcoreError, ConfigError, MissingError, did_you_mean, under
-from axcore.config.history import Event, History, acting
+from axcore.config.history import acting
 from axcore.config.modifier import Modifier, pipe
 from axcore.config.node import REQUIRED, Config, Configurable, FrozenDict, has_field, known_types, type_name
 from axcore.config.override import override
@@ -22,9 +22,7 @@ __all__ = [
     "ConfigError",
     "Configurable",
     "Diff",
-    "Event",
     "FrozenDict",
-    "History",
     "MissingError",
     "Modifier",
     "Selection",

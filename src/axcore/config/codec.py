@@ -81,6 +81,8 @@ def is_named(value: Any) -> bool:
 
 def render(value: Any) -> str:
     """A leaf value on one line, the same in every process."""
+    if value is None or type(value) in (bool, int, float):
+        return repr(value)
     if isinstance(value, str) and not isinstance(value, enum.Enum):
         return _one_line(json.dumps(value, ensure_ascii=False))
     if isinstance(value, set | frozenset):
@@ -101,6 +103,8 @@ def render(value: Any) -> str:
 
 def _one_line(text: str) -> str:
     """Escapes what some reader could take for the end of a line."""
+    if text.isascii() and text.isprintable():
+        return text
     return re.sub("[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 

@@ -43,28 +43,21 @@ def known_types() -> Mapping[str, type[Config]]:
     return _types
 
 
-class FrozenDict(Mapping[str, Any]):
-    """A hashable mapping that keeps its order; what a `Mapping` field of a config is stored as."""
+def _refuse(self: FrozenDict, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError("a FrozenDict cannot be changed; make a new one: {**old, key: value}")
 
-    __slots__ = ("_items",)
 
-    def __init__(self, items: Mapping[str, Any] | None = None):
-        self._items = dict(items or {})
+class FrozenDict(dict[str, Any]):
+    """An immutable, hashable dict; what a `Mapping` field of a config is stored as."""
 
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))  # dicts are equal in any order
 
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))  # mappings are equal in any order
-
-    def __repr__(self) -> str:
-        return repr(self._items)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -285,9 +278,11 @@ def _store(cls: type[Config], name: str, value: Any) -> Any:
 
 def _frozen(value: Any) -> Any:
     """Lists become tuples and dicts become FrozenDicts, at every depth."""
+    if isinstance(value, (bool, int, float, str, Config)) or value is None:
+        return value
     if isinstance(value, list) or type(value) is tuple:
         return tuple(map(_frozen, value))
-    if isinstance(value, dict | FrozenDict):
+    if isinstance(value, Mapping):
         for key, item in value.items():
             if isinstance(item, Config) and not re.fullmatch(r"[\w-]+", str(key)):
                 raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from axcore.config.codec import render
-from axcore.config.node import Config, type_name
+from axcore.config.node import Config, FrozenDict, type_name
 from axcore.config.tree import join, parts
 
 
@@ -31,7 +31,7 @@ def parse_text(content: str) -> dict[str, str]:
 def _flatten(value: Any, path: str, found: dict[str, str]) -> None:
     if isinstance(value, Config):
         found[path or "."] = type_name(type(value))
-    elif not (isinstance(value, tuple | Mapping) and any(isinstance(part, Config) for _, part in parts(value))):
+    elif not (isinstance(value, tuple | FrozenDict) and any(isinstance(part, Config) for _, part in parts(value))):
         found[path] = render(value)
         return
     for name, part in parts(value):

@@ -4,7 +4,7 @@ import axcore.module.codecs  # noqa: F401 - configs may hold number types and pa
 from axcore.module.collections import Collections, Kind, Reduce, Summary, labelled
 from axcore.module.context import ContextError, Frame, current, root
 from axcore.module.layer import BuildError, DTypes, Layer, method
-from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, shard_map, vmap, while_loop
+from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, vmap, while_loop
 from axcore.module.pure import Functional, Tree, abstract, functional, initializer, invoke
 from axcore.module.rngs import Rngs, fold
 from axcore.module.transforms import scan, stack
@@ -36,7 +36,6 @@ __all__ = [
     "remat",
     "root",
     "scan",
-    "shard_map",
     "stack",
     "vmap",
     "while_loop",

@@ -74,20 +74,11 @@ class Frame:
         key = fold(key, stream)
         return fold(key, drawn) if drawn else key
 
-    def add_summary(self, name: str, value: Any, reduce: Reduce = Reduce.MEAN) -> None:
-        """Reports a scalar to whoever called `invoke`; without one there is nobody to tell, and that is fine."""
+    def add_summary(self, name: str, value: Any, reduce: Reduce = Reduce.MEAN, kind: Kind = Kind.SCALAR) -> None:
+        """Reports a value to whoever called `invoke`; without one there is nobody to tell, and that is fine."""
         if self.collections is not None:
-            self._record(self.collections.summaries, name, Summary(jax.numpy.asarray(value), Kind.SCALAR, reduce))
-
-    def add_histogram(self, name: str, values: Any) -> None:
-        """Reports how values of any shape are distributed."""
-        if self.collections is not None:
-            self._record(self.collections.summaries, name, Summary(histogram(values), Kind.HISTOGRAM, Reduce.LAST))
-
-    def add_image(self, name: str, image: Any) -> None:
-        """Reports an image, [height, width, channels] from 0 to 1."""
-        if self.collections is not None:
-            self._record(self.collections.summaries, name, Summary(jax.numpy.asarray(image), Kind.IMAGE, Reduce.LAST))
+            value = histogram(value) if kind is Kind.HISTOGRAM else jax.numpy.asarray(value)
+            self._record(self.collections.summaries, name, Summary(value, kind, reduce))
 
     def add_output(self, name: str, value: Any) -> None:
         """Hands out a value for inspection, if `invoke(capture=...)` asked for it by a pattern."""

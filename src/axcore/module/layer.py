@@ -13,7 +13,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from axcore.config import Config as Node, ConfigError, Configurable, MissingError, has_field
-from axcore.module.collections import Reduce
+from axcore.config.node import fields
+from axcore.module.collections import Kind, Reduce
 from axcore.module.context import Frame, current, entered
 from axcore.module.rngs import Rngs
 
@@ -21,19 +22,30 @@ Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
 
 
 class DTypes(Node):
-    """Which number types a layer uses. A layer that is given none takes its parent's."""
+    """Which number types a layer uses. What is None is as in the parent."""
 
-    param: DTypeLike = jnp.dtype("float32")
-    """Parameters are stored in this."""
-    compute: DTypeLike = jnp.dtype("float32")
-    """Activations and matrix products."""
+    param: DTypeLike | None = None
+    """Parameters are stored in this; float32 where nobody says."""
+    compute: DTypeLike | None = None
+    """Activations and matrix products; float32 where nobody says."""
+    accumulate: DTypeLike | None = None
+    """Sums inside matrix products; the backend's choice where nobody says."""
+    output: DTypeLike | None = None
+    """What a linear map returns; the compute type where nobody says."""
 
     def __post_init__(self) -> None:
-        for name in ("param", "compute"):
+        for name, value in fields(self):
             try:
-                object.__setattr__(self, name, np.dtype(getattr(self, name)))
+                object.__setattr__(self, name, None if value is None else np.dtype(value))
             except TypeError:
-                raise ConfigError(f"DTypes.{name}: {getattr(self, name)!r} is no number type; as in bfloat16") from None
+                raise ConfigError(f"DTypes.{name}: {value!r} is no number type; as in bfloat16") from None
+
+    def over(self, parent: DTypes) -> DTypes:
+        """These types, and the parent's where this says nothing."""
+        return DTypes(**{name: mine if mine is not None else getattr(parent, name) for name, mine in fields(self)})
+
+
+DEFAULT_DTYPES = DTypes(param=jnp.float32, compute=jnp.float32)
 
 
 class BuildError(ConfigError):
@@ -79,7 +91,7 @@ class Layer(nnx.Module, Configurable):
     def __init__(self, cfg: Config, *, rngs: Rngs):
         """A layer without parameters and children needs no constructor of its own."""
         self.config = cfg
-        self.dtypes = cfg.dtypes or DTypes()
+        self.dtypes = (cfg.dtypes or DTypes()).over(DEFAULT_DTYPES)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -109,8 +121,8 @@ class Layer(nnx.Module, Configurable):
         """`child` for one that has its own rngs already, such as a layer of a stack."""
         try:
             cfg = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)})
-            if isinstance(cfg, Layer.Config) and cfg.dtypes is None:
-                cfg = cfg.set(dtypes=self.dtypes)
+            if isinstance(cfg, Layer.Config):
+                cfg = cfg._with({"dtypes": (cfg.dtypes or DTypes()).over(self.dtypes)})
             return cfg.build(rngs=rngs)
         except BuildError:
             raise
@@ -133,7 +145,7 @@ class Layer(nnx.Module, Configurable):
         where = rngs.at(name).path
         if len(axes) != len(shape):
             raise BuildError(f"{where}: axes {axes} must name the {len(shape)} dimensions of shape {shape}")
-        value = init(rngs.at(name).key, shape, self.dtypes.param)
+        value = init(rngs.at(name).key, shape, self.dtypes.param or jnp.float32)
         if value.shape != shape:
             raise BuildError(f"{where}: the initializer {init!r} gave shape {value.shape}, not {shape}")
         return nnx.Param(value, axes=axes)
@@ -157,11 +169,11 @@ class Layer(nnx.Module, Configurable):
 
     def add_histogram(self, name: str, values: Any) -> None:
         """Reports how values of any shape are distributed, under `path.name`."""
-        self.frame.add_histogram(name, values)
+        self.frame.add_summary(name, values, Reduce.LAST, Kind.HISTOGRAM)
 
     def add_image(self, name: str, image: Any) -> None:
         """Reports an image, [height, width, channels] from 0 to 1, under `path.name`."""
-        self.frame.add_image(name, image)
+        self.frame.add_summary(name, image, Reduce.LAST, Kind.IMAGE)
 
     def add_output(self, name: str, value: Any) -> None:
         """Hands out a value for inspection under `path.name`, if the caller of `invoke` captures it."""
@@ -178,7 +190,7 @@ def _with_config(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def construct(self: Layer, cfg: Any, *args: Any, **kwargs: Any) -> None:
         self.config = cfg
-        self.dtypes = cfg.dtypes or DTypes()
+        self.dtypes = (cfg.dtypes or DTypes()).over(DEFAULT_DTYPES)
         init(self, cfg, *args, **kwargs)
 
     return construct

@@ -14,17 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
 
-from axcore.module.collections import Collections, Reduce
+from axcore.module.collections import Collections
 from axcore.module.context import ContextError, Frame, current, inside, locate, pushed
-from axcore.module.split import split
+from axcore.module.pure import split
 
 Body = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lifted:
+class Lifted:
     """A module taken apart, at its place in the calling layer."""
 
     caller: Frame
@@ -35,7 +34,7 @@ class _Lifted:
     state: Any
 
     @classmethod
-    def of(cls, module: nnx.Module, transform: str) -> _Lifted:
+    def of(cls, module: nnx.Module, transform: str) -> Lifted:
         caller = current()
         names = () if module is caller.module else locate(caller.module, module)
         if names is None:
@@ -61,7 +60,7 @@ def remat(fn: Body, *, policy: Callable[..., bool] | None = None) -> Body:
     """`jax.checkpoint`: the backward pass keeps what the policy says and computes the rest again."""
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:
-        lifted = _Lifted.of(module, "remat")
+        lifted = Lifted.of(module, "remat")
         body = jax.checkpoint(lambda params, state, *args: lifted.call(fn, params, state, *args), policy=policy)
         output, state, collections = body(lifted.params, lifted.state, *args)
         lifted.finish(state, collections)
@@ -78,12 +77,12 @@ def vmap(fn: Body, *, in_axes: int | Sequence[Any] | None = 0, out_axes: Any = 0
     """
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:
-        lifted = _Lifted.of(module, "vmap")
+        lifted = Lifted.of(module, "vmap")
         axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * len(args)
 
         def body(index: jax.Array, *args: Any) -> Any:
             output, state, collections = lifted.call(fn, lifted.params, lifted.state, *args, salt=index)
-            _refuse_written(lifted, state, "vmap")
+            refuse_written(lifted, state, "vmap")
             return output, collections
 
         count = _mapped_size(args, axes)
@@ -99,7 +98,7 @@ def cond(predicate: Any, true_fn: Body, false_fn: Body) -> Body:
     """`jax.lax.cond`. Both branches must report the same entries, since only one of them runs."""
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:
-        lifted = _Lifted.of(module, "cond")
+        lifted = Lifted.of(module, "cond")
         drawn = dict(lifted.caller.drawn)
         reported: list[set[str]] = []
 
@@ -136,7 +135,7 @@ def while_loop(cond_fn: Callable[[Any], Any], body_fn: Body) -> Body:
     """
 
     def wrapped(module: nnx.Module, carry: Any) -> Any:
-        lifted = _Lifted.of(module, "while_loop")
+        lifted = Lifted.of(module, "while_loop")
 
         def body(loop: tuple[Any, Any, jax.Array]) -> Any:
             carry, state, count = loop
@@ -150,42 +149,6 @@ def while_loop(cond_fn: Callable[[Any], Any], body_fn: Body) -> Body:
         return carry
 
     return wrapped
-
-
-def shard_map(fn: Body, *, mesh: Mesh, in_specs: Sequence[Any], out_specs: Any) -> Body:
-    """`jax.shard_map` over the arguments; each device sees its shards and the whole module.
-
-    Each device draws PRNG bits of its own. Summaries are reduced over the devices by their rule, losses by their mean.
-    Writing a Variable is an error.
-    """
-
-    def wrapped(module: nnx.Module, *args: Any) -> Any:
-        lifted = _Lifted.of(module, "shard_map")
-        axes = tuple(mesh.axis_names)
-
-        def body(params: Any, state: Any, *args: Any) -> Any:
-            output, new_state, collections = lifted.call(fn, params, state, *args, salt=jax.lax.axis_index(axes))
-            _refuse_written(dataclasses.replace(lifted, state=state), new_state, "shard_map")
-            return output, _over_devices(collections, axes)
-
-        whole = PartitionSpec()
-        mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=(whole, whole, *in_specs), out_specs=(out_specs, whole), check_vma=False
-        )
-        output, collections = mapped(lifted.params, lifted.state, *args)
-        lifted.finish(lifted.state, collections)
-        return output
-
-    return wrapped
-
-
-def custom_vjp(fn: Body, fwd: Body, bwd: Body) -> Body:
-    """`jax.custom_vjp` of a function of arrays: `fn(*args)`, `fwd(*args) -> (out, residuals)`, `bwd(residuals, g)`.
-
-    All three run in the frame of the layer that calls: `axcore.current()` gives them its path, training flag and PRNG.
-    `fn` and `fwd` may report. `bwd` may not: it runs when the call is long over.
-    """
-    return _custom(fn, fwd, bwd)
 
 
 def custom_jvp(fn: Body, jvp: Body) -> Body:
@@ -213,7 +176,13 @@ def custom_jvp(fn: Body, jvp: Body) -> Body:
     return wrapped
 
 
-def _custom(fn: Body, fwd: Body, bwd: Body) -> Body:
+def custom_vjp(fn: Body, fwd: Body, bwd: Body) -> Body:
+    """`jax.custom_vjp` of a function of arrays: `fn(*args)`, `fwd(*args) -> (out, residuals)`, `bwd(residuals, g)`.
+
+    All three run in the frame of the layer that calls: `axcore.current()` gives them its path, training flag and PRNG.
+    `fn` and `fwd` may report. `bwd` may not: it runs when the call is long over.
+    """
+
     def wrapped(*args: Any) -> Any:
         caller = current()
         key = caller.key
@@ -269,7 +238,7 @@ def _entries(collections: Collections | None) -> set[str]:
     return set() if collections is None else {*collections.summaries, *collections.losses, *collections.outputs}
 
 
-def _refuse_written(lifted: _Lifted, state: Any, transform: str) -> None:
+def refuse_written(lifted: Lifted, state: Any, transform: str) -> None:
     before, after = jax.tree.leaves(lifted.state), jax.tree.leaves(state)
     if any(a is not b for a, b in zip(before, after, strict=True)):
         raise ContextError(f"in {lifted.caller.describe()} a layer writes a Variable inside {transform}")
@@ -280,20 +249,6 @@ def _mapped_size(args: Sequence[Any], axes: Sequence[Any]) -> int:
         if isinstance(axis, int):
             return jax.tree.leaves(arg)[0].shape[axis]
     raise ContextError("vmap needs at least one argument with a mapped axis")
-
-
-def _over_devices(collections: Collections | None, axes: tuple[str, ...]) -> Collections | None:
-    if collections is None:
-        return None
-    over = {Reduce.MEAN: jax.lax.pmean, Reduce.SUM: jax.lax.psum, Reduce.MAX: jax.lax.pmax, Reduce.MIN: jax.lax.pmin}
-    summaries = {
-        path: dataclasses.replace(summary, value=over.get(summary.reduce, jax.lax.pmax)(summary.value, axes))
-        for path, summary in collections.summaries.items()
-    }
-    losses = {path: jax.lax.pmean(loss, axes) for path, loss in collections.losses.items()}
-    if collections.outputs:
-        raise ContextError(f"{', '.join(collections.outputs)}: outputs cannot be captured inside shard_map")
-    return Collections(summaries, losses)
 
 
 def _zero_tangents(tree: Any) -> Any:

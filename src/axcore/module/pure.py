@@ -13,7 +13,6 @@ from axcore.config import Config, under
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, root
 from axcore.module.rngs import Rngs
-from axcore.module.split import split
 
 Tree = dict[str, Any]
 """A nested dict of arrays (or of their shapes, or axes), keyed by attribute name."""
@@ -69,6 +68,12 @@ class Functional:
         result = invoke(module, *args, **kwargs)
         _refuse_escaped(module)
         return result, nnx.to_pure_dict(split(module)[2])
+
+
+def split(module: nnx.Module) -> tuple[Any, Any, Any]:
+    """(graph definition, state of the parameters, state of all other Variables)."""
+    graphdef, params, *rest = nnx.split(module, nnx.Param, ...)
+    return graphdef, params, rest[0]
 
 
 def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:

@@ -11,8 +11,8 @@ from flax import nnx
 
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, current, inside, locate
+from axcore.module.pure import split
 from axcore.module.rngs import Rngs
-from axcore.module.split import split
 
 RematPolicy = Callable[..., bool]
 

@@ -9,6 +9,7 @@ from axcore.nn.kernels import AttentionKernel, ReferenceKernel
 from axcore.nn.linear import Linear
 from axcore.nn.masks import And, Causal, Everything, Mask, Or, SameSegment, SlidingWindow
 from axcore.nn.norm import RMSNorm
+from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import TokenInfo
 from axcore.nn.transformer import Repeat, TransformerLayer
 
@@ -16,6 +17,7 @@ __all__ = [
     "And",
     "Attention",
     "AttentionKernel",
+    "Call",
     "Causal",
     "CausalLM",
     "Embedding",
@@ -33,7 +35,10 @@ __all__ = [
     "Repeat",
     "SameSegment",
     "SlidingWindow",
+    "Stock",
     "TokenInfo",
     "TransformerLayer",
     "Zeros",
+    "call",
+    "stock",
 ]

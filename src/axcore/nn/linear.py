@@ -33,6 +33,8 @@ class Linear(Layer):
             self.bias = self.param("bias", (cfg.output_dim,), Zeros(), rngs, axes=axes[1:])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        compute = self.dtypes.compute
-        y = matmul(x.astype(compute), self.weight[...])
-        return y if self.bias is None else y + self.bias[...].astype(compute)
+        types = self.dtypes
+        y = matmul(x.astype(types.compute), self.weight[...], types.accumulate)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)
+        return y.astype(types.output or types.compute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -73,12 +73,16 @@ class Learner(config.Configurable):
         schedule: Schedule = WarmupCosine()
         clip_norm: float | None = 1.0
         """Gradients are scaled down to this global norm; None leaves them."""
+        rates: Mapping[str, float] = config.FrozenDict()
+        """Path pattern -> factor of the learning rate, for parameters such as `decoder.layers.attention.**`; the last
+        pattern that matches counts, and 0 freezes."""
 
     def __init__(self, cfg: Config, axes: Tree):
         if cfg.clip_norm is not None and not cfg.clip_norm > 0:
             raise config.ConfigError(f"learner.clip_norm must be positive or None, not {cfg.clip_norm}")
         self.config = cfg
         clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm is not None else optax.identity()
+        self._factors = _factors(cfg.rates, axes)
         self._optimizer = optax.chain(clip, cfg.optimizer.build().transformation(axes))
 
     def init(self, params: Tree) -> optax.OptState:
@@ -94,6 +98,34 @@ class Learner(config.Configurable):
         """
         rate = self.config.schedule(step, total_steps)
         updates, new_state = self._optimizer.update(grads, state, params)
-        params = jax.tree.map(lambda param, update: (param - rate * update).astype(param.dtype), params, updates)
+
+        def apply(param: jax.Array, update: jax.Array, factor: float) -> jax.Array:
+            if factor == 0.0:
+                return param
+            return (param - (rate if factor == 1.0 else factor * rate) * update).astype(param.dtype)
+
+        params = jax.tree.map(apply, params, updates, self._factors)
         norm = optax.tree.norm(grads)
         return params, new_state, {"gradient_norm": norm.astype(jnp.float32), "learning_rate": rate}
+
+
+def _factors(rates: Mapping[str, float], axes: Tree) -> Tree:
+    """The factor of each parameter, in the form of the parameters.
+
+    Raises:
+        ConfigError: a pattern that matches no parameter.
+    """
+    unused = set(rates)
+
+    def factor(path: Any, _: Axes) -> float:
+        name, found = jax.tree_util.keystr(path, simple=True, separator="."), 1.0
+        for pattern, value in rates.items():
+            if config.matches(pattern, name):
+                found = value
+                unused.discard(pattern)
+        return found
+
+    factors = jax.tree_util.tree_map_with_path(factor, axes, is_leaf=lambda node: isinstance(node, tuple))
+    if unused:
+        raise config.ConfigError(f"learner.rates: {', '.join(sorted(unused))} matches no parameter; see `axcore tree`")
+    return factors
