@@ -133,13 +133,21 @@ def optimizer(params: dict[str, Any]) -> optax.GradientTransformation:
 
 
 def make_step(shape: Shape, transformation: optax.GradientTransformation) -> Callable[..., Any]:
-    """(params, optimizer state, step, batch) -> the same, one step later, and metrics."""
+    """(params, optimizer state, step, total steps, batch) -> the first four, one step later, and metrics."""
 
-    def step(params: Any, state: Any, count: jax.Array, batch: dict[str, jax.Array]) -> Any:
+    def step(params: Any, state: Any, count: jax.Array, total: jax.Array, batch: dict[str, jax.Array]) -> Any:
         value, grads = jax.value_and_grad(lambda params: loss(shape, params, batch))(params)
-        rate = (3e-4 * jnp.minimum((count + 1) / 2000, 1.0)).astype(jnp.float32)
+        done = jnp.clip((count - 2000) / jnp.maximum(total - 2000, 1), 0.0, 1.0)
+        falling = 0.1 + 0.9 * 0.5 * (1 + jnp.cos(jnp.pi * done))
+        rate = (3e-4 * jnp.minimum((count + 1) / 2000, falling)).astype(jnp.float32)
         updates, state = transformation.update(grads, state, params)
         params = jax.tree.map(lambda param, update: param - rate * update, params, updates)
-        return params, state, count + 1, {"loss": value, "gradient_norm": optax.tree.norm(grads)}
+        return (
+            params,
+            state,
+            count + 1,
+            total,
+            {"loss": value, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate},
+        )
 
     return step

@@ -63,9 +63,9 @@ def compare(name: str, shape: bare_llama.Shape, arguments: argparse.Namespace) -
     state = program.init(jnp.uint32(0))
     params = jax.tree.map(jnp.copy, bare_params(state.params))
     transformation = bare_llama.optimizer(params)
-    bare: Any = (params, transformation.init(params), jnp.int32(0))
+    bare: Any = (params, transformation.init(params), jnp.int32(0), jnp.int32(2**31 - 1))
     step = bare_llama.make_step(shape, transformation)
-    theirs = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*bare, data).compile()
+    theirs = jax.jit(step, donate_argnums=(0, 1, 2, 3)).lower(*bare, data).compile()
 
     def run_ours() -> Any:
         nonlocal state

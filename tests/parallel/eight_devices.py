@@ -19,6 +19,7 @@ from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
 from axcore.train import Learner, Optimizer, Schedule
 from axcore.train.step import program
+from tests.parallel import sharded
 
 SHAPES = {
     "one": {"data": 1},
@@ -133,4 +134,5 @@ if __name__ == "__main__":
     results["odd batch"] = told(lambda: program(MODEL, LEARNER, layout("data=8")).compile_train(batch(rows=6)))
     narrow = MODEL.set(dim=4)
     results["narrow model"] = told(lambda: program(narrow, LEARNER, layout("fsdp=8")))
+    results["shard_map"] = sharded.results()
     print(json.dumps(results))

@@ -12,7 +12,7 @@ import pytest
 MESHES = ["data=8", "fsdp=8", "data=2, fsdp=4"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def results():
     root = pathlib.Path(__file__).parents[2]
     search = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

@@ -9,28 +9,31 @@ from typing import Any
 
 from flax import nnx
 
-from axcore.config import Config
+from axcore.config import Config, ConfigError
 from axcore.module import abstract
 from axcore.plugin import registry
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter (or other Variable) of a module."""
+    """One parameter, or other Variable, of a module; only parameters are counted.
+
+    Attributes:
+        kind: its class, such as `Param` or `BatchStat`.
+    """
 
     name: str
+    kind: str
     shape: tuple[int, ...]
     dtype: str
     axes: tuple[str | None, ...]
+    count: int
     bytes: int
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
 
     def __str__(self) -> str:
         axes = ", ".join(axis or "-" for axis in self.axes)
-        return f"{self.name}  {list(self.shape)} {self.dtype} ({axes})"
+        kind = "" if self.kind == "Param" else f"  {self.kind}"
+        return f"{self.name}  {list(self.shape)} {self.dtype} ({axes})  {size(self.bytes)}{kind}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,8 @@ class ModuleNode:
         name: the attribute that its parent holds it under.
         kind: its class.
         supplier: the distribution that the class comes from.
-        count, bytes: of all parameters in it and below.
+        count: of the numbers in all parameters in it and below.
+        bytes: of all Variables in it and below.
     """
 
     name: str
@@ -74,9 +78,18 @@ class ModuleNode:
                 yield f"{start}{item}"
 
 
-def module_tree(cfg: Config) -> ModuleNode:
-    """The tree that a model's config builds. No memory is taken: arrays are shapes."""
-    fn, params, state = abstract(cfg)
+def module_tree(cfg: Config, path: str = "") -> ModuleNode:
+    """The tree that a model's config builds. No memory is taken: arrays are shapes.
+
+    Args:
+        path: where `cfg` stands in a larger config; errors begin with it.
+
+    Raises:
+        ConfigError: it builds no module.
+    """
+    if not isinstance(cfg, Config):
+        raise ConfigError(f"{path or 'the root'} is {cfg!r}, which builds no module")
+    fn, params, state = abstract(cfg, path)
     return _node("", fn.bind(params, state))
 
 
@@ -105,10 +118,14 @@ def _entries(module: Any) -> list[tuple[str, Any]]:
     if isinstance(module, nnx.List):
         return [(str(index), item) for index, item in enumerate(module)]
     entries: Mapping[str, Any] = module if isinstance(module, Mapping) else vars(module)
-    return [(key, value) for key, value in entries.items() if not key.startswith("_")]
+    return [(str(key), value) for key, value in entries.items()]
 
 
 def _parameter(name: str, variable: nnx.Variable[Any]) -> Parameter:
-    shape = variable.get_value()
-    axes = variable.get_metadata().get("axes") or (None,) * len(shape.shape)
-    return Parameter(name, tuple(shape.shape), str(shape.dtype), axes, math.prod(shape.shape) * shape.dtype.itemsize)
+    value = variable.get_value()
+    axes = variable.get_metadata().get("axes") or (None,) * len(value.shape)
+    count = math.prod(value.shape)
+    counted = count if isinstance(variable, nnx.Param) else 0
+    return Parameter(
+        name, type(variable).__name__, value.shape, str(value.dtype), axes, counted, count * value.dtype.itemsize
+    )

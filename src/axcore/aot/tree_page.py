@@ -14,8 +14,11 @@ input { font: inherit; padding: .3rem .6rem; flex: 1; min-width: 14rem; }
 button { font: inherit; padding: .3rem .6rem; }
 details { margin-left: 1.1rem; border-left: 1px solid var(--line); padding-left: .5rem; }
 summary, .parameter { display: flex; gap: .8rem; padding: .1rem 0; cursor: pointer; }
-.parameter { margin-left: 1.1rem; padding-left: .9rem; cursor: default; color: var(--muted); }
+summary:hover, .parameter:hover { background: #8881; }
+.parameter { margin-left: 1.1rem; padding-left: 2.1rem; cursor: default; color: var(--muted); }
 summary::before { content: "\\25b8"; width: .8rem; } details[open] > summary::before { content: "\\25be"; }
+summary:only-child { cursor: default; } summary:only-child::before { visibility: hidden; }
+main > .parameter { position: sticky; top: 0; background: Canvas; border-bottom: 1px solid var(--line); margin: 0; }
 .kind { color: var(--accent); } .count { margin-left: auto; font-variant-numeric: tabular-nums; }
 .size, .supplier { width: 9rem; text-align: right; color: var(--muted); } .hidden { display: none; }
 code { font-family: ui-monospace, monospace; }
@@ -52,7 +55,9 @@ def tree_page(tree: ModuleNode, *, title: str) -> str:
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
         f"<header><h1>{title}</h1><input type='search' placeholder='filter: attention axcore-rope embed ...' autofocus>"
         f"<button id='open'>unfold all</button><button id='close'>fold all</button><span id='shown'></span></header>"
-        f"<main>{_node(tree, '')}</main><script>{_SCRIPT}</script></html>\n"
+        f"<main><div class='parameter'><span>module</span><span class='count'>parameters</span>"
+        f"<span class='size'>size</span><span class='supplier'>from</span></div>{_node(tree, '')}</main>"
+        f"<script>{_SCRIPT}</script></html>\n"
     )
 
 

@@ -41,9 +41,16 @@ def run(arguments: argparse.Namespace) -> None:
         file = folder / f"{name}.txt"
         if not file.exists():
             wrong.append(f"{name}: it has no golden file")
-        elif changes := diff_flat(parse_text(file.read_text()), flatten(cfg)):
+        elif changes := diff_flat(parse_text(_read(file)), flatten(cfg)):
             wrong.append(f"{name}:\n{changes}")
     if wrong:
         listed = "\n".join(wrong)
         raise AxcoreError(f"recipes differ from {folder}; if that is meant, run axcore golden update\n{listed}")
     print(f"{len(configs)} recipes are as {folder} says")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise AxcoreError(f"cannot read {file}: {error}") from None

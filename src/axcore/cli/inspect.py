@@ -52,9 +52,11 @@ def run_diff(arguments: argparse.Namespace) -> None:
 
 def run_tree(arguments: argparse.Namespace) -> None:
     from axcore.aot import module_tree, tree_page
+    from axcore.config import has_field
     from axcore.train.run_folder import write_text
 
-    tree = module_tree(compose(arguments.recipe, arguments.edits).model)
+    cfg = compose(arguments.recipe, arguments.edits)
+    tree = module_tree(cfg.model, "model") if has_field(cfg, "model") else module_tree(cfg)
     if arguments.html is None:
         print(tree)
         return

@@ -38,7 +38,7 @@ class Codec:
 _codecs: dict[type, Codec] = {}
 _by_tag: dict[str, Codec] = {}
 _named: dict[str, Any] = {}
-_names: dict[int, str] = {}
+_names: dict[int, tuple[str, Any]] = {}
 
 
 def register_codec(cls: type, codec: Codec) -> None:
@@ -47,10 +47,15 @@ def register_codec(cls: type, codec: Codec) -> None:
 
 
 def register[T](value: T, name: str | None = None) -> T:
-    """Makes a function, class or enum member readable from JSON under its own, or the given, name."""
-    name = name or public_name(value)
-    if id(value) not in _names:  # the first name stays: a class may use as default what was registered before
-        _named[name], _names[id(value)] = value, name
+    """Makes a function, class or enum member readable from JSON under its own, or the given, name.
+
+    An enum, or a member of one, brings all its members.
+    """
+    members = type(value) if isinstance(value, enum.Enum) else value if isinstance(value, enum.EnumMeta) else ()
+    for each in (value, *members):
+        if id(each) not in _names:  # the first name stays: a class may use as default what was registered before
+            known = name if name and each is value else public_name(each)
+            _named[known], _names[id(each)] = each, (known, each)  # held, so that its id stays its own
     return value
 
 
@@ -59,15 +64,17 @@ def public_name(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return f"{public_name(type(value))}.{value.name}"
     name = f"{value.__module__}.{value.__qualname__}"
-    if "<lambda>" in name:  # lambdas share their name; their code tells them apart
-        code = value.__code__
-        name += "#" + hashlib.sha256(code.co_code + repr((code.co_consts, code.co_names)).encode()).hexdigest()[:8]
+    if "<l" in name and (code := getattr(value, "__code__", None)):  # lambdas share names; so do a factory's functions
+        held = tuple(each for cell in value.__closure__ or () if (each := cell.cell_contents) is not value)
+        if "<lambda>" in name:
+            held += code.co_code, code.co_names, *(getattr(each, "co_code", each) for each in code.co_consts)
+        name += f"#{hashlib.sha256(render(held).encode(errors='replace')).hexdigest()[:8]}" if held else ""
     return name
 
 
 def name_of(value: Any) -> str:
     """The name that a value is registered under, else its own."""
-    return _names.get(id(value)) or public_name(value)
+    return _names[id(value)][0] if id(value) in _names else public_name(value)
 
 
 def codec_of(value: Any) -> Codec | None:
@@ -98,6 +105,8 @@ def render(value: Any) -> str:
         return name_of(value)
     if (codec := codec_of(value)) is not None:
         return codec.show(value)
+    if isinstance(value, float):
+        return float.__repr__(value)  # NumPy's shows its type
     return _one_line(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))  # an address differs between processes
 
 
@@ -109,33 +118,22 @@ def _one_line(text: str) -> str:
 
 
 def write(value: Any) -> Any:
-    """A leaf value as JSON.
-
-    Raises:
-        ConfigError: nobody said how to write it.
-    """
-    if value is None or (isinstance(value, bool | int) and not isinstance(value, enum.Enum)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, str) and not isinstance(value, enum.Enum):
+    """A leaf value as JSON; a ConfigError when nobody said how to write it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": str(float(value))}
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
     if (codec := codec_of(value)) is not None:
         return {f"${codec.tag}": codec.write(value)}
     if is_named(value):
-        name = name_of(value)
-        if _named.get(name) is not value:
-            raise ConfigError(f"{name} cannot be written: it could not be read back; axcore.register it first")
-        return {"$name": name}
+        if id(value) in _names:
+            return {"$name": name_of(value)}
+        raise ConfigError(f"{name_of(value)} cannot be written: it could not be read back; axcore.register it first")
     raise ConfigError(f"{value!r} of type {type(value).__name__} cannot be written; axcore.register_codec its class")
 
 
 def named(name: str) -> Any:
-    """What is registered under a name.
-
-    Raises:
-        ConfigError: nothing is, in this process.
-    """
+    """What is registered under a name; a ConfigError when nothing is."""
     if name not in _named:
         raise ConfigError(
             f"{name!r} is not registered in this process.{did_you_mean(name, _named)} "
@@ -145,15 +143,9 @@ def named(name: str) -> Any:
 
 
 def read(tag: str, content: Any) -> Any:
-    """The value of `{"$tag": content}`.
-
-    Raises:
-        ConfigError: this process knows no such kind or name.
-    """
-    if tag == "float":
-        return float(content)
-    if tag == "name":
-        return named(content)
-    if tag not in _by_tag:
-        raise ConfigError(f"no codec for {tag!r}.{did_you_mean(tag, _by_tag)}")
-    return _by_tag[tag].read(content)
+    """The value of `{tag: content}`; a ConfigError when this process knows no such kind or name."""
+    readers: dict[str, Callable[[Any], Any]] = {f"${each.tag}": each.read for each in _by_tag.values()}
+    readers |= {"$float": float, "$name": named}
+    if tag not in readers:
+        raise ConfigError(f"no codec for {tag!r}.{did_you_mean(tag, readers)}")
+    return readers[tag](content)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _actors: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("axcore_actors", default=())
@@ -28,6 +29,7 @@ class Event:
     action: str
     names: tuple[str, ...]
     where: str
+    order: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.actor}: {self.action} ({self.where})"
@@ -35,6 +37,9 @@ class Event:
 
 class History(tuple[Event, ...]):
     """Events, oldest first; prints one a line."""
+
+    def __new__(cls, events: Iterable[Event]) -> History:
+        return super().__new__(cls, sorted(events, key=lambda each: each.order))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "as declared"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import inspect
 import re
@@ -106,15 +107,17 @@ class Config:
         _types[type_name(cls)] = cls
         for name in field_names(cls):
             value = cls.__dataclass_fields__[name].default  # type: ignore[attr-defined]
-            if inspect.isroutine(value) or isinstance(value, type):
+            if inspect.isroutine(value) or isinstance(value, type | enum.Enum):
                 register(value)  # what a class declares as a default may be read back from a file
         cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
-        raise AttributeError(f"{type_name(type(self))} has no field {name!r}.{did_you_mean(name, known)}")
+    if not TYPE_CHECKING:  # a checker that saw it would take any name for a field
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+            raise AttributeError(f"{type_name(type(self))} has no field {name!r}.{did_you_mean(name, known)}")
 
     def set(self, **values: Any) -> Self:
         """A copy with these fields replaced."""
@@ -128,8 +131,7 @@ class Config:
         new.__dict__.update(self.__dict__)
         new.__dict__.update({name: _store(type(self), name, value) for name, value in values.items()})
         new.__dict__["_history"] = (*self.__dict__.get("_history", ()), *events)
-        if hasattr(type(new), "__post_init__"):
-            new.__post_init__()
+        getattr(type(new), "__post_init__", lambda _: None)(new)
         return new
 
     def fill(self, **values: Any) -> Self:

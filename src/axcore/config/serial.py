@@ -18,12 +18,12 @@ from axcore.config.text import text
 from axcore.config.tree import join
 
 
-def to_json(root: Config, *, indent: int | None = 2) -> str:
-    """The tree as JSON; `from_json` gives back an equal tree.
+class _Placed(ConfigError):
+    """Its message begins with the path."""
 
-    Raises:
-        ConfigError: a value that could not be read back; the message names its path.
-    """
+
+def to_json(root: Config, *, indent: int | None = 2) -> str:
+    """The tree as JSON, from which `from_json` makes an equal one; a value that it could not read is a ConfigError."""
     return json.dumps(_write(root, ""), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
@@ -35,18 +35,19 @@ def from_json(content: str) -> Any:
             names the path.
     """
     try:
-        data = json.loads(content)
+        root = _read(json.loads(content), "")
+    except RecursionError:
+        raise ConfigError("nested too deeply to be a config") from None
     except ValueError as error:
         raise ConfigError(f"not JSON: {error}") from None
-    root = _read(data, "")
     if not isinstance(root, Config):
         raise ConfigError("the outermost JSON value is not a config: it has no $type")
     return root
 
 
 def content_hash(root: Config) -> str:
-    """A hexadecimal SHA-256 of the text form: equal configs have equal hashes, in every process."""
-    return hashlib.sha256(text(root).encode()).hexdigest()
+    """A hexadecimal SHA-256 of the text form, the same in every process."""
+    return hashlib.sha256(text(root).encode(errors="surrogatepass")).hexdigest()
 
 
 def _write(value: Any, path: str) -> Any:
@@ -73,20 +74,18 @@ def _read(data: Any, path: str) -> Any:
         if set(data) == {"$map"}:
             return FrozenDict({_read(key, path): _read(item, join(path, key)) for key, item in data["$map"]})
         (tag,) = data
-        return codec.read(tag.removeprefix("$"), data[tag])
+        return codec.read(tag, data[tag])
+    except _Placed:
+        raise
     except ConfigError as error:
-        raise error if path and str(error).startswith(path) else ConfigError(f"{path or 'the root'}: {error}") from None
-    except (ValueError, TypeError, AttributeError):
-        raise ConfigError(f"{path or 'the root'}: not a config value: {str(data)[:80]}") from None
+        raise _Placed(f"{path or 'the root'}: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise _Placed(f"{path or 'the root'}: not a config value: {str(data)[:80]}") from None
 
 
 def _read_node(data: dict[str, Any], path: str) -> Config:
-    name = data["$type"]
-    known = known_types()
+    name, known = data["$type"], known_types()
     if name not in known:
-        raise ConfigError(
-            f"{path or 'the root'}: no config type {name!r} in this process.{did_you_mean(str(name), known)} "
-            f"Import the module that defines it first"
-        )
-    values = {key: _read(value, join(path, key)) for key, value in data.items() if key != "$type"}
-    return known[name](**values)
+        hint = did_you_mean(str(name), known)
+        raise ConfigError(f"no config type {name!r} in this process.{hint} Import the module that defines it first")
+    return known[name](**{key: _read(value, join(path, key)) for key, value in data.items() if key != "$type"})

@@ -93,15 +93,15 @@ def labelled(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Spells out entries of scanned stacks, one for each layer. For host values: under a trace it costs an op each."""
     found: dict[str, Any] = {}
     for path, value in entries.items():
-        if "*" not in path.split("."):
+        before, star, after = f".{path}.".partition(".*.")
+        if not star:
             found[path] = value
             continue
-        before, after = path.split("*", 1)
         whole = hasattr(value, "__getitem__") and not isinstance(value, Mapping | tuple)
         count = len(value if whole else jax.tree.leaves(value)[0])
         for index in range(count):
             item = value[index] if whole else jax.tree.map(lambda x, i=index: x[i], value)
-            found.update(labelled({f"{before}{index}{after}": item}))
+            found.update(labelled({f"{before}.{index}.{after}"[1:-1]: item}))
     return found
 
 

@@ -7,19 +7,43 @@ Variables are those of the original. For a stack of layers see `axcore.module.sc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from axcore.module.collections import Collections
-from axcore.module.context import ContextError, Frame, current, inside, locate, pushed
-from axcore.module.pure import split
+from axcore.module.context import ContextError, Frame, current, locate, pushed
+from axcore.module.pure import _refuse_escaped, split
 
 Body = Callable[..., Any]
+_APART = zlib.crc32(b"axcore.module.lifted") >> 1
+"""Added to the numbers of examples, rounds and devices: they fold into other keys than the numbers of layers do."""
+
+
+class _Inside(Frame):
+    def describe(self) -> str:
+        assert self.parent is not None
+        return self.parent.describe()
+
+
+@contextlib.contextmanager
+def _inside(caller: Frame, module: Any, counts: Any, key: Any = None, salt: Any = None) -> Iterator[Frame]:
+    """The caller's place, for code of another trace: with collections of its own, and with a key if that of the caller
+    may be gone. Draws and calls are numbered from `counts` on in each trace; the caller goes on after the last."""
+    collections = None if caller.collections is None else Collections()
+    with pushed(
+        _Inside(module, (), caller, key, caller.training, collections, caller.captured, salt, *map(dict, counts))
+    ) as frame:
+        yield frame
+    for mine, theirs in ((frame.drawn, caller.drawn), (frame.calls, caller.calls)):
+        theirs.update({name: max(count, theirs.get(name, -1)) for name, count in mine.items()})  # type: ignore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,30 +53,48 @@ class Lifted:
     caller: Frame
     module: nnx.Module
     names: tuple[str, ...]
+    counts: Any
     graphdef: Any
     params: Any
     state: Any
+    written: set[Any] = dataclasses.field(default_factory=set)
+    """Paths of the Variables that some trace of the body wrote."""
 
     @classmethod
     def of(cls, module: nnx.Module, transform: str) -> Lifted:
         caller = current()
-        names = () if module is caller.module else locate(caller.module, module)
+        names = () if module is caller.module else locate(caller.module or (), module)
         if names is None:
             raise ContextError(
                 f"{caller.describe()} runs {transform} on a {type(module).__name__} that it does not hold"
             )
-        return cls(caller, module, names, *split(module))
+        return cls(caller, module, names, (dict(caller.drawn), dict(caller.calls)), *split(module))
 
-    def call(self, fn: Body, params: Any, state: Any, *args: Any, salt: jax.Array | None = None) -> Any:
-        """(output, new state, what was reported), from a copy of the module that holds these arrays."""
-        module = nnx.merge(self.graphdef, params, state)
-        with inside(self.caller, module, self.names, salt) as frame:
+    def call(self, fn: Body, params: Any, state: Any, *args: Any, number: jax.Array | None = None) -> Any:
+        """(output, new state, what was reported), from a copy of the module that holds these arrays. The `number` is that
+        of the example, round or device; each draws PRNG bits of its own."""
+        params, state = jax.tree.map(lambda x: x, (params, state))  # NNX lets only Variables made in this trace be set
+        before = _values(state)
+        module = holder = nnx.merge(self.graphdef, params, state)
+        for name in reversed(self.names):
+            holder = {name: holder}
+        salt = None if number is None else _APART + number
+        with _inside(self.caller, holder, self.counts, salt=salt) as frame:
             output = fn(module, *args)
-        return output, split(module)[2], frame.collections
+        _refuse_escaped(module)
+        new = split(module)[2]
+        self.written.update(path for path, value in _values(new).items() if value is not before[path])
+        return output, new, frame.collections
+
+    def refuse_written(self, transform: str) -> None:
+        if self.written:
+            raise ContextError(f"in {self.caller.describe()} a layer writes a Variable inside {transform}")
 
     def finish(self, state: Any, collections: Collections | None) -> None:
-        """Brings home what the body wrote and reported."""
-        nnx.update(self.module, state)
+        """Brings home what the body wrote and reported. What it did not write stays the same array, so that a transform
+        around this one can tell."""
+        flat = [(path, variable) for path, variable in nnx.to_flat_state(state) if path in self.written]
+        nnx.update(self.module, nnx.from_flat_state(flat))
         self.caller.absorb(collections)
 
 
@@ -75,19 +117,19 @@ def vmap(fn: Body, *, in_axes: int | Sequence[Any] | None = 0, out_axes: Any = 0
     Each example draws PRNG bits of its own. Summaries are reduced over the examples by their rule, losses by their
     mean. Writing a Variable is an error: the examples would write different things.
     """
+    axes = tuple(in_axes) if isinstance(in_axes, Sequence) else in_axes
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:
         lifted = Lifted.of(module, "vmap")
-        axes = tuple(in_axes) if isinstance(in_axes, Sequence) else (in_axes,) * len(args)
 
-        def body(index: jax.Array, *args: Any) -> Any:
-            output, state, collections = lifted.call(fn, lifted.params, lifted.state, *args, salt=index)
-            refuse_written(lifted, state, "vmap")
+        def body(*args: Any) -> Any:
+            number = jax.lax.axis_index("axcore.vmap")
+            output, _, collections = lifted.call(fn, lifted.params, lifted.state, *args, number=number)
+            lifted.refuse_written("vmap")
             return output, collections
 
-        count = _mapped_size(args, axes)
-        mapped = jax.vmap(body, in_axes=(0, *axes), out_axes=(out_axes, 0))
-        output, collections = mapped(jnp.arange(count), *args)
+        mapped = jax.vmap(body, in_axes=axes, out_axes=(out_axes, 0), axis_name="axcore.vmap")
+        output, collections = mapped(*args)
         lifted.finish(lifted.state, collections.reduced() if collections is not None else None)
         return output
 
@@ -99,28 +141,26 @@ def cond(predicate: Any, true_fn: Body, false_fn: Body) -> Body:
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:
         lifted = Lifted.of(module, "cond")
-        drawn = dict(lifted.caller.drawn)
-        reported: list[set[str]] = []
+        reported: dict[Body, set[str]] = {}
 
         def branch(fn: Body) -> Body:
             def run(params: Any, state: Any, *args: Any) -> Any:
-                lifted.caller.drawn.clear()  # both branches draw as if the other were not there
-                lifted.caller.drawn.update(drawn)
                 result = lifted.call(fn, params, state, *args)
-                reported.append(_entries(result[2]))
+                reported[run] = _entries(result[2])
                 return result
 
             return run
 
         branches = branch(true_fn), branch(false_fn)
-        for each in branches:
-            jax.eval_shape(each, lifted.params, lifted.state, *args)
-        if reported[0] != reported[1]:
-            only = ", ".join(sorted(reported[0] ^ reported[1]))
-            raise ContextError(
-                f"in {lifted.caller.describe()} one branch of cond reports {only} and the other does not"
-            )
-        output, state, collections = jax.lax.cond(predicate, *branches, lifted.params, lifted.state, *args)
+        try:
+            result = jax.lax.cond(predicate, *branches, lifted.params, lifted.state, *args)
+        except TypeError as error:
+            where = f"in {lifted.caller.describe()}"
+            if only := ", ".join(sorted(set.symmetric_difference(*reported.values()))):
+                raise ContextError(f"{where} one branch of cond reports {only} and the other does not") from None
+            error.add_note(f"{where}, which runs cond")
+            raise
+        output, state, collections = result
         lifted.finish(state, collections)
         return output
 
@@ -139,7 +179,7 @@ def while_loop(cond_fn: Callable[[Any], Any], body_fn: Body) -> Body:
 
         def body(loop: tuple[Any, Any, jax.Array]) -> Any:
             carry, state, count = loop
-            carry, state, collections = lifted.call(body_fn, lifted.params, state, carry, salt=count)
+            carry, state, collections = lifted.call(body_fn, lifted.params, state, carry, number=count)
             if reports := _entries(collections):
                 raise ContextError(f"{', '.join(sorted(reports))}: nothing can be reported inside while_loop")
             return carry, state, count + 1
@@ -154,24 +194,21 @@ def while_loop(cond_fn: Callable[[Any], Any], body_fn: Body) -> Body:
 def custom_jvp(fn: Body, jvp: Body) -> Body:
     """`jax.custom_jvp` of a function of arrays: `fn(*args)`, `jvp(primals, tangents) -> (out, tangent of out)`.
 
-    Both run in the frame of the layer that calls; both may report.
+    Both run in the frame of the layer that calls, draw the same PRNG bits and may report summaries and outputs.
     """
 
     def wrapped(*args: Any) -> Any:
-        caller = current()
-
-        def call(*args: Any) -> Any:
-            with _again(caller) as frame:
-                return fn(*args), frame.collections
+        caller, run = _rules()
 
         def rule(primals: Any, tangents: Any) -> Any:
-            with _again(caller) as frame:
-                output, tangent = jvp(primals, tangents)
-            return (output, frame.collections), (tangent, _zero_tangents(frame.collections))
+            (output, tangent), collections = run(jvp, primals[0], primals[1:], tangents[1:])
+            return (output, collections), (tangent, jax.tree.map(_zero_tangent, collections))
 
-        function = jax.custom_jvp(call)
+        function = jax.custom_jvp(lambda key, *args: run(fn, key, *args))
         function.defjvp(rule)
-        return _bring_home(caller, *function(*args))
+        output, collections = function(caller.key, *args)
+        caller.absorb(collections)
+        return output
 
     return wrapped
 
@@ -179,79 +216,54 @@ def custom_jvp(fn: Body, jvp: Body) -> Body:
 def custom_vjp(fn: Body, fwd: Body, bwd: Body) -> Body:
     """`jax.custom_vjp` of a function of arrays: `fn(*args)`, `fwd(*args) -> (out, residuals)`, `bwd(residuals, g)`.
 
-    All three run in the frame of the layer that calls: `axcore.current()` gives them its path, training flag and PRNG.
-    `fn` and `fwd` may report. `bwd` may not: it runs when the call is long over.
+    All three run in the frame of the layer that calls: `axcore.current()` gives them its path and training flag, and
+    the same PRNG bits. `fn` and `fwd` may report summaries and outputs. `bwd` may not: its call is long over.
     """
 
     def wrapped(*args: Any) -> Any:
-        caller = current()
-        key = caller.key
-
-        def call(key: Any, *args: Any) -> Any:
-            with _again(caller, key) as frame:
-                return fn(*args), frame.collections
+        caller, run = _rules()
 
         def forward(key: Any, *args: Any) -> Any:
-            with _again(caller, key) as frame:
-                output, residuals = fwd(*args)
-            return (output, frame.collections), (residuals, key)
+            (output, residuals), collections = run(fwd, key, *args)
+            return (output, collections), (residuals, key)
 
         def backward(kept: Any, cotangents: Any) -> Any:
-            residuals, key = kept
-            with _again(caller, key) as frame:
-                gradients = bwd(residuals, cotangents[0])
-            if reports := _entries(frame.collections):
+            gradients, collections = run(bwd, kept[1], kept[0], cotangents[0])
+            if reports := _entries(collections):
                 raise ContextError(f"{', '.join(sorted(reports))}: a backward rule cannot report, its call is over")
             return (None, *gradients)
 
-        function = jax.custom_vjp(call)
+        function = jax.custom_vjp(lambda key, *args: run(fn, key, *args))
         function.defvjp(forward, backward)
-        return _bring_home(caller, *function(key, *args))
+        output, collections = function(caller.key, *args)
+        caller.absorb(collections)
+        return output
 
     return wrapped
 
 
-def _again(caller: Frame, key: Any = None) -> Any:
-    """The caller's frame, for code that runs in another trace: its own collections, and no key of the outer trace."""
-    collections = None if caller.collections is None else Collections()
-    names = tuple(name if isinstance(name, str) else "*" for name in caller.names)
-    frame = dataclasses.replace(caller, collections=collections, drawn={})
-    if key is not None:
-        frame = _Rekeyed(caller.module, names, caller.parent, key, caller.training, collections, caller.captured)
-    return pushed(frame)
+def _values(state: Any) -> dict[Any, Any]:
+    return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
 
 
-class _Rekeyed(Frame):
-    """A frame whose key is given whole, since deriving it would take tracers across a boundary."""
+def _rules() -> tuple[Frame, Body]:
+    """The calling frame, and what runs a rule in its place with a key: (output, what was reported)."""
+    caller = current()
+    counts = dict(caller.drawn), dict(caller.calls)
 
-    @property
-    def key(self) -> jax.Array | None:
-        return self.root_key
+    def run(rule: Body, key: Any, *args: Any) -> Any:
+        with _inside(caller, caller.module, counts, key) as frame:
+            output = rule(*args)
+        if frame.collections is not None and (losses := frame.collections.losses):
+            raise ContextError(f"{', '.join(losses)}: a loss inside a rule would have no gradient; return it instead")
+        return output, frame.collections
 
-
-def _bring_home(caller: Frame, output: Any, collections: Collections | None) -> Any:
-    caller.absorb(collections)
-    return output
+    return caller, run
 
 
 def _entries(collections: Collections | None) -> set[str]:
     return set() if collections is None else {*collections.summaries, *collections.losses, *collections.outputs}
 
 
-def refuse_written(lifted: Lifted, state: Any, transform: str) -> None:
-    before, after = jax.tree.leaves(lifted.state), jax.tree.leaves(state)
-    if any(a is not b for a, b in zip(before, after, strict=True)):
-        raise ContextError(f"in {lifted.caller.describe()} a layer writes a Variable inside {transform}")
-
-
-def _mapped_size(args: Sequence[Any], axes: Sequence[Any]) -> int:
-    for arg, axis in zip(args, axes, strict=True):
-        if isinstance(axis, int):
-            return jax.tree.leaves(arg)[0].shape[axis]
-    raise ContextError("vmap needs at least one argument with a mapped axis")
-
-
-def _zero_tangents(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jax.dtypes.float0), tree
-    )
+def _zero_tangent(x: jax.Array) -> Any:
+    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)

@@ -11,6 +11,7 @@ from axcore.module import Layer, Rngs
 from axcore.nn.kernels import AttentionKernel, ReferenceKernel
 from axcore.nn.linear import Linear
 from axcore.nn.masks import Causal, Mask, SameSegment
+from axcore.nn.matmul import rows
 from axcore.nn.tokens import TokenInfo
 
 
@@ -75,10 +76,8 @@ class Attention(Layer):
 
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
-        q, k, v = (
-            rearrange(project(x), "b s (n d) -> b s n d", d=self.head_dim)
-            for project in (self.query, self.key, self.value)
-        )
+        flat, shape = rows(x), (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (project(flat).reshape(shape) for project in (self.query, self.key, self.value))
         if self.position is not None:
             q, k = self.position(q, k, tokens.positions, tokens.positions)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")

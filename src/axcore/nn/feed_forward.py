@@ -11,6 +11,7 @@ from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs
 from axcore.nn import activations  # noqa: F401 - names them
 from axcore.nn.linear import Linear
+from axcore.nn.matmul import rows
 
 
 class FeedForward(Layer):
@@ -39,5 +40,6 @@ class FeedForward(Layer):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
-        gate, up = checkpoint_name(self.gate(x), "gate"), checkpoint_name(self.up(x), "up")
-        return self.down(self.config.activation(gate) * up)
+        flat = rows(x)
+        gate, up = checkpoint_name(self.gate(flat), "gate"), checkpoint_name(self.up(flat), "up")
+        return self.down(self.config.activation(gate) * up).reshape(x.shape)

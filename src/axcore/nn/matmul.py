@@ -9,15 +9,18 @@ from jax.typing import DTypeLike
 from axcore.parallel import is_sharded
 
 
-def matmul(x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
-    """[..., in] x [in, out] -> [..., out], in the dtype of x, or in that of the sums where it is given.
+def rows(x: jax.Array) -> jax.Array:
+    """[..., features] -> [n, features] on one device; unchanged where activations may be sharded.
 
-    On one device the leading dimensions are merged first: the gradient of the weight then contracts one dimension, and
-    XLA needs no transposed copy of x (1.6x faster forward and backward of a feed-forward block on CPU). Where
-    activations are sharded, merging a sharded dimension could cost a collective, so it is left to the compiler.
+    The gradient of a weight then contracts one dimension, and XLA needs no transposed copy of x (1.6x faster forward
+    and backward of a feed-forward block on CPU). Merging a sharded dimension could cost a collective, so there it is
+    left to the compiler. A layer that multiplies one x with several weights merges once, or the backward pass would
+    keep a copy for each.
     """
-    weight = weight.astype(x.dtype)
-    if is_sharded():
-        return jnp.matmul(x, weight, preferred_element_type=accumulate)
-    rows = jnp.matmul(x.reshape(-1, x.shape[-1]), weight, preferred_element_type=accumulate)
-    return rows.reshape(*x.shape[:-1], weight.shape[-1])
+    return x if is_sharded() or x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def matmul(x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
+    """[..., in] x [in, out] -> [..., out], in the dtype of x, or in that of the sums where it is given."""
+    y = jnp.matmul(rows(x), weight.astype(x.dtype), preferred_element_type=accumulate)
+    return y.reshape(*x.shape[:-1], weight.shape[-1])

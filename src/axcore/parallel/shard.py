@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from axcore.module import Collections, ContextError, Reduce
-from axcore.module.lifted import Lifted, refuse_written
+from axcore.module import ContextError
+from axcore.module.lifted import Lifted
 
 Body = Callable[..., Any]
 
@@ -28,9 +27,11 @@ def shard_map(fn: Body, *, mesh: Mesh, in_specs: Sequence[Any], out_specs: Any) 
         axes = tuple(mesh.axis_names)
 
         def body(params: Any, state: Any, *args: Any) -> Any:
-            output, new_state, collections = lifted.call(fn, params, state, *args, salt=jax.lax.axis_index(axes))
-            refuse_written(dataclasses.replace(lifted, state=state), new_state, "shard_map")
-            return output, _over_devices(collections, axes)
+            output, _, collections = lifted.call(fn, params, state, *args, number=jax.lax.axis_index(axes))
+            lifted.refuse_written("shard_map")
+            if collections is not None and collections.outputs:
+                raise ContextError(f"{', '.join(collections.outputs)}: outputs cannot be captured inside shard_map")
+            return output, collections and jax.lax.all_gather(collections, axes).reduced()
 
         whole = PartitionSpec()
         mapped = jax.shard_map(
@@ -41,17 +42,3 @@ def shard_map(fn: Body, *, mesh: Mesh, in_specs: Sequence[Any], out_specs: Any) 
         return output
 
     return wrapped
-
-
-def _over_devices(collections: Collections | None, axes: tuple[str, ...]) -> Collections | None:
-    if collections is None:
-        return None
-    over = {Reduce.MEAN: jax.lax.pmean, Reduce.SUM: jax.lax.psum, Reduce.MAX: jax.lax.pmax, Reduce.MIN: jax.lax.pmin}
-    summaries = {
-        path: dataclasses.replace(summary, value=over.get(summary.reduce, jax.lax.pmax)(summary.value, axes))
-        for path, summary in collections.summaries.items()
-    }
-    losses = {path: jax.lax.pmean(loss, axes) for path, loss in collections.losses.items()}
-    if collections.outputs:
-        raise ContextError(f"{', '.join(collections.outputs)}: outputs cannot be captured inside shard_map")
-    return Collections(summaries, losses)

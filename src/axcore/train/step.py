@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from axcore.config import Config, ConfigError
-from axcore.module import Functional, Tree, abstract, initializer
+from axcore.module import Functional, Tree, abstract, initializer, root
 from axcore.parallel import Layout
 from axcore.train.learner import Learner
 
@@ -72,10 +72,16 @@ class Program:
 
         with self.layout.active():
             grads, (loss, collections, model_state) = jax.grad(objective, has_aux=True)(state.params)
-        params, optimizer, metrics = self.learner.update(
-            grads, state.optimizer, state.params, state.step, state.total_steps
-        )
-        reported = {**collections.losses, **collections.scalars()}
+        with root(None, key=key, training=True, names=("learner",)) as frame:
+            params, optimizer, metrics = self.learner.update(
+                grads, state.optimizer, state.params, state.step, state.total_steps
+            )
+        assert frame.collections is not None
+        if frame.collections.losses:
+            raise ConfigError(
+                f"{', '.join(frame.collections.losses)}: the learner adds a loss after the gradient is taken"
+            )
+        reported = {**collections.losses, **collections.scalars(), **frame.collections.scalars()}
         if taken := reported.keys() & {"loss", *metrics}:
             raise ConfigError(f"the model reports {', '.join(taken)}, a name that the trainer uses itself")
         metrics = {"loss": loss, **metrics, **reported}

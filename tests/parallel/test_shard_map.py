@@ -1,0 +1,55 @@
+"""A sharded function gives what the whole one gives, draws on each device, and reduces what devices report."""
+
+import numpy as np
+import pytest
+
+from .sharded import X
+from .test_eight_devices import results  # noqa: F401 - one subprocess for both files
+
+
+@pytest.fixture
+def found(results):  # noqa: F811
+    return results["shard_map"]
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [*((n, "plain") for n in ("child", "self", "in remat", "of remat")), ("stacked self", "stacked plain")],
+)
+def test_values_gradients_and_means_of_reports_are_those_of_the_whole(found, name, plain):
+    assert found[name].keys() == found[plain].keys()
+    for part in ("value", "output"):
+        np.testing.assert_allclose(found[name][part], found[plain][part], rtol=1e-5, err_msg=part)
+    for gradient, expected in zip(found[name]["gradients"], found[plain]["gradients"], strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+    for part in ("summaries", "losses"):
+        assert list(found[name][part]) == list(found[plain][part])
+        for path, value in found[plain][part].items():
+            np.testing.assert_allclose(found[name][part][path], value, rtol=1e-5, err_msg=path)
+
+
+def test_summaries_are_reduced_over_devices_by_their_rule(found):
+    sums = X.astype(np.float64).sum(1)
+    expected = {"mean": sums.mean(), "sum": sums.sum(), "max": sums.max(), "min": sums.min(), "last": sums[-1]}
+    for rule, value in expected.items():
+        np.testing.assert_allclose(found["rules"][rule], value, rtol=1e-6, err_msg=rule)
+    counts, edges = np.histogram(X[-1], bins=30)
+    np.testing.assert_array_equal(found["rules"]["spread"][0], counts)
+    np.testing.assert_allclose(found["rules"]["spread"][1], edges[1:], rtol=1e-5)
+
+
+def test_each_device_and_each_place_draws_its_own_bits(found):
+    assert len({tuple(row) for row in found["draws"]}) == len(found["draws"]) == 18
+    assert found["draws"] == found["draws without jit"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("stranger", "top (Holder) runs shard_map on a Plain that it does not hold"),
+        ("written", "in top (Holder) a layer writes a Variable inside shard_map"),
+        ("captured", "top.inner: outputs cannot be captured inside shard_map"),
+    ],
+)
+def test_what_is_refused_names_the_layer(found, case, words):
+    assert found["messages"][case] == f"ContextError: {words}"

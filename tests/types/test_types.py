@@ -1,0 +1,51 @@
+"""What a type checker says about a user's plugin."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("mypy")
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """{file name: {line: error codes}}"""
+    root = HERE.parents[1]
+    cache = root / ".mypy_cache"
+    command = [sys.executable, "-m", "mypy", "--config-file", str(root / "pyproject.toml"), "--no-pretty"]
+    command += [
+        "--cache-dir",
+        str(cache),
+        "--no-error-summary",
+        str(HERE / "sample_good.py"),
+        str(HERE / "sample_bad.py"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    errors = {}
+    for file, line, message in re.findall(r"^(.+?):(\d+): error: (.*)$", done.stdout, re.MULTILINE):
+        code = re.search(r"\[([\w-]+)\]$", message)
+        errors.setdefault(pathlib.Path(file).name, {}).setdefault(int(line), {})[code[1] if code else ""] = message
+    return errors
+
+
+def test_a_sound_plugin_has_no_error_and_its_types_are_known(found):
+    assert found.get("sample_good.py", {}) == {}
+
+
+def test_each_mistake_is_found_in_its_line_and_nothing_else(found):
+    lines = (HERE / "sample_bad.py").read_text().splitlines()
+    expected = {
+        number: match[1].split()
+        for number, line in enumerate(lines, 1)
+        if (match := re.search(r"# expect: (.+)$", line))
+    }
+    errors = found["sample_bad.py"]
+    assert len(expected) > 12 and errors.keys() == expected.keys(), errors
+    for number, codes in expected.items():
+        assert set(errors[number]) == set(codes), (number, errors[number])
