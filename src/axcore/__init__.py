@@ -50,16 +50,10 @@ if TYPE_CHECKING:
         vmap as vmap,
         while_loop as while_loop,
     )
-    from axcore.parallel import (
-        Mesh as Mesh,
-    )
-    from axcore.plugin import (
-        recipe as recipe,
-        use as use,
-    )
-    from axcore.train import (
-        fit as fit,
-    )
+    from axcore.nn import call as call, stock as stock
+    from axcore.parallel import Mesh as Mesh, shard_map as shard_map
+    from axcore.plugin import recipe as recipe, use as use
+    from axcore.train import fit as fit
 
 _HOMES = {
     "axcore.config": (

@@ -145,7 +145,7 @@ def test_a_layer_without_a_constructor_can_be_built():
 
     layer = build(Doubles.Config())
     assert layer(3) == 6
-    assert layer.dtypes == ax.DTypes()
+    assert layer.dtypes == ax.DTypes(param="float32", compute="float32")
 
 
 def test_an_empty_slot_is_none_and_can_be_filled_later():

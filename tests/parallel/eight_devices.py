@@ -19,7 +19,8 @@ from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
 from axcore.train import Learner, Optimizer, Schedule
 from axcore.train.step import program
-from tests.parallel import sharded
+
+from . import sharded
 
 SHAPES = {
     "one": {"data": 1},

@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec as P
 import axcore as ax
 from axcore.module import Reduce, functional, invoke, remat
 from axcore.parallel import shard_map
-from tests.module.layers import Parent, Plain, Stacked
+
+from ..module.layers import Parent, Plain, Stacked
 
 X = np.linspace(0.5, 2.0, 32).reshape(8, 4).astype(np.float32)
 KEY = jax.random.key(7)
@@ -26,8 +27,9 @@ def mesh():
     return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def over_rows(fn, out=P(("data", "tensor"))):
-    return shard_map(fn, mesh=mesh(), in_specs=(P(("data", "tensor")),), out_specs=out)
+def over_rows(fn):
+    rows = P(("data", "tensor"))
+    return shard_map(fn, mesh=mesh(), in_specs=(rows,), out_specs=rows)
 
 
 def call(layer, x):

@@ -7,16 +7,15 @@ from axcore.config.history import acting
 from axcore.config.modifier import Modifier, pipe
 from axcore.config.node import REQUIRED, Config, Configurable, FrozenDict, has_field, known_types, type_name
 from axcore.config.override import override
-from axcore.config.select import Selection, Where, select, tagged
+from axcore.config.select import Where, select, tagged
 from axcore.config.serial import content_hash, from_json, to_json
-from axcore.config.text import Change, Diff, diff, diff_flat, flatten, parse_text, text
+from axcore.config.text import Diff, diff, diff_flat, flatten, parse_text, text
 from axcore.config.tree import get, matches, put, walk
 from axcore.config.types import parse
 
 __all__ = [
     "REQUIRED",
     "AxcoreError",
-    "Change",
     "Codec",
     "Config",
     "ConfigError",
@@ -25,7 +24,6 @@ __all__ = [
     "FrozenDict",
     "MissingError",
     "Modifier",
-    "Selection",
     "Where",
     "acting",
     "at_least",

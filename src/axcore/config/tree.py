@@ -58,11 +58,13 @@ def get(root: Config, path: str) -> Any:
 
 def history(root: Config, path: str) -> History:
     """What `Config.history` returns: the node's own events, and those of its parent that put it there."""
-    value = get(root, path)
-    parent_path, _, name = path.rpartition(".")
-    parent = get(root, parent_path) if path else None
+    value, names = get(root, path), path.split(".") if path else []
     events = [*value.__dict__.get("_history", ())] if isinstance(value, Config) else []
-    if isinstance(parent, Config):
+    # The nearest node above holds the value in one of its fields, maybe inside a tuple or mapping.
+    while names and not isinstance(parent := get(root, ".".join(names[:-1])), Config):
+        names.pop()
+    if names:
+        name = names[-1]
         events += [each for each in parent.__dict__.get("_history", ()) if name in each.names and each not in events]
     return History(events)
 

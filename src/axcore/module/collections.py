@@ -98,8 +98,7 @@ def labelled(entries: Mapping[str, Any]) -> dict[str, Any]:
             found[path] = value
             continue
         whole = hasattr(value, "__getitem__") and not isinstance(value, Mapping | tuple)
-        count = len(value if whole else jax.tree.leaves(value)[0])
-        for index in range(count):
+        for index in range(len(value if whole else jax.tree.leaves(value)[0])):
             item = value[index] if whole else jax.tree.map(lambda x, i=index: x[i], value)
             found.update(labelled({f"{before}.{index}.{after}"[1:-1]: item}))
     return found

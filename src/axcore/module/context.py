@@ -87,10 +87,8 @@ class Frame:
             self._record(self.collections.outputs, name, value)
 
     def add_result(self, value: Any) -> None:
-        """Hands out what the layer returns, if the layer's own path is captured."""
-        if self.collections is None or self.path in self.collections.outputs:
-            return
-        if any(matches(pattern, self.path) for pattern in self.captured):
+        """Hands out what the layer returns, if its own path is captured; of several calls, the last."""
+        if self.collections is not None and any(matches(pattern, self.path) for pattern in self.captured):
             self.collections.outputs[self.path] = value
 
     def add_loss(self, name: str, value: Any, weight: float = 1.0) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import zlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,14 +23,12 @@ from axcore.module.context import ContextError, Frame, current, locate, pushed
 from axcore.module.pure import _refuse_escaped, split
 
 Body = Callable[..., Any]
-_APART = zlib.crc32(b"axcore.module.lifted") >> 1
-"""Added to the numbers of examples, rounds and devices: they fold into other keys than the numbers of layers do."""
+_APART = 0x2F0C5A1D  # added to the numbers of examples, rounds and devices, so that they are no numbers of layers
 
 
 class _Inside(Frame):
     def describe(self) -> str:
-        assert self.parent is not None
-        return self.parent.describe()
+        return self.parent.describe() if self.parent else ""
 
 
 @contextlib.contextmanager
@@ -38,9 +36,8 @@ def _inside(caller: Frame, module: Any, counts: Any, key: Any = None, salt: Any 
     """The caller's place, for code of another trace: with collections of its own, and with a key if that of the caller
     may be gone. Draws and calls are numbered from `counts` on in each trace; the caller goes on after the last."""
     collections = None if caller.collections is None else Collections()
-    with pushed(
-        _Inside(module, (), caller, key, caller.training, collections, caller.captured, salt, *map(dict, counts))
-    ) as frame:
+    frame = _Inside(module, (), caller, key, caller.training, collections, caller.captured, salt, *map(dict, counts))
+    with pushed(frame):
         yield frame
     for mine, theirs in ((frame.drawn, caller.drawn), (frame.calls, caller.calls)):
         theirs.update({name: max(count, theirs.get(name, -1)) for name, count in mine.items()})  # type: ignore
@@ -65,14 +62,12 @@ class Lifted:
         caller = current()
         names = () if module is caller.module else locate(caller.module or (), module)
         if names is None:
-            raise ContextError(
-                f"{caller.describe()} runs {transform} on a {type(module).__name__} that it does not hold"
-            )
+            kind = type(module).__name__
+            raise ContextError(f"{caller.describe()} runs {transform} on a {kind} that it does not hold")
         return cls(caller, module, names, (dict(caller.drawn), dict(caller.calls)), *split(module))
 
     def call(self, fn: Body, params: Any, state: Any, *args: Any, number: jax.Array | None = None) -> Any:
-        """(output, new state, what was reported), from a copy of the module that holds these arrays. The `number` is that
-        of the example, round or device; each draws PRNG bits of its own."""
+        """(output, new state, reports) of a copy with these arrays. Each `number` has draws of its own."""
         params, state = jax.tree.map(lambda x: x, (params, state))  # NNX lets only Variables made in this trace be set
         before = _values(state)
         module = holder = nnx.merge(self.graphdef, params, state)
@@ -91,10 +86,8 @@ class Lifted:
             raise ContextError(f"in {self.caller.describe()} a layer writes a Variable inside {transform}")
 
     def finish(self, state: Any, collections: Collections | None) -> None:
-        """Brings home what the body wrote and reported. What it did not write stays the same array, so that a transform
-        around this one can tell."""
-        flat = [(path, variable) for path, variable in nnx.to_flat_state(state) if path in self.written]
-        nnx.update(self.module, nnx.from_flat_state(flat))
+        """Brings home reports and what was written; the rest stays as it is, so that a transform around can tell."""
+        nnx.update(self.module, nnx.from_flat_state([x for x in nnx.to_flat_state(state) if x[0] in self.written]))
         self.caller.absorb(collections)
 
 
@@ -128,8 +121,7 @@ def vmap(fn: Body, *, in_axes: int | Sequence[Any] | None = 0, out_axes: Any = 0
             lifted.refuse_written("vmap")
             return output, collections
 
-        mapped = jax.vmap(body, in_axes=axes, out_axes=(out_axes, 0), axis_name="axcore.vmap")
-        output, collections = mapped(*args)
+        output, collections = jax.vmap(body, in_axes=axes, out_axes=(out_axes, 0), axis_name="axcore.vmap")(*args)
         lifted.finish(lifted.state, collections.reduced() if collections is not None else None)
         return output
 
@@ -141,26 +133,22 @@ def cond(predicate: Any, true_fn: Body, false_fn: Body) -> Body:
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:
         lifted = Lifted.of(module, "cond")
-        reported: dict[Body, set[str]] = {}
+        reported: dict[int, set[str]] = {0: set(), 1: set()}
 
-        def branch(fn: Body) -> Body:
-            def run(params: Any, state: Any, *args: Any) -> Any:
-                result = lifted.call(fn, params, state, *args)
-                reported[run] = _entries(result[2])
-                return result
+        def branch(index: int, *args: Any) -> Any:
+            result = lifted.call((true_fn, false_fn)[index], *args)
+            reported[index] = _entries(result[2])
+            return result
 
-            return run
-
-        branches = branch(true_fn), branch(false_fn)
+        branches = functools.partial(branch, 0), functools.partial(branch, 1)
         try:
-            result = jax.lax.cond(predicate, *branches, lifted.params, lifted.state, *args)
+            output, state, collections = jax.lax.cond(predicate, *branches, lifted.params, lifted.state, *args)
         except TypeError as error:
             where = f"in {lifted.caller.describe()}"
-            if only := ", ".join(sorted(set.symmetric_difference(*reported.values()))):
+            if only := ", ".join(sorted(reported[0] ^ reported[1])):
                 raise ContextError(f"{where} one branch of cond reports {only} and the other does not") from None
             error.add_note(f"{where}, which runs cond")
             raise
-        output, state, collections = result
         lifted.finish(state, collections)
         return output
 
@@ -178,11 +166,10 @@ def while_loop(cond_fn: Callable[[Any], Any], body_fn: Body) -> Body:
         lifted = Lifted.of(module, "while_loop")
 
         def body(loop: tuple[Any, Any, jax.Array]) -> Any:
-            carry, state, count = loop
-            carry, state, collections = lifted.call(body_fn, lifted.params, state, carry, number=count)
+            carry, state, collections = lifted.call(body_fn, lifted.params, loop[1], loop[0], number=loop[2])
             if reports := _entries(collections):
                 raise ContextError(f"{', '.join(sorted(reports))}: nothing can be reported inside while_loop")
-            return carry, state, count + 1
+            return carry, state, loop[2] + 1
 
         carry, state, _ = jax.lax.while_loop(lambda loop: cond_fn(loop[0]), body, (carry, lifted.state, jnp.int32(0)))
         lifted.finish(state, None)

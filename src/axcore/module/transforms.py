@@ -1,4 +1,4 @@
-"""Transforms that carry the invocation context across a traced boundary."""
+"""Stacks of layers: many in one module, run by a loop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from axcore.module.collections import Collections
 from axcore.module.context import ContextError, current, inside, locate
 from axcore.module.pure import split
 from axcore.module.rngs import Rngs
-
-RematPolicy = Callable[..., bool]
 
 
 def stack(build: Callable[[Rngs], nnx.Module], rngs: Rngs, count: int) -> Any:
@@ -43,7 +41,7 @@ def scan(
     *args: Any,
     count: int,
     unroll: int = 1,
-    remat: RematPolicy | None = None,
+    remat: Callable[..., bool] | None = None,
 ) -> Any:
     """Runs a stacked module layer by layer: `carry = layer(carry, *args)`, traced once.
 
@@ -66,14 +64,17 @@ def scan(
     if names is None:
         raise ContextError(f"{caller.describe()} scans a {type(layers).__name__} that it does not hold")
     graphdef, params, state = split(layers)
-    again = caller.repeated(names)
+    again, written = caller.repeated(names), list[bool]()
 
     def body(carry: Any, xs: Any) -> tuple[Any, tuple[Any, Collections | None]]:
         index, params, state = xs
+        before = jax.tree.leaves(state)
         layer = nnx.merge(graphdef, params, state)
         with inside(caller, layer, (*names, index), again) as frame:
             carry = layer(carry, *args)
-        return carry, (split(layer)[2], frame.collections)
+        new = split(layer)[2]
+        written.extend(a is not b for a, b in zip(before, jax.tree.leaves(new), strict=True))
+        return carry, (new, frame.collections)
 
     if remat is not None:
         # In a loop the recomputation cannot be merged with the forward pass; unrolled, XLA would undo it.
@@ -83,6 +84,7 @@ def scan(
     except (TypeError, ValueError) as error:
         error.add_note(f"in the scan over {count} layers of {caller.below('.'.join(names))}")
         raise
-    nnx.update(layers, state)
+    if any(written):  # writing back what nobody wrote would look like a write to a transform around this one
+        nnx.update(layers, state)
     caller.absorb(collections)
     return carry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -94,4 +95,5 @@ def _missing(feature: str) -> PluginError:
     if reason:
         return PluginError(f"{asker}; {reason}")
     near = did_you_mean(feature, (offer.name for _, offer in registry().offers(Feature)))
-    return PluginError(f"{asker}; no installed plugin offers it.{near} pip install axcore-{feature}")
+    install = f" pip install axcore-{feature}" if re.fullmatch(r"[A-Za-z0-9][\w.-]*", feature) else ""
+    return PluginError(f"{asker}; no installed plugin offers it.{near}{install}")
