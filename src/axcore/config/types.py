@@ -106,7 +106,7 @@ def _fit(value: Any, hint: Any) -> Any:
     """Small losses of form that text brings: a list for a tuple, `a,b` for a tuple of strings, 1 for 1.0."""
     if typing.get_origin(hint) is tuple:
         if isinstance(value, str):
-            value = tuple(part for part in value.split(",") if part)
+            value = tuple(part.strip() for part in value.strip("()[]").split(",") if part.strip())
         items = tuple(value) if isinstance(value, list | tuple) else (value,)
         args = typing.get_args(hint)
         if len(args) == 2 and args[1] is Ellipsis:
