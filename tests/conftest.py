@@ -26,6 +26,9 @@ settings.load_profile("axcore")
 
 # End-to-end tests: a small corpus, a small recipe, and the `axcore` command.
 
+PROGRESS = ("step ", "compiling ", "resuming ", "no checkpoint yet", "evaluating")
+"""How lines begin that tell how far a run has come."""
+
 TINY_PLUGIN = pathlib.Path(__file__).parent / "tiny_plugin"
 
 
@@ -84,7 +87,7 @@ class Finished:
         """The one message of a command that was refused: exit code 2, and nothing else on stderr but progress."""
         assert self.code == 2, self
         assert "Traceback" not in self.err + self.out, self.err
-        lines = [line for line in self.err.splitlines() if not line.startswith("step ")]
+        lines = [line for line in self.err.splitlines() if not line.startswith(PROGRESS)]
         if lines and lines[0].startswith("usage: "):  # argparse shows the usage first
             lines = lines[-1:]
         assert lines and lines[0].startswith("axcore"), self.err

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from axcore.config import (
-    Change,
     Config,
     ConfigError,
     Configurable,
@@ -25,6 +24,7 @@ from axcore.config import (
     select,
     text,
 )
+from axcore.config.text import Change
 
 from .trees import Branch, Leaf, Other, SpecialLeaf, nodes, trees
 

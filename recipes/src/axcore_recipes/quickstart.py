@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Repeat, TransformerLayer, Zeros
-from axcore.train import AdamW, Learner, Trainer, WarmupStableDecay
+from axcore.train import AdamW, Checkpointer, Learner, Trainer, WarmupStableDecay
 from axcore.train.input import ByteTokenizer, TextInput
 from axcore_recipes.corpus import StandardLibrary
 from axcore_recipes.text_reports import CompressionReport, LossPlot, SampleReport
@@ -36,6 +36,7 @@ def quickstart() -> Trainer.Config:
             schedule=WarmupStableDecay(peak=2e-3, warmup_steps=50, decay=0.4),
         ),
         minutes=3.6,
+        checkpointer=Checkpointer.Config(every_minutes=0.5),
         reports=(CompressionReport.Config(), LossPlot.Config(), SampleReport.Config()),
     )
     return ax.pipe(cfg, ax.use("rope"))

@@ -13,7 +13,12 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("train", help="train a recipe", description="Trains a recipe into a run folder.")
     parser.add_argument("recipe", help="as `axcore recipes` lists it")
     parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
-    parser.add_argument("--minutes", type=_minutes, help="wall-clock time to train, instead of the recipe's length")
+    parser.add_argument(
+        "--minutes",
+        type=_minutes,
+        help="wall-clock time to train, compilation included, instead of the recipe's length",
+    )
+    parser.add_argument("--steps", type=int, help="steps to train, instead of the recipe's length")
     parser.add_argument("--seed", type=int, help="of parameters, dropout and shuffling")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
     add_edits(parser)
@@ -23,7 +28,9 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     cfg = compose(arguments.recipe, arguments.edits)
     if arguments.minutes is not None:
-        cfg = cfg.set(minutes=arguments.minutes, steps=None)
+        cfg = cfg.set(minutes=arguments.minutes, steps=arguments.steps)
+    elif arguments.steps is not None:
+        cfg = cfg.set(steps=arguments.steps, minutes=None)
     if arguments.seed is not None:
         cfg = cfg.set(seed=arguments.seed)
     folder = arguments.out or f"runs/{arguments.recipe}"

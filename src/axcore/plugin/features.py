@@ -95,5 +95,6 @@ def _missing(feature: str) -> PluginError:
     if reason:
         return PluginError(f"{asker}; {reason}")
     near = did_you_mean(feature, (offer.name for _, offer in registry().offers(Feature)))
-    install = f" pip install axcore-{feature}" if re.fullmatch(r"[A-Za-z0-9][\w.-]*", feature) else ""
+    # By the naming convention; not for what looks like a slip of the pen, where it would be a guess.
+    install = "" if near or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", feature) else f" pip install axcore-{feature}"
     return PluginError(f"{asker}; no installed plugin offers it.{near}{install}")

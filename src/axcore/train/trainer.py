@@ -53,7 +53,10 @@ class Trainer(config.Configurable):
 
     def __init__(self, cfg: Config):
         if (cfg.steps is None) == (cfg.minutes is None):
-            raise ConfigError(f"set one of steps and minutes, not steps={cfg.steps} and minutes={cfg.minutes}")
+            raise ConfigError(
+                f"set one of steps and minutes, not steps={cfg.steps} and minutes={cfg.minutes} (of the command "
+                f"line's --steps and --minutes each clears the other)"
+            )
         at_least(cfg, 1, "steps", "evaluate_every")
         if cfg.minutes is not None and not 0 < cfg.minutes < MOST_MINUTES:
             raise ConfigError(f"minutes must be positive and below {MOST_MINUTES:,}, not {cfg.minutes}")
@@ -145,6 +148,7 @@ class _Run:
         self.is_first = jax.process_index() == 0
         self.writers: list[Writer] = [writer.build(folder) for writer in cfg.writers] if self.is_first else []
         self.compiled_before = compilations("train_step")
+        self.train_seconds = 0.0
         self.evaluated: dict[str, Any] = {}
         self.began = time.monotonic()
 
@@ -153,13 +157,14 @@ class _Run:
             loop = self._start(resume)
             with loop.progress:
                 self._train(loop)
-                train_seconds = self.seconds
+                self.train_seconds = self.seconds
+                loop.progress.note("evaluating")
                 bits = self._evaluate(loop)
                 self._save(loop)
                 self.checkpointer.wait()
         finally:
             self._close()
-        return self._finish(loop, bits, train_seconds)
+        return self._finish(loop, bits)
 
     def _close(self) -> None:
         """Closes everything, whatever of it fails. The error that ended the run comes before those of closing."""
@@ -179,6 +184,7 @@ class _Run:
 
     def _start(self, resume: bool) -> Loop:
         """Compiles both steps and makes, or restores, the first state."""
+        print("compiling the training step", file=sys.stderr)
         batch = next(iter(self.source.validation_batches()))
         step = self.program.compile_train(batch)
         self.eval_step = self.program.compile_eval(batch)
@@ -191,6 +197,7 @@ class _Run:
         else:
             state, done = self.program.init(jnp.uint32(self.cfg.seed)), 0
         if resume:
+            print(f"resuming after step {done}" if done else "no checkpoint yet: starting over", file=sys.stderr)
             for writer in self.writers:
                 writer.rewind(done)
         progress = Progress(total=self.cfg.steps, start=done)
@@ -248,7 +255,7 @@ class _Run:
         for writer in self.writers:
             writer.flush()
         meta = {
-            "seconds": self.seconds,
+            "seconds": self.train_seconds or self.seconds,
             "evaluated": self.evaluated,
             "config": self.cfg.text(),
             "plugins": self.plugins,
@@ -256,14 +263,14 @@ class _Run:
         self.checkpointer.save(loop.done, loop.state, data=self.batches.get_state(), meta=meta)
         loop.pause()
 
-    def _finish(self, loop: Loop, bits: float, train_seconds: float) -> dict[str, Any]:
+    def _finish(self, loop: Loop, bits: float) -> dict[str, Any]:
         tokens = loop.done * loop.tokens_per_batch
         summary: dict[str, Any] = {
             "val_bits_per_byte": bits,
             "steps": loop.done,
             "tokens": tokens,
-            "tokens_per_second": tokens / train_seconds,
-            "train_seconds": train_seconds,
+            "tokens_per_second": tokens / self.train_seconds,
+            "train_seconds": self.train_seconds,
             "seconds": self.seconds,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(loop.state.params)),
             "compilations": compilations("train_step") - self.compiled_before,
