@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import axcore as ax
 from axcore.train import AdamW, Learner, WarmupStableDecay
 from axcore.train.learner import matrices
 
@@ -141,3 +142,24 @@ def test_parameters_keep_their_dtype():
     new, _, metrics = jax.jit(learner.update)(grads, learner.init(params), params, jnp.int32(50), jnp.int32(100))
     assert {leaf.dtype for leaf in jax.tree.leaves(new)} == {jnp.dtype("bfloat16")}
     assert metrics["gradient_norm"].dtype == metrics["learning_rate"].dtype == jnp.float32
+
+
+def test_rates_scale_and_freeze_by_path_and_the_last_pattern_counts():
+    params, grads = random_tree(0), random_tree(1)
+    step = jnp.int32(100), jnp.int32(1000)
+
+    def moved(rates):
+        learner = Learner.Config(clip_norm=None, rates=rates).build(AXES)
+        new, _, _ = learner.update(grads, learner.init(params), params, *step)
+        return jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64), new, params)
+
+    plain = moved({})
+    mixed = moved({"**": 0.5, "decoder.**": 0.0, "decoder.weight": 2.0})
+    np.testing.assert_array_equal(mixed["decoder"]["norm"], 0.0)
+    np.testing.assert_allclose(mixed["decoder"]["weight"], 2 * plain["decoder"]["weight"], rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(mixed["embedding"], 0.5 * plain["embedding"], rtol=1e-3, atol=1e-7)
+
+
+def test_a_pattern_of_rates_that_matches_no_parameter_is_an_error():
+    with pytest.raises(ax.ConfigError, match=r"learner\.rates: decodr"):
+        Learner.Config(rates={"decodr.**": 0.0}).build(AXES)
