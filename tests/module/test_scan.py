@@ -164,3 +164,23 @@ def test_a_scan_that_cannot_run_names_the_stack(cfg):
     with pytest.raises(Exception) as error:
         invoke(model, "decoder", X)
     assert "decoder.layers" in "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+
+
+def test_a_layer_that_keeps_a_traced_value_is_refused_inside_the_scan():
+    class Keeps(ax.Layer):
+        def __call__(self, x):
+            self.kept = x
+            return x
+
+    class Stack(ax.Layer):
+        class Config(ax.Layer.Config):
+            layers: Keeps.Config = Keeps.Config()
+
+        def __init__(self, cfg, *, rngs):
+            self.layers = ax.stack(lambda each: self.build_child(cfg.layers, each), rngs.at("layers"), 2)
+
+        def __call__(self, x):
+            return ax.scan(self.layers, x, count=2)
+
+    with pytest.raises(ax.AxcoreError, match="kept"):
+        ax.invoke(Stack.Config().build(rngs=ax.Rngs(0)), jnp.ones(3))

@@ -11,7 +11,7 @@ from flax import nnx
 
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, current, inside, locate
-from axcore.module.pure import split
+from axcore.module.pure import _refuse_escaped, split
 from axcore.module.rngs import Rngs
 
 
@@ -72,6 +72,7 @@ def scan(
         layer = nnx.merge(graphdef, params, state)
         with inside(caller, layer, (*names, index), again) as frame:
             carry = layer(carry, *args)
+        _refuse_escaped(layer)
         new = split(layer)[2]
         written.extend(a is not b for a, b in zip(before, jax.tree.leaves(new), strict=True))
         return carry, (new, frame.collections)
