@@ -87,8 +87,9 @@ class Trainer(config.Configurable):
         source = self._input()
         prepared = self.program()
         prepared.batch_shapes(batch_form(self.config.input))
-        for part in (self.config.checkpointer, *self.config.reports):  # refuse bad ones before anything is touched
-            part.build(*((folder,) if part is self.config.checkpointer else ()))
+        self.config.checkpointer.build(folder)  # bad values are refused before anything is touched
+        for report in self.config.reports:
+            report.build()
         if not resume and held:
             with run_folder.Lock(folder):
                 print(f"{folder} held an earlier run; it is now {run_folder.move_aside(folder)}")
