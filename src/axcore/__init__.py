@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     )
     from axcore.nn import call as call, stock as stock
     from axcore.parallel import Mesh as Mesh, shard_map as shard_map
-    from axcore.plugin import recipe as recipe, use as use
+    from axcore.plugin import recipe as recipe, target as target, use as use
     from axcore.train import fit as fit
 
 _HOMES = {
@@ -66,7 +66,7 @@ _HOMES = {
     ),
     "axcore.nn": "call stock",
     "axcore.parallel": "Mesh shard_map",
-    "axcore.plugin": "recipe use",
+    "axcore.plugin": "recipe target use",
     "axcore.train": "fit",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

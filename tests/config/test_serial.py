@@ -292,7 +292,7 @@ def test_whatever_stands_in_a_file_the_answer_is_a_config_or_a_config_error(data
 HOSTILE = """
 import json, sys
 from axcore.config import ConfigError, from_json
-import axcore.module  # its codecs too
+import axcore.parallel  # its codecs too
 before, said = set(sys.modules), []
 sys.meta_path.insert(0, type("Spy", (), {"find_spec": staticmethod(lambda name, *_: said.append(name))}))
 for name in ("antigravity.Config", "this", "axcore_rope.rotary.Rotary", "wsgiref.simple_server.WSGIServer"):

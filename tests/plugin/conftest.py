@@ -52,3 +52,15 @@ def site(tmp_path, monkeypatch):
     for name in set(sys.modules) - before:
         if name.startswith("thrown_"):
             del sys.modules[name]
+
+
+@pytest.fixture
+def alone(site, monkeypatch):
+    """Nothing is installed but what is installed here, also for `registry()`."""
+
+    def entry_points(group):
+        found = importlib.metadata.distributions(path=[str(site.folder)])
+        return [point for dist in found for point in dist.entry_points if point.group == group]
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    return site

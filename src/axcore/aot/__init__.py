@@ -1,7 +1,18 @@
-"""Before anything runs: the module tree of a config, and what its compiled step needs."""
+"""Before anything runs: the module tree of a config, why it is as it is, and what its compiled step needs."""
 
+import axcore.preflight  # noqa: F401 - before anything below imports flax
+from axcore.aot.explain import Explanation, explain
 from axcore.aot.module_tree import ModuleNode, Parameter, module_tree
 from axcore.aot.report import StepReport, compile_step
 from axcore.aot.tree_page import tree_page
 
-__all__ = ["ModuleNode", "Parameter", "StepReport", "compile_step", "module_tree", "tree_page"]
+__all__ = [
+    "Explanation",
+    "ModuleNode",
+    "Parameter",
+    "StepReport",
+    "compile_step",
+    "explain",
+    "module_tree",
+    "tree_page",
+]

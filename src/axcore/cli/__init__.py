@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from axcore import __version__
-from axcore.cli import aot, golden, inspect, listing, train
+from axcore.cli import aot, doctor, explain, golden, inspect, listing, new_plugin, train
 from axcore.config import AxcoreError
 from axcore.plugin import Command, registry, resolve
 
@@ -31,12 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        parser, builtin = _parser()
-        found = registry().find(Command, arguments[0]) if arguments else None
-        if found is not None and arguments[0] in builtin:
-            print(f"axcore: {found[0]} offers a command {arguments[0]!r} too; the built-in one runs", file=sys.stderr)
-        elif found is not None:
-            return int(resolve(*found)(arguments[1:]) or 0)
+        parser, commands = _parser()
+        name = arguments[0] if arguments else ""
+        if name in commands.choices:
+            _warn_of_claims(name)
+        else:
+            if name and (found := registry().find(Command, name)) is not None:
+                return int(resolve(*found)(arguments[1:]) or 0)
+            for offered in {offer.name: offer for _, offer in registry().offers(Command)}.values():
+                if offered.name not in commands.choices:
+                    commands.add_parser(offered.name, help=offered.summary.replace("%", "%%"), add_help=False)
         parsed = parser.parse_args(arguments)
         return int(parsed.run(parsed) or 0)
     except AxcoreError as error:
@@ -47,18 +52,19 @@ def _run(arguments: list[str]) -> int:
         return INTERRUPTED
 
 
-def _parser() -> tuple[argparse.ArgumentParser, set[str]]:
-    """The parser, and the names of the built-in commands."""
+def _warn_of_claims(name: str) -> None:
+    if name == "doctor":  # it reports what is wrong with plugins itself
+        return
+    for plugin, offer in registry().offers(Command):
+        if offer.name == name:
+            print(f"axcore: {plugin} offers a command {name!r} too; the built-in one runs", file=sys.stderr)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Any]:
+    """The parser, and its subcommands: so far the built-in ones."""
     parser = argparse.ArgumentParser(prog="axcore", description="Compose, train and inspect large models.")
     parser.add_argument("--version", action="version", version=f"axcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train.add(commands)
-    aot.add(commands)
-    inspect.add(commands)
-    golden.add(commands)
-    listing.add(commands)
-    builtin = set(commands.choices)
-    for name, summary in {offer.name: offer.summary for _, offer in registry().offers(Command)}.items():
-        if name not in builtin:
-            commands.add_parser(name, help=summary.replace("%", "%%"), add_help=False)
-    return parser, builtin
+    for builtin in (train, aot, inspect, explain, golden, listing, new_plugin, doctor):
+        builtin.add(commands)
+    return parser, commands

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _InOrder(argparse.Action):
-    """Collects `--use` and `--set` in one list: later edits see what earlier ones did."""
+    """Collects `--use`, `--target` and `--set` in one list: later edits see what earlier ones did."""
 
     def __call__(
         self,
@@ -21,9 +21,12 @@ class _InOrder(argparse.Action):
 
 
 def add_edits(parser: argparse.ArgumentParser) -> None:
-    """`--use` and `--set`, which may be repeated and are applied in the order in which they stand."""
+    """`--use`, `--target` and `--set`, which may be repeated and are applied in the order in which they stand."""
     parser.add_argument(
         "--use", action=_InOrder, metavar="FEATURE[:KEY=VALUE,...]", help="attach a feature, as axcore.use does"
+    )
+    parser.add_argument(
+        "--target", action=_InOrder, metavar="ACCELERATOR", help="lay it out for hardware such as gpu-h100-8x4"
     )
     parser.add_argument("--set", action=_InOrder, metavar="PATH=VALUE", help="override one value")
     parser.set_defaults(edits=[])
@@ -31,10 +34,13 @@ def add_edits(parser: argparse.ArgumentParser) -> None:
 
 def compose(recipe: str, edits: Sequence[tuple[str, str]]) -> Any:
     """The config of a recipe with edits from the command line applied."""
-    from axcore.config import override
-    from axcore.plugin import recipe as find_recipe, use_text
+    from axcore.config import override, pipe
+    from axcore.plugin import recipe as find_recipe, target, use_text
 
     cfg = find_recipe(recipe)
     for kind, text in edits:
-        cfg = use_text(text)(cfg) if kind == "use" else override(cfg, [text])
+        if kind == "set":
+            cfg = override(cfg, [text])
+        else:
+            cfg = pipe(cfg, use_text(text) if kind == "use" else target(text))
     return cfg

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
     diff = commands.add_parser("diff", help="compare two recipes", description="Prints what changes from A to B.")
     diff.add_argument("a", metavar="A")
-    diff.add_argument("b", metavar="B", help="--use and --set apply to this one")
+    diff.add_argument("b", metavar="B", help="--use, --target and --set apply to this one")
     add_edits(diff)
     diff.set_defaults(run=run_diff)
 

@@ -3,31 +3,108 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from axcore.plugin import Recipe, registry
+from axcore.config import AxcoreError, did_you_mean
+from axcore.plugin import API_VERSION, Plugin, Recipe, registry
+from axcore.plugin.allowlist import write
+
+SCHEMA = 1
+"""The version of the JSON form of `axcore plugins`; fields may be added within one."""
 
 
 def add(commands: Any) -> None:
-    plugins = commands.add_parser("plugins", help="list the installed plugins", description="Lists installed plugins.")
+    plugins = commands.add_parser(
+        "plugins",
+        help="list the installed plugins",
+        description="Lists installed plugins, or shows one with its offers, warnings and traceback.",
+    )
+    plugins.add_argument("name", nargs="?", metavar="NAME", help="the id of a plugin, or its distribution")
+    form = plugins.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON")
+    form.add_argument(
+        "--write-allowlist", metavar="FILE", help="write what is installed now as a file for AXCORE_ALLOWLIST"
+    )
     plugins.set_defaults(run=list_plugins)
     recipes = commands.add_parser("recipes", help="list the recipes", description="Lists recipes that plugins bring.")
     recipes.set_defaults(run=list_recipes)
 
 
-def list_plugins(_: argparse.Namespace) -> None:
-    rows = []
-    for plugin in registry().plugins.values():
-        offers = ", ".join(f"{offer.kind} {offer.name}" for offer in plugin.offers)
-        last_line = plugin.detail.strip().splitlines()[-1] if plugin.detail else ""
-        rows.append((plugin.id, plugin.distribution, plugin.version, str(plugin.state), offers or last_line))
-    _table(("id", "distribution", "version", "state", "offers"), rows, "no plugins are installed")
+def list_plugins(arguments: argparse.Namespace) -> None:
+    plugins = [*registry().plugins.values()]
+    if arguments.name is not None:
+        plugins = [_named(arguments.name, plugins)]
+    if arguments.write_allowlist is not None:
+        for name, reason in write(plugins, Path(arguments.write_allowlist)).items():
+            print(f"axcore: left out {name}: {reason}", file=sys.stderr)
+        print(arguments.write_allowlist)
+    elif arguments.json:
+        found = {
+            "schema": SCHEMA,
+            "api": API_VERSION,
+            "plugins": [_as_json(plugin) for plugin in plugins],
+            "conflicts": registry().conflicts(),
+        }
+        print(json.dumps(found, indent=2))
+    elif arguments.name is not None:
+        _describe(plugins[0])
+    else:
+        rows = []
+        for plugin in plugins:
+            offers = ", ".join(f"{offer.kind} {offer.name}" for offer in plugin.offers)
+            rows.append((plugin.id, plugin.distribution, plugin.version, str(plugin.state), offers or plugin.reason))
+        _table(("id", "distribution", "version", "state", "offers"), rows, "no plugins are installed")
 
 
 def list_recipes(_: argparse.Namespace) -> None:
     rows = [(offer.name, offer.summary, plugin.distribution) for plugin, offer in registry().offers(Recipe)]
     _table(("recipe", "summary", "from"), rows, "no installed plugin brings recipes; pip install axcore-recipes")
+
+
+def _named(name: str, plugins: list[Plugin]) -> Plugin:
+    for plugin in plugins:
+        if name in (plugin.id, plugin.distribution):
+            return plugin
+    known = [each for plugin in plugins for each in (plugin.id, plugin.distribution)]
+    raise AxcoreError(f"no plugin {name!r} is installed.{did_you_mean(name, known)} See: axcore plugins")
+
+
+def _as_json(plugin: Plugin) -> dict[str, Any]:
+    return {
+        "id": plugin.id,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "homepage": plugin.homepage,
+        "module": plugin.module,
+        "api": plugin.api,
+        "state": str(plugin.state),
+        "reason": plugin.reason,
+        "detail": plugin.detail,
+        "warnings": list(plugin.warnings),
+        "offers": [
+            {"kind": offer.kind, "name": offer.name, "summary": offer.summary, "target": offer.target}
+            for offer in plugin.offers
+        ],
+    }
+
+
+def _describe(plugin: Plugin) -> None:
+    rows = [
+        ("distribution", str(plugin)),
+        ("homepage", plugin.homepage),
+        ("module", plugin.module),
+        ("plugin API", plugin.api),
+        ("state", f"{plugin.state}: {plugin.reason}" if plugin.reason else str(plugin.state)),
+        *(("warning", warning) for warning in plugin.warnings),
+        *((offer.kind, f"{offer.name}: {offer.summary} ({offer.target})") for offer in plugin.offers),
+    ]
+    _table(("plugin", plugin.id), [(name, str(value)) for name, value in rows if value is not None], "")
+    if plugin.detail.strip() != plugin.reason:
+        print(f"\n{plugin.detail.rstrip()}")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:

@@ -10,11 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
-from axcore.config.cache import cached
 from axcore.config.codec import Codec, name_of, named, public_name, register, register_codec
 from axcore.config.errors import ConfigError, MissingError, did_you_mean
 from axcore.config.history import Event, History, event
-from axcore.config.types import conforms, describe, hints
+from axcore.config.types import cached, conforms, describe, hints
 
 if TYPE_CHECKING:
     from axcore.config.text import Diff

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import collections.abc
+import functools
 import inspect
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union
 
-from axcore.config.cache import cached
+
+def cached[F: Callable[..., Any]](fn: F) -> F:
+    """`functools.cache` that keeps the signature for type checkers, which do not take a class as hashable."""
+    return functools.cache(fn)  # type: ignore[return-value]
 
 
 @cached

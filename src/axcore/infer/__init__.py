@@ -1,5 +1,7 @@
-"""Inference: sampling from a trained model."""
+"""Inference: decoding step by step, and sampling from a trained model."""
 
+import axcore.preflight  # noqa: F401 - before anything below imports flax
+from axcore.infer.decoder import Decoder
 from axcore.infer.generate import generate
 
-__all__ = ["generate"]
+__all__ = ["Decoder", "generate"]

@@ -1,6 +1,6 @@
 """Layer, the invocation context, and the transforms that carry it."""
 
-import axcore.module.codecs  # noqa: F401 - configs may hold number types and partition specs from here on
+import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.module.collections import Collections, Kind, Reduce, Summary, labelled
 from axcore.module.context import ContextError, Frame, current, root
 from axcore.module.layer import BuildError, DTypes, Layer, method

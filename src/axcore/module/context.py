@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,6 +46,8 @@ class Frame:
     drawn: dict[str, int] = dataclasses.field(default_factory=dict)
     calls: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
     """How often this layer called each of its children so far."""
+    shared: ChainMap[str, Any] = dataclasses.field(default_factory=ChainMap)
+    """What layers handed to later ones. The body of a transform reads it, and adds to a map of its own."""
 
     @property
     def path(self) -> str:
@@ -79,6 +82,15 @@ class Frame:
         if self.collections is not None:
             value = histogram(value) if kind is Kind.HISTOGRAM else jax.numpy.asarray(value)
             self._record(self.collections.summaries, name, Summary(value, kind, reduce))
+
+    def take(self, name: str) -> Any:
+        """What was shared last under this name."""
+        if name not in self.shared:
+            raise ContextError(
+                f"{self.describe()} takes {name!r}, which no layer before it has shared (what is shared inside scan, "
+                f"remat or another transform stays inside). Shared: {', '.join(self.shared) or 'nothing'}"
+            )
+        return self.shared[name]
 
     def add_output(self, name: str, value: Any) -> None:
         """Hands out a value for inspection, if `invoke(capture=...)` asked for it by a pattern."""
@@ -184,6 +196,7 @@ def inside(
     # In the caller's own frame draws go on where they were, or a draw inside would repeat one outside.
     drawn = parent.drawn if not names else {}
     frame = Frame(module, names, parent, None, parent.training, collections, parent.captured, salt, drawn)
+    frame.shared = parent.shared.new_child()
     with pushed(frame):
         yield frame
 
@@ -204,7 +217,7 @@ def entered(module: nnx.Module) -> Iterator[Frame]:
         if names is not None:
             top = stack[-1]
             frame = Frame(module, names, holder, None, top.training, top.collections, top.captured)
-            frame.salt = holder.repeated(names)
+            frame.salt, frame.shared = holder.repeated(names), top.shared
             with pushed(frame):
                 yield frame
             return

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from axcore.config import Config as Node, ConfigError, Configurable, MissingError, has_field
+from axcore.config import Codec, Config as Node, ConfigError, Configurable, MissingError, has_field, register_codec
 from axcore.config.node import fields
 from axcore.module.collections import Kind, Reduce
 from axcore.module.context import Frame, current, entered
 from axcore.module.rngs import Rngs
 
 Initializer = Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
+
+_name_of = lambda dtype: dtype.name  # noqa: E731
+register_codec(np.dtype, Codec("dtype", _name_of, lambda name: np.dtype(getattr(ml_dtypes, name, name)), _name_of))
 
 
 class DTypes(Node):
@@ -117,6 +121,10 @@ class Layer(nnx.Module, Configurable):
             return nnx.data(None)
         return self.build_child(cfg, rngs.at(name), **widths)
 
+    def children(self, name: str, cfgs: Iterable[Any], rngs: Rngs, **widths: Any) -> nnx.List[Any]:
+        """`child` for each config of a tuple; the path of the first is `name.0`."""
+        return nnx.List([self.build_child(cfg, rngs.at(name).at(str(i)), **widths) for i, cfg in enumerate(cfgs)])
+
     def build_child(self, cfg: Any, rngs: Rngs, **widths: Any) -> Any:
         """`child` for one that has its own rngs already, such as a layer of a stack."""
         try:
@@ -178,6 +186,18 @@ class Layer(nnx.Module, Configurable):
     def add_output(self, name: str, value: Any) -> None:
         """Hands out a value for inspection under `path.name`, if the caller of `invoke` captures it."""
         self.frame.add_output(name, value)
+
+    def share(self, name: str, value: Any) -> None:
+        """Hands a value (a pytree of arrays) to the layers that are called later, until one shares the name anew."""
+        self.frame.shared[name] = value
+
+    def shared(self, name: str) -> Any:
+        """What was shared last under this name. Nothing leaves the body of a transform such as scan or remat.
+
+        Raises:
+            ContextError: no layer before this one shared it.
+        """
+        return self.frame.take(name)
 
     def add_loss(self, name: str, value: Any, weight: float = 1.0) -> None:
         """Adds `weight * value` (a scalar) to the training objective."""

@@ -36,7 +36,8 @@ def _inside(caller: Frame, module: Any, counts: Any, key: Any = None, salt: Any 
     """The caller's place, for code of another trace: with collections of its own, and with a key if that of the caller
     may be gone. Draws and calls are numbered from `counts` on in each trace; the caller goes on after the last."""
     collections = None if caller.collections is None else Collections()
-    frame = _Inside(module, (), caller, key, caller.training, collections, caller.captured, salt, *map(dict, counts))
+    frame = _Inside(module, (), caller, key, caller.training, collections, caller.captured, salt, *map(dict, counts))  # type: ignore[arg-type]
+    frame.shared = caller.shared.new_child()
     with pushed(frame):
         yield frame
     for mine, theirs in ((frame.drawn, caller.drawn), (frame.calls, caller.calls)):

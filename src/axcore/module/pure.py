@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +58,8 @@ class Functional:
     graphdef: nnx.GraphDef[Any]
     axes: Tree
     """The logical axes of each parameter, as tuples, in the form of `params`."""
+    state_axes: Tree
+    """Those of the other Variables, in the form of `state`."""
 
     def bind(self, params: Tree, state: Tree) -> Any:
         """The module, holding these arrays."""
@@ -80,7 +83,7 @@ def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
     """A module as (pure function, parameters, other state)."""
     _refuse_shared(module)
     graphdef, params, state = split(module)
-    return Functional(graphdef, _axes(params)), nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+    return Functional(graphdef, _axes(params), _axes(state)), nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
 
 def abstract(cfg: Config, path: str = "") -> tuple[Functional, Tree, Tree]:
@@ -124,26 +127,17 @@ def _refuse_escaped(module: nnx.Module) -> None:
 
 def _refuse_shared(module: nnx.Module) -> None:
     """Two paths to one module or Variable would be trained as one and saved as two."""
-    seen: dict[int, str] = {}
-    for path, node in _holders(module, ()):
-        first = seen.setdefault(id(node), path)
-        if first != path:
-            raise ContextError(
-                f"{first} and {path} are one {type(node).__name__}; a module has one place (to tie weights, call one "
-                f"module from both places)"
-            )
+    for paths in nnx.find_duplicates(module, only=lambda _, node: isinstance(node, nnx.Variable | nnx.Module)):
+        first, second = (".".join(map(str, path)) or "the module" for path in paths[:2])
+        node = functools.reduce(_step, paths[0], module)
+        raise ContextError(
+            f"{first} and {second} are one {type(node).__name__}; a module has one place (to tie weights, call one "
+            f"module from both places)"
+        )
 
 
-def _holders(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, nnx.Variable | nnx.Module):
-        yield ".".join(path) or "the module", value
-    if isinstance(value, nnx.List):
-        for index, item in enumerate(value):
-            yield from _holders(item, (*path, str(index)))
-    elif isinstance(value, nnx.Module | nnx.Dict):
-        for name, item in vars(value).items():
-            if isinstance(item, nnx.Module | nnx.Variable | nnx.List | nnx.Dict):
-                yield from _holders(item, (*path, name))
+def _step(node: Any, name: Any) -> Any:
+    return node[name] if isinstance(name, int) else vars(node)[name]
 
 
 def _axes(params: Any) -> Tree:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import jax
 from einops import rearrange
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs
+from axcore.nn.initializers import Initializer
+from axcore.nn.kernel_choice import attend
 from axcore.nn.kernels import AttentionKernel, ReferenceKernel
+from axcore.nn.kv_cache import KVCache
 from axcore.nn.linear import Linear
 from axcore.nn.masks import Causal, Mask, SameSegment
 from axcore.nn.matmul import rows
@@ -20,7 +24,9 @@ class Attention(Layer):
 
     Slots, empty unless a feature fills them:
 
-    - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE;
+    - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None where
+      attention has no keys of its own;
+    - `cache`: `(q, k, v, mask, tokens, attend) -> heads`, keeps keys and values, or brings them (see `KVCache`);
     - `output`: `(x, heads) -> heads`, applied to the heads before they are projected.
 
     For remat policies the values `query`, `key`, `value` and `heads` are tagged.
@@ -36,13 +42,24 @@ class Attention(Layer):
         head_dim: int | None = None
         """None: input_dim / num_heads."""
         query: Linear.Config = Linear.Config()
-        key: Linear.Config = Linear.Config()
-        value: Linear.Config = Linear.Config()
+        key: Linear.Config | None = Linear.Config()
+        """None, together with `value`: the cache slot brings keys and values."""
+        value: Linear.Config | None = Linear.Config()
         position: Layer.Config | None = None
+        cache: KVCache.Config | None = None
         mask: Mask = Causal() & SameSegment()
         kernel: AttentionKernel.Config = ReferenceKernel.Config()
+        scale: float | None = None
+        """Of the logits; None: 1 / sqrt(head_dim)."""
+        softcap: float | None = None
+        """Bounds the logits smoothly, see `AttentionKernel`; None leaves them."""
+        sinks: Initializer | None = None
+        """Given: each head learns the logit of a key that every query sees and that has no value."""
         output: Layer.Config | None = None
         projection: Linear.Config = Linear.Config()
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Attention.Config:
+            return self if self.cache is not None else self.set(cache=cache)
 
     config: Config
 
@@ -61,6 +78,11 @@ class Attention(Layer):
             "head_dim": self.head_dim,
         }
 
+        if (cfg.key is None) != (cfg.value is None) or (cfg.key is None and cfg.cache is None):
+            raise ConfigError("key and value are given both or neither; with neither, cache must bring them")
+        if cfg.softcap is not None and not cfg.softcap > 0:
+            raise ConfigError(f"softcap must be positive or None, not {cfg.softcap}")
+
         def into_heads(name: str, count: int) -> Linear:
             wide = {"input_dim": cfg.input_dim, "output_dim": count * self.head_dim}
             return self.child(name, getattr(cfg, name), rngs, **wide, axes=("embed", "heads"))
@@ -68,7 +90,11 @@ class Attention(Layer):
         self.query = into_heads("query", cfg.num_heads)
         self.key = into_heads("key", num_kv_heads)
         self.value = into_heads("value", num_kv_heads)
+        self.sinks = nnx.data(None)
+        if cfg.sinks is not None:
+            self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("heads",))
         self.position = self.child("position", cfg.position, rngs, **widths)
+        self.cache = self.child("cache", cfg.cache, rngs, **widths)
         self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
         self.output = self.child("output", cfg.output, rngs, **widths)
         wide = {"input_dim": cfg.num_heads * self.head_dim, "output_dim": cfg.input_dim}
@@ -77,11 +103,25 @@ class Attention(Layer):
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
         flat, shape = rows(x), (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (project(flat).reshape(shape) for project in (self.query, self.key, self.value))
+        q = self.query(flat).reshape(shape)
+        k, v = (None if each is None else each(flat).reshape(shape) for each in (self.key, self.value))
         if self.position is not None:
             q, k = self.position(q, k, tokens.positions, tokens.positions)
-        q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        heads = checkpoint_name(self.kernel(q, k, v, self.config.mask, tokens, tokens), "heads")
+        q = checkpoint_name(q, "query")
+        if k is not None:
+            k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
+        mask = self.config.mask
+        if self.cache is None:
+            heads = self._attend(q, k, v, mask, tokens, tokens)
+        else:
+            heads = self.cache(q, k, v, mask, tokens, self._attend)
+        heads = checkpoint_name(heads, "heads")
         if self.output is not None:
             heads = self.output(x, heads)
         return self.projection(rearrange(heads, "b s n d -> b s (n d)"))
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo
+    ) -> jax.Array:
+        cfg, sinks = self.config, None if self.sinks is None else self.sinks[...]
+        return attend(self.kernel, q, k, v, mask, query, key, scale=cfg.scale, softcap=cfg.softcap, sinks=sinks)

@@ -44,18 +44,23 @@ class CausalLM(Layer):
         self.head = self.child("head", cfg.head, rngs, **wide)
 
     def __call__(
-        self, ids: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+        self,
+        ids: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        index: jax.Array | None = None,
     ) -> jax.Array:
         """Logits of the next token.
 
         Args:
             ids: int [batch, seq].
             positions, segment_ids: int [batch, seq], for packed rows (see `TokenInfo`).
+            index: int [batch or 1, seq], the places in the rows, where ids go on after those of an earlier call.
 
         Returns:
             float32 [batch, seq, vocab_size].
         """
-        tokens = TokenInfo.of(ids, positions, segment_ids)
+        tokens = TokenInfo.of(ids, positions, segment_ids, index)
         x = constrain(self.embedding(ids), "batch", "seq", "embed_activation")
         x = self.norm(self.decoder(x, tokens))
         logits = self.embedding.attend(x) if self.head is None else self.head(x)

@@ -79,6 +79,12 @@ class Or(Mask):
         return functools.reduce(operator.or_, (mask.allowed(query, key) for mask in self.masks))
 
 
+def visible(mask: Mask, query: TokenInfo, key: TokenInfo) -> jax.Array:
+    """bool, broadcastable to [batch, query, key]: what the mask allows, of the keys that exist."""
+    allowed = mask.allowed(query, key)
+    return allowed if key.valid is None else allowed & key.valid[:, None, :]
+
+
 def _arms(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
     """Flattens `(a & b) & c`, so that the text form does not depend on how it was put together."""
     return mask.masks if isinstance(mask, kind) else (mask,)

@@ -17,12 +17,14 @@ class RMSNorm(Layer):
         input_dim: int = REQUIRED
         eps: float = 1e-5
         init: Initializer = Ones()
+        axes: tuple[str | None] | None = None
+        """Logical axis of the scale; None: the parent's, or `embed`."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         at_least(cfg, 1, "input_dim")
-        self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=("embed",))
+        self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=cfg.axes or ("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., input_dim] -> the same shape, in the compute dtype."""

@@ -1,4 +1,4 @@
-"""A transformer layer, and a stack of layers that is scanned."""
+"""A transformer layer, and stacks of layers: one after another, or one config repeated in a scan."""
 
 from __future__ import annotations
 
@@ -38,6 +38,25 @@ class TransformerLayer(Layer):
         x = x + self.attention(self.attention_norm(x), tokens)
         x = x + self.ffn(self.ffn_norm(x))
         return constrain(x, "batch", "seq", "embed_activation")
+
+
+class Sequence(Layer):
+    """Layers one after another, each with a config of its own. In `Repeat`, the group that is repeated."""
+
+    class Config(Layer.Config):
+        input_dim: int = REQUIRED
+        layers: tuple[Layer.Config, ...]
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        self.layers = self.children("layers", cfg.layers, rngs, input_dim=cfg.input_dim)
+
+    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
+        """[batch, seq, input_dim] -> the same shape; `args` go to every layer."""
+        for layer in self.layers:
+            x = layer(x, *args)
+        return x
 
 
 class Repeat(Layer):

@@ -1,7 +1,20 @@
 """The mesh, logical axes and remat policies."""
 
-from axcore.parallel.mesh import FSDP_RULES, Layout, Mesh, constrain, is_sharded
+import axcore.parallel.codecs
+import axcore.preflight  # noqa: F401 - before anything below imports flax
+from axcore.parallel.mesh import FSDP_RULES, Layout, Mesh, active_layout, constrain, is_sharded
 from axcore.parallel.remat import Remat, SaveMatmuls, SaveNames
 from axcore.parallel.shard import shard_map
 
-__all__ = ["FSDP_RULES", "Layout", "Mesh", "Remat", "SaveMatmuls", "SaveNames", "constrain", "is_sharded", "shard_map"]
+__all__ = [
+    "FSDP_RULES",
+    "Layout",
+    "Mesh",
+    "Remat",
+    "SaveMatmuls",
+    "SaveNames",
+    "active_layout",
+    "constrain",
+    "is_sharded",
+    "shard_map",
+]

@@ -116,6 +116,11 @@ class Layout:
 _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("axcore_layout", default=None)
 
 
+def active_layout() -> Layout | None:
+    """The layout whose `active` block this runs in."""
+    return _layout.get()
+
+
 def is_sharded() -> bool:
     """Whether activations may be spread over several devices."""
     layout = _layout.get()

@@ -3,20 +3,41 @@
 from axcore.plugin.active import active, supplier
 from axcore.plugin.features import use, use_text
 from axcore.plugin.hooks import API_VERSION, hookimpl
-from axcore.plugin.offers import AttentionKernel, Command, Feature, KVCache, MeshRule, Offer, Recipe
+from axcore.plugin.host import Host
+from axcore.plugin.offers import (
+    AttentionKernel,
+    CheckpointFormat,
+    Command,
+    Feature,
+    InputSource,
+    KVCache,
+    MeshRule,
+    Offer,
+    Optimizer,
+    Quantizer,
+    Recipe,
+)
 from axcore.plugin.recipes import current_recipe, recipe
-from axcore.plugin.registry import Plugin, PluginError, Registry, State, Unavailable, registry, resolve
+from axcore.plugin.registry import Registry, registry, resolve
+from axcore.plugin.states import Plugin, PluginError, State, Unavailable
+from axcore.plugin.targets import Accelerator, mesh_rules, target
 
 __all__ = [
     "API_VERSION",
+    "Accelerator",
     "AttentionKernel",
+    "CheckpointFormat",
     "Command",
     "Feature",
+    "Host",
+    "InputSource",
     "KVCache",
     "MeshRule",
     "Offer",
+    "Optimizer",
     "Plugin",
     "PluginError",
+    "Quantizer",
     "Recipe",
     "Registry",
     "State",
@@ -24,10 +45,12 @@ __all__ = [
     "active",
     "current_recipe",
     "hookimpl",
+    "mesh_rules",
     "recipe",
     "registry",
     "resolve",
     "supplier",
+    "target",
     "use",
     "use_text",
 ]

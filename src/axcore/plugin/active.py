@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from axcore.config import Config, walk
-from axcore.plugin.registry import Plugin, registry
+from axcore.plugin.registry import registry
+from axcore.plugin.states import Plugin
 
 
 def supplier(node: Config) -> Plugin | None:

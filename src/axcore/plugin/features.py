@@ -1,4 +1,4 @@
-"""`use`: a modifier that a plugin supplies, by the feature's name."""
+"""`use`: a modifier that a plugin supplies, by the name of a feature or of something that fills a slot."""
 
 from __future__ import annotations
 
@@ -8,45 +8,53 @@ from collections.abc import Callable
 from typing import Any
 
 from axcore.config import Config, ConfigError, Modifier, did_you_mean, parse
+from axcore.plugin.hooks import OFFERS
 from axcore.plugin.offers import Feature, Offer
 from axcore.plugin.recipes import current_recipe
-from axcore.plugin.registry import Plugin, PluginError, registry, resolve
+from axcore.plugin.registry import registry, resolve
+from axcore.plugin.slots import filler, guard
+from axcore.plugin.states import CORE, Plugin, PluginError
+
+ATTACHABLE = tuple(kind for kind in OFFERS.values() if kind is Feature or kind.slot)
+"""The kinds of offers that `use` attaches."""
 
 
-def use(feature: str, **options: Any) -> Modifier:
-    """The modifier that attaches a feature: `axcore.use("rope", theta=500_000.0)`.
+def use(name: str, **options: Any) -> Modifier:
+    """The modifier that attaches what a plugin offers: `axcore.use("rope", theta=500_000.0)`.
+
+    A feature attaches itself as its function says. An attention kernel, KV cache, quantizer, optimizer, input source
+    or checkpoint format goes into every slot for it, built from `options`; `where=` says which nodes instead. Where a
+    plugin offers both by one name, its feature says how it is attached.
 
     Raises:
-        PluginError: no plugin offers it (the message names the one to install), or it cannot be loaded.
-        ConfigError: an option that the feature does not have.
+        PluginError: no plugin offers it (the message names the one to install), several do, or it cannot be loaded.
+        ConfigError: an option that it does not have. When the modifier is applied also: nothing to attach to, a value
+            that does not fit, or a slot that another plugin has filled.
     """
-    found = registry().find(Feature, feature)
-    if found is None:
-        raise _missing(feature)
-    plugin, offer = found
-    attach = resolve(plugin, offer)
+    plugin, offer, attach = _find(name)
     check_options(plugin, offer, attach, options)
 
     def edit(cfg: Config) -> Config:
         try:
-            return attach(cfg, **options)
+            new = attach(cfg, **options)
+            if isinstance(new, Config):
+                guard(plugin, cfg, new)
+            return new
         except ConfigError as error:
-            raise ConfigError(f"feature {feature!r} ({plugin}): {error}") from error
+            raise ConfigError(f"{offer.kind} {name!r} ({plugin}): {error}") from error
 
-    return Modifier(f"use:{feature} of {plugin}", edit, options)
+    return Modifier(f"use:{name} of {plugin}", edit, options)
 
 
 def use_text(text: str) -> Modifier:
-    """`use` from text: `feature` or `feature:key=value,key=value`. Values are typed by the feature's signature.
+    """`use` from text: `name` or `name:key=value,key=value`. Values are typed by the feature's signature, or by the
+    fields of what fills the slot.
 
     Raises:
         ConfigError: the text is not of that form, or a value does not fit.
     """
-    feature, _, listed = text.partition(":")
-    found = registry().find(Feature, feature)
-    if found is None:
-        raise _missing(feature)
-    attach = resolve(*found)
+    name, _, listed = text.partition(":")
+    _, _, attach = _find(name)
     known = inspect.signature(attach, eval_str=True).parameters
     options: dict[str, Any] = {}
     for assignment in split_outside_brackets(listed):
@@ -57,8 +65,24 @@ def use_text(text: str) -> Modifier:
         try:
             options[key] = parse(value, Any if hint is inspect.Parameter.empty else hint)
         except ValueError as error:
-            raise ConfigError(f"option {key!r} of {feature}: {error}") from None
-    return use(feature, **options)
+            raise ConfigError(f"option {key!r} of {name}: {error}") from None
+    return use(name, **options)
+
+
+def _find(name: str) -> tuple[Plugin, Offer, Callable[..., Any]]:
+    """Who offers what `use(name)` attaches, and the function `(cfg, **options) -> cfg` that does it."""
+    found = [claim for kind in ATTACHABLE if (claim := registry().find(kind, name)) is not None]
+    if not found:
+        raise _missing(name)
+    plugin, offer = found[0]  # a feature comes first
+    if len({plugin.id for plugin, _ in found}) > 1 or (len(found) > 1 and not isinstance(offer, Feature)):
+        claims = " and ".join(f"{offer.kind} by {plugin.id} ({plugin})" for plugin, offer in found)
+        other = next((plugin.id for plugin, _ in found if plugin.id != CORE), CORE)
+        raise PluginError(
+            f"{name!r} is ambiguous: it is offered as {claims}; AXCORE_DISABLE={other}, or set the slot itself"
+        )
+    target = resolve(plugin, offer)
+    return plugin, offer, filler(plugin, offer, target) if offer.slot else target
 
 
 def split_outside_brackets(text: str) -> list[str]:
@@ -94,7 +118,7 @@ def _missing(feature: str) -> PluginError:
     reason = registry().why_missing(feature)
     if reason:
         return PluginError(f"{asker}; {reason}")
-    near = did_you_mean(feature, (offer.name for _, offer in registry().offers(Feature)))
+    near = did_you_mean(feature, (offer.name for kind in ATTACHABLE for _, offer in registry().offers(kind)))
     # By the naming convention; not for what looks like a slip of the pen, where it would be a guess.
     install = "" if near or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", feature) else f" pip install axcore-{feature}"
-    return PluginError(f"{asker}; no installed plugin offers it.{near}{install}")
+    return PluginError(f"{asker}; no installed plugin offers it.{near}{install}{registry().not_loaded()}")

@@ -18,6 +18,8 @@ class Offer:
     """
 
     kind: ClassVar[str] = "offer"
+    slot: ClassVar[str] = ""
+    """The config field that it fills, for kinds that `use` can put into place; empty for the others."""
     name: str
     target: str
     summary: str
@@ -30,15 +32,45 @@ class Feature(Offer):
 
 
 class AttentionKernel(Offer):
-    """A Layer class for the kernel slot of attention, called as `axcore.nn.ReferenceKernel` is."""
+    """A Layer class for the kernel slot of attention: a subclass of `axcore.nn.AttentionKernel`."""
 
     kind = "attention kernel"
+    slot = "kernel"
 
 
 class KVCache(Offer):
-    """A Layer class for the cache slot of attention; it owns its layout."""
+    """A Layer class for the cache slot of attention, a subclass of `axcore.nn.KVCache`; it owns its layout."""
 
     kind = "kv cache"
+    slot = "cache"
+
+
+class Quantizer(Offer):
+    """A Layer class for the quantizer slot of `axcore.nn.Linear`, called as `(x, weight) -> y`."""
+
+    kind = "quantizer"
+    slot = "quantizer"
+
+
+class Optimizer(Offer):
+    """A subclass of `axcore.train.Optimizer`, for the optimizer slot of the learner."""
+
+    kind = "optimizer"
+    slot = "optimizer"
+
+
+class InputSource(Offer):
+    """A class that reads documents for the source slot of an input: a subclass of `axcore.train.input.TextSource`."""
+
+    kind = "input source"
+    slot = "source"
+
+
+class CheckpointFormat(Offer):
+    """A class that writes and reads training states, for the format slot of the checkpointer."""
+
+    kind = "checkpoint format"
+    slot = "format"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from axcore.config import Config, ConfigError, acting, did_you_mean
 from axcore.plugin.offers import Recipe
-from axcore.plugin.registry import PluginError, registry, resolve
+from axcore.plugin.registry import registry, resolve
+from axcore.plugin.states import PluginError
 
 _name: contextvars.ContextVar[str | None] = contextvars.ContextVar("axcore_recipe", default=None)
 
@@ -39,7 +40,7 @@ def recipe(name: str) -> Config:
     if found is None:
         names = [offer.name for _, offer in registry().offers(Recipe)]
         listed = f"Known: {', '.join(names)}" if names else "No installed plugin brings any. pip install axcore-recipes"
-        raise PluginError(f"there is no recipe {name!r}.{did_you_mean(name, names)} {listed}")
+        raise PluginError(f"there is no recipe {name!r}.{did_you_mean(name, names)} {listed}{registry().not_loaded()}")
     plugin, offer = found
     compose = resolve(plugin, offer)
     try:

@@ -1,5 +1,26 @@
 """Suites that plugin authors subclass and run."""
 
 from axcore.testing.feature import FeatureSuite
+from axcore.testing.kernel import KernelSuite
+from axcore.testing.kv_cache import KVCacheSuite
+from axcore.testing.layer import LayerSuite
+from axcore.testing.models import tiny_batch, tiny_model
+from axcore.testing.offer import OfferSuite
+from axcore.testing.optimizer import OptimizerSuite
+from axcore.testing.parallelism import ParallelismSuite
+from axcore.testing.quantizer import QuantizerSuite
+from axcore.testing.recipe import RecipeSuite
 
-__all__ = ["FeatureSuite"]
+__all__ = [
+    "FeatureSuite",
+    "KVCacheSuite",
+    "KernelSuite",
+    "LayerSuite",
+    "OfferSuite",
+    "OptimizerSuite",
+    "ParallelismSuite",
+    "QuantizerSuite",
+    "RecipeSuite",
+    "tiny_batch",
+    "tiny_model",
+]

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+import inspect
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import axcore as ax
-from axcore.config import parse_text, text
+from axcore.config import ConfigError, text
 from axcore.module import Rngs, abstract, functional
-from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
-from axcore.plugin import Feature, State, registry, use
+from axcore.nn import Repeat
+from axcore.parallel import Mesh, Remat
+from axcore.plugin import Feature, resolve, use
+from axcore.testing.devices import steps
+from axcore.testing.models import VOCAB_SIZE, by_path, loss_and_grads, objective, tiny_batch, tiny_model
+from axcore.testing.offer import OfferSuite
+
+__all__ = ["FeatureSuite", "tiny_model"]
 
 
-def tiny_model() -> CausalLM.Config:
-    """A causal language model that holds one of everything that features attach to."""
-    layer = TransformerLayer.Config(
-        attention=Attention.Config(num_heads=4, num_kv_heads=2), ffn=FeedForward.Config(hidden_dim=24)
-    )
-    return CausalLM.Config(vocab_size=32, dim=16, decoder=Repeat.Config(num_layers=2, layers=layer), z_loss=1e-3)
-
-
-class FeatureSuite:
+class FeatureSuite(OfferSuite):
     """Checks that hold for every feature. Subclass it in a test file and name the feature:
 
     ```python
@@ -40,11 +36,21 @@ class FeatureSuite:
         feature: the name that `axcore.use` knows it by.
         options: for `axcore.use`.
         changes_outputs: whether a freshly built model computes something else with the feature than without.
+        asleep: path endings of parameters that get no gradient in a fresh model, such as a factor whose partner is 0.
+        mixes_rows: whether one row of a batch may influence another (a capacity that they share, say).
+        bfloat16_error: how far the loss may be from that in float32 when activations are bfloat16, relative.
     """
 
+    kind = Feature
     feature: ClassVar[str]
-    options: ClassVar[dict[str, Any]] = {}
     changes_outputs: ClassVar[bool] = True
+    asleep: ClassVar[tuple[str, ...]] = ()
+    mixes_rows: ClassVar[bool] = False
+    bfloat16_error: ClassVar[float] = 2e-2
+
+    def __init_subclass__(cls) -> None:
+        if "feature" in cls.__dict__:
+            cls.name = cls.feature
 
     def model(self) -> Any:
         """The config that the feature is attached to; override it when `tiny_model` has nothing for it."""
@@ -53,23 +59,12 @@ class FeatureSuite:
     def attached(self) -> Any:
         return ax.pipe(self.model(), use(self.feature, **self.options))
 
+    config = attached
+
     @staticmethod
     def batch() -> dict[str, jax.Array]:
         """What the model is run on."""
-        ids = jax.random.randint(jax.random.key(1), (2, 9), 0, 32)
-        return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": jnp.ones((2, 8))}
-
-    def test_plugin_is_loaded(self) -> None:
-        found = registry().find(Feature, self.feature)
-        assert found is not None, f"no installed plugin offers {self.feature!r}"
-        assert found[0].state is State.LOADED
-
-    def test_manifest_imports_neither_jax_nor_flax(self) -> None:
-        plugin, _ = registry().find(Feature, self.feature) or (None, None)
-        assert plugin is not None
-        code = f"import {plugin.module}, sys, json; print(json.dumps([m for m in ('jax', 'flax') if m in sys.modules]))"
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert json.loads(out) == []
+        return tiny_batch()
 
     def test_attaching_changes_the_config_and_not_the_original(self) -> None:
         before = self.model()
@@ -78,9 +73,19 @@ class FeatureSuite:
         assert after.diff(before)
         assert text(before) == kept
 
-    def test_text_form_reads_back(self) -> None:
-        cfg = self.attached()
-        assert text(cfg) == "".join(f"{path}: {value}\n" for path, value in parse_text(text(cfg)).items())
+    def test_a_model_without_it_is_as_before(self) -> None:
+        fn, shapes, _ = abstract(self.model())
+        abstract(self.attached())
+        again, shapes_again, _ = abstract(self.model())
+        assert shapes == shapes_again
+        assert fn.axes == again.axes
+        assert fn.graphdef == again.graphdef
+
+    def test_where_nothing_matches_is_a_config_error(self) -> None:
+        if "where" not in inspect.signature(resolve(*self.found())).parameters:
+            pytest.skip("the feature has no option 'where'")
+        with pytest.raises(ConfigError):
+            use(self.feature, **{**self.options, "where": "no.such.place"})(self.model())
 
     def test_loss_and_gradients_are_finite_under_jit(self) -> None:
         loss, grads = self._loss_and_grads(self.attached())
@@ -89,7 +94,7 @@ class FeatureSuite:
 
     def test_every_parameter_has_a_gradient(self) -> None:
         _, grads = self._loss_and_grads(self.attached())
-        dead = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(grads) if not np.any(leaf)]
+        dead = [path for path, leaf in by_path(grads).items() if not np.any(leaf) and not path.endswith(self.asleep)]
         assert not dead, f"no gradient reaches {dead}"
 
     def test_outputs_change_as_declared(self) -> None:
@@ -98,33 +103,80 @@ class FeatureSuite:
         assert (with_it != without) == self.changes_outputs
 
     def test_unrolled_and_scanned_stacks_agree(self) -> None:
-        scanned = self.attached()
-        unrolled = ax.select(scanned, Repeat).set(unroll=2)
-        losses = [self._loss_and_grads(cfg)[0] for cfg in (scanned, unrolled)]
-        np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+        self._agrees(functools.partial(_on_stacks, unroll=2))
+
+    def test_recomputing_activations_changes_nothing(self) -> None:
+        self._agrees(functools.partial(_on_stacks, remat=Remat()))
+
+    def test_bfloat16_is_close_to_float32(self) -> None:
+        narrow = self.attached().set(dtypes=ax.DTypes(compute=jnp.bfloat16))
+        found, grads = self._loss_and_grads(narrow)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+        np.testing.assert_allclose(found, self._loss_and_grads(self.attached())[0], rtol=self.bfloat16_error)
+
+    def test_rows_of_a_batch_do_not_mix(self) -> None:
+        if self.mixes_rows:
+            pytest.skip("declared to mix rows")
+        fn, params, state = functional(self.attached().build(rngs=Rngs(0)))
+        ids = self.batch()["inputs"]
+        others = ids.at[1:].set((ids[1:] + 1) % VOCAB_SIZE)
+        run = jax.jit(lambda ids: fn(params, state, ids, key=jax.random.key(2))[0][0])
+        np.testing.assert_allclose(run(others)[0], run(ids)[0], rtol=1e-5, atol=1e-6)
+
+    def test_mapped_examples_agree_with_single_ones(self) -> None:
+        fn, params, state = functional(self.attached().build(rngs=Rngs(0)))
+        batches = jax.tree.map(lambda x: jnp.stack([x, jnp.roll(x, 1, axis=1)]), self.batch())
+        loss = functools.partial(objective, fn, params, state)
+        mapped = jax.jit(jax.vmap(loss))(batches)
+        single = jax.jit(loss)
+        one_by_one = [single(jax.tree.map(lambda x, i=i: x[i], batches)) for i in range(2)]
+        np.testing.assert_allclose(mapped, np.stack(one_by_one), rtol=1e-5)
 
     def test_paths_of_other_parameters_stay(self) -> None:
-        before, after = (_paths(abstract(cfg)[1]) for cfg in (self.model(), self.attached()))
+        before, after = (set(by_path(abstract(cfg)[1])) for cfg in (self.model(), self.attached()))
         owners = {path.rpartition(".")[0] for path in after}
         lost = {path for path in before - after if path.rpartition(".")[0] in owners}
         assert not lost, f"checkpoints would break: {sorted(lost)} have gone from layers that stayed"
 
+    def test_other_parameters_start_as_before(self) -> None:
+        before, after = (by_path(functional(cfg.build(rngs=Rngs(0)))[1]) for cfg in (self.model(), self.attached()))
+        moved = [
+            path
+            for path, value in before.items()
+            if path in after and value.shape == after[path].shape and not np.array_equal(value, after[path])
+        ]
+        assert not moved, f"the same seed gives other values to {moved}; draw from rngs.at(NAME)"
+
+    def test_eight_devices_agree_with_one(self) -> None:
+        batch = jax.tree.map(lambda x: np.asarray(jnp.tile(x, (4, 1))), self.batch())
+        one, eight = steps(
+            self.attached(), batch, [Mesh(shape={"data": 1, "fsdp": 1}), Mesh(shape={"data": 2, "fsdp": 4})]
+        )
+        assert eight["sharded"], "no parameter is sharded; do they declare logical axes?"
+        np.testing.assert_allclose(eight["loss"], one["loss"], rtol=1e-5)
+        for path, update in one["updates"].items():
+            scale = np.abs(update).max()
+            np.testing.assert_allclose(
+                eight["updates"][path], update, rtol=1e-3, atol=1e-5 + 1e-4 * scale, err_msg=path
+            )
+
+    def _agrees(self, change: Any) -> None:
+        loss, grads = self._loss_and_grads(self.attached())
+        other_loss, other_grads = self._loss_and_grads(change(self.attached()))
+        np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
+        for path, leaf in by_path(grads).items():
+            scale = np.abs(leaf).max()
+            np.testing.assert_allclose(
+                by_path(other_grads)[path], leaf, rtol=1e-3, atol=1e-7 + 1e-4 * scale, err_msg=path
+            )
+
     def _loss_and_grads(self, cfg: Any) -> tuple[np.ndarray, Any]:
-        return _loss_and_grads(cfg, self.batch)
+        return loss_and_grads(cfg, self.batch)
 
 
-@functools.cache  # several checks look at the same model
-def _loss_and_grads(cfg: Any, make_batch: Callable[[], dict[str, jax.Array]]) -> tuple[np.ndarray, Any]:
-    """Loss and gradients of a freshly built model, as a training step computes them."""
-    fn, params, state = functional(cfg.build(rngs=Rngs(0)))
-
-    def objective(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        (loss, collections), _ = fn(params, state, batch, key=jax.random.key(2), training=True, method="loss")
-        return loss + collections.total_loss()
-
-    loss, grads = jax.jit(jax.value_and_grad(objective))(params, make_batch())
-    return np.asarray(loss), jax.device_get(grads)
-
-
-def _paths(params: Any) -> set[str]:
-    return {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(params)}
+def _on_stacks(cfg: Any, **values: Any) -> Any:
+    """`cfg` with these fields on its scanned stacks; as it is where it has none."""
+    try:
+        return ax.select(cfg, Repeat).set(**values)
+    except ConfigError:
+        return cfg

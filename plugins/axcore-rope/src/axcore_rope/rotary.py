@@ -30,19 +30,19 @@ class Rotary(ax.Layer):
             raise ax.ConfigError(f"theta must be positive, not {cfg.theta}")
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, query_positions: jax.Array, key_positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self, q: jax.Array, k: jax.Array | None, query_positions: jax.Array, key_positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Rotates both.
 
         Args:
             q: [batch, seq, head, head_dim].
-            k: [batch, kv_seq, kv_head, head_dim].
+            k: [batch, kv_seq, kv_head, head_dim]; None where attention has no keys of its own.
             query_positions, key_positions: int [batch or 1, seq] and [batch or 1, kv_seq].
 
         Returns:
             q and k in their shapes and dtypes; the rotation is in float32.
         """
-        return self._rotate(q, query_positions), self._rotate(k, key_positions)
+        return self._rotate(q, query_positions), None if k is None else self._rotate(k, key_positions)
 
     def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         half = self.config.head_dim // 2

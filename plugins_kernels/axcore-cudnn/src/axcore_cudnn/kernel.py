@@ -6,7 +6,21 @@ import jax
 import jax.numpy as jnp
 
 import axcore as ax
-from axcore.nn import And, Attention, AttentionKernel, Causal, Everything, Mask, SameSegment, SlidingWindow, TokenInfo
+from axcore.nn import (
+    And,
+    Attention,
+    AttentionKernel,
+    Causal,
+    Everything,
+    KernelRequest,
+    Mask,
+    SameSegment,
+    SlidingWindow,
+    TokenInfo,
+    put_kernel,
+)
+
+LARGEST_HEAD_DIM = 128
 
 
 class CudnnKernel(AttentionKernel):
@@ -15,21 +29,54 @@ class CudnnKernel(AttentionKernel):
     It takes causal masks, causal sliding windows, and no mask; rows of one document each; bfloat16 and float16.
     """
 
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo
-    ) -> jax.Array:
-        """See `axcore.nn.AttentionKernel`.
-
-        Raises:
-            ConfigError: a mask, a number type or packed rows that it cannot do.
-        """
-        if q.dtype not in (jnp.bfloat16, jnp.float16):
-            raise ax.ConfigError(
-                f"the cudnn kernel computes in bfloat16 or float16, not {q.dtype}; set model.dtypes.compute=bfloat16"
+    def supports(self, request: KernelRequest) -> str | None:
+        """See `axcore.nn.AttentionKernel`."""
+        if request.platform != "gpu":
+            return f"it needs an NVIDIA GPU, and this is {request.platform}"
+        if request.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"it computes in bfloat16 or float16, not {request.dtype}; set model.dtypes.compute=bfloat16"
+        if request.head_dim % 8 or request.head_dim > LARGEST_HEAD_DIM:
+            return f"head_dim must be a multiple of 8 up to {LARGEST_HEAD_DIM}, not {request.head_dim}"
+        if request.value_dim != request.head_dim:
+            return f"keys have {request.head_dim} features and values {request.value_dim}; it needs as many"
+        if request.partial or request.query_len != request.key_len:
+            return "it attends over the very tokens that ask, not over a KV cache"
+        if request.query_len % 2:
+            return f"its backward pass needs an even number of tokens in a row, not {request.query_len}"
+        arms = _arms(request.mask)
+        if request.packed and any(isinstance(arm, SameSegment) for arm in arms):
+            return (
+                "it cannot keep packed documents apart; use rows of one document, or "
+                'use("cudnn", across_documents=True)'
             )
-        window, is_causal = _structure(mask, packed=query.segment_ids is not None)
+        known = all(isinstance(arm, SameSegment | Causal | Everything | SlidingWindow) for arm in arms)
+        is_causal = any(isinstance(arm, Causal) for arm in arms)
+        if not known or (not is_causal and any(isinstance(arm, SlidingWindow) for arm in arms)):
+            return f"it takes causal masks and causal windows, not {request.mask!r}"
+        return None
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mask: Mask,
+        query: TokenInfo,
+        key: TokenInfo,
+        *,
+        scale: float | None = None,
+    ) -> jax.Array:
+        """See `axcore.nn.AttentionKernel`."""
+        arms = _arms(mask)
+        windows = [arm.size for arm in arms if isinstance(arm, SlidingWindow)]
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=is_causal, local_window_size=window, implementation="cudnn"
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=any(isinstance(arm, Causal) for arm in arms),
+            local_window_size=(min(windows) - 1, 0) if windows else None,
+            implementation="cudnn",
         )
 
 
@@ -41,25 +88,10 @@ def use_cudnn(cfg: ax.Config, across_documents: bool = False, where: ax.Where = 
             Without it packed rows are refused.
         where: which attentions.
     """
-    chosen = ax.select(cfg, where)
     if across_documents:
-        return chosen.set(kernel=CudnnKernel.Config(), mask=Causal())
-    return chosen.set(kernel=CudnnKernel.Config())
+        cfg = ax.select(cfg, where).set(mask=Causal())
+    return put_kernel(cfg, CudnnKernel.Config(), where)
 
 
-def _structure(mask: Mask, *, packed: bool) -> tuple[tuple[int, int] | None, bool]:
-    """A mask as cuDNN understands it: (window to the left and right, causal)."""
-    arms = mask.masks if isinstance(mask, And) else (mask,)
-    if packed and any(isinstance(arm, SameSegment) for arm in arms):
-        raise ax.ConfigError(
-            "the cudnn kernel cannot keep packed documents apart; use rows of one document, "
-            'use("cudnn", across_documents=True), or another kernel'
-        )
-    rest = [arm for arm in arms if not isinstance(arm, SameSegment | Causal | Everything | SlidingWindow)]
-    windows = [arm.size for arm in arms if isinstance(arm, SlidingWindow)]
-    is_causal = any(isinstance(arm, Causal) for arm in arms)
-    if rest or (windows and not is_causal):
-        raise ax.ConfigError(
-            f"the cudnn kernel cannot compute the mask {mask!r}; it takes causal masks and causal windows"
-        )
-    return (min(windows) - 1, 0) if windows else None, is_causal
+def _arms(mask: Mask) -> tuple[Mask, ...]:
+    return mask.masks if isinstance(mask, And) else (mask,)

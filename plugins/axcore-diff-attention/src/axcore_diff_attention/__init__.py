@@ -1,0 +1,1 @@
+"""Differential attention for axcore."""

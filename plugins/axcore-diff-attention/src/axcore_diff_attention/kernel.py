@@ -1,0 +1,114 @@
+"""Differential attention (Ye et al. 2024, arXiv 2410.05258): one attention map less a part of another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange, repeat
+
+import axcore as ax
+from axcore.config import has_field
+from axcore.nn import (
+    Attention,
+    AttentionKernel,
+    Initializer,
+    KernelRequest,
+    Mask,
+    Normal,
+    ReferenceKernel,
+    RMSNorm,
+    TokenInfo,
+    attend,
+    refusal,
+)
+
+
+class DiffAttention(AttentionKernel):
+    """Takes heads in pairs: `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v`, normalized head by head (eq. 1 to 3).
+
+    Key-value heads 2j and 2j + 1 hold k1 and k2 of a pair, and their values side by side are its v, twice as wide. The
+    query heads that the two serve are q1 and q2, in their order. So an attention keeps its projections, its
+    position embedding and its KV cache, and has half as many heads, each twice as wide. Without grouped queries this is
+    the order of heads of the authors' code.
+
+    `lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init`, one for a layer; it is reported as
+    the summary `lambda`.
+    """
+
+    class Config(AttentionKernel.Config):
+        num_heads: int = ax.REQUIRED
+        num_kv_heads: int = ax.REQUIRED
+        kernel: AttentionKernel.Config = ReferenceKernel.Config()
+        """Computes the softmax attention of all heads; it is called once for each half of v."""
+        lambda_init: float = 0.8
+        """The same in every layer, as those of a scanned stack must be; the paper also lets it grow with depth."""
+        init: Initializer = Normal(stddev=0.1)
+        """Of the four vectors that lambda is made of."""
+        norm: ax.Layer.Config = RMSNorm.Config()
+        """Of each head, over its `2 head_dim` features."""
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        if cfg.num_kv_heads % 2:
+            raise ax.ConfigError(
+                f"differential attention takes key-value heads in pairs, so num_kv_heads must be even, not "
+                f"{cfg.num_kv_heads}"
+            )
+        if not 0 <= cfg.lambda_init < 1:
+            raise ax.ConfigError(f"lambda_init must be at least 0 and below 1, not {cfg.lambda_init}")
+        widths = {"num_heads": cfg.num_heads, "num_kv_heads": cfg.num_kv_heads, "head_dim": cfg.head_dim}
+        self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
+        vector = (cfg.head_dim,)
+        self.lambda_q1 = self.param("lambda_q1", vector, cfg.init, rngs, axes=(None,))
+        self.lambda_k1 = self.param("lambda_k1", vector, cfg.init, rngs, axes=(None,))
+        self.lambda_q2 = self.param("lambda_q2", vector, cfg.init, rngs, axes=(None,))
+        self.lambda_k2 = self.param("lambda_k2", vector, cfg.init, rngs, axes=(None,))
+        self.norm = self.child("norm", cfg.norm, rngs, input_dim=2 * cfg.head_dim, axes=(None,))
+
+    def supports(self, request: KernelRequest) -> str | None:
+        """What the kernel inside says."""
+        return refusal(self.kernel, request)
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo, **options: Any
+    ) -> jax.Array:
+        """See `axcore.nn.AttentionKernel`; heads 2i and 2i + 1 of the result are the halves of one wide head."""
+        pairs = self.config.num_kv_heads // 2
+        halves = []
+        for half in range(2):
+            values = repeat(v[:, :, half::2], "b t pair d -> b t (pair two) d", two=2)
+            heads = attend(self.kernel, q, k, values, mask, query, key, **options)
+            halves.append(rearrange(heads, "b s (pair map group) d -> map b s (pair group) d", pair=pairs, map=2))
+        first, second = jnp.concatenate(halves, axis=-1).astype(jnp.float32)
+        share = self._lambda()
+        self.add_summary("lambda", share)
+        heads = self.norm(first - share * second) * (1 - self.config.lambda_init)
+        return rearrange(heads, "b s head (two d) -> b s (head two) d", two=2).astype(q.dtype)
+
+    def _lambda(self) -> jax.Array:
+        """float32 scalar."""
+        q1, k1, q2, k2 = (
+            each[...].astype(jnp.float32) for each in (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
+        )
+        return jnp.exp(q1 @ k1) - jnp.exp(q2 @ k2) + self.config.lambda_init
+
+
+def use_diff_attention(cfg: ax.Config, lambda_init: float = 0.8, where: ax.Where = Attention) -> ax.Config:
+    """Makes every selected attention differential. Its kernel computes the two softmax attentions.
+
+    Args:
+        lambda_init: what lambda starts near.
+        where: which attentions.
+    """
+
+    def wrap(_: str, attention: Any) -> ax.Config:
+        if not has_field(attention, "kernel"):
+            raise ax.ConfigError("it has no kernel slot, so it is no attention to be made differential")
+        if isinstance(attention.kernel, DiffAttention.Config):
+            raise ax.ConfigError("it is differential already; set kernel.lambda_init to change it")
+        return attention.set(kernel=DiffAttention.Config(kernel=attention.kernel, lambda_init=lambda_init))
+
+    return ax.select(cfg, where).map(wrap)

@@ -1,0 +1,14 @@
+"""axcore-diff-attention keeps to what every feature must."""
+
+import axcore as ax
+from axcore.nn import Attention
+from axcore.testing import FeatureSuite
+
+
+class TestDiffAttention(FeatureSuite):
+    feature = "diff-attention"
+
+    def model(self):
+        """With everything else that an attention may have."""
+        cfg = ax.use("rope")(super().model())
+        return ax.select(cfg, Attention).set(softcap=30.0, scale=0.2, num_heads=8, num_kv_heads=4)

@@ -1,0 +1,207 @@
+"""Differential attention against the formulas of the paper in NumPy float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.infer import Decoder
+from axcore.module import abstract
+from axcore.nn import (
+    Attention,
+    CausalLM,
+    ChooseKernel,
+    ContiguousCache,
+    FeedForward,
+    KernelRequest,
+    ReferenceKernel,
+    Repeat,
+    SlidingWindow,
+    TokenInfo,
+    TransformerLayer,
+)
+from axcore_diff_attention.kernel import DiffAttention, use_diff_attention
+
+BATCH, SEQ, HEAD_DIM = 2, 7, 4
+SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 2, 2]], np.int32)
+TOKENS = TokenInfo(np.arange(SEQ, dtype=np.int32)[None], np.arange(SEQ, dtype=np.int32)[None], SEGMENTS)
+MASK = Attention.Config().mask
+
+
+def arrays(seed, num_heads, num_kv_heads, dtype=np.float32):
+    random = np.random.default_rng(seed)
+    return [
+        random.normal(size=(BATCH, SEQ, count, HEAD_DIM)).astype(dtype) for count in (num_heads, *[num_kv_heads] * 2)
+    ]
+
+
+def built(num_heads, num_kv_heads, **options):
+    cfg = DiffAttention.Config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, **options)
+    fn, shapes, _ = abstract(cfg)
+    random = np.random.default_rng(9)
+    params = jax.tree.map(lambda leaf: (0.4 * random.normal(size=leaf.shape)).astype(leaf.dtype), shapes)
+    return fn, params
+
+
+def softmax(scores, seen):
+    weights = np.where(seen, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0.0)
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def differential(params, q, k, v, seen, lambda_init):
+    """Equations 1 to 3, pair by pair: [batch, seq, pair, 2 head_dim]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    p = {name: np.asarray(value, np.float64) for name, value in params.items() if name != "norm"}
+    share = np.exp(p["lambda_q1"] @ p["lambda_k1"]) - np.exp(p["lambda_q2"] @ p["lambda_k2"]) + lambda_init
+    group = q.shape[2] // k.shape[2]
+    out = []
+    for pair in range(k.shape[2] // 2):
+        k1, k2 = k[:, :, 2 * pair], k[:, :, 2 * pair + 1]
+        wide = np.concatenate([v[:, :, 2 * pair], v[:, :, 2 * pair + 1]], axis=-1)
+        for member in range(group):
+            q1, q2 = q[:, :, 2 * pair * group + member], q[:, :, (2 * pair + 1) * group + member]
+            maps = [softmax(a @ b.swapaxes(1, 2) / np.sqrt(a.shape[-1]), seen) for a, b in ((q1, k1), (q2, k2))]
+            head = (maps[0] - share * maps[1]) @ wide
+            rms = np.sqrt(np.square(head).mean(axis=-1, keepdims=True) + 1e-5)
+            out.append((1 - lambda_init) * head / rms * np.asarray(params["norm"]["scale"], np.float64))
+    return np.stack(out, axis=2)
+
+
+def seen_by_default():
+    return np.tril(np.ones((SEQ, SEQ), bool)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 4), (8, 4), (12, 4), (6, 2)])
+@pytest.mark.parametrize("lambda_init", [0.8, 0.2])
+def test_it_is_the_difference_of_two_maps_for_every_ratio_of_heads(num_heads, num_kv_heads, lambda_init):
+    fn, params = built(num_heads, num_kv_heads, lambda_init=lambda_init)
+    q, k, v = arrays(0, num_heads, num_kv_heads)
+    (found, reported), _ = jax.jit(lambda params: fn(params, {}, q, k, v, MASK, TOKENS, TOKENS))(params)
+    assert found.shape == q.shape and found.dtype == q.dtype
+    expected = differential(params, q, k, v, seen_by_default(), lambda_init)
+    np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=1e-4, atol=1e-5)
+    p = {name: np.asarray(params[f"lambda_{name}"], np.float64) for name in ("q1", "k1", "q2", "k2")}
+    share = np.exp(p["q1"] @ p["k1"]) - np.exp(p["q2"] @ p["k2"]) + lambda_init
+    assert float(reported.summaries["lambda"]) == pytest.approx(share, rel=1e-5)
+
+
+def test_the_mask_is_the_attentions():
+    fn, params = built(2, 2)
+    q, k, v = arrays(0, 2, 2)
+    (found, _), _ = fn(params, {}, q, k, v, MASK & SlidingWindow(size=2), TOKENS, TOKENS)
+    window = np.subtract.outer(np.arange(SEQ), np.arange(SEQ)) < 2
+    expected = differential(params, q, k, v, seen_by_default() & window, 0.8)
+    np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=1e-4, atol=1e-5)
+
+
+def test_in_bfloat16_the_difference_is_taken_in_float32():
+    fn, params = built(4, 2)
+    q, k, v = arrays(0, 4, 2, jnp.bfloat16)
+    (found, _), _ = fn(params, {}, q, k, v, MASK, TOKENS, TOKENS)
+    assert found.dtype == jnp.bfloat16
+    expected = differential(params, q, k, v, seen_by_default(), 0.8)
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected.reshape(found.shape), atol=0.03)
+
+
+class EqualWidths(ReferenceKernel):
+    """A kernel like those on accelerators: q, k and v have one head_dim, in bfloat16, and nothing else is taken."""
+
+    def supports(self, request):
+        if request.dtype != jnp.bfloat16:
+            return "it computes in bfloat16"
+        return None if request.value_dim == request.head_dim else "v must be as wide as q"
+
+    def __call__(self, q, k, v, mask, query, key):
+        assert q.shape[3] == k.shape[3] == v.shape[3] and k.shape == v.shape
+        return super().__call__(q, k, v, mask, query, key)
+
+
+def test_the_kernel_inside_sees_equal_widths_and_says_what_is_supported():
+    layer = DiffAttention.Config(num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM, kernel=EqualWidths.Config())
+    layer = layer.build(rngs=ax.Rngs(0))
+    low, full = arrays(0, 4, 2, jnp.bfloat16), arrays(0, 4, 2)
+    assert layer.supports(KernelRequest.of(*low, MASK, TOKENS, TOKENS)) is None
+    assert layer.supports(KernelRequest.of(*full, MASK, TOKENS, TOKENS)) == "it computes in bfloat16"
+    assert "softcap" in layer.supports(KernelRequest.of(*low, MASK, TOKENS, TOKENS, softcap=3.0))
+    with pytest.raises(ax.ConfigError, match="EqualWidths cannot do this: it computes in bfloat16"):
+        ax.invoke(layer, *full, MASK, TOKENS, TOKENS)
+    assert np.isfinite(np.asarray(ax.invoke(layer, *low, MASK, TOKENS, TOKENS)[0], np.float32)).all()
+
+
+def test_a_kernel_may_be_chosen_inside():
+    order = (EqualWidths.Config(), ReferenceKernel.Config())
+    fn, params = built(4, 2, kernel=ChooseKernel.Config(order=order))
+    q, k, v = arrays(0, 4, 2)
+    (found, _), _ = fn(params, {}, q, k, v, MASK, TOKENS, TOKENS)
+    expected = differential(params, q, k, v, seen_by_default(), 0.8)
+    np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=1e-4, atol=1e-5)
+
+
+def model(num_heads=4, num_kv_heads=2):
+    layer = TransformerLayer.Config(
+        attention=Attention.Config(num_heads=num_heads, num_kv_heads=num_kv_heads),
+        ffn=FeedForward.Config(hidden_dim=8),
+    )
+    return CausalLM.Config(vocab_size=7, dim=8 * num_heads, decoder=Repeat.Config(num_layers=2, layers=layer))
+
+
+def test_the_feature_wraps_the_kernel_that_is_there():
+    cfg = ax.pipe(model(), ax.use("cudnn"), ax.use("rope"), ax.use("diff-attention", lambda_init=0.5))
+    attention, before = cfg.decoder.layers.attention, ax.use("cudnn")(model()).decoder.layers.attention
+    assert attention.kernel == DiffAttention.Config(kernel=before.kernel, lambda_init=0.5)
+    assert type(attention.position).__module__ == "axcore_rope.rotary"
+    assert model().decoder.layers.attention.kernel == ReferenceKernel.Config()
+    with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.attention: it is differential already"):
+        use_diff_attention(cfg)
+    with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.ffn: it has no kernel slot"):
+        use_diff_attention(cfg, where=FeedForward)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "reference"])
+def test_a_kernel_that_is_chosen_later_goes_inside(name):
+    cfg = ax.pipe(model(), ax.use("diff-attention"), ax.use(name))
+    kernel = cfg.decoder.layers.attention.kernel
+    assert kernel == DiffAttention.Config(kernel=ax.use(name)(model()).decoder.layers.attention.kernel)
+
+
+def test_an_order_of_kernels_that_is_given_later_goes_inside():
+    cfg = ax.pipe(model(), ax.use("diff-attention"), ax.use("kernels", order=("cudnn", "reference")))
+    assert isinstance(cfg.decoder.layers.attention.kernel.kernel, ChooseKernel.Config)
+
+
+def test_it_adds_five_small_parameters_to_each_attention():
+    before, after = abstract(model())[1], abstract(use_diff_attention(model()))[1]
+    kernel = after["decoder"]["layers"]["attention"].pop("kernel")
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    vectors = {f"lambda_{name}": (2, 8) for name in ("q1", "k1", "q2", "k2")}
+    assert {name: leaf.shape for name, leaf in kernel.items() if name != "norm"} == vectors
+    assert kernel["norm"]["scale"].shape == (2, 16)
+
+
+@pytest.mark.parametrize("pieces", [(3, 1, 2), (1,) * 6])
+def test_with_a_kv_cache_tokens_in_pieces_are_tokens_at_once(pieces):
+    cfg = ax.pipe(model(), ax.use("rope"), ax.use("diff-attention"))
+    whole = cfg.build(rngs=ax.Rngs(0))
+    ids = np.random.default_rng(0).integers(0, 7, (2, sum(pieces))).astype(np.int32)
+    decoder, params, state = Decoder.of(whole, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
+    step, logits, start = jax.jit(decoder), [], 0
+    for piece in pieces:
+        index = np.arange(start, start + piece, dtype=np.int32)[None]
+        found, state = step(params, state, ids[:, start : start + piece], index)
+        logits.append(found)
+        start += piece
+    expected, _ = ax.invoke(whole, ids)
+    np.testing.assert_allclose(np.concatenate(logits, axis=1), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 1), (3, 3), (9, 3)])
+def test_key_value_heads_without_a_partner_are_refused_with_the_path(num_heads, num_kv_heads):
+    with pytest.raises(ax.ConfigError, match=rf"^decoder\.layers\.attention\.kernel: .*even, not {num_kv_heads}"):
+        abstract(use_diff_attention(model(num_heads, num_kv_heads)))
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0])
+def test_lambda_init_must_leave_something(value):
+    with pytest.raises(ax.ConfigError, match=rf"lambda_init must be .*, not {value}"):
+        abstract(use_diff_attention(model(), lambda_init=value))

@@ -1,0 +1,1 @@
+"""The Muon optimizer for axcore."""

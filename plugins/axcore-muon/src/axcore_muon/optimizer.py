@@ -1,0 +1,169 @@
+"""Muon: hidden matrices move by their orthogonalized momentum, all else by another optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+import axcore as ax
+from axcore.module import Tree
+from axcore.train import AdamW, Learner, Optimizer
+from axcore.train.learner import Axes
+
+STACKED = ("layer", "expert")
+"""Logical axes that number matrices and are no side of one."""
+
+
+def hidden_matrices(path: str, axes: Axes) -> bool:
+    """True for matrices between two named widths of the model, neither of them the vocabulary.
+
+    An axis without a name is no such width: convolutions over positions and parameters of each head stay out.
+    """
+    del path
+    sides = [axis for axis in axes if axis is not None and axis not in STACKED]
+    return len(sides) >= 2 and "vocab" not in sides
+
+
+class Muon(Optimizer):
+    """Momentum, orthogonalized by a Newton-Schulz iteration (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    A matrix is [..., fan_in, fan_out]: its last dimension is the output, and those before it, but for `layer` and
+    `expert`, are the input. Each layer of a stack and each expert is a matrix of its own.
+    """
+
+    class Config(Optimizer.Config):
+        momentum: float = 0.95
+        nesterov: bool = True
+        steps: int = 5
+        """Newton-Schulz iterations."""
+        coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+        """a, b, c of one iteration: X <- a X + (b A + c A A) X, where A = X X^T."""
+        eps: float = 1e-7
+        """Added to the Frobenius norm that the momentum is divided by."""
+        dtype: DTypeLike | None = np.dtype(jnp.bfloat16)
+        """The iteration runs in this, as the original does; None: in the gradient's."""
+        rms: float | None = 0.2
+        """An update is scaled by `rms * sqrt(max(fan_in, fan_out))`, so that it has about this root mean square, as
+        AdamW's have, and both go by one learning rate (Liu et al. 2025, arXiv 2502.16982, eq. 4). None: by
+        `sqrt(max(1, fan_out / fan_in))`, as in the original; such updates want a larger rate (`learner.rates`)."""
+        weight_decay: float = 0.1
+        """Of the matrices, times the learning rate (eq. 3 of the same)."""
+        orthogonalizes: Callable[[str, Axes], bool] = hidden_matrices
+        """Which parameters, by path and logical axes, are such matrices."""
+        others: Optimizer.Config = AdamW.Config()
+        """The optimizer of all other parameters."""
+
+        def __post_init__(self) -> None:
+            try:
+                object.__setattr__(self, "dtype", None if self.dtype is None else np.dtype(self.dtype))
+            except TypeError:
+                raise ax.ConfigError(f"Muon.dtype: {self.dtype!r} is no number type; as in bfloat16") from None
+
+    config: Config
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        _check(0 <= cfg.momentum < 1, cfg, "momentum", "at least 0 and below 1")
+        _check(cfg.steps >= 1, cfg, "steps", "at least 1")
+        _check(cfg.eps > 0, cfg, "eps", "positive")
+        _check(cfg.rms is None or cfg.rms > 0, cfg, "rms", "positive or None")
+        _check(cfg.weight_decay >= 0, cfg, "weight_decay", "at least 0")
+
+    def transformation(self, axes: Tree) -> optax.GradientTransformation:
+        """See `Optimizer.transformation`.
+
+        Raises:
+            ConfigError: `orthogonalizes` chooses no parameter, or one that is not a matrix.
+        """
+        cfg = self.config
+
+        def sides(path: Any, names: Axes) -> Any:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return _sides(name, names) if cfg.orthogonalizes(name, names) else optax.MaskedNode()
+
+        # A MaskedNode has no leaves: trees of Muon's parameters map over `matrices`.
+        matrices = jax.tree_util.tree_map_with_path(sides, axes, is_leaf=_is_tuple)
+        labels = jax.tree.map(
+            lambda node: "others" if isinstance(node, optax.MaskedNode) else "muon", matrices, is_leaf=_is_tuple
+        )
+        if "muon" not in jax.tree.leaves(labels):
+            raise ax.ConfigError(
+                "learner.optimizer.orthogonalizes chooses no parameter of the model, so there is nothing for Muon; "
+                "give a function of (path, logical axes), which `axcore tree` shows"
+            )
+        muon = optax.chain(
+            optax.trace(cfg.momentum, cfg.nesterov),
+            self._orthogonalize(matrices),
+            optax.add_decayed_weights(cfg.weight_decay),
+        )
+        return optax.partition({"muon": muon, "others": cfg.others.build().transformation(axes)}, labels)
+
+    def _orthogonalize(self, matrices: Tree) -> optax.GradientTransformation:
+        cfg = self.config
+        # With its own momentum off, optax's Muon is the iteration alone. That momentum corrects the bias of its two
+        # terms apart, which the published one does not.
+        iteration = scale_by_muon(
+            cfg.coefficients, cfg.steps, beta=0.0, eps=cfg.eps, nesterov=False, weight_dimension_numbers=matrices
+        )
+
+        def scaled(update: jax.Array, matrix: jax.Array, sides: MuonDimensionNumbers) -> jax.Array:
+            fan_in = math.prod(update.shape[axis] for axis in sides.reduction_axis)
+            fan_out = update.shape[sides.output_axis]
+            if cfg.rms is None:
+                scale = math.sqrt(max(1.0, fan_out / fan_in))
+            else:
+                scale = cfg.rms * math.sqrt(max(fan_in, fan_out))
+            return scale * matrix.astype(update.dtype)
+
+        def orthogonal(updates: Any, params: Any) -> Any:
+            del params
+            low = optax.tree.cast(updates, cfg.dtype)
+            done, _ = iteration.update(low, iteration.init(low))
+            return jax.tree.map(scaled, updates, done, matrices)
+
+        return optax.stateless(orthogonal)
+
+
+def use_muon(cfg: ax.Config, where: ax.Where = Learner, **options: Any) -> ax.Config:
+    """Trains matrices with Muon. The optimizer that was there keeps the other parameters, as `Muon.Config.others`.
+
+    Args:
+        where: which learners.
+        options: fields of `Muon.Config`.
+    """
+
+    def edit(_: str, learner: ax.Config) -> ax.Config:
+        if not isinstance(learner, Learner.Config):
+            raise ax.ConfigError("Muon goes into a learner, and this is none")
+        if isinstance(learner.optimizer, Muon.Config):
+            raise ax.ConfigError("the optimizer is Muon already; edit its fields instead")
+        return learner.set(optimizer=Muon.Config(**{"others": learner.optimizer, **options}))
+
+    return ax.select(cfg, where).map(edit)
+
+
+def _sides(path: str, axes: Axes) -> MuonDimensionNumbers:
+    sides = [index for index, axis in enumerate(axes) if axis not in STACKED]
+    if len(sides) < 2:
+        raise ax.ConfigError(
+            f"learner.optimizer.orthogonalizes chooses {path} with the axes {axes}; Muon needs two besides "
+            f"{' and '.join(STACKED)}"
+        )
+    return MuonDimensionNumbers(reduction_axis=tuple(sides[:-1]), output_axis=sides[-1])
+
+
+def _is_tuple(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def _check(holds: bool, cfg: Muon.Config, name: str, wanted: str) -> None:
+    if not holds:
+        raise ax.ConfigError(f"learner.optimizer.{name} must be {wanted}, not {getattr(cfg, name)}")

@@ -1,0 +1,15 @@
+"""What axcore-muon offers. Imports neither jax nor flax."""
+
+from axcore.plugin import Feature, Optimizer, hookimpl
+
+axcore_api = 1
+
+
+@hookimpl
+def axcore_optimizers() -> list[Optimizer]:
+    return [Optimizer("muon", "axcore_muon.optimizer:Muon", "Orthogonalized momentum for matrices.")]
+
+
+@hookimpl
+def axcore_features() -> list[Feature]:
+    return [Feature("muon", "axcore_muon.optimizer:use_muon", "Muon for matrices; the rest keeps its optimizer.")]

@@ -1,0 +1,53 @@
+"""axcore-muon keeps to what every plugin must, and `use` puts it into a learner."""
+
+import pytest
+
+import axcore as ax
+from axcore.plugin import Feature, Optimizer, use_text
+from axcore.testing.offer import OfferSuite
+from axcore.train import AdamW, Learner
+from axcore_muon.optimizer import Muon
+
+
+class TestOptimizer(OfferSuite):
+    kind = Optimizer
+    name = "muon"
+
+    def config(self):
+        return Learner.Config(optimizer=Muon.Config(dtype="float32", others=AdamW.Config(b2=0.99)))
+
+
+class TestFeature(OfferSuite):
+    kind = Feature
+    name = "muon"
+
+    def config(self):
+        return ax.use("muon", rms=None)(Learner.Config())
+
+
+def test_the_optimizer_that_was_there_keeps_the_other_parameters():
+    before = Learner.Config(optimizer=AdamW.Config(b2=0.99))
+    after = ax.use("muon", momentum=0.9)(before)
+    assert after == before.set(optimizer=Muon.Config(momentum=0.9, others=AdamW.Config(b2=0.99)))
+
+
+def test_options_come_from_text_too():
+    after = use_text("muon:rms=None,dtype=float32,steps=3,coefficients=(2,-1.5,0.5)")(Learner.Config())
+    assert after.optimizer == Muon.Config(rms=None, dtype="float32", steps=3, coefficients=(2, -1.5, 0.5))
+    after = ax.override(after, ["optimizer.dtype=float16", "optimizer.others.b1=0.8"])
+    assert after.optimizer.dtype == "float16" and after.optimizer.others.b1 == 0.8
+
+
+def test_a_typo_is_named():
+    with pytest.raises(ax.ConfigError, match=r"no field 'momentun'.*momentum"):
+        ax.use("muon", momentun=0.9)(Learner.Config())
+
+
+def test_a_second_use_is_refused():
+    with pytest.raises(ax.ConfigError, match="Muon already"):
+        ax.pipe(Learner.Config(), ax.use("muon"), ax.use("muon"))
+
+
+def test_it_goes_into_learners_only():
+    with pytest.raises(ax.ConfigError, match="at the root: Muon goes into a learner"):
+        ax.use("muon", where=lambda path, node: True)(AdamW.Config())

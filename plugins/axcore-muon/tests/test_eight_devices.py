@@ -1,0 +1,36 @@
+"""Two steps on eight devices, the momentum sharded as its parameter, are two steps on one."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def results():
+    script = pathlib.Path(__file__).with_name("eight_devices.py")
+    environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_parameters_and_state_are_those_of_one_device(results):
+    one, many = results["one"], results["data=2, fsdp=4"]
+    assert one.keys() == many.keys()
+    for path, held in one.items():
+        # Rounding of a gradient is amplified by the iteration where the matrix has small singular values.
+        np.testing.assert_allclose(many[path]["values"], held["values"], rtol=1e-3, atol=1e-4, err_msg=path)
+
+
+def test_every_momentum_is_divided_as_its_parameter(results):
+    many = results["data=2, fsdp=4"]
+    momenta = {path.partition(".trace.")[2]: path for path in many if ".trace." in path}
+    assert len(momenta) == 7  # four matrices of attention, three of the feed-forward block
+    for name, path in momenta.items():
+        assert many[path]["shard"] == many[f"0.{name}"]["shard"]
+        assert 4 * np.prod(many[path]["shard"]) == np.prod(many[path]["shape"])

@@ -1,0 +1,247 @@
+"""Why a config is as it is: who supplied each node, and what else could fill each slot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import axcore
+from axcore.config import Config, has_field, type_name, walk
+from axcore.config.node import fields
+from axcore.config.tree import join
+from axcore.config.types import conforms, hints
+from axcore.module import Layer, Rngs, abstract
+from axcore.nn import KernelRequest, on_platform
+from axcore.nn.kernel_choice import Choice, ChooseKernel, recording
+from axcore.nn.kernels import refusal
+from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
+from axcore.plugin.hooks import OFFERS
+from axcore.train.trainer import batch_form
+
+CORE = f"axcore {axcore.__version__}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One node of a config.
+
+    Attributes:
+        kind: the class that it builds.
+        supplier: the distribution that the class comes from.
+        by: who put it there, where that was not its parent's default.
+    """
+
+    path: str
+    kind: str
+    supplier: str
+    by: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """What could fill a slot.
+
+    Attributes:
+        name: of the offer, or the class where nobody offers it by name.
+        verdict: `chosen`, or why not.
+    """
+
+    name: str
+    supplier: str
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A field that offers of one kind can fill, wherever its candidates are judged alike.
+
+    Attributes:
+        kind: of the offers.
+        paths: where it is.
+        request: what is asked of the filler, where that decides.
+    """
+
+    kind: str
+    paths: tuple[str, ...]
+    request: str
+    candidates: tuple[Candidate, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; prints as tables, and `to_json` has the same content.
+
+    Attributes:
+        target: the accelerator that was asked about, with the mesh rule for it; empty for this machine.
+        empty: slots that features may fill and none has.
+    """
+
+    platform: str
+    target: str
+    plugins: Mapping[str, str]
+    nodes: tuple[Node, ...]
+    slots: tuple[Slot, ...]
+    empty: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        plugins = ", ".join(self.plugins.values()) or "none"
+        lines = [f"platform: {self.platform}{self.target and f' ({self.target})'}", f"active plugins: {plugins}", ""]
+        rows = [(node.path or "(root)", node.kind, node.supplier, node.by) for node in self.nodes]
+        lines += _table(("node", "builds", "from", "put there by"), rows)
+        for slot in self.slots:
+            where = slot.paths[0] if len(slot.paths) == 1 else f"{slot.paths[0]} and {len(slot.paths) - 1} more"
+            lines += ["", f"{slot.kind}: {where}" + (f"  ({slot.request})" if slot.request else "")]
+            listed = [(f"  {each.name}", each.supplier, each.verdict) for each in slot.candidates]
+            lines += _table((), listed) or ["  (no installed plugin offers one)"]
+        if self.empty:
+            lines += ["", f"slots that features may fill: {', '.join(self.empty)}"]
+        return "\n".join(lines)
+
+
+def explain(cfg: Any, target: str | None = None) -> Explanation:
+    """Explains a config. The model is traced for its kernels' choices, and nothing is computed.
+
+    Args:
+        cfg: a trainer config, or that of a model.
+        target: an accelerator that the config was laid out for, as in `gpu-h100-8`; None: this machine.
+    """
+    platform, rule = jax.default_backend(), ""
+    if target is not None:
+        platform = Accelerator.parse(target).platform
+        rule = target + "".join(f", mesh rule {rule.pattern} of {plugin}" for plugin, rule in mesh_rules(target)[:1])
+    choices = _choices(cfg, platform)
+    nodes = [_node(path, node) for path, node in walk(cfg) if node.target is not None]
+    slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices)]
+    listed = {path for slot in slots for path in slot.paths}
+    empty = [path for path in _empty(cfg) if path not in listed]
+    return Explanation(platform, rule, {"core": CORE} | active(cfg), tuple(nodes), tuple(slots), tuple(empty))
+
+
+def _empty(cfg: Config) -> Iterator[str]:
+    for path, node in walk(cfg):
+        for name, value in fields(node):
+            if value is None and conforms(Layer.Config(), hints(type(node)).get(name)):
+                yield join(path, name)
+
+
+def _choices(cfg: Any, platform: str) -> dict[str, Choice]:
+    """The choice of each kernel slot, by its path in the config."""
+    whole = has_field(cfg, "model")
+    model, prefix = (cfg.model, "model") if whole else (cfg, "")
+    if not hasattr(model.target, "loss"):
+        return {}
+    if whole:
+        batch = batch_form(cfg.input)
+    else:
+        ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+        batch = {"inputs": ids, "targets": ids, "weights": jax.ShapeDtypeStruct(ids.shape, jnp.float32)}
+    fn, params, state = abstract(model, prefix)
+
+    def loss(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
+        return fn(params, state, batch, key=key, training=True, method="loss")[0][0]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with on_platform(platform), recording() as found:
+        jax.eval_shape(loss, params, state, batch, key)
+    return {_config_path(choice.path, prefix): choice for choice in found}
+
+
+def _config_path(path: str, prefix: str) -> str:
+    """A frame's path in a config: without the numbers of scanned layers."""
+    below = ".".join(name for name in path.split(".") if name != "*")
+    return join(prefix, below) if prefix else below
+
+
+def _node(path: str, node: Config) -> Node:
+    events = node.history()
+    made = next((event.actor for event in events if event.action == "made"), "python")
+    by = made.rpartition(" > ")[2]
+    return Node(path, type_name(type(node)).rpartition(".")[2], _name(supplier(node)), "" if by == "python" else by)
+
+
+def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Iterator[Slot]:
+    """The slots for one kind of offers, those with equal verdicts together."""
+    groups: dict[Any, list[str]] = {}
+    for path, node in walk(cfg):
+        if not has_field(node, kind.slot) or not isinstance(value := getattr(node, kind.slot), Config | None):
+            continue
+        where = join(path, kind.slot)
+        choice = choices.get(where)
+        candidates = tuple(_candidates(kind, value, choice))
+        request = _described(choice.request) if choice is not None else ""
+        groups.setdefault((request, candidates), []).append(where)
+    for (request, candidates), paths in groups.items():
+        yield Slot(kind.kind, tuple(paths), request, candidates)
+
+
+def _candidates(kind: type[Offer], value: Config | None, choice: Choice | None) -> Iterator[Candidate]:
+    order = value.order if isinstance(value, ChooseKernel.Config) else (value,)
+    held = {type(node) for node in order if node is not None}
+    named: set[type] = set()
+    for plugin, offer in registry().offers(kind):
+        try:
+            node_type = resolve(plugin, offer).Config
+        except Exception as error:  # a broken target is one of the things to explain
+            yield Candidate(offer.name, _name(plugin), f"no: {error}")
+            continue
+        named.add(node_type)
+        yield Candidate(offer.name, _name(plugin), _verdict(node_type, offer.name, held, choice))
+    for node_type in sorted(held - named, key=type_name):
+        owner = registry().owner(node_type.__module__)
+        label = type_name(node_type).rpartition(".")[2]
+        yield Candidate(label, _name(owner), _verdict(node_type, "", held, choice))
+
+
+def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: Choice | None) -> str:
+    if choice is None:
+        return "chosen" if node_type in held else f'not attached; use("{name}")'
+    if choice.kernel is not None and isinstance(choice.kernel, node_type.target):
+        return "chosen"
+    refused = {type(kernel): reason for kernel, reason in choice.refused}
+    if node_type.target in refused:
+        return f"no: {refused[node_type.target]}"
+    if node_type in held:
+        return "not needed: an earlier one of the order serves"
+    reason = _refusal(node_type, choice.request)
+    return f"no: {reason}" if reason else f'could serve; use("kernels", order=("{name}", ...))'
+
+
+def _refusal(node_type: type[Config], request: KernelRequest) -> str | None:
+    """Why a kernel that is not in the config could not do it."""
+    widths = {
+        "input_dim": request.num_heads * request.head_dim,
+        "num_heads": request.num_heads,
+        "num_kv_heads": request.num_kv_heads,
+        "head_dim": request.head_dim,
+    }
+    try:
+        cfg = node_type()
+        kernel = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)}).build(rngs=Rngs(0))
+    except axcore.ConfigError as error:
+        return str(error)
+    return refusal(kernel, request)
+
+
+def _described(request: KernelRequest) -> str:
+    heads = f"{request.num_heads} heads on {request.num_kv_heads} of {request.head_dim}"
+    tokens = f"{request.query_len} x {request.key_len} tokens"
+    more = [word for word, holds in (("packed rows", request.packed), ("part of the keys", request.partial)) if holds]
+    return ", ".join([request.platform, str(request.dtype), heads, tokens, *more, *request.options])
+
+
+def _name(plugin: Plugin | None) -> str:
+    return str(plugin) if plugin is not None else CORE
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    every = [head, *rows] if head else rows
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in every]

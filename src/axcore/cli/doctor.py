@@ -1,0 +1,187 @@
+"""`axcore doctor`: whether what is installed works together. Imports neither jax nor flax itself."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from typing import Any, Literal
+
+from axcore.config import AxcoreError
+from axcore.plugin import Plugin, State, registry
+from axcore.plugin.controls import VARIABLES
+from axcore.plugin.host import installed
+
+PATIENCE_S = 120
+"""How long the process that starts a backend may take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report. Whatever is `wrong` makes the exit code 1; a `note` may be meant so."""
+
+    check: str
+    status: Literal["ok", "note", "wrong"]
+    message: str
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="check this installation",
+        description="Checks Python, jax and flax, the backends, every plugin and its offers, and required versions. "
+        "The exit code is 1 when something is wrong.",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    findings = list(examine())
+    fine = all(finding.status != "wrong" for finding in findings)
+    if arguments.json:
+        found = {"schema": 1, "ok": fine, "findings": [dataclasses.asdict(finding) for finding in findings]}
+        print(json.dumps(found, indent=2))
+    else:
+        for finding in findings:
+            print(f"{finding.status:<7}{finding.check:<14}{finding.message}")
+    return 0 if fine else 1
+
+
+def examine() -> Iterator[Finding]:
+    """Everything that is known of this installation."""
+    yield Finding("python", "ok", f"{platform.python_version()} on {sys.platform} {platform.machine()}")
+    pair = _jax_and_flax()
+    yield pair
+    yield from _controls()
+    try:
+        found = registry()
+    except AxcoreError as error:  # as AXCORE_STRICT and a bad AXCORE_ALLOWLIST make it
+        yield Finding("plugins", "wrong", str(error))
+        return
+    for plugin in found.plugins.values():
+        yield from _plugin(plugin)
+    yield from (Finding("plugins", "wrong", sentence) for sentence in found.conflicts())
+    yield from _requirements()
+    if pair.status == "ok":
+        yield from _heavy()
+
+
+def _jax_and_flax() -> Finding:
+    try:
+        importlib.import_module("axcore.preflight")
+    except AxcoreError as error:
+        return Finding("jax and flax", "wrong", str(error))
+    versions = (f"{name} {installed(name)}" for name in ("jax", "jaxlib", "flax"))
+    return Finding("jax and flax", "ok", ", ".join(versions))
+
+
+def _controls() -> Iterator[Finding]:
+    for variable in VARIABLES:
+        if variable in os.environ:
+            yield Finding("environment", "note", f"{variable}={os.environ[variable]}")
+
+
+def _plugin(plugin: Plugin) -> Iterator[Finding]:
+    status: Literal["ok", "note", "wrong"] = "note"
+    if plugin.state is State.LOADED:
+        status = "ok"
+    elif plugin.state in (State.FAILED, State.INCOMPATIBLE):
+        status = "wrong"
+    why = f": {plugin.reason}" if plugin.reason else ""
+    yield Finding("plugin", status, f"{plugin.id} ({plugin}) is {plugin.state}{why}")
+    yield from (Finding("plugin", "note", f"{plugin.id} ({plugin}): {warning}") for warning in plugin.warnings)
+
+
+def _requirements() -> Iterator[Finding]:
+    """What axcore and the distributions of plugins require, against what is installed."""
+    try:
+        from packaging.requirements import InvalidRequirement, Requirement
+    except ImportError:
+        yield Finding("versions", "note", "not checked: the package `packaging` is not installed")
+        return
+    wrong = False
+    for dist in _distributions():
+        for text in dist.requires or ():
+            try:
+                needed = Requirement(text)
+            except InvalidRequirement:
+                yield Finding("versions", "note", f"{dist.name} {dist.version} requires {text!r}, which cannot be read")
+                continue
+            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                continue
+            version = installed(needed.name)
+            if version is None or not needed.specifier.contains(version, prereleases=True):
+                has = f"{needed.name} {version}" if version else "none"
+                wrong = True
+                message = f"{dist.name} {dist.version} needs {needed.name}{needed.specifier}, and {has} is installed"
+                yield Finding("versions", "wrong", message)
+    if not wrong:
+        yield Finding("versions", "ok", "what axcore and its plugins require is installed")
+
+
+def _distributions() -> Iterator[Distribution]:
+    """axcore's own, and those of the plugins."""
+    found = {plugin.distribution: plugin.point.dist for plugin in registry().plugins.values()}
+    if found.get("axcore") is None:
+        try:
+            found["axcore"] = distribution("axcore")
+        except PackageNotFoundError:  # a source tree
+            found.pop("axcore", None)
+    return (dist for dist in found.values() if dist is not None)
+
+
+def _heavy() -> Iterator[Finding]:
+    """The backends, and whether the code behind every offer imports: in a process of its own, which may crash."""
+    command = [sys.executable, "-c", "from axcore.cli.doctor import print_heavy; print_heavy()"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        yield Finding("backend", "wrong", f"jax found no devices within {PATIENCE_S} s")
+        return
+    # One finding a line. Libraries may print too, and a crash cuts the list short.
+    for line in done.stdout.splitlines():
+        if line.startswith(_MARK):
+            yield Finding(**json.loads(line.removeprefix(_MARK)))
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        yield Finding("backend", "wrong", f"a process that looked for devices ended with {done.returncode}: {last}")
+
+
+_MARK = "axcore.doctor "
+
+
+def _examine_heavy() -> Iterator[Finding]:
+    from axcore.plugin import PluginError, resolve
+
+    try:
+        import jax
+
+        devices = jax.devices()
+        kinds = sorted({device.device_kind for device in devices})
+        yield Finding("backend", "ok", f"{jax.default_backend()}: {len(devices)} x {', '.join(kinds)}")
+        if jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ and os.path.exists("/dev/nvidiactl"):
+            yield Finding(
+                "backend", "note", "this machine has an NVIDIA GPU, and jax does not see it: pip install 'jax[cuda13]'"
+            )
+    except Exception as error:
+        yield Finding("backend", "wrong", f"jax finds no devices: {' '.join(str(error).split())}")
+    for plugin in registry().plugins.values():
+        for offer in plugin.offers:
+            try:
+                resolve(plugin, offer)
+            except PluginError as error:
+                yield Finding("offers", "wrong", str(error))
+
+
+def print_heavy() -> None:
+    """What the process of its own runs: prints a finding a line as soon as it is known."""
+    for each in _examine_heavy():
+        print(_MARK + json.dumps(dataclasses.asdict(each)), flush=True)

@@ -1,0 +1,35 @@
+"""What the core itself offers, through the same hooks as everyone else. Imports neither jax nor flax."""
+
+from axcore.plugin import AttentionKernel, CheckpointFormat, Feature, InputSource, KVCache, Optimizer, hookimpl
+
+axcore_api = 1
+
+
+@hookimpl
+def axcore_features() -> list[Feature]:
+    return [Feature("kernels", "axcore.nn:use_kernels", "Attention kernels in an order of preference, by backend.")]
+
+
+@hookimpl
+def axcore_attention_kernels() -> list[AttentionKernel]:
+    return [AttentionKernel("reference", "axcore.nn:ReferenceKernel", "The formula of attention, exact, anywhere.")]
+
+
+@hookimpl
+def axcore_kv_caches() -> list[KVCache]:
+    return [KVCache("contiguous", "axcore.nn:ContiguousCache", "All keys and values in one array per layer.")]
+
+
+@hookimpl
+def axcore_optimizers() -> list[Optimizer]:
+    return [Optimizer("adamw", "axcore.train.learner:AdamW", "Adam with decoupled weight decay.")]
+
+
+@hookimpl
+def axcore_input_sources() -> list[InputSource]:
+    return [InputSource("text-files", "axcore.train.input:TextFiles", "The text files below a folder.")]
+
+
+@hookimpl
+def axcore_checkpoint_formats() -> list[CheckpointFormat]:
+    return [CheckpointFormat("orbax", "axcore.train:OrbaxFormat", "Orbax folders, written in the background.")]

@@ -1,0 +1,63 @@
+"""The environment variables that keep plugins out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from axcore.config import did_you_mean
+from axcore.plugin.allowlist import VARIABLE as ALLOWLIST, Allowlist
+from axcore.plugin.states import CORE, Plugin, PluginError
+
+VARIABLES = ("AXCORE_DISABLE", "AXCORE_PLUGINS", ALLOWLIST, "AXCORE_STRICT")
+
+
+@dataclasses.dataclass(frozen=True)
+class Controls:
+    """What the user, or the site, has said about plugins as a whole. None of it keeps the core's own offers out.
+
+    Attributes:
+        disabled: AXCORE_DISABLE, ids separated by commas: these stay out.
+        only: AXCORE_PLUGINS, ids separated by commas: all others stay out; None where it is not set.
+        allowlist: AXCORE_ALLOWLIST, a file: what is not listed there, or differs, stays out; None where it is not set.
+        strict: AXCORE_STRICT=1: anything wrong with any plugin is an error at discovery.
+    """
+
+    disabled: frozenset[str] = frozenset()
+    only: frozenset[str] | None = None
+    allowlist: Allowlist | None = None
+    strict: bool = False
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], known: Iterable[str]) -> Controls:
+        """
+        Raises:
+            PluginError: a variable names a plugin that is not installed, has no such value, or names a bad file.
+        """
+        disabled, only = _ids(environ, "AXCORE_DISABLE", known), _ids(environ, "AXCORE_PLUGINS", known)
+        if CORE in disabled:
+            raise PluginError(f"AXCORE_DISABLE names {CORE!r}, which is axcore itself and cannot be disabled")
+        strict = environ.get("AXCORE_STRICT", "0").strip() or "0"
+        if strict not in ("0", "1"):
+            raise PluginError(f"AXCORE_STRICT must be 0 or 1, not {strict!r}")
+        allowlist = Allowlist.read(Path(environ[ALLOWLIST])) if ALLOWLIST in environ else None
+        return cls(disabled, only if "AXCORE_PLUGINS" in environ else None, allowlist, strict == "1")
+
+    def why_disabled(self, plugin: Plugin) -> str:
+        """Why a plugin stays out; `""` when it does not."""
+        if plugin.id == CORE:
+            return ""
+        if plugin.id in self.disabled:
+            return "by AXCORE_DISABLE"
+        if self.only is not None and plugin.id not in self.only:
+            return "by AXCORE_PLUGINS"
+        refused = self.allowlist.why_refused(plugin) if self.allowlist else ""
+        return refused and f"by {ALLOWLIST}: {refused}"
+
+
+def _ids(environ: Mapping[str, str], variable: str, known: Iterable[str]) -> frozenset[str]:
+    ids = {part.strip() for part in environ.get(variable, "").split(",") if part.strip()}
+    for unknown in sorted(ids - set(known)):
+        raise PluginError(f"{variable} names {unknown!r}, which is not installed.{did_you_mean(unknown, known)}")
+    return frozenset(ids)

@@ -1,0 +1,86 @@
+"""One training step on several meshes of eight CPU devices, in a process of its own.
+
+`python -m axcore.testing.devices` reads a pickled request from stdin and writes the pickled results to stdout.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+COUNT = 8
+
+
+def steps(model: Any, batch: Any, meshes: list[Any]) -> list[dict[str, Any]]:
+    """What one step of plain gradient descent does on each mesh; the first may be of one device.
+
+    Returns:
+        For each mesh: `loss`, `updates` (path -> float array: the gradient) and `sharded` (paths of parameters of which
+        a device holds only a part).
+    """
+    results: list[dict[str, Any]] = ask(__name__, (model, batch, meshes))
+    return results
+
+
+def ask(module: str, request: Any) -> Any:
+    """What `python -m module` answers on eight CPU devices: a pickled request in, a pickled answer out."""
+    env = dict(os.environ)
+    env["JAX_PLATFORMS"] = "cpu"
+    flags = [flag for flag in env.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    env["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={COUNT}"])
+    command = [sys.executable, "-m", module]
+    done = subprocess.run(command, input=pickle.dumps(request), capture_output=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return pickle.loads(done.stdout)
+
+
+def _serve() -> None:
+    import math
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from axcore.testing.models import by_path
+    from axcore.train import Learner, Optimizer, Schedule
+    from axcore.train.step import program
+
+    class Descent(Optimizer):
+        """Gradients as they are: after one step of rate 1, `old - new` is the gradient."""
+
+        def transformation(self, axes: Any) -> optax.GradientTransformation:
+            return optax.identity()
+
+    class One(Schedule):
+        def __call__(self, step: jax.Array, total_steps: jax.Array) -> jax.Array:
+            return jnp.ones((), jnp.float32)
+
+    learner = Learner.Config(optimizer=Descent.Config(), schedule=One(), clip_norm=None)
+    model, batch, meshes = pickle.load(sys.stdin.buffer)
+    results = []
+    for mesh in meshes:
+        count = math.prod(mesh.shape.values())
+        made = program(model, learner, mesh.make(jax.devices()[:count]))
+        state = made.init(jnp.uint32(0))
+        old = {path: np.asarray(leaf) for path, leaf in by_path(state.params).items()}
+        rows = jax.device_put(batch, jax.tree.map(lambda leaf: leaf.sharding, made.batch_shapes(batch)))
+        new, metrics = made.compile_train(batch)(state, rows)
+        moved = by_path(new.params)
+        results.append(
+            {
+                "loss": float(metrics["loss"]),
+                "updates": {path: old[path] - np.asarray(moved[path]) for path in old},
+                "sharded": [
+                    path for path, leaf in moved.items() if leaf.addressable_shards[0].data.shape != leaf.shape
+                ],
+            }
+        )
+    sys.stdout.buffer.write(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,163 @@
+"""The conformance suite of a layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.config import content_hash, from_json, to_json
+from axcore.module import Rngs, functional, scan, stack
+from axcore.testing.models import by_path
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class LayerSuite:
+    """Checks of a layer against its formula in NumPy float64.
+
+    ```python
+    class TestScale(LayerSuite):
+        def config(self):
+            return Scale.Config(input_dim=6)
+
+        def inputs(self, random):
+            return (random.normal(size=(2, 3, 6)),)
+
+        def reference(self, params, x):  # params: path -> float64 array
+            return x * params["scale"]
+    ```
+
+    Attributes:
+        tolerance: of outputs of order 1, by number type of the activations.
+        maps_to_itself: whether the output can be the first input again, as in a stack of such layers.
+        training: what the layer sees as `self.training`.
+    """
+
+    tolerance: ClassVar[Mapping[str, float]] = {"float32": 2e-5, "bfloat16": 4e-2}
+    maps_to_itself: ClassVar[bool] = False
+    training: ClassVar[bool] = False
+
+    def config(self) -> Any:
+        """The layer's config, with every width that a parent would pass."""
+        raise NotImplementedError
+
+    def inputs(self, random: np.random.Generator) -> tuple[Array, ...]:
+        """Arguments of the call. Arrays of floats are cast to the number type that is checked."""
+        raise NotImplementedError
+
+    def reference(self, *args: Any, **kwargs: Any) -> Array:
+        """`(params, *inputs) -> output`: what the layer computes, in NumPy float64; parameters by path."""
+        raise NotImplementedError
+
+    def test_outputs_are_those_of_the_formula(self) -> None:
+        for dtype, tolerance in self.tolerance.items():
+            call, params, inputs = self._case(dtype)
+            found = jax.jit(call)(params, *inputs)
+            expected = self.reference(_wide(params), *map(_float64, inputs))
+            assert found.shape == expected.shape
+            np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=tolerance, atol=tolerance)
+
+    def test_gradients_are_those_of_the_formula(self) -> None:
+        call, params, inputs = self._case("float32")
+        random = np.random.default_rng(7)
+        weights = random.normal(size=self.reference(_wide(params), *map(_float64, inputs)).shape)
+        smooth = [i for i, each in enumerate(inputs) if jnp.issubdtype(each.dtype, jnp.floating)]
+
+        def scalar(params: Any, *chosen: jax.Array) -> jax.Array:
+            every = list(inputs)
+            for index, value in zip(smooth, chosen, strict=True):
+                every[index] = value
+            return (call(params, *every) * weights).sum()
+
+        chosen = [inputs[index] for index in smooth]
+        grads = jax.jit(jax.grad(scalar, argnums=tuple(range(1 + len(smooth)))))(params, *chosen)
+        found = {**by_path(grads[0]), **{f"input {index}": grad for index, grad in zip(smooth, grads[1:], strict=True)}}
+        for name, grad in found.items():
+            direction = random.normal(size=grad.shape)
+
+            def moved(sign: int, name: str = name, direction: Any = direction) -> float:
+                step, wide, every = sign * 1e-5 * direction, _wide(params), [_float64(each) for each in inputs]
+                if name in wide:
+                    wide[name] = wide[name] + step
+                else:
+                    index = int(name.removeprefix("input "))
+                    every[index] = every[index] + step
+                return float((self.reference(wide, *every) * weights).sum())
+
+            slope, expected = (np.asarray(grad, np.float64) * direction).sum(), (moved(1) - moved(-1)) / 2e-5
+            size = np.linalg.norm(np.asarray(grad, np.float64)) + 1e-2 * np.sqrt(grad.size)
+            np.testing.assert_allclose(slope, expected, rtol=1e-3, atol=1e-3 * size, err_msg=name)
+
+    def test_mapped_and_recomputed_it_is_the_same(self) -> None:
+        call, params, inputs = self._case("float32")
+        plain = jax.jit(call)(params, *inputs)
+        np.testing.assert_allclose(jax.jit(jax.checkpoint(call))(params, *inputs), plain, rtol=1e-5, atol=1e-5)
+        several = jax.tree.map(lambda x: jnp.stack([x, x]), inputs)
+        mapped = jax.jit(jax.vmap(functools.partial(call, params)))(*several)
+        np.testing.assert_allclose(mapped, jnp.stack([plain, plain]), rtol=1e-5, atol=1e-5)
+
+    def test_a_scanned_stack_is_a_loop(self) -> None:
+        if not self.maps_to_itself:
+            pytest.skip("the output cannot be the input of a next layer")
+
+        class Stack(ax.Layer):
+            class Config(ax.Layer.Config):
+                each: ax.Layer.Config
+
+            def __init__(self, cfg: Any, *, rngs: Rngs):
+                self.each = stack(lambda rngs: self.build_child(cfg.each, rngs), rngs.at("each"), 3)
+
+            def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
+                return scan(self.each, x, *args, count=3)
+
+        fn, params, state = functional(Stack.Config(each=self.config()).build(rngs=Rngs(0)))
+        _, _, (x, *args) = self._case("float32")
+        found = jax.jit(lambda params: fn(params, state, x, *args, key=jax.random.key(3))[0][0])(params)
+        alone, _, rest = functional(self.config().build(rngs=Rngs(0)))
+        for index in range(3):
+            own = jax.tree.map(lambda leaf, i=index: leaf[i], params["each"]) if params else {}
+            (x, _), _ = alone(own, rest, x, *args, key=jax.random.key(3))
+        np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-4)
+
+    def test_parameters_have_logical_axes(self) -> None:
+        fn, params, _ = functional(self.config().build(rngs=Rngs(0)))
+        axes = jax.tree.leaves(fn.axes, is_leaf=lambda node: isinstance(node, tuple))
+        wide = [leaf for leaf, names in zip(jax.tree.leaves(params), axes, strict=True) if not any(names)]
+        assert not [leaf.shape for leaf in wide if leaf.ndim > 1], "matrices without logical axes cannot be sharded"
+
+    def test_config_reads_back_from_json(self) -> None:
+        cfg = self.config()
+        assert from_json(to_json(cfg)) == cfg
+        assert content_hash(from_json(to_json(cfg))) == content_hash(cfg)
+
+    def _case(self, dtype: str) -> tuple[Any, Any, tuple[jax.Array, ...]]:
+        cfg = self.config().set(dtypes=ax.DTypes(compute=dtype))
+        fn, params, state = functional(cfg.build(rngs=Rngs(0)))
+        random = np.random.default_rng(0)
+        # Parameters that start at 0 or 1 would hide mistakes.
+        params = jax.tree.map(lambda leaf: leaf + jnp.asarray(0.1 * random.normal(size=leaf.shape), leaf.dtype), params)
+
+        def cast(each: Any) -> jax.Array:
+            array = jnp.asarray(each)
+            return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+        def call(params: Any, *inputs: jax.Array) -> jax.Array:
+            (output, _), _ = fn(params, state, *inputs, key=jax.random.key(3), training=self.training)
+            return output
+
+        return call, params, tuple(map(cast, self.inputs(random)))
+
+
+def _wide(params: Any) -> dict[str, Array]:
+    return {path: np.asarray(leaf, np.float64) for path, leaf in by_path(params).items()}
+
+
+def _float64(x: Any) -> Array:
+    return np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x)

@@ -1,0 +1,103 @@
+"""The conformance suite of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import axcore as ax
+from axcore.module import Rngs, functional
+from axcore.nn import Linear
+from axcore.plugin import Optimizer
+from axcore.testing.models import by_path, objective, tiny_batch, tiny_model
+from axcore.testing.offer import OfferSuite, offered_config
+from axcore.train import Learner, Schedule
+
+
+class Constant(Schedule):
+    """The same rate in every step."""
+
+    rate: float = 1e-2
+
+    def __call__(self, step: jax.Array, total_steps: jax.Array) -> jax.Array:
+        return jnp.full((), self.rate, jnp.float32)
+
+
+class OptimizerSuite(OfferSuite):
+    """Checks of an optimizer.
+
+    Attributes:
+        rate: a learning rate at which it makes progress on a small model.
+        steps: in which the loss of a small model must fall by a tenth.
+    """
+
+    kind = Optimizer
+    rate: ClassVar[float] = 1e-2
+    steps: ClassVar[int] = 20
+
+    def config(self) -> Any:
+        return Learner.Config(optimizer=offered_config(self), schedule=Constant(rate=self.rate))
+
+    def test_the_loss_falls(self) -> None:
+        fn, params, state = functional(tiny_model().build(rngs=Rngs(0)))
+        learner: Learner = self.config().build(fn.axes)
+        batch, memory = tiny_batch(), learner.init(params)
+
+        @jax.jit
+        def step(params: Any, memory: Any, number: jax.Array) -> Any:
+            loss, grads = jax.value_and_grad(lambda params: objective(fn, params, state, batch))(params)
+            params, memory, _ = learner.update(grads, memory, params, number, jnp.int32(self.steps))
+            return params, memory, loss
+
+        losses = []
+        for number in range(self.steps):
+            params, memory, loss = step(params, memory, jnp.int32(number))
+            losses.append(float(loss))
+        assert np.isfinite(losses).all()
+        assert losses[-1] < 0.9 * losses[0], losses
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+
+    def test_a_stacked_parameter_is_updated_as_separate_ones(self) -> None:
+        optimizer = offered_config(self).build()
+        random = np.random.default_rng(0)
+        params, grads = (jnp.asarray(random.normal(size=(3, 8, 6)), jnp.float32) for _ in range(2))
+        together = self._update(optimizer, {"weight": params}, {"weight": grads}, {"weight": ("layer", "embed", "mlp")})
+        for index in range(3):
+            own = {"weight": params[index]}, {"weight": grads[index]}, {"weight": ("embed", "mlp")}
+            np.testing.assert_allclose(
+                together["weight"][index], self._update(optimizer, *own)["weight"], rtol=1e-4, atol=1e-5
+            )
+
+    def test_state_of_parameters_has_their_form(self) -> None:
+        """So that it is sharded as they are."""
+        fn, params, _ = functional(Linear.Config(input_dim=6, output_dim=4, use_bias=True).build(rngs=Rngs(0)))
+        optimizer = offered_config(self).build().transformation(fn.axes)
+        shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
+        state = optimizer.init(params)
+        marked = optax.tree_utils.tree_map_params(
+            lambda tree: optimizer.init(tree), lambda leaf: leaf.shape in shapes, state
+        )
+        flags = [leaf for leaf in jax.tree.leaves(marked) if isinstance(leaf, bool)]
+        assert all(flags), "the state of a parameter has another shape; then it cannot be sharded like it"
+
+    def test_zero_gradients_and_large_ones_give_finite_updates(self) -> None:
+        optimizer = offered_config(self).build()
+        params, axes = {"weight": jnp.ones((8, 6))}, {"weight": ("embed", "mlp")}
+        for size in (0.0, 1e-20, 1e15):
+            found = self._update(optimizer, params, {"weight": jnp.full((8, 6), size)}, axes)
+            assert np.isfinite(found["weight"]).all(), f"gradients of {size}"
+
+    def test_use_puts_it_into_the_learner(self) -> None:
+        cfg = ax.use(self.name, **self.options)(Learner.Config())
+        assert cfg.optimizer == offered_config(self)
+
+    @staticmethod
+    def _update(optimizer: Any, params: Any, grads: Any, axes: Any) -> Any:
+        transformation = optimizer.transformation(axes)
+        updates, _ = jax.jit(transformation.update)(grads, transformation.init(params), params)
+        assert by_path(updates).keys() == by_path(params).keys()
+        return updates

@@ -1,0 +1,78 @@
+"""Who supplied what, and why each slot holds what it holds."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import axcore as ax
+from axcore.aot import explain
+from axcore.nn import Attention, SlidingWindow
+from axcore.testing import tiny_model
+
+ATTENTION = "decoder.layers.attention"
+
+
+def slot(explanation, kind):
+    (found,) = [each for each in explanation.slots if each.kind == kind]
+    return found, {candidate.name: candidate.verdict for candidate in found.candidates}
+
+
+def test_every_node_has_its_supplier_and_who_put_it_there():
+    nodes = {node.path: node for node in explain(ax.pipe(tiny_model(), ax.use("rope", theta=5.0))).nodes}
+    rotary = nodes[f"{ATTENTION}.position"]
+    assert (rotary.kind, rotary.supplier) == ("Rotary", "axcore-rope 0.1.0")
+    assert "use:rope" in rotary.by and "theta=5.0" in rotary.by
+    assert nodes[ATTENTION].supplier.startswith("axcore 0")
+    assert {"", "decoder", "decoder.layers.ffn.gate"} <= nodes.keys()
+
+
+def test_the_kernel_slot_lists_every_candidate_with_a_verdict():
+    found, verdicts = slot(explain(tiny_model()), "attention kernel")
+    assert found.paths == (f"{ATTENTION}.kernel",)
+    assert "float32, 4 heads on 2 of 4, 128 x 128 tokens" in found.request
+    assert verdicts["reference"] == "chosen"
+    assert verdicts["cudnn"] == "no: it needs an NVIDIA GPU, and this is cpu"
+
+
+@pytest.mark.parametrize(
+    ("target", "chosen", "other"),
+    [
+        ("gpu-h100-8", "cudnn", "not needed"),
+        ("tpu-v5p-512", "reference", "no: it needs an NVIDIA GPU, and this is tpu"),
+    ],
+)
+def test_a_target_decides_without_the_hardware(target, chosen, other):
+    cfg = ax.select(tiny_model(), Attention).set(head_dim=64)
+    cfg = ax.pipe(cfg, ax.use("kernels", order=("cudnn", "reference"))).set(dtypes=ax.DTypes(compute=jnp.bfloat16))
+    _, verdicts = slot(explain(cfg, target), "attention kernel")
+    assert verdicts.pop(chosen) == "chosen"
+    assert verdicts[{"cudnn": "reference", "reference": "cudnn"}[chosen]].startswith(other)
+
+
+def test_a_config_that_no_kernel_can_do_is_explained_too():
+    cfg = ax.pipe(tiny_model(), ax.use("cudnn"))
+    cfg = ax.select(cfg, Attention).set(mask=SlidingWindow(size=3), softcap=2.0)
+    _, verdicts = slot(explain(cfg, "gpu-h100-8"), "attention kernel")
+    assert verdicts["cudnn"] == "no: it does not take softcap"
+    assert verdicts["reference"].startswith("could serve")
+
+
+def test_slots_of_one_kind_that_are_judged_alike_stand_together():
+    found, _ = slot(explain(tiny_model()), "quantizer")
+    assert len(found.paths) == 8
+    assert f"{ATTENTION}.output" in explain(tiny_model()).empty
+
+
+def test_json_has_what_the_table_has(axcore):
+    found = json.loads(axcore("explain", "quickstart", "--json").out)
+    assert {"platform", "target", "plugins", "nodes", "slots", "empty"} <= found.keys()
+    text = axcore("explain", "quickstart").out
+    for node in found["nodes"]:
+        assert node["supplier"] in text
+    assert "chosen" in text
+
+
+def test_the_command_explains_a_target_and_refuses_an_unknown_one(axcore):
+    assert "platform: gpu (gpu-h100-8, mesh rule" in axcore("explain", "llama2-7b", "--target", "gpu-h100-8").out
+    assert "tpu-v5p-512" in axcore("explain", "llama2-7b", "--target", "toaster").message

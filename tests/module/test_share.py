@@ -1,0 +1,146 @@
+"""Values that a layer hands to later ones, through transforms too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.module import ContextError, invoke, scan, stack
+
+
+class Giver(ax.Layer):
+    class Config(ax.Layer.Config):
+        factor: float = 2.0
+
+    def __call__(self, x):
+        self.share("value", {"times": self.config.factor * x})
+        return x
+
+
+class Taker(ax.Layer):
+    def __call__(self, x):
+        return x + self.shared("value")["times"]
+
+
+class Both(ax.Layer):
+    """A giver, then a taker, so that each pass through it hands on its own."""
+
+    class Config(ax.Layer.Config):
+        parts: tuple[ax.Layer.Config, ...] = (Giver.Config(), Taker.Config())
+
+    def __init__(self, cfg, *, rngs):
+        self.parts = self.children("parts", cfg.parts, rngs)
+
+    def __call__(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class Stacked(ax.Layer):
+    class Config(ax.Layer.Config):
+        before: ax.Layer.Config = Giver.Config()
+        each: ax.Layer.Config = Both.Config()
+        after: ax.Layer.Config | None = None
+        remat: bool = False
+
+    def __init__(self, cfg, *, rngs):
+        self.before = self.child("before", cfg.before, rngs)
+        self.each = stack(lambda rngs: self.build_child(cfg.each, rngs), rngs.at("each"), 3)
+        self.after = self.child("after", cfg.after, rngs)
+
+    def __call__(self, x):
+        x = self.before(x)
+        policy = jax.checkpoint_policies.nothing_saveable if self.config.remat else None
+        x = scan(self.each, x, count=3, remat=policy)
+        return x if self.after is None else self.after(x)
+
+
+def run(cfg, x=1.0):
+    module = cfg.build(rngs=ax.Rngs(0))
+    return float(jax.jit(lambda x: invoke(module, x)[0])(jnp.float32(x)))
+
+
+def test_a_later_layer_takes_what_an_earlier_one_shared():
+    assert run(Both.Config()) == 3.0
+
+
+def test_the_last_one_counts():
+    parts = (Giver.Config(), Giver.Config(factor=10.0), Taker.Config())
+    assert run(Both.Config(parts=parts)) == 11.0
+
+
+def test_before_anything_is_shared_it_is_an_error_that_names_the_layer():
+    with pytest.raises(ContextError, match=r"parts\.0 \(Taker\) takes 'value', which no layer before it has shared"):
+        run(Both.Config(parts=(Taker.Config(), Giver.Config())))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_body_of_a_scan_hands_on_within_itself(remat):
+    assert run(Stacked.Config(remat=remat)) == 27.0  # each of three layers adds twice its input
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_body_of_a_scan_reads_what_came_before_it(remat):
+    cfg = Stacked.Config(each=Taker.Config(), remat=remat)
+    assert run(cfg) == 7.0  # 1 + 3 * 2
+    module = cfg.build(rngs=ax.Rngs(0))
+    assert jax.grad(lambda x: invoke(module, x)[0])(jnp.float32(1.0)) == 7.0
+
+
+def test_nothing_leaves_the_body_of_a_scan():
+    assert run(Stacked.Config(after=Taker.Config())) == 29.0  # 27 + what the layer before the stack shared
+
+    class Quiet(ax.Layer):
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(ContextError, match="stays inside"):
+        run(Stacked.Config(before=Quiet.Config(), after=Taker.Config()))
+
+
+class Mapped(ax.Layer):
+    class Config(ax.Layer.Config):
+        transform: str
+        giver: ax.Layer.Config = Giver.Config()
+        inner: ax.Layer.Config = Taker.Config()
+
+    def __init__(self, cfg, *, rngs):
+        self.giver = self.child("giver", cfg.giver, rngs)
+        self.inner = self.child("inner", cfg.inner, rngs)
+
+    def __call__(self, x):
+        self.giver(x)
+        call = lambda inner, x: inner(x)  # noqa: E731
+        if self.config.transform == "vmap":
+            return ax.vmap(call)(self.inner, jnp.stack([x, x]))
+        if self.config.transform == "cond":
+            return ax.cond(x > 0, call, call)(self.inner, x)
+        return ax.remat(call)(self.inner, x)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "remat", "cond"])
+def test_bodies_of_other_transforms_read_it_too(transform):
+    module = Mapped.Config(transform=transform).build(rngs=ax.Rngs(0))
+    found = jax.jit(lambda x: invoke(module, x)[0])(jnp.float32(1.0))
+    np.testing.assert_array_equal(found, np.full(found.shape, 3.0))
+
+
+def test_each_call_starts_with_nothing_shared():
+    class Maybe(ax.Layer):
+        class Config(ax.Layer.Config):
+            giver: ax.Layer.Config = Giver.Config()
+            taker: ax.Layer.Config = Taker.Config()
+
+        def __init__(self, cfg, *, rngs):
+            self.giver = self.child("giver", cfg.giver, rngs)
+            self.taker = self.child("taker", cfg.taker, rngs)
+
+        def __call__(self, x, give):
+            return self.taker(self.giver(x) if give else x)
+
+    module = Maybe.Config().build(rngs=ax.Rngs(0))
+    assert invoke(module, 1.0, True)[0] == 3.0
+    with pytest.raises(ContextError, match="'value'"):
+        invoke(module, 1.0, False)

@@ -1,0 +1,177 @@
+"""Plugins that ask for plugins, threads, the core's own offers, strict mode."""
+
+import importlib.metadata
+import threading
+
+import pytest
+
+from axcore.plugin import AttentionKernel, Feature, KVCache, PluginError, Registry, State, once, recipe, registry, use
+from axcore.plugin.registry import CORE_POINT
+
+GOOD = "@hookimpl\ndef axcore_features():\n    return [Feature('{0}', 'math:sqrt', 'Good.')]\n"
+
+
+# Plugins that ask for plugins while they are looked for.
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import axcore\naxcore.use('good')\n",
+        "import axcore\naxcore.recipe('quickstart')\n",
+        "from axcore.plugin import registry\nregistry()\n",
+        "@hookimpl\ndef axcore_features():\n    from axcore.plugin import registry\n    return registry().plugins\n",
+    ],
+    ids=["use", "recipe", "registry", "in a hook"],
+)
+def test_a_plugin_that_asks_for_plugins_at_import_fails_alone(alone, body):
+    alone.install("asks", body)
+    alone.install("good", GOOD.format("good"))
+    plugins = registry().plugins
+    assert plugins["asks"].state is State.FAILED
+    assert "plugins are still being found" in plugins["asks"].reason
+    assert plugins["good"].state is State.LOADED
+    assert registry().plugins is plugins
+    with pytest.raises(PluginError, match=r"plugin 'asks' \(ax-asks 0\.1\) .* failed: .*still being found"):
+        use("asks")
+
+
+def test_a_plugin_may_import_all_of_axcore(alone):
+    alone.install("good", "import axcore\nfrom axcore import Config, select, use, recipe\n" + GOOD.format("good"))
+    assert registry().plugins["good"].state is State.LOADED
+
+
+def test_a_plugin_that_waits_for_a_thread_that_asks_for_plugins_fails_after_a_while(alone, monkeypatch):
+    monkeypatch.setattr(once, "PATIENCE_S", 0.1)
+    alone.install(
+        "waits",
+        "import threading\nfrom axcore.plugin import registry, PluginError\nfound = []\n"
+        "def ask():\n    try:\n        registry()\n    except PluginError as error:\n        found.append(error)\n"
+        "thread = threading.Thread(target=ask)\nthread.start()\nthread.join(5)\nraise found[0]\n",
+    )
+    alone.install("good", GOOD.format("good"))
+    assert "another thread" in registry().plugins["waits"].reason
+    assert registry().plugins["good"].state is State.LOADED
+
+
+def test_threads_that_ask_at_once_get_one_discovery(alone):
+    alone.install("slow", "import time\ntime.sleep(0.1)\n" + GOOD.format("slow"))
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(registry())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 8 and len({id(each) for each in found}) == 1
+    assert found[0].plugins["slow"].state is State.LOADED
+
+
+def test_discovery_happens_once_and_anew_after_it_raised(alone, monkeypatch):
+    alone.install("good", GOOD.format("good"))
+    monkeypatch.setenv("AXCORE_DISABLE", "goood")
+    for _ in range(2):
+        with pytest.raises(PluginError, match="goood"):
+            registry()
+    monkeypatch.delenv("AXCORE_DISABLE")
+    first = registry()
+    alone.install("late", GOOD.format("late"))
+    assert registry() is first and "late" not in first.plugins
+
+
+# The core's own offers.
+
+
+def test_the_core_is_a_plugin_that_no_list_keeps_out(alone, monkeypatch):
+    alone.install("good", GOOD.format("good"))
+    monkeypatch.setenv("AXCORE_PLUGINS", "")
+    core = registry().plugins["core"]
+    assert (core.state, core.distribution) == (State.LOADED, "axcore"), core.detail
+    assert core.version == importlib.metadata.version("axcore")
+    assert registry().plugins["good"].state is State.DISABLED
+    assert registry().find(AttentionKernel, "reference")[0] is core
+    assert registry().find(KVCache, "contiguous")[0] is core
+
+
+def test_the_core_cannot_be_disabled(alone, monkeypatch):
+    monkeypatch.setenv("AXCORE_DISABLE", "core")
+    with pytest.raises(PluginError, match="AXCORE_DISABLE names 'core', which is axcore itself"):
+        registry()
+
+
+def test_the_core_supplies_nothing_that_counts_as_a_plugins(alone):
+    assert registry().owner("axcore.nn.linear") is None
+
+
+def test_nobody_else_can_take_the_id_of_the_core(alone):
+    alone.install("core", GOOD.format("good"), distribution="ax-usurper")
+    plugins = registry().plugins
+    assert plugins["core"].state is State.LOADED and plugins["core"].module == "axcore.core_plugin"
+    assert plugins["core of ax-usurper"].state is State.FAILED
+    assert "the core's own" in plugins["core of ax-usurper"].detail
+
+
+def test_an_offer_of_the_core_that_a_plugin_makes_too_says_which_to_disable(site):
+    site.install("rival", "@hookimpl\ndef axcore_kv_caches():\n    return [KVCache('contiguous', 'a:b', 'Mine.')]\n")
+    points = [*next(importlib.metadata.distributions(path=[str(site.folder)])).entry_points, CORE_POINT]
+    with pytest.raises(PluginError, match=r"kv cache 'contiguous' .* core \(.* and rival \(.*AXCORE_DISABLE=rival"):
+        Registry(points, {}).find(KVCache, "contiguous")
+
+
+# One name claimed twice, and strict mode.
+
+
+def twice(site):
+    for id in ("one", "two"):
+        site.install(id, "@hookimpl\ndef axcore_kv_caches():\n    return [KVCache('ring', 'a:b', 'A ring.')]\n")
+
+
+def test_a_slot_offer_made_twice_is_listed_and_refused_only_when_it_is_wanted(site):
+    twice(site)
+    site.install("good", GOOD.format("good"))
+    found = site.registry()
+    assert found.conflicts() == [
+        "the kv cache 'ring' is offered by one (ax-one 0.1) and two (ax-two 0.1); uninstall one, or AXCORE_DISABLE=one"
+    ]
+    assert found.find(Feature, "good")
+    with pytest.raises(PluginError, match="'ring' is offered by"):
+        found.find(KVCache, "ring")
+
+
+def test_strict_mode_lists_everything_that_is_wrong_at_discovery(site):
+    twice(site)
+    site.install("broken", "1 / 0\n")
+    site.install("newer", "axcore_api = 99\n")
+    site.install("absent", "raise Unavailable('no TPU here')\n")
+    site.install("good", GOOD.format("good"))
+    with pytest.raises(PluginError) as error:
+        site.registry({"AXCORE_STRICT": "1"})
+    told = str(error.value)
+    assert "plugin 'broken' (ax-broken 0.1) is failed: ZeroDivisionError: division by zero" in told
+    assert "plugin 'newer' (ax-newer 0.1) is incompatible: it needs plugin API 99" in told
+    assert "'ring' is offered by one" in told
+    assert "good" not in told and "absent" not in told
+    site.registry({"AXCORE_STRICT": "0"})
+    kept_out = "broken,newer,one"
+    site.registry({"AXCORE_STRICT": "1", "AXCORE_DISABLE": kept_out})
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "true"])
+def test_strict_is_0_or_1(site, value):
+    with pytest.raises(PluginError, match=rf"AXCORE_STRICT must be 0 or 1, not '{value}'"):
+        site.registry({"AXCORE_STRICT": value})
+
+
+def test_a_broken_plugin_of_another_name_is_told_of_when_something_is_missing(alone):
+    alone.install("quant", "1 / 0\n")
+    with pytest.raises(PluginError, match=r"offers it\..* Not loaded: quant \(ax-quant 0\.1, failed: ZeroDiv"):
+        use("int8")
+    with pytest.raises(PluginError, match=r"no recipe 'x'\..* Not loaded: quant \(ax-quant 0\.1, failed: ZeroDiv"):
+        recipe("x")
+
+
+def test_what_is_kept_out_is_told_of_when_something_is_missing_but_not_at_any_length(alone, monkeypatch):
+    for number in range(7):
+        alone.install(f"p{number}", GOOD.format(f"p{number}"))
+    monkeypatch.setenv("AXCORE_PLUGINS", "")
+    with pytest.raises(PluginError, match=r"p4 \(ax-p4 0\.1, disabled: by AXCORE_PLUGINS\) and 2 more, see"):
+        use("int8")

@@ -1,0 +1,318 @@
+"""`use` of what fills a slot, and the guard over what another plugin has put into one."""
+
+import sys
+
+import pytest
+
+import axcore as ax
+from axcore.config import Config, ConfigError, Configurable
+from axcore.plugin import PluginError, registry, use, use_text
+from axcore.plugin.slots import guard
+
+
+class Cache(Configurable):
+    class Config(Config):
+        size: int = 1
+
+
+class Position(Config):
+    size: int = 1
+
+
+class Attention(Configurable):
+    class Config(Config):
+        cache: Cache.Config | None = None
+        kernel: Cache.Config = Cache.Config()
+        position: Config | None = None
+        source: Cache.Config
+
+
+class Disk(Config):
+    """Has a field by the name of a slot, of another type."""
+
+    cache: str = "/var/cache"
+
+
+class Layer(Config):
+    attention: Attention.Config = Attention.Config()
+    other: Attention.Config | None = None
+    disk: Disk = Disk()
+    free: Config | None = None
+
+
+class Wrapper(Config):
+    inner: Config | None = None
+
+
+CODE = """
+import tests_of_slots
+import axcore as ax
+
+class Ring(tests_of_slots.Cache):
+    class Config(tests_of_slots.Cache.Config):
+        size: int = 8
+        window: float | None = None
+        shape: tuple[int, ...] = (1,)
+
+class Stranger(ax.config.Configurable):
+    pass
+
+class Position(tests_of_slots.Position):
+    pass
+
+class Mine(tests_of_slots.Wrapper):
+    pass
+
+class Other(ax.Config):
+    attention: int = 0
+
+def plain(cfg):
+    return cfg
+
+number = 3
+
+def position(cfg, size=1):
+    return ax.select(cfg, tests_of_slots.Attention).set(position=Position(size=size))
+
+def wrap(cfg):
+    return ax.select(cfg, tests_of_slots.Position).wrap(Mine(), "inner")
+
+def clear(cfg):
+    return ax.select(cfg, tests_of_slots.Attention).set(position=None)
+
+def grow(cfg):
+    return ax.select(cfg, tests_of_slots.Position).map(lambda _, node: node.set(size=node.size + 1))
+
+class Attention(tests_of_slots.Attention):
+    pass
+
+class Case(tests_of_slots.Wrapper):
+    position: ax.Config | None = None
+
+def swap(cfg, keep=False):
+    def new(_, node):
+        return Attention.Config(position=node.position if keep else None)
+
+    return ax.select(cfg, tests_of_slots.Attention).map(new)
+
+def enclose(cfg):
+    return ax.select(cfg, "free").wrap(Case(), "inner")
+
+def restructure(cfg):
+    return Other()
+
+def special(cfg, depth=0):
+    return ax.select(cfg, tests_of_slots.Attention).set(cache=Ring.Config(size=depth))
+"""
+
+OFFERS = """
+from axcore.plugin import Feature, KVCache, Quantizer, hookimpl
+
+@hookimpl
+def axcore_kv_caches():
+    return [KVCache(name, f"thrown_{id}.code:{{target}}", "A cache.") for name, target in {caches!r}.items()]
+
+@hookimpl
+def axcore_features():
+    return [Feature(name, f"thrown_{id}.code:{{target}}", "A feature.") for name, target in {features!r}.items()]
+"""
+
+
+@pytest.fixture
+def plugin(alone, monkeypatch):
+    """Installs a plugin with code of its own: `plugin("id", caches={name: target}, features={name: target})`."""
+    monkeypatch.setitem(sys.modules, "tests_of_slots", sys.modules[__name__])
+
+    def install(id, caches=(), features=(), more=""):
+        package = alone.folder / f"thrown_{id}"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        (package / "code.py").write_text(CODE)
+        (package / "plugin.py").write_text(OFFERS.format(id=id, caches=dict(caches), features=dict(features)) + more)
+        alone.install(id, module=f"unused_{id}", entry=f"thrown_{id}.plugin")
+
+    return install
+
+
+# Filling a slot.
+
+
+def test_an_offer_goes_into_every_slot_that_takes_it_with_its_options(plugin):
+    plugin("ring", caches={"ring": "Ring"})
+    cfg = Layer(other=Attention.Config())
+    new = use("ring", size=4, window=2.5)(cfg)
+    for attention in (new.attention, new.other):
+        assert (attention.cache.size, attention.cache.window) == (4, 2.5)
+        assert type(attention.cache).target.__module__ == "thrown_ring.code"
+        assert attention.kernel == Cache.Config()
+    assert new.disk == Disk()  # the same name, another type
+    assert "use:ring of ax-ring 0.1(size=4, window=2.5)" in str(new.history("attention.cache"))
+
+
+def test_where_says_which_nodes(plugin):
+    plugin("ring", caches={"ring": "Ring"})
+    cfg = Layer(other=Attention.Config())
+    for where in ("other", lambda path, _: path == "other"):
+        new = use("ring", where=where)(cfg)
+        assert new.attention.cache is None and new.other.cache.size == 8
+
+
+def test_options_from_text_are_typed_by_the_fields(plugin):
+    plugin("ring", caches={"ring": "Ring"})
+    new = use_text("ring:size=4,window=3,shape=(1,2),where=other")(Layer(other=Attention.Config()))
+    assert new.attention.cache is None
+    assert repr((new.other.cache.size, new.other.cache.window, new.other.cache.shape)) == "(4, 3.0, (1, 2))"
+    with pytest.raises(ConfigError, match=r"option 'size' of ring: 'x' is not int"):
+        use_text("ring:size=x")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sise": 3}, r"ring has no option 'sise'\. Did you mean 'size'\?.*ax-ring 0\.1.*thrown_ring\.code\.Ring"),
+        ({"cfg": 3}, r"ring has no option 'cfg'"),
+        ({"size": "x"}, r"kv cache 'ring' \(ax-ring 0\.1\): .*Ring\.size must be int, not 'x'"),
+        ({"where": "nowhere"}, r"kv cache 'ring' \(ax-ring 0\.1\): nothing in the config matches 'nowhere'"),
+        ({"where": "disk"}, r"at disk: .*Disk\.cache must be str, not Config\(\)"),
+        ({"where": "attention.kernel"}, r"no node has a field 'cache' for it"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_name_and_plugin(plugin, options, told):
+    plugin("ring", caches={"ring": "Ring"})
+    with pytest.raises(ConfigError, match=told.replace("Config\\(\\)", ".*")):
+        use("ring", **options)(Layer())
+
+
+def test_a_config_without_the_slot_is_refused(plugin):
+    plugin("ring", caches={"ring": "Ring", "stranger": "Stranger"})
+    with pytest.raises(ConfigError, match=r"kv cache 'ring' \(.*\): no node has a field 'cache' for it"):
+        use("ring")(Position())
+    with pytest.raises(
+        ConfigError, match=r"attention\.cache must be Cache\.Config or None, not thrown_ring\.code\.Stranger"
+    ):
+        use("stranger")(Layer())
+
+
+@pytest.mark.parametrize("target", ["plain", "Position"])
+def test_a_target_that_builds_nothing_is_a_plugin_error(plugin, target):
+    plugin("ring", caches={"ring": target})
+    with pytest.raises(PluginError, match=r"kv cache 'ring' of ax-ring 0\.1 must name a class with a Config"):
+        use("ring")
+
+
+def test_an_unknown_name_suggests_what_fills_slots_too(plugin):
+    plugin("ring", caches={"ring-buffer": "Ring"})
+    with pytest.raises(PluginError, match=r"Did you mean 'ring-buffer'\?"):
+        use("ring-bufer")
+
+
+def test_a_feature_of_the_same_plugin_says_how_its_offer_attaches(plugin):
+    plugin("ring", caches={"ring": "Ring"}, features={"ring": "special"})
+    assert use("ring", depth=5)(Layer()).attention.cache.size == 5
+    with pytest.raises(ConfigError, match="no option 'size'"):
+        use("ring", size=5)
+
+
+def test_a_name_that_two_plugins_or_two_kinds_have_is_ambiguous(plugin):
+    plugin("one", caches={"ring": "Ring"})
+    plugin("two", features={"ring": "special"})
+    with pytest.raises(PluginError) as error:
+        use("ring")
+    for part in ("feature by two (ax-two 0.1)", "kv cache by one (ax-one 0.1)", "AXCORE_DISABLE=two"):
+        assert part in str(error.value)
+
+
+def test_two_kinds_of_one_plugin_by_one_name_are_ambiguous_too(plugin):
+    quantizers = "@hookimpl\ndef axcore_quantizers():\n    return [Quantizer('ring', 'a:b', '')]\n"
+    plugin("one", caches={"ring": "Ring"}, more=quantizers)
+    with pytest.raises(PluginError, match=r"kv cache by one .* and quantizer by one"):
+        use("ring")
+
+
+# What another plugin has put there.
+
+
+@pytest.fixture
+def two(plugin):
+    for id in ("one", "two"):
+        features = {
+            f"{id}-{name}": name for name in ("position", "wrap", "clear", "grow", "swap", "enclose", "restructure")
+        }
+        plugin(id, features=features, caches={f"{id}-ring": "Ring"})
+
+
+def test_a_slot_that_another_plugin_filled_is_not_taken_over(two):
+    cfg = use("one-position")(Layer())
+    with pytest.raises(ConfigError) as error:
+        use("two-position")(cfg)
+    told = str(error.value)
+    for part in ("attention.position was filled by one (ax-one 0.1)", "two (ax-two 0.1) would replace it"):
+        assert part in told
+    emptied = ax.select(cfg, "attention.position").remove()
+    assert "axcore.select(cfg, 'attention.position').remove()" in told
+    assert type(use("two-position")(emptied).attention.position).__module__ == "thrown_two.code"
+
+
+def test_a_slot_that_cannot_be_empty_names_what_was_there_first(two):
+    def fill(cfg, plugin):
+        return ax.select(cfg, Attention).set(kernel=use(f"{plugin}-ring")(cfg).attention.cache)
+
+    before, after = fill(Layer(), "one"), fill(Layer(), "two")
+    with pytest.raises(ConfigError, match=r"axcore\.select\(cfg, 'attention'\)\.set\(kernel=Cache\.Config\(\)\)"):
+        guard(registry().plugins["two"], before, after)
+
+
+def test_filling_a_slot_by_name_is_guarded_too(two):
+    cfg = use("one-ring")(Layer())
+    with pytest.raises(ConfigError, match=r"kv cache 'two-ring' \(ax-two 0\.1\): attention\.cache was filled by one"):
+        use("two-ring")(cfg)
+
+
+def test_emptying_a_slot_of_another_plugin_is_refused(two):
+    with pytest.raises(ConfigError, match=r"attention\.position was filled by one"):
+        use("two-clear")(use("one-position")(Layer()))
+
+
+def test_the_same_plugin_may_be_applied_again_and_clear_its_own(two):
+    cfg = use("one-position", size=3)(use("one-position")(Layer()))
+    assert cfg.attention.position.size == 3
+    assert use("one-clear")(cfg).attention.position is None
+
+
+def test_wrapping_and_editing_what_another_plugin_put_there_is_fine(two):
+    cfg = use("one-position")(Layer())
+    wrapped = use("two-wrap")(cfg)
+    assert type(wrapped.attention.position).__module__ == "thrown_two.code"
+    assert wrapped.attention.position.inner == cfg.attention.position
+    assert use("two-grow")(cfg).attention.position.size == 2
+    with pytest.raises(ConfigError, match=r"attention\.position was filled by two"):
+        use("one-position")(wrapped)
+
+
+def test_a_slot_is_guarded_also_where_the_node_that_holds_it_is_swapped_or_wrapped(two):
+    cfg = use("one-position")(Layer(free=Attention.Config()))
+    with pytest.raises(ConfigError, match=r": attention\.position was filled by one"):
+        use("two-swap")(cfg)
+    assert use("two-swap", keep=True)(cfg).free.position == cfg.free.position
+    enclosed = use("two-enclose")(cfg)  # the wrapper has a field `position` of its own
+    assert enclosed.free.inner == cfg.free and enclosed.free.position is None
+    grown = use("one-swap", keep=True)(cfg)
+    with pytest.raises(ConfigError, match=r": attention\.position was filled by one"):
+        use("two-position")(grown)
+
+
+def test_what_the_core_or_the_user_put_there_may_be_replaced(two):
+    cfg = ax.select(Layer(), Attention).set(position=Position(), cache=Cache.Config())
+    assert type(use("one-ring")(use("one-position")(cfg)).attention.position).__module__ == "thrown_one.code"
+
+
+def test_a_slot_that_goes_with_the_node_that_held_it_is_nobodys(two):
+    assert use("two-restructure")(use("one-position")(Layer())).attention == 0
+
+
+def test_a_node_that_came_with_a_recipe_may_be_replaced(two, plugin):
+    plugin("recipes", more="def f(): pass\n")
+    import thrown_recipes.code
+
+    cfg = ax.select(Layer(), Attention).set(position=thrown_recipes.code.Position())
+    assert type(use("one-position")(cfg).attention.position).__module__ == "thrown_one.code"

@@ -1,0 +1,175 @@
+"""`target`: what an accelerator's text means, and which mesh rule lays a config out for it."""
+
+import pytest
+
+import axcore as ax
+from axcore.config import ConfigError
+from axcore.plugin import Accelerator, PluginError, mesh_rules, registry, target
+
+CODE = """
+import axcore as ax
+
+class Node(ax.Config):
+    size: int = 1
+    name: str = "none"
+
+def plain(cfg):
+    return cfg.set(size=7)
+
+def told(cfg, accelerator):
+    return cfg.set(size=accelerator.count, name=accelerator.kind)
+
+def keyword(cfg, *, accelerator=None):
+    return cfg.set(size=accelerator.per_host)
+
+def fails(cfg):
+    raise ax.ConfigError("mesh.shape is wrong")
+
+def needs_more(cfg, width):
+    return cfg
+
+def nothing(cfg):
+    pass
+"""
+
+
+@pytest.fixture
+def rules(site, monkeypatch):
+    """`rules(id, pattern=function, ...)` installs a plugin with these mesh rules; no other plugin is enabled."""
+    (site.folder / "thrown_code.py").write_text(CODE)
+    ids = []
+
+    def install(id, **functions):
+        offers = ", ".join(
+            f"MeshRule({f'{id}-{number}'!r}, 'thrown_code:{name}', '', {pattern!r})"
+            for number, (pattern, name) in enumerate(functions.items())
+        )
+        site.install(id, f"@hookimpl\ndef axcore_mesh_rules():\n    return [{offers}]\n")
+        ids.append(id)
+        monkeypatch.setenv("AXCORE_PLUGINS", ",".join(ids))
+        registry.cache_clear()
+
+    return install
+
+
+def node():
+    from thrown_code import Node
+
+    return Node()
+
+
+@pytest.mark.parametrize(
+    ("text", "platform", "kind", "count", "hosts"),
+    [
+        ("cpu-8", "cpu", "", 8, 1),
+        ("cpu-4x2", "cpu", "", 8, 2),
+        ("gpu-h100-8", "gpu", "h100", 8, 1),
+        ("gpu-h100-8x4", "gpu", "h100", 32, 4),
+        ("gpu-a100-40gb-8x2", "gpu", "a100-40gb", 16, 2),
+        ("tpu-v5p-512", "tpu", "v5p", 256, 1),  # 512 cores are 256 chips
+        ("tpu-v4-8", "tpu", "v4", 4, 1),
+        ("tpu-v5e-256x4", "tpu", "v5e", 1024, 4),
+        ("trn2-16x64", "trn", "trn2", 1024, 64),
+    ],
+)
+def test_the_text_of_an_accelerator_says_platform_kind_devices_and_hosts(text, platform, kind, count, hosts):
+    assert Accelerator.parse(text) == Accelerator(text, platform, kind, count, hosts)
+    assert Accelerator.parse(text).per_host * hosts == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "h100", "cpu", "cpu-", "cpu-eight", "cpu-٨", " cpu-8", "cpu-8\n", "trn-16", "rocm-mi300-8"),
+        *("gpu", "gpu-8", "gpu-h100", "gpu-h100-8x", "gpu-h100-x4", "gpu-h100-8x4x2", "GPU-H100-8", "tpu-8"),
+    ],
+)
+def test_a_text_of_another_form_is_refused_with_examples(text):
+    with pytest.raises(ConfigError) as error:
+        target(text)
+    assert repr(text) in str(error.value) and "gpu-h100-8x4 (4 hosts of 8)" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["cpu-0", "gpu-h100-8x0", "tpu-v5p-7", "tpu-v5p-0"])
+def test_no_device_or_half_a_device_is_refused(text):
+    with pytest.raises(ConfigError, match=f"'{text}' must name"):
+        target(text)
+
+
+def test_a_rule_takes_the_config_and_the_accelerator_if_it_wants_to(rules):
+    rules("bench", **{"gpu-h100-*": "plain", "tpu-v5p-*": "told", "tpu-v5e-*": "keyword"})
+    assert ax.pipe(node(), target("gpu-h100-8")).size == 7
+    assert ax.pipe(node(), target("tpu-v5p-512")) == node().set(size=256, name="v5p")
+    assert ax.pipe(node(), ax.target("tpu-v5e-16x4")).size == 16
+
+
+def test_the_most_specific_pattern_wins_whoever_offers_it(rules):
+    rules("aaa", **{"gpu-*": "told", "gpu-h100-8x?": "plain"})
+    rules("zzz", **{"*": "fails", "gpu-h100-*": "fails", "gpu-[bc]*-8x4": "fails"})
+    assert [rule.pattern for _, rule in mesh_rules("gpu-h100-8x4")] == ["gpu-h100-8x?", "gpu-h100-*", "gpu-*", "*"]
+    assert ax.pipe(node(), target("gpu-h100-8x4")).size == 7
+    assert ax.pipe(node(), target("gpu-a100-8")).size == 8
+
+
+def test_two_rules_of_equal_strength_are_an_error_that_names_both(rules):
+    rules("one", **{"gpu-h100-*": "plain"})
+    rules("two", **{"*-h100-8x4": "plain", "gpu-*": "plain"})
+    with pytest.raises(PluginError) as error:
+        target("gpu-h100-8x4")
+    for part in ("gpu-h100-* of one (ax-one 0.1)", "*-h100-8x4 of two (ax-two 0.1)", "AXCORE_DISABLE=two"):
+        assert part in str(error.value)
+    assert "gpu-* of" not in str(error.value)  # it is weaker
+    assert ax.pipe(node(), target("gpu-a100-8x4")).size == 7  # and does for another accelerator
+
+
+def test_no_rule_is_an_error_that_lists_those_there_are(rules):
+    rules("one", **{"gpu-h100-*": "plain", "tpu-*": "plain"})
+    with pytest.raises(PluginError, match="no mesh rule is for the target 'trn2-16'") as error:
+        target("trn2-16")
+    assert "gpu-h100-* (one), tpu-* (one)" in str(error.value)
+
+
+def test_without_any_rule_the_error_says_what_to_install(rules):
+    rules("empty")
+    with pytest.raises(PluginError, match="pip install axcore-recipes"):
+        target("cpu-8")
+
+
+@pytest.mark.parametrize(("name", "words"), [("needs_more", "missing .* 'width'"), ("absent", "load")])
+def test_a_rule_that_cannot_be_called_is_an_error_before_anything_is_edited(rules, name, words):
+    rules("bench", **{"cpu-*": name})
+    with pytest.raises(PluginError, match=words) as error:
+        target("cpu-8")
+    assert "bench-0" in str(error.value) and "ax-bench 0.1" in str(error.value)
+
+
+def test_an_error_of_the_rule_names_the_target_the_pattern_and_the_plugin(rules):
+    rules("bench", **{"cpu-*": "fails"})
+    with pytest.raises(ConfigError, match=r"target 'cpu-8', rule 'cpu-\*' \(ax-bench 0\.1\): mesh\.shape is wrong"):
+        ax.pipe(node(), target("cpu-8"))
+
+
+def test_a_rule_that_returns_nothing_is_an_error_of_pipe(rules):
+    rules("bench", **{"cpu-*": "nothing"})
+    with pytest.raises(ConfigError, match=r"target:cpu-8 of ax-bench 0\.1 returned NoneType"):
+        ax.pipe(node(), target("cpu-8"))
+
+
+def test_the_history_says_which_target_set_a_value(rules):
+    rules("bench", **{"cpu-*": "plain"})
+    history = str(ax.pipe(node(), target("cpu-8")).history("size"))
+    assert "target:cpu-8 of ax-bench 0.1(rule='cpu-*'): set size" in history
+
+
+def test_on_the_command_line_it_is_applied_in_order_with_use_and_set(axcore):
+    def mesh(*flags):
+        out = axcore("show", "quickstart", *flags).out
+        return next(line for line in out.splitlines() if line.startswith("mesh.shape"))
+
+    assert mesh("--target", "cpu-8") == 'mesh.shape: {"data": 1, "fsdp": 8}'
+    assert mesh("--target", "gpu-h100-8x4", "--set", "mesh.shape.fsdp=16") == 'mesh.shape: {"data": 4, "fsdp": 16}'
+    assert mesh("--set", "mesh.shape.fsdp=16", "--target", "gpu-h100-8x4") == 'mesh.shape: {"data": 4, "fsdp": 8}'
+    assert "mesh.shape" in axcore("diff", "quickstart", "quickstart", "--target", "cpu-8").out
+    assert "Known: " in axcore("tree", "quickstart", "--target", "trn1-16").message
+    assert "is no accelerator" in axcore("aot", "quickstart", "--target", "h100").message
+    assert "is no accelerator" in axcore("train", "quickstart", "--target", "h100").message
