@@ -162,7 +162,7 @@ def test_the_same_step_is_not_written_twice(checkpointer, folder):
 
 
 def test_leftovers_of_an_interrupted_run_do_not_count_and_are_cleared(checkpointer, folder):
-    (folder / "5.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (folder / "5.tmp" / "state").mkdir(parents=True)
     (folder / "removing-3").mkdir()
     assert checkpointer.latest() is None
     with pytest.raises(AxcoreError, match="no checkpoint in"):
@@ -306,7 +306,7 @@ def test_damage_is_named_with_the_step_to_resume_from(checkpointer, folder, capf
         save(checkpointer, step)
     checkpointer.wait()
     files = [path for path in (folder / "2").rglob("*") if path.is_file()]
-    victim = max(files, key=lambda path: path.stat().st_size) if which == "arrays" else folder / "2/record/record"
+    victim = max(files, key=lambda path: path.stat().st_size) if which == "arrays" else folder / "2/record.json"
     content = bytearray(victim.read_bytes())
     if how == "gone":
         victim.unlink()
@@ -409,13 +409,13 @@ def test_an_unknown_step_lists_the_known_ones(checkpointer):
 def test_another_number_of_processes_is_refused(checkpointer, folder):
     save(checkpointer, 4)
     checkpointer.wait()
-    record = folder / "4/record/record"
+    record = folder / "4/record.json"
     content = json.loads(record.read_text())
     content["data"] *= 2
     record.write_text(json.dumps(content))
     inventory = folder / "4/inventory.json"
     listed = json.loads(inventory.read_text())
-    listed["record/record"] = [record.stat().st_size, None]
+    listed["record.json"] = [record.stat().st_size, None]
     inventory.write_text(json.dumps(listed))
     with pytest.raises(AxcoreError, match="data positions of 2 processes, and this run has 1"):
         checkpointer.restore(abstract(make_state(4)))

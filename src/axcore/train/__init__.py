@@ -1,20 +1,24 @@
 """Training: the trainer, the learner, input, checkpoints and metrics."""
 
 from axcore.train.checkpoint import Checkpointer
+from axcore.train.checkpoint_format import CheckpointFormat
 from axcore.train.learner import AdamW, Learner, Optimizer
 from axcore.train.loop import TrainingError
 from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
+from axcore.train.orbax_format import OrbaxFormat
 from axcore.train.report import FinishedRun, Report
 from axcore.train.schedule import Schedule, WarmupCosine, WarmupStableDecay
 from axcore.train.trainer import Trainer, fit
 
 __all__ = [
     "AdamW",
+    "CheckpointFormat",
     "Checkpointer",
     "FinishedRun",
     "JsonlWriter",
     "Learner",
     "Optimizer",
+    "OrbaxFormat",
     "Report",
     "Schedule",
     "TensorBoardWriter",

@@ -14,11 +14,19 @@ from typing import Any, Self
 import jax
 
 import axcore.config
-from axcore.config import AxcoreError, ConfigError, Configurable
-from axcore.train import checkpoint_folder, inventory, orbax_io, state_layout
-from axcore.train.orbax_io import RECORD, TEMPORARY
+from axcore.config import AxcoreError, ConfigError, Configurable, type_name
+from axcore.train import checkpoint_folder, inventory, state_layout
+from axcore.train.checkpoint_folder import TEMPORARY
+from axcore.train.checkpoint_format import CheckpointFormat
+from axcore.train.orbax_format import OrbaxFormat
 from axcore.train.processes import gather_bytes
+from axcore.train.run_folder import os_reason
 from axcore.train.save_policy import SavePolicy
+
+RECORD = "record.json"
+"""The file that holds all of a checkpoint but the arrays."""
+ARRAYS = "state"
+"""The folder that the format writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +58,15 @@ class Checkpointer(Configurable):
         """Newest checkpoints to keep; at least 1."""
         asynchronous: bool = True
         """Write behind the training's back; `save` then takes as long as a copy to host memory."""
+        format: CheckpointFormat.Config = OrbaxFormat.Config()
+        """How the arrays lie on disk."""
 
     def __init__(self, cfg: Config, folder: pathlib.Path):
         if cfg.keep < 1:
             raise ConfigError(f"checkpointer.keep is {cfg.keep}; at least 1 checkpoint must be kept")
         self.cfg = cfg
         self.folder = pathlib.Path(folder).absolute()
-        self._orbax: Any = None
+        self._format: CheckpointFormat = cfg.format.build()
         self._thread: threading.Thread | None = None
         self._failure: AxcoreError | None = None
         self._saved_step: int | None = None
@@ -89,32 +99,33 @@ class Checkpointer(Configurable):
         self.wait()
         if step == self._saved_step:
             return
-        target = self.folder / str(step)
+        target, partial = self.folder / str(step), self.folder / f"{step}{TEMPORARY}"
         named = state_layout.named_leaves(state)
         try:
             record = json.loads(json.dumps({"step": step, "meta": meta}))
         except (TypeError, ValueError) as error:
             raise AxcoreError(f"the metadata of checkpoint {target} is not JSON: {error}") from error
+        if any(held >= step for held in self.steps()):  # it would be the first to go, as the oldest
+            raise AxcoreError(
+                f"cannot save step {step}: {self.folder} has checkpoints of {_joined(self.steps())}; "
+                f"resume from the last, or remove those from step {step} on"
+            )
+        record["format"] = type_name(type(self.cfg.format))
         record["arrays"] = state_layout.layout(named)
-        record["data"] = [base64.b64encode(part).decode() for part in gather_bytes(data)]
         try:
-            if jax.process_index() == 0:
+            if self._is_first:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 checkpoint_folder.clear_leftovers(self.folder)
-            if any(held >= step for held in self.steps()):  # it would be the first to go, as the oldest
-                raise AxcoreError(
-                    f"cannot save step {step}: {self.folder} has checkpoints of {_joined(self.steps())}; "
-                    f"resume from the last, or remove those from step {step} on"
-                )
-            if self._orbax is None:
-                self._orbax = orbax_io.writer(self._complete)
-            self._orbax.save(target, args=orbax_io.save_arguments(state_layout.stored(named), record))
-        except AxcoreError:
-            raise
+                partial.mkdir()
+            record["data"] = [base64.b64encode(part).decode() for part in gather_bytes(data)]
+            # From here on every process finds the folder, since all have met.
+            if self._is_first:
+                (partial / RECORD).write_text(json.dumps(record))
+            self._format.save(partial / ARRAYS, state_layout.stored(named))
         except Exception as error:
             self._give_up()
             raise _cannot("write", target, error) from error
-        self._thread = threading.Thread(target=self._finish, args=(target, step), name="axcore-checkpoint")
+        self._thread = threading.Thread(target=self._finish, args=(partial, target, step), name="axcore-checkpoint")
         self._thread.start()
         if not self.cfg.asynchronous:
             self.wait()
@@ -155,16 +166,21 @@ class Checkpointer(Configurable):
         record = self._record(step)
         target = self.folder / str(step)
         wanted = state_layout.named_leaves(abstract_state)
+        own = type_name(type(self.cfg.format))
+        if record["format"] != own:
+            raise AxcoreError(
+                f"checkpoint {target} is in the format {record['format']}; checkpointer.format is {own}: set the former"
+            )
         found = state_layout.mismatches(record["arrays"], wanted, subset=subset)
         if found:
             raise AxcoreError(f"checkpoint {target} does not fit this state:{state_layout.listed(found)}")
         self._check_files(step)
         try:
-            read = orbax_io.read(target, state_layout.abstract_stored(wanted))
+            read = self._format.restore(target / ARRAYS, state_layout.abstract_stored(wanted))
         except Exception as error:
-            if orbax_io.is_out_of_memory(error):
+            if _is_out_of_memory(error):
                 raise
-            raise self._damaged(step, orbax_io.reason(error)) from error
+            raise self._damaged(step, os_reason(error)) from error
         leaves = state_layout.restored(wanted, read)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
         data = b"" if subset else self._own_data(record, target)
@@ -173,11 +189,12 @@ class Checkpointer(Configurable):
     def rewind(self, step: int) -> None:
         """Removes the checkpoints after `step`: the run resumes there and will come to those steps again."""
         self.wait()
-        if jax.process_index() == 0:
+        if self._is_first:
             checkpoint_folder.clear_leftovers(self.folder)
             for later in self.steps():
                 if later > step:
                     checkpoint_folder.remove(self.folder, later)
+        gather_bytes(b"")  # the others go on when they are gone
         self._saved_step = None
 
     def wait(self) -> None:
@@ -188,13 +205,11 @@ class Checkpointer(Configurable):
         self._raise_failure()
 
     def close(self) -> None:
-        """Waits, and lets go of Orbax's threads."""
+        """Waits, and lets the format go of its threads."""
         try:
             self.wait()
         finally:
-            orbax, self._orbax = self._orbax, None
-            if orbax is not None:
-                orbax.close()  # nothing is under way, so it has nothing to complain of
+            self._format.close()
 
     def __enter__(self) -> Self:
         return self
@@ -204,17 +219,23 @@ class Checkpointer(Configurable):
     ) -> None:
         self.close()
 
-    def _finish(self, target: pathlib.Path, step: int) -> None:
-        """In the background: waits for the commit, then removes old checkpoints."""
+    @property
+    def _is_first(self) -> bool:
+        return jax.process_index() == 0
+
+    def _finish(self, partial: pathlib.Path, target: pathlib.Path, step: int) -> None:
+        """In the background: waits for the arrays, commits, and removes old checkpoints."""
         try:
-            self._orbax.wait_until_finished()
+            self._format.wait()
+            if self._is_first:
+                checkpoint_folder.commit(partial, target, checksums=jax.process_count() == 1)
         except BaseException as error:
             self._failure = _cannot("write", target, error)
             self._failure.__cause__ = error
             self._give_up()
             return
         self._saved_step = step
-        if jax.process_index() == 0:
+        if self._is_first:
             try:
                 for old in self.steps()[: -self.cfg.keep]:
                     checkpoint_folder.remove(self.folder, old)
@@ -222,18 +243,12 @@ class Checkpointer(Configurable):
                 self._failure = error
 
     def _give_up(self) -> None:
-        """After a failed save. Orbax's object would raise its failure again: the next save makes another."""
-        orbax, self._orbax = self._orbax, None
-        if orbax is not None:
-            with contextlib.suppress(Exception):
-                orbax.close()
-        if jax.process_index() == 0:
+        """After a failed save. The format's object may raise its failure again: the next save has another."""
+        with contextlib.suppress(Exception):
+            self._format.close()
+        self._format = self.cfg.format.build()
+        if self._is_first:
             checkpoint_folder.clear_leftovers(self.folder)
-
-    def _complete(self) -> None:
-        """Called by Orbax when all is written, before the rename that commits."""
-        for folder in self.folder.glob(f"*{TEMPORARY}*"):
-            inventory.write(folder, checksums=jax.process_count() == 1)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -253,18 +268,18 @@ class Checkpointer(Configurable):
     def _record(self, step: int) -> dict[str, Any]:
         self._check_files(step, only=RECORD)
         try:
-            record = json.loads((self.folder / str(step) / RECORD / RECORD).read_bytes())
-            if record["step"] != step or not {"meta", "arrays", "data"} <= record.keys():
+            record = json.loads((self.folder / str(step) / RECORD).read_bytes())
+            if record["step"] != step or not {"meta", "arrays", "data", "format"} <= record.keys():
                 raise ValueError(f"its record is of step {record['step']}")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(step, orbax_io.reason(error)) from error
+            raise self._damaged(step, os_reason(error)) from error
         return record
 
     def _check_files(self, step: int, only: str = "") -> None:
         try:
             damage = inventory.damage(self.folder / str(step), only)
         except (OSError, ValueError) as error:
-            raise self._damaged(step, f"{inventory.NAME}: {orbax_io.reason(error)}") from error
+            raise self._damaged(step, f"{inventory.NAME}: {os_reason(error)}") from error
         if damage:
             raise self._damaged(step, damage)
 
@@ -288,8 +303,13 @@ class Checkpointer(Configurable):
 
 
 def _cannot(do: str, path: pathlib.Path, error: BaseException) -> AxcoreError:
-    return AxcoreError(f"cannot {do} checkpoint {path}: {orbax_io.reason(error)}")
+    return AxcoreError(f"cannot {do} checkpoint {path}: {os_reason(error)}")
 
 
 def _joined(steps: list[int]) -> str:
     return ", ".join(map(str, steps))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is the memory that failed, of the host or of a device, and not the disk."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED: Out of memory" in str(error)

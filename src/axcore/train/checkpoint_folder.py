@@ -7,8 +7,11 @@ import shutil
 import time
 
 from axcore.config import AxcoreError
-from axcore.train.orbax_io import TEMPORARY, reason
+from axcore.train import inventory
+from axcore.train.run_folder import os_reason, sync_folder
 
+TEMPORARY = ".tmp"
+"""Suffix of a checkpoint that is not committed."""
 DOOMED = "removing-"
 """Prefix of a checkpoint that is being removed."""
 CLEARING_ATTEMPTS = 10
@@ -21,8 +24,15 @@ def steps(folder: pathlib.Path) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise AxcoreError(f"cannot list the checkpoints in {folder}: {reason(error)}") from error
+        raise AxcoreError(f"cannot list the checkpoints in {folder}: {os_reason(error)}") from error
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def commit(partial: pathlib.Path, target: pathlib.Path, *, checksums: bool) -> None:
+    """Makes a checkpoint out of a folder that is complete, also for after a power cut."""
+    inventory.write(partial, checksums=checksums)
+    partial.rename(target)
+    sync_folder(target.parent)
 
 
 def remove(folder: pathlib.Path, step: int) -> None:
@@ -32,7 +42,7 @@ def remove(folder: pathlib.Path, step: int) -> None:
         target.rename(doomed)
         shutil.rmtree(doomed)
     except OSError as error:
-        raise AxcoreError(f"cannot remove the checkpoint {target}: {reason(error)}") from error
+        raise AxcoreError(f"cannot remove the checkpoint {target}: {os_reason(error)}") from error
 
 
 def clear_leftovers(folder: pathlib.Path) -> None:

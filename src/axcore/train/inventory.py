@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 NAME = "inventory.json"
-STILL_CHANGING = ("_CHECKPOINT_METADATA", "commit_success.txt")
-"""Files at the top that Orbax writes once more after the list is made; nothing is read from them."""
 CHUNK_BYTES = 1 << 22
 
 
@@ -59,8 +57,7 @@ def damage(folder: pathlib.Path, only: str = "") -> str | None:
 
 
 def _files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    left_out = {folder / NAME, *(folder / name for name in STILL_CHANGING)}
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path not in left_out)
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / NAME)
 
 
 def _crc32(file: BinaryIO) -> int:

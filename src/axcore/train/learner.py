@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,7 +36,8 @@ class Optimizer(config.Configurable):
         """Gradients -> updates of unit learning rate, to be subtracted.
 
         Args:
-            axes: the logical axes of each parameter, in the form of the parameters.
+            axes: the logical axes of each parameter that is trained, as nested dicts. Frozen ones are not there: the
+                optimizer sees neither them nor a gradient of them.
         """
         raise NotImplementedError
 
@@ -72,10 +74,10 @@ class Learner(config.Configurable):
         optimizer: Optimizer.Config = AdamW.Config()
         schedule: Schedule = WarmupCosine()
         clip_norm: float | None = 1.0
-        """Gradients are scaled down to this global norm; None leaves them."""
+        """Gradients are scaled down to this global norm, of all parameters that are trained; None leaves them."""
         rates: Mapping[str, float] = config.FrozenDict()
         """Path pattern -> factor of the learning rate, for parameters such as `decoder.layers.attention.**`; the last
-        pattern that matches counts, and 0 freezes."""
+        pattern that matches counts. 0 freezes: no gradient, no part in the norm, and no optimizer state."""
 
     def __init__(self, cfg: Config, axes: Tree):
         if cfg.clip_norm is not None and not cfg.clip_norm > 0:
@@ -83,38 +85,79 @@ class Learner(config.Configurable):
         self.config = cfg
         clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm is not None else optax.identity()
         self._factors = _factors(cfg.rates, axes)
-        self._optimizer = optax.chain(clip, cfg.optimizer.build().transformation(axes))
+        self.optimizer = optax.chain(clip, cfg.optimizer.build().transformation(self.trained(axes)))
+        """Of the trained parameters alone."""
+
+    def trained(self, tree: Tree) -> Tree:
+        """Of a tree in the form of the parameters, what belongs to those that are trained."""
+        return _part(tree, self._factors, lambda factor: factor != 0.0)
+
+    def frozen(self, tree: Tree) -> Tree:
+        """Of a tree in the form of the parameters, what belongs to those with the factor 0."""
+        return _part(tree, self._factors, lambda factor: factor == 0.0)
 
     def init(self, params: Tree) -> optax.OptState:
-        return self._optimizer.init(params)
+        return self.optimizer.init(self.trained(params))
 
     def update(
         self, grads: Tree, state: optax.OptState, params: Tree, step: jax.Array, total_steps: jax.Array
     ) -> tuple[Tree, optax.OptState, dict[str, jax.Array]]:
         """One update.
 
+        Args:
+            grads: of the trained parameters; others are ignored.
+            state: as `init` made it.
+            params: all parameters.
+            step: int32 scalar, steps done.
+            total_steps: int32 scalar, steps that there will be.
+
         Returns:
             (new parameters, new optimizer state, metrics: gradient norm before clipping, learning rate).
         """
         rate = self.config.schedule(step, total_steps)
-        updates, new_state = self._optimizer.update(grads, state, params)
+        grads, moving = self.trained(grads), self.trained(params)
+        updates, new_state = self.optimizer.update(grads, state, moving)
 
         def apply(param: jax.Array, update: jax.Array, factor: float) -> jax.Array:
-            if factor == 0.0:
-                return param
             return (param - (rate if factor == 1.0 else factor * rate) * update).astype(param.dtype)
 
-        params = jax.tree.map(apply, params, updates, self._factors)
+        moved = jax.tree.map(apply, moving, updates, self.trained(self._factors))
         norm = optax.tree.norm(grads)
-        return params, new_state, {"gradient_norm": norm.astype(jnp.float32), "learning_rate": rate}
+        metrics = {"gradient_norm": norm.astype(jnp.float32), "learning_rate": rate}
+        return joined(moved, self.frozen(params)), new_state, metrics
+
+
+def joined(one: Tree, other: Tree) -> Tree:
+    """Two parts of a tree, `Learner.trained` and `Learner.frozen`, as the whole that they were."""
+    whole = {**one, **other}
+    for name in one.keys() & other.keys():
+        whole[name] = joined(one[name], other[name])
+    return whole
+
+
+def _part(tree: Tree, factors: Tree, wanted: Callable[[float], bool]) -> Tree:
+    """The leaves whose factor is wanted, in the dicts that hold one."""
+    part: Tree = {}
+    for name, leaf in tree.items():
+        factor = factors[name]
+        if isinstance(factor, dict):
+            if inner := _part(leaf, factor, wanted):
+                part[name] = inner
+        elif wanted(factor):
+            part[name] = leaf
+    return part
 
 
 def _factors(rates: Mapping[str, float], axes: Tree) -> Tree:
     """The factor of each parameter, in the form of the parameters.
 
     Raises:
-        ConfigError: a pattern that matches no parameter.
+        ConfigError: a factor that is negative or not finite, a pattern that matches no parameter, or no parameter that
+            is left to train.
     """
+    for pattern, value in rates.items():
+        if not 0 <= value < math.inf:
+            raise config.ConfigError(f"learner.rates: the factor of {pattern} must be 0 or more, not {value}")
     unused = set(rates)
 
     def factor(path: Any, _: Axes) -> float:
@@ -128,4 +171,9 @@ def _factors(rates: Mapping[str, float], axes: Tree) -> Tree:
     factors = jax.tree_util.tree_map_with_path(factor, axes, is_leaf=lambda node: isinstance(node, tuple))
     if unused:
         raise config.ConfigError(f"learner.rates: {', '.join(sorted(unused))} matches no parameter; see `axcore tree`")
+    if rates and not any(jax.tree.leaves(factors)):
+        raise config.ConfigError(
+            f"learner.rates: {dict(rates)} freezes every parameter, and nothing is left to train; give a later pattern "
+            f"a factor above 0"
+        )
     return factors

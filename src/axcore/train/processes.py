@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 import numpy as np
+
+from axcore.config import AxcoreError
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
@@ -13,7 +18,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
     from jax.experimental.multihost_utils import process_allgather
 
     lengths = process_allgather(np.array(len(data))).reshape(-1)
-    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded = np.zeros(max(int(lengths.max()), 1), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = process_allgather(padded).reshape(len(lengths), -1)
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
@@ -26,3 +31,24 @@ def of_first(value: int) -> int:
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     return int(broadcast_one_to_all(np.array(value)))
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """An AxcoreError that one process meets inside is raised on all, so that none waits for it.
+
+    All must come here. Inside, a process may not ask the others anything.
+    """
+    failure: AxcoreError | None = None
+    try:
+        yield
+    except AxcoreError as error:
+        if jax.process_count() == 1:
+            raise
+        failure = error
+    told = gather_bytes(str(failure or "").encode())
+    if failure is not None:
+        raise failure
+    for number, text in enumerate(told):
+        if text:
+            raise AxcoreError(f"process {number} of {len(told)} cannot start: {text.decode()}")

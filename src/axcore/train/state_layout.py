@@ -80,7 +80,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def stored(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays to write: PRNG keys as their integers, and none of zero size (Orbax refuses those)."""
+    """The arrays to write: PRNG keys as their integers, and none of zero size (some formats refuse those)."""
     return {
         path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in named.items() if np.prod(leaf.shape)
     }

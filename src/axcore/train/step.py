@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from axcore.config import Config, ConfigError
 from axcore.module import Functional, Tree, abstract, initializer, root
 from axcore.parallel import Layout
-from axcore.train.learner import Learner
+from axcore.train.learner import Learner, joined
 
 Metrics = dict[str, jax.Array]
 UNKNOWN_STEPS = 2**31 - 1
@@ -56,22 +57,23 @@ class Program:
     layout: Layout
     state: TrainState
     """Shapes and shardings of the state."""
-    init: Callable[[jax.Array], TrainState]
+    init: Callable[[jax.Array | np.ndarray], TrainState]
     """A jitted function of the seed that makes the first state where it belongs."""
 
     def train_step(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         """One step: state, batch -> new state, metrics (scalars; summaries of a scanned stack are [layer])."""
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
+        trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
 
-        def objective(params: Tree) -> tuple[jax.Array, Any]:
+        def objective(trained: Tree) -> tuple[jax.Array, Any]:
             (loss, collections), model_state = self.fn(
-                params, state.model_state, batch, key=key, training=True, method="loss"
+                joined(trained, frozen), state.model_state, batch, key=key, training=True, method="loss"
             )
             total = loss + collections.total_loss()
             return total, (loss, collections, model_state)
 
         with self.layout.active():
-            grads, (loss, collections, model_state) = jax.grad(objective, has_aux=True)(state.params)
+            grads, (loss, collections, model_state) = jax.grad(objective, has_aux=True)(trained)
         with root(None, key=key, training=True, names=("learner",)) as frame:
             params, optimizer, metrics = self.learner.update(
                 grads, state.optimizer, state.params, state.step, state.total_steps
@@ -105,12 +107,22 @@ class Program:
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
 
     def compile_train(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
-        """The training step for batches of this form. It donates the state and cannot be retraced by accident."""
-        return jax.jit(self.train_step, donate_argnums=0).lower(self.state, self.batch_shapes(batch)).compile()
+        """The training step for batches of this (global) form. It donates the state and is never traced again."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
+        return step.lower(self.state, self.batch_shapes(batch)).compile()
 
     def compile_eval(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
-        shapes = (self.state.params, self.state.model_state, self.batch_shapes(batch))
-        return jax.jit(self.eval_step).lower(*shapes).compile()
+        """The evaluation step for batches of this (global) form."""
+        step = jax.jit(self.eval_step, out_shardings=self.layout.sharding())
+        return step.lower(self.state.params, self.state.model_state, self.batch_shapes(batch)).compile()
+
+    def place(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """This process's rows of a global batch, as part of that batch."""
+        if jax.process_count() == 1:
+            return batch
+        sharding = self.layout.sharding("batch", None)
+        return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
 
 
 def program(model: Config, learner: Config, layout: Layout) -> Program:
@@ -127,15 +139,24 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
     shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.uint32))
     placed = layout.shardings(params, fn.axes)
     everywhere = layout.sharding()
+
+    def beside(leaf: Any, param: Any, sharding: Any) -> Any:
+        """An optimizer's array lies as its parameter does, unless its shape is another."""
+        if _is_masked(leaf):
+            return leaf
+        return sharding if leaf.shape == param.shape else everywhere
+
     shardings: Any = TrainState(
         params=placed,
         model_state=jax.tree.map(lambda _: everywhere, model_state),
         optimizer=optax.tree_utils.tree_map_params(
-            lambda tree: built.init(tree),
-            lambda _, sharding: sharding,
+            built.optimizer,
+            beside,
             shapes.optimizer,
-            placed,
+            built.trained(params),
+            built.trained(placed),
             transform_non_params=lambda _: everywhere,
+            is_leaf=_is_masked,
         ),
         step=everywhere,  # type: ignore[arg-type]
         total_steps=everywhere,  # type: ignore[arg-type]
@@ -145,6 +166,11 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
     )
     return Program(fn, built, layout, state, jax.jit(init, out_shardings=shardings, compiler_options=_QUICK_COMPILE))
+
+
+def _is_masked(node: Any) -> bool:
+    """Whether a part of an optimizer leaves this parameter to another part; it holds no array then."""
+    return isinstance(node, optax.MaskedNode)
 
 
 def _axes_of(dimension: Any) -> tuple[str, ...]:

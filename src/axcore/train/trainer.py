@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import statistics
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import axcore
 from axcore import config
@@ -18,6 +21,7 @@ from axcore.config import REQUIRED, AxcoreError, ConfigError, at_least, diff_fla
 from axcore.parallel import Mesh
 from axcore.plugin import active
 from axcore.train import run_folder
+from axcore.train.agreement import agree
 from axcore.train.budget import Budget
 from axcore.train.checkpoint import Checkpointer
 from axcore.train.compilations import compilations
@@ -25,6 +29,7 @@ from axcore.train.input import Input
 from axcore.train.learner import Learner
 from axcore.train.loop import Loop, TrainingError
 from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
+from axcore.train.processes import together
 from axcore.train.progress import Progress
 from axcore.train.report import FinishedRun, Report
 from axcore.train.step import Program, TrainState, program
@@ -72,15 +77,36 @@ class Trainer(config.Configurable):
     def run(self, out: str | Path, *, resume: bool = False) -> dict[str, Any]:
         """Trains and returns the summary that is also written to `summary.json`.
 
+        With several processes (`jax.distributed`) each calls it, with a folder that all of them see. The first writes
+        metrics and summary; reports are not made.
+
         Args:
             out: the run folder. A run that it holds already is moved aside, unless it is resumed.
             resume: go on from the newest checkpoint, to the same losses as if nothing had happened.
 
         Raises:
-            AxcoreError: the config, the input or the folder cannot be used; nothing was trained.
+            AxcoreError: the config, the input or the folder cannot be used, or processes have different ones; nothing
+                was trained.
             TrainingError: the loss is not finite any more.
         """
+        agree(self.config)
         folder = Path(out).expanduser().absolute()
+        with contextlib.ExitStack() as stack:
+            with together():
+                prepared, source = self._prepare(folder, resume)
+                if jax.process_index() == 0:
+                    folder = run_folder.create(folder)
+                    stack.enter_context(run_folder.Lock(folder))
+                    run_folder.write_text(folder / CONFIG_FILE, self.config.text())
+            return _Run(self.config, prepared, source, folder).run(resume)
+
+    def _prepare(self, folder: Path, resume: bool) -> tuple[Program, Any]:
+        """Program and input, with all that can be refused refused, and the folder free for this run."""
+        if self.config.minutes is not None and jax.process_count() > 1:
+            raise ConfigError(
+                f"minutes={self.config.minutes} needs a run of one process, since each would count its own; this one "
+                f"has {jax.process_count()}: set steps instead"
+            )
         held = _holds_run(folder)
         if resume:
             self._check_same_run(folder, held)
@@ -90,13 +116,10 @@ class Trainer(config.Configurable):
         self.config.checkpointer.build(folder)  # bad values are refused before anything is touched
         for report in self.config.reports:
             report.build()
-        if not resume and held:
+        if not resume and held and jax.process_index() == 0:
             with run_folder.Lock(folder):
                 print(f"{folder} held an earlier run; it is now {run_folder.move_aside(folder)}")
-        folder = run_folder.create(folder)
-        with run_folder.Lock(folder):
-            run_folder.write_text(folder / CONFIG_FILE, self.config.text())
-            return _Run(self.config, prepared, source, folder).run(resume)
+        return prepared, source
 
     def _input(self) -> Any:
         cfg = self.config.input
@@ -185,8 +208,8 @@ class _Run:
 
     def _start(self, resume: bool) -> Loop:
         """Compiles both steps and makes, or restores, the first state."""
-        print("compiling the training step", file=sys.stderr)
-        batch = next(iter(self.source.validation_batches()))
+        self._say("compiling the training step")
+        batch = batch_form(self.cfg.input)
         step = self.program.compile_train(batch)
         self.eval_step = self.program.compile_eval(batch)
         if resume and self.checkpointer.latest() is not None:
@@ -196,13 +219,18 @@ class _Run:
             self.began -= restored.meta["seconds"]
             self.evaluated = restored.meta["evaluated"]
         else:
-            state, done = self.program.init(jnp.uint32(self.cfg.seed)), 0
+            state, done = self.program.init(np.array(self.cfg.seed, np.uint32)), 0
         if resume:
-            print(f"resuming after step {done}" if done else "no checkpoint yet: starting over", file=sys.stderr)
+            self._say(f"resuming after step {done}" if done else "no checkpoint yet: starting over")
             for writer in self.writers:
                 writer.rewind(done)
-        progress = Progress(total=self.cfg.steps, start=done)
-        return Loop(step, state, self.batches, batch["inputs"].size, self.writers, progress, done)
+        progress = Progress(total=self.cfg.steps, start=done, stream=None if self.is_first else io.StringIO())
+        batches = map(self.program.place, self.batches)
+        return Loop(step, state, batches, batch["inputs"].size, self.writers, progress, done)
+
+    def _say(self, text: str) -> None:
+        if self.is_first:
+            print(text, file=sys.stderr)
 
     def _train(self, loop: Loop) -> None:
         cfg, budget, total = self.cfg, None, int(loop.state.total_steps)
@@ -233,7 +261,8 @@ class _Run:
             return float(self.evaluated["bits_per_byte"])
         nats = count = 0.0
         for batch in self.source.validation_batches():
-            summed, weights = self.eval_step(loop.state.params, loop.state.model_state, batch)
+            placed = self.program.place(batch)
+            summed, weights = self.eval_step(loop.state.params, loop.state.model_state, placed)
             nats, count = nats + float(summed), count + float(weights)
         bits = nats / math.log(2) / self.source.validation_byte_count
         if not math.isfinite(bits):
@@ -280,16 +309,18 @@ class _Run:
             "versions": {"axcore": axcore.__version__, "jax": jax.__version__},
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         }
-        model = self.program.fn.bind(loop.state.params, loop.state.model_state)
-        for report in self.cfg.reports:
-            finished = FinishedRun(self.cfg, self.folder, model, self.source, summary)
-            summary |= report.build()(finished)
-        run_folder.write_json(self.folder / "summary.json", summary)
+        if jax.process_count() == 1:  # a report may compute with the model, which all processes would have to do
+            model = self.program.fn.bind(loop.state.params, loop.state.model_state)
+            for report in self.cfg.reports:
+                finished = FinishedRun(self.cfg, self.folder, model, self.source, summary)
+                summary |= report.build()(finished)
+        if self.is_first:
+            run_folder.write_json(self.folder / "summary.json", summary)
         return summary
 
 
 def _with_total(state: TrainState, total: int) -> TrainState:
-    state.total_steps = jax.device_put(jnp.int32(total), state.total_steps.sharding)
+    state.total_steps = jax.device_put(np.int32(total), state.total_steps.sharding)
     return state
 
 

@@ -1,0 +1,1 @@
+"""Cross-layer attention for axcore."""

@@ -1,0 +1,112 @@
+"""The two ends of cross-layer attention (Brandon et al. 2024, arXiv 2405.12981): who brings keys and values, and who
+attends with them. Both fill attention's cache slot, since a cache is what decides on which keys attention sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+import axcore as ax
+from axcore.nn import Attention, KVCache, Mask, TokenInfo
+from axcore.nn.kv_cache import Attend
+
+
+class ShareKV(KVCache):
+    """Attends as the attention would without it, and shares the keys and values that were attended to.
+
+    While decoding these are all that the cache inside holds, so that it serves every layer that borrows them.
+    """
+
+    class Config(KVCache.Config):
+        input_dim: int = ax.REQUIRED
+        num_heads: int = ax.REQUIRED
+        num_kv_heads: int = ax.REQUIRED
+        head_dim: int = ax.REQUIRED
+        name: str
+        """What they are shared under; that of the borrowers is the same."""
+        cache: KVCache.Config | None = None
+        """The cache that the attention had."""
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> ShareKV.Config:
+            return self if self.cache is not None else self.set(cache=cache)
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        widths = {name: getattr(cfg, name) for name in ("input_dim", "num_heads", "num_kv_heads", "head_dim")}
+        self.cache = self.child("cache", cfg.cache, rngs, **widths)
+
+    def __call__(self, q: jax.Array, k: Any, v: Any, mask: Mask, tokens: TokenInfo, attend: Attend) -> jax.Array:
+        """See `KVCache`.
+
+        Raises:
+            ConfigError: no keys to share, or a cache that does not attend to all its keys at once.
+        """
+        shared = []
+
+        def attend_and_share(q: Any, keys: Any, values: Any, mask: Mask, query: TokenInfo, where: TokenInfo) -> Any:
+            shared.append((keys, values, where))
+            return attend(q, keys, values, mask, query, where)
+
+        if self.cache is not None:
+            heads = self.cache(q, k, v, mask, tokens, attend_and_share)
+        elif k is not None:
+            heads = attend_and_share(q, k, v, mask, tokens, tokens)
+        else:
+            raise ax.ConfigError(f"{self.frame.path}: the attention has no key and value, so there are none to share")
+        if len(shared) != 1:
+            raise ax.ConfigError(
+                f"{self.frame.path}: {type(self.cache).__name__} called attention's kernel {len(shared)} times, and "
+                f"keys can be shared with other layers only from a cache that hands them over in one call"
+            )
+        self.share(_shared_name(self.config.name), shared[0])
+        return heads
+
+
+class BorrowKV(KVCache):
+    """Attends with the keys and values that a layer before this one shared. It keeps nothing while decoding."""
+
+    class Config(KVCache.Config):
+        num_kv_heads: int = ax.REQUIRED
+        head_dim: int = ax.REQUIRED
+        name: str
+        """What they were shared under."""
+
+    config: Config
+
+    def __call__(self, q: jax.Array, k: Any, v: Any, mask: Mask, tokens: TokenInfo, attend: Attend) -> jax.Array:
+        """See `KVCache`.
+
+        Raises:
+            ContextError: no layer before this one shared keys and values under this name.
+            ConfigError: the attention has keys of its own, or expects heads of another number or width.
+        """
+        if k is not None:
+            raise ax.ConfigError(
+                f"{self.frame.path}: the attention computes keys and values that nobody would attend to; set its key "
+                f"and value to None, or empty its cache slot"
+            )
+        keys, values, where = self.shared(_shared_name(self.config.name))
+        wanted = (self.config.num_kv_heads, self.config.head_dim)
+        if keys.shape[2:] != wanted:
+            raise ax.ConfigError(
+                f"{self.frame.path}: keys of (num_kv_heads, head_dim) = {keys.shape[2:]} were shared, and this "
+                f"attention has {wanted}; layers that share keys need the same"
+            )
+        return attend(q, keys, values, mask, tokens, where)
+
+
+def _shared_name(name: str) -> str:
+    return f"cross-layer-kv {name}"
+
+
+def sharing(attention: Attention.Config, name: str) -> Attention.Config:
+    """An attention that shares its keys and values under `name`."""
+    return attention.set(cache=ShareKV.Config(name=name, cache=attention.cache))
+
+
+def borrowing(attention: Attention.Config, name: str) -> Attention.Config:
+    """An attention without keys and values of its own, which takes those that were shared under `name`."""
+    return attention.set(key=None, value=None, cache=BorrowKV.Config(name=name))

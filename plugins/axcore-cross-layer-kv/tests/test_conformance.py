@@ -1,0 +1,12 @@
+"""axcore-cross-layer-kv keeps to what every feature must."""
+
+import axcore as ax
+from axcore.nn import Repeat
+from axcore.testing import FeatureSuite
+
+
+class TestCrossLayerKV(FeatureSuite):
+    feature = "cross-layer-kv"
+
+    def model(self):
+        return ax.select(super().model(), Repeat).set(num_layers=4)  # two groups

@@ -1,0 +1,92 @@
+"""Decoding with shared keys and values: the same logits, and caches only where keys are computed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.infer import Decoder
+from axcore.module import abstract, functional
+from axcore.nn import ContiguousCache, KVCache, Sequence, for_decoding
+
+from .reference import BATCH, LAYER, SEQ, batch, listed, loss_and_grads, model, parameters, repeated
+
+MAX_LEN = SEQ + 2
+IDS = batch()["inputs"]
+
+
+@functools.cache
+def decoding(cfg):
+    """(decoder, parameters, state before the first token, logits of whole rows)."""
+    built = cfg.build(rngs=ax.Rngs(0))
+    fn, params, _ = functional(built)
+    whole = jax.jit(lambda params: fn(params, {}, IDS)[0][0])(params)
+    decoder, params, state = Decoder.of(built, cache=ContiguousCache.Config(), batch_size=BATCH, max_len=MAX_LEN)
+    return jax.jit(decoder.__call__), params, state, whole
+
+
+@pytest.mark.parametrize("pieces", [(2, 3, 1), (1,) * SEQ], ids=str)
+@pytest.mark.parametrize("cfg", [repeated(4, 2), listed(3, 3)], ids=["repeated", "listed"])
+def test_prefill_in_pieces_is_the_whole_computed_again(cfg, pieces):
+    step, params, state, whole = decoding(cfg)
+    found, start = [], 0
+    for size in pieces:
+        index = jnp.arange(start, start + size)[None]
+        logits, state = step(params, state, IDS[:, start : start + size], index)
+        found.append(logits)
+        start += size
+    np.testing.assert_allclose(np.concatenate(found, axis=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def kept(cfg):
+    """Path -> how many numbers a decoding model keeps there."""
+    cfg = for_decoding(cfg, batch_size=BATCH, max_len=MAX_LEN, cache=ContiguousCache.Config())
+    leaves = jax.tree.leaves_with_path(abstract(cfg)[2])
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.size for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_caches_are_fewer_by_the_size_of_a_group(every):
+    shared, alone = kept(repeated(4, every)), kept(repeated(4))
+    assert every * sum(shared.values()) == sum(alone.values())
+    assert {path.rpartition(".")[0] for path in shared} == {"decoder.layers.layers.0.attention.cache.cache"}
+
+
+class Halved(KVCache):
+    """Stands for a cache whose keys are not those that it was given, as of a quantized one."""
+
+    def update(self, k, v, tokens):
+        return k / 2, v, tokens
+
+
+def with_cache(cache):
+    layer = ax.select(LAYER, "attention").set(cache=cache)
+    return ax.use("cross-layer-kv")(model(Sequence.Config(layers=[layer] * 2)))
+
+
+def test_what_is_shared_is_what_the_cache_hands_to_attention():
+    params, plain = parameters(listed(2, 2)), listed(2, 2)
+    found, _ = loss_and_grads(with_cache(Halved.Config()), params, batch())
+    first = params["decoder"]["layers"][0]["attention"]
+    first["key"]["weight"] = first["key"]["weight"] / 2
+    np.testing.assert_allclose(found, loss_and_grads(plain, params, batch())[0], rtol=1e-6)
+
+
+def test_a_cache_that_the_attention_had_is_kept_for_decoding():
+    assert kept(with_cache(Halved.Config())) == {}
+
+
+class Piecewise(KVCache):
+    """Attends to its keys piece by piece."""
+
+    def __call__(self, q, k, v, mask, tokens, attend):
+        return sum(attend(q, k, v, mask, tokens, tokens) for _ in range(2))
+
+
+def test_a_cache_that_attends_in_pieces_is_refused_by_path():
+    cfg = with_cache(Piecewise.Config())
+    with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.0\.attention\.cache: Piecewise .* 2 times"):
+        loss_and_grads(cfg, parameters(cfg), batch())

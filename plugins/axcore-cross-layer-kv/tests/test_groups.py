@@ -1,0 +1,189 @@
+"""Which layers share with which: the edit of the config, and what it refuses."""
+
+import jax
+import pytest
+
+import axcore as ax
+from axcore.module import ContextError, abstract
+from axcore.nn import Attention, FeedForward, Linear, Repeat, Sequence, TransformerLayer
+from axcore.parallel import Remat
+from axcore_cross_layer_kv.caches import BorrowKV, ShareKV
+from axcore_cross_layer_kv.groups import use_cross_layer_kv
+
+from .reference import LAYER, batch, listed, model, repeated
+
+OTHER = FeedForward.Config(hidden_dim=4)
+
+
+def roles(cfg):
+    """Path of each attention -> (role, name that it shares or takes keys and values under)."""
+    kinds = {ShareKV.Config: "shares", BorrowKV.Config: "borrows", type(None): "alone"}
+    return {
+        path: (kinds[type(node.cache)], getattr(node.cache, "name", None))
+        for path, node in ax.select(cfg, Attention)
+        if (node.key is None) == (node.value is None) == isinstance(node.cache, BorrowKV.Config)
+    }
+
+
+def test_a_repeat_repeats_groups():
+    cfg = ax.use("cross-layer-kv", every=3)(repeated(6, unroll=4, remat=Remat()))
+    decoder = cfg.decoder
+    assert (decoder.num_layers, decoder.unroll, decoder.remat) == (2, 2, Remat())
+    assert roles(decoder) == {
+        "layers.layers.0.attention": ("shares", "0.attention"),
+        "layers.layers.1.attention": ("borrows", "0.attention"),
+        "layers.layers.2.attention": ("borrows", "0.attention"),
+    }
+    assert all(layer.ffn == LAYER.ffn for layer in decoder.layers.layers)
+
+
+@pytest.mark.parametrize(("unroll", "expected"), [(1, 1), (2, 1), (3, 2), (4, 2), (9, 2)])
+def test_as_many_layers_are_unrolled_as_before(unroll, expected):
+    assert repeated(4, 2, unroll=unroll).decoder.unroll == expected
+
+
+def test_a_sequence_is_divided_by_index():
+    assert roles(listed(4, 2).decoder) == {
+        "layers.0.attention": ("shares", "0.attention"),
+        "layers.1.attention": ("borrows", "0.attention"),
+        "layers.2.attention": ("shares", "2.attention"),
+        "layers.3.attention": ("borrows", "2.attention"),
+    }
+
+
+def test_layers_without_attention_lie_between():
+    cfg = use_cross_layer_kv(Sequence.Config(layers=(OTHER, LAYER, OTHER, LAYER)))
+    assert roles(cfg) == {
+        "layers.1.attention": ("shares", "1.attention"),
+        "layers.3.attention": ("borrows", "1.attention"),
+    }
+
+
+def test_where_says_which_layers_take_part():
+    cfg = use_cross_layer_kv(listed(3), where=lambda path, _: path.endswith(("0.attention", "2.attention")))
+    assert [role for role, _ in roles(cfg.decoder).values()] == ["shares", "alone", "borrows"]
+
+
+def test_a_sequence_with_one_attention_is_part_of_a_repeated_layer():
+    hybrid = Repeat.Config(num_layers=4, layers=Sequence.Config(layers=(OTHER, LAYER)))
+    cfg = use_cross_layer_kv(hybrid)
+    assert cfg.num_layers == 2
+    assert roles(cfg) == {
+        "layers.layers.0.layers.1.attention": ("shares", "0.layers.1.attention"),
+        "layers.layers.1.layers.1.attention": ("borrows", "0.layers.1.attention"),
+    }
+
+
+def test_a_repeated_group_with_several_attentions_is_divided_itself():
+    alternating = Repeat.Config(num_layers=3, layers=Sequence.Config(layers=(LAYER, OTHER, LAYER)))
+    cfg = use_cross_layer_kv(alternating)
+    assert cfg.num_layers == 3
+    assert roles(cfg) == {
+        "layers.layers.0.attention": ("shares", "0.attention"),
+        "layers.layers.2.attention": ("borrows", "0.attention"),
+    }
+
+
+def test_stacks_are_divided_each_for_itself():
+    two = Sequence.Config(layers=(Repeat.Config(num_layers=2, layers=LAYER), Repeat.Config(num_layers=4, layers=LAYER)))
+    cfg = use_cross_layer_kv(two)
+    assert [stack.num_layers for stack in cfg.layers] == [1, 2]
+    assert [role for role, _ in roles(cfg).values()] == ["shares", "borrows"] * 2
+
+
+def test_the_last_group_may_be_shorter():
+    stack = Repeat.Config(num_layers=5, layers=LAYER, unroll=5, remat=Remat())
+    cfg = use_cross_layer_kv(stack, allow_shorter=True)
+    assert [(each.num_layers, each.unroll, each.remat) for each in cfg.layers] == [(2, 2, Remat()), (1, 1, Remat())]
+    assert roles(cfg) == {
+        "layers.0.layers.layers.0.attention": ("shares", "0.attention"),
+        "layers.0.layers.layers.1.attention": ("borrows", "0.attention"),
+        "layers.1.layers.layers.0.attention": ("shares", "0.attention"),
+    }
+    assert use_cross_layer_kv(stack.set(num_layers=2), every=3, allow_shorter=True).num_layers == 1
+    listed_roles = roles(use_cross_layer_kv(listed(5), every=3, allow_shorter=True)).values()
+    assert [role for role, _ in listed_roles] == ["shares", "borrows", "borrows", "shares", "borrows"]
+
+
+class TwoAttentions(TransformerLayer):
+    class Config(TransformerLayer.Config):
+        second: Attention.Config = LAYER.attention
+
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.second = self.child("second", cfg.second, rngs, input_dim=cfg.input_dim)
+
+    def __call__(self, x, tokens):
+        return super().__call__(x, tokens) + self.second(x, tokens)
+
+
+def test_each_attention_of_a_layer_is_paired_with_the_one_at_its_place():
+    layer = TwoAttentions.Config(attention=LAYER.attention, second=LAYER.attention.set(num_kv_heads=4), ffn=LAYER.ffn)
+    cfg = use_cross_layer_kv(model(Repeat.Config(num_layers=2, layers=layer)))
+    assert list(roles(cfg.decoder.layers).values()) == [
+        ("shares", "0.attention"),
+        ("shares", "0.second"),
+        ("borrows", "0.attention"),
+        ("borrows", "0.second"),
+    ]
+    run(cfg)  # a mistaken pair would have another number of heads
+
+
+def run(cfg):
+    """Traces a call."""
+    fn, params, state = abstract(cfg)
+    jax.eval_shape(lambda params: fn(params, state, batch()["inputs"]), params)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "options", "message"),
+    [
+        (repeated(3), {}, r"at decoder: num_layers=3 cannot .* every=2; nearest: 2 and 4, or 3 with every=3\."),
+        (repeated(2), {"every": 5}, r"at decoder: num_layers=2 .* every=5; nearest: 5, or 2 with every=2\."),
+        (repeated(1), {}, r"at decoder: num_layers=1 .* nearest: 2\."),
+        (
+            listed(5),
+            {"every": 3},
+            r"at decoder: 5 layers with attention .*; nearest: 3 and 6, or 5 with every=5\.",
+        ),
+        (listed(1), {}, r"^decoder\.layers\.0\.attention: in no Repeat or Sequence with another layer"),
+        (LAYER.attention, {}, "^the root: in no Repeat or Sequence"),
+        (LAYER.ffn, {"where": FeedForward}, "^at the root: only attentions share"),
+        (repeated(2), {"every": 1}, "every must be at least 2, not 1"),
+        (repeated(2), {"where": "decoder.layers"}, r"at decoder\.layers: only attentions share"),
+        (repeated(2), {"where": "no.such"}, "nothing in the config matches"),
+        (repeated(2, 2), {}, r"at decoder\.layers\.layers\.0\.attention: it shares keys and values .* already"),
+        (model(Repeat.Config(layers=LAYER)), {}, "at decoder: num_layers is REQUIRED"),
+        (
+            Sequence.Config(layers=(LAYER, Sequence.Config(layers=(OTHER, LAYER)))),
+            {},
+            r"layers 0 and 1 would share, .* different places: attention and layers\.1\.attention",
+        ),
+        (
+            Sequence.Config(layers=(LAYER, Repeat.Config(num_layers=2, layers=LAYER))),
+            {},
+            r"^layers\.0\.attention: in no Repeat or Sequence",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_grouped_is_refused_by_path(cfg, options, message):
+    with pytest.raises(ax.ConfigError, match=message):
+        use_cross_layer_kv(cfg, **options)
+
+
+SHARES, BORROWS = "decoder.layers.layers.0.attention", "decoder.layers.layers.1.attention"
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "error", "message"),
+    [
+        (SHARES, {"cache": None}, ContextError, r"^decoder\.layers\.\*\.layers\.1\.attention\.cache .*no layer before"),
+        (SHARES, {"key": None, "value": None}, ax.ConfigError, r"layers\.0\.attention\.cache: .* none to share"),
+        (SHARES, {"num_kv_heads": 1}, ax.ConfigError, r"layers\.1\.attention\.cache: .*\(1, 2\) .* has \(2, 2\)"),
+        (BORROWS, {"key": Linear.Config(), "value": Linear.Config()}, ax.ConfigError, r"layers\.1.*nobody would"),
+    ],
+)
+def test_a_group_that_was_broken_later_is_refused_by_path(path, change, error, message):
+    with pytest.raises(error, match=message):
+        run(ax.select(repeated(2, 2), path).set(**change))

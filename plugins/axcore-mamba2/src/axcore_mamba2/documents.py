@@ -1,0 +1,79 @@
+"""Where documents begin in a row, and what of a row the next call still needs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from axcore.nn import TokenInfo
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """The documents of the tokens of one call.
+
+    Attributes:
+        numbers: int32 [batch, seq], 0 for tokens that go on with the document of the call before, then 1, 2, ...; None:
+            one document, and nothing before it.
+        valid: bool [batch, seq], false where there is no token; None: all are tokens.
+    """
+
+    numbers: jax.Array | None
+    valid: jax.Array | None
+
+    @classmethod
+    def of(cls, tokens: TokenInfo, batch: int, last_segment: jax.Array | None = None) -> Documents:
+        """What `tokens` say.
+
+        A document begins at index 0 of the row, and where the segment differs from that of the token before.
+
+        Args:
+            batch: rows in the call.
+            last_segment: int32 [batch], the segment with which the call before ended; None: there was none.
+        """
+        shape = (batch, tokens.index.shape[1])
+        valid = None if tokens.valid is None else jnp.broadcast_to(tokens.valid, shape)
+        segments = tokens.segment_ids
+        if segments is None and last_segment is None:
+            return cls(None, valid)
+        begins = jnp.broadcast_to(tokens.index == 0, shape)
+        if segments is not None:
+            first = segments[:, :1] if last_segment is None else last_segment[:, None]
+            begins |= segments != jnp.concatenate([first, segments[:, :-1]], axis=1)
+        if valid is not None:
+            begins &= valid
+        return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32), valid)
+
+    def only_tokens(self, x: jax.Array) -> jax.Array:
+        """x [batch, seq, features], 0 where there is no token."""
+        return x if self.valid is None else jnp.where(self.valid[..., None], x, 0)
+
+    def where_same(self, lag: int, x: jax.Array) -> jax.Array:
+        """x [batch, seq, features], 0 where the token and that `lag` places before it are of two documents."""
+        if self.numbers is None or lag == 0:
+            return x
+        before = jnp.pad(self.numbers, ((0, 0), (lag, 0)))[:, : x.shape[1]]
+        return jnp.where((before == self.numbers)[..., None], x, 0)
+
+    def ending(self, past: jax.Array, x: jax.Array) -> jax.Array:
+        """The end of past and x, up to the last token: what the next call needs to go on.
+
+        Args:
+            past: [batch, length, features], what the call before kept.
+            x: [batch, seq, features], of this call.
+
+        Returns:
+            [batch, length, features] in the dtype of past, 0 where the last token's document had not begun.
+        """
+        assert self.numbers is not None
+        seq, length = x.shape[1], past.shape[1]
+        numbers = jnp.pad(self.numbers, ((0, 0), (length, 0)))
+        row = jnp.concatenate([past, x.astype(past.dtype)], axis=1)
+        row = jnp.where((numbers == self.numbers[:, -1:])[..., None], row, 0)
+        if self.valid is None:
+            return row[:, seq:]
+        count = jnp.max(jnp.where(self.valid, jnp.arange(1, seq + 1), 0), axis=1)
+        return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, length))(row, count)

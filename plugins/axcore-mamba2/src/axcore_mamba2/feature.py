@@ -1,0 +1,52 @@
+"""The feature `mamba2`: Mamba-2 in the place of attention."""
+
+from __future__ import annotations
+
+import axcore as ax
+from axcore.config import has_field
+from axcore.nn import Attention
+from axcore_mamba2.hybrid import edit_most
+from axcore_mamba2.mixer import Mamba2
+
+
+def use_mamba2(
+    cfg: ax.Config,
+    state_dim: int = 128,
+    head_dim: int = 64,
+    expand: int = 2,
+    num_groups: int = 1,
+    conv_width: int = 4,
+    chunk: int = 256,
+    where: ax.Where = Attention,
+    attention_every: int | None = None,
+) -> ax.Config:
+    """Puts Mamba-2 in place of every selected attention, or of most.
+
+    Args:
+        state_dim, head_dim, expand, num_groups, conv_width, chunk: see `Mamba2.Config`.
+        where: which attentions.
+        attention_every: of each so many layers the last keeps its attention, as in the hybrids of Dao and Gu 2024,
+            section 9.2.3; a `Repeat` then repeats groups of so many layers. None: no layer keeps it.
+
+    Raises:
+        ConfigError: nothing is selected, or the layers of a `Repeat` do not divide into such groups.
+    """
+    mixer = Mamba2.Config(
+        state_dim=state_dim,
+        head_dim=head_dim,
+        expand=expand,
+        num_groups=num_groups,
+        conv_width=conv_width,
+        chunk=chunk,
+    )
+
+    def in_place_of(path: str, old: ax.Config) -> ax.Config:
+        del path
+        kept = [name for name in ("input_dim", "dtypes", "tags") if has_field(old, name)]
+        return mixer.set(**{name: getattr(old, name) for name in kept})
+
+    if attention_every is None:
+        return ax.select(cfg, where).map(in_place_of)
+    if attention_every < 2:
+        raise ax.ConfigError(f"attention_every must be at least 2, not {attention_every}; None keeps no attention")
+    return edit_most(cfg, where, in_place_of, attention_every)

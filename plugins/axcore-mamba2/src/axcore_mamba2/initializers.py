@@ -1,0 +1,51 @@
+"""How the recurrence starts: the rates and step sizes of the published code (github.com/state-spaces/mamba)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+import axcore as ax
+from axcore.config import at_least
+from axcore.nn import Initializer
+
+
+class LogRates(Initializer):
+    """The logarithm of decay rates that are uniform from `low` to `high`."""
+
+    low: float = 1.0
+    high: float = 16.0
+
+    def __post_init__(self) -> None:
+        _check_range(self)
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        return jnp.log(jax.random.uniform(key, shape, minval=self.low, maxval=self.high)).astype(dtype)
+
+
+class StepBias(Initializer):
+    """The inverse softplus of step sizes that are log-uniform from `low` to `high`, and `floor` at least.
+
+    With it the step of a token is in this range where the projection of the token is near 0.
+    """
+
+    low: float = 1e-3
+    high: float = 0.1
+    floor: float = 1e-4
+
+    def __post_init__(self) -> None:
+        _check_range(self)
+        at_least(self, 0, "floor")
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        logs = jax.random.uniform(key, shape, minval=math.log(self.low), maxval=math.log(self.high))
+        steps = jnp.maximum(jnp.exp(logs), self.floor)
+        return (steps + jnp.log(-jnp.expm1(-steps))).astype(dtype)
+
+
+def _check_range(init: LogRates | StepBias) -> None:
+    if not 0 < init.low <= init.high:
+        raise ax.ConfigError(f"low and high must be positive and in order, not {init.low} and {init.high}")

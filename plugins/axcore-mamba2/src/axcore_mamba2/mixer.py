@@ -1,0 +1,146 @@
+"""Mamba-2 as a layer (Dao and Gu 2024, arXiv 2405.21060, section 7)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import axcore as ax
+from axcore.config import at_least
+from axcore.nn import DecodingState, Initializer, KVCache, Linear, Ones, TokenInfo
+from axcore.nn.matmul import rows
+from axcore_mamba2.conv import CausalConv
+from axcore_mamba2.documents import Documents
+from axcore_mamba2.initializers import LogRates, StepBias
+from axcore_mamba2.norm import GatedRMSNorm
+from axcore_mamba2.ssd import ssd
+
+
+class Mamba2(ax.Layer):
+    """A selective state space model with a scalar decay for each head, called as `axcore.nn.Attention` is.
+
+    The names are the paper's; in terms of attention x is the value, B the key and C the query. Each has a projection
+    of its own, so that heads may lie on different devices. A published checkpoint holds them in one matrix, `in_proj`,
+    in the order z, x, B, C, dt, and the convolutions of x, B, C in one.
+
+    Documents of a packed row do not see each other: state and convolution start anew where `segment_ids` change. What
+    is not `valid` changes no state, in front of the tokens of a call or behind them.
+
+    For remat policies the values `query`, `key`, `value` and `heads` are tagged.
+    """
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        state_dim: int = 128
+        """Numbers that each feature of a head keeps."""
+        head_dim: int = 64
+        expand: int = 2
+        """The heads have `expand * input_dim` features together."""
+        num_groups: int = 1
+        """Each group of consecutive heads shares B and C."""
+        conv_width: int = 4
+        chunk: int = 256
+        """Tokens that see each other directly, by a matrix [chunk, chunk] for each head. No number depends on it."""
+        z_proj: Linear.Config = Linear.Config()
+        x_proj: Linear.Config = Linear.Config()
+        B_proj: Linear.Config = Linear.Config()
+        C_proj: Linear.Config = Linear.Config()
+        dt_proj: Linear.Config = Linear.Config()
+        x_conv: CausalConv.Config = CausalConv.Config()
+        B_conv: CausalConv.Config = CausalConv.Config()
+        C_conv: CausalConv.Config = CausalConv.Config()
+        A_init: Initializer = LogRates()
+        """Of the logarithm of -A."""
+        dt_init: Initializer = StepBias()
+        """Of the bias of dt, before the softplus."""
+        D_init: Initializer = Ones()
+        norm: ax.Layer.Config = GatedRMSNorm.Config()
+        """Called as `(heads, z)`, both [batch, seq, expand * input_dim]; is offered `input_dim` and `num_groups`."""
+        out_proj: Linear.Config = Linear.Config()
+        batch_size: int | None = None
+        """Rows that are decoded together; the state is kept for the next call. None: nothing is."""
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Mamba2.Config:
+            return self.set(batch_size=batch_size)
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        at_least(
+            cfg, 1, "input_dim", "state_dim", "head_dim", "expand", "num_groups", "conv_width", "chunk", "batch_size"
+        )
+        inner, shared = cfg.expand * cfg.input_dim, cfg.num_groups * cfg.state_dim
+        if inner % cfg.head_dim:
+            raise ax.ConfigError(
+                f"expand * input_dim = {cfg.expand} * {cfg.input_dim} is not a multiple of head_dim={cfg.head_dim}"
+            )
+        num_heads = inner // cfg.head_dim
+        if num_heads % cfg.num_groups:
+            raise ax.ConfigError(
+                f"{num_heads} heads (expand * input_dim / head_dim) do not divide over num_groups={cfg.num_groups}"
+            )
+
+        def project(name: str, width: int, axis: str | None) -> Linear:
+            wide = {"input_dim": cfg.input_dim, "output_dim": width, "axes": ("embed", axis)}
+            return self.child(name, getattr(cfg, name), rngs, **wide)
+
+        def convolve(name: str, width: int, axis: str | None) -> CausalConv:
+            wide = {"input_dim": width, "width": cfg.conv_width, "axes": (None, axis)}
+            return self.child(name, getattr(cfg, name), rngs, **wide)
+
+        self.z_proj = project("z_proj", inner, "heads")
+        self.x_proj, self.x_conv = project("x_proj", inner, "heads"), convolve("x_conv", inner, "heads")
+        self.B_proj, self.B_conv = project("B_proj", shared, None), convolve("B_conv", shared, None)
+        self.C_proj, self.C_conv = project("C_proj", shared, None), convolve("C_conv", shared, None)
+        self.dt_proj = project("dt_proj", num_heads, "heads")
+        self.A_log = self.param("A_log", (num_heads,), cfg.A_init, rngs, axes=("heads",))
+        self.dt_bias = self.param("dt_bias", (num_heads,), cfg.dt_init, rngs, axes=("heads",))
+        self.D = self.param("D", (num_heads,), cfg.D_init, rngs, axes=("heads",))
+        self.norm = self.child("norm", cfg.norm, rngs, input_dim=inner, num_groups=cfg.num_groups)
+        wide = {"input_dim": inner, "output_dim": cfg.input_dim, "axes": ("heads", "embed")}
+        self.out_proj = self.child("out_proj", cfg.out_proj, rngs, **wide)
+        self.state = self.segment = nnx.data(None)
+        if cfg.batch_size is not None:
+            shape = (cfg.batch_size, num_heads, cfg.head_dim, cfg.state_dim)
+            self.state = DecodingState(jnp.zeros(shape, jnp.float32), axes=("batch", "heads", None, None))
+            self.segment = DecodingState(jnp.zeros((cfg.batch_size,), jnp.int32), axes=("batch",))
+
+    def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
+        """[batch, seq, input_dim] -> the same shape."""
+        cfg, (batch, seq, _) = self.config, x.shape
+        documents = self._documents(batch, tokens)
+        flat = rows(x)
+
+        def convolved(project: Linear, conv: CausalConv) -> jax.Array:
+            return jax.nn.silu(conv(project(flat).reshape(batch, seq, -1), documents))
+
+        values = convolved(self.x_proj, self.x_conv).reshape(batch, seq, -1, cfg.head_dim)
+        B = convolved(self.B_proj, self.B_conv).reshape(batch, seq, cfg.num_groups, cfg.state_dim)
+        C = convolved(self.C_proj, self.C_conv).reshape(batch, seq, cfg.num_groups, cfg.state_dim)
+        values, B, C = checkpoint_name(values, "value"), checkpoint_name(B, "key"), checkpoint_name(C, "query")
+
+        dt = self.dt_proj(flat).reshape(batch, seq, -1).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
+        dt = documents.only_tokens(jax.nn.softplus(dt))
+        A = -jnp.exp(self.A_log[...].astype(jnp.float32))
+        before = None if self.state is None else self.state[...]
+        heads, after = ssd(values, dt, A, B, C, cfg.chunk, before, documents.numbers)
+        if self.state is not None:
+            self.state[...] = after
+        heads = (heads + self.D[...].astype(jnp.float32)[:, None] * values).astype(values.dtype)
+        heads = checkpoint_name(heads, "heads").reshape(batch, seq, -1)
+        return self.out_proj(self.norm(heads, self.z_proj(flat).reshape(batch, seq, -1)))
+
+    def _documents(self, batch: int, tokens: TokenInfo) -> Documents:
+        if self.segment is None:
+            return Documents.of(tokens, batch)
+        if batch != self.config.batch_size:
+            raise ax.ConfigError(
+                f"Mamba2 keeps the state of batch_size={self.config.batch_size} rows; it was called with {batch}"
+            )
+        before = self.segment[...]
+        documents = Documents.of(tokens, batch, before)
+        if tokens.segment_ids is not None:
+            self.segment[...] = documents.ending(before[:, None, None], tokens.segment_ids[..., None])[:, 0, 0]
+        return documents

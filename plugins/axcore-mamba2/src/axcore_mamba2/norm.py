@@ -1,0 +1,40 @@
+"""The normalization at the end of Mamba-2."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import axcore as ax
+from axcore.config import at_least
+from axcore.nn import Initializer, Ones
+
+
+class GatedRMSNorm(ax.Layer):
+    """`rms_norm(x * silu(gate)) * scale`, in float32; each of `num_groups` parts of the features has an rms of its own.
+
+    Source: Dao and Gu 2024, arXiv 2405.21060, section 7.1. One group for each that shares B and C, so that tensor
+    parallelism may split between groups (section 8.1).
+    """
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        num_groups: int = ax.REQUIRED
+        eps: float = 1e-5
+        init: Initializer = Ones()
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        at_least(cfg, 1, "input_dim", "num_groups")
+        if cfg.input_dim % cfg.num_groups:
+            raise ax.ConfigError(f"input_dim={cfg.input_dim} is not a multiple of num_groups={cfg.num_groups}")
+        self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=("heads",))
+
+    def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+        """Both [..., input_dim] -> the same shape, in the compute dtype."""
+        y = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        groups = y.reshape(*y.shape[:-1], self.config.num_groups, -1)
+        variance = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
+        y = (groups * jax.lax.rsqrt(variance + self.config.eps)).reshape(y.shape)
+        return (y * self.scale[...].astype(jnp.float32)).astype(self.dtypes.compute)

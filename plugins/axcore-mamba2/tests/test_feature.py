@@ -1,0 +1,74 @@
+"""Where the feature puts Mamba-2, and a whole model that decodes with it."""
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.infer import Decoder
+from axcore.module import abstract, initializer
+from axcore.nn import Attention, CausalLM, ContiguousCache, FeedForward, Repeat, Sequence, TransformerLayer
+from axcore_mamba2.feature import use_mamba2
+from axcore_mamba2.mixer import Mamba2
+
+LAYER = TransformerLayer.Config(attention=Attention.Config(num_heads=2), ffn=FeedForward.Config(hidden_dim=8))
+OPTIONS = {"head_dim": 4, "state_dim": 3}
+
+
+def model(decoder):
+    return CausalLM.Config(vocab_size=7, dim=8, decoder=decoder)
+
+
+def kinds(layers):
+    return [type(layer.attention).target.__name__ for layer in layers]
+
+
+def test_it_takes_the_place_of_every_attention_and_keeps_what_it_shares():
+    types = ax.DTypes(compute="bfloat16")
+    cfg = ax.select(model(Repeat.Config(num_layers=2, layers=LAYER)), Attention).set(tags=("mixer",), dtypes=types)
+    found = ax.use("mamba2", chunk=16, **OPTIONS)(cfg).decoder.layers
+    assert found.attention == Mamba2.Config(head_dim=4, state_dim=3, chunk=16, tags=("mixer",), dtypes=types)
+    assert found.ffn == LAYER.ffn
+    with pytest.raises(ax.ConfigError, match="nothing in the config matches"):
+        use_mamba2(cfg, where="no.such.path")
+
+
+def test_a_hybrid_keeps_the_attention_of_the_last_layer_of_each_group():
+    cfg = use_mamba2(model(Repeat.Config(num_layers=6, layers=LAYER)), attention_every=3, **OPTIONS)
+    assert cfg.decoder.num_layers == 2
+    assert kinds(cfg.decoder.layers.layers) == ["Mamba2", "Mamba2", "Attention"]
+    assert cfg.decoder.layers.layers[2] == LAYER
+
+
+def test_a_hybrid_of_layers_that_are_spelled_out_counts_them():
+    cfg = use_mamba2(model(Sequence.Config(layers=(LAYER,) * 5)), attention_every=2, **OPTIONS)
+    assert kinds(cfg.decoder.layers) == ["Mamba2", "Attention", "Mamba2", "Attention", "Mamba2"]
+
+
+def test_only_stacks_that_hold_what_is_selected_are_grouped():
+    stacks = model(Sequence.Config(layers=(Repeat.Config(num_layers=3, layers=LAYER),) * 2))
+    cfg = use_mamba2(stacks, attention_every=3, where="decoder.layers.1.**.attention", **OPTIONS)
+    assert cfg.decoder.layers[0] == stacks.decoder.layers[0]
+    assert kinds(cfg.decoder.layers[1].layers.layers) == ["Mamba2", "Mamba2", "Attention"]
+
+
+@pytest.mark.parametrize(
+    ("every", "message"),
+    [(4, "at decoder: num_layers=6 is not a multiple of 4"), (1, "attention_every must be at least 2, not 1")],
+)
+def test_groups_that_cannot_be_are_refused(every, message):
+    with pytest.raises(ax.ConfigError, match=message):
+        use_mamba2(model(Repeat.Config(num_layers=6, layers=LAYER)), attention_every=every)
+
+
+def test_a_hybrid_decodes_as_it_computes_in_full():
+    cfg = use_mamba2(model(Repeat.Config(num_layers=4, layers=LAYER)), attention_every=2, **OPTIONS)
+    lm = abstract(cfg)[0].bind(*jax.jit(initializer(cfg))(jax.random.key(0)))
+    ids = np.random.default_rng(0).integers(0, 7, (2, 9)).astype(np.int32)
+    decoder, params, state = Decoder.of(lm, cache=ContiguousCache.Config(), batch_size=2, max_len=9)
+    step, found = jax.jit(decoder), []
+    for place in range(9):
+        logits, state = step(params, state, ids[:, place : place + 1], np.full((1, 1), place, np.int32))
+        found.append(logits)
+    wanted = jax.jit(lambda ids: ax.invoke(lm, ids)[0])(ids)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,61 @@
+"""Before a run of several processes trains anything: do they all run the same?"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+
+import jax
+
+from axcore.config import AxcoreError, Config, flatten
+from axcore.plugin import State, registry
+from axcore.train import state_layout
+from axcore.train.processes import gather_bytes
+
+ABSENT = "absent"
+
+
+def agree(cfg: Config) -> None:
+    """Compares the config, and the versions of plugins, axcore, jax and flax, over all processes.
+
+    A hash goes round first; only where it differs does the rest.
+
+    Raises:
+        AxcoreError: they differ; the same error on every process, with what each has.
+    """
+    if jax.process_count() == 1:
+        return
+    own = json.dumps(facts(cfg)).encode()
+    if len(set(gather_bytes(hashlib.sha256(own).digest()))) > 1:
+        found = [json.loads(each) for each in gather_bytes(own)]
+        raise AxcoreError(
+            f"the {len(found)} processes of this run do not run the same; nothing was trained. Give all of them the "
+            f"same packages and the same command. They differ in:{state_layout.listed(differences(found))}"
+        )
+
+
+def facts(cfg: Config) -> dict[str, str]:
+    """What must be equal on all processes: versions, every loaded plugin, every value of the config."""
+    versions = {f"version of {name}": importlib.metadata.version(name) for name in ("axcore", "flax", "jax", "jaxlib")}
+    loaded = (plugin for plugin in registry().plugins.values() if plugin.state is State.LOADED)
+    return {**versions, **{f"plugin {plugin.id}": str(plugin) for plugin in loaded}, **flatten(cfg)}
+
+
+def differences(found: list[Mapping[str, str]]) -> list[str]:
+    """A line for each fact that is not the same everywhere: which processes have which value."""
+    lines = []
+    for name in dict.fromkeys(name for each in found for name in each):
+        holders: dict[str, list[int]] = {}
+        for process, each in enumerate(found):
+            holders.setdefault(each.get(name, ABSENT), []).append(process)
+        if len(holders) > 1:
+            each_value = (f"{value} on {_processes(numbers)}" for value, numbers in holders.items())
+            lines.append(f"{name}: {'; '.join(each_value)}")
+    return lines
+
+
+def _processes(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"process{'es' if len(numbers) > 1 else ''} {shown}"

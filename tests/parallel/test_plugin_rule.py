@@ -1,0 +1,103 @@
+"""A mesh rule that a plugin outside the core supplies lays a run out over eight CPU devices."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.plugin import registry
+from axcore.testing import ParallelismSuite
+from axcore.train.metrics import read_jsonl
+
+LAB = """
+from axcore.plugin import MeshRule, hookimpl
+
+@hookimpl
+def axcore_mesh_rules():
+    return [
+        MeshRule("lab", "lab_rules:lay_out", "Data by 2, the rest over features.", "cpu-8"),
+        MeshRule("wrong", "lab_rules:wrong", "Everything everywhere, and another objective.", "gpu-wrong-*"),
+    ]
+"""
+RULES = """
+def lay_out(cfg, accelerator):
+    rules = {"batch": ("data", "fsdp"), "mlp": "fsdp", "vocab": "fsdp", "heads": "fsdp"}
+    return cfg.set(mesh=cfg.mesh.set(shape={"data": 2, "fsdp": accelerator.count // 2}, rules=rules))
+
+def wrong(cfg, accelerator):
+    mesh = cfg.mesh.set(shape={"data": accelerator.count, "fsdp": 1})
+    return cfg.set(mesh=mesh, model=cfg.model.set(z_loss=2e-3))
+"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """The folder that the plugin `lab` is installed in."""
+    folder = tmp_path_factory.mktemp("lab")
+    (folder / "lab_plugin.py").write_text(LAB)
+    (folder / "lab_rules.py").write_text(RULES)
+    info = folder / "axcore_lab-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: axcore-lab\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[axcore.plugins]\nlab = lab_plugin\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        registry.cache_clear()
+        yield folder
+    registry.cache_clear()
+
+
+@pytest.mark.usefixtures("lab")
+class TestLab(ParallelismSuite):
+    name = "lab"
+
+
+class Wrong(ParallelismSuite):
+    name = "wrong"
+    accelerator = "gpu-wrong-8"
+    remat = packed = tied = False
+
+
+def test_of_two_plugins_the_more_specific_rule_is_taken(lab):
+    mesh = ax.pipe(ax.recipe("quickstart"), ax.target("cpu-8")).mesh
+    assert mesh.shape == {"data": 2, "fsdp": 4}  # axcore-recipes has a rule for cpu-*
+    assert ax.pipe(ax.recipe("quickstart"), ax.target("cpu-4")).mesh.shape == {"data": 1, "fsdp": 4}
+
+
+def test_the_suite_finds_a_rule_that_shards_no_parameter_or_changes_the_objective(lab):
+    suite = Wrong()
+    suite.test_the_batch_is_spread_over_devices()
+    for check in (
+        suite.test_parameters_and_optimizer_state_are_spread_over_devices,
+        suite.test_the_loss_and_every_metric_equal_those_of_one_device,
+        suite.test_every_gradient_equals_that_of_one_device,
+    ):
+        with pytest.raises(AssertionError, match="plain: "):
+            check()
+
+
+@pytest.mark.slow
+def test_a_whole_run_on_the_target_has_the_losses_of_one_device(lab, processes, corpus, tmp_path):
+    def run(name, devices, *flags):
+        settings = (f"input.source.folder={corpus}", "input.batch_size=8", "steps=3")
+        arguments = [part for each in settings for part in ("--set", each)]
+        started = processes.start(
+            *("train", "tiny", "--use", "rope", *arguments, *flags, "--out", tmp_path / name),
+            prepare=f"import sys; sys.path.insert(0, {str(lab)!r})",
+            env={"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"},
+        )
+        done = started.wait()
+        assert done.code == 0, done.err
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        rows = read_jsonl(tmp_path / name / "metrics.jsonl")
+        return summary, [row["train/loss"] for row in rows if "train/loss" in row]
+
+    one, expected = run("one", 1)
+    eight, found = run("eight", 8, "--target", "cpu-8")
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(eight["val_bits_per_byte"], one["val_bits_per_byte"], rtol=1e-5)
+    assert len(found) == 3 and eight["devices"].startswith("8 x ") and one["devices"].startswith("1 x ")
+    assert 'mesh.shape: {"data": 2, "fsdp": 4}\n' in (tmp_path / "eight" / "config.txt").read_text()

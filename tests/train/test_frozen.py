@@ -1,0 +1,145 @@
+"""Parameters whose rate is 0 cost nothing: no gradient, no optimizer state, no part in the norm."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.module import abstract
+from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
+from axcore.parallel import Mesh
+from axcore.train import AdamW, Checkpointer, Learner, WarmupStableDecay
+from axcore.train.step import program
+
+LAYER = TransformerLayer.Config(
+    attention=Attention.Config(num_heads=2, num_kv_heads=1), ffn=FeedForward.Config(hidden_dim=48)
+)
+MODEL = CausalLM.Config(vocab_size=11, dim=16, decoder=Repeat.Config(num_layers=2, layers=LAYER), z_loss=0.1)
+RATES = {"**": 0.0, "decoder.layers.attention.query.**": 1.0, "norm.**": 0.5}
+TRAINED = {"decoder.layers.attention.query.weight", "norm.scale"}
+
+
+def made(rates=None, **options):
+    schedule = WarmupStableDecay(peak=0.1, warmup_steps=1, decay=0.0)
+    learner = Learner.Config(schedule=schedule, rates=rates or {}, **options)
+    return program(MODEL, learner, Mesh().make(jax.devices()[:1]))
+
+
+def batch():
+    ids = np.random.default_rng(3).integers(0, 11, (4, 9)).astype(np.int32)
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((4, 8), np.float32)}
+
+
+def by_path(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def step(found):
+    """(parameters before, after, metrics) of one step."""
+    state = found.init(jnp.uint32(5))
+    before = jax.device_get(state.params)
+    state, metrics = found.compile_train(batch())(state, batch())
+    return by_path(before), by_path(state.params), metrics
+
+
+@pytest.fixture(scope="module")
+def moved():
+    return step(made(RATES, clip_norm=None))
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """Of the whole objective by every parameter, without a trainer, in float64: path -> array."""
+    fn, _, _ = abstract(MODEL)
+
+    def objective(params):
+        (loss, collections), _ = fn(params, {}, batch(), training=True, method="loss")
+        return loss + collections.total_loss()
+
+    found = by_path(jax.jit(jax.grad(objective))(made().init(jnp.uint32(5)).params))
+    return {path: np.asarray(leaf, np.float64) for path, leaf in found.items()}
+
+
+def test_no_optimizer_state_is_held_for_frozen_parameters():
+    state = made(RATES).state
+    moments = [path for path, leaf in by_path(state.optimizer).items() if leaf.ndim]
+    assert len(moments) == 2 * len(TRAINED)
+    assert {path.partition("u.")[2] for path in moments} == TRAINED  # of `0.mu.norm.scale`, and of `nu`
+    assert by_path(state.params).keys() == by_path(made().state.params).keys()
+
+
+def test_only_trained_parameters_move_and_the_norm_is_theirs(moved, gradients):
+    before, after, metrics = moved
+    assert {path for path in before if (before[path] != after[path]).any()} == TRAINED
+    norm = np.sqrt(sum(np.square(gradients[path]).sum() for path in TRAINED))
+    np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
+    whole = np.sqrt(sum(np.square(leaf).sum() for leaf in gradients.values()))
+    assert whole > 1.5 * norm  # otherwise the line before says little
+
+
+def test_clipping_is_to_the_norm_of_the_trained_gradients():
+    """With eps far above the gradient, Adam's first update is g / eps: it shows the clipped gradient itself."""
+    eps, clip = 1e6, 1e-3
+    optimizer = AdamW.Config(eps=eps, weight_decay=0.0)
+    rates = {"**": 0.0, "norm.**": 1.0}
+    schedule = WarmupStableDecay(peak=1e6, warmup_steps=1, decay=0.0)
+    learner = Learner.Config(optimizer=optimizer, schedule=schedule, rates=rates, clip_norm=clip)
+    before, after, _ = step(program(MODEL, learner, Mesh().make(jax.devices()[:1])))
+    moved = before["norm.scale"] - np.asarray(after["norm.scale"], np.float64)
+    np.testing.assert_allclose(np.linalg.norm(moved), clip, rtol=1e-3)
+
+
+def test_the_trained_parameters_move_as_adamw_on_them_alone_would(moved, gradients):
+    before, after, _ = moved
+    for path, factor in {"decoder.layers.attention.query.weight": 1.0, "norm.scale": 0.5}.items():
+        gradient, start = gradients[path], np.asarray(before[path], np.float64)
+        decay = 0.1 * start if path.endswith("weight") else 0.0
+        expected = start - 0.1 * factor * (gradient / (np.abs(gradient) + 1e-8) + decay)
+        np.testing.assert_allclose(after[path], expected, rtol=1e-4, atol=1e-6, err_msg=path)
+
+
+def test_the_step_does_not_compute_gradients_of_frozen_matrices():
+    def flops(rates):
+        found = made(rates)
+        return jax.jit(found.train_step).lower(found.state, found.batch_shapes(batch())).cost_analysis()["flops"]
+
+    # Of the three products of a matrix (forward, gradient of its input, its own gradient) the last falls away.
+    assert flops({"decoder.**": 0.0}) < 0.8 * flops({})
+
+
+def test_nothing_changes_while_nothing_is_frozen():
+    assert jax.tree.structure(made({"norm.**": 0.5}).state) == jax.tree.structure(made().state)
+
+
+def test_freezing_everything_is_an_error():
+    with pytest.raises(ax.ConfigError, match=r"learner\.rates: .* freezes every parameter"):
+        made({"**": 0.0})
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf")])
+def test_a_factor_that_is_no_factor_is_an_error_that_names_the_pattern(factor):
+    with pytest.raises(ax.ConfigError, match=r"learner\.rates: the factor of norm\.\*\* must be 0 or more"):
+        made({"norm.**": factor})
+
+
+def test_a_run_with_frozen_parameters_resumes_to_the_same_bits(tiny, tmp_path):
+    cfg = ax.override(tiny, ['learner.rates={"**": 0.0, "decoder.layers.ffn.**": 1.0}', "steps=8"])
+    cfg = cfg.set(checkpointer=Checkpointer.Config(every_steps=4), writers=())
+    form = cfg.build().program().state
+
+    def saved(*, resume):
+        ax.fit(cfg, tmp_path, resume=resume)
+        with Checkpointer.Config().build(tmp_path / "checkpoints") as checkpointer:
+            state = by_path(checkpointer.restore(form, 8).state)
+            checkpointer.rewind(4)
+        return state
+
+    straight, resumed = saved(resume=False), saved(resume=True)
+    assert straight.keys() == resumed.keys()
+    for path, leaf in straight.items():
+        assert np.asarray(leaf).tobytes() == np.asarray(resumed[path]).tobytes(), path
+    moments = {path.partition("u.")[2] for path, leaf in by_path(form.optimizer).items() if leaf.ndim}
+    assert moments == {path for path in by_path(form.params) if path.startswith("decoder.layers.ffn.")}

@@ -1,0 +1,61 @@
+"""One of two processes that train together; prints what it met as JSON.
+
+`python -m tests.train.two_processes PROCESS PORT CORPUS FOLDER`
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+
+import axcore as ax
+from axcore.train import Checkpointer
+from axcore.train.metrics import read_jsonl
+
+STEPS = 6
+
+
+def config(corpus):
+    """The recipe `tiny`, with the batch over all devices."""
+    cfg = ax.pipe(ax.recipe("tiny"), ax.use("rope"))
+    cfg = ax.override(cfg, [f"input.source.folder={corpus}", f"steps={STEPS}"])
+    return cfg.set(checkpointer=Checkpointer.Config(every_steps=3), mesh=ax.Mesh(shape={"data": 1, "fsdp": -1}))
+
+
+def losses(folder):
+    return [row["train/loss"] for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
+
+
+def told(run):
+    try:
+        run()
+    except ax.AxcoreError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(process, port, corpus, folder):
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+    cfg, found = config(corpus), {}
+    clipped = cfg.set(learner=cfg.learner.set(clip_norm=1.0 + process), seed=process)
+    found["other config"] = told(lambda: ax.fit(clipped, folder / "other"))
+    if "nothing was trained" in told(lambda: ax.fit(cfg, folder / "run")):  # the plugins differ
+        found["other plugin"] = told(lambda: ax.fit(cfg, folder / "run"))
+        return found
+    found["minutes"] = told(lambda: ax.fit(cfg.set(steps=None, minutes=1.0), folder / "minutes"))
+    blocked = folder / f"blocked-{process}"  # of the second process alone it is a run already
+    if process == 0:
+        blocked.touch()
+    found["folder"] = told(lambda: ax.fit(cfg, folder / "blocked-0"))
+    with Checkpointer.Config().build(folder / "run/checkpoints") as checkpointer:
+        checkpointer.rewind(3)
+    found["steps"] = checkpointer.steps()
+    straight = losses(folder / "run")
+    summary = ax.fit(cfg, folder / "run", resume=True)
+    resumed = losses(folder / "run")
+    return found | {"summary": summary, "straight": straight, "resumed": resumed, "devices": jax.device_count()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]), sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4]))))
