@@ -66,17 +66,20 @@ class Decoder:
             )
         return cls(built[0], batch_size, max_len), params, _merged(fresh, state)
 
-    def __call__(self, params: Tree, state: Tree, ids: jax.Array, index: jax.Array) -> tuple[jax.Array, Tree]:
+    def __call__(
+        self, params: Tree, state: Tree, ids: jax.Array, index: jax.Array, valid: jax.Array | None = None
+    ) -> tuple[jax.Array, Tree]:
         """The logits after each of these tokens, and the state with them in it.
 
         Args:
             ids: int [batch, seq].
             index: int [batch or 1, seq], the place of each in its row. What stood there before is forgotten.
+            valid: bool [batch, seq], false at padding; None where there is none.
 
         Returns:
             float32 [batch, seq, vocab_size], and the new state.
         """
-        (logits, _), state = self.fn(params, state, ids, index=index)
+        (logits, _), state = self.fn(params, state, ids, index=index, valid=valid)
         return logits, state
 
 

@@ -49,6 +49,7 @@ class CausalLM(Layer):
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         index: jax.Array | None = None,
+        valid: jax.Array | None = None,
     ) -> jax.Array:
         """Logits of the next token.
 
@@ -56,11 +57,12 @@ class CausalLM(Layer):
             ids: int [batch, seq].
             positions, segment_ids: int [batch, seq], for packed rows (see `TokenInfo`).
             index: int [batch or 1, seq], the places in the rows, where ids go on after those of an earlier call.
+            valid: bool [batch, seq], false at padding, which no token then sees.
 
         Returns:
             float32 [batch, seq, vocab_size].
         """
-        tokens = TokenInfo.of(ids, positions, segment_ids, index)
+        tokens = TokenInfo.of(ids, positions, segment_ids, index, valid)
         x = constrain(self.embedding(ids), "batch", "seq", "embed_activation")
         x = self.norm(self.decoder(x, tokens))
         logits = self.embedding.attend(x) if self.head is None else self.head(x)

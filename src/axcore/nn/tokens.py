@@ -33,8 +33,9 @@ class TokenInfo:
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         index: jax.Array | None = None,
+        valid: jax.Array | None = None,
     ) -> TokenInfo:
         """For ids [batch, seq]. They start their rows, unless `index` says otherwise."""
         if index is None:
             index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-        return cls(index, index if positions is None else positions, segment_ids)
+        return cls(index, index if positions is None else positions, segment_ids, valid)

@@ -1,0 +1,136 @@
+"""The adapters: a low-rank change of a weight (LoRA), and one that learns lengths and directions apart (DoRA)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import axcore as ax
+from axcore.nn import FanIn, Initializer, Zeros
+from axcore.nn.matmul import matmul
+
+
+class LoRA(ax.Layer):
+    """`y + alpha / rank * (x A) B` (Hu et al. 2021, arXiv 2106.09685, eq. 3), for the adapter slot of a linear layer.
+
+    The parameters `a`, [input_dim, rank], and `b`, [rank, output_dim], are the paper's A and B, transposed, for x is a
+    row here. B starts at zero, so a fresh adapter changes nothing. Dropout falls on the `x` that A sees.
+    """
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        output_dim: int = ax.REQUIRED
+        axes: tuple[str | None, str | None] | None = None
+        rank: int = 8
+        """At most the smaller width of the weight."""
+        alpha: float = 16.0
+        dropout: float = 0.0
+        """Chance of each feature of x to be dropped while training."""
+        init: Initializer = FanIn()
+        """Of A."""
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        ax.at_least(cfg, 1, "input_dim", "output_dim", "rank")
+        if cfg.rank > (most := min(cfg.input_dim, cfg.output_dim)):
+            raise ax.ConfigError(
+                f"rank={cfg.rank} is more than the weight [{cfg.input_dim}, {cfg.output_dim}] can have; take at most "
+                f"{most}, or leave this layer out with where="
+            )
+        if not 0 < cfg.alpha < math.inf:
+            raise ax.ConfigError(f"alpha must be positive, not {cfg.alpha}")
+        if not 0 <= cfg.dropout < 1:
+            raise ax.ConfigError(f"dropout must be at least 0 and below 1, not {cfg.dropout}")
+        into, out_of = cfg.axes or (None, None)
+        self.a = self.param("a", (cfg.input_dim, cfg.rank), cfg.init, rngs, axes=(into, None))
+        self.b = self.param("b", (cfg.rank, cfg.output_dim), Zeros(), rngs, axes=(None, out_of))
+
+    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+        """Corrects a product.
+
+        Args:
+            x: [..., input_dim].
+            y: [..., output_dim], the product of x and the weight.
+            weight: [input_dim, output_dim].
+
+        Returns:
+            The shape and dtype of y.
+        """
+        del weight
+        return y + self.change(x).astype(y.dtype)
+
+    def change(self, x: jax.Array) -> jax.Array:
+        """`alpha / rank * (x A) B`: [..., input_dim] -> [..., output_dim]."""
+        cfg, accumulate = self.config, self.dtypes.accumulate
+        if cfg.dropout and self.training:
+            kept = jax.random.bernoulli(self.rng("dropout"), 1 - cfg.dropout, x.shape)
+            x = jnp.where(kept, x / (1 - cfg.dropout), 0)
+        narrow = matmul(x, self.a[...], accumulate).astype(x.dtype)
+        return scale(cfg) * matmul(narrow, self.b[...], accumulate)
+
+
+class DoRA(LoRA):
+    """`m * x (W + sAB) / |W + sAB|`, with a length for each output (Liu et al. 2024, arXiv 2402.09353, eq. 5).
+
+    `|.|` is the norm of all that leads to one output: of a column of W, [input_dim, output_dim]. As in the paper's
+    section 4.3 the quotient of norms counts as a constant in the gradient.
+
+    The paper's length is here `m = |W| * (1 + magnitude)`, with the parameter `magnitude`, [output_dim], zero at first.
+    So nothing depends on what W was when the adapter was built: a fresh adapter changes nothing, also over weights that
+    are loaded later. The gradient of `magnitude` is |W| times that of m, a factor that Adam does not see.
+
+    A column that is zero in W has no direction to keep: it changes as with LoRA, times `1 + magnitude`.
+    """
+
+    class Config(LoRA.Config):
+        pass
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        axes = (cfg.axes or (None, None))[1:]
+        self.magnitude = self.param("magnitude", (cfg.output_dim,), Zeros(), rngs, axes=axes)
+
+    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+        """As of `LoRA`; the rescaling is in float32."""
+        length = lengthening(weight, self.a[...], self.b[...], self.magnitude[...], scale(self.config))
+        whole = y.astype(jnp.float32)
+        # Added, and zero in a fresh adapter: the bits stay. As a factor of 1, XLA would round the program otherwise.
+        return (whole + ((length - 1) * whole + length * self.change(x).astype(jnp.float32))).astype(y.dtype)
+
+
+def scale(cfg: LoRA.Config) -> float:
+    """The factor of AB."""
+    return cfg.alpha / cfg.rank
+
+
+def lengthening(weight: Any, a: Any, b: Any, magnitude: Any, factor: float) -> jax.Array:
+    """What DoRA multiplies each output by: `|W| / |W + sAB| * (1 + magnitude)`, the quotient without gradient.
+
+    `|W + sAB|^2` is summed up from products with A and B, at the cost of one more product of the rank's size: a matrix
+    as large as W is never made. Where W + sAB all but vanishes in a column, its norm counts as 1/3000 of that of W.
+
+    Args:
+        weight: [..., input_dim, output_dim]; `a`, `b` and `magnitude` likewise.
+        factor: s.
+
+    Returns:
+        float32 [..., output_dim]; exactly 1 where b and magnitude are zero.
+    """
+    w, a, b = (jax.lax.stop_gradient(jnp.asarray(each, jnp.float32)) for each in (weight, a, b))
+
+    def with_a(other: jax.Array) -> jax.Array:
+        return jnp.matmul(jnp.swapaxes(a, -1, -2), other, precision=jax.lax.Precision.HIGHEST)
+
+    before = jnp.square(w).sum(-2)
+    along = (with_a(w) * b).sum(-2)
+    beside = (jnp.matmul(with_a(a), b, precision=jax.lax.Precision.HIGHEST) * b).sum(-2)
+    after = before + 2 * factor * along + factor**2 * beside
+    after = jnp.maximum(after, jnp.finfo(jnp.float32).eps * before)
+    kept = jnp.where(before > 0, jnp.sqrt(before / jnp.where(before > 0, after, 1)), 1)
+    return kept * (1 + jnp.asarray(magnitude, jnp.float32))

@@ -1,0 +1,8 @@
+"""What axcore-lora offers. Imports neither jax nor flax."""
+
+from axcore.plugin import Feature, hookimpl
+
+
+@hookimpl
+def axcore_features() -> list[Feature]:
+    return [Feature("lora", "axcore_lora.attach:use_lora", "LoRA or DoRA on every linear layer, the rest frozen.")]

@@ -1,0 +1,120 @@
+"""`use("lora")` on configs: which layers it reaches, and what it freezes."""
+
+import subprocess
+import sys
+
+import pytest
+
+import axcore as ax
+from axcore.module import abstract
+from axcore.nn import Attention, Linear
+from axcore.testing.feature import tiny_model
+from axcore.train import Learner, Trainer
+from axcore.train.input import TextFiles, TextInput
+from axcore_lora import DoRA, LoRA
+
+FREEZING = {"**": 0.0, "**.adapter.**": 1.0}
+
+
+def adapted(cfg):
+    return {path.removesuffix(".adapter") for path, _ in ax.select(cfg, LoRA)}
+
+
+def trainer(**rates):
+    source = TextInput.Config(source=TextFiles.Config(folder="texts"), seq_len=8, batch_size=2)
+    return Trainer.Config(model=tiny_model(), input=source, learner=Learner.Config(rates=rates), steps=1)
+
+
+def test_every_linear_layer_gets_an_adapter_of_its_options():
+    cfg = ax.use("lora", rank=4, alpha=8, dropout=0.1)(tiny_model())
+    assert adapted(cfg) == {path for path, _ in ax.select(cfg, Linear)}
+    assert {type(node) for _, node in ax.select(cfg, LoRA)} == {LoRA.Config}
+    assert cfg.head.adapter == LoRA.Config(rank=4, alpha=8, dropout=0.1)
+    assert ax.use("lora", dora=True)(tiny_model()).head.adapter == DoRA.Config(rank=8, alpha=16)
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("decoder.layers.attention.query", {"attention.query"}),
+        ("**.value", {"attention.value"}),
+        ("decoder.layers.attention.**", {f"attention.{x}" for x in ("query", "key", "value", "projection")}),
+        (lambda path, node: path.endswith(("up", "ffn_norm")), {"ffn.up"}),
+    ],
+)
+def test_where_chooses_linear_layers_and_passes_over_the_rest(where, expected):
+    cfg = ax.use("lora", rank=2, where=where)(tiny_model())
+    assert adapted(cfg) == {f"decoder.layers.{path}" for path in expected}
+    paths = {path for path in _paths(abstract(cfg)[1]) if ".adapter." in path}
+    assert {path.rpartition(".adapter.")[0] for path in paths} == adapted(cfg)
+
+
+@pytest.mark.parametrize("where", [Attention, "decoder.layers.attention"])
+def test_where_without_a_linear_layer_says_what_it_found(where):
+    with pytest.raises(ax.ConfigError, match=r"no linear layer, only decoder\.layers\.attention; .* append '\.\*\*'"):
+        ax.use("lora", where=where)(tiny_model())
+
+
+def test_a_second_use_replaces_the_adapters_it_selects():
+    cfg = ax.pipe(trainer(), ax.use("lora", rank=2), ax.use("lora", rank=4, where="**.query"))
+    attention = cfg.model.decoder.layers.attention
+    assert (attention.query.adapter.rank, attention.key.adapter.rank) == (4, 2)
+    assert cfg.learner.rates == FREEZING
+
+
+def test_a_rank_that_a_layer_cannot_have_names_the_layer():
+    cfg = ax.use("lora", rank=9)(tiny_model())
+    with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.attention\.(key|value)\.adapter: rank=9 .* at most 8"):
+        abstract(cfg)
+
+
+def test_a_trainer_trains_adapters_alone():
+    cfg = ax.use("lora", rank=2)(trainer())
+    assert cfg.learner.rates == FREEZING
+    found = cfg.build().program()
+    trained, every = _paths(found.learner.trained(found.state.params)), _paths(found.state.params)
+    assert trained == {path for path in every if ".adapter." in path} != set()
+
+
+def test_a_bare_learner_is_none_of_its_business_and_a_model_has_none():
+    assert ax.use("lora", freeze=False)(trainer()).learner.rates == {}
+    assert not any(isinstance(node, Learner.Config) for _, node in ax.select(ax.use("lora")(tiny_model()), Linear))
+
+
+def test_rates_of_zero_stay():
+    before = {"embedding.**": 0.0}
+    cfg = ax.use("lora")(trainer(**before))
+    assert list(cfg.learner.rates.items()) == [("**", 0.0), ("embedding.**", 0.0), ("**.adapter.**", 1.0)]
+
+
+def test_the_users_rate_of_adapters_stays():
+    assert ax.use("lora")(trainer(**{"**.adapter.**": 0.5})).learner.rates == {"**": 0.0, "**.adapter.**": 0.5}
+
+
+@pytest.mark.parametrize("rates", [{"norm.**": 0.5}, {"**": 0.1}, {"embedding.**": 0.0, "norm.**": 1.0}])
+def test_a_rate_that_freezing_would_override_is_an_error(rates):
+    moving = next(pattern for pattern, rate in rates.items() if rate)
+    with pytest.raises(ax.ConfigError, match=r"^feature 'lora' .*at learner: rates has .*freeze=False") as error:
+        ax.use("lora")(trainer(**rates))
+    assert repr(moving) in str(error.value)
+    assert ax.use("lora", freeze=False)(trainer(**rates)).learner.rates == rates
+
+
+def test_text_options_and_json_round_trip():
+    from axcore.plugin import use_text
+
+    cfg = ax.pipe(tiny_model(), use_text("lora:rank=2,alpha=4,dora=true,where=**.query"))
+    assert cfg.decoder.layers.attention.query.adapter == DoRA.Config(rank=2, alpha=4)
+    assert ax.from_json(ax.to_json(cfg)) == cfg
+
+
+def test_the_package_imports_neither_jax_nor_flax_before_a_name_is_used():
+    code = "import axcore_lora, sys; dir(axcore_lora); print({'jax', 'flax'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "set()"
+
+
+def _paths(tree):
+    from axcore.testing.models import by_path
+
+    return set(by_path(tree))

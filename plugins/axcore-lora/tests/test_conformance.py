@@ -1,0 +1,19 @@
+"""axcore-lora keeps to what every feature must. A's gradient waits for B to leave zero."""
+
+from typing import Any, ClassVar
+
+from axcore.testing import FeatureSuite
+
+
+class TestLora(FeatureSuite):
+    feature = "lora"
+    options: ClassVar[dict[str, Any]] = {"rank": 2, "dropout": 0.1}
+    changes_outputs = False
+    asleep = ("adapter.a",)
+
+
+class TestDora(FeatureSuite):
+    feature = "lora"
+    options: ClassVar[dict[str, Any]] = {"rank": 2, "dora": True}
+    changes_outputs = False
+    asleep = ("adapter.a",)

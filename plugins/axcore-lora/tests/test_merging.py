@@ -1,0 +1,253 @@
+"""Adapters folded into weights and taken out again; adapters alone, and put back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.module import abstract
+from axcore.nn import FeedForward, Linear, Repeat, Sequence, TransformerLayer
+from axcore.testing.models import by_path, tiny_batch, tiny_model
+from axcore_lora import adapters, load, merge, unmerge
+
+KINDS = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+RANK, ALPHA = 2, 5.0
+
+
+def model(dora, where=Linear, base=None):
+    return ax.pipe(base or tiny_model(), ax.use("lora", rank=RANK, alpha=ALPHA, dora=dora, where=where))
+
+
+def trained(cfg, seed=0, size=0.3):
+    """Parameters as training may leave them: no adapter is fresh."""
+    rng = np.random.default_rng(seed)
+
+    def filled(path, leaf):
+        name = path[-1].key
+        spread = size if name in ("b", "magnitude") else max(leaf.shape[-2:-1], default=1) ** -0.5
+        return (rng.normal(size=leaf.shape) * spread + (name == "scale")).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(filled, abstract(cfg)[1])
+
+
+def logits(cfg, params):
+    fn, _, state = abstract(cfg)
+    return np.asarray(jax.jit(lambda params: fn(params, state, tiny_batch()["inputs"])[0][0])(params))
+
+
+def without_adapters(params):
+    return {
+        name: without_adapters(part) if isinstance(part, dict) else part
+        for name, part in params.items()
+        if name != "adapter"
+    }
+
+
+def copied(params):
+    return jax.tree.map(np.array, params)
+
+
+def assert_equal(found, expected, **tolerance):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for path, leaf in by_path(expected).items():
+        np.testing.assert_allclose(by_path(found)[path], leaf, err_msg=path, **tolerance)
+
+
+@KINDS
+def test_a_merged_model_computes_what_the_adapted_one_does(dora):
+    cfg = model(dora)
+    params = trained(cfg)
+    before, kept_params = logits(cfg, params), copied(params)
+    merged = merge(cfg, params)
+    assert merged.cfg == tiny_model()
+    assert jax.tree.map(jnp.shape, merged.params) == jax.tree.map(jnp.shape, abstract(merged.cfg)[1])
+    np.testing.assert_allclose(logits(*merged[:2]), before, rtol=1e-4, atol=1e-4)
+    without = load(params, jax.tree.map(np.zeros_like, adapters(params)))
+    assert np.abs(logits(cfg, without) - before).max() > 0.1  # the adapters matter
+    assert_equal(params, kept_params, rtol=0)  # nothing that was passed in has changed
+
+
+def merged_by_hand(params, scales=None):
+    """Every adapter folded by its formula, one matrix at a time, in float64. `scales`: of A's rank -> alpha / rank."""
+    if "adapter" not in params:
+        deeper = {name: part for name, part in params.items() if isinstance(part, dict)}
+        return {**params, **{name: merged_by_hand(part, scales) for name, part in deeper.items()}}
+    w, adapter = np.array(params["weight"], np.float64), params["adapter"]
+    s = (scales or {RANK: ALPHA / RANK})[adapter["a"].shape[-1]]
+    for index in np.ndindex(w.shape[:-2]):
+        a, b = (np.asarray(adapter[name][index], np.float64) for name in "ab")
+        length = np.linalg.norm(w[index], axis=0)
+        w[index] += s * a @ b
+        if "magnitude" in adapter:
+            w[index] *= length * (1 + adapter["magnitude"][index]) / np.linalg.norm(w[index], axis=0)
+    return {**{name: part for name, part in params.items() if name != "adapter"}, "weight": w}
+
+
+@KINDS
+def test_merged_weights_are_the_formula_in_float64(dora):
+    cfg = model(dora)
+    params = trained(cfg)
+    assert_equal(merge(cfg, params).params, merged_by_hand(params), rtol=1e-5, atol=1e-6)
+
+
+@KINDS
+def test_unmerge_gives_the_earlier_split_back(dora):
+    cfg = model(dora)
+    params = trained(cfg)
+    merged = merge(cfg, params)
+    back = unmerge(cfg, merged.params, merged.kept)
+    assert_equal(back, params, rtol=1e-5, atol=1e-5)
+    assert_equal(adapters(back), adapters(params), rtol=0)
+
+
+@KINDS
+def test_weights_of_bfloat16_are_rounded_once(dora):
+    cfg = model(dora, base=tiny_model().set(dtypes=ax.DTypes(param=jnp.bfloat16)))
+    params = trained(cfg)
+    wide = jax.tree.map(lambda leaf: leaf.astype(np.float32), params)
+    merged = merge(cfg, params)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(merged.params))
+    exact = merge(cfg, wide).params
+    assert_equal(merged.params, jax.tree.map(lambda leaf: np.asarray(leaf, jnp.bfloat16), exact), rtol=2**-7, atol=1e-6)
+    assert_equal(unmerge(cfg, merged.params, merged.kept), params, rtol=0, atol=2**-6)
+
+
+@KINDS
+def test_one_merge_of_a_part_leaves_the_rest(dora):
+    cfg = model(dora, where="**.query")
+    params = trained(cfg)
+    merged = merge(cfg, params)
+    moved = {path for path, leaf in by_path(merged.params).items() if leaf is not by_path(params)[path]}
+    assert moved == {"decoder.layers.attention.query.weight"}
+    assert_equal(merged.params, merged_by_hand(params), rtol=1e-5, atol=1e-6)
+
+
+@KINDS
+def test_groups_of_layers_and_other_options_in_each(dora):
+    layer = tiny_model().decoder.layers
+    base = tiny_model().set(decoder=Repeat.Config(num_layers=2, layers=Sequence.Config(layers=(layer, layer))))
+    cfg = model(dora, base=base)
+    cfg = ax.pipe(cfg, ax.use("lora", rank=4, alpha=1.0, where="decoder.layers.layers.1.**"))
+    params = trained(cfg)
+    merged = merge(cfg, params)
+    assert merged.cfg == base
+    assert_equal(merged.params, merged_by_hand(params, {RANK: ALPHA / RANK, 4: 0.25}), rtol=1e-5, atol=1e-6)
+    assert_equal(unmerge(cfg, merged.params, merged.kept), params, rtol=1e-4, atol=1e-4)
+
+
+class Experts(ax.Layer):
+    """Feed-forward experts in one stack: as a mixture of experts may hold them."""
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        bank: FeedForward.Config = FeedForward.Config(hidden_dim=12)  # not by the name of the attribute
+
+    def __init__(self, cfg, *, rngs):
+        build = lambda rngs: self.build_child(cfg.bank, rngs, input_dim=cfg.input_dim)  # noqa: E731
+        self.experts = ax.stack(build, rngs.at("experts"), 3)
+
+    def __call__(self, x):
+        return ax.scan(self.experts, x, count=3)
+
+
+@KINDS
+def test_experts_that_are_stacked_inside_stacked_layers(dora):
+    base = tiny_model()
+    base = ax.select(base, TransformerLayer).set(ffn=Experts.Config())
+    cfg = model(dora, where="**.ffn.bank.**", base=base)
+    params = trained(cfg)
+    assert params["decoder"]["layers"]["ffn"]["experts"]["gate"]["adapter"]["a"].shape == (2, 3, 16, RANK)
+    merged = merge(cfg, params)
+    assert merged.cfg == base
+    assert_equal(merged.params, merged_by_hand(params), rtol=1e-5, atol=1e-6)
+    assert_equal(unmerge(cfg, merged.params, merged.kept), params, rtol=1e-4, atol=1e-4)
+
+
+@KINDS
+def test_merging_can_be_jitted(dora):
+    cfg = model(dora)
+    params = trained(cfg)
+    assert_equal(jax.jit(lambda params: merge(cfg, params).params)(params), merge(cfg, params).params, atol=1e-5)
+
+
+@KINDS
+def test_adapters_alone_and_put_on_another_base(dora):
+    cfg = model(dora)
+    params = trained(cfg)
+    shipped = adapters(params)
+    names = {"a", "b"} | ({"magnitude"} if dora else set())
+    assert {path.rpartition(".")[2] for path in by_path(shipped)} == names
+    assert set(by_path(shipped)) == {path for path in by_path(params) if ".adapter." in path}
+
+    fresh = trained(cfg, seed=3)
+    there = load(fresh, shipped)
+    assert jax.tree.structure(there) == jax.tree.structure(params)
+    for path, leaf in by_path(there).items():
+        assert leaf is by_path(shipped if ".adapter." in path else fresh)[path]
+
+    base = without_adapters(fresh)
+    assert jax.tree.structure(base) == jax.tree.structure(abstract(tiny_model())[1])
+    assert_equal(load(base, shipped), there, rtol=0)
+    assert adapters(base) == {}
+    assert set(by_path(adapters(abstract(cfg)[1]))) == set(by_path(shipped))  # of shapes too
+
+
+def test_what_merge_kept_can_be_loaded():
+    cfg = model(True)
+    params = trained(cfg)
+    merged = merge(cfg, params)
+    assert_equal(load(params, merged.kept), params, rtol=0)
+
+
+def test_a_trainers_config_loses_the_rates_that_froze_it():
+    from axcore.train import Learner, Trainer
+    from axcore.train.input import TextFiles, TextInput
+
+    source = TextInput.Config(source=TextFiles.Config(folder="texts"), seq_len=8, batch_size=2)
+    base = Trainer.Config(
+        model=tiny_model(), input=source, learner=Learner.Config(rates={"embedding.**": 0.0}), steps=1
+    )
+    cfg = model(False, base=base)
+    params = trained(cfg.model)
+    merged = merge(cfg, params)
+    assert merged.cfg == base
+    assert jax.tree.structure(merged.params) == jax.tree.structure(base.build().program().state.params)
+    assert_equal(unmerge(cfg, merged.params, merged.kept), params, rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_belong_together_is_refused_by_path():
+    cfg = model(True, where="**.query")
+    params = trained(cfg)
+    merged = merge(cfg, params)
+    where = r"decoder\.layers\.attention\.query"
+    with pytest.raises(ax.ConfigError, match="has no LoRA or DoRA adapter"):
+        merge(merged.cfg, merged.params)
+    with pytest.raises(ax.AxcoreError, match=rf"{where}\.adapter has the arrays none, .*expects a \[2, 16, 2\]"):
+        merge(cfg, merged.params)
+    with pytest.raises(ax.AxcoreError, match=rf"{where}\.adapter has the arrays a \[2, 16, 2\].* a \[2, 16, 4\]"):
+        merge(ax.use("lora", rank=4, where="**.query", dora=True)(tiny_model()), params)
+    with pytest.raises(ax.AxcoreError, match=rf"have no {where}\.weight"):
+        merge(cfg, {"decoder": {}})
+    with pytest.raises(ax.AxcoreError, match=rf"{where}\.adapter: .* not merged"):
+        unmerge(cfg, params, merged.kept)
+    with pytest.raises(ax.AxcoreError, match=rf"{where}\.adapter has the arrays none"):
+        unmerge(cfg, merged.params, {})
+    with pytest.raises(ax.AxcoreError, match=rf"{where}\.adapter lacks 'length'"):
+        unmerge(cfg, merged.params, adapters(params))
+
+
+def test_adapters_of_another_model_are_refused_by_path():
+    params = trained(model(False, where="**.query"))
+    other = trained(model(False, where="**.query", base=tiny_model().set(dim=8)))
+    where = r"decoder\.layers\.attention\.query\.adapter"
+    with pytest.raises(ax.AxcoreError, match=rf"{where} has the arrays a \[2, 8, 2\].*expects a \[2, 16, 2\]"):
+        load(params, adapters(other))
+    deeper = trained(ax.use("lora", rank=4, where="**.query")(tiny_model()))
+    with pytest.raises(ax.AxcoreError, match=rf"{where} has the arrays a \[2, 16, 4\].*expects a \[2, 16, 2\]"):
+        load(params, adapters(deeper))
+    with pytest.raises(ax.AxcoreError, match=r"below encoder, and the model has nothing there"):
+        load(params, {"encoder": adapters(params)})
+    norm = {"norm": {"adapter": adapters(params)["decoder"]["layers"]["attention"]["query"]["adapter"]}}
+    with pytest.raises(ax.AxcoreError, match=r"norm\.adapter .* no weight beside it"):
+        load(params, norm)
