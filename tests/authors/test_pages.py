@@ -1,0 +1,44 @@
+"""Every page of docs/plugins works as it stands: its files, its commands, and the plugin's own tests."""
+
+import venv
+
+import pytest
+
+from axcore.cli.new_plugin import KINDS
+
+from .pages import DOCS, Command, File, Machine, steps
+
+PAGES = {page.stem: page for page in sorted(DOCS.glob("*.md")) if any(isinstance(each, File) for each in steps(page))}
+
+
+@pytest.fixture(scope="session")
+def pip(tmp_path_factory):
+    """A Python that has pip."""
+    folder = tmp_path_factory.mktemp("pip")
+    venv.create(folder, with_pip=True, symlinks=True)
+    return folder / "bin" / "python"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_reader_gets_what_the_page_shows(name, pip, tmp_path):
+    folder = tmp_path / name
+    folder.mkdir()
+    Machine(folder, pip).follow(PAGES[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_of_a_kind_writes_it_installs_it_tests_it_and_sees_it_loaded(kind):
+    found = steps(PAGES[kind])
+    files = [step.path for step in found if isinstance(step, File)]
+    commands = [step.line for step in found if isinstance(step, Command)]
+    first, install, test = commands[:3]
+    name = first.split()[2]
+    assert first == f"axcore new-plugin {name} --kind {kind}"
+    assert install == f"pip install -e './{name}[test]'"
+    assert test == f"pytest ./{name}"
+    (loaded,) = [step for step in found if isinstance(step, Command) and step.line == f"axcore plugins {name} --json"]
+    assert '"state": "loaded",' in [line.strip() for line in loaded.shown]
+    package = f"{name}/src/axcore_{name.replace('-', '_')}"
+    assert f"{package}/plugin.py" in files
+    assert any(path.startswith(f"{name}/tests/test_") for path in files)
+    assert len([path for path in files if path.startswith(package)]) == 2, "the manifest, and the module of its target"
