@@ -33,6 +33,19 @@ def test_every_placeholder_is_replaced(axcore, tmp_path, kind):
     assert left_in(tmp_path) == ["my-2nd-thing"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_readme_lists_what_to_replace(tmp_path, kind):
+    folder = new_plugin.new_plugin("my-thing", kind, tmp_path)
+    listed = (folder / "README.md").read_text().partition("## To make it yours")[2]
+    files = [name for name in re.findall(r"`([^`\s]+)`", listed) if "." in name]
+    written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert set(files) == written - {"README.md", "tests/conftest.py"}
+    module, *_ = files
+    examples = re.findall(r"`([A-Za-z_]+)`", listed)
+    assert examples
+    assert all(re.search(rf"(class|def) {name}\b", (folder / module).read_text()) for name in examples)
+
+
 def test_the_last_lines_are_the_next_commands(axcore, tmp_path):
     told = axcore("new-plugin", "my-gate", "--kind", "layer").out.splitlines()
     assert told[0] == "wrote ./my-gate; next:"

@@ -1,10 +1,15 @@
 """Every page of docs/plugins works as it stands: its files, its commands, and the plugin's own tests."""
 
+import re
 import venv
 
+import jax
 import pytest
 
+import axcore as ax
+from axcore import nn
 from axcore.cli.new_plugin import KINDS
+from axcore.config.node import default, field_names
 
 from .pages import DOCS, Command, File, Machine, steps
 
@@ -42,3 +47,21 @@ def test_the_page_of_a_kind_writes_it_installs_it_tests_it_and_sees_it_loaded(ki
     assert f"{package}/plugin.py" in files
     assert any(path.startswith(f"{name}/tests/test_") for path in files)
     assert len([path for path in files if path.startswith(package)]) == 2, "the manifest, and the module of its target"
+
+
+def test_the_list_of_the_core_s_layers_has_their_fields_and_defaults():
+    page = (DOCS / "building_blocks.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", page.partition("## The core's layers")[2], re.MULTILINE)
+    kernels_and_caches = nn.AttentionKernel, nn.KVCache
+    layers = [each for each in map(vars(nn).get, nn.__all__) if isinstance(each, type) and issubclass(each, ax.Layer)]
+    assert {name for name, _ in rows} == {
+        each.__name__ for each in layers if not issubclass(each, kernels_and_caches) and each is not nn.Stock
+    }
+    for name, listed in rows:
+        cls = getattr(nn, name).Config
+        fields = dict((field.partition("=")[::2]) for field in re.findall(r"`([^`]+)`", listed))
+        assert list(fields) == [field for field in field_names(cls) if field not in ("dtypes", "tags")]
+        for field, value in fields.items():
+            if value:
+                expected = eval(value, {**vars(nn), "jax": jax})  # the page's own text
+                assert default(cls, field) == expected, f"{name}.{field}"

@@ -190,6 +190,8 @@ def test_plugins_kept_out_are_noted_and_not_wrong(axcore, install, light, monkey
     done = axcore("doctor")
     assert done.code == 0, done
     assert "note   environment   AXCORE_DISABLE=broken" in done.out
+    assert "note   environment   AXCORE_PLUGINS= (set and empty: no plugin is loaded)" in done.out
+    assert "plugin 'recipes' (axcore-recipes" in axcore("recipes").out
     assert "note   plugin        broken (axcore-thrown-broken 1.0) is disabled: by AXCORE_DISABLE" in done.out
 
 

@@ -182,7 +182,7 @@ def test_golden_update_where_nothing_can_be_written_is_refused(axcore, tmp_path)
         (["--use", "rope:=3"], "--use takes FEATURE:KEY=VALUE,..."),
         (["--use", "rope:thet=3"], "Did you mean 'theta'?"),
         (["--use", "rope:theta=abc"], "'abc' is not float"),
-        (["--use", "rope:theta=(1"], "'(1' is not float"),
+        (["--use", "rope:theta=(1"], "the '(' in 'theta=(1' is not closed"),
         (["--use", "roep"], "Did you mean 'rope'?"),
         (["--use", ""], "feature ''"),
         (["--use", ":"], "feature ''"),

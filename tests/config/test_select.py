@@ -239,3 +239,18 @@ def test_pipe_names_the_modifier_that_forgot_to_return():
 
 def test_a_modifier_prints_its_name_and_options():
     assert str(Modifier("moe", lambda cfg: cfg, {"num_experts": 8, "mode": "x"})) == "moe(num_experts=8, mode='x')"
+
+
+def test_an_empty_slot_is_no_match_and_the_message_says_how_to_fill_it():
+    from axcore.testing import tiny_model
+
+    with pytest.raises(ConfigError, match=r"empty slot: select 'decoder\.layers\.attention' and set position="):
+        select(tiny_model(), "decoder.layers.attention.position")
+
+
+def test_an_edit_that_reads_a_field_of_another_class_is_a_config_error_with_the_path():
+    from axcore.nn import FeedForward
+    from axcore.testing import tiny_model
+
+    with pytest.raises(ConfigError, match=r"at decoder\.layers\.ffn: .* has no field 'position'"):
+        select(tiny_model(), FeedForward).map(lambda _, node: node.set(gate=node.position))

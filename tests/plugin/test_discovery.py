@@ -36,6 +36,20 @@ BROKEN = {
     "offer with wrong fields": (hook("return [Feature('x')]"), "target"),
     "good hook beside a bad one": (GOOD + hook("return []", name="axcore_recipes", arguments="wrong"), "wrong"),
     "good hook beside an unknown one": (GOOD + hook("return []", name="axcore_wings"), "axcore_wings"),
+    "hook of another plugin": ("from axcore.core_plugin import axcore_features", "imported from axcore.core_plugin"),
+    "misspelt hook, with the right one": (hook("return []", name="axcore_feature"), "Did you mean 'axcore_features'?"),
+    "bad argument names, with the right ones": (hook("return []", arguments="registry"), "may take: host"),
+    "hook that never ends": (hook("n = 0\n    while n := n + 1: yield Feature(f'x{n}', 'a:b', '')"), "does it end?"),
+    "interrupt at import": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "interrupt in a hook": (hook("raise KeyboardInterrupt"), "KeyboardInterrupt"),
+    "exception without a text": (
+        "class Bad(Exception):\n    def __str__(self): raise RuntimeError('no text')\nraise Bad\n",
+        "Bad",
+    ),
+    "api that is no number": ("axcore_api = '1'\n" + GOOD, "axcore_api must be a whole number, not '1'"),
+    "api that is a flag": ("axcore_api = True\n" + GOOD, "axcore_api must be a whole number, not True"),
+    "target without an attribute": (hook("return [Feature('x', 'a:', '')]"), "'a:' of 'x' is not 'module:attribute'"),
+    "endless repr": (hook("return ['x' * 10**6]"), "is none"),
     "generator that raises midway": (hook("yield Feature('x', 'a:b', ''); 1 / 0"), "ZeroDivisionError"),
 }
 
@@ -82,6 +96,7 @@ def test_a_broken_plugin_fails_alone_with_its_traceback_kept(site, body, told):
     assert states == {"aaa": State.LOADED, "broken": State.FAILED, "good": State.LOADED}
     broken = registry.plugins["broken"]
     assert told in broken.detail
+    assert len(broken.reason) < 500
     assert broken.offers == ()
     assert [offer.name for _, offer in registry.offers(Feature)] == ["first", "good"]
 
@@ -155,7 +170,7 @@ def test_a_feature_offered_twice_is_an_error_that_names_both_and_the_way_out(sit
     registry = site.registry()
     with pytest.raises(PluginError) as error:
         registry.find(Feature, "moe")
-    for part in ("feature 'moe'", "one (ax-one 1.0)", "two (ax-two 2.0)", "AXCORE_DISABLE=one"):
+    for part in ("feature 'moe'", "one (ax-one 1.0)", "two (ax-two 2.0)", "AXCORE_DISABLE=one or AXCORE_DISABLE=two"):
         assert part in str(error.value)
     assert registry.find(Feature, "other")[0].id == "two"
     assert site.registry({"AXCORE_DISABLE": "one"}).find(Feature, "moe")[0].id == "two"
@@ -187,7 +202,8 @@ def test_an_allow_list_keeps_all_others_out(site):
 
 def test_an_empty_allow_list_keeps_everything_out(site):
     site.install("good", GOOD)
-    assert site.registry({"AXCORE_PLUGINS": ""}).plugins["good"].state is State.DISABLED
+    plugin = site.registry({"AXCORE_PLUGINS": ""}).plugins["good"]
+    assert (plugin.state, plugin.reason) == (State.DISABLED, "by AXCORE_PLUGINS, which is set and empty")
 
 
 def test_disabling_wins_over_allowing(site):
@@ -209,7 +225,7 @@ def test_an_unknown_id_in_a_list_is_an_error_with_a_suggestion(site, variable):
         site.registry({variable: "goood"})
 
 
-@pytest.mark.parametrize("needs", [API_VERSION + 1, 0, "2"])
+@pytest.mark.parametrize("needs", [API_VERSION + 1, 0])
 def test_a_plugin_for_another_api_is_incompatible_and_says_which(site, needs):
     site.install("newer", f"axcore_api = {needs!r}\n{GOOD}")
     plugin = site.registry().plugins["newer"]
@@ -230,6 +246,33 @@ def test_a_plugin_that_cannot_run_here_is_unavailable_with_its_reason(site):
     assert (registry.plugins["tpu"].state, registry.plugins["tpu"].detail) == (State.UNAVAILABLE, "it needs a TPU")
     assert registry.why_missing("tpu") == "plugin 'tpu' (ax-tpu 0.1) is installed but unavailable: it needs a TPU"
     assert registry.plugins["good"].state is State.LOADED
+
+
+def test_a_plugin_that_is_unavailable_without_a_reason_says_so(site):
+    site.install("tpu", "raise Unavailable\n")
+    assert site.registry().plugins["tpu"].reason == "it does not say why"
+
+
+def test_an_incompatible_plugin_may_raise_what_has_no_text(site):
+    site.install("newer", BROKEN["exception without a text"][0] + f"axcore_api = {API_VERSION + 1}\n")
+    plugin = site.registry().plugins["newer"]
+    assert plugin.state is State.INCOMPATIBLE and "Bad: its text cannot be shown" in plugin.reason
+
+
+def test_an_id_that_is_no_word_is_refused(site):
+    site.install("my gate", GOOD, distribution="ax-gate")
+    plugin = site.registry().plugins["my gate"]
+    assert (plugin.state, plugin.reason) == (
+        State.FAILED,
+        "the id 'my gate' must be letters, digits, '.', '_' and '-'",
+    )
+
+
+@pytest.mark.parametrize("variable", ["AXCORE_DISABLE", "AXCORE_PLUGINS"])
+def test_a_distribution_in_a_list_is_an_error_that_names_the_id(site, variable):
+    site.install("good", GOOD)
+    with pytest.raises(PluginError, match=rf"{variable} names the distribution 'ax-good'; .* id of its plugin: good"):
+        site.registry({variable: "ax-good"})
 
 
 def test_the_order_of_entry_points_does_not_matter(site):

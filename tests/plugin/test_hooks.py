@@ -77,6 +77,14 @@ def test_an_argument_with_a_default_is_the_plugins_own(site):
     assert site.registry().plugins["good"].offers[0].summary == "3"
 
 
+@pytest.mark.parametrize("argument", ["host=None", "*, host", "host, /", "*, host=None, **more"])
+def test_the_host_is_given_however_it_is_taken(site, argument):
+    site.install("good", features(argument, summary="host.python"))
+    plugin = site.registry().plugins["good"]
+    assert plugin.state is State.LOADED, plugin.detail
+    assert plugin.offers[0].summary == sys.version.split()[0]
+
+
 # How specs change.
 
 

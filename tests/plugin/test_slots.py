@@ -54,6 +54,10 @@ class Ring(tests_of_slots.Cache):
         window: float | None = None
         shape: tuple[int, ...] = (1,)
 
+class Choosy(tests_of_slots.Cache):
+    class Config(tests_of_slots.Cache.Config):
+        where: str = "top"
+
 class Stranger(ax.config.Configurable):
     pass
 
@@ -198,6 +202,12 @@ def test_a_target_that_builds_nothing_is_a_plugin_error(plugin, target):
     plugin("ring", caches={"ring": target})
     with pytest.raises(PluginError, match=r"kv cache 'ring' of ax-ring 0\.1 must name a class with a Config"):
         use("ring")
+
+
+def test_a_field_that_an_option_of_use_would_hide_is_a_plugin_error(plugin):
+    plugin("choosy", caches={"choosy": "Choosy"})
+    with pytest.raises(PluginError, match=r"kv cache 'choosy' of ax-choosy 0\.1 has a field 'where'"):
+        use("choosy")
 
 
 def test_an_unknown_name_suggests_what_fills_slots_too(plugin):

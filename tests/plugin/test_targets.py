@@ -129,8 +129,13 @@ def test_no_rule_is_an_error_that_lists_those_there_are(rules):
     assert "gpu-h100-* (one), tpu-* (one)" in str(error.value)
 
 
-def test_without_any_rule_the_error_says_what_to_install(rules):
+def test_without_any_rule_the_error_says_why_or_what_to_install(rules):
     rules("empty")
+    with pytest.raises(PluginError, match=r"plugin 'recipes' .* is installed but disabled: by AXCORE_PLUGINS"):
+        target("cpu-8")
+
+
+def test_without_any_rule_the_error_says_what_to_install(alone):
     with pytest.raises(PluginError, match="pip install axcore-recipes"):
         target("cpu-8")
 

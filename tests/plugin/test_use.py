@@ -172,8 +172,13 @@ def test_an_unknown_recipe_suggests_and_lists(code):
         recipe("plain_recip")
 
 
-def test_without_any_recipe_the_error_says_what_to_install(code, monkeypatch):
+def test_without_any_recipe_the_error_says_why_or_what_to_install(code, monkeypatch):
     monkeypatch.setenv("AXCORE_PLUGINS", "")
+    with pytest.raises(PluginError, match=r"plugin 'recipes' .* disabled: by AXCORE_PLUGINS, which is set and empty"):
+        recipe("quickstart")
+
+
+def test_without_any_recipe_the_error_says_what_to_install(alone):
     with pytest.raises(PluginError, match=r"pip install axcore-recipes"):
         recipe("quickstart")
 

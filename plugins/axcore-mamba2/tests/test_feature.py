@@ -1,6 +1,7 @@
 """Where the feature puts Mamba-2, and a whole model that decodes with it."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,6 +9,7 @@ import axcore as ax
 from axcore.infer import Decoder
 from axcore.module import abstract, initializer
 from axcore.nn import Attention, CausalLM, ContiguousCache, FeedForward, Repeat, Sequence, TransformerLayer
+from axcore.testing import tiny_batch, tiny_model
 from axcore_mamba2.feature import use_mamba2
 from axcore_mamba2.mixer import Mamba2
 
@@ -72,3 +74,17 @@ def test_a_hybrid_decodes_as_it_computes_in_full():
         found.append(logits)
     wanted = jax.jit(lambda ids: ax.invoke(lm, ids)[0])(ids)
     np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_that_goes_back_to_an_earlier_token_gives_nan_and_one_that_begins_again_does_not():
+    cfg = ax.pipe(tiny_model(), ax.use("mamba2", state_dim=4, head_dim=4, chunk=4))
+    decoder, params, state = Decoder.of(
+        cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=8
+    )
+    ids, places = tiny_batch()["inputs"], jnp.arange(8, dtype=jnp.int32)[None]
+    expected, state = decoder(params, state, ids[:, :3], places[:, :3])
+    gone_back, _ = decoder(params, state, ids[:, 1:4], places[:, 1:4])
+    skipped, _ = decoder(params, state, ids[:, 4:], places[:, 4:])
+    again, _ = decoder(params, state, ids[:, :3], places[:, :3])
+    assert np.isnan(gone_back).all() and np.isnan(skipped).all()
+    np.testing.assert_allclose(again, expected, rtol=1e-5, atol=1e-6)

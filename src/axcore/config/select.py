@@ -42,7 +42,7 @@ class Selection[C: Config]:
                 return node
             try:
                 new = edit(path, node)
-            except ConfigError as error:
+            except (ConfigError, AttributeError) as error:  # a field that only another class has
                 raise ConfigError(f"at {path or 'the root'}: {error}") from error
             if new is not REMOVED and not isinstance(new, Config):
                 raise ConfigError(f"at {path or 'the root'}: the edit returned {new!r}, not a config")
@@ -148,6 +148,9 @@ def _shown(where: Where) -> str:
 
 def _nearest(root: Config, where: Where) -> str:
     if isinstance(where, str):
+        above, _, name = where.rpartition(".")
+        if any(matches(above, path) and getattr(node, name, ...) is None for path, node in walk(root)):
+            return f" It is an empty slot: select {above!r} and set {name}=..."
         return did_you_mean(where, (path for path, _ in walk(root) if path))
     names = sorted({type_name(type(node)).rpartition(".")[2] for _, node in walk(root)})
     return f" It holds: {', '.join(names)}."

@@ -10,7 +10,7 @@ from flax import nnx
 
 from axcore.config import ConfigError
 from axcore.module import Functional, Layer, Rngs, Tree, functional
-from axcore.nn import KVCache, for_decoding
+from axcore.nn import DecodingState, KVCache, for_decoding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,23 +48,26 @@ class Decoder:
         Raises:
             ConfigError: nothing in the model keeps anything between calls.
         """
-        assert isinstance(model, Layer)
-        _, params, state = functional(model)
+        if not isinstance(model, Layer):
+            raise ConfigError(f"a Decoder is made of a layer that a config built, not of {type(model).__name__}")
+        params = functional(model)[1]
+        held = nnx.to_pure_dict(nnx.split(model, nnx.Param, DecodingState, ...)[3])  # type: ignore[misc]
         cfg = for_decoding(model.config, batch_size=batch_size, max_len=max_len, cache=cache)
         built: list[Functional] = []
 
         def empty(key: jax.Array) -> Tree:  # the parameters that are made here are never computed
-            fn, _, state = functional(cfg.build(rngs=Rngs(key)))
+            module = cfg.build(rngs=Rngs(key))
+            if not any(isinstance(node, DecodingState) for _, node in nnx.iter_graph(module)):
+                raise ConfigError(
+                    f"nothing in {type(model).__name__} keeps what it computed for the next call: no config in it has "
+                    f"a method for_decoding, as Attention.Config has"
+                )
+            fn, _, state = functional(module)
             built.append(fn)
             return state
 
         fresh = jax.jit(empty)(jax.random.key(0))
-        if len(jax.tree.leaves(fresh)) == len(jax.tree.leaves(state)):
-            raise ConfigError(
-                f"nothing in {type(model).__name__} keeps what it computed for the next call: no config in it has a "
-                f"method for_decoding, as Attention.Config has"
-            )
-        return cls(built[0], batch_size, max_len), params, _merged(fresh, state)
+        return cls(built[0], batch_size, max_len), params, _merged(fresh, held)
 
     def __call__(
         self, params: Tree, state: Tree, ids: jax.Array, index: jax.Array, valid: jax.Array | None = None
@@ -79,6 +82,9 @@ class Decoder:
         Returns:
             float32 [batch, seq, vocab_size], and the new state.
         """
+        for name, array in (("ids", ids), ("index", index)):
+            if array.ndim != 2 or array.shape[1] == 0 or array.shape[1] != ids.shape[1]:
+                raise ConfigError(f"{name} must be [batch, seq] with at least one token, not of shape {array.shape}")
         (logits, _), state = self.fn(params, state, ids, index=index, valid=valid)
         return logits, state
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from axcore.config import REQUIRED, at_least
+from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs
 from axcore.nn.masks import Mask, visible
 from axcore.nn.tokens import TokenInfo
@@ -136,7 +136,12 @@ def refusal(kernel: AttentionKernel, request: KernelRequest) -> str | None:
     parameters = inspect.signature(type(kernel).__call__).parameters
     free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [name for name in request.options if name not in parameters and not free]
-    return f"it does not take {' and '.join(unknown)}" if unknown else kernel.supports(request)
+    if unknown:
+        return f"it does not take {' and '.join(unknown)}"
+    try:
+        return kernel.supports(request)
+    except Exception as error:
+        raise ConfigError(f"{type(kernel).__name__}.supports raised {type(error).__name__}: {error}") from error
 
 
 class ReferenceKernel(AttentionKernel):

@@ -62,7 +62,7 @@ class ContiguousCache(KVCache):
         head_dim: int = REQUIRED
         batch_size: int = REQUIRED
         max_len: int = REQUIRED
-        """Places in a row. What is attended beyond it is NaN: it could not be stored."""
+        """Places in a row. What is attended from beyond it is NaN: it could not be stored."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> KVCache.Config:
             return self.set(batch_size=batch_size, max_len=max_len)
@@ -81,7 +81,7 @@ class ContiguousCache(KVCache):
     def __call__(self, q: jax.Array, k: Any, v: Any, mask: Mask, tokens: TokenInfo, attend: Attend) -> jax.Array:
         """See `KVCache`."""
         heads = super().__call__(q, k, v, mask, tokens, attend)
-        fits = tokens.index < self.config.max_len
+        fits = (tokens.index >= 0) & (tokens.index < self.config.max_len)
         return jnp.where(fits[:, :, None, None], heads, jnp.nan)
 
     def update(self, k: jax.Array, v: jax.Array, tokens: TokenInfo) -> tuple[jax.Array, jax.Array, TokenInfo]:
@@ -90,7 +90,8 @@ class ContiguousCache(KVCache):
             raise ConfigError(
                 f"the cache was made for batch_size={cfg.batch_size}; it was called with {k.shape[0]} rows"
             )
-        place = jnp.broadcast_to(tokens.index, k.shape[:2])
+        # A negative place would count from the end; beyond the end it is dropped.
+        place = jnp.broadcast_to(jnp.where(tokens.index < 0, cfg.max_len, tokens.index), k.shape[:2])
         rows = jnp.arange(cfg.batch_size)[:, None]
         exists = True if tokens.valid is None else tokens.valid
         news = {"keys": k, "values": v, "positions": tokens.positions, "written": exists}

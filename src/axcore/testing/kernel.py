@@ -44,6 +44,8 @@ class Case:
     segments: bool = False
     written: int | None = None
     """Keys that exist, where not all of `key_len` do."""
+    behind: int = 0
+    """Places by which the second row is behind the first."""
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -84,10 +86,13 @@ CASES = {
     ),
     "scale": Case(("scale",), scale=0.3),
     "softcap": Case(("softcap",), softcap=2.0),
+    "scale and softcap": Case(("scale", "softcap"), scale=0.3, softcap=2.0),
     "sinks": Case(("sinks",), sinks=True, kv_heads=2),
     "sinks and softcap": Case(("sinks", "softcap"), sinks=True, softcap=3.0),
     "next token": Case(("decoding",), query_len=1, key_len=12, start=8, written=9),
     "part of a prompt": Case(("decoding",), query_len=3, key_len=12, start=4, written=7, kv_heads=2),
+    "rows at different places": Case(("decoding",), query_len=2, key_len=12, start=7, written=9, behind=4),
+    "sinks while decoding": Case(("decoding", "sinks"), query_len=1, key_len=12, start=8, written=9, sinks=True),
     "part of a prompt in a window": Case(
         ("decoding", "windows"),
         mask=Causal() & SlidingWindow(size=4),
@@ -279,15 +284,25 @@ def _segments(case: Case) -> Array:
     return np.cumsum(starts, axis=1)
 
 
+def _places(case: Case) -> Array:
+    """[batch, query_len]: the index of each query."""
+    return np.arange(case.query_len) + case.start - np.array([[0], [case.behind]])
+
+
+def _exists(case: Case) -> Array:
+    """[batch, key_len]: which keys were written."""
+    written = case.key_len if case.written is None else case.written
+    return np.arange(case.key_len) < written - np.array([[0], [case.behind]])
+
+
 def _allowed(case: Case) -> Array:
-    index = case.start + np.arange(case.query_len)
+    places = _places(case)
     segments = _segments(case) if case.segments else np.zeros((BATCH, case.key_len), int)
-    asking = segments[:, index]
+    asking = np.take_along_axis(segments, places, axis=1)
     allowed = case.allowed(
-        index[None, :, None], np.arange(case.key_len)[None, None], asking[:, :, None], segments[:, None]
+        places[:, :, None], np.arange(case.key_len)[None, None], asking[:, :, None], segments[:, None]
     )
-    exists = np.arange(case.key_len) < (case.key_len if case.written is None else case.written)
-    return np.broadcast_to(allowed & exists, (BATCH, case.query_len, case.key_len))
+    return np.broadcast_to(allowed & _exists(case)[:, None], (BATCH, case.query_len, case.key_len))
 
 
 @functools.cache
@@ -310,10 +325,10 @@ def _options(case: Case, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
 
 def _tokens(case: Case) -> tuple[TokenInfo, TokenInfo]:
     index = jnp.arange(case.key_len, dtype=jnp.int32)[None]
-    segments = jnp.asarray(_segments(case), jnp.int32) if case.segments else None
-    valid = None if case.written is None else index < case.written
-    key = TokenInfo(index, index, segments, valid)
-    asking = slice(case.start, case.start + case.query_len)
-    place = index[:, asking]
-    query = TokenInfo(place, place, None if segments is None else segments[:, asking])
-    return query, key
+    segments = _segments(case)
+    places = _places(case)
+    asking = jnp.asarray(np.take_along_axis(segments, places, axis=1), jnp.int32) if case.segments else None
+    place = jnp.asarray(places if case.behind else places[:1], jnp.int32)
+    written = None if case.written is None else jnp.asarray(_exists(case))
+    key = TokenInfo(index, index, jnp.asarray(segments, jnp.int32) if case.segments else None, written)
+    return TokenInfo(place, place, asking), key

@@ -34,9 +34,11 @@ class LayerSuite:
             return x * params["scale"]
     ```
 
+    A layer returns an array, or a tuple of arrays; its reference then returns such a tuple too.
+
     Attributes:
         tolerance: of outputs of order 1, by number type of the activations.
-        maps_to_itself: whether the output can be the first input again, as in a stack of such layers.
+        maps_to_itself: whether the output, one array, can be the first input again, as in a stack of such layers.
         training: what the layer sees as `self.training`.
     """
 
@@ -52,7 +54,7 @@ class LayerSuite:
         """Arguments of the call. Arrays of floats are cast to the number type that is checked."""
         raise NotImplementedError
 
-    def reference(self, *args: Any, **kwargs: Any) -> Array:
+    def reference(self, *args: Any, **kwargs: Any) -> Array | tuple[Array, ...]:
         """`(params, *inputs) -> output`: what the layer computes, in NumPy float64; parameters by path."""
         raise NotImplementedError
 
@@ -60,21 +62,22 @@ class LayerSuite:
         for dtype, tolerance in self.tolerance.items():
             call, params, inputs = self._case(dtype)
             found = jax.jit(call)(params, *inputs)
-            expected = self.reference(_wide(params), *map(_float64, inputs))
-            assert found.shape == expected.shape
-            np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=tolerance, atol=tolerance)
+            expected = self._expected(_wide(params), *map(_float64, inputs))
+            assert [each.shape for each in found] == [each.shape for each in expected]
+            for each, formula in zip(found, expected, strict=True):
+                np.testing.assert_allclose(np.asarray(each, np.float64), formula, rtol=tolerance, atol=tolerance)
 
     def test_gradients_are_those_of_the_formula(self) -> None:
         call, params, inputs = self._case("float32")
         random = np.random.default_rng(7)
-        weights = random.normal(size=self.reference(_wide(params), *map(_float64, inputs)).shape)
+        weights = [random.normal(size=each.shape) for each in self._expected(_wide(params), *map(_float64, inputs))]
         smooth = [i for i, each in enumerate(inputs) if jnp.issubdtype(each.dtype, jnp.floating)]
 
         def scalar(params: Any, *chosen: jax.Array) -> jax.Array:
             every = list(inputs)
             for index, value in zip(smooth, chosen, strict=True):
                 every[index] = value
-            return (call(params, *every) * weights).sum()
+            return _weighted(call(params, *every), weights)
 
         chosen = [inputs[index] for index in smooth]
         grads = jax.jit(jax.grad(scalar, argnums=tuple(range(1 + len(smooth)))))(params, *chosen)
@@ -89,7 +92,7 @@ class LayerSuite:
                 else:
                     index = int(name.removeprefix("input "))
                     every[index] = every[index] + step
-                return float((self.reference(wide, *every) * weights).sum())
+                return float(_weighted(self._expected(wide, *every), weights))
 
             slope, expected = (np.asarray(grad, np.float64) * direction).sum(), (moved(1) - moved(-1)) / 2e-5
             size = np.linalg.norm(np.asarray(grad, np.float64)) + 1e-2 * np.sqrt(grad.size)
@@ -98,10 +101,12 @@ class LayerSuite:
     def test_mapped_and_recomputed_it_is_the_same(self) -> None:
         call, params, inputs = self._case("float32")
         plain = jax.jit(call)(params, *inputs)
-        np.testing.assert_allclose(jax.jit(jax.checkpoint(call))(params, *inputs), plain, rtol=1e-5, atol=1e-5)
+        again = jax.jit(jax.checkpoint(call))(params, *inputs)
         several = jax.tree.map(lambda x: jnp.stack([x, x]), inputs)
         mapped = jax.jit(jax.vmap(functools.partial(call, params)))(*several)
-        np.testing.assert_allclose(mapped, jnp.stack([plain, plain]), rtol=1e-5, atol=1e-5)
+        for one, other, both in zip(plain, again, mapped, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(both, jnp.stack([one, one]), rtol=1e-5, atol=1e-5)
 
     def test_a_scanned_stack_is_a_loop(self) -> None:
         if not self.maps_to_itself:
@@ -137,7 +142,11 @@ class LayerSuite:
         assert from_json(to_json(cfg)) == cfg
         assert content_hash(from_json(to_json(cfg))) == content_hash(cfg)
 
+    def _expected(self, *args: Any) -> tuple[Array, ...]:
+        return _several(self.reference(*args))
+
     def _case(self, dtype: str) -> tuple[Any, Any, tuple[jax.Array, ...]]:
+        """The call `(params, *inputs) -> outputs`, one or several of them, with its arguments."""
         cfg = self.config().set(dtypes=ax.DTypes(compute=dtype))
         fn, params, state = functional(cfg.build(rngs=Rngs(0)))
         random = np.random.default_rng(0)
@@ -148,11 +157,20 @@ class LayerSuite:
             array = jnp.asarray(each)
             return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
-        def call(params: Any, *inputs: jax.Array) -> jax.Array:
+        def call(params: Any, *inputs: jax.Array) -> tuple[jax.Array, ...]:
             (output, _), _ = fn(params, state, *inputs, key=jax.random.key(3), training=self.training)
-            return output
+            return _several(output)
 
         return call, params, tuple(map(cast, self.inputs(random)))
+
+
+def _several(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def _weighted(outputs: tuple[Any, ...], weights: list[Any]) -> Any:
+    """One number that depends on every element of the outputs."""
+    return sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
 
 
 def _wide(params: Any) -> dict[str, Array]:

@@ -61,16 +61,21 @@ class OptimizerSuite(OfferSuite):
         assert losses[-1] < 0.9 * losses[0], losses
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
 
-    def test_a_stacked_parameter_is_updated_as_separate_ones(self) -> None:
+    def test_stacked_parameters_are_updated_as_separate_ones(self) -> None:
         optimizer = offered_config(self).build()
         random = np.random.default_rng(0)
-        params, grads = (jnp.asarray(random.normal(size=(3, 8, 6)), jnp.float32) for _ in range(2))
-        together = self._update(optimizer, {"weight": params}, {"weight": grads}, {"weight": ("layer", "embed", "mlp")})
+        axes: dict[str, Any] = {"weight": ("embed", "mlp"), "scale": ("embed",), "bias": (None,)}
+        shapes = {"weight": (8, 6), "scale": (8,), "bias": (5,)}
+
+        def stacked() -> dict[str, jax.Array]:
+            return {name: jnp.asarray(random.normal(size=(3, *shape)), jnp.float32) for name, shape in shapes.items()}
+
+        params, grads = stacked(), stacked()
+        together = self._update(optimizer, params, grads, {name: ("layer", *own) for name, own in axes.items()})
         for index in range(3):
-            own = {"weight": params[index]}, {"weight": grads[index]}, {"weight": ("embed", "mlp")}
-            np.testing.assert_allclose(
-                together["weight"][index], self._update(optimizer, *own)["weight"], rtol=1e-4, atol=1e-5
-            )
+            own, own_grads = ({name: array[index] for name, array in tree.items()} for tree in (params, grads))
+            for name, update in self._update(optimizer, own, own_grads, axes).items():
+                np.testing.assert_allclose(together[name][index], update, rtol=1e-4, atol=1e-5, err_msg=name)
 
     def test_state_of_parameters_has_their_form(self) -> None:
         """So that it is sharded as they are."""

@@ -10,6 +10,7 @@ import numpy as np
 
 import axcore as ax
 from axcore.config import Config, text
+from axcore.module import abstract
 from axcore.nn import Repeat
 from axcore.parallel import Mesh, Remat
 from axcore.plugin import Accelerator, MeshRule, Offer, use
@@ -88,6 +89,12 @@ class ParallelismSuite(OfferSuite):
         assert after.diff(before)
         assert after == self.modify(before)
         assert text(before) == kept
+
+    def test_it_changes_the_layout_and_not_the_training(self) -> None:
+        before, after = self.trainer(), self.modify(self.trainer())
+        for name in ("steps", "minutes", "seed", "learner", "input"):
+            assert getattr(after, name) == getattr(before, name), f"{name} has nothing to do with where arrays lie"
+        assert abstract(after.model)[1] == abstract(before.model)[1], "parameters have other shapes or paths"
 
     def test_the_loss_and_every_metric_equal_those_of_one_device(self) -> None:
         for case, found in self._compared().items():

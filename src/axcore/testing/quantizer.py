@@ -36,15 +36,16 @@ class QuantizerSuite(OfferSuite):
     def config(self) -> Any:
         return ax.pipe(tiny_model(), use(self.name, **self.options))
 
-    def _linear(self, dtype: str = "float32", **options: Any) -> Any:
-        cfg = Linear.Config(input_dim=SHAPE[0], output_dim=SHAPE[1], quantizer=offered_config(self), **options)
+    def _linear(self, dtype: str = "float32", widths: tuple[int, int] = SHAPE, **options: Any) -> Any:
+        cfg = Linear.Config(input_dim=widths[0], output_dim=widths[1], quantizer=offered_config(self), **options)
         return functional(cfg.set(dtypes=ax.DTypes(compute=dtype)).build(rngs=Rngs(0)))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("shape", [(5, SHAPE[0]), (2, 7, SHAPE[0]), (1, SHAPE[0])], ids=str)
-    def test_product_is_close(self, dtype: str, shape: tuple[int, ...]) -> None:
-        fn, params, state = self._linear(dtype)
-        x = jax.random.normal(jax.random.key(1), shape, dtype)
+    @pytest.mark.parametrize("leading", [(5,), (2, 7), (1,)], ids=str)
+    @pytest.mark.parametrize("widths", [SHAPE, (33, 40), (48, 17)], ids=str)
+    def test_product_is_close(self, dtype: str, widths: tuple[int, int], leading: tuple[int, ...]) -> None:
+        fn, params, state = self._linear(dtype, widths)
+        x = jax.random.normal(jax.random.key(1), (*leading, widths[0]), dtype)
         found = jax.jit(lambda params, x: fn(params, state, x)[0][0])(params, x)
         exact = np.asarray(x, np.float64) @ np.asarray(params["weight"], np.float64)
         assert found.dtype == jnp.dtype(dtype)

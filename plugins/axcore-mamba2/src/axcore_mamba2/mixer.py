@@ -101,11 +101,12 @@ class Mamba2(ax.Layer):
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=inner, num_groups=cfg.num_groups)
         wide = {"input_dim": inner, "output_dim": cfg.input_dim, "axes": ("heads", "embed")}
         self.out_proj = self.child("out_proj", cfg.out_proj, rngs, **wide)
-        self.state = self.segment = nnx.data(None)
+        self.state = self.segment = self.length = nnx.data(None)
         if cfg.batch_size is not None:
             shape = (cfg.batch_size, num_heads, cfg.head_dim, cfg.state_dim)
             self.state = DecodingState(jnp.zeros(shape, jnp.float32), axes=("batch", "heads", None, None))
             self.segment = DecodingState(jnp.zeros((cfg.batch_size,), jnp.int32), axes=("batch",))
+            self.length = DecodingState(jnp.zeros((cfg.batch_size,), jnp.int32), axes=("batch",))
 
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
@@ -130,7 +131,20 @@ class Mamba2(ax.Layer):
             self.state[...] = after
         heads = (heads + self.D[...].astype(jnp.float32)[:, None] * values).astype(values.dtype)
         heads = checkpoint_name(heads, "heads").reshape(batch, seq, -1)
-        return self.out_proj(self.norm(heads, self.z_proj(flat).reshape(batch, seq, -1)))
+        y = self.out_proj(self.norm(heads, self.z_proj(flat).reshape(batch, seq, -1)))
+        if self.length is None:
+            return y
+        return jnp.where(self._goes_on(self.length, tokens, (batch, seq))[:, None, None], y, jnp.nan)
+
+    @staticmethod
+    def _goes_on(kept: DecodingState, tokens: TokenInfo, shape: tuple[int, int]) -> jax.Array:
+        """bool [batch], whether a row begins, or goes on where it ended: a state cannot go back to an earlier token."""
+        index, length = jnp.broadcast_to(tokens.index, shape), kept[...]
+        exists = True if tokens.valid is None else tokens.valid
+        first = jnp.where(exists, index, jnp.iinfo(jnp.int32).max).min(axis=1)
+        last = jnp.where(exists, index, -1).max(axis=1)
+        kept[...] = jnp.where(last < 0, length, last + 1)
+        return (first == 0) | (first == length) | (last < 0)
 
     def _documents(self, batch: int, tokens: TokenInfo) -> Documents:
         if self.segment is None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 import axcore as ax
 from axcore.nn import Attention
+from axcore.plugin.slots import put
 
 
 class Rotary(ax.Layer):
@@ -54,10 +55,10 @@ class Rotary(ax.Layer):
 
 
 def use_rope(cfg: ax.Config, theta: float = 10_000.0, where: ax.Where = Attention) -> ax.Config:
-    """Puts RoPE into the position slot of every selected attention.
+    """Puts RoPE into the position slot of every selected attention; where a layer with such a slot stands, into that.
 
     Args:
         theta: the base of the rates; larger turns slower and reaches further.
         where: which attentions.
     """
-    return ax.select(cfg, where).set(position=Rotary.Config(theta=theta))
+    return ax.select(cfg, where).map(lambda _, attention: put(attention, "position", Rotary.Config(theta=theta)))

@@ -1,0 +1,96 @@
+"""Which plugin a module belongs to, and that the guard, `active` and mesh rules go by it."""
+
+import importlib
+
+import pytest
+
+from axcore.config import Config, ConfigError
+from axcore.plugin import active, registry, target, use
+
+CODE = """
+import axcore as ax
+
+class Part(ax.Config):
+    pass
+
+def attach(cfg):
+    return cfg.set(part=Part())
+
+def clear(cfg):
+    return cfg.set(part=None)
+
+def grow(cfg):
+    return cfg.set(size=2)
+"""
+OFFERS = """
+from axcore.plugin import Feature, MeshRule, hookimpl
+
+@hookimpl
+def axcore_features():
+    return [Feature("{id}", "{code}:attach", "")]
+
+@hookimpl
+def axcore_mesh_rules():
+    return [
+        MeshRule("clear", "{code}:clear", "", "gpu-{id}-*"),
+        MeshRule("grow", "{code}:grow", "", "tpu-{id}-*"),
+    ]
+"""
+
+
+class Node(Config):
+    part: Config | None = None
+    size: int = 1
+
+
+@pytest.fixture(params=["thrown_{id}", "thrown_acme.{id}"], ids=["top-level modules", "a shared namespace"])
+def install(alone, request):
+    """Installs a plugin whose module and whose code are two modules beside each other."""
+    (alone.folder / "thrown_acme").mkdir()
+
+    def put(id):
+        module = request.param.format(id=id) + "_plugin"
+        code = module.replace("_plugin", "_code")
+        alone.install(id, module=f"unused_{id}", entry=module)
+        (alone.folder / f"{module.replace('.', '/')}.py").write_text(OFFERS.format(id=id, code=code))
+        (alone.folder / f"{code.replace('.', '/')}.py").write_text(CODE)
+        importlib.invalidate_caches()
+        return code
+
+    return put
+
+
+def test_code_beside_the_module_belongs_to_the_plugin_that_offers_it(install):
+    for id in ("one", "two"):
+        code = install(id)
+        registry.cache_clear()
+        assert registry().owner(code).id == registry().owner(f"{code}.deep").id == id
+        assert registry().owner(code.replace("_code", "_plugin")).id == id
+    assert registry().owner("thrown_acme.common") is None
+    assert active(use("two")(Node())) == {"two": "ax-two 0.1"}
+    with pytest.raises(ConfigError, match=r"part was filled by one \(ax-one 0\.1\), and two \(ax-two 0\.1\) would"):
+        use("two")(use("one")(Node()))
+
+
+def test_a_mesh_rule_must_not_take_away_what_another_plugin_put_in(install):
+    for id in ("one", "two"):
+        install(id)
+    cfg = use("one")(Node())
+    with pytest.raises(ConfigError, match=r"target 'gpu-two-8', rule .*: part was filled by one"):
+        target("gpu-two-8")(cfg)
+    assert target("gpu-one-8")(cfg).part is None
+    assert target("tpu-two-8")(cfg) == cfg.set(size=2)
+
+
+def test_offering_what_another_plugin_or_the_core_has_does_not_make_it_ones_own(alone):
+    module = alone.feature("owner", target="thrown_ax_owner:hookimpl")
+    alone.feature("borrower", names=("b", "c"), target=f"{module}:hookimpl")
+    alone.feature("reuser", target="axcore.nn:use_kernels")
+    assert registry().owner(module).id == "owner"
+    assert registry().owner("axcore.nn.linear") is None
+
+
+def test_of_two_plugins_of_one_distribution_in_one_package_the_first_has_it(alone):
+    for id in ("one", "two"):
+        alone.install(id, distribution="ax-both", version=id, module=f"unused_{id}", entry=f"thrown_acme.{id}")
+    assert registry().owner("thrown_acme.common").id == "one"
