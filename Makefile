@@ -7,11 +7,11 @@ SOURCES = $(wildcard src/axcore plugins/*/src plugins_kernels/*/src recipes/src)
 # Compiled JAX programs outlive a run. Absolute, since a test may change its folder.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
 
-.PHONY: help setup quickstart test lint format types imports golden docs lock ci clean
+.PHONY: help setup quickstart test lint format types imports golden loc docs lock ci clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | quickstart | test [ARGS=...] | lint | format | types | imports | golden | docs | lock | ci | clean"
+	@echo "make setup | quickstart | test [ARGS=...] | lint | format | types | imports | golden | loc [BASE=REV] | docs | lock | ci | clean"
 
 setup:
 	@sh tools/setup.sh
@@ -37,6 +37,11 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports --no-logo
 	@! grep -rnE --include='*.py' --exclude-dir=templates '^[[:space:]]*(from|import)[[:space:]]+axcore_' src/axcore
+
+# A change that adds a feature may change no line in nn/ or in recipes. BASE is where the change begins.
+BASE ?= HEAD
+loc: setup
+	$(BIN)/axcore loc check --base $(BASE)
 
 golden: setup
 	$(BIN)/axcore golden check

@@ -53,6 +53,8 @@ def test_the_last_lines_are_the_next_commands(axcore, tmp_path):
         "pip install -e './my-gate[test]'",
         "pytest ./my-gate",
         "axcore plugins my-gate",
+        "",
+        "its README.md says what to replace",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from typing import Any
 from axcore import __version__
 from axcore.cli import aot, doctor, explain, golden, inspect, listing, new_plugin, train
 from axcore.config import AxcoreError
-from axcore.plugin import Command, registry, resolve
+from axcore.plugin import Command, Plugin, PluginError, registry, resolve
+from axcore.plugin.faults import blaming
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -20,6 +22,9 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end the program
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(arguments)
@@ -36,9 +41,9 @@ def _run(arguments: list[str]) -> int:
         name = arguments[0] if arguments else ""
         if name in commands.choices:
             _warn_of_claims(name)
-        else:
+        elif name != "--version":
             if name and (found := registry().find(Command, name)) is not None:
-                return int(resolve(*found)(arguments[1:]) or 0)
+                return _offered(*found, arguments[1:])
             for offered in {offer.name: offer for _, offer in registry().offers(Command)}.values():
                 if offered.name not in commands.choices:
                     commands.add_parser(offered.name, help=offered.summary.replace("%", "%%"), add_help=False)
@@ -50,6 +55,16 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("axcore: interrupted; what was saved can be resumed with --resume", file=sys.stderr)
         return INTERRUPTED
+
+
+def _offered(plugin: Plugin, command: Command, arguments: list[str]) -> int:
+    """Runs the command of a plugin."""
+    run = resolve(plugin, command)
+    with blaming(f"command {command.name!r} ({plugin})", SystemExit, BrokenPipeError):
+        code = run(arguments)
+        if code is not None and not isinstance(code, int):
+            raise PluginError(f"command {command.name!r} ({plugin}) returned {type(code).__name__}, not an exit code")
+        return int(code or 0)
 
 
 def _warn_of_claims(name: str) -> None:

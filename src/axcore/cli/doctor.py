@@ -86,7 +86,9 @@ def _jax_and_flax() -> Finding:
 def _controls() -> Iterator[Finding]:
     for variable in VARIABLES:
         if variable in os.environ:
-            yield Finding("environment", "note", f"{variable}={os.environ[variable]}")
+            empty = " (set and empty: no plugin is loaded)" if variable == "AXCORE_PLUGINS" else ""
+            value = os.environ[variable]
+            yield Finding("environment", "note", f"{variable}={value or empty}")
 
 
 def _plugin(plugin: Plugin) -> Iterator[Finding]:

@@ -62,7 +62,8 @@ def list_plugins(arguments: argparse.Namespace) -> None:
 
 def list_recipes(_: argparse.Namespace) -> None:
     rows = [(offer.name, offer.summary, plugin.distribution) for plugin, offer in registry().offers(Recipe)]
-    _table(("recipe", "summary", "from"), rows, "no installed plugin brings recipes; pip install axcore-recipes")
+    none = "" if rows else f"no plugin that is loaded brings recipes; {registry().advice('recipes')}"
+    _table(("recipe", "summary", "from"), rows, none)
 
 
 def _named(name: str, plugins: list[Plugin]) -> Plugin:

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"  pip install -e '{shown}[test]'")
     print(f"  pytest {shlex.quote(shown)}")
     print(f"  axcore plugins {arguments.name.removeprefix(PREFIX)}")
+    print("\nits README.md says what to replace")
 
 
 def new_plugin(name: str, kind: str, out: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from axcore.config import did_you_mean
@@ -30,11 +30,13 @@ class Controls:
     strict: bool = False
 
     @classmethod
-    def of(cls, environ: Mapping[str, str], known: Iterable[str]) -> Controls:
+    def of(cls, environ: Mapping[str, str], known: Mapping[str, Plugin]) -> Controls:
         """
         Raises:
             PluginError: a variable names a plugin that is not installed, has no such value, or names a bad file.
         """
+        if environ.get(ALLOWLIST) == "":
+            raise PluginError(f"{ALLOWLIST} is set and empty; set it to the file of an allowlist, or unset it")
         disabled, only = _ids(environ, "AXCORE_DISABLE", known), _ids(environ, "AXCORE_PLUGINS", known)
         if CORE in disabled:
             raise PluginError(f"AXCORE_DISABLE names {CORE!r}, which is axcore itself and cannot be disabled")
@@ -51,13 +53,16 @@ class Controls:
         if plugin.id in self.disabled:
             return "by AXCORE_DISABLE"
         if self.only is not None and plugin.id not in self.only:
-            return "by AXCORE_PLUGINS"
+            return "by AXCORE_PLUGINS" if self.only else "by AXCORE_PLUGINS, which is set and empty"
         refused = self.allowlist.why_refused(plugin) if self.allowlist else ""
         return refused and f"by {ALLOWLIST}: {refused}"
 
 
-def _ids(environ: Mapping[str, str], variable: str, known: Iterable[str]) -> frozenset[str]:
+def _ids(environ: Mapping[str, str], variable: str, known: Mapping[str, Plugin]) -> frozenset[str]:
     ids = {part.strip() for part in environ.get(variable, "").split(",") if part.strip()}
     for unknown in sorted(ids - set(known)):
+        of = [plugin.id for plugin in known.values() if plugin.distribution == unknown]
+        if of:
+            raise PluginError(f"{variable} names the distribution {unknown!r}; write the id of its plugin: {of[0]}")
         raise PluginError(f"{variable} names {unknown!r}, which is not installed.{did_you_mean(unknown, known)}")
     return frozenset(ids)

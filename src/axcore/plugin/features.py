@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from axcore.config import Config, ConfigError, Modifier, did_you_mean, parse
+from axcore.plugin.faults import blaming, described
 from axcore.plugin.hooks import OFFERS
 from axcore.plugin.offers import Feature, Offer
 from axcore.plugin.recipes import current_recipe
 from axcore.plugin.registry import registry, resolve
 from axcore.plugin.slots import filler, guard
-from axcore.plugin.states import CORE, Plugin, PluginError
+from axcore.plugin.states import Plugin, PluginError, ways_out
 
 ATTACHABLE = tuple(kind for kind in OFFERS.values() if kind is Feature or kind.slot)
 """The kinds of offers that `use` attaches."""
 
 
-def use(name: str, **options: Any) -> Modifier:
+def use(name: str, /, **options: Any) -> Modifier:
     """The modifier that attaches what a plugin offers: `axcore.use("rope", theta=500_000.0)`.
 
     A feature attaches itself as its function says. An attention kernel, KV cache, quantizer, optimizer, input source
@@ -28,6 +29,7 @@ def use(name: str, **options: Any) -> Modifier:
 
     Raises:
         PluginError: no plugin offers it (the message names the one to install), several do, or it cannot be loaded.
+            When the modifier is applied also: its function raised something else than a ConfigError.
         ConfigError: an option that it does not have. When the modifier is applied also: nothing to attach to, a value
             that does not fit, or a slot that another plugin has filled.
     """
@@ -35,13 +37,11 @@ def use(name: str, **options: Any) -> Modifier:
     check_options(plugin, offer, attach, options)
 
     def edit(cfg: Config) -> Config:
-        try:
+        with blaming(f"{offer.kind} {name!r} ({plugin})"):
             new = attach(cfg, **options)
             if isinstance(new, Config):
                 guard(plugin, cfg, new)
             return new
-        except ConfigError as error:
-            raise ConfigError(f"{offer.kind} {name!r} ({plugin}): {error}") from error
 
     return Modifier(f"use:{name} of {plugin}", edit, options)
 
@@ -51,16 +51,18 @@ def use_text(text: str) -> Modifier:
     fields of what fills the slot.
 
     Raises:
-        ConfigError: the text is not of that form, or a value does not fit.
+        ConfigError: the text is not of that form, an option stands there twice, or a value does not fit.
     """
     name, _, listed = text.partition(":")
-    _, _, attach = _find(name)
-    known = inspect.signature(attach, eval_str=True).parameters
+    plugin, offer, attach = _find(name)
+    known = _parameters(plugin, offer, attach, eval_str=bool(listed))
     options: dict[str, Any] = {}
     for assignment in split_outside_brackets(listed):
         key, equals, value = (part.strip() for part in assignment.partition("="))
         if not equals or not key:
             raise ConfigError(f"--use takes FEATURE:KEY=VALUE,..., not {text!r}")
+        if key in options:
+            raise ConfigError(f"--use {text!r} gives the option {key!r} twice")
         hint = known[key].annotation if key in known else Any
         try:
             options[key] = parse(value, Any if hint is inspect.Parameter.empty else hint)
@@ -77,29 +79,36 @@ def _find(name: str) -> tuple[Plugin, Offer, Callable[..., Any]]:
     plugin, offer = found[0]  # a feature comes first
     if len({plugin.id for plugin, _ in found}) > 1 or (len(found) > 1 and not isinstance(offer, Feature)):
         claims = " and ".join(f"{offer.kind} by {plugin.id} ({plugin})" for plugin, offer in found)
-        other = next((plugin.id for plugin, _ in found if plugin.id != CORE), CORE)
-        raise PluginError(
-            f"{name!r} is ambiguous: it is offered as {claims}; AXCORE_DISABLE={other}, or set the slot itself"
-        )
+        choice = ways_out(plugin for plugin, _ in found)
+        raise PluginError(f"{name!r} is ambiguous: it is offered as {claims}; {choice}, or set the slot itself")
     target = resolve(plugin, offer)
     return plugin, offer, filler(plugin, offer, target) if offer.slot else target
 
 
 def split_outside_brackets(text: str) -> list[str]:
-    """`a=1,b=(2,3)` -> `["a=1", "b=(2,3)"]`."""
-    pieces, depth = [""], 0
+    """`a=1,b=(2,3)` -> `["a=1", "b=(2,3)"]`.
+
+    Raises:
+        ConfigError: a bracket is not closed, or was not opened.
+    """
+    pieces, open_brackets = [""], []
     for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
+        if character in "([{":
+            open_brackets.append(character)
+        elif character in ")]}" and (open_brackets or [""]).pop() + character not in ("()", "[]", "{}"):
+            raise ConfigError(f"--use: the {character!r} in {text!r} closes no bracket")
+        if character == "," and not open_brackets:
             pieces.append("")
         else:
             pieces[-1] += character
+    if open_brackets:
+        raise ConfigError(f"--use: the {open_brackets[-1]!r} in {text!r} is not closed")
     return [piece for piece in pieces if piece.strip()]
 
 
 def check_options(plugin: Plugin, offer: Offer, fn: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuses options that `fn(cfg, **options)` does not take, before anything is built."""
-    parameters = list(inspect.signature(fn).parameters.values())[1:]
+    parameters = list(_parameters(plugin, offer, fn).values())[1:]
     free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     parameters = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     known = [parameter.name for parameter in parameters]
@@ -110,6 +119,17 @@ def check_options(plugin: Plugin, offer: Offer, fn: Callable[..., Any], options:
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in options:
             raise ConfigError(f"{offer.name} needs the option {parameter.name!r} {where}")
+
+
+def _parameters(
+    plugin: Plugin, offer: Offer, fn: Callable[..., Any], *, eval_str: bool = False
+) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(fn, eval_str=eval_str).parameters
+    except Exception as error:  # of evaluating annotations: anything
+        raise PluginError(
+            f"{offer.kind} {offer.name!r} ({plugin}): its options cannot be read from its signature: {described(error)}"
+        ) from error
 
 
 def _missing(feature: str) -> PluginError:

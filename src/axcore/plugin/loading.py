@@ -7,12 +7,16 @@ is rolled back and remembered with its traceback.
 from __future__ import annotations
 
 import ast
+import contextlib
+import dis
+import inspect
 import pathlib
 import re
+import reprlib
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -20,12 +24,19 @@ from typing import Any
 import pluggy
 
 from axcore.config import did_you_mean
+from axcore.plugin.faults import described, text_of
 from axcore.plugin.hooks import API_VERSION, OFFERS, PROJECT, SUPPORTED_APIS
 from axcore.plugin.offers import Offer
 from axcore.plugin.states import Plugin, State, Unavailable
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-"""What an offer may be called."""
+"""What a plugin and an offer may be called."""
+TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""`module:attribute`."""
+MOST_OFFERS = 10_000
+"""How many things one hook may offer, as it might go on for ever."""
+
+type Hook = Callable[..., Any]
 
 
 class Manager(pluggy.PluginManager):
@@ -49,31 +60,52 @@ def load(plugin: Plugin, manager: Manager, arguments: Mapping[str, Any]) -> None
         arguments: the values for the arguments of hooks, by name.
     """
     try:
-        module = _module(plugin)
-        plugin.api = getattr(module, "axcore_api", None)
-        if plugin.api is not None and plugin.api not in SUPPORTED_APIS:
-            plugin.state, plugin.detail = State.INCOMPATIBLE, _other_api(plugin)
-            return
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            manager.register(module, name=plugin.id)
-            manager.check_pending()
-        plugin.warnings = tuple(dict.fromkeys(str(each.message) for each in caught))
-        plugin.offers = tuple(_offers(module, manager, arguments))
-        plugin.state = State.LOADED
+        # What a plugin prints must not get into what the program prints, as in `axcore plugins --json`.
+        with contextlib.redirect_stdout(sys.stderr):
+            _load(plugin, manager, arguments)
     except Unavailable as reason:
-        plugin.state, plugin.detail = State.UNAVAILABLE, str(reason)
-    except KeyboardInterrupt:
-        raise
+        plugin.state, plugin.detail = State.UNAVAILABLE, text_of(reason) or "it does not say why"
     except BaseException as error:  # also SystemExit: a plugin must not end the program that looks at it
+        if isinstance(error, KeyboardInterrupt) and not _raised_it(plugin, error):
+            raise
         plugin.state, plugin.detail = State.FAILED, traceback.format_exc()
         plugin.api = stated_api(plugin.module) if plugin.api is None else plugin.api
         if plugin.api is not None and plugin.api not in SUPPORTED_APIS:
             # What it misses is what it was written for.
-            plugin.state, plugin.detail = State.INCOMPATIBLE, f"{_other_api(plugin)} ({type(error).__name__}: {error})"
+            plugin.state, plugin.detail = State.INCOMPATIBLE, f"{_other_api(plugin)} ({described(error)})"
     finally:
         if plugin.state is not State.LOADED and manager.has_plugin(plugin.id):
             manager.unregister(name=plugin.id)
+
+
+def _load(plugin: Plugin, manager: Manager, arguments: Mapping[str, Any]) -> None:
+    module = _module(plugin)
+    api = getattr(module, "axcore_api", None)
+    if api is not None and type(api) is not int:
+        raise TypeError(f"axcore_api must be a whole number, not {reprlib.repr(api)}")
+    plugin.api = api
+    if api is not None and api not in SUPPORTED_APIS:
+        plugin.state, plugin.detail = State.INCOMPATIBLE, _other_api(plugin)
+        return
+    hooks = list(_hooks(module, manager))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        manager.register(module, name=plugin.id)
+    plugin.warnings = tuple(dict.fromkeys(str(each.message) for each in caught))
+    plugin.offers = tuple(_offers(hooks, arguments))
+    plugin.state = State.LOADED
+
+
+def _raised_it(plugin: Plugin, interrupt: KeyboardInterrupt) -> bool:
+    """Whether a `raise` in the plugin's code is where it comes from, and not somebody at the keyboard."""
+    at = interrupt.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None:
+        return False
+    frame = at.tb_frame
+    raised = dis.opname[frame.f_code.co_code[at.tb_lasti]] == "RAISE_VARARGS"
+    return raised and f"{frame.f_globals.get('__name__')}.".startswith(f"{plugin.package}.")
 
 
 def _module(plugin: Plugin) -> ModuleType:
@@ -90,35 +122,63 @@ def _other_api(plugin: Plugin) -> str:
     return f"it needs plugin API {plugin.api}; this axcore has {API_VERSION}"
 
 
-def _offers(module: ModuleType, manager: Manager, arguments: Mapping[str, Any]) -> Iterator[Offer]:
-    """What the hooks of one plugin return, checked here so that nothing wrong gets past discovery."""
-    taken: set[tuple[type[Offer], str]] = set()
+def _hooks(module: ModuleType, manager: Manager) -> Iterator[tuple[Hook, str, Sequence[str]]]:
+    """The hooks that a module implements: each with the name of its spec, and the arguments there."""
     for name, value in vars(module).items():
         marks = manager.parse_hookimpl_opts(module, name)
         if marks is None:
             _refuse_unmarked(name, value)
             continue
-        caller = getattr(manager.hook, marks.get("specname") or name)
-        if not caller.has_spec():  # optional, of a newer axcore
-            continue
-        kind = OFFERS[caller.name]
-        names = next(impl.argnames for impl in reversed(caller.get_hookimpls()) if impl.function is value)
-        offers = value(*(arguments[name] for name in names))
+        if value.__module__ != module.__name__:
+            raise TypeError(f"{name} is imported from {value.__module__}; a plugin defines its hooks in its own module")
+        hook = marks["specname"] or name
+        caller = getattr(manager.hook, hook, None)
+        if caller is not None and caller.spec is not None:
+            _refuse_unknown_arguments(value, hook, caller.spec.argnames)
+            yield value, hook, caller.spec.argnames
+        elif not marks["optionalhook"]:  # an optional one is of a newer axcore
+            raise TypeError(f"unknown hook {hook!r}.{did_you_mean(hook, OFFERS)} Known: {', '.join(OFFERS)}")
+
+
+def _offers(hooks: Iterable[tuple[Hook, str, Sequence[str]]], arguments: Mapping[str, Any]) -> Iterator[Offer]:
+    """What the hooks of one plugin return, checked here so that nothing wrong gets past discovery."""
+    taken: set[tuple[type[Offer], str]] = set()
+    for function, hook, known in hooks:
+        kind = OFFERS[hook]
+        offers = _call(function, known, arguments)
         if not isinstance(offers, Iterable):
-            raise TypeError(f"{caller.name} must return a list of {kind.__name__}, not {offers!r}")
-        for offer in offers:
+            raise TypeError(f"{hook} must return a list of {kind.__name__}, not {reprlib.repr(offers)}")
+        for number, offer in enumerate(offers, 1):
+            if number > MOST_OFFERS:
+                raise ValueError(f"{hook} offers more than {MOST_OFFERS} things; does it end?")
             if type(offer) is not kind:
-                raise TypeError(f"{caller.name} must return a list of {kind.__name__}; {offer!r} is none")
+                raise TypeError(f"{hook} must return a list of {kind.__name__}; {reprlib.repr(offer)} is none")
             if not all(isinstance(field, str) for field in vars(offer).values()):
-                raise TypeError(f"{caller.name}: every field must be text; {offer!r}")
+                raise TypeError(f"{hook}: every field must be text; {reprlib.repr(vars(offer))}")
             if not NAME.fullmatch(offer.name):
-                raise ValueError(f"{caller.name}: the name {offer.name!r} must be letters, digits, '.', '_' and '-'")
-            if ":" not in offer.target:
-                raise ValueError(f"{caller.name}: target {offer.target!r} of {offer.name!r} is not 'module:attribute'")
+                raise ValueError(f"{hook}: the name {offer.name!r} must be letters, digits, '.', '_' and '-'")
+            if not TARGET.fullmatch(offer.target):
+                raise ValueError(f"{hook}: target {offer.target!r} of {offer.name!r} is not 'module:attribute'")
             if (kind, offer.name) in taken:
-                raise ValueError(f"{caller.name} offers {offer.name!r} twice")
+                raise ValueError(f"{hook} offers {offer.name!r} twice")
             taken.add((kind, offer.name))
             yield offer
+
+
+def _refuse_unknown_arguments(function: Hook, hook: str, known: Sequence[str]) -> None:
+    """Refuses what no caller will give; an argument with a default may be the plugin's own."""
+    for parameter in inspect.signature(function).parameters.values():
+        free = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.name not in known and parameter.default is parameter.empty and not free:
+            listed = ", ".join(known) or "none"
+            raise TypeError(f"{hook} has no argument {parameter.name!r}; it may take: {listed}")
+
+
+def _call(function: Hook, known: Sequence[str], given: Mapping[str, Any]) -> Any:
+    """Calls a hook with those arguments of its spec that it takes, be it with a default or without."""
+    signature = inspect.signature(function)
+    bound = inspect.BoundArguments(signature, {name: given[name] for name in signature.parameters if name in known})
+    return function(*bound.args, **bound.kwargs)
 
 
 def _refuse_unmarked(name: str, value: Any) -> None:
@@ -138,7 +198,8 @@ def stated_api(module: str) -> Any:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 if any(isinstance(target, ast.Name) and target.id == "axcore_api" for target in targets):
-                    return ast.literal_eval(node.value)
+                    value = ast.literal_eval(node.value)
+                    return value if type(value) is int else None
     except (OSError, ValueError, SyntaxError):
         pass
     return None

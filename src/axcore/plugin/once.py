@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from axcore.plugin.states import PluginError
 
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
 """How long a thread waits for another one that is making the value."""
 
 

@@ -7,7 +7,8 @@ import contextvars
 import inspect
 from collections.abc import Iterator
 
-from axcore.config import Config, ConfigError, acting, did_you_mean
+from axcore.config import Config, acting, did_you_mean
+from axcore.plugin.faults import blaming
 from axcore.plugin.offers import Recipe
 from axcore.plugin.registry import registry, resolve
 from axcore.plugin.states import PluginError
@@ -38,20 +39,18 @@ def recipe(name: str) -> Config:
     """
     found = registry().find(Recipe, name)
     if found is None:
-        names = [offer.name for _, offer in registry().offers(Recipe)]
-        listed = f"Known: {', '.join(names)}" if names else "No installed plugin brings any. pip install axcore-recipes"
+        names = list(dict.fromkeys(offer.name for _, offer in registry().offers(Recipe)))
+        none = f"No plugin that is loaded brings any; {registry().advice('recipes')}"
+        listed = f"Known: {', '.join(names)}" if names else none
         raise PluginError(f"there is no recipe {name!r}.{did_you_mean(name, names)} {listed}{registry().not_loaded()}")
     plugin, offer = found
     compose = resolve(plugin, offer)
     try:
         inspect.signature(compose).bind()
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise PluginError(f"recipe {name!r} ({plugin}) must need no arguments: {error}") from None
-    with composing(name):
-        try:
-            cfg = compose()
-        except ConfigError as error:
-            raise ConfigError(f"recipe {name!r}: {error}") from error
+    with composing(name), blaming(f"recipe {name!r} ({plugin})"):
+        cfg = compose()
     if not isinstance(cfg, Config):
         raise PluginError(f"recipe {name!r} ({plugin}) returned {type(cfg).__name__}, not a config")
     return cfg

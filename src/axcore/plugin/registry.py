@@ -6,20 +6,20 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from axcore.plugin.controls import Controls
+from axcore.plugin.entry_points import installed_points
+from axcore.plugin.faults import described
 from axcore.plugin.hooks import API_VERSION, FAMILIES
 from axcore.plugin.host import Host
-from axcore.plugin.loading import Manager, load
+from axcore.plugin.loading import NAME, Manager, load
 from axcore.plugin.offers import Offer
 from axcore.plugin.once import Once
-from axcore.plugin.states import CORE, CORE_MODULE, Plugin, PluginError, State
-
-GROUP = "axcore.plugins"
-CORE_POINT = importlib.metadata.EntryPoint(CORE, CORE_MODULE, GROUP)
-"""The core's own, for a copy of axcore that no installer has written entry points for."""
+from axcore.plugin.ownership import claims, owner
+from axcore.plugin.states import CORE, CORE_MODULE, Plugin, PluginError, State, ways_out
 
 
 class Registry:
@@ -30,6 +30,7 @@ class Registry:
         environ: holds AXCORE_DISABLE, AXCORE_PLUGINS, AXCORE_ALLOWLIST and AXCORE_STRICT, where they are set.
         families: the classes that hold the hook specs.
         arguments: values for arguments of hooks beside `host`, by name.
+        unreadable: plugins that have failed already.
 
     Raises:
         PluginError: a variable cannot be obeyed, or AXCORE_STRICT is set and something is wrong with a plugin.
@@ -42,12 +43,15 @@ class Registry:
         *,
         families: Iterable[type] = FAMILIES,
         arguments: Mapping[str, Any] | None = None,
+        unreadable: Iterable[Plugin] = (),
     ):
         self.plugins: dict[str, Plugin] = {}
         self._claims: dict[tuple[type[Offer], str], list[Plugin]] = {}
         self._owners: dict[str, Plugin | None] = {}
         for point in sorted(entry_points, key=lambda point: (point.name, point.value)):
             self._note(point)
+        for plugin in unreadable:
+            self.plugins.setdefault(plugin.id, plugin)
         self.controls = Controls.of(environ, self.plugins)
         manager = Manager(families)
         given = {"host": Host(API_VERSION), **(arguments or {})}
@@ -95,22 +99,26 @@ class Registry:
                 return f"plugin {plugin.id!r} ({plugin}) is installed but {plugin.state}: {plugin.reason}"
         return ""
 
+    def advice(self, id: str) -> str:
+        """How to get what one of axcore's own plugins brings."""
+        return self.why_missing(id) or f"pip install axcore-{id}"
+
     def not_loaded(self) -> str:
-        """`" Not loaded: ..."` with each plugin that might offer something and does not, and why; `""` without any."""
+        """A line about each plugin that might offer something and does not, each after a line break."""
         absent = [plugin for plugin in self.plugins.values() if plugin.state is not State.LOADED]
-        if not absent:
-            return ""
-        told = [f"{plugin.id} ({plugin}, {plugin.state}: {plugin.reason})" for plugin in absent[:5]]
-        more = f" and {len(absent) - 5} more, see axcore plugins" if len(absent) > 5 else ""
-        return f" Not loaded: {', '.join(told)}{more}"
+        told = [f"\n  not loaded: {plugin.id} ({plugin}, {plugin.state}: {plugin.reason})" for plugin in absent[:5]]
+        more = f"\n  and {len(absent) - 5} more, see axcore plugins" if len(absent) > 5 else ""
+        return "".join(told) + more
 
     def owner(self, module: str) -> Plugin | None:
-        """The plugin whose package holds a module; None for the core's own modules and for user code."""
+        """The plugin that a module belongs to; None for the core's own modules and for user code."""
         if module not in self._owners:
-            plugins = (plugin for plugin in self.plugins.values() if plugin.id != CORE)
-            inside = [plugin for plugin in plugins if f"{module}.".startswith(f"{plugin.package}.")]
-            self._owners[module] = max(inside, key=lambda plugin: len(plugin.package), default=None)
+            self._owners[module] = owner(module, self._claimed)
         return self._owners[module]
+
+    @functools.cached_property
+    def _claimed(self) -> dict[str, list[Plugin]]:
+        return claims(self.plugins.values())
 
     def _note(self, point: importlib.metadata.EntryPoint) -> None:
         new, known = Plugin(point), self.plugins.get(point.name)
@@ -120,6 +128,8 @@ class Registry:
             self.plugins[new.id] = new
         elif known is None:
             self.plugins[new.id] = new
+            if not NAME.fullmatch(new.id):
+                new.state, new.detail = State.FAILED, f"the id {new.id!r} must be letters, digits, '.', '_' and '-'"
         elif new.id != CORE and (known.module, known.distribution) != (new.module, new.distribution):
             # The same twice is an editable install that left its metadata in two places.
             known.state = State.FAILED
@@ -133,15 +143,12 @@ class Registry:
 
 def _conflict(kind: type[Offer], name: str, claims: list[Plugin]) -> str:
     names = " and ".join(f"{plugin.id} ({plugin})" for plugin in claims)
-    other = next(plugin.id for plugin in claims if plugin.id != CORE)
-    return f"the {kind.kind} {name!r} is offered by {names}; uninstall one, or AXCORE_DISABLE={other}"
+    return f"the {kind.kind} {name!r} is offered by {names}; uninstall one, or {ways_out(claims)}"
 
 
 def _discover() -> Registry:
-    points = [*importlib.metadata.entry_points(group=GROUP)]
-    if not any(point.name == CORE and point.value == CORE_MODULE for point in points):
-        points.append(CORE_POINT)
-    return Registry(points, os.environ)
+    points, unreadable = installed_points()
+    return Registry(points, os.environ, unreadable=unreadable)
 
 
 registry = Once(_discover)
@@ -158,10 +165,11 @@ def resolve(plugin: Plugin, offer: Offer) -> Any:
     try:
         found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
         if not callable(found):
-            raise TypeError(f"it is {found!r}, which cannot be called")
+            raise TypeError(f"it is {reprlib.repr(found)}, which cannot be called")
         return found
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginError(
-            f"the {offer.kind} {offer.name!r} of {plugin} could not be loaded from {offer.target!r}: "
-            f"{type(error).__name__}: {error}"
+            f"the {offer.kind} {offer.name!r} of {plugin} could not be loaded from {offer.target!r}: {described(error)}"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,13 +23,20 @@ def filler(plugin: Plugin, offer: Offer, cls: Any) -> Callable[..., Config]:
     a value; of a wrapper and what it wraps, the inner one. Its signature lists the fields of `cls.Config`.
 
     Raises:
-        PluginError: `cls` has no Config.
+        PluginError: `cls` has no Config, or its Config has a field `where`.
     """
     if not (isinstance(cls, type) and issubclass(cls, Configurable)) or not hasattr(cls, "Config"):
-        raise PluginError(f"the {offer.kind} {offer.name!r} of {plugin} must name a class with a Config, not {cls!r}")
+        raise PluginError(
+            f"the {offer.kind} {offer.name!r} of {plugin} must name a class with a Config, not {reprlib.repr(cls)}"
+        )
     slot, node_type = offer.slot, cls.Config
+    if "where" in field_names(node_type):
+        raise PluginError(
+            f"the {offer.kind} {offer.name!r} of {plugin} has a field 'where', which the option of `use` that selects "
+            "nodes would hide; name it differently"
+        )
 
-    def fill(cfg: Config, *, where: Where | None = None, **options: Any) -> Config:
+    def fill(cfg: Config, /, *, where: Where | None = None, **options: Any) -> Config:
         new = node_type(**options)
         nodes = walk(cfg) if where is None else select(cfg, where)
         has_slot = [(path, node) for path, node in nodes if has_field(node, slot)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib.metadata
+from collections.abc import Iterable
 from email.message import Message
 from typing import Any
 
@@ -105,3 +106,9 @@ class Plugin:
 
     def __repr__(self) -> str:
         return f"Plugin({self.id!r}, {self.state})"
+
+
+def ways_out(plugins: Iterable[Plugin]) -> str:
+    """What to set to keep one of these plugins out; the core cannot be kept out."""
+    ids = dict.fromkeys(plugin.id for plugin in plugins if plugin.id != CORE)
+    return " or ".join(f"AXCORE_DISABLE={id}" for id in ids)

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from axcore.config import Config, ConfigError, Modifier
+from axcore.plugin.faults import blaming
 from axcore.plugin.offers import MeshRule
 from axcore.plugin.registry import registry, resolve
-from axcore.plugin.states import Plugin, PluginError
+from axcore.plugin.slots import guard
+from axcore.plugin.states import Plugin, PluginError, ways_out
 
 _FORM = re.compile(
     r"(?:cpu|(?:gpu|tpu)-(?P<kind>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)|(?P<trn>trn[0-9]+))"
@@ -71,7 +73,8 @@ def target(accelerator: str) -> Modifier:
 
     Raises:
         ConfigError: the text names no accelerator (see `Accelerator`).
-        PluginError: no rule is for it, two are equally specific, or the rule cannot be loaded or called.
+            When the modifier is applied also: the rule refuses the config, or would remove what another plugin put in.
+        PluginError: no rule is for it, two are equally specific, or the rule cannot be loaded or called, or fails.
     """
     wanted = Accelerator.parse(accelerator)
     rules = mesh_rules(accelerator)
@@ -83,15 +86,16 @@ def target(accelerator: str) -> Modifier:
         listed = " and ".join(f"{other.pattern} of {owner.id} ({owner})" for owner, other in rivals)
         raise PluginError(
             f"the target {accelerator!r} matches two mesh rules that are equally specific: {listed}; uninstall one, or "
-            f"AXCORE_DISABLE={rivals[-1][0].id}"
+            f"{ways_out(owner for owner, _ in rivals)}"
         )
     lay_out = bound(plugin, rule, wanted)
 
     def edit(cfg: Config) -> Config:
-        try:
-            return lay_out(cfg)
-        except ConfigError as error:
-            raise ConfigError(f"target {accelerator!r}, rule {rule.pattern!r} ({plugin}): {error}") from error
+        with blaming(f"target {accelerator!r}, rule {rule.pattern!r} ({plugin})"):
+            new = lay_out(cfg)
+            if isinstance(new, Config):
+                guard(plugin, cfg, new)
+            return new
 
     return Modifier(f"target:{accelerator} of {plugin}", edit, {"rule": rule.pattern})
 
@@ -122,6 +126,7 @@ def bound(plugin: Plugin, rule: MeshRule, accelerator: Accelerator) -> Callable[
 
 
 def _missing(accelerator: str) -> PluginError:
-    known = [f"{rule.pattern} ({plugin.id})" for plugin, rule in registry().offers(MeshRule)]
-    listed = f"Known: {', '.join(known)}" if known else "No installed plugin brings any. pip install axcore-recipes"
+    known = dict.fromkeys(f"{rule.pattern} ({plugin.id})" for plugin, rule in registry().offers(MeshRule))
+    none = f"No plugin that is loaded brings any; {registry().advice('recipes')}"
+    listed = f"Known: {', '.join(known)}" if known else none
     return PluginError(f"no mesh rule is for the target {accelerator!r}. {listed}")

@@ -1,0 +1,1 @@
+"""LoC-complexity: the lines that a feature costs in existing modules."""

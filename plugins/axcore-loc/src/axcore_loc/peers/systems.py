@@ -1,0 +1,116 @@
+"""The systems that are compared: which releases, and which of their modules are models."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """One system.
+
+    Attributes:
+        releases: each a set of distributions with versions, `name==version`, that belong together; the last is the one
+            of the table. A release `name@version` has no published package: its sources must be given.
+        models: matches the path of a module of a model, and calls the model's name `model`.
+        code: matches the path of any module that counts.
+        note: what a reader must know of the choice.
+    """
+
+    name: str
+    releases: tuple[tuple[str, ...], ...]
+    models: re.Pattern[str]
+    code: re.Pattern[str]
+    note: str = ""
+
+
+NOT_MODELS = r"(?!common|base|features/|auto/|__init__|simple_layer|sharding/|flat_|layer_|parameter_|inference_)"
+"""Names beside models that are none: what models share, and what lists them."""
+
+
+def _systems(*rows: tuple[str, list[str], str, str, str]) -> tuple[System, ...]:
+    return tuple(
+        System(name, tuple(tuple(each.split()) for each in releases), re.compile(models), re.compile(code), note)
+        for name, releases, models, code, note in rows
+    )
+
+
+SYSTEMS = _systems(
+    (
+        "transformers",
+        [f"transformers=={version}" for version in ("4.24.0", "4.34.1", "4.44.2", "4.57.6", "5.24.0")],
+        rf"transformers/models/{NOT_MODELS}(?P<model>[^/]+)/(modeling|modular|configuration)_(?!tf_|flax_)\w+\.py$",
+        r"transformers/(?!models/)|transformers/models/(?!auto/)[^/]+/(modeling|modular|configuration)_(?!tf_|flax_)",
+        "A model is a folder. Its PyTorch modules and its configuration count, its converters and tokenizers do not. "
+        "Modules that say they are generated (from `modular_*.py`), and the registry of models, are left out.",
+    ),
+    (
+        "torchtitan",
+        ["torchtitan==0.1.0", "torchtitan==0.2.2", "torchtitan==0.3.0"],
+        rf"torchtitan/models/{NOT_MODELS}(?P<model>[^/]+)/.*\.py$",
+        r"torchtitan/(?!experiments/)",
+        "A model is a folder of `torchtitan/models`; experiments are left out.",
+    ),
+    (
+        "megatron-core",
+        ["megatron-core==0.3.0", "megatron-core==0.14.0", "megatron-core==0.16.1", "megatron-core==0.19.2"],
+        rf"megatron/core/models/{NOT_MODELS}(?P<model>[^/]+)/.*\.py$",
+        r"megatron/core/",
+        "A model is a folder of `megatron/core/models`: a family (gpt, bert, mamba ...), not a published model.",
+    ),
+    (
+        "deepspeed",
+        ["deepspeed==0.8.3", "deepspeed==0.12.6", "deepspeed==0.15.4", "deepspeed==0.19.8"],
+        rf"deepspeed/(inference/v2/model_implementations|module_inject/containers)/{NOT_MODELS}"
+        r"(?P<model>[^/]+?)(/.*)?\.py$",
+        r"deepspeed/",
+        "A model is a folder of `inference/v2/model_implementations` or a module of `module_inject/containers`.",
+    ),
+    (
+        "maxtext",
+        ["maxtext==0.1.0", "maxtext==0.2.0", "maxtext==0.2.5"],
+        rf"(maxtext|MaxText)/(models|layers)/{NOT_MODELS}(?P<model>deepseek|envy|gemma|gpt|llama|mistral|mixtral|olmo|"
+        r"qwen|kimi|weaver)\w*\.py$",
+        r"(maxtext|MaxText)/",
+        "A model is a family, by the name of its modules (`qwen3.py`, `qwen3_5.py` are one).",
+    ),
+    (
+        "praxis and paxml",
+        ["praxis==1.0.0 paxml==1.0.0", "praxis==1.4.0 paxml==1.4.0"],
+        rf"paxml/tasks/\w+/params/{NOT_MODELS}(?P<model>\w+)\.py$",
+        r"(praxis|paxml)/",
+        "A model is a module of experiments in paxml; layers are in praxis.",
+    ),
+    (
+        "flax examples",
+        ["flax-examples@18f8f311c275"],
+        rf"examples/{NOT_MODELS}(?P<model>[^/]+)/.*\.py$",
+        r"examples/",
+        "A model is an example. No package holds them: a source snapshot of google/flax, commit 18f8f311c275.",
+    ),
+    (
+        "axlearn",
+        ["axlearn==0.0.1.post20240213000026", "axlearn@34aed43c1b6e"],
+        rf"axlearn/experiments/\w+/\w+/{NOT_MODELS}(?P<model>\w+)\.py$",
+        r"axlearn/",
+        "A model is a module of experiments. The newest release on the index is of February 2024; the second is a "
+        "source snapshot of apple/axlearn, commit 34aed43c1b6e.",
+    ),
+    (
+        "axcore",
+        ["axcore@installed"],
+        rf"axcore_recipes/{NOT_MODELS}(?P<model>llama|quickstart)\.py$",
+        r"axcore(_recipes)?/",
+        "A model is a module of recipes. The core and the recipes, as installed; plugins are not existing modules.",
+    ),
+)
+
+INSTALLED = ("axcore", "axcore_recipes")
+"""Packages that are read where they are installed, for `axcore@installed`."""
+
+TESTS = re.compile(r"(^|/)(tests?|testdata|testing|unit_tests?)(/|$)|(^|/)(test_|conftest)|_test\.py$")
+"""Paths that are tests, and left out everywhere."""
+
+GENERATED = re.compile(r"automatically generated from|generated by the protocol buffer", re.IGNORECASE)
+"""Says, at the top of a module, that nobody edits it."""

@@ -1,0 +1,208 @@
+"""Proof, from what is built, that a variant has a feature and works.
+
+`by_shapes` builds a variant without computing anything, and looks at the modules and at the traced program: quick, for
+every variant. `by_numbers` compiles and runs a training step: slower, for some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.interpreters import partial_eval
+
+from axcore.config import Config, get
+from axcore.module import Functional, Tree, abstract, initializer
+from axcore_loc.places import Places
+
+BATCH, SEQ = 2, 12
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+NOISE = 0.05
+"""Spread of parameters that are no matrices, around one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A model as shapes, and the program of its loss.
+
+    Attributes:
+        modules: path -> class of every module.
+        program: the jaxpr of the training loss.
+    """
+
+    fn: Functional
+    params: Tree
+    state: Tree
+    modules: dict[str, type]
+    program: Any
+
+    @property
+    def names(self) -> list[str]:
+        return paths(self.params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What the shapes of a variant show.
+
+    Attributes:
+        new_parameters: paths of those that it has with the feature and not without.
+        faults: what speaks against the feature being there, in sentences; empty is the proof.
+    """
+
+    new_parameters: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """What a training step of a variant showed; `faults` as in `Shapes`.
+
+    Attributes:
+        loss, loss_without: nats; of the same parameters where both have them.
+    """
+
+    loss: float
+    loss_without: float
+    faults: tuple[str, ...]
+
+
+def build(cfg: Config) -> Built:
+    """Builds a model's shapes and traces its loss."""
+    fn, params, state = abstract(cfg, "model")
+    modules = {".".join(map(str, path)): type(module) for path, module in nnx.iter_modules(fn.bind(params, state))}
+    program = jax.make_jaxpr(lambda params, state: _objective(fn, params, state, _batch(cfg)))(params, state)
+    return Built(fn, params, state, modules, program)
+
+
+def by_shapes(without: Built, having: Built, found: Places, cfg: Config) -> Shapes:
+    """Holds what was built of `cfg`, a whole recipe, against its places."""
+    faults = []
+    inside = [path.removeprefix("model.") for path in found.brought if path.startswith("model.")]
+    for path in inside:
+        wanted = get(cfg, f"model.{path}").target
+        if isinstance(wanted, type) and issubclass(wanted, nnx.Module) and having.modules.get(path) is not wanted:
+            faults.append(f"{path} should be a {wanted.__name__} and is {having.modules.get(path)}")
+    if not found.brought and not found.anchors:
+        faults.append("nothing changed")
+    touches_model = inside or any(path.startswith("model") for path in found.anchors)
+    if touches_model and str(without.program) == str(having.program):
+        faults.append("the loss is computed as without it")
+    new = sorted(set(having.names) - set(without.names))
+    _, used = partial_eval.dce_jaxpr(having.program.jaxpr, [True] * len(having.program.jaxpr.outvars))
+    alive = dict(zip(having.names, used, strict=False))
+    faults += [f"the loss does not depend on {path}" for path in new if not alive[path]]
+    return Shapes(tuple(new), tuple(faults))
+
+
+def by_numbers(before: Any, after: Any, shapes: Shapes, changes_model: bool) -> Numbers:
+    """Runs a training step of a recipe with the feature, and one without it, on the same parameters.
+
+    Args:
+        before, after: whole recipes.
+        changes_model: whether the feature is in the model; else it must show in what a step does.
+    """
+    much = Until.GRADIENTS if changes_model else Until.UPDATE
+    ran, without = _step(after, much), _step(before, Until.LOSS if changes_model else much)
+    faults = []
+    if not np.isfinite(ran.loss):
+        faults.append(f"the loss is {ran.loss}")
+    faults += [
+        f"the gradient of {path} is not finite" for path, leaf in ran.grads.items() if not np.isfinite(leaf).all()
+    ]
+    faults += [f"no gradient reaches {path}" for path in shapes.new_parameters if not np.any(ran.grads[path])]
+    faults += [f"{path} is not finite after a step" for path, leaf in ran.moved.items() if not np.isfinite(leaf).all()]
+    if changes_model and ran.loss == without.loss:
+        faults.append("the loss is the same without it")
+    if not changes_model and all(np.array_equal(leaf, without.moved[path]) for path, leaf in ran.moved.items()):
+        faults.append("a step moves every parameter as without it")
+    return Numbers(ran.loss, without.loss, tuple(faults))
+
+
+def _broken(leaves: dict[str, np.ndarray]) -> list[str]:
+    return [path for path, leaf in leaves.items() if not np.isfinite(leaf).all()]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ran:
+    """A training step: the loss, and by path the gradients, and the parameters after."""
+
+    loss: float
+    grads: dict[str, np.ndarray]
+    moved: dict[str, np.ndarray]
+
+
+class Until(enum.Enum):
+    """How much of a training step is run; each more costs compile time."""
+
+    LOSS = enum.auto()
+    GRADIENTS = enum.auto()
+    UPDATE = enum.auto()
+
+
+def _step(recipe: Any, until: Until) -> _Ran:
+    """One training step of a recipe, or the beginning of it."""
+    fn, shapes, state = abstract(recipe.model, "model")
+    learner = recipe.learner.build(fn.axes)
+    params = jax.tree.map_with_path(_value, shapes, fn.axes)
+    if jax.tree.leaves(state):  # seldom; what layers keep is as they start it
+        _, state = jax.jit(initializer(recipe.model), compiler_options=QUICK_COMPILE)(jax.random.key(0))
+
+    def objective(params: Tree) -> jax.Array:
+        return _objective(fn, params, state, _batch(recipe.model))
+
+    def step(params: Tree) -> tuple[jax.Array, Tree, Tree]:
+        if until is Until.LOSS:
+            return objective(params), {}, {}
+        loss, grads = jax.value_and_grad(objective)(params)
+        if until is Until.GRADIENTS:
+            return loss, grads, {}
+        one, total = jnp.ones((), jnp.int32), jnp.full((), 10, jnp.int32)
+        moved, _, _ = learner.update(grads, learner.init(params), params, one, total)
+        return loss, grads, moved
+
+    loss, grads, moved = jax.device_get(jax.jit(step, compiler_options=QUICK_COMPILE)(params))
+    return _Ran(float(loss), _flat(grads), _flat(moved))
+
+
+def _objective(fn: Functional, params: Tree, state: Tree, batch: dict[str, jax.Array]) -> jax.Array:
+    """The loss that is trained, with all that layers add to it."""
+    (loss, collections), _ = fn(params, state, batch, key=jax.random.key(0), training=True, method="loss")
+    return loss + collections.total_loss()
+
+
+def _batch(model: Any) -> dict[str, jax.Array]:
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, (BATCH, SEQ + 1), dtype=np.int32)
+    weights = np.ones((BATCH, SEQ), np.float32)
+    return {"inputs": jnp.asarray(ids[:, :-1]), "targets": jnp.asarray(ids[:, 1:]), "weights": jnp.asarray(weights)}
+
+
+def _value(path: Any, shape: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> np.ndarray:
+    """A value that depends on the parameter's path alone, so that two models share what they both have.
+
+    Matrices keep the size of what they multiply; all else is near one. Nothing is zero: what starts at zero by its
+    initializer (a bias, the second half of LoRA) would hide what it feeds.
+    """
+    random = np.random.default_rng(zlib.crc32(_name(path).encode())).standard_normal(shape.shape)
+    inputs = [size for size, axis in zip(shape.shape, axes, strict=True) if axis != "layer"][:-1]
+    return np.asarray(random / math.sqrt(math.prod(inputs)) if inputs else 1 + NOISE * random).astype(shape.dtype)
+
+
+def paths(tree: Tree) -> list[str]:
+    """The dotted path of each leaf, in the order in which jax takes them."""
+    return [_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def _flat(tree: Tree) -> dict[str, np.ndarray]:
+    return {_name(path): np.asarray(leaf, np.float32) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,0 +1,7 @@
+"""Grouped-query attention: two heads share keys and values."""
+
+from axcore.nn import Attention
+
+
+def attention() -> Attention.Config:
+    return Attention.Config(num_heads=4, num_kv_heads=2)

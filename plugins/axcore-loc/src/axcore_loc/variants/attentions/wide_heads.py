@@ -1,0 +1,7 @@
+"""Heads that together are wider than the model."""
+
+from axcore.nn import Attention
+
+
+def attention() -> Attention.Config:
+    return Attention.Config(num_heads=4, num_kv_heads=2, head_dim=24)

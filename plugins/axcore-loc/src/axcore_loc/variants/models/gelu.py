@@ -1,0 +1,14 @@
+"""GELU in place of SiLU, and a narrow feed-forward block."""
+
+import jax
+
+from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
+from axcore.train import Trainer
+
+from ..training import pretraining
+
+
+def recipe(attention: Attention.Config) -> Trainer.Config:
+    layer = TransformerLayer.Config(attention=attention, ffn=FeedForward.Config(hidden_dim=8, activation=jax.nn.gelu))
+    decoder = Repeat.Config(num_layers=2, layers=layer)
+    return pretraining(CausalLM.Config(vocab_size=32, dim=32, decoder=decoder))
