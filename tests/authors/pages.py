@@ -45,8 +45,9 @@ def steps(page):
 class Machine:
     """A folder outside the repository, and an environment whose one link to that of the tests is a .pth file."""
 
-    def __init__(self, folder, pip):
-        self.folder, self.pip = folder, pip
+    def __init__(self, folder, pip, checks=""):
+        """`checks`: options for every pytest that a page runs."""
+        self.folder, self.pip, self.checks = folder, pip, checks
         self.python = folder.parent / f"{folder.name}-env" / "bin" / "python"
         venv.create(self.python.parents[1], symlinks=True)
         own = next(self.python.parents[1].glob("lib/python*/site-packages"))
@@ -87,7 +88,7 @@ class Machine:
         return self._python(self.pip, "-m", "pip", "--python", str(self.python), "install", *options, str(wheel))
 
     def _python(self, python, *arguments, cwd=None):
-        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": self.checks}
         done = subprocess.run(
             [str(python), *arguments], cwd=cwd or self.folder, env=env, text=True, capture_output=True, check=False
         )

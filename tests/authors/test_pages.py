@@ -13,6 +13,8 @@ from axcore.config.node import default, field_names
 
 from .pages import DOCS, Command, File, Machine, steps
 
+QUICK = "-k 'not gradients and not eight_devices'"
+"""What pytest leaves out of a plugin's own tests by day: half of their time. At night they run whole."""
 PAGES = {page.stem: page for page in sorted(DOCS.glob("*.md")) if any(isinstance(each, File) for each in steps(page))}
 
 
@@ -25,10 +27,11 @@ def pip(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_reader_gets_what_the_page_shows(name, pip, tmp_path):
+@pytest.mark.parametrize("checks", [QUICK, pytest.param("", marks=pytest.mark.slow)], ids=["quick", "whole"])
+def test_a_reader_gets_what_the_page_shows(name, checks, pip, tmp_path):
     folder = tmp_path / name
     folder.mkdir()
-    Machine(folder, pip).follow(PAGES[name])
+    Machine(folder, pip, checks).follow(PAGES[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,8 @@
 """The core's own KV cache against the suite that plugin caches must pass."""
 
+import numpy as np
+import pytest
+
 from axcore.testing import KVCacheSuite
 
 
@@ -7,12 +10,9 @@ class TestContiguous(KVCacheSuite):
     name = "contiguous"
 
 
-class TestContiguousUnderAWindow(KVCacheSuite):
-    """Nothing is forgotten here; the mask alone hides what is too old."""
-
-    name = "contiguous"
-    window = 3
-
-    def test_more_than_max_len_is_not_lost_without_a_word(self):
-        found = self._decoded((self.max_len, 1), self.max_len + 1)
-        assert (found[:, -1] != found[:, -1]).all()
+@pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 1, 5)], ids=str)
+def test_under_a_window_the_mask_alone_hides_what_is_too_old(sizes):
+    suite = type("Windowed", (TestContiguous,), {"window": 3})()
+    np.testing.assert_allclose(suite._decoded(sizes), suite._recomputed(), rtol=0, atol=suite.exact)
+    plain = TestContiguous()._recomputed()
+    assert np.abs(suite._recomputed() - plain)[:, 3:].max() > 1e-3

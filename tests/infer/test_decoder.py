@@ -7,6 +7,7 @@ from flax import nnx
 
 import axcore as ax
 from axcore.infer import Decoder
+from axcore.module import abstract
 from axcore.nn import Attention, ContiguousCache, Linear
 from axcore.testing import tiny_batch, tiny_model
 
@@ -52,3 +53,12 @@ def test_what_nothing_decodes_is_refused():
     layer = Linear.Config(input_dim=2, output_dim=2).build(rngs=ax.Rngs(0))
     with pytest.raises(ax.ConfigError, match="nothing in Linear keeps"):
         Decoder.of(layer, cache=ContiguousCache.Config(), batch_size=1, max_len=2)
+
+
+def test_a_cache_without_sizes_says_that_decoding_sets_them():
+    cfg = ax.pipe(tiny_model(), ax.use("contiguous"))
+    with pytest.raises(
+        ax.ConfigError, match=r"attention\.cache: batch_size and max_len of the KV cache: decoding sets"
+    ):
+        abstract(cfg)
+    assert decoder_of(cfg)

@@ -257,6 +257,18 @@ def test_each_run_in_one_process_counts_its_own_compilations(thrice):
     assert [run.summary["compilations"] for run in thrice[1]] == [1, 1, 1]
 
 
+def test_a_resume_with_other_plugins_than_the_checkpoint_was_written_with_says_so(tiny, tmp_path, capsys, monkeypatch):
+    cfg = tiny.set(steps=1, writers=())
+    ax.fit(cfg, out=tmp_path / "run")
+    capsys.readouterr()
+    ax.fit(cfg, out=tmp_path / "run", resume=True)
+    assert "was written with" not in capsys.readouterr().err
+    monkeypatch.setattr("axcore.train.trainer.active", lambda _: {"rope": "axcore-rope 9.9"})
+    ax.fit(cfg, out=tmp_path / "run", resume=True)
+    told = capsys.readouterr().err
+    assert "written with axcore-rope 0.1.0" in told and "this is axcore-rope 9.9, and may go on otherwise" in told
+
+
 def test_an_earlier_run_is_moved_aside_and_not_lost(thrice, snapshot):
     folder, (first, second, third) = thrice
     without_lock = lambda files: {name: file for name, file in files.items() if name != ".lock"}  # noqa: E731

@@ -34,6 +34,16 @@ class KVCache(Layer):
     class Config(Layer.Config):
         """Fields of the cache; attention offers `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`."""
 
+        def build(self, *args: Any, **kwargs: Any) -> Any:
+            """See `Config.build`."""
+            sizes = [name for name in ("batch_size", "max_len") if getattr(self, name, None) is REQUIRED]
+            if sizes:
+                raise ConfigError(
+                    f"{' and '.join(sizes)} of the KV cache: decoding sets them. Leave the slot empty and pass the "
+                    f"cache as cache=... to axcore.infer.generate or Decoder.of, or set them"
+                )
+            return super().build(*args, **kwargs)
+
     def __call__(self, q: jax.Array, k: Any, v: Any, mask: Mask, tokens: TokenInfo, attend: Attend) -> jax.Array:
         """Stores the keys and values of these tokens and attends over all that are stored.
 

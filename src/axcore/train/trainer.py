@@ -218,6 +218,9 @@ class _Run:
             self.batches.set_state(restored.data)
             self.began -= restored.meta["seconds"]
             self.evaluated = restored.meta["evaluated"]
+            if (before := restored.meta["plugins"]) != self.plugins:
+                was, now = (", ".join(each.values()) or "no plugins" for each in (before, self.plugins))
+                print(f"the checkpoint was written with {was}; this is {now}, and may go on otherwise", file=sys.stderr)
         else:
             state, done = self.program.init(np.array(self.cfg.seed, np.uint32)), 0
         if resume:

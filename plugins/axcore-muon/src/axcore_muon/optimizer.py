@@ -96,7 +96,8 @@ class Muon(Optimizer):
         )
         if "muon" not in jax.tree.leaves(labels):
             raise ax.ConfigError(
-                "learner.optimizer.orthogonalizes chooses no parameter of the model, so there is nothing for Muon; "
+                "learner.optimizer.orthogonalizes chooses no parameter of the model that is trained (rates of 0 "
+                "freeze, as those of lora do), so there is nothing for Muon; "
                 "give a function of (path, logical axes), which `axcore tree` shows"
             )
         muon = optax.chain(

@@ -34,7 +34,7 @@ class CudnnKernel(AttentionKernel):
         if request.platform != "gpu":
             return f"it needs an NVIDIA GPU, and this is {request.platform}"
         if request.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"it computes in bfloat16 or float16, not {request.dtype}; set model.dtypes.compute=bfloat16"
+            return f"it computes in bfloat16 or float16, not {request.dtype} (the model's dtypes.compute)"
         if request.head_dim % 8 or request.head_dim > LARGEST_HEAD_DIM:
             return f"head_dim must be a multiple of 8 up to {LARGEST_HEAD_DIM}, not {request.head_dim}"
         if request.value_dim != request.head_dim:
