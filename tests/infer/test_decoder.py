@@ -61,4 +61,3 @@ def test_a_cache_without_sizes_says_that_decoding_sets_them():
         ax.ConfigError, match=r"attention\.cache: batch_size and max_len of the KV cache: decoding sets"
     ):
         abstract(cfg)
-    assert decoder_of(cfg)
