@@ -8,7 +8,7 @@ import pytest
 import axcore as ax
 from axcore.module import abstract
 from axcore.nn import Attention, Linear
-from axcore.testing.feature import tiny_model
+from axcore.testing import tiny_model
 from axcore.train import Learner, Trainer
 from axcore.train.input import TextFiles, TextInput
 from axcore_lora import DoRA, LoRA

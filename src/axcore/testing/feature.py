@@ -21,8 +21,6 @@ from axcore.testing.devices import steps
 from axcore.testing.models import VOCAB_SIZE, by_path, loss_and_grads, objective, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite
 
-__all__ = ["FeatureSuite", "tiny_model"]
-
 
 class FeatureSuite(OfferSuite):
     """Checks that hold for every feature. Subclass it in a test file and name the feature:
