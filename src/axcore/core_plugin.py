@@ -7,7 +7,14 @@ axcore_api = 1
 
 @hookimpl
 def axcore_features() -> list[Feature]:
-    return [Feature("kernels", "axcore.nn:use_kernels", "Attention kernels in an order of preference, by backend.")]
+    features = "axcore.nn.features"
+    return [
+        Feature("dropout", f"{features}:use_dropout", "Dropout wherever a layer has a rate for it."),
+        Feature("fused-qkv", f"{features}:use_fused_qkv", "Queries, keys and values in one product."),
+        Feature("kernels", "axcore.nn:use_kernels", "Attention kernels in an order of preference, by backend."),
+        Feature("qk-norm", f"{features}:use_qk_norm", "Normalized queries and keys."),
+        Feature("sliding-window", f"{features}:use_sliding_window", "Attention to near tokens, in all or most layers."),
+    ]
 
 
 @hookimpl

@@ -11,11 +11,18 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def attend(q, k, v, allowed):
-    """Loops over batch, head and query. q [b, s, h, d]; k, v [b, t, n, d]; allowed [b, s, t]."""
+def layer_norm(x, scale, bias=0.0, eps=1e-5):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * scale + bias
+
+
+def attend(q, k, v, allowed, scale=None, softcap=None, bias=None, sinks=None):
+    """Loops over batch, head and query. q [b, s, h, d]; k [b, t, n, d]; v [b, t, n, e]; allowed [b, s, t];
+    bias [b, h, s, t]; sinks [h]."""
     batch, seq, heads, head_dim = q.shape
     group = heads // k.shape[2]
-    out = np.zeros(q.shape)
+    scale = 1 / np.sqrt(head_dim) if scale is None else scale
+    out = np.zeros((*q.shape[:3], v.shape[3]))
     for b in range(batch):
         for h in range(heads):
             for i in range(seq):
@@ -24,9 +31,14 @@ def attend(q, k, v, allowed):
                 if not seen:
                     out[b, i, h] = values.mean(0)
                     continue
-                scores = np.array([q[b, i, h] @ keys[t] / np.sqrt(head_dim) for t in seen])
+                scores = np.array([q[b, i, h] @ keys[t] * scale for t in seen])
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
+                if bias is not None:
+                    scores = scores + bias[b, h, i, seen]
                 weights = np.exp(scores - scores.max())
-                out[b, i, h] = (weights / weights.sum()) @ values[seen]
+                total = weights.sum() + (0 if sinks is None else np.exp(sinks[h] - scores.max()))
+                out[b, i, h] = (weights / total) @ values[seen]
     return out
 
 

@@ -8,7 +8,7 @@ import pytest
 import axcore as ax
 from axcore.infer import Decoder
 from axcore.module import abstract, initializer
-from axcore.nn import Attention, CausalLM, ContiguousCache, FeedForward, Repeat, Sequence, TransformerLayer
+from axcore.nn import Attention, CausalLM, ContiguousCache, FeedForward, Repeat, Sequence, TransformerLayer, layers_of
 from axcore.testing import tiny_batch, tiny_model
 from axcore_mamba2.feature import use_mamba2
 from axcore_mamba2.mixer import Mamba2
@@ -21,8 +21,8 @@ def model(decoder):
     return CausalLM.Config(vocab_size=7, dim=8, decoder=decoder)
 
 
-def kinds(layers):
-    return [type(layer.attention).target.__name__ for layer in layers]
+def kinds(decoder):
+    return [type(place.config.attention).target.__name__ for place in layers_of(decoder)]
 
 
 def test_it_takes_the_place_of_every_attention_and_keeps_what_it_shares():
@@ -38,29 +38,30 @@ def test_it_takes_the_place_of_every_attention_and_keeps_what_it_shares():
 def test_a_hybrid_keeps_the_attention_of_the_last_layer_of_each_group():
     cfg = use_mamba2(model(Repeat.Config(num_layers=6, layers=LAYER)), attention_every=3, **OPTIONS)
     assert cfg.decoder.num_layers == 2
-    assert kinds(cfg.decoder.layers.layers) == ["Mamba2", "Mamba2", "Attention"]
+    assert kinds(cfg.decoder.layers) == ["Mamba2", "Mamba2", "Attention"]
     assert cfg.decoder.layers.layers[2] == LAYER
 
 
 def test_a_hybrid_of_layers_that_are_spelled_out_counts_them():
     cfg = use_mamba2(model(Sequence.Config(layers=(LAYER,) * 5)), attention_every=2, **OPTIONS)
-    assert kinds(cfg.decoder.layers) == ["Mamba2", "Attention", "Mamba2", "Attention", "Mamba2"]
+    assert kinds(cfg.decoder) == ["Mamba2", "Attention", "Mamba2", "Attention", "Mamba2"]
 
 
 def test_only_stacks_that_hold_what_is_selected_are_grouped():
     stacks = model(Sequence.Config(layers=(Repeat.Config(num_layers=3, layers=LAYER),) * 2))
     cfg = use_mamba2(stacks, attention_every=3, where="decoder.layers.1.**.attention", **OPTIONS)
     assert cfg.decoder.layers[0] == stacks.decoder.layers[0]
-    assert kinds(cfg.decoder.layers[1].layers.layers) == ["Mamba2", "Mamba2", "Attention"]
+    assert kinds(cfg.decoder.layers[1]) == ["Mamba2", "Mamba2", "Attention"]
 
 
-@pytest.mark.parametrize(
-    ("every", "message"),
-    [(4, "at decoder: num_layers=6 is not a multiple of 4"), (1, "attention_every must be at least 2, not 1")],
-)
-def test_groups_that_cannot_be_are_refused(every, message):
-    with pytest.raises(ax.ConfigError, match=message):
-        use_mamba2(model(Repeat.Config(num_layers=6, layers=LAYER)), attention_every=every)
+def test_a_hybrid_that_keeps_the_attention_of_every_layer_is_refused():
+    with pytest.raises(ax.ConfigError, match="attention_every must be at least 2, not 1"):
+        use_mamba2(model(Repeat.Config(num_layers=6, layers=LAYER)), attention_every=1)
+
+
+def test_a_hybrid_of_a_number_of_layers_that_is_no_multiple_ends_with_an_unfinished_group():
+    cfg = use_mamba2(model(Repeat.Config(num_layers=5, layers=LAYER)), attention_every=2, **OPTIONS)
+    assert kinds(cfg.decoder) == ["Mamba2", "Attention", "Mamba2", "Attention", "Mamba2"]
 
 
 def test_a_hybrid_decodes_as_it_computes_in_full():

@@ -5,3 +5,12 @@ from axcore.testing import FeatureSuite
 
 class TestRope(FeatureSuite):
     feature = "rope"
+
+
+class TestAlibi(FeatureSuite):
+    feature = "alibi"
+
+
+class TestLearnedPositions(FeatureSuite):
+    feature = "learned-positions"
+    options = {"max_len": 8}

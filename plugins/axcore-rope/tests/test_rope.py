@@ -8,7 +8,8 @@ import pytest
 import axcore as ax
 from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TokenInfo, TransformerLayer
-from axcore_rope.rotary import Rotary, use_rope
+from axcore_rope.feature import use_rope
+from axcore_rope.rotary import Rotary
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 2, 5, 4, 2, 6
 POSITIONS = np.array([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]], np.int32)  # two documents in each row

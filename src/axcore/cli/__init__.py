@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axcore import __version__
-from axcore.cli import aot, doctor, explain, golden, inspect, listing, new_plugin, train
+from axcore.cli import aot, doctor, explain, generate, golden, inspect, listing, new_plugin, train
 from axcore.config import AxcoreError
 from axcore.plugin import Command, Plugin, PluginError, registry, resolve
 from axcore.plugin.faults import blaming
@@ -80,6 +80,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     parser = argparse.ArgumentParser(prog="axcore", description="Compose, train and inspect large models.")
     parser.add_argument("--version", action="version", version=f"axcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for builtin in (train, aot, inspect, explain, golden, listing, new_plugin, doctor):
+    for builtin in (train, generate, aot, inspect, explain, golden, listing, new_plugin, doctor):
         builtin.add(commands)
     return parser, commands

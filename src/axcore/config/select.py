@@ -36,21 +36,7 @@ class Selection[C: Config]:
             ConfigError: the new node does not fit; the message begins with the path.
         """
         chosen = set(self.paths)
-
-        def edit_chosen(path: str, node: Config) -> Any:
-            if path not in chosen:
-                return node
-            try:
-                new = edit(path, node)
-            except (ConfigError, AttributeError) as error:  # a field that only another class has
-                raise ConfigError(f"at {path or 'the root'}: {error}") from error
-            if new is not REMOVED and not isinstance(new, Config):
-                raise ConfigError(f"at {path or 'the root'}: the edit returned {new!r}, not a config")
-            if isinstance(new, Config) and type(new) is not type(node):
-                new = new._with({}, event(f"in place of {type_name(type(node))}"))
-            return new
-
-        return transform(self.root, edit_chosen)
+        return transform(self.root, lambda path, node: edited(path, node, edit) if path in chosen else node)
 
     def set(self, **values: Any) -> C:
         """Sets fields on each selected node."""
@@ -111,6 +97,19 @@ def select[C: Config](root: C, where: Where, *, expect: int | None = None) -> Se
     if expect is not None and len(found) != expect:
         raise ConfigError(f"{_shown(where)} matches {len(found)} nodes, expected {expect}: {', '.join(found)}")
     return Selection(root, tuple(found))
+
+
+def edited(path: str, node: Config, edit: Callable[[str, Config], Any]) -> Any:
+    """`edit(path, node)`, checked; the new node's history says what it replaced."""
+    try:
+        new = edit(path, node)
+    except (ConfigError, AttributeError) as error:  # a field that only another class has
+        raise ConfigError(f"at {path or 'the root'}: {error}") from error
+    if new is not REMOVED and not isinstance(new, Config):
+        raise ConfigError(f"at {path or 'the root'}: the edit returned {new!r}, not a config")
+    if isinstance(new, Config) and type(new) is not type(node):
+        new = new._with({}, event(f"in place of {type_name(type(node))}"))
+    return new
 
 
 def tagged(tag: str) -> Callable[[str, Config], bool]:

@@ -2,6 +2,6 @@
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.infer.decoder import Decoder
-from axcore.infer.generate import generate
+from axcore.infer.generate import Generator, generate
 
-__all__ = ["Decoder", "generate"]
+__all__ = ["Decoder", "Generator", "generate"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -14,11 +13,126 @@ from numpy.typing import ArrayLike
 
 from axcore.config import AxcoreError
 from axcore.infer.decoder import Decoder
-from axcore.module import Functional, Tree, functional
+from axcore.module import Tree, functional
 from axcore.nn import KVCache
 
-Pick = Callable[[jax.Array, Any], jax.Array]
-"""(logits of one token [vocab_size], its place in the row) -> the token, an int scalar."""
+SMALLEST_BUCKET = 16
+"""Prompts are padded to this many tokens, or to the next power of two, so that few lengths are compiled."""
+
+
+class Generator:
+    """A model that goes on from prompts, one at a time. It compiles for the first prompt of about each length.
+
+    Args:
+        model: called as `axcore.nn.CausalLM` is.
+        context: tokens that the model sees at once; no more than it was trained on.
+        temperature: divides the logits; 0 takes the likeliest token.
+        cache: keeps the keys and values of earlier tokens, as in `cache=ContiguousCache.Config()`; prompt and sample
+            must fit into `context` together. None: each token is computed anew from the `context` tokens before it,
+            which may go on for ever.
+        end_ids: tokens that end a sample.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        *,
+        context: int,
+        temperature: float = 1.0,
+        cache: KVCache.Config | None = None,
+        end_ids: Collection[int] = (),
+    ):
+        if not temperature >= 0:
+            raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
+        if context < 1:
+            raise AxcoreError(f"context must be at least 1, not {context}")
+        self.context, self.temperature, self.is_cached = context, temperature, cache is not None
+        self._end_ids = jnp.asarray(sorted(end_ids), jnp.int32)
+        self._fn, self._params, self._state = functional(model)
+        one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        logits = jax.eval_shape(lambda ids: self._fn(self._params, self._state, ids)[0][0], one)
+        self.vocab_size = logits.shape[-1]
+        if cache is not None:
+            self._decoder, self._params, self._state = Decoder.of(model, cache=cache, batch_size=1, max_len=context)
+        self._sample = jax.jit(self._cached if self.is_cached else self._recomputed)
+
+    def __call__(self, prompt: ArrayLike, *, num_tokens: int, key: jax.Array) -> np.ndarray:
+        """Samples tokens after a prompt.
+
+        Args:
+            prompt: int [prompt_len], at least one token.
+            num_tokens: how many to sample at most.
+
+        Returns:
+            int32 [tokens]: `num_tokens` of them, or those up to the first that ends the sample, which is the last.
+        """
+        prompt = np.asarray(prompt)
+        if prompt.ndim != 1 or not prompt.size:
+            raise AxcoreError(f"a prompt is a row of at least one token, not an array of shape {prompt.shape}")
+        if num_tokens < 0:
+            raise AxcoreError(f"num_tokens must be at least 0, not {num_tokens}")
+        if self.is_cached and prompt.size + num_tokens > self.context:
+            raise AxcoreError(
+                f"{prompt.size} tokens of prompt and {num_tokens} more do not fit into context={self.context}; with a "
+                f"cache they must"
+            )
+        if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            raise AxcoreError(
+                f"a prompt holds token ids from 0 to {self.vocab_size - 1}; got {prompt.min()} to {prompt.max()}"
+            )
+        if num_tokens == 0:
+            return np.zeros((0,), np.int32)
+        start, stop = prompt.size, prompt.size + num_tokens
+        bucket = max(SMALLEST_BUCKET, 1 << (start - 1).bit_length())
+        if self.is_cached:
+            bucket, length = min(bucket, self.context), self.context
+        else:
+            length = max(1 << (stop - 1).bit_length(), self.context)
+        row = np.zeros((length,), np.int32)
+        row[:start] = prompt
+        bounds = jnp.int32(start), jnp.int32(stop)
+        row, end = self._sample(self._params, self._state, row, np.zeros((bucket,), bool), *bounds, key)
+        return np.asarray(row)[start : int(end)]
+
+    def _cached(
+        self, params: Tree, state: Tree, row: jax.Array, bucket: jax.Array, start: Any, stop: Any, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        index = jnp.arange(bucket.size, dtype=jnp.int32)[None]
+        logits, state = self._decoder(params, state, row[None, : bucket.size], index, index < start)
+        row = row.at[start].set(self._pick(logits[0, start - 1], start, key))
+
+        def extend(carry: Any) -> Any:
+            state, row, at = carry
+            token = jax.lax.dynamic_slice(row, (at - 1,), (1,))
+            logits, state = self._decoder(params, state, token[None], jnp.full((1, 1), at - 1, jnp.int32))
+            return state, row.at[at].set(self._pick(logits[0, -1], at, key)), at + 1
+
+        carry = state, row, start + 1
+        return jax.lax.while_loop(lambda carry: self._goes_on(carry[1], carry[2], stop), extend, carry)[1:]
+
+    def _recomputed(
+        self, params: Tree, state: Tree, row: jax.Array, bucket: jax.Array, start: Any, stop: Any, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        def extend(carry: Any) -> Any:
+            row, at = carry
+            first = jnp.maximum(at - self.context, 0)
+            window = jax.lax.dynamic_slice(row, (first,), (self.context,))
+            (logits, _), _ = self._fn(params, state, window[None])
+            return row.at[at].set(self._pick(logits[0, at - first - 1], at, key)), at + 1
+
+        carry = extend((row, start))
+        return jax.lax.while_loop(lambda carry: self._goes_on(carry[0], carry[1], stop), extend, carry)
+
+    def _goes_on(self, row: jax.Array, at: jax.Array, stop: jax.Array) -> jax.Array:
+        """Whether there is a next token, at place `at`."""
+        return (at < stop) & ~jnp.any(row[at - 1] == self._end_ids)
+
+    def _pick(self, logits: jax.Array, at: jax.Array, key: jax.Array) -> jax.Array:
+        """The token at a place, of its logits [vocab_size]."""
+        if self.temperature == 0:
+            return jnp.argmax(logits).astype(jnp.int32)
+        key = jax.random.fold_in(key, at)
+        return jax.random.categorical(key, logits / self.temperature).astype(jnp.int32)
 
 
 def generate(
@@ -30,80 +144,8 @@ def generate(
     key: jax.Array,
     temperature: float = 1.0,
     cache: KVCache.Config | None = None,
+    end_ids: Collection[int] = (),
 ) -> np.ndarray:
-    """Samples tokens after a prompt, one at a time.
-
-    Args:
-        model: called as `axcore.nn.CausalLM` is.
-        prompt: int [prompt_len], at least one token.
-        num_tokens: how many to sample.
-        context: tokens that the model sees at once; no more than it was trained on.
-        temperature: divides the logits; 0 takes the likeliest token.
-        cache: keeps the keys and values of earlier tokens, as in `cache=ContiguousCache.Config()`; prompt and sample
-            must fit into `context` together. None: each token is computed anew from the `context` tokens before it,
-            which may go on for ever.
-
-    Returns:
-        int32 [num_tokens].
-    """
-    prompt = np.asarray(prompt)
-    if prompt.ndim != 1 or not prompt.size:
-        raise AxcoreError(f"a prompt is a row of at least one token, not an array of shape {prompt.shape}")
-    if not temperature >= 0:
-        raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
-    if context < 1 or num_tokens < 0:
-        raise AxcoreError(f"context must be at least 1 and num_tokens at least 0, not {context} and {num_tokens}")
-    if cache is not None and prompt.size + num_tokens > context:
-        raise AxcoreError(
-            f"{prompt.size} tokens of prompt and {num_tokens} more do not fit into context={context}; with a cache "
-            f"they must"
-        )
-    fn, params, state = functional(model)
-    one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    vocab_size = jax.eval_shape(lambda ids: fn(params, state, ids)[0][0], one).shape[-1]
-    if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size:
-        raise AxcoreError(f"a prompt holds token ids from 0 to {vocab_size - 1}; got {prompt.min()} to {prompt.max()}")
-    if num_tokens == 0:
-        return np.zeros((0,), np.int32)
-    row = jnp.zeros((max(prompt.size + num_tokens, context),), jnp.int32).at[: prompt.size].set(prompt.astype(np.int32))
-    pick = functools.partial(_pick, key=key, temperature=None if temperature == 0 else jnp.float32(temperature))
-    start, stop = prompt.size, prompt.size + num_tokens
-    if cache is None:
-        sample = jax.jit(functools.partial(_recomputed, fn, pick=pick, context=context, start=start, stop=stop))
-    else:
-        decoder, params, state = Decoder.of(model, cache=cache, batch_size=1, max_len=context)
-        sample = jax.jit(functools.partial(_cached, decoder, pick=pick, start=start, stop=stop))
-    return np.asarray(sample(params, state, row)[start:stop])
-
-
-def _pick(logits: jax.Array, at: Any, *, key: jax.Array, temperature: jax.Array | None) -> jax.Array:
-    if temperature is None:
-        return jnp.argmax(logits).astype(jnp.int32)
-    return jax.random.categorical(jax.random.fold_in(key, at), logits / temperature).astype(jnp.int32)
-
-
-def _recomputed(
-    fn: Functional, params: Tree, state: Tree, row: jax.Array, *, pick: Pick, context: int, start: int, stop: int
-) -> jax.Array:
-    def extend(at: jax.Array, row: jax.Array) -> jax.Array:
-        first = jnp.maximum(at - context, 0)
-        window = jax.lax.dynamic_slice(row, (first,), (context,))
-        (logits, _), _ = fn(params, state, window[None])
-        return row.at[at].set(pick(logits[0, at - first - 1], at))
-
-    return jax.lax.fori_loop(start, stop, extend, row)
-
-
-def _cached(
-    decoder: Decoder, params: Tree, state: Tree, row: jax.Array, *, pick: Pick, start: int, stop: int
-) -> jax.Array:
-    logits, state = decoder(params, state, row[None, :start], jnp.arange(start, dtype=jnp.int32)[None])
-    row = row.at[start].set(pick(logits[0, -1], start))
-
-    def extend(at: jax.Array, carry: tuple[Tree, jax.Array]) -> tuple[Tree, jax.Array]:
-        state, row = carry
-        token = jax.lax.dynamic_slice(row, (at - 1,), (1,))
-        logits, state = decoder(params, state, token[None], jnp.full((1, 1), at - 1, jnp.int32))
-        return state, row.at[at].set(pick(logits[0, -1], at))
-
-    return jax.lax.fori_loop(start + 1, stop, extend, (state, row))[1]
+    """One call of a `Generator`, which says what the arguments are."""
+    generator = Generator(model, context=context, temperature=temperature, cache=cache, end_ids=end_ids)
+    return generator(prompt, num_tokens=num_tokens, key=key)

@@ -2,64 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from einops import rearrange
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from axcore.config import REQUIRED, ConfigError, at_least
+from axcore.config import ConfigError, at_least
 from axcore.module import Layer, Rngs
-from axcore.nn.initializers import Initializer
-from axcore.nn.kernel_choice import attend
-from axcore.nn.kernels import AttentionKernel, ReferenceKernel
-from axcore.nn.kv_cache import KVCache
+from axcore.nn.base_attention import BaseAttention
 from axcore.nn.linear import Linear
-from axcore.nn.masks import Causal, Mask, SameSegment
 from axcore.nn.matmul import rows
 from axcore.nn.tokens import TokenInfo
 
 
-class Attention(Layer):
+class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 
-    Slots, empty unless a feature fills them:
-
-    - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None where
-      attention has no keys of its own;
-    - `cache`: `(q, k, v, mask, tokens, attend) -> heads`, keeps keys and values, or brings them (see `KVCache`);
-    - `output`: `(x, heads) -> heads`, applied to the heads before they are projected.
-
-    For remat policies the values `query`, `key`, `value` and `heads` are tagged.
-
-    A child is offered `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`, and takes those that it declares.
+    Slots beside those of `BaseAttention`: `query_norm` and `key_norm`, `heads -> heads` [batch, seq, head, head_dim],
+    before positions (Henry et al. 2020, arXiv 2010.04245). They are offered `head_dim` as `input_dim`.
     """
 
-    class Config(Layer.Config):
-        input_dim: int = REQUIRED
-        num_heads: int = REQUIRED
+    class Config(BaseAttention.Config):
         num_kv_heads: int | None = None
         """None: one for each head."""
         head_dim: int | None = None
         """None: input_dim / num_heads."""
-        query: Linear.Config = Linear.Config()
+        query: Linear.Config | None = Linear.Config()
         key: Linear.Config | None = Linear.Config()
         """None, together with `value`: the cache slot brings keys and values."""
         value: Linear.Config | None = Linear.Config()
-        position: Layer.Config | None = None
-        cache: KVCache.Config | None = None
-        mask: Mask = Causal() & SameSegment()
-        kernel: AttentionKernel.Config = ReferenceKernel.Config()
-        scale: float | None = None
-        """Of the logits; None: 1 / sqrt(head_dim)."""
-        softcap: float | None = None
-        """Bounds the logits smoothly, see `AttentionKernel`; None leaves them."""
-        sinks: Initializer | None = None
-        """Given: each head learns the logit of a key that every query sees and that has no value."""
-        output: Layer.Config | None = None
-        projection: Linear.Config = Linear.Config()
-
-        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Attention.Config:
-            return self if self.cache is not None else self.set(cache=cache)
+        qkv: Linear.Config | None = None
+        """One product in place of the three, which are then None. For each kv head it has the columns of its queries,
+        its key and its value, so that tensor parallelism may cut it between kv heads."""
+        query_norm: Layer.Config | None = None
+        key_norm: Layer.Config | None = None
 
     config: Config
 
@@ -70,18 +48,8 @@ class Attention(Layer):
             raise ConfigError(f"num_heads={cfg.num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
         if cfg.head_dim is None and cfg.input_dim % cfg.num_heads:
             raise ConfigError(f"input_dim={cfg.input_dim} is not a multiple of num_heads={cfg.num_heads}; set head_dim")
+        _check_projections(cfg)
         self.head_dim = cfg.head_dim or cfg.input_dim // cfg.num_heads
-        widths = {
-            "input_dim": cfg.input_dim,
-            "num_heads": cfg.num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": self.head_dim,
-        }
-
-        if (cfg.key is None) != (cfg.value is None) or (cfg.key is None and cfg.cache is None):
-            raise ConfigError("key and value are given both or neither; with neither, cache must bring them")
-        if cfg.softcap is not None and not cfg.softcap > 0:
-            raise ConfigError(f"softcap must be positive or None, not {cfg.softcap}")
 
         def into_heads(name: str, count: int) -> Linear:
             wide = {"input_dim": cfg.input_dim, "output_dim": count * self.head_dim}
@@ -90,21 +58,21 @@ class Attention(Layer):
         self.query = into_heads("query", cfg.num_heads)
         self.key = into_heads("key", num_kv_heads)
         self.value = into_heads("value", num_kv_heads)
-        self.sinks = nnx.data(None)
-        if cfg.sinks is not None:
-            self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("heads",))
-        self.position = self.child("position", cfg.position, rngs, **widths)
-        self.cache = self.child("cache", cfg.cache, rngs, **widths)
-        self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
-        self.output = self.child("output", cfg.output, rngs, **widths)
-        wide = {"input_dim": cfg.num_heads * self.head_dim, "output_dim": cfg.input_dim}
-        self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("heads", "embed"))
+        self.qkv = into_heads("qkv", cfg.num_heads + 2 * num_kv_heads)
+        of_head = {"input_dim": self.head_dim, "head_dim": self.head_dim, "axes": (None,)}
+        self.query_norm = self.child("query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, **of_head)
+        self.key_norm = self.child("key_norm", cfg.key_norm, rngs, num_heads=num_kv_heads, **of_head)
+        self.make_slots(rngs, num_kv_heads=num_kv_heads, head_dim=self.head_dim)
+        widths = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
+        self.cache = self.child("cache", cfg.cache, rngs, **widths, head_dim=self.head_dim)
 
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
-        flat, shape = rows(x), (*x.shape[:2], -1, self.head_dim)
-        q = self.query(flat).reshape(shape)
-        k, v = (None if each is None else each(flat).reshape(shape) for each in (self.key, self.value))
+        q, k, v = self._queries_keys_values(x)
+        if self.query_norm is not None:
+            q = self.query_norm(q)
+        if self.key_norm is not None and k is not None:
+            k = self.key_norm(k)
         if self.position is not None:
             q, k = self.position(q, k, tokens.positions, tokens.positions)
         q = checkpoint_name(q, "query")
@@ -112,16 +80,30 @@ class Attention(Layer):
             k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
         mask = self.config.mask
         if self.cache is None:
-            heads = self._attend(q, k, v, mask, tokens, tokens)
+            heads = self.run_kernel(q, k, v, mask, tokens, tokens)
         else:
-            heads = self.cache(q, k, v, mask, tokens, self._attend)
-        heads = checkpoint_name(heads, "heads")
-        if self.output is not None:
-            heads = self.output(x, heads)
-        return self.projection(rearrange(heads, "b s n d -> b s (n d)"))
+            heads = self.cache(q, k, v, mask, tokens, self.run_kernel)
+        return self.project(x, heads)
 
-    def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo
-    ) -> jax.Array:
-        cfg, sinks = self.config, None if self.sinks is None else self.sinks[...]
-        return attend(self.kernel, q, k, v, mask, query, key, scale=cfg.scale, softcap=cfg.softcap, sinks=sinks)
+    def _queries_keys_values(self, x: jax.Array) -> tuple[Any, Any, Any]:
+        """[batch, seq, input_dim] -> each [batch, seq, its heads, head_dim], or None."""
+        flat, shape = rows(x), (*x.shape[:2], -1, self.head_dim)
+        if self.qkv is None:
+            makers = (self.query, self.key, self.value)
+            q, k, v = (None if each is None else each(flat).reshape(shape) for each in makers)
+            return q, k, v
+        group = self.config.num_heads // (self.config.num_kv_heads or self.config.num_heads)
+        heads = rearrange(self.qkv(flat).reshape(shape), "b s (n g) d -> b s n g d", g=group + 2)
+        q, k, v = jnp.split(heads, (group, group + 1), axis=3)
+        return rearrange(q, "b s n g d -> b s (n g) d"), k[..., 0, :], v[..., 0, :]
+
+
+def _check_projections(cfg: Attention.Config) -> None:
+    """Refuses combinations of projections that do not make queries, keys and values."""
+    apart = [name for name in ("query", "key", "value") if getattr(cfg, name) is not None]
+    if cfg.qkv is not None and apart:
+        raise ConfigError(f"qkv makes queries, keys and values in one product; set {', '.join(apart)} to None")
+    if cfg.qkv is None and cfg.query is None:
+        raise ConfigError("nothing makes queries: give query, or qkv for all three in one product")
+    if cfg.qkv is None and len(apart) < 3 and (len(apart) == 2 or cfg.cache is None):
+        raise ConfigError("key and value are given both or neither; with neither, cache must bring them")

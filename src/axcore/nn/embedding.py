@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs, method
@@ -17,6 +18,8 @@ class Embedding(Layer):
         vocab_size: int = REQUIRED
         output_dim: int = REQUIRED
         init: Initializer = Normal()
+        scale: float | None = None
+        """Multiplies the vectors, but not the products of `attend` (Gemma: sqrt(output_dim)); None leaves them."""
 
     config: Config
 
@@ -26,7 +29,8 @@ class Embedding(Layer):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """int [batch, seq] -> [batch, seq, output_dim] in the compute dtype."""
-        return self.weight[...].astype(self.dtypes.compute)[ids]
+        x = self.weight[...].astype(self.dtypes.compute)[ids]
+        return x if self.config.scale is None else x * jnp.asarray(self.config.scale, x.dtype)
 
     @method
     def attend(self, x: jax.Array) -> jax.Array:

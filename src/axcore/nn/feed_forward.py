@@ -5,13 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from axcore.config import REQUIRED, at_least
+from axcore.config import REQUIRED, Config, ConfigError, at_least
 from axcore.module import Layer, Rngs
 from axcore.nn import activations  # noqa: F401 - names them
+from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
+
+
+class Gating(Config):
+    """Base of ways to combine a gate with what it lets through, where `activation(gate) * up` does not say it."""
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Both [..., hidden_dim] -> the same shape."""
+        raise NotImplementedError
+
+
+class ClampedSwiGLU(Gating):
+    """`(clip(up) + 1) * g * sigmoid(alpha * g)` with g = min(gate, limit): the experts of gpt-oss (OpenAI 2025, arXiv
+    2508.10925, section 2.2, and the code that was published with it)."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 class FeedForward(Layer):
@@ -24,14 +46,22 @@ class FeedForward(Layer):
         input_dim: int = REQUIRED
         hidden_dim: int = REQUIRED
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
-        gate: Linear.Config = Linear.Config()
+        gate: Linear.Config | None = Linear.Config()
+        """None: a plain block, `down(activation(up(x)))`."""
         up: Linear.Config = Linear.Config()
         down: Linear.Config = Linear.Config()
+        gating: Gating | None = None
+        """How gate and up combine; None: `activation(gate) * up`."""
+        dropout: float = 0.0
+        """Chance of each hidden feature to be zeroed while training."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         at_least(cfg, 1, "input_dim", "hidden_dim")
+        check_rates(cfg, "dropout")
+        if cfg.gate is None and cfg.gating is not None:
+            raise ConfigError(f"gating={cfg.gating!r} combines a gate with what it lets through, and gate is None")
         wide = {"input_dim": cfg.input_dim, "output_dim": cfg.hidden_dim, "axes": ("embed", "mlp")}
         self.gate = self.child("gate", cfg.gate, rngs, **wide)
         self.up = self.child("up", cfg.up, rngs, **wide)
@@ -40,6 +70,15 @@ class FeedForward(Layer):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
-        flat = rows(x)
-        gate, up = checkpoint_name(self.gate(flat), "gate"), checkpoint_name(self.up(flat), "up")
-        return self.down(self.config.activation(gate) * up).reshape(x.shape)
+        cfg, flat = self.config, rows(x)
+        gate = None if self.gate is None else checkpoint_name(self.gate(flat), "gate")
+        up = checkpoint_name(self.up(flat), "up")
+        hidden = combined(cfg, gate, up)
+        return self.down(dropout(self, hidden, cfg.dropout)).reshape(x.shape)
+
+
+def combined(cfg: FeedForward.Config, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+    """The hidden features that a block of this config makes of its gate, if it has one, and of `up`."""
+    if gate is None:
+        return cfg.activation(up)
+    return cfg.activation(gate) * up if cfg.gating is None else cfg.gating(gate, up)

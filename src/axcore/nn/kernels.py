@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -18,8 +18,12 @@ from einops import rearrange
 
 from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs
+from axcore.nn.dropout import dropped
 from axcore.nn.masks import Mask, visible
 from axcore.nn.tokens import TokenInfo
+
+Bias = Callable[[TokenInfo, TokenInfo], jax.Array]
+"""(query, key) -> float32 [batch or 1, head, query, key]."""
 
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("axcore_platform", default=None)
 
@@ -45,7 +49,7 @@ class KernelRequest:
         value_dim: features of v in each head; that of the others is `head_dim`.
         packed: whether rows hold several documents.
         partial: whether some keys do not exist (`TokenInfo.valid` is given).
-        options: which of the kernel's optional arguments are used: `scale`, `softcap`, `sinks`.
+        options: which of the kernel's optional arguments are used, such as `scale` or `sinks`.
     """
 
     platform: str
@@ -110,6 +114,8 @@ class AttentionKernel(Layer):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: jax.Array | None = None,
+        bias: Bias | None = None,
+        dropout: tuple[float, jax.Array] | None = None,
     ) -> jax.Array:
         """Attends. The arguments after the star are passed only where they are not None; a kernel that does not take
         one of them is never asked to.
@@ -124,9 +130,11 @@ class AttentionKernel(Layer):
             softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2).
             sinks: [head], the logit of one more key for each head, which has no value (gpt-oss; Xiao et al. 2023,
                 arXiv 2309.17453).
+            bias: what is added to the logits, after `softcap`; it may be asked for a part of the queries.
+            dropout: (rate, key): each weight is zeroed with this chance, and the others are scaled up.
 
         Returns:
-            [batch, seq, head, head_dim] in the dtype of q.
+            [batch, seq, head, features of v] in the dtype of q.
         """
         raise NotImplementedError
 
@@ -138,6 +146,8 @@ def refusal(kernel: AttentionKernel, request: KernelRequest) -> str | None:
     unknown = [name for name in request.options if name not in parameters and not free]
     if unknown:
         return f"it does not take {' and '.join(unknown)}"
+    if kernel.local and "bias" in request.options:
+        return "it sees the heads of one device, and a bias is for all heads"
     try:
         return kernel.supports(request)
     except Exception as error:
@@ -172,26 +182,32 @@ class ReferenceKernel(AttentionKernel):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: jax.Array | None = None,
+        bias: Bias | None = None,
+        dropout: tuple[float, jax.Array] | None = None,
     ) -> jax.Array:
         """See `AttentionKernel`. A query that sees no key gets a mean over all of them."""
         scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-        attend = functools.partial(_attend, k=k, v=v, mask=mask, key=key, scale=scale, softcap=softcap, sinks=sinks)
+        attend = functools.partial(
+            _attend, k=k, v=v, mask=mask, key=key, scale=scale, softcap=softcap, sinks=sinks, bias=bias
+        )
+        rate, bits = dropout or (0.0, None)
         seq, chunk = q.shape[1], self.config.chunk
         if chunk is None or seq <= chunk:
-            return attend(q, query)
+            return attend(q, query, bits, rate=rate)
 
         def split(x: jax.Array) -> jax.Array:  # [batch, seq, ...] -> [chunks, batch, chunk, ...]
             widths = [(0, -seq % chunk) if axis == 1 else (0, 0) for axis in range(x.ndim)]
             return rearrange(jnp.pad(x, widths, mode="edge"), "b (c s) ... -> c b s ...", s=chunk)
 
-        chunks = jax.tree.map(split, (q, query))
-        out = jax.lax.map(jax.checkpoint(lambda each: attend(*each)), chunks)
+        chunks = *jax.tree.map(split, (q, query)), None if bits is None else jax.random.split(bits, -(-seq // chunk))
+        out = jax.lax.map(jax.checkpoint(lambda each: attend(*each, rate=rate)), chunks)
         return rearrange(out, "c b s ... -> b (c s) ...")[:, :seq]
 
 
 def _attend(
     q: jax.Array,
     query: TokenInfo,
+    bits: jax.Array | None,
     *,
     k: jax.Array,
     v: jax.Array,
@@ -200,6 +216,8 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks: jax.Array | None,
+    bias: Bias | None,
+    rate: float,
 ) -> jax.Array:
     batch, seq, num_heads, _ = q.shape
     num_kv_heads = k.shape[2]
@@ -209,12 +227,16 @@ def _attend(
     logits = logits.reshape(batch, num_heads, seq, -1)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    if bias is not None:
+        logits = logits + bias(query, key)
     logits = jnp.where(visible(mask, query, key)[:, None], logits, jnp.finfo(jnp.float32).min)
     if sinks is None:
         weights = jax.nn.softmax(logits, axis=-1)
     else:
         column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (batch, num_heads, seq, 1))
         weights = jax.nn.softmax(jnp.concatenate([logits, column], axis=-1), axis=-1)[..., :-1]
+    if bits is not None:
+        weights = dropped(weights, rate, bits)
     weights = weights.astype(v.dtype).reshape(batch, num_kv_heads, -1, k.shape[1])
     out = jnp.einsum("bnqt,btnd->bnqd", weights, v)
     return rearrange(out, "b n (g s) d -> b s (n g) d", s=seq)

@@ -70,6 +70,8 @@ class ContiguousCache(KVCache):
     class Config(KVCache.Config):
         num_kv_heads: int = REQUIRED
         head_dim: int = REQUIRED
+        value_dim: int | None = None
+        """Features of each value; None: head_dim."""
         batch_size: int = REQUIRED
         max_len: int = REQUIRED
         """Places in a row. What is attended from beyond it is NaN: it could not be stored."""
@@ -82,8 +84,9 @@ class ContiguousCache(KVCache):
     def __init__(self, cfg: Config, *, rngs: Rngs):
         at_least(cfg, 1, "num_kv_heads", "head_dim", "batch_size", "max_len")
         shape, axes = (cfg.batch_size, cfg.max_len, cfg.num_kv_heads, cfg.head_dim), ("batch", None, "heads", None)
+        value_dim = cfg.head_dim if cfg.value_dim is None else cfg.value_dim
         self.keys = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
-        self.values = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
+        self.values = DecodingState(jnp.zeros((*shape[:3], value_dim), self.dtypes.compute), axes=axes)
         self.positions = DecodingState(jnp.zeros(shape[:2], jnp.int32), axes=axes[:2])
         self.segment_ids = DecodingState(jnp.zeros(shape[:2], jnp.int32), axes=axes[:2])
         self.written = DecodingState(jnp.zeros(shape[:2], bool), axes=axes[:2])
@@ -104,7 +107,8 @@ class ContiguousCache(KVCache):
         place = jnp.broadcast_to(jnp.where(tokens.index < 0, cfg.max_len, tokens.index), k.shape[:2])
         rows = jnp.arange(cfg.batch_size)[:, None]
         exists = True if tokens.valid is None else tokens.valid
-        news = {"keys": k, "values": v, "positions": tokens.positions, "written": exists}
+        positions = tokens.positions if tokens.positions.ndim == 2 else tokens.positions[..., 0]
+        news = {"keys": k, "values": v, "positions": positions, "written": exists}
         if tokens.segment_ids is not None:
             news["segment_ids"] = tokens.segment_ids
         for name, new in news.items():

@@ -25,6 +25,7 @@ class Linear(Layer):
         output_dim: int = REQUIRED
         use_bias: bool = False
         init: Initializer = FanIn()
+        bias_init: Initializer = Zeros()
         axes: tuple[str | None, str | None] | None = None
         """Logical axes of the weight; None: the parent's, or replicated."""
         quantizer: Layer.Config | None = None
@@ -38,7 +39,7 @@ class Linear(Layer):
         self.weight = self.param("weight", (cfg.input_dim, cfg.output_dim), cfg.init, rngs, axes=axes)
         self.bias = nnx.data(None)
         if cfg.use_bias:
-            self.bias = self.param("bias", (cfg.output_dim,), Zeros(), rngs, axes=axes[1:])
+            self.bias = self.param("bias", (cfg.output_dim,), cfg.bias_init, rngs, axes=axes[1:])
         widths = {"input_dim": cfg.input_dim, "output_dim": cfg.output_dim, "axes": axes}
         self.quantizer = self.child("quantizer", cfg.quantizer, rngs, **widths)
         self.adapter = self.child("adapter", cfg.adapter, rngs, **widths)

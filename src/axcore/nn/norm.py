@@ -1,13 +1,14 @@
-"""Normalization."""
+"""Normalization, and what else acts on each vector alone."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs
-from axcore.nn.initializers import Initializer, Ones
+from axcore.nn.initializers import Initializer, Ones, Zeros
 
 
 class RMSNorm(Layer):
@@ -16,7 +17,11 @@ class RMSNorm(Layer):
     class Config(Layer.Config):
         input_dim: int = REQUIRED
         eps: float = 1e-5
-        init: Initializer = Ones()
+        zero_centred: bool = False
+        """The scale is 1 + parameter, and the parameter starts at 0 (Gemma): weight decay then draws it to 1."""
+        use_scale: bool = True
+        init: Initializer | None = None
+        """None: such that the scale starts at 1."""
         axes: tuple[str | None] | None = None
         """Logical axis of the scale; None: the parent's, or `embed`."""
 
@@ -24,11 +29,84 @@ class RMSNorm(Layer):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         at_least(cfg, 1, "input_dim")
-        self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=cfg.axes or ("embed",))
+        self.scale = nnx.data(None)
+        if cfg.use_scale:
+            init = cfg.init or (Zeros() if cfg.zero_centred else Ones())
+            self.scale = self.param("scale", (cfg.input_dim,), init, rngs, axes=cfg.axes or ("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., input_dim] -> the same shape, in the compute dtype."""
         x32 = x.astype(jnp.float32)
+        y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.eps)
+        if self.scale is not None:
+            scale = self.scale[...].astype(jnp.float32)
+            y = y * (1.0 + scale if self.config.zero_centred else scale)
+        return y.astype(self.dtypes.compute)
+
+
+class LayerNorm(Layer):
+    """`(x - mean) / std * scale + bias` over the last dimension, in float32 (Ba et al. 2016, arXiv 1607.06450)."""
+
+    class Config(Layer.Config):
+        input_dim: int = REQUIRED
+        eps: float = 1e-5
+        use_bias: bool = True
+        init: Initializer = Ones()
+        axes: tuple[str | None] | None = None
+        """Logical axis of scale and bias; None: the parent's, or `embed`."""
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "input_dim")
+        axes = cfg.axes or ("embed",)
+        self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=axes)
+        self.bias = self.param("bias", (cfg.input_dim,), Zeros(), rngs, axes=axes) if cfg.use_bias else nnx.data(None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., input_dim] -> the same shape, in the compute dtype."""
+        x32 = x.astype(jnp.float32)
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         y = x32 * jax.lax.rsqrt(variance + self.config.eps) * self.scale[...].astype(jnp.float32)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
         return y.astype(self.dtypes.compute)
+
+
+class Scale(Layer):
+    """A learned factor for each feature: in `query_norm`, a query scale that is learned."""
+
+    class Config(Layer.Config):
+        input_dim: int = REQUIRED
+        init: Initializer = Ones()
+        axes: tuple[str | None] | None = None
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "input_dim")
+        self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=cfg.axes or (None,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., input_dim] -> the same shape and dtype."""
+        return x * self.scale[...].astype(x.dtype)
+
+
+class AcrossHeads(Layer):
+    """Normalizes all heads of a token as one vector, in a slot for norms of heads (OLMo 2, arXiv 2501.00656, 3.2)."""
+
+    class Config(Layer.Config):
+        num_heads: int = REQUIRED
+        head_dim: int = REQUIRED
+        norm: Layer.Config = RMSNorm.Config()
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        width = cfg.num_heads * cfg.head_dim
+        self.norm = self.child("norm", cfg.norm, rngs, input_dim=width, axes=("heads",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, head, head_dim] -> the same shape."""
+        return self.norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)

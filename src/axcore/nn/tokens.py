@@ -15,7 +15,8 @@ class TokenInfo:
 
     Attributes:
         index: int32 [batch or 1, seq], the place in the row; causality is about this.
-        positions: int32 [batch or 1, seq], the place in the document; position embeddings see this.
+        positions: int32 [batch or 1, seq], the place in the document; position embeddings see this. Where a place has
+            several coordinates, as in an image, [batch or 1, seq, coordinates].
         segment_ids: int32 [batch, seq], which document of a packed row; None when rows hold one document each.
         valid: bool [batch or 1, seq], false where there is no token, as in a part of a KV cache that nobody wrote yet;
             None when all are tokens.

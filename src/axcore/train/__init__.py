@@ -2,9 +2,11 @@
 
 from axcore.train.checkpoint import Checkpointer
 from axcore.train.checkpoint_format import CheckpointFormat
+from axcore.train.initial import FromRun, Initial
 from axcore.train.learner import AdamW, Learner, Optimizer
 from axcore.train.loop import TrainingError
 from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
+from axcore.train.model_folder import ModelFolder, save_model
 from axcore.train.orbax_format import OrbaxFormat
 from axcore.train.report import FinishedRun, Report
 from axcore.train.schedule import Schedule, WarmupCosine, WarmupStableDecay
@@ -15,8 +17,11 @@ __all__ = [
     "CheckpointFormat",
     "Checkpointer",
     "FinishedRun",
+    "FromRun",
+    "Initial",
     "JsonlWriter",
     "Learner",
+    "ModelFolder",
     "Optimizer",
     "OrbaxFormat",
     "Report",
@@ -28,4 +33,5 @@ __all__ = [
     "WarmupStableDecay",
     "Writer",
     "fit",
+    "save_model",
 ]

@@ -59,6 +59,8 @@ class Program:
     """Shapes and shardings of the state."""
     init: Callable[[jax.Array | np.ndarray], TrainState]
     """A jitted function of the seed that makes the first state where it belongs."""
+    start: Callable[[Tree, Tree, jax.Array | np.ndarray], TrainState]
+    """The same of given parameters and other Variables, which it takes over."""
 
     def train_step(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         """One step: state, batch -> new state, metrics (scalars; summaries of a scanned stack are [layer])."""
@@ -132,7 +134,9 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
     init_model = initializer(model)
 
     def init(seed: jax.Array) -> TrainState:
-        params, model_state = init_model(jax.random.key(seed))
+        return start(*init_model(jax.random.key(seed)), seed)
+
+    def start(params: Tree, model_state: Tree, seed: jax.Array) -> TrainState:
         zero, total = jnp.zeros((), jnp.int32), jnp.full((), UNKNOWN_STEPS, jnp.int32)
         return TrainState(params, model_state, built.init(params), zero, total, seed)
 
@@ -165,7 +169,9 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
     state = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
     )
-    return Program(fn, built, layout, state, jax.jit(init, out_shardings=shardings, compiler_options=_QUICK_COMPILE))
+    quick = {"out_shardings": shardings, "compiler_options": _QUICK_COMPILE}
+    init, start = jax.jit(init, **quick), jax.jit(start, donate_argnums=(0, 1), **quick)
+    return Program(fn, built, layout, state, init, start)
 
 
 def _is_masked(node: Any) -> bool:

@@ -20,11 +20,12 @@ from axcore import config
 from axcore.config import REQUIRED, AxcoreError, ConfigError, at_least, diff_flat, flatten, parse_text, under
 from axcore.parallel import Mesh
 from axcore.plugin import active
-from axcore.train import run_folder
+from axcore.train import model_folder, run_folder
 from axcore.train.agreement import agree
 from axcore.train.budget import Budget
 from axcore.train.checkpoint import Checkpointer
 from axcore.train.compilations import compilations
+from axcore.train.initial import Initial, begin
 from axcore.train.input import Input
 from axcore.train.learner import Learner
 from axcore.train.loop import Loop, TrainingError
@@ -49,6 +50,8 @@ class Trainer(config.Configurable):
         steps: int | None = None
         minutes: float | None = None
         """Wall-clock time for training, compilation included. Give this or `steps`."""
+        initial: Initial.Config | None = None
+        """Weights to start from; None: the model's initializers."""
         seed: int = 0
         evaluate_every: int | None = None
         """Steps between evaluations; None: at the end only."""
@@ -93,15 +96,17 @@ class Trainer(config.Configurable):
         folder = Path(out).expanduser().absolute()
         with contextlib.ExitStack() as stack:
             with together():
-                prepared, source = self._prepare(folder, resume)
+                prepared, source, state = self._prepare(folder, resume)
                 if jax.process_index() == 0:
                     folder = run_folder.create(folder)
                     stack.enter_context(run_folder.Lock(folder))
                     run_folder.write_text(folder / CONFIG_FILE, self.config.text())
-            return _Run(self.config, prepared, source, folder).run(resume)
+                    model_folder.write_config(folder, self.config)
+            return _Run(self.config, prepared, source, folder, state).run(resume)
 
-    def _prepare(self, folder: Path, resume: bool) -> tuple[Program, Any]:
-        """Program and input, with all that can be refused refused, and the folder free for this run."""
+    def _prepare(self, folder: Path, resume: bool) -> tuple[Program, Any, TrainState | None]:
+        """Program, input and the first state where it starts from given weights; with all that can be refused refused,
+        and the folder free for this run."""
         if self.config.minutes is not None and jax.process_count() > 1:
             raise ConfigError(
                 f"minutes={self.config.minutes} needs a run of one process, since each would count its own; this one "
@@ -116,10 +121,13 @@ class Trainer(config.Configurable):
         self.config.checkpointer.build(folder)  # bad values are refused before anything is touched
         for report in self.config.reports:
             report.build()
+        state = None
+        if self.config.initial is not None and not (resume and (folder / model_folder.CHECKPOINTS).exists()):
+            state = begin(self.config.initial, self.config.model, prepared, np.array(self.config.seed, np.uint32))
         if not resume and held and jax.process_index() == 0:
             with run_folder.Lock(folder):
                 print(f"{folder} held an earlier run; it is now {run_folder.move_aside(folder)}")
-        return prepared, source
+        return prepared, source, state
 
     def _input(self) -> Any:
         cfg = self.config.input
@@ -164,11 +172,11 @@ def _all_finite(params: Any) -> jax.Array:
 class _Run:
     """One call of `Trainer.run`."""
 
-    def __init__(self, cfg: Any, prepared: Program, source: Any, folder: Path):
-        self.cfg, self.program, self.source, self.folder = cfg, prepared, source, folder
+    def __init__(self, cfg: Any, prepared: Program, source: Any, folder: Path, state: TrainState | None):
+        self.cfg, self.program, self.source, self.folder, self.first = cfg, prepared, source, folder, state
         self.plugins = active(cfg)
         self.batches = source.train_batches()
-        self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / "checkpoints")
+        self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
         self.is_first = jax.process_index() == 0
         self.writers: list[Writer] = [writer.build(folder) for writer in cfg.writers] if self.is_first else []
         self.compiled_before = compilations("train_step")
@@ -222,7 +230,8 @@ class _Run:
                 was, now = (", ".join(each.values()) or "no plugins" for each in (before, self.plugins))
                 print(f"the checkpoint was written with {was}; this is {now}, and may go on otherwise", file=sys.stderr)
         else:
-            state, done = self.program.init(np.array(self.cfg.seed, np.uint32)), 0
+            given, self.first = self.first, None
+            state, done = given or self.program.init(np.array(self.cfg.seed, np.uint32)), 0
         if resume:
             self._say(f"resuming after step {done}" if done else "no checkpoint yet: starting over")
             for writer in self.writers:

@@ -70,6 +70,11 @@ def use_cross_layer_kv(
 def _can_share(path: str, node: ax.Config) -> bool:
     if not isinstance(node, Attention.Config):
         raise ax.ConfigError(f"at {path or 'the root'}: only attentions share keys and values, and this is {node!r}")
+    if node.qkv is not None:
+        raise ax.ConfigError(
+            f"at {path or 'the root'}: qkv makes keys in every layer; give query, key and value apart, so that "
+            f"layers can go without"
+        )
     if _in_group(node):
         raise ax.ConfigError(f"at {path or 'the root'}: it shares keys and values with other layers already")
     return True

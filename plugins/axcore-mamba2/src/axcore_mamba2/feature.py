@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import axcore as ax
 from axcore.config import has_field
-from axcore.nn import Attention
-from axcore_mamba2.hybrid import edit_most
+from axcore.nn import BaseAttention, edit_layers
 from axcore_mamba2.mixer import Mamba2
 
 
@@ -17,7 +16,7 @@ def use_mamba2(
     num_groups: int = 1,
     conv_width: int = 4,
     chunk: int = 256,
-    where: ax.Where = Attention,
+    where: ax.Where = BaseAttention,
     attention_every: int | None = None,
 ) -> ax.Config:
     """Puts Mamba-2 in place of every selected attention, or of most.
@@ -29,7 +28,7 @@ def use_mamba2(
             section 9.2.3; a `Repeat` then repeats groups of so many layers. None: no layer keeps it.
 
     Raises:
-        ConfigError: nothing is selected, or the layers of a `Repeat` do not divide into such groups.
+        ConfigError: nothing is selected.
     """
     mixer = Mamba2.Config(
         state_dim=state_dim,
@@ -49,4 +48,8 @@ def use_mamba2(
         return ax.select(cfg, where).map(in_place_of)
     if attention_every < 2:
         raise ax.ConfigError(f"attention_every must be at least 2, not {attention_every}; None keeps no attention")
-    return edit_most(cfg, where, in_place_of, attention_every)
+
+    def most(path: str, old: ax.Config, number: int) -> ax.Config:
+        return old if number % attention_every == attention_every - 1 else in_place_of(path, old)
+
+    return edit_layers(cfg, where, most)

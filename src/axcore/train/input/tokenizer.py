@@ -22,6 +22,15 @@ class Tokenizer(config.Configurable, abc.ABC):
     separator_id: int
     """The id that stands before each document. `encode` never gives it."""
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a generated text."""
+        return (self.separator_id,)
+
+    def prompt(self, content: bytes) -> NDArray[np.integer]:
+        """`[tokens]`, at least one: the ids that a model goes on from."""
+        return np.concatenate([[self.separator_id], self.encode(content)])
+
     @abc.abstractmethod
     def encode(self, content: bytes) -> NDArray[np.integer]:
         """`[tokens]`, of any integer dtype: the ids of one document, without a separator."""

@@ -1,12 +1,12 @@
 """Biases in the feed-forward block."""
 
-from axcore.nn import Attention, CausalLM, FeedForward, Linear, Repeat, TransformerLayer
+from axcore.nn import BaseAttention, CausalLM, FeedForward, Linear, Repeat, TransformerLayer
 from axcore.train import Trainer
 
 from ..training import pretraining
 
 
-def recipe(attention: Attention.Config) -> Trainer.Config:
+def recipe(attention: BaseAttention.Config) -> Trainer.Config:
     biased = Linear.Config(use_bias=True)
     layer = TransformerLayer.Config(
         attention=attention, ffn=FeedForward.Config(hidden_dim=24, gate=biased, up=biased, down=biased)

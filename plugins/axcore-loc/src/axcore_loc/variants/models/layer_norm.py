@@ -3,13 +3,13 @@
 from flax import nnx
 
 import axcore as ax
-from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
+from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.train import Trainer
 
 from ..training import pretraining
 
 
-def recipe(attention: Attention.Config) -> Trainer.Config:
+def recipe(attention: BaseAttention.Config) -> Trainer.Config:
     norm = ax.stock(nnx.LayerNorm, widths={"num_features": "input_dim"}, epsilon=1e-5)
     layer = TransformerLayer.Config(
         attention=attention, ffn=FeedForward.Config(hidden_dim=24), attention_norm=norm, ffn_norm=norm

@@ -1,12 +1,12 @@
 """Small embeddings, and feed-forward blocks that start at zero."""
 
-from axcore.nn import Attention, CausalLM, Embedding, FeedForward, Linear, Normal, Repeat, TransformerLayer, Zeros
+from axcore.nn import BaseAttention, CausalLM, Embedding, FeedForward, Linear, Normal, Repeat, TransformerLayer, Zeros
 from axcore.train import Trainer
 
 from ..training import pretraining
 
 
-def recipe(attention: Attention.Config) -> Trainer.Config:
+def recipe(attention: BaseAttention.Config) -> Trainer.Config:
     layer = TransformerLayer.Config(
         attention=attention, ffn=FeedForward.Config(hidden_dim=24, down=Linear.Config(init=Zeros()))
     )

@@ -1,12 +1,12 @@
 """Two stacks of different layers, one after the other."""
 
-from axcore.nn import Attention, CausalLM, FeedForward, Repeat, Sequence, TransformerLayer
+from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, Sequence, TransformerLayer
 from axcore.train import Trainer
 
 from ..training import pretraining
 
 
-def recipe(attention: Attention.Config) -> Trainer.Config:
+def recipe(attention: BaseAttention.Config) -> Trainer.Config:
     layer = TransformerLayer.Config(attention=attention, ffn=FeedForward.Config(hidden_dim=24))
     wider = TransformerLayer.Config(attention=attention, ffn=FeedForward.Config(hidden_dim=40))
     decoder = Sequence.Config(

@@ -1,0 +1,53 @@
+"""Losses that keep the load of experts even."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from axcore.config import Config, at_least
+from axcore.parallel import active_layout
+from axcore_moe.routing import Routing
+
+
+class LoadBalance(Config):
+    """`weight * num_experts * sum_i f_i P_i`, with f_i the mean number of a token's choices that are expert i, and P_i
+    the mean probability of expert i (Switch Transformers, arXiv 2101.03961, eq. 4-6; as `transformers` computes it)."""
+
+    weight: float
+    scope: Literal["sequence", "batch", "global"] = "global"
+    """What the means are over: a row (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one shard of the batch, or
+    all rows of the step (Qiu et al. 2025, arXiv 2501.11873). The loss is the mean over them."""
+    per_choice: bool = False
+    """Whether f is divided by the choices of a token, as in DeepSeek-V3."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "weight")
+
+    def __call__(self, routing: Routing, rows: int) -> jax.Array:
+        """The loss without its weight, a float32 scalar. The tokens are those of `rows` rows, one after another."""
+        tokens, experts = routing.probs.shape
+        chosen = jnp.zeros((tokens, experts), jnp.float32).at[routing.token, routing.expert].add(1.0)
+        parts = {"sequence": rows, "batch": math.gcd(rows, _shards()), "global": 1}[self.scope]
+        fractions = chosen.reshape(parts, -1, experts).mean(axis=1)
+        probs = routing.probs.reshape(parts, -1, experts).mean(axis=1)
+        loss = experts * (fractions * probs).sum(axis=-1).mean()
+        return loss / (routing.expert.size / tokens) if self.per_choice else loss
+
+
+def z_loss(routing: Routing) -> jax.Array:
+    """The mean squared log-partition of the logits (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    return jnp.square(jax.nn.logsumexp(routing.logits, axis=-1)).mean()
+
+
+def _shards() -> int:
+    """Into how many parts the batch is spread."""
+    layout = active_layout()
+    if layout is None:
+        return 1
+    axes = layout.spec(("batch",))[0]
+    sizes = dict(layout.mesh.shape)
+    return math.prod(sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))

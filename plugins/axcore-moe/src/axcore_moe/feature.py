@@ -1,0 +1,135 @@
+"""The feature `moe`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import axcore as ax
+from axcore.nn import FeedForward, edit_layers
+from axcore.train import Trainer
+from axcore_moe.balance import LoadBalance
+from axcore_moe.dispatch import Capacity, Dense, Dispatch, Dropless
+from axcore_moe.experts import Experts
+from axcore_moe.layer import MoE
+from axcore_moe.router import ExpertChoice, Router, TopK
+from axcore_moe.starvation import StarvationWarning
+
+DISPATCHES: dict[str, Dispatch] = {"dropless": Dropless(), "capacity": Capacity(), "dense": Dense()}
+
+
+def use_moe(
+    cfg: ax.Config,
+    num_experts: int,
+    top_k: int = 2,
+    every: int = 1,
+    hidden_dim: int | None = None,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    jitter: float = 0.0,
+    expert_choice: bool = False,
+    dispatch: Dispatch | Literal["dropless", "capacity", "dense"] = "dropless",
+    capacity_factor: float | None = None,
+    shared_experts: int = 0,
+    balance: float = 0.01,
+    balance_scope: Literal["sequence", "batch", "global"] = "global",
+    z_loss: float = 0.0,
+    bias_rate: float | None = None,
+    where: ax.Where = FeedForward,
+) -> ax.Config:
+    """Puts a mixture of experts in the place of every, or of every n-th, selected feed-forward block.
+
+    Each expert is such a block as stood there: with its activation, gating, biases and initializers.
+
+    Args:
+        num_experts: experts of each mixture.
+        top_k: experts that compute a token.
+        every: of each so many blocks the last becomes a mixture; a `Repeat` then repeats groups of so many layers.
+        hidden_dim: of each expert; None: that of the block.
+        score, normalize, scale, groups, top_groups, jitter: of the router, see `TopK.Config`.
+        expert_choice: experts choose tokens, `top_k` for each on average. It is not causal, see `ExpertChoice`.
+        dispatch: how tokens get to experts; see `Dispatch`.
+        capacity_factor: places of an expert, as a multiple of its fair share; it needs dispatch="capacity".
+        shared_experts: a block of so many times the experts' hidden features computes every token.
+        balance: weight of the load-balance loss; 0 leaves it out.
+        balance_scope: see `LoadBalance.scope`.
+        z_loss: weight of the router's z-loss.
+        bias_rate: balances without a loss, see `TopK.Config`; DeepSeek-V3 has 0.001.
+        where: which blocks.
+
+    Raises:
+        ConfigError: nothing is selected, or not so many blocks as `every`.
+    """
+    if every < 1:
+        raise ax.ConfigError(f"every must be at least 1, not {every}")
+    router = _router(num_experts, top_k, expert_choice, jitter, score, normalize, scale, groups, top_groups, bias_rate)
+    way = DISPATCHES[dispatch] if isinstance(dispatch, str) else dispatch
+    if capacity_factor is not None:
+        if not isinstance(way, Capacity):
+            raise ax.ConfigError(f"capacity_factor={capacity_factor} needs dispatch='capacity', not {dispatch!r}")
+        way = way.set(factor=capacity_factor)
+    changed: list[str] = []
+
+    def edit(path: str, block: Any, number: int) -> Any:
+        if number % every != every - 1:
+            return block
+        if not isinstance(block, FeedForward.Config):
+            raise ax.ConfigError(f"only a FeedForward becomes a mixture of experts, and this is {block!r}")
+        changed.append(path)
+        expert = block if hidden_dim is None else block.set(hidden_dim=hidden_dim)
+        expert = expert.set(dtypes=None, tags=())
+        shared = expert.set(hidden_dim=shared_experts * expert.hidden_dim) if shared_experts else None
+        return MoE.Config(
+            input_dim=block.input_dim,
+            dtypes=block.dtypes,
+            tags=block.tags,
+            num_experts=num_experts,
+            router=router,
+            experts=Experts.Config(block=expert.set(input_dim=ax.REQUIRED)),
+            dispatch=way,
+            shared=shared,
+            balance=LoadBalance(weight=balance, scope=balance_scope) if balance else None,
+            z_loss=z_loss,
+        )
+
+    edited = edit_layers(cfg, where, edit)
+    if not changed:
+        raise ax.ConfigError(f"every={every} is more than the feed-forward blocks that were selected, so none changed")
+    if isinstance(edited, Trainer.Config) and StarvationWarning.Config() not in edited.writers:
+        edited = edited.set(writers=(*edited.writers, StarvationWarning.Config()))
+    return edited
+
+
+def _router(
+    num_experts: int,
+    top_k: int,
+    expert_choice: bool,
+    jitter: float,
+    score: Literal["softmax", "sigmoid"],
+    normalize: bool,
+    scale: float,
+    groups: int,
+    top_groups: int,
+    bias_rate: float | None,
+) -> Router.Config:
+    if top_k > num_experts:
+        raise ax.ConfigError(f"top_k={top_k} is more than num_experts={num_experts}")
+    if expert_choice:
+        if (score, normalize, scale, groups, top_groups, bias_rate) != ("softmax", True, 1.0, 1, 1, None):
+            raise ax.ConfigError(
+                "expert_choice has no use for score, normalize, scale, groups, top_groups and bias_rate: they tell how "
+                "tokens choose"
+            )
+        return ExpertChoice.Config(capacity_factor=float(top_k), jitter=jitter)
+    return TopK.Config(
+        top_k=top_k,
+        score=score,
+        normalize=normalize,
+        scale=scale,
+        groups=groups,
+        top_groups=top_groups,
+        jitter=jitter,
+        bias_rate=bias_rate,
+    )

@@ -1,0 +1,92 @@
+"""A mixture of experts, in the place of a feed-forward block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import axcore as ax
+from axcore.config import at_least
+from axcore.nn import FeedForward, Linear
+from axcore_moe.balance import LoadBalance, z_loss
+from axcore_moe.dispatch import Dispatch, Dropless
+from axcore_moe.experts import Experts
+from axcore_moe.router import Router, TopK
+from axcore_moe.routing import Routing
+
+
+class StarvedSteps(nnx.Variable[Any]):
+    """int32 [experts]: for how many training steps in a row each expert got almost nothing."""
+
+
+class MoE(ax.Layer):
+    """A router sends each token to some of many feed-forward blocks (Shazeer et al. 2017, arXiv 1701.06538).
+
+    It reports `max_load` and `min_load` (the load of the busiest and the idlest expert, as a multiple of the mean),
+    `dropped` (the share of choices that no expert computed) and `starved` (experts that have starved for long).
+    """
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        num_experts: int = ax.REQUIRED
+        router: Router.Config = TopK.Config()
+        experts: Experts.Config = Experts.Config()
+        dispatch: Dispatch = Dropless()
+        shared: FeedForward.Config | None = None
+        """A block that computes every token (DeepSeekMoE, arXiv 2401.06066, section 3.2)."""
+        shared_gate: Linear.Config | None = None
+        """Given: the shared block's output is multiplied by the sigmoid of one feature (Qwen2-MoE)."""
+        balance: LoadBalance | None = None
+        z_loss: float = 0.0
+        """Weight of the router's z-loss; 0 leaves it out."""
+        starving_load: float = 0.1
+        """An expert starves in a step in which it has less than so much of the mean load."""
+        starving_steps: int = 100
+        """Steps in a row after which an expert counts as starved."""
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        at_least(cfg, 1, "num_experts", "starving_steps")
+        at_least(cfg, 0, "z_loss", "starving_load")
+        if cfg.shared_gate is not None and cfg.shared is None:
+            raise ax.ConfigError("shared_gate weighs the shared block, and shared is None")
+        widths = {"input_dim": cfg.input_dim, "num_experts": cfg.num_experts}
+        self.router = self.child("router", cfg.router, rngs, **widths)
+        self.experts = self.child("experts", cfg.experts, rngs, **widths)
+        self.shared_block = self.child("shared_block", cfg.shared, rngs, input_dim=cfg.input_dim)
+        narrow = {"input_dim": cfg.input_dim, "output_dim": 1, "axes": ("embed", None)}
+        self.shared_gate = self.child("shared_gate", cfg.shared_gate, rngs, **narrow)
+        self.starved = StarvedSteps(jnp.zeros((cfg.num_experts,), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, input_dim] -> the same shape."""
+        cfg, flat = self.config, x.reshape(-1, x.shape[-1])
+        routing = self.router(flat)
+        y, dropped = cfg.dispatch(self.experts, flat, routing)
+        y = y.astype(self.dtypes.compute).reshape(x.shape)
+        if self.training:
+            self._report(routing, dropped, x.shape[0])
+        if self.shared_block is None:
+            return y
+        shared = self.shared_block(x)
+        return y + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared)
+
+    def _report(self, routing: Routing, dropped: jax.Array, rows: int) -> None:
+        cfg = self.config
+        if cfg.balance is not None:
+            self.add_loss("balance", cfg.balance(routing, rows), cfg.balance.weight)
+        if cfg.z_loss:
+            self.add_loss("router_z_loss", z_loss(routing), cfg.z_loss)
+        counts = routing.counts().astype(jnp.float32)
+        load = counts / counts.mean()
+        steps = jnp.where(load < cfg.starving_load, self.starved[...] + 1, 0)
+        self.starved[...] = steps
+        self.add_summary("max_load", load.max())
+        self.add_summary("min_load", load.min())
+        self.add_summary("dropped", dropped)
+        self.add_summary("starved", (steps >= cfg.starving_steps).sum().astype(jnp.float32))
+        self.add_histogram("load", load)

@@ -1,0 +1,157 @@
+"""Routers: layers that choose experts for tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import axcore as ax
+from axcore.config import at_least
+from axcore.nn import KVCache, Linear
+from axcore_moe.routing import Routing
+
+
+class Router(ax.Layer):
+    """Base of routers."""
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        num_experts: int = ax.REQUIRED
+        linear: Linear.Config = Linear.Config(dtypes=ax.DTypes(compute=jnp.float32))
+        """Makes the logits; in float32, since small differences choose other experts."""
+        jitter: float = 0.0
+        """While training its input is multiplied by random factors from 1 - jitter to 1 + jitter (Switch Transformers,
+        arXiv 2101.03961, section 2.4)."""
+
+    config: Any
+
+    def make_linear(self, cfg: Config, rngs: ax.Rngs) -> None:
+        at_least(cfg, 1, "num_experts")
+        if not 0 <= cfg.jitter < 1:
+            raise ax.ConfigError(f"jitter must be at least 0 and below 1, not {cfg.jitter}")
+        wide = {"input_dim": cfg.input_dim, "output_dim": cfg.num_experts}
+        self.linear = self.child("linear", cfg.linear, rngs, **wide, axes=("embed", None))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[tokens, input_dim] -> float32 [tokens, experts]."""
+        jitter = self.config.jitter
+        if jitter and self.training:
+            x = x * jax.random.uniform(self.rng("jitter"), x.shape, x.dtype, 1 - jitter, 1 + jitter)
+        return self.linear(x).astype(jnp.float32)
+
+    def __call__(self, x: jax.Array) -> Routing:
+        """[tokens, input_dim] -> the routing of these tokens."""
+        raise NotImplementedError
+
+
+class SelectionBias(nnx.Variable[Any]):
+    """float32 [experts], added to the scores that experts are chosen by. It is no parameter: no gradient moves it."""
+
+
+class TopK(Router):
+    """Each token chooses the experts with the highest scores (Shazeer et al. 2017, arXiv 1701.06538).
+
+    With groups, experts are chosen from the best groups only; a group is as good as its two best experts together
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+
+    class Config(Router.Config):
+        top_k: int = 2
+        """Experts for each token."""
+        score: Literal["softmax", "sigmoid"] = "softmax"
+        normalize: bool = True
+        """Whether the weights of the chosen experts are divided by their sum. With softmax they are then the softmax
+        over the chosen logits (Mixtral); without, those of the softmax over all (Qwen2-MoE)."""
+        scale: float = 1.0
+        """Multiplies the weights."""
+        groups: int = 1
+        top_groups: int = 1
+        bias_rate: float | None = None
+        """Given: a bias is added to the scores for the choice alone. Each training step raises it by so much for
+        experts with less than the mean load, and lowers it for others (Wang et al. 2024, arXiv 2408.15664, alg. 1)."""
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        self.make_linear(cfg, rngs)
+        at_least(cfg, 1, "top_k", "groups", "top_groups")
+        at_least(cfg, 0, "bias_rate")
+        if cfg.num_experts % cfg.groups:
+            raise ax.ConfigError(f"num_experts={cfg.num_experts} does not divide into groups={cfg.groups}")
+        if cfg.top_groups > cfg.groups:
+            raise ax.ConfigError(f"top_groups={cfg.top_groups} is more than the groups={cfg.groups} that there are")
+        available = cfg.num_experts // cfg.groups * cfg.top_groups
+        if cfg.top_k > available:
+            where = "" if cfg.groups == 1 else f" of top_groups={cfg.top_groups}"
+            raise ax.ConfigError(f"top_k={cfg.top_k} is more than the {available} experts{where} that there are")
+        self.bias = nnx.data(None)
+        if cfg.bias_rate is not None:
+            self.bias = SelectionBias(jnp.zeros((cfg.num_experts,), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> Routing:
+        cfg, logits = self.config, self.logits(x)
+        if cfg.score == "softmax":
+            scores = probs = jax.nn.softmax(logits, axis=-1)
+        else:
+            scores = jax.nn.sigmoid(logits)
+            probs = scores / (scores.sum(axis=-1, keepdims=True) + 1e-20)
+        by = scores if self.bias is None else scores + self.bias[...]
+        chosen = jax.lax.top_k(self._of_best_groups(jax.lax.stop_gradient(by)), cfg.top_k)[1]
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if cfg.normalize:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        routing = Routing.of_choices(chosen, weights * cfg.scale, probs, logits)
+        if self.bias is not None and cfg.bias_rate is not None and self.training:
+            load = routing.counts().astype(jnp.float32)
+            self.bias[...] = self.bias[...] + cfg.bias_rate * jnp.sign(load.mean() - load)
+        return routing
+
+    def _of_best_groups(self, scores: jax.Array) -> jax.Array:
+        """The scores, minus infinity where the expert's group is none of the best."""
+        cfg = self.config
+        if cfg.groups == cfg.top_groups:
+            return scores
+        grouped = scores.reshape(scores.shape[0], cfg.groups, -1)
+        best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
+        chosen = jax.nn.one_hot(jax.lax.top_k(best, cfg.top_groups)[1], cfg.groups, dtype=bool).any(axis=1)
+        return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+class ExpertChoice(Router):
+    """Each expert chooses the tokens with the highest scores, as many as every other (Zhou et al. 2022, arXiv
+    2202.09368).
+
+    **It is not causal.** Whether a token is chosen depends on the tokens after it, and on other rows. It suits encoders
+    and comparisons; a causal model that was trained with it sees a little of the future and cannot be decoded.
+    """
+
+    class Config(Router.Config):
+        capacity_factor: float = 2.0
+        """Experts for each token on average."""
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Router.Config:
+            raise ax.ConfigError(
+                "expert choice routes a token by those after it, so it cannot decode; train with the router TopK"
+            )
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        self.make_linear(cfg, rngs)
+        if not 0 < cfg.capacity_factor <= cfg.num_experts:
+            raise ax.ConfigError(
+                f"capacity_factor must be above 0 and at most num_experts={cfg.num_experts}, not {cfg.capacity_factor}"
+            )
+
+    def __call__(self, x: jax.Array) -> Routing:
+        logits = self.logits(x)
+        probs = jax.nn.softmax(logits, axis=-1)
+        tokens, experts = probs.shape
+        count = min(tokens, max(1, math.ceil(self.config.capacity_factor * tokens / experts)))
+        weight, token = jax.lax.top_k(probs.T, count)
+        expert = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32)[:, None], token.shape)
+        return Routing(token.reshape(-1).astype(jnp.int32), expert.reshape(-1), weight.reshape(-1), probs, logits)

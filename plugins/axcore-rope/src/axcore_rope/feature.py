@@ -1,0 +1,51 @@
+"""The feature `rope`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import axcore as ax
+from axcore.nn import BaseAttention, edit_layers
+from axcore.plugin.slots import put
+from axcore_rope.published import scaling_of
+from axcore_rope.rotary import Rotary
+from axcore_rope.scaling import Scaling
+
+
+def use_rope(
+    cfg: ax.Config,
+    theta: float = 10_000.0,
+    layout: Literal["half", "interleaved"] = "half",
+    rotary_dim: int | None = None,
+    scaling: Scaling | Mapping[str, Any] | None = None,
+    sections: tuple[int, ...] | None = None,
+    skip_every: int | None = None,
+    where: ax.Where = BaseAttention,
+) -> ax.Config:
+    """Puts RoPE into the position slot of every selected attention; where a layer with such a slot stands, into that.
+
+    Args:
+        theta: the base of the rates; larger turns slower and reaches further.
+        layout, rotary_dim, sections: see `Rotary.Config`.
+        scaling: how rates change for long rows; or as published configs write it: `{"rope_type": "yarn", ...}`.
+        skip_every: of each so many layers the last gets no positions (NoPE: Yang et al. 2025, arXiv 2501.18795; SmolLM
+            3 and Llama 4 with 4). None: all get them.
+        where: which attentions.
+    """
+    if skip_every is not None and skip_every < 2:
+        raise ax.ConfigError(f"skip_every must be at least 2, not {skip_every}; None skips no layer")
+    rotary = Rotary.Config(
+        theta=theta,
+        layout=layout,
+        rotary_dim=rotary_dim,
+        scaling=scaling if scaling is None or isinstance(scaling, Scaling) else scaling_of(scaling),
+        sections=sections,
+    )
+    if skip_every is None:
+        return ax.select(cfg, where).map(lambda _, attention: put(attention, "position", rotary))
+
+    def most(_: str, attention: Any, number: int) -> Any:
+        return attention if number % skip_every == skip_every - 1 else put(attention, "position", rotary)
+
+    return edit_layers(cfg, where, most)

@@ -1,0 +1,65 @@
+"""Learned positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import axcore as ax
+from axcore.config import at_least, has_field
+from axcore.nn import Initializer, Normal
+from axcore.plugin.slots import put
+
+
+class LearnedPositions(ax.Layer):
+    """Adds a vector for each position to the embeddings (Gehring et al. 2017, arXiv 1705.03122; GPT-2)."""
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        max_len: int = ax.REQUIRED
+        """Positions that there are vectors for. What stands beyond them becomes NaN: nothing was learned for it."""
+        init: Initializer = Normal()
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        at_least(cfg, 1, "input_dim", "max_len")
+        shape = (cfg.max_len, cfg.input_dim)
+        self.weight = self.param("weight", shape, cfg.init, rngs, axes=(None, "embed"))
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """[batch, seq, input_dim], int [batch or 1, seq] -> [batch, seq, input_dim].
+
+        Raises:
+            ConfigError: a row is longer than `max_len`.
+        """
+        max_len = self.config.max_len
+        if x.shape[1] > max_len:
+            raise ax.ConfigError(f"{self.frame.path}: a row of {x.shape[1]} tokens, and positions only for {max_len}")
+        known = (positions >= 0) & (positions < max_len)
+        vectors = self.weight[...].astype(x.dtype)[jnp.where(known, positions, 0)]
+        return x + jnp.where(known[..., None], vectors, jnp.nan)
+
+
+def use_learned_positions(
+    cfg: ax.Config, max_len: int, init: Initializer = Normal(), where: ax.Where = "**"
+) -> ax.Config:
+    """Adds learned positions to the embeddings of every selected model.
+
+    Args:
+        max_len: positions that there are vectors for.
+        init: how they start.
+        where: which nodes, of those that hold a decoder and a slot for positions.
+    """
+
+    def is_model(_: str, node: ax.Config) -> bool:
+        return has_field(node, "decoder") and has_field(node, "position")
+
+    chosen = {path for path, _ in ax.select(cfg, where)}
+
+    def edit(_: str, node: Any) -> Any:
+        return put(node, "position", LearnedPositions.Config(max_len=max_len, init=init))
+
+    return ax.select(cfg, lambda path, node: path in chosen and is_model(path, node)).map(edit)

@@ -1,0 +1,195 @@
+"""Ways to stretch RoPE over rows longer than those of the training. Each is a config value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import axcore as ax
+
+Rates = Any
+"""float32 [rotary_dim / 2]: radians that each pair of features turns from one position to the next."""
+
+
+class Scaling(ax.config.Config):
+    """Base of scalings. To add one, subclass it and override `rates`."""
+
+    by_length: ClassVar[bool] = False
+    """Whether the rates depend on the length of the row. While decoding, keys that are cached were rotated at the rates
+    of the length at their time, as in `transformers`."""
+
+    def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
+        """The rates.
+
+        Args:
+            theta: the base.
+            rotary_dim: features that are rotated.
+            length: int scalar, the largest position of the call and 1; None unless `by_length`.
+        """
+        raise NotImplementedError
+
+    @property
+    def attention_factor(self) -> float:
+        """Multiplies rotated queries and keys."""
+        return 1.0
+
+
+def plain(theta: float, rotary_dim: int) -> np.ndarray:
+    """`theta ** (-2 i / rotary_dim)` (Su et al. 2021, arXiv 2104.09864, eq. 15), in float64."""
+    return theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+
+
+def check_positive(cfg: Scaling, *names: str) -> None:
+    for name in names:
+        value = getattr(cfg, name)
+        if value is not None and value is not ax.REQUIRED and not value > 0:
+            raise ax.ConfigError(f"{type(cfg).__name__}.{name} must be positive, not {value!r}")
+
+
+class Linear(Scaling):
+    """Positions divided by `factor` (Chen et al. 2023, arXiv 2306.15595, eq. 4)."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, "factor")
+
+    def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
+        return plain(theta, rotary_dim) / self.factor
+
+
+class DynamicNTK(Scaling):
+    """A base that grows with rows longer than `original_max` (see YaRN's paper, arXiv 2309.00071, section 3.3)."""
+
+    by_length: ClassVar[bool] = True
+    factor: float
+    original_max: int
+    """Length of the rows that the model was trained on."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "factor", "original_max")
+
+    def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
+        assert length is not None
+        if rotary_dim < 4:
+            raise ax.ConfigError(f"DynamicNTK needs at least 4 rotated features, not {rotary_dim}")
+        longest = jnp.maximum(length, self.original_max).astype(jnp.float32)
+        grown = self.factor * longest / self.original_max - (self.factor - 1)
+        base = theta * grown ** (rotary_dim / (rotary_dim - 2))
+        return base ** (-jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim)
+
+
+class YaRN(Scaling):
+    """Slow pairs turn `factor` times slower, fast ones as before, and logits are sharpened (Peng et al. 2023, arXiv
+    2309.00071, section 3)."""
+
+    factor: float
+    original_max: int
+    """Length of the rows that the model was trained on."""
+    beta_fast: float = 32.0
+    """A pair that turns so often within `original_max` is left as it is."""
+    beta_slow: float = 1.0
+    """A pair that turns so seldom is slowed by the whole factor; those between by a part of it."""
+    truncate: bool = True
+    """Whether the bounds between which pairs are slowed by a part are rounded outwards to whole pairs."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention: float | None = None
+    """Factor of rotated queries and keys; None: that of the paper's eq. 22, or of `mscale` over `mscale_all_dim`."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "factor", "original_max", "beta_fast", "beta_slow", "attention")
+
+    def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
+        def pair_that_turns(times: float) -> float:
+            return rotary_dim * math.log(self.original_max / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        if low == high:
+            high += 0.001
+        slowed = np.clip((np.arange(rotary_dim // 2) - low) / (high - low), 0, 1)
+        rates = plain(theta, rotary_dim)
+        return rates / self.factor * slowed + rates * (1 - slowed)
+
+    @property
+    def attention_factor(self) -> float:
+        if self.attention is not None:
+            return self.attention
+        if self.mscale and self.mscale_all_dim:
+            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+        return yarn_mscale(self.factor)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """`0.1 mscale ln(factor) + 1` (YaRN, eq. 22; DeepSeek's models square it into the scale of their logits)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+class Llama3(Scaling):
+    """Pairs of long wavelength turn `factor` times slower, those of short as before, the rest by a part (Llama 3.1)."""
+
+    factor: float
+    original_max: int
+    """Length of the rows that the model was trained on."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "factor", "original_max", "low_freq_factor", "high_freq_factor")
+        if ax.REQUIRED not in (self.low_freq_factor, self.high_freq_factor) and (
+            self.high_freq_factor <= self.low_freq_factor
+        ):
+            raise ax.ConfigError(
+                f"Llama3.high_freq_factor={self.high_freq_factor} must exceed low_freq_factor={self.low_freq_factor}"
+            )
+
+    def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
+        rates = plain(theta, rotary_dim)
+        turns = self.original_max * rates / (2 * math.pi)  # within a row of the training
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = np.clip(smooth, 0, 1)
+        return (1 - smooth) * rates / self.factor + smooth * rates
+
+
+class LongRoPE(Scaling):
+    """A factor of its own for each pair, of two lists: one for rows up to `original_max`, one for longer ones (Ding et
+    al. 2024, arXiv 2402.13753)."""
+
+    by_length: ClassVar[bool] = True
+    short: tuple[float, ...]
+    """Divisors of the rates, one for each pair."""
+    long: tuple[float, ...]
+    original_max: int
+    """Length of the rows that the model was trained on."""
+    factor: float = 1.0
+    """How much longer rows may become; it gives the factor of rotated queries and keys."""
+    attention: float | None = None
+    """Factor of rotated queries and keys; None: sqrt(1 + ln(factor) / ln(original_max))."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "original_max", "factor", "attention")
+
+    def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
+        assert length is not None
+        for name in ("short", "long"):
+            if len(getattr(self, name)) != rotary_dim // 2:
+                raise ax.ConfigError(
+                    f"LongRoPE.{name} has {len(getattr(self, name))} factors; {rotary_dim} rotated features need "
+                    f"{rotary_dim // 2}"
+                )
+        rates = plain(theta, rotary_dim)
+        short, long = (jnp.asarray(rates / np.asarray(each), jnp.float32) for each in (self.short, self.long))
+        return jnp.where(length > self.original_max, long, short)
+
+    @property
+    def attention_factor(self) -> float:
+        if self.attention is not None:
+            return self.attention
+        return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self.original_max))

@@ -1,0 +1,195 @@
+"""Layouts, partial rotation, scalings and the features beside RoPE: formulae in float64, and bad input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.infer import Decoder
+from axcore.module import functional
+from axcore.nn import ContiguousCache, layers_of
+from axcore.testing import tiny_batch, tiny_model
+from axcore_rope.alibi import slopes
+from axcore_rope.published import from_rope_parameters, scaling_of
+from axcore_rope.rotary import Rotary
+from axcore_rope.scaling import DynamicNTK, Linear, Llama3, LongRoPE, Scaling, YaRN
+
+POSITIONS = np.array([[0, 1, 2, 0, 1]], np.int32)
+
+
+def features(head_dim=8):
+    return np.random.default_rng(0).normal(size=(1, 5, 2, head_dim)).astype(np.float32)
+
+
+def rotated(x, **fields):
+    rotary = Rotary.Config(head_dim=x.shape[-1], **fields).build(rngs=ax.Rngs(0))
+    return np.asarray(jax.jit(lambda x: rotary(x, None, POSITIONS, POSITIONS)[0])(x))
+
+
+def turned_pairs(x, rates, factor=1.0):
+    """Features 2 i and 2 i + 1 as a complex number, turned, in float64."""
+    numbers = x[..., ::2].astype(np.float64) + 1j * x[..., 1::2]
+    numbers = factor * numbers * np.exp(1j * POSITIONS[:, :, None, None] * rates)
+    return np.stack([numbers.real, numbers.imag], axis=-1).reshape(x.shape)
+
+
+def test_interleaved_pairs_are_neighbours():
+    x, rates = features(), 100.0 ** (-np.arange(4) / 4)
+    np.testing.assert_allclose(rotated(x, theta=100.0, layout="interleaved"), turned_pairs(x, rates), atol=1e-5)
+
+
+def test_the_layouts_differ_by_a_permutation_of_features():
+    x = features()
+    halves = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    turned = rotated(halves)
+    back = np.stack(np.split(turned, 2, axis=-1), axis=-1).reshape(x.shape)
+    np.testing.assert_allclose(back, rotated(x, layout="interleaved"), atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_a_part_of_the_features_is_rotated_as_if_it_were_all(layout):
+    x = features()
+    out = rotated(x, rotary_dim=4, layout=layout)
+    np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
+    np.testing.assert_allclose(out[..., :4], rotated(x[..., :4], layout=layout), atol=1e-6)
+
+
+class Halved(Scaling):
+    """A scaling that nobody but its author knows of."""
+
+    def rates(self, theta, rotary_dim, length):
+        return 0.5 * theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
+
+    @property
+    def attention_factor(self):
+        return 3.0
+
+
+def test_a_scaling_of_ones_own_is_a_subclass():
+    x, rates = features(), 0.5 * 10_000.0 ** (-np.arange(4) / 4)
+    found = rotated(x, layout="interleaved", scaling=Halved())
+    np.testing.assert_allclose(found, turned_pairs(x, rates, 3.0), atol=1e-5)
+
+
+def test_rates_by_length_see_the_largest_position_of_the_call():
+    short = LongRoPE(short=(1.0,) * 4, long=(2.0,) * 4, original_max=3)
+    x, rates = features(), 10_000.0 ** (-np.arange(4) / 4)
+    np.testing.assert_allclose(rotated(x, scaling=short, layout="interleaved"), turned_pairs(x, rates), atol=1e-5)
+    long = short.set(original_max=2)
+    np.testing.assert_allclose(rotated(x, scaling=long, layout="interleaved"), turned_pairs(x, rates / 2), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, Linear(factor=2.0), YaRN(factor=4.0, original_max=4), Llama3(factor=8.0, original_max=4)]
+)
+def test_token_by_token_is_as_all_at_once(scaling):
+    cfg = ax.pipe(tiny_model(), ax.use("rope", scaling=scaling))
+    model, ids = cfg.build(rngs=ax.Rngs(0)), tiny_batch()["inputs"]
+    fn, params, state = functional(model)
+    expected = fn(params, state, ids)[0][0]
+    decoder, params, state = Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
+    step, found = jax.jit(decoder), []
+    for place in range(8):
+        logits, state = step(params, state, ids[:, place : place + 1], jnp.full((1, 1), place))
+        found.append(logits)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_nth_layer_may_go_without_positions():
+    cfg = ax.select(tiny_model(), "decoder").set(num_layers=6)
+    found = ax.pipe(cfg, ax.use("rope", skip_every=3))
+    with_rope = [place.config.attention.position is not None for place in layers_of(found.decoder)]
+    assert with_rope == [True, True, False] * 2
+
+
+def test_local_and_global_layers_have_bases_of_their_own():
+    cfg = ax.pipe(
+        ax.select(tiny_model(), "decoder").set(num_layers=4), ax.use("sliding-window", size=3, global_every=2)
+    )
+    is_global = lambda path, node: hasattr(node, "mask") and len(node.mask.masks) == 2  # noqa: E731
+    is_local = lambda path, node: hasattr(node, "mask") and len(node.mask.masks) == 3  # noqa: E731
+    found = ax.pipe(
+        cfg,
+        ax.use("rope", theta=10_000.0, where=is_local),
+        ax.use("rope", theta=1e6, scaling={"rope_type": "linear", "factor": 8.0}, where=is_global),
+    )
+    positions = [place.config.attention.position for place in layers_of(found.decoder)]
+    assert [(each.theta, each.scaling) for each in positions] == [(1e4, None), (1e6, Linear(factor=8.0))] * 2
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 12])
+def test_alibi_slopes_fall_from_head_to_head_as_published(heads):
+    found = slopes(heads)
+    assert len(found) == heads and all(0 < slope <= 1 for slope in found)
+    if heads == 8:
+        assert found == [2.0**-i for i in range(1, 9)]
+
+
+def test_learned_positions_are_added_and_go_with_the_document():
+    cfg = ax.pipe(tiny_model(), ax.use("learned-positions", max_len=8))
+    fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    ids = tiny_batch()["inputs"]
+    start = jnp.zeros((2, 8), jnp.int32).at[:, 4:].set(1)
+    restarted = jnp.concatenate([jnp.arange(4), jnp.arange(4)])[None].repeat(2, axis=0)
+    packed = fn(params, state, ids, positions=restarted, segment_ids=start)[0][0]
+    alone = fn(params, state, ids[:, 4:])[0][0]
+    np.testing.assert_allclose(packed[:, 4:], alone, rtol=1e-4, atol=1e-5)
+    moved = fn({**params, "position": {"weight": params["position"]["weight"] + 1.0}}, state, ids)[0][0]
+    assert np.abs(moved - fn(params, state, ids)[0][0]).max() > 1e-3
+
+
+def test_a_position_beyond_what_was_learned_is_never_a_silent_guess():
+    cfg = ax.pipe(tiny_model(), ax.use("learned-positions", max_len=6))
+    fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    with pytest.raises(ax.ConfigError, match="position: a row of 8 tokens, and positions only for 6"):
+        fn(params, state, tiny_batch()["inputs"])
+    far = fn(params, state, tiny_batch()["inputs"][:, :1], positions=jnp.full((2, 1), 6))[0][0]
+    assert np.isnan(far).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Linear(factor=0.0), r"Linear\.factor must be positive, not 0\.0"),
+        (lambda: DynamicNTK(factor=2.0, original_max=0), r"DynamicNTK\.original_max must be positive"),
+        (lambda: Llama3(factor=8.0, original_max=8, high_freq_factor=1.0), "must exceed low_freq_factor"),
+        (
+            lambda: scaling_of({"rope_type": "yarm", "factor": 2.0}),
+            r"rope_type='yarm' is not known\. Did you mean 'yarn'",
+        ),
+        (
+            lambda: scaling_of({"rope_type": "llama3", "factor": 8.0}),
+            "needs original_max_position_embeddings, low_freq",
+        ),
+        (lambda: scaling_of({"rope_type": "linear", "factor": 2.0, "betafast": 1}), "has no field betafast"),
+        (lambda: from_rope_parameters(None, head_dim=8), "neither rope_parameters nor the config gives rope_theta"),
+        (lambda: ax.use("rope", skip_every=1)(tiny_model()), "skip_every must be at least 2, not 1"),
+        (lambda: rotated(features(), rotary_dim=3), "rotary_dim must be even, positive and at most head_dim=8, not 3"),
+        (
+            lambda: rotated(features(), rotary_dim=10),
+            "rotary_dim must be even, positive and at most head_dim=8, not 10",
+        ),
+        (lambda: rotated(features(), sections=(1, 2)), r"sections=\(1, 2\) must add up to the 4 pairs"),
+        (
+            lambda: rotated(features(), scaling=LongRoPE(short=(1.0,), long=(1.0,), original_max=4)),
+            r"LongRoPE\.short has 1 factors; 8 rotated features need 4",
+        ),
+    ],
+)
+def test_bad_values_are_refused_with_what_was_expected(make, message):
+    with pytest.raises(ax.ConfigError, match=message):
+        make()
+
+
+def test_coordinates_without_sections_are_refused():
+    rotary = Rotary.Config(head_dim=8).build(rngs=ax.Rngs(0))
+    places = np.zeros((1, 5, 3), np.int32)
+    with pytest.raises(ax.ConfigError, match="positions have 3 coordinates; RoPE needs sections"):
+        rotary(features(), None, places, places)
+
+
+@pytest.mark.parametrize("old", ["type", "rope_type"])
+def test_older_configs_name_the_type_otherwise_and_give_theta_apart(old):
+    cfg = from_rope_parameters({old: "linear", "factor": 4.0}, head_dim=8, theta=5000, partial_rotary_factor=0.5)
+    assert cfg == Rotary.Config(theta=5000.0, rotary_dim=4, scaling=Linear(factor=4.0))

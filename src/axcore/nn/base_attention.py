@@ -1,0 +1,124 @@
+"""What every attention has: slots, a mask, a kernel, and the ways to decode with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from einops import rearrange
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from axcore.config import REQUIRED, ConfigError, at_least
+from axcore.module import Layer, Rngs
+from axcore.nn.dropout import check_rates
+from axcore.nn.initializers import Initializer
+from axcore.nn.kernel_choice import attend
+from axcore.nn.kernels import AttentionKernel, ReferenceKernel
+from axcore.nn.kv_cache import KVCache
+from axcore.nn.linear import Linear
+from axcore.nn.masks import Causal, Mask, SameSegment
+from axcore.nn.tokens import TokenInfo
+
+
+class BaseAttention(Layer):
+    """Base of attentions: they differ in how queries, keys and values are made.
+
+    Slots, empty unless a feature fills them:
+
+    - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None where
+      attention has no keys of its own;
+    - `bias`: `(query, key) -> logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such as ALiBi;
+    - `cache`: `(q, k, v, mask, tokens, attend) -> heads`, keeps keys and values, or brings them (see `KVCache`);
+    - `output`: `(x, heads) -> heads`, applied to the heads before they are projected.
+
+    For remat policies the values `query`, `key`, `value` and `heads` are tagged.
+
+    A child is offered `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`, and takes those that it declares.
+    """
+
+    class Config(Layer.Config):
+        input_dim: int = REQUIRED
+        num_heads: int = REQUIRED
+        position: Layer.Config | None = None
+        bias: Layer.Config | None = None
+        cache: KVCache.Config | None = None
+        mask: Mask = Causal() & SameSegment()
+        kernel: AttentionKernel.Config = ReferenceKernel.Config()
+        scale: float | None = None
+        """Of the logits; None: 1 / sqrt(head_dim)."""
+        softcap: float | None = None
+        """Bounds the logits smoothly, see `AttentionKernel`; None leaves them."""
+        sinks: Initializer | None = None
+        """Given: each head learns the logit of a key that every query sees and that has no value."""
+        dropout: float = 0.0
+        """Chance of each attention weight to be zeroed while training."""
+        output: Layer.Config | None = None
+        projection: Linear.Config = Linear.Config()
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> BaseAttention.Config:
+            return self if self.cache is not None else self.set(cache=cache)
+
+    config: Config
+    kernel: AttentionKernel
+    sinks: Any
+
+    def make_slots(
+        self,
+        rngs: Rngs,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        position_dim: int | None = None,
+        value_dim: int | None = None,
+    ) -> None:
+        """Makes what all attentions have.
+
+        Args:
+            num_kv_heads, head_dim: of keys.
+            position_dim: features of a head that positions act on; None: all.
+            value_dim: features that a head ends as; None: as keys have.
+        """
+        cfg = self.config
+        at_least(cfg, 1, "input_dim", "num_heads")
+        check_rates(cfg, "dropout")
+        if cfg.softcap is not None and not cfg.softcap > 0:
+            raise ConfigError(f"softcap must be positive or None, not {cfg.softcap}")
+        self.sinks = nnx.data(None)
+        if cfg.sinks is not None:
+            self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("heads",))
+        widths: dict[str, Any] = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
+        self.position = self.child("position", cfg.position, rngs, **widths, head_dim=position_dim or head_dim)
+        widths["head_dim"] = head_dim
+        self.bias = self.child("bias", cfg.bias, rngs, **widths)
+        self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
+        self.output = self.child("output", cfg.output, rngs, **widths)
+        wide = {"input_dim": cfg.num_heads * (value_dim or head_dim), "output_dim": cfg.input_dim}
+        self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("heads", "embed"))
+
+    def run_kernel(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo, scale: Any = None
+    ) -> jax.Array:
+        """Attends as `AttentionKernel` says, with the options of this config."""
+        cfg = self.config
+        return attend(
+            self.kernel,
+            q,
+            k,
+            v,
+            mask,
+            query,
+            key,
+            scale=cfg.scale if scale is None else scale,
+            softcap=cfg.softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            bias=self.bias,
+            dropout=(cfg.dropout, self.rng("dropout")) if cfg.dropout and self.training else None,
+        )
+
+    def project(self, x: jax.Array, heads: jax.Array) -> jax.Array:
+        """Heads [batch, seq, head, value_dim] of the input x -> [batch, seq, input_dim]."""
+        heads = checkpoint_name(heads, "heads")
+        if self.output is not None:
+            heads = self.output(x, heads)
+        return self.projection(rearrange(heads, "b s n d -> b s (n d)"))

@@ -1,0 +1,243 @@
+"""Models on disk: a folder that says what the model is, and holds its arrays. A run's folder is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axcore.config import AxcoreError, Config, ConfigError, from_json, to_json
+from axcore.module import Tree, abstract
+from axcore.nn import by_layer
+from axcore.plugin import State, active, registry
+from axcore.train.checkpoint import Checkpointer
+from axcore.train.run_folder import os_reason, write_bytes, write_json
+from axcore.train.state_layout import listed
+
+CONFIG_FILE = "config.json"
+CHECKPOINTS = "checkpoints"
+
+Forms = Mapping[str, jax.ShapeDtypeStruct]
+"""Path -> shape, dtype and sharding."""
+
+
+def flat(tree: Tree) -> dict[str, Any]:
+    """Leaves by path, as in `decoder.layers.attention.query.weight`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def like(tree: Tree, arrays: Mapping[str, Any]) -> Tree:
+    """A tree of the same form, of these arrays."""
+    made: Tree = jax.tree.unflatten(jax.tree.structure(tree), [arrays[path] for path in flat(tree)])
+    return made
+
+
+def write_config(folder: pathlib.Path, cfg: Config, tokenizer: Config | None = None) -> None:
+    """Writes what a model, or a run, is built from, and which plugins that takes."""
+    described = {"plugins": active(cfg), "config": json.loads(to_json(cfg))}
+    if tokenizer is not None:
+        described["plugins"] |= active(tokenizer)
+        described["tokenizer"] = json.loads(to_json(tokenizer))
+    write_json(folder / CONFIG_FILE, described)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """A model on disk.
+
+    Attributes:
+        cfg: what the folder was made from: a model's config, or a trainer's.
+        tokenizer: that of the text that the model knows; None where nobody said.
+    """
+
+    folder: pathlib.Path
+    cfg: Any
+    tokenizer: Any
+
+    @classmethod
+    def open(cls, folder: str | pathlib.Path) -> ModelFolder:
+        """Reads what a folder holds, and none of its arrays.
+
+        Raises:
+            AxcoreError: it is none that a run or `axcore convert` made, or a plugin is missing that the model needs.
+        """
+        folder = pathlib.Path(folder).expanduser().absolute()
+        try:
+            content = json.loads((folder / CONFIG_FILE).read_bytes())
+            plugins = content["plugins"]
+            described, tokenizer = (json.dumps(content.get(name)) for name in ("config", "tokenizer"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise AxcoreError(
+                f"{folder} holds no model: {CONFIG_FILE}: {os_reason(error)}. Runs write it, and `axcore convert` does"
+            ) from error
+        import_plugins(plugins, folder)
+        try:
+            cfg = from_json(described)
+            of_input = getattr(getattr(cfg, "input", None), "tokenizer", None)
+            own: Any = of_input if tokenizer == "null" else from_json(tokenizer)
+        except ConfigError as error:
+            raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
+        return cls(folder, cfg, own.inside(folder) if hasattr(own, "inside") else own)
+
+    @property
+    def model(self) -> Any:
+        """The config of the model itself."""
+        return getattr(self.cfg, "model", self.cfg)
+
+    def load(
+        self, model: Config, params: Forms, state: Forms, *, step: int | None = None
+    ) -> tuple[dict[str, jax.Array], list[str], list[str]]:
+        """The arrays, for a model whose layers may be stacked in another way, and in its dtypes and shardings.
+
+        Args:
+            model: the config that the arrays are for.
+            params, state: what is wanted: its parameters, and its other Variables.
+            step: of which checkpoint; None: the newest.
+
+        Returns:
+            Path -> array, of what there is; the names (see `by_layer`) of parameters that there are none of; and those
+            that are there and not wanted.
+
+        Raises:
+            AxcoreError: an array of another shape, or a checkpoint that cannot be read.
+        """
+        own_params, own_state = (flat(each) for each in abstract(self.model)[1:])
+        names = by_layer(self.model, [*own_params, *own_state])
+        wanted = by_layer(model, [*params, *state])
+        forms, own = {**state, **params}, {**own_state, **own_params}
+        misshaped = [
+            f"{name}: the model in {self.folder.name} has {held}, expected {asked}"
+            for name in wanted.keys() & names.keys()
+            if (held := _part(own, names[name])) != (asked := _part(forms, wanted[name]))
+        ]
+        if misshaped:
+            raise AxcoreError(f"the model in {self.folder} does not fit:{listed(sorted(misshaped))}")
+        missing = [name for name, (path, _) in wanted.items() if path in params and name not in names]
+        extra = [name for name, (path, _) in names.items() if path in own_params and name not in wanted]
+        whole = {path for path in forms if all(name in names for name, (of, _) in wanted.items() if of == path)}
+        needed = {names[name][0] for name, (path, _) in wanted.items() if path in whole}
+        same = {path: forms[path].sharding for path in needed if path in forms and forms[path].shape == own[path].shape}
+        read = self._read(own_params, own_state, needed, same, step)
+        parts: dict[str, dict[tuple[int, ...], jax.Array]] = {path: {} for path in whole}
+        for name, (path, index) in wanted.items():
+            if path in whole and path not in same:
+                source, at = names[name]
+                parts[path][index] = read[source][at]
+        arrays = {path: _stacked(parts[path], forms[path]) if parts[path] else read[path] for path in whole}
+        return {path: _placed(array, forms[path]) for path, array in arrays.items()}, missing, extra
+
+    def _read(
+        self, params: Forms, state: Forms, needed: set[str], shardings: Mapping[str, Any], step: int | None
+    ) -> dict[str, jax.Array]:
+        def asked(forms: Forms) -> dict[str, jax.ShapeDtypeStruct]:
+            return {
+                path: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=shardings.get(path))
+                for path, form in forms.items()
+                if path in needed
+            }
+
+        abstract_state = {"params": asked(params), "model_state": asked(state)}
+        cfg = getattr(self.cfg, "checkpointer", Checkpointer.Config())
+        with cfg.build(self.folder / CHECKPOINTS) as checkpointer:
+            restored = checkpointer.restore(abstract_state, step, subset=True).state
+        return {**restored["model_state"], **restored["params"]}
+
+
+def _part(forms: Mapping[str, Any], place: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of one layer's array."""
+    path, index = place
+    return tuple(forms[path].shape[len(index) :])
+
+
+def _stacked(parts: Mapping[tuple[int, ...], jax.Array], form: jax.ShapeDtypeStruct) -> jax.Array:
+    """One array of the parts at each index of its leading axes."""
+    return jnp.stack([parts[index] for index in sorted(parts)]).reshape(form.shape)
+
+
+def _placed(array: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
+    array = array.astype(form.dtype)
+    return array if form.sharding is None else jax.device_put(array, form.sharding)
+
+
+def save_model(
+    folder: str | pathlib.Path,
+    cfg: Config,
+    params: Tree,
+    state: Tree | None = None,
+    *,
+    tokenizer: Config | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> pathlib.Path:
+    """Writes a model folder, whole or not at all.
+
+    Args:
+        cfg: the model's config, or that of a trainer for it.
+        params, state: as `axcore.functional` gives them.
+        tokenizer: of the text that the model knows. A method `inside(folder) -> Config` of it, if it has one, is told
+            where the folder is when it is read.
+        files: name -> content of what else belongs to the model.
+
+    Raises:
+        AxcoreError: the folder exists, or cannot be written.
+    """
+    folder = pathlib.Path(folder).expanduser().absolute()
+    if folder.exists():
+        raise AxcoreError(f"{folder} exists; give another folder, or remove it")
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_config(partial, cfg, tokenizer)
+        for name, content in (files or {}).items():
+            write_bytes(partial / name, content)
+        with Checkpointer.Config(asynchronous=False).build(partial / CHECKPOINTS) as checkpointer:
+            held = {"params": flat(params), "model_state": flat(state or {})}
+            checkpointer.save(0, held, data=b"", meta={"plugins": active(cfg)})
+        partial.rename(folder)
+    except OSError as error:
+        raise AxcoreError(f"cannot write the model folder {folder}: {os_reason(error)}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def import_plugins(plugins: Mapping[str, str], folder: pathlib.Path) -> None:
+    """Imports what these plugins offer, so that their config types can be read.
+
+    Raises:
+        AxcoreError: one is not installed, or does not load.
+    """
+    known = registry().plugins
+    for name, version in plugins.items():
+        plugin = known.get(name)
+        if plugin is None or plugin.state is not State.LOADED:
+            why = "is not installed" if plugin is None else f"is {plugin.state.value} here"
+            raise AxcoreError(f"the model in {folder} was made with {version}, and the plugin {name!r} {why}")
+        for offer in plugin.offers:
+            importlib.import_module(offer.target.partition(":")[0])
+
+
+def assert_finite(arrays: Mapping[str, Any], where: str) -> None:
+    """Refuses NaN and infinities.
+
+    Raises:
+        AxcoreError: names the arrays.
+    """
+    numbers = {path: leaf for path, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    finite = jax.device_get(_finite(numbers))
+    if bad := [path for path, ok in finite.items() if not np.all(ok)]:
+        raise AxcoreError(f"{where} holds numbers that are not finite:{listed(sorted(bad))}")
+
+
+@jax.jit
+def _finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {path: jnp.isfinite(leaf).all() for path, leaf in arrays.items()}

@@ -1,0 +1,90 @@
+"""The features of the core that edit a model."""
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.config import walk
+from axcore.module import functional
+from axcore.nn import AcrossHeads, Attention, Linear, RMSNorm, SlidingWindow, layers_of
+from axcore.testing import FeatureSuite, tiny_batch, tiny_model
+
+
+class TestDropout(FeatureSuite):
+    feature = "dropout"
+    options = {"rate": 0.1}
+
+
+class TestFusedQkv(FeatureSuite):
+    feature = "fused-qkv"
+
+
+class TestQkNorm(FeatureSuite):
+    feature = "qk-norm"
+
+
+class TestSlidingWindow(FeatureSuite):
+    feature = "sliding-window"
+    options = {"size": 3}
+
+
+def windows(cfg):
+    masks = [place.config.attention.mask.masks for place in layers_of(cfg.decoder)]
+    return [any(isinstance(mask, SlidingWindow) for mask in each) for each in masks]
+
+
+@pytest.mark.parametrize(("depth", "every"), [(6, 2), (7, 3), (4, 4), (3, 5)])
+def test_the_last_of_each_group_stays_global(depth, every):
+    cfg = ax.select(tiny_model(), "decoder").set(num_layers=depth)
+    found = windows(ax.pipe(cfg, ax.use("sliding-window", size=2, global_every=every)))
+    assert found == [number % every != every - 1 for number in range(depth)]
+
+
+def test_without_global_layers_the_stack_stays_one_scan():
+    cfg = ax.pipe(tiny_model(), ax.use("sliding-window", size=2))
+    assert windows(cfg) == [True, True] and cfg.decoder.num_layers == 2
+
+
+def test_a_fused_projection_has_the_columns_of_the_three_grouped_by_kv_head():
+    cfg = tiny_model()
+    fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    fused, _, _ = functional(ax.pipe(cfg, ax.use("fused-qkv")).build(rngs=ax.Rngs(0)))
+    ids = tiny_batch()["inputs"]
+    expected = fn(params, state, ids)[0][0]
+    attention = params["decoder"]["layers"]["attention"]
+    heads = {
+        name: np.asarray(attention.pop(name)["weight"]).reshape(2, 16, -1, 4) for name in ("query", "key", "value")
+    }
+    groups = [
+        np.concatenate(
+            [heads["query"][:, :, 2 * kv : 2 * kv + 2], heads["key"][:, :, [kv]], heads["value"][:, :, [kv]]], 2
+        )
+        for kv in range(2)
+    ]
+    attention["qkv"] = {"weight": jax.numpy.asarray(np.concatenate(groups, axis=2).reshape(2, 16, -1))}
+    np.testing.assert_allclose(fused(params, state, ids)[0][0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_projections_that_are_not_alike_are_not_fused():
+    cfg = ax.select(tiny_model(), "**.key").set(use_bias=True)
+    with pytest.raises(
+        ax.ConfigError, match=r"at decoder.layers.attention: query, key and value must be given, and alike"
+    ):
+        ax.pipe(cfg, ax.use("fused-qkv"))
+
+
+def test_norms_of_each_head_or_of_all_at_once():
+    cfg = ax.pipe(tiny_model(), ax.use("qk-norm", eps=1e-5))
+    assert cfg.decoder.layers.attention.key_norm == RMSNorm.Config(eps=1e-5)
+    across = ax.pipe(tiny_model(), ax.use("qk-norm", across_heads=True)).decoder.layers.attention
+    assert isinstance(across.query_norm, AcrossHeads.Config)
+    assert ax.select(across, Linear) and isinstance(across, Attention.Config)
+
+
+def test_dropout_reaches_every_rate_and_refuses_one_that_cannot_be():
+    cfg = ax.pipe(tiny_model(), ax.use("dropout", rate=0.25))
+    rates = {type(node).target.__name__: node.dropout for _, node in walk(cfg) if hasattr(node, "dropout")}
+    assert rates == dict.fromkeys(("CausalLM", "TransformerLayer", "Attention", "FeedForward"), 0.25)
+    with pytest.raises(ax.ConfigError, match=r"dropout must be at least 0 and below 1, not 1\.0"):
+        ax.pipe(tiny_model(), ax.use("dropout", rate=1.0)).build(rngs=ax.Rngs(0))
