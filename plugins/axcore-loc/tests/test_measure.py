@@ -163,7 +163,7 @@ def test_the_plainest_variant_comes_first_and_too_many_are_refused():
 def test_what_the_core_offers_itself_and_what_nobody_offers(capsys):
     with pytest.raises(ax.ConfigError, match="'adamw' is the core's own"):
         measure("adamw")
-    with pytest.raises(ax.ConfigError, match="takes two models and two attentions or more, not 1 and 10"):
+    with pytest.raises(ax.ConfigError, match="takes two models and two attentions or more, not 1 and 12"):
         measure("rope", 1)
     with pytest.raises(ax.AxcoreError, match="no installed plugin offers it"):
         measure("no-such-feature")

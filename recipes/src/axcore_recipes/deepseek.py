@@ -11,7 +11,7 @@ from axcore_recipes.blocks import causal_lm, pretraining
 def deepseek_v3() -> Trainer.Config:
     """671B parameters, of which each token uses 37B; and one module that predicts the token after the next."""
     attention = LatentAttention.Config(
-        num_heads=128, query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128
+        num_heads=128, query_rank=1536, kv_rank=512, content_dim=128, position_dim=64, value_dim=128
     )
     dense = TransformerLayer.Config(attention=attention, ffn=FeedForward.Config(hidden_dim=18_432))
     sparse = TransformerLayer.Config(attention=attention, ffn=FeedForward.Config(hidden_dim=2048, tags=("experts",)))
@@ -26,6 +26,19 @@ def deepseek_v3() -> Trainer.Config:
     model = ax.pipe(
         model,
         ax.use("rope", theta=10_000.0, layout="interleaved"),
-        ax.use("moe", num_experts=256, top_k=8, where=ax.tagged("experts")),
+        ax.use(
+            "moe",
+            num_experts=256,
+            top_k=8,
+            score="sigmoid",
+            scale=2.5,
+            groups=8,
+            top_groups=4,
+            shared_experts=1,
+            bias_rate=0.001,
+            balance=1e-4,
+            balance_scope="sequence",
+            where=ax.tagged("experts"),
+        ),
     )
     return pretraining(model, seq_len=4096, batch_size=15_360, steps=235_000, peak=2.2e-4)

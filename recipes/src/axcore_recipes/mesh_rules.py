@@ -5,6 +5,7 @@ from __future__ import annotations
 import axcore as ax
 from axcore.config import Config, has_field, walk
 from axcore.nn import ReferenceKernel, Repeat
+from axcore.nn.stacks import use_remat
 from axcore.parallel import Remat
 from axcore.plugin import Accelerator, AttentionKernel, registry
 from axcore.train import Trainer
@@ -37,4 +38,4 @@ def tpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     """As `hybrid`; where memory is small, stacks keep nothing but the inputs of their layers."""
     cfg = hybrid(cfg, accelerator)
     has_stack = any(node.target is Repeat for _, node in walk(cfg))
-    return ax.select(cfg, Repeat).set(remat=Remat()) if has_stack and accelerator.kind in SMALL_MEMORY else cfg
+    return use_remat(cfg, Remat()) if has_stack and accelerator.kind in SMALL_MEMORY else cfg

@@ -148,6 +148,8 @@ def refusal(kernel: AttentionKernel, request: KernelRequest) -> str | None:
         return f"it does not take {' and '.join(unknown)}"
     if kernel.local and "bias" in request.options:
         return "it sees the heads of one device, and a bias is for all heads"
+    if kernel.local and "dropout" in request.options:
+        return "it sees the rows and heads of one device, and every device would drop the same weights"
     try:
         return kernel.supports(request)
     except Exception as error:

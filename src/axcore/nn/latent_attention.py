@@ -23,11 +23,11 @@ from axcore.nn.tokens import TokenInfo
 class LatentAttention(BaseAttention):
     """Keys and values of all heads are made of one latent vector a token (DeepSeek-V2, arXiv 2405.04434, eq. 9-19).
 
-    A query and a key of a head are `nope_dim` features without positions, then `rope_dim` with: the key's are the same
-    for all heads. The `position` slot sees the latter, as `head_dim`.
+    A query and a key of a head are `content_dim` features without positions, then `position_dim` with: the key's are
+    the same for all heads. The `position` slot sees the latter, as `head_dim`.
 
-    The cache keeps the latent and the key's features with positions, as one key of `kv_rank + rope_dim` features, and
-    no value: it must have a field `value_dim`. A call that brings few tokens attends to the latents themselves, with
+    The cache keeps the latent and the key's features with positions, as one key of `kv_rank + position_dim` features,
+    and no value: it must have a field `value_dim`. A call that brings few tokens attends to the latents, with
     `key_up` and `value_up` absorbed into queries and outputs (section 2.1.2); one that brings many expands them first.
     """
 
@@ -36,15 +36,15 @@ class LatentAttention(BaseAttention):
         """Features of the latent vector."""
         query_rank: int | None = None
         """Queries are made of as many features; None: of the input."""
-        nope_dim: int = 128
-        rope_dim: int = 64
+        content_dim: int = 128
+        position_dim: int = 64
         value_dim: int = 128
         query_down: Linear.Config = Linear.Config()
         query_norm: Layer.Config = RMSNorm.Config()
         query_up: Linear.Config = Linear.Config()
         kv_down: Linear.Config = Linear.Config()
         kv_norm: Layer.Config = RMSNorm.Config()
-        rope_key: Linear.Config = Linear.Config()
+        position_key: Linear.Config = Linear.Config()
         key_up: Linear.Config = Linear.Config()
         value_up: Linear.Config = Linear.Config()
         absorb_up_to: int = 64
@@ -53,14 +53,17 @@ class LatentAttention(BaseAttention):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim", "num_heads", "kv_rank", "query_rank", "nope_dim", "rope_dim", "value_dim")
+        at_least(cfg, 1, "input_dim", "num_heads", "kv_rank", "query_rank", "content_dim", "position_dim", "value_dim")
         at_least(cfg, 0, "absorb_up_to")
         if cfg.cache is not None and not has_field(cfg.cache, "value_dim"):
             raise ConfigError(
                 f"cache={type(cfg.cache).__qualname__} has no field value_dim and cannot keep latents; take another, "
                 f"as ContiguousCache.Config()"
             )
-        heads, key_dim = cfg.num_heads, cfg.nope_dim + cfg.rope_dim
+        for name in ("key_up", "value_up"):
+            if getattr(cfg, name).use_bias:
+                raise ConfigError(f"{name}.use_bias=True: absorbed weights hold no bias; set it to False")
+        heads, key_dim = cfg.num_heads, cfg.content_dim + cfg.position_dim
         linear = functools.partial(self._linear, rngs)
         source: tuple[int, str | None] = (cfg.input_dim, "embed")
         if cfg.query_rank is not None:
@@ -70,12 +73,14 @@ class LatentAttention(BaseAttention):
         self.query_up = linear("query_up", source[0], heads * key_dim, source[1], "heads")
         self.kv_down = linear("kv_down", cfg.input_dim, cfg.kv_rank, "embed", None)
         self.kv_norm = self.child("kv_norm", cfg.kv_norm, rngs, input_dim=cfg.kv_rank, axes=(None,))
-        self.rope_key = linear("rope_key", cfg.input_dim, cfg.rope_dim, "embed", None)
-        self.key_up = linear("key_up", cfg.kv_rank, heads * cfg.nope_dim, None, "heads")
+        self.position_key = linear("position_key", cfg.input_dim, cfg.position_dim, "embed", None)
+        self.key_up = linear("key_up", cfg.kv_rank, heads * cfg.content_dim, None, "heads")
         self.value_up = linear("value_up", cfg.kv_rank, heads * cfg.value_dim, None, "heads")
-        self.make_slots(rngs, num_kv_heads=heads, head_dim=key_dim, position_dim=cfg.rope_dim, value_dim=cfg.value_dim)
-        one = {"num_heads": heads, "num_kv_heads": 1, "head_dim": cfg.kv_rank + cfg.rope_dim, "value_dim": 0}
-        self.cache = self.child("cache", cfg.cache, rngs, **one)
+        self.make_slots(
+            rngs, num_kv_heads=heads, head_dim=key_dim, position_dim=cfg.position_dim, value_dim=cfg.value_dim
+        )
+        one = {"num_kv_heads": 1, "head_dim": cfg.kv_rank + cfg.position_dim, "value_dim": 0}
+        self.cache = self.child("cache", cfg.cache, rngs, input_dim=cfg.input_dim, num_heads=heads, **one)
 
     def _linear(self, rngs: Rngs, name: str, input_dim: int, output_dim: int, *axes: str | None) -> Linear:
         return self.child(name, getattr(self.config, name), rngs, input_dim=input_dim, output_dim=output_dim, axes=axes)
@@ -86,13 +91,15 @@ class LatentAttention(BaseAttention):
         source = flat if cfg.query_rank is None else self.query_norm(self.query_down(flat))
         q = self.query_up(source).reshape(*shape, cfg.num_heads, -1)
         latent = self.kv_norm(self.kv_down(flat)).reshape(*shape, 1, -1)
-        rope_key = self.rope_key(flat).reshape(*shape, 1, -1)
+        position_key = self.position_key(flat).reshape(*shape, 1, -1)
         if self.position is not None:
-            rope_query = q[..., cfg.nope_dim :]
-            rope_query, rope_key = self.position(rope_query, rope_key, tokens.positions, tokens.positions)
-            q = jnp.concatenate([q[..., : cfg.nope_dim], rope_query], axis=-1)
+            position_query = q[..., cfg.content_dim :]
+            position_query, position_key = self.position(
+                position_query, position_key, tokens.positions, tokens.positions
+            )
+            q = jnp.concatenate([q[..., : cfg.content_dim], position_query], axis=-1)
         q = checkpoint_name(q, "query")
-        kept = checkpoint_name(jnp.concatenate([latent, rope_key], axis=-1), "key")
+        kept = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")
         if self.cache is None:
             heads = self._expanded(q, kept, None, cfg.mask, tokens, tokens)
         else:
@@ -105,11 +112,11 @@ class LatentAttention(BaseAttention):
     ) -> jax.Array:
         """Attends with the keys and values that the latents stand for."""
         cfg = self.config
-        latent, rope_key = kept[..., 0, : cfg.kv_rank], kept[..., cfg.kv_rank :]
+        latent, position_key = kept[..., 0, : cfg.kv_rank], kept[..., cfg.kv_rank :]
         shape = (*latent.shape[:2], cfg.num_heads, -1)
-        nope_key, v = self.key_up(latent).reshape(shape), self.value_up(latent).reshape(shape)
-        rope_key = jnp.broadcast_to(rope_key, (*shape[:3], cfg.rope_dim))
-        k = jnp.concatenate([nope_key, rope_key], axis=-1)
+        content_key, v = self.key_up(latent).reshape(shape), self.value_up(latent).reshape(shape)
+        position_key = jnp.broadcast_to(position_key, (*shape[:3], cfg.position_dim))
+        k = jnp.concatenate([content_key, position_key], axis=-1)
         return self.run_kernel(q, k, v, mask, query, key, self._scale)
 
     def _absorbed(
@@ -119,15 +126,15 @@ class LatentAttention(BaseAttention):
         cfg = self.config
         up = (cfg.kv_rank, cfg.num_heads, -1)
         key_up, value_up = _matrix(self.key_up).reshape(up), _matrix(self.value_up).reshape(up)
-        nope, rope = q[..., : cfg.nope_dim], q[..., cfg.nope_dim :]
-        q = jnp.concatenate([jnp.einsum("bshd,rhd->bshr", nope, key_up.astype(q.dtype)), rope], axis=-1)
+        content, position = q[..., : cfg.content_dim], q[..., cfg.content_dim :]
+        q = jnp.concatenate([jnp.einsum("bshd,rhd->bshr", content, key_up.astype(q.dtype)), position], axis=-1)
         heads = self.run_kernel(q, kept, kept[..., : cfg.kv_rank], mask, query, key, self._scale)
         return jnp.einsum("bshr,rhd->bshd", heads, value_up.astype(heads.dtype))
 
     @property
     def _scale(self) -> float:
         cfg = self.config
-        return 1 / math.sqrt(cfg.nope_dim + cfg.rope_dim) if cfg.scale is None else cfg.scale
+        return 1 / math.sqrt(cfg.content_dim + cfg.position_dim) if cfg.scale is None else cfg.scale
 
 
 def _matrix(linear: Linear) -> jax.Array:

@@ -18,8 +18,8 @@ def in_pieces(fn: Body, size: int) -> Body:
     time; the backward pass computes each piece again.
 
     Args:
-        fn: takes the module and arrays [batch, seq, ...]; returns a pytree of such arrays. Inside, it may draw no PRNG
-            bits, report nothing and write no Variable.
+        fn: takes the module and arrays [batch, seq, ...]; returns a pytree of such arrays. Each piece draws PRNG bits
+            of its own. It may report nothing and write no Variable.
         size: places of a row that are computed at once.
     """
 
@@ -35,13 +35,15 @@ def in_pieces(fn: Body, size: int) -> Body:
             return rearrange(x, "p b s ... -> b (p s) ...")[:, :seq]
 
         @jax.checkpoint
-        def body(pieces: Any) -> Any:
-            output, _, collections = lifted.call(fn, lifted.params, lifted.state, *pieces)
+        def body(numbered: Any) -> Any:
+            number, pieces = numbered
+            output, _, collections = lifted.call(fn, lifted.params, lifted.state, *pieces, number=number)
             lifted.refuse_written("in_pieces")
             if collections is not None and (collections.summaries or collections.losses or collections.outputs):
                 raise ContextError(f"{lifted.caller.describe()}: nothing can be reported from a piece of a row")
             return output
 
-        return jax.tree.map(joined, jax.lax.map(body, tuple(split(x) for x in args)))
+        pieces = tuple(split(x) for x in args)
+        return jax.tree.map(joined, jax.lax.map(body, (jnp.arange(len(pieces[0])), pieces)))
 
     return wrapped

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence as Many
 from typing import Any
 
-from axcore.config import REQUIRED, Config, ConfigError, Where, select, walk
+from axcore.config import REQUIRED, Config, ConfigError, Where, select, type_name, walk
 from axcore.config.select import edited
 from axcore.config.tree import NESTING, join, parts, rebuild
 from axcore.module import Layer
@@ -87,7 +87,7 @@ def stacked(layers: Many[Layer.Config], *, remat: Remat | None = None, unroll: i
     `Sequence` of such (some dense layers, then many with experts).
 
     Args:
-        remat: of each `Repeat`.
+        remat: of each layer.
         unroll: layers in one step of a loop.
 
     Raises:
@@ -107,9 +107,11 @@ def stacked(layers: Many[Layer.Config], *, remat: Remat | None = None, unroll: i
         start += size * count
 
     def repeated(group: tuple[Layer.Config, ...], count: int) -> Repeat.Config:
-        one: Layer.Config = group[0] if len(group) == 1 else Sequence.Config(layers=group)
         steps = min(count, -(-unroll // len(group)))
-        return Repeat.Config(num_layers=count, layers=one, remat=remat, unroll=steps)
+        if len(group) == 1 and getattr(group[0], "remat", None) is None:
+            return Repeat.Config(num_layers=count, layers=group[0], remat=remat, unroll=steps)
+        one = group[0] if len(group) == 1 else Sequence.Config(layers=group, remat=remat)
+        return Repeat.Config(num_layers=count, layers=one, unroll=steps)
 
     parts = tuple(repeated(*each) for each in groups)
     return parts[0] if len(parts) == 1 else Sequence.Config(layers=parts)
@@ -149,29 +151,34 @@ def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int],
         if not any(not path or each.startswith(f"{path}.") for each in chosen):
             return node
         if isinstance(node, Repeat.Config):
-            return _restacked(node, [below(node.layers, join(path, "layers")) for _ in range(_count(node))])
+            return _restacked(node, [below(node.layers, join(path, "layers")) for _ in range(_count(node))], path)
         changes = {name: below(part, join(path, name)) for name, part in parts(node) if isinstance(part, NESTING)}
         return rebuild(node, {name: new for name, new in changes.items() if new is not dict(parts(node))[name]})
 
     return below(cfg, "")
 
 
-def _restacked(node: Repeat.Config, layers: list[Any]) -> Layer.Config:
-    """A decoder in place of `node` that runs these layers."""
+def _restacked(node: Repeat.Config, layers: list[Any], path: str) -> Layer.Config:
+    """A decoder in place of `node` that runs these layers. Groups stay whole, for layers of one may share values."""
     if all(layer == layers[0] for layer in layers):
         return node.set(layers=layers[0])
-    flat = [each for layer in layers for each in _flat(layer)]
-    again = stacked(flat, remat=node.remat, unroll=node.unroll * (len(flat) // len(layers)))
-    return again.set(dtypes=node.dtypes, tags=node.tags)
+    if type(node) is not Repeat.Config:
+        raise ConfigError(
+            f"at {path or 'the root'}: the edit makes layers of a {type_name(type(node))} unequal, and only those of "
+            f"a Repeat can be stacked anew"
+        )
+    return stacked(layers, remat=node.remat, unroll=node.unroll).set(dtypes=node.dtypes, tags=node.tags)
 
 
-def _flat(layer: Any) -> Iterator[Any]:
-    """The layers of a group. One that says something of its own (dtypes, tags) stays whole."""
-    if isinstance(layer, Sequence.Config) and layer.dtypes is None and not layer.tags:
-        for each in layer.layers:
-            yield from _flat(each)
-    else:
-        yield layer
+def use_remat[C: Config](cfg: C, remat: Remat | None, where: Where = Repeat) -> C:
+    """Sets what the backward pass keeps of each layer of the selected stacks, be they in groups or not."""
+
+    def edit(_: str, node: Any) -> Any:
+        if isinstance(node.layers, Sequence.Config) and node.remat is None:
+            return node.set(layers=node.layers.set(remat=remat))
+        return node.set(remat=remat)
+
+    return select(cfg, where).map(edit)
 
 
 def _count(node: Repeat.Config) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from axcore.config import REQUIRED, at_least
-from axcore.module import Layer, Rngs, scan, stack
+from axcore.module import Layer, Rngs, remat, scan, stack
 from axcore.nn.attention import Attention
 from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.feed_forward import FeedForward
@@ -128,6 +128,9 @@ class Sequence(Layer):
     class Config(Layer.Config):
         input_dim: int = REQUIRED
         layers: tuple[Layer.Config, ...]
+        remat: Remat | None = None
+        """Of each layer that has none of its own; what a layer shares then stays inside it. None: the backward pass
+        keeps every intermediate value."""
 
     config: Config
 
@@ -136,8 +139,11 @@ class Sequence(Layer):
 
     def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape; `args` go to every layer."""
+        own = self.config.remat
+        again = None if own is None else remat(lambda layer, *args: layer(*args), policy=own.policy())
         for layer in self.layers:
-            x = layer(x, *args)
+            has_own = getattr(layer.config, "remat", None) is not None
+            x = layer(x, *args) if again is None or has_own else again(layer, x, *args)
         return x
 
 
@@ -155,7 +161,8 @@ class Repeat(Layer):
         unroll: int = 1
         """Layers in one step of the loop: compile time against speed. It changes no number that is computed."""
         remat: Remat | None = None
-        """None: the backward pass keeps every intermediate value."""
+        """Of what is repeated, as a whole: for layers of a group each alone, see `Sequence.Config.remat`. None: the
+        backward pass keeps every intermediate value."""
 
     config: Config
 
@@ -168,5 +175,5 @@ class Repeat(Layer):
     def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape; `args` go to every layer."""
         cfg = self.config
-        remat = cfg.remat.policy() if cfg.remat is not None else None
-        return scan(self.layers, x, *args, count=cfg.num_layers, unroll=cfg.unroll, remat=remat)
+        policy = cfg.remat.policy() if cfg.remat is not None else None
+        return scan(self.layers, x, *args, count=cfg.num_layers, unroll=cfg.unroll, remat=policy)

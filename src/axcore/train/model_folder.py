@@ -132,8 +132,8 @@ class ModelFolder:
             if path in whole and path not in same:
                 source, at = names[name]
                 parts[path][index] = read[source][at]
-        arrays = {path: _stacked(parts[path], forms[path]) if parts[path] else read[path] for path in whole}
-        return {path: _placed(array, forms[path]) for path, array in arrays.items()}, missing, extra
+        arrays = {path: from_parts(parts[path] or {(): read[path]}, forms[path]) for path in whole}
+        return arrays, missing, extra
 
     def _read(
         self, params: Forms, state: Forms, needed: set[str], shardings: Mapping[str, Any], step: int | None
@@ -158,12 +158,9 @@ def _part(forms: Mapping[str, Any], place: tuple[str, tuple[int, ...]]) -> tuple
     return tuple(forms[path].shape[len(index) :])
 
 
-def _stacked(parts: Mapping[tuple[int, ...], jax.Array], form: jax.ShapeDtypeStruct) -> jax.Array:
-    """One array of the parts at each index of its leading axes."""
-    return jnp.stack([parts[index] for index in sorted(parts)]).reshape(form.shape)
-
-
-def _placed(array: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
+def from_parts(parts: Mapping[tuple[int, ...], jax.Array], form: jax.ShapeDtypeStruct) -> jax.Array:
+    """One array of the parts at each index of its leading axes, in the form's dtype and sharding."""
+    array = parts[()] if () in parts else jnp.stack([parts[index] for index in sorted(parts)]).reshape(form.shape)
     array = array.astype(form.dtype)
     return array if form.sharding is None else jax.device_put(array, form.sharding)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import axcore as ax
 from axcore.config import Config
 from axcore_moe.experts import Experts
-from axcore_moe.matmul import GroupedMatmul, RaggedDot
-from axcore_moe.routing import Routing
+from axcore_moe.matmul import Blocks, GroupedMatmul
+from axcore_moe.routing import Layout, Routing
 
 
 class Dispatch(Config):
@@ -43,13 +43,19 @@ class Dropless(Dispatch):
     """Tokens are sorted by expert and multiplied in groups; none is dropped (MegaBlocks, Gale et al. 2022, arXiv
     2211.15841)."""
 
-    matmul: GroupedMatmul = RaggedDot()
+    matmul: GroupedMatmul = Blocks()
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        order = jnp.argsort(routing.expert, stable=True)
-        token, expert = routing.token[order], routing.expert[order]
-        y = experts.grouped(x[token], expert, routing.counts(), self.matmul)
-        return _summed(y, token, routing.weight[order], x), jnp.zeros(())
+        pairs, count = routing.expert.size, routing.num_experts
+        align = self.matmul.align(pairs, count)
+        sizes = -(-routing.counts() // align) * align
+        ends = jnp.cumulative_sum(sizes)
+        blocks = pairs if align == 1 else -(-pairs // align) + min(pairs, count)
+        layout = Layout.of(routing, ends - sizes, blocks * align)
+        of_block = jnp.searchsorted(ends, align * jnp.arange(blocks), side="right")
+        expert = jnp.minimum(of_block, count - 1).astype(jnp.int32)  # empty blocks at the end are somebody's
+        y = experts.grouped(layout.rows_of(routing.spread(x)), expert, sizes, self.matmul)
+        return routing.summed(layout.pairs_of(y)), jnp.zeros(())
 
 
 class Capacity(Dispatch):
@@ -65,15 +71,7 @@ class Capacity(Dispatch):
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         pairs, count = routing.expert.size, routing.num_experts
         places = min(pairs, max(1, math.ceil(self.factor * pairs / count)))
-        order = jnp.argsort(routing.expert, stable=True)
-        token, expert = routing.token[order], routing.expert[order]
-        starts = jnp.cumulative_sum(routing.counts(), include_initial=True)[:-1]
-        place = jnp.arange(pairs) - starts[expert]  # among the tokens of its expert
-        buffer = jnp.zeros((count, places, x.shape[1]), x.dtype).at[expert, place].set(x[token], mode="drop")
-        y = experts.batched(buffer).at[expert, place].get(mode="fill", fill_value=0)
-        return _summed(y, token, routing.weight[order], x), jnp.mean(place >= places, dtype=jnp.float32)
-
-
-def _summed(y: jax.Array, token: jax.Array, weight: jax.Array, x: jax.Array) -> jax.Array:
-    """Outputs [pairs, input_dim] times their weights, added up by token."""
-    return jnp.zeros((x.shape[0], y.shape[1]), y.dtype).at[token].add(y * weight[:, None].astype(y.dtype))
+        layout = Layout.of(routing, jnp.arange(count) * places, count * places, places)
+        buffer = layout.rows_of(routing.spread(x)).reshape(count, places, -1)
+        y = layout.pairs_of(experts.batched(buffer).reshape(count * places, -1))
+        return routing.summed(y), jnp.mean(layout.row == count * places, dtype=jnp.float32)

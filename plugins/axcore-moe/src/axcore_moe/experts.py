@@ -67,7 +67,7 @@ class Experts(ax.Layer):
 
         Args:
             x: [rows, input_dim], the rows of expert 0 first, then those of expert 1, and so on.
-            expert: int32 [rows], in ascending order.
+            expert: int32 [blocks], in ascending order: whose each block of as many rows is.
             sizes: int32 [experts], how many rows each has.
 
         Returns:
@@ -75,8 +75,11 @@ class Experts(ax.Layer):
         """
 
         def product(x: jax.Array, matrix: Any, bias: Any) -> jax.Array:
-            y = matmul(x, matrix[...].astype(x.dtype), sizes)
-            return y if bias is None else y + bias[...].astype(y.dtype)[expert]
+            y = matmul(x, matrix[...].astype(x.dtype), sizes, expert)
+            if bias is None:
+                return y
+            of_block = bias[...].astype(y.dtype)[expert]
+            return (y.reshape(expert.size, -1, y.shape[1]) + of_block[:, None]).reshape(y.shape)
 
         return self._block(x, product)
 

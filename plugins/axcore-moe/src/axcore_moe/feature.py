@@ -29,6 +29,7 @@ def use_moe(
     groups: int = 1,
     top_groups: int = 1,
     jitter: float = 0.0,
+    router_bias: bool = False,
     expert_choice: bool = False,
     dispatch: Dispatch | Literal["dropless", "capacity", "dense"] = "dropless",
     capacity_factor: float | None = None,
@@ -49,6 +50,7 @@ def use_moe(
         every: of each so many blocks the last becomes a mixture; a `Repeat` then repeats groups of so many layers.
         hidden_dim: of each expert; None: that of the block.
         score, normalize, scale, groups, top_groups, jitter: of the router, see `TopK.Config`.
+        router_bias: whether the router's logits have a bias that is learned.
         expert_choice: experts choose tokens, `top_k` for each on average. It is not causal, see `ExpertChoice`.
         dispatch: how tokens get to experts; see `Dispatch`.
         capacity_factor: places of an expert, as a multiple of its fair share; it needs dispatch="capacity".
@@ -65,6 +67,7 @@ def use_moe(
     if every < 1:
         raise ax.ConfigError(f"every must be at least 1, not {every}")
     router = _router(num_experts, top_k, expert_choice, jitter, score, normalize, scale, groups, top_groups, bias_rate)
+    router = router.set(linear=router.linear.set(use_bias=router_bias))
     way = DISPATCHES[dispatch] if isinstance(dispatch, str) else dispatch
     if capacity_factor is not None:
         if not isinstance(way, Capacity):

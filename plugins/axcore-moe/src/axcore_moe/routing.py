@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -19,6 +20,8 @@ class Routing:
         weight: float32 [pairs], what the expert's output is multiplied with.
         probs: float32 [tokens, experts], non-negative scores that sum to 1 for each token; balance losses see them.
         logits: float32 [tokens, experts].
+        choices: where every token has the same number of pairs, that number; the pairs are then the first choice of
+            each token, then the second of each, and so on. None: in any order.
     """
 
     token: jax.Array
@@ -26,14 +29,15 @@ class Routing:
     weight: jax.Array
     probs: jax.Array
     logits: jax.Array
+    choices: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of_choices(cls, chosen: jax.Array, weights: jax.Array, probs: jax.Array, logits: jax.Array) -> Routing:
-        """From each token's choices, int and float32 [tokens, k], best first. The pairs are ordered by rank of choice:
-        where places are few, no second choice takes that of a first."""
+        """From each token's choices, int and float32 [tokens, k], best first. Where places are few, no second choice
+        takes that of a first."""
         tokens, k = chosen.shape
         token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (k, tokens))
-        return cls(token.reshape(-1), chosen.T.reshape(-1).astype(jnp.int32), weights.T.reshape(-1), probs, logits)
+        return cls(token.reshape(-1), chosen.T.reshape(-1).astype(jnp.int32), weights.T.reshape(-1), probs, logits, k)
 
     @property
     def num_experts(self) -> int:
@@ -42,3 +46,80 @@ class Routing:
     def counts(self) -> jax.Array:
         """int32 [experts]: how many tokens each expert computes."""
         return jnp.zeros((self.num_experts,), jnp.int32).at[self.expert].add(1)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """The token of each pair: [tokens, features] -> [pairs, features]."""
+        if self.choices is None:
+            return x[self.token]
+        return jnp.broadcast_to(x, (self.choices, *x.shape)).reshape(-1, x.shape[1])
+
+    def summed(self, y: jax.Array) -> jax.Array:
+        """Outputs times their weights, added up by token: [pairs, features] -> [tokens, features]."""
+        weighted = y * self.weight[:, None].astype(y.dtype)
+        if self.choices is None:
+            return jnp.zeros((self.probs.shape[0], y.shape[1]), y.dtype).at[self.token].add(weighted)
+        return weighted.reshape(self.choices, -1, y.shape[1]).sum(axis=0)
+
+
+@jax.custom_vjp
+def moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """`y[i] = x[source[i]]`, zeros where the source is beyond the end: [n, features] -> [m, features].
+
+    The gradient is such a move too, where the compiler would add up by index, which takes several times as long.
+
+    Args:
+        source: int32 [m]; no row twice.
+        target: int32 [n]: where each row goes, m or more if nowhere.
+    """
+    return x.at[source].get(mode="fill", fill_value=0)
+
+
+def _forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return moved(x, source, target), (source, target)
+
+
+def _backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None, None]:
+    source, target = kept
+    return moved(g, target, source), None, None
+
+
+moved.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Pairs in rows, those of an expert together.
+
+    Attributes:
+        pair: int32 [rows], the pair of each row; the number of pairs where the row is empty.
+        row: int32 [pairs], the row of each pair; the number of rows where it has none.
+    """
+
+    pair: jax.Array
+    row: jax.Array
+
+    @classmethod
+    def of(cls, routing: Routing, starts: jax.Array, rows: int, places: int | None = None) -> Layout:
+        """The pairs of each expert from its start on, in their order.
+
+        Args:
+            starts: int32 [experts].
+            places: rows of each expert; pairs beyond them get none. None: as many as there are pairs.
+        """
+        pairs = routing.expert.size
+        order = jnp.argsort(routing.expert, stable=True)
+        first = jnp.cumulative_sum(routing.counts(), include_initial=True)[:-1]
+        expert = routing.expert[order]
+        place = jnp.arange(pairs) - first[expert]  # among the pairs of its expert
+        found = starts[expert] + place if places is None else jnp.where(place < places, starts[expert] + place, rows)
+        row = jnp.zeros((pairs,), jnp.int32).at[order].set(found.astype(jnp.int32), unique_indices=True)
+        pair = jnp.full((rows,), pairs, jnp.int32).at[row].set(np.arange(pairs, dtype=np.int32), mode="drop")
+        return cls(pair, row)
+
+    def rows_of(self, pairs: jax.Array) -> jax.Array:
+        """[pairs, features] -> [rows, features]."""
+        return moved(pairs, self.pair, self.row)
+
+    def pairs_of(self, rows: jax.Array) -> jax.Array:
+        """[rows, features] -> [pairs, features]."""
+        return moved(rows, self.row, self.pair)

@@ -24,9 +24,10 @@ class StarvationWarning(Writer):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, count in values.items():
-            if name.rpartition(".")[2] == SUMMARY and count > 0 and name not in self.warned:
+            layer, _, summary = name.removeprefix("train/").rpartition(".")
+            if summary == SUMMARY and count > 0 and name not in self.warned:
                 self.warned.add(name)
-                where = name.rpartition(".")[0] or "the model"
+                where = layer or "the model"
                 print(
                     f"step {step}: {count:.0f} experts of {where} have starved: the router sends them almost nothing. "
                     f"Raise the weight of the balance loss, or let a selection bias balance them (bias_rate=0.001)",

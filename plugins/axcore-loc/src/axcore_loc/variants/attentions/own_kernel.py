@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from axcore.nn import Attention, AttentionKernel, Mask, TokenInfo
 
 
-class Alibi(AttentionKernel):
+class Receding(AttentionKernel):
     """Logits less the distance times a slope for each head (ALiBi, arXiv 2108.12409, section 3)."""
 
     def __call__(
@@ -24,4 +24,4 @@ class Alibi(AttentionKernel):
 
 
 def attention() -> Attention.Config:
-    return Attention.Config(num_heads=4, num_kv_heads=2, kernel=Alibi.Config())
+    return Attention.Config(num_heads=4, num_kv_heads=2, kernel=Receding.Config())

@@ -1,0 +1,80 @@
+"""Memory of the loss and its gradients, by how many places of a row have logits at once (`CausalLM.Config.loss_chunk`).
+
+A model of embedding, norm and head alone, so that nothing else takes memory, is compiled and, with --run, timed. Prints
+a table of the temporaries that the compiler plans, and one JSON object on its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import axcore as ax
+from axcore.module import abstract
+from axcore.nn import CausalLM, Sequence
+
+MIB = 2**20
+
+
+def measured(cfg: CausalLM.Config, batch: Any, run: bool) -> tuple[int, float | None]:
+    """(bytes of the compiled gradient step beside its arguments and results, median milliseconds of a step)."""
+    fn, params, _ = abstract(cfg)
+
+    def objective(params: Any, batch: Any) -> jax.Array:
+        (loss, collections), _ = fn(params, {}, batch, method="loss")
+        return loss + collections.total_loss()
+
+    compiled = jax.jit(jax.value_and_grad(objective)).lower(params, batch).compile()
+    size, times = compiled.memory_analysis().temp_size_in_bytes, []
+    if not run:
+        return size, None
+    given = jax.tree.map(lambda form: jnp.full(form.shape, 0.01, form.dtype), (params, batch))
+    jax.block_until_ready(compiled(*given))
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*given))
+        times.append(1e3 * (time.perf_counter() - start))
+    return size, statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--dim", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--run", action="store_true", help="time each, too")
+    arguments = parser.parse_args()
+    jax.config.update("jax_enable_compilation_cache", False)
+    rows = (arguments.batch, arguments.seq)
+    batch = {name: jax.ShapeDtypeStruct(rows, jnp.int32) for name in ("inputs", "targets")}
+    batch["weights"] = jax.ShapeDtypeStruct(rows, jnp.float32)
+    cfg = CausalLM.Config(
+        vocab_size=arguments.vocab,
+        dim=arguments.dim,
+        decoder=Sequence.Config(layers=()),
+        z_loss=1e-4,
+        dtypes=ax.DTypes(compute="bfloat16"),
+    )
+    if arguments.tied:
+        cfg = cfg.set(head=None)
+    logits = 4 * arguments.batch * arguments.seq * arguments.vocab
+    print(f"all logits in float32: {logits / MIB:,.0f} MiB\n")
+    print("| loss_chunk | temporaries | of all at once | ms |\n|---|---:|---:|---:|")
+    chunks = [None, *(arguments.seq // parts for parts in (2, 4, 8, 16, 32) if arguments.seq >= parts)]
+    found = {str(chunk): measured(cfg.set(loss_chunk=chunk), batch, arguments.run) for chunk in chunks}
+    for chunk, (size, ms) in found.items():
+        shown = "" if ms is None else f"{ms:.1f}"
+        print(f"| {chunk} | {size / MIB:,.0f} MiB | {size / found['None'][0]:.3f} | {shown} |")
+    print(json.dumps({"measured": found, "logits": logits, "platform": jax.default_backend(), "jax": jax.__version__}))
+
+
+if __name__ == "__main__":
+    main()

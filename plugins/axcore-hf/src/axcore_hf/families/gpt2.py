@@ -1,0 +1,86 @@
+"""GPT-2: learned positions, LayerNorm, a plain feed-forward block, biases everywhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from axcore.nn import Attention, CausalLM, FeedForward, LayerNorm, Linear, TransformerLayer, stacked
+from axcore_hf.families.shared import activation, fixed
+from axcore_hf.family import Family, rule
+from axcore_hf.fields import Fields
+from axcore_hf.transforms import Fused, Transposed
+from axcore_rope.learned import LearnedPositions
+
+
+def gpt2(fields: Fields) -> Any:
+    dim, heads = fields("n_embd"), fields("n_head")
+    biased, norm = Linear.Config(use_bias=True), LayerNorm.Config(eps=fields("layer_norm_epsilon", 1e-5))
+    fields.only("scale_attn_by_inverse_layer_idx", False, default=False)
+    fields.only("add_cross_attention", False, default=False)
+    fields.only("reorder_and_upcast_attn", False, True, default=False)
+    scale = 1 / math.sqrt(dim // heads) if fields("scale_attn_weights", True) else 1.0
+    layer = TransformerLayer.Config(
+        attention_norm=norm,
+        attention=Attention.Config(
+            num_heads=heads, query=biased, key=biased, value=biased, projection=biased, scale=scale
+        ),
+        ffn_norm=norm,
+        ffn=FeedForward.Config(
+            hidden_dim=fields("n_inner", 4 * dim),
+            activation=activation(fields, "activation_function", "gelu_new"),
+            gate=None,
+            up=biased,
+            down=biased,
+        ),
+    )
+    return CausalLM.Config(
+        vocab_size=fields("vocab_size"),
+        dim=dim,
+        position=LearnedPositions.Config(max_len=fields("n_positions")),
+        decoder=stacked([layer] * fields("n_layer")),
+        norm=norm,
+        head=None if fields("tie_word_embeddings", True) else Linear.Config(),
+    )
+
+
+LAYER = "transformer.h.{i}"
+
+
+def _norm(ours: str, theirs: str) -> Any:
+    return rule(f"{ours}.scale", f"{theirs}.weight"), rule(f"{ours}.bias", f"{theirs}.bias")
+
+
+def _conv(ours: str, theirs: str) -> Any:
+    """Its matrices are [in, out] already."""
+    return rule(f"{ours}.weight", f"{theirs}.weight"), rule(f"{ours}.bias", f"{theirs}.bias")
+
+
+def _heads(part: str) -> tuple[str, ...]:
+    return tuple(f"decoder.{{i}}.attention.{name}.{part}" for name in ("query", "key", "value"))
+
+
+RULES = (
+    rule("embedding.weight", "transformer.wte.weight"),
+    rule("head.weight", "lm_head.weight", Transposed()),
+    rule("position.weight", "transformer.wpe.weight"),
+    *_norm("norm", "transformer.ln_f"),
+    *_norm("decoder.{i}.attention_norm", f"{LAYER}.ln_1"),
+    *_norm("decoder.{i}.ffn_norm", f"{LAYER}.ln_2"),
+    rule(_heads("weight"), f"{LAYER}.attn.c_attn.weight", Fused(transposed=False)),
+    rule(_heads("bias"), f"{LAYER}.attn.c_attn.bias", Fused(transposed=False)),
+    *_conv("decoder.{i}.attention.projection", f"{LAYER}.attn.c_proj"),
+    *_conv("decoder.{i}.ffn.up", f"{LAYER}.mlp.c_fc"),
+    *_conv("decoder.{i}.ffn.down", f"{LAYER}.mlp.c_proj"),
+)
+
+FAMILIES = (
+    Family(
+        "GPT-2",
+        ("gpt2",),
+        gpt2,
+        fixed(RULES, "transformer.wte.weight"),
+        ignored=(r".*\.attn\.(masked_)?bias",),
+        prefix="transformer.",
+    ),
+)

@@ -1,0 +1,183 @@
+"""What families have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from axcore.nn import (
+    Attention,
+    Causal,
+    CausalLM,
+    FeedForward,
+    Linear,
+    Mask,
+    RMSNorm,
+    SameSegment,
+    SlidingWindow,
+    TransformerLayer,
+    stacked,
+)
+from axcore.nn.activations import exact_gelu
+from axcore_hf.family import Rule, Rules, rule
+from axcore_hf.fields import Fields
+from axcore_hf.transforms import Stacked, Tied, Transposed
+from axcore_rope.published import from_rope_parameters
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": exact_gelu,
+    "gelu_new": jax.nn.gelu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+LONG = ("longrope", "su")
+"""Types whose original length is outside of the dictionary; the second is an early name of the first."""
+EVERYTHING_BEFORE = Causal() & SameSegment()
+
+
+def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> Any:
+    return ACTIVATIONS[fields.only(name, *ACTIVATIONS, default=default)]
+
+
+def norm(fields: Fields, **more: Any) -> RMSNorm.Config:
+    return RMSNorm.Config(eps=fields("rms_norm_eps"), **more)
+
+
+def head_dim(fields: Fields) -> int:
+    return int(fields("head_dim", fields("hidden_size") // fields("num_attention_heads")))
+
+
+def rope(fields: Fields, kind: str | None = None, theta: float | None = None, **more: Any) -> Any:
+    """The position embedding.
+
+    Args:
+        kind: the layer type, where each has its own.
+        theta: what holds where the fields do not say.
+    """
+    parameters = fields("rope_parameters", None) or fields("rope_scaling", None)
+    if kind is not None and parameters and kind in parameters:
+        parameters = parameters[kind]
+    original = fields("original_max_position_embeddings", None)
+    if original is not None and parameters and (parameters.get("rope_type") or parameters.get("type")) in LONG:
+        parameters = {"original_max_position_embeddings": original, **parameters}
+    return from_rope_parameters(
+        parameters,
+        theta=fields("rope_theta", theta),
+        max_position_embeddings=fields("max_position_embeddings", None),
+        partial_rotary_factor=fields("partial_rotary_factor", None),
+        **{"head_dim": head_dim(fields), **more},
+    )
+
+
+def attention(
+    fields: Fields, *, bias: bool | None = None, output_bias: bool | None = None, position: Any = None, **more: Any
+) -> Any:
+    """Grouped-query attention.
+
+    Args:
+        position: None: RoPE as the fields say.
+        bias: of queries, keys and values; None: as `attention_bias` says.
+        output_bias: of the projection; None: as `bias`.
+    """
+    biased = bool(fields("attention_bias", False)) if bias is None else bias
+    linear = Linear.Config(use_bias=biased)
+    return Attention.Config(
+        num_heads=fields("num_attention_heads"),
+        num_kv_heads=fields("num_key_value_heads", fields("num_attention_heads")),
+        head_dim=head_dim(fields),
+        query=linear,
+        key=linear,
+        value=linear,
+        projection=Linear.Config(use_bias=biased if output_bias is None else output_bias),
+        position=rope(fields) if position is None else position,
+        **more,
+    )
+
+
+def feed_forward(fields: Fields, name: str = "intermediate_size", **more: Any) -> FeedForward.Config:
+    linear = Linear.Config(use_bias=bool(fields("mlp_bias", False)))
+    given = {"activation": activation(fields), "gate": linear, "up": linear, "down": linear, **more}
+    return FeedForward.Config(hidden_dim=fields(name), **given)
+
+
+def pre_norm(fields: Fields, mixer: Any, ffn: Any) -> TransformerLayer.Config:
+    """A layer with a norm before each block."""
+    return TransformerLayer.Config(attention_norm=norm(fields), attention=mixer, ffn_norm=norm(fields), ffn=ffn)
+
+
+def causal_lm(fields: Fields, layers: Sequence[Any], *, tied: bool = False, **more: Any) -> CausalLM.Config:
+    """Args: tied: what holds where the fields do not say."""
+    return CausalLM.Config(
+        vocab_size=fields("vocab_size"),
+        dim=fields("hidden_size"),
+        decoder=stacked(layers),
+        head=None if fields("tie_word_embeddings", tied) else Linear.Config(),
+        **{"norm": norm(fields), **more},
+    )
+
+
+def window(size: int | None) -> Mask:
+    return EVERYTHING_BEFORE if size is None else EVERYTHING_BEFORE & SlidingWindow(size=size)
+
+
+def sliding(fields: Fields, default: Sequence[bool]) -> list[bool]:
+    """For each layer, whether it attends within a window."""
+    kinds = fields("layer_types", None)
+    if kinds is None:
+        return list(default)
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            fields.only("layer_types", "sliding_attention", "full_attention", default=kind)
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+EMBEDDINGS: tuple[Rule, ...] = (
+    rule("embedding.weight", "model.embed_tokens.weight"),
+    rule("norm.scale", "model.norm.weight"),
+    rule("head.weight", "lm_head.weight", Transposed()),
+)
+
+
+def fixed(rules: Sequence[Rule], embedding: str = "model.embed_tokens.weight") -> Rules:
+    """The same rules for all models of a family; where the head is the embedding, a copy of it may be there too."""
+    tied = rule("embedding.weight", (embedding, "lm_head.weight"), Tied(), can_write=False)
+    return lambda cfg: rules if cfg.head is not None else (tied, *rules)
+
+
+def linear(ours: str, theirs: str) -> tuple[Rule, Rule]:
+    """A linear map, with its bias where there is one."""
+    return rule(f"{ours}.weight", f"{theirs}.weight", Transposed()), rule(f"{ours}.bias", f"{theirs}.bias")
+
+
+LAYER = "model.layers.{i}"
+ATTENTION: tuple[Rule, ...] = (
+    *linear("decoder.{i}.attention.query", f"{LAYER}.self_attn.q_proj"),
+    *linear("decoder.{i}.attention.key", f"{LAYER}.self_attn.k_proj"),
+    *linear("decoder.{i}.attention.value", f"{LAYER}.self_attn.v_proj"),
+    *linear("decoder.{i}.attention.projection", f"{LAYER}.self_attn.o_proj"),
+    rule("decoder.{i}.attention.query_norm.scale", f"{LAYER}.self_attn.q_norm.weight"),
+    rule("decoder.{i}.attention.key_norm.scale", f"{LAYER}.self_attn.k_norm.weight"),
+)
+NORMS: tuple[Rule, ...] = (
+    rule("decoder.{i}.attention_norm.scale", f"{LAYER}.input_layernorm.weight"),
+    rule("decoder.{i}.ffn_norm.scale", f"{LAYER}.post_attention_layernorm.weight"),
+)
+MLP: tuple[Rule, ...] = (
+    *linear("decoder.{i}.ffn.gate", f"{LAYER}.mlp.gate_proj"),
+    *linear("decoder.{i}.ffn.up", f"{LAYER}.mlp.up_proj"),
+    *linear("decoder.{i}.ffn.down", f"{LAYER}.mlp.down_proj"),
+)
+
+
+def experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """A mixture of experts, each with tensors of its own; the names go on from the layer's."""
+    return (
+        *linear("decoder.{i}.ffn.router.linear", f"{LAYER}.{router}"),
+        rule("decoder.{i}.ffn.experts.gate", f"{LAYER}.{gate}.weight", Stacked()),
+        rule("decoder.{i}.ffn.experts.up", f"{LAYER}.{up}.weight", Stacked()),
+        rule("decoder.{i}.ffn.experts.down", f"{LAYER}.{down}.weight", Stacked()),
+    )

@@ -1,0 +1,54 @@
+"""The feature `hf-weights`."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import axcore as ax
+from axcore.train import Trainer
+from axcore_hf.initial import FromHF
+from axcore_hf.tokenizer import FILE, HFTokenizer
+
+
+def use_hf_weights(
+    cfg: Trainer.Config, source: str, allow_new: tuple[str, ...] = (), end_ids: tuple[int, ...] = ()
+) -> Trainer.Config:
+    """Starts from published weights, and reads text with their tokenizer.
+
+    Args:
+        source: `hf:DIR`, `gguf:FILE`, or `gguf:package:NAME`.
+        allow_new: globs of parameters that may be missing and then start afresh.
+        end_ids: ids that end a text.
+    """
+    if not isinstance(cfg, Trainer.Config):
+        raise ax.ConfigError(f"hf-weights is for a trainer's config, not {type(cfg).__qualname__}")
+    tokenizer: Any = PublishedTokenizer.Config(source=source, end_ids=end_ids)
+    cfg = cfg.set(initial=FromHF.Config(source=source, allow_new=allow_new))
+    return ax.select(cfg, "input").set(tokenizer=tokenizer)
+
+
+class PublishedTokenizer(HFTokenizer):
+    """The tokenizer that a checkpoint brings."""
+
+    class Config(HFTokenizer.Config):
+        file: str = FILE
+        source: str = ax.REQUIRED
+        """As of `FromHF`."""
+
+        def inside(self, folder: pathlib.Path) -> PublishedTokenizer.Config:
+            return self
+
+    def __init__(self, cfg: Config):
+        import tempfile
+
+        from axcore_hf.checkpoint import Checkpoint
+
+        found = Checkpoint.open(cfg.source)
+        if found.tokenizer is None:
+            raise ax.AxcoreError(f"{cfg.source} brings no tokenizer; set input.tokenizer")
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, FILE)
+            pathlib.Path(file).write_bytes(found.files[FILE])
+            super().__init__(cfg.set(file=file, end_ids=cfg.end_ids or found.tokenizer.end_ids))

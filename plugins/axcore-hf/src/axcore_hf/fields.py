@@ -1,0 +1,93 @@
+"""A published config, field by field, with a memory of which fields were read."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from axcore.config import AxcoreError, ConfigError
+
+# fmt: off
+HARMLESS = frozenset({
+    "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map",
+    "bos_token_id", "cache_implementation", "dtype", "embd_pdrop", "eos_token_id", "ep_size", "experts_per_token",
+    "gradient_checkpointing", "head_dim", "id2label", "initial_context_length", "initializer_range", "is_decoder",
+    "is_llama_config", "label2id", "max_length", "max_position_embeddings", "model_type", "n_ctx",
+    "num_attention_heads", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
+    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "sliding_window", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_version", "use_cache", "vocab_size",
+})
+# fmt: on
+"""Fields that say nothing about what an evaluated model computes, or nothing where nobody has read them."""
+
+
+class Fields:
+    """The fields of a `config.json`.
+
+    Whoever builds a model of them reads them through this, and `refuse_unread` then finds what nobody understood.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json"):
+        self.raw, self.where = dict(raw), where
+        self._read: set[str] = set()
+
+    @classmethod
+    def of_folder(cls, folder: pathlib.Path) -> Fields:
+        """Those of a checkpoint's folder.
+
+        Raises:
+            AxcoreError: there is no such file, or it is not a JSON object.
+        """
+        file = folder / "config.json"
+        try:
+            raw = json.loads(file.read_bytes())
+        except OSError as error:
+            raise AxcoreError(f"{folder} is no transformers checkpoint: config.json: {error.strerror}") from error
+        except ValueError as error:
+            raise AxcoreError(f"{file} is not JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise AxcoreError(f"{file} holds no JSON object")
+        return cls(raw, str(file))
+
+    def __call__(self, name: str, default: Any = ...) -> Any:
+        """A field's value; null counts as missing.
+
+        Raises:
+            ConfigError: it is missing, and there is no default.
+        """
+        self._read.add(name)
+        value = self.raw.get(name)
+        if value is None:
+            if default is ...:
+                raise ConfigError(f"{self.where} has no field {name!r}")
+            return default
+        return value
+
+    def only(self, name: str, *known: Any, default: Any = None) -> Any:
+        """A field that may have these values alone.
+
+        Raises:
+            ConfigError: it has another.
+        """
+        value = self(name, default)
+        if value not in known:
+            raise ConfigError(f"{self.where}: {name}={value!r} is not supported; known: {', '.join(map(repr, known))}")
+        return value
+
+    def unread(self) -> dict[str, Any]:
+        """What nobody has read and what is not known to be harmless. Empty values turn nothing on."""
+        return {
+            name: value
+            for name, value in self.raw.items()
+            if name not in self._read and name not in HARMLESS and not name.startswith("_") and value
+        }
+
+    def refuse_unread(self) -> None:
+        """Raises: ConfigError: a field was not understood, so the model may compute something else."""
+        if left := self.unread():
+            listed = ", ".join(f"{name}={value!r}" for name, value in sorted(left.items()))
+            kind = f" for model_type {self.raw['model_type']!r}" if "model_type" in self.raw else ""
+            raise ConfigError(f"{self.where}: not supported{kind}: {listed}")

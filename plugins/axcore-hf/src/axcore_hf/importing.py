@@ -1,0 +1,126 @@
+"""From tensors on disk to the arrays of a model, one tensor at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from axcore.config import AxcoreError, did_you_mean
+from axcore.config.tree import matches as is_like
+from axcore.nn import by_layer
+from axcore_hf.family import Family, Match, choose, matches
+from axcore_hf.sources import Source, is_ignored
+from axcore_hf.transforms import Array
+
+Forms = Mapping[str, jax.ShapeDtypeStruct]
+MOST_SHOWN = 20
+
+
+def load(
+    family: Family,
+    theirs: Any,
+    source: Source,
+    ours: Any,
+    params: Forms,
+    state: Forms,
+    allow_new: Collection[str] = (),
+) -> dict[str, jax.Array]:
+    """The arrays of a model from a checkpoint.
+
+    Args:
+        theirs: the config that the checkpoint describes.
+        ours: the config of the model that the arrays are for; its layers may be stacked otherwise.
+        params, state: path -> shape, dtype and sharding of its parameters and of its other Variables.
+        allow_new: globs of parameters that the checkpoint need not have.
+
+    Raises:
+        AxcoreError: tensors that are missing, unknown, or of another shape: all of them, with both names.
+    """
+    forms = {**state, **params}
+    places = by_layer(ours, forms)
+    shapes = {name: tuple(forms[path].shape[len(index) :]) for name, (path, index) in places.items()}
+    chosen = [choose(candidates, source.shapes.keys()) for candidates in matches(family, theirs, shapes)]
+    may_lack = {name for name, (path, _) in places.items() if any(is_like(glob, path) for glob in allow_new)}
+    chosen = [match for match in chosen if _is_there(match, source) or not may_lack.issuperset(match.ours)]
+    _check(family, source, chosen, {name for name, (path, _) in places.items() if path in params} - may_lack)
+    arrays: dict[str, jax.Array] = {}
+    broken: list[str] = []
+    for match in chosen:
+        for number, inner, part in match.rule.transform.pieces(source.read, match.theirs, match.shapes):
+            path, index = places[match.ours[number]]
+            index = (*index, *inner)
+            if not np.isfinite(part).all():
+                tensor = match.theirs[inner[0]] if len(match.theirs) > 1 and inner else match.theirs[0]
+                broken.append(f"{tensor} (our {match.ours[number]})")
+            elif not index:
+                arrays[path] = _placed(part, forms[path].dtype, forms[path].sharding)
+            else:
+                arrays[path] = _written(arrays.get(path), forms[path], part, index)
+    if broken:
+        raise AxcoreError(f"{source.where} holds numbers that are not finite:{_listed(broken)}")
+    return arrays
+
+
+def _placed(part: Array, dtype: Any, sharding: Any) -> jax.Array:
+    """On its devices; each gets, and the host converts, no more than its own piece."""
+    if sharding is None:
+        return jax.device_put(np.asarray(part, dtype))
+    return jax.make_array_from_callback(part.shape, sharding, lambda piece: np.asarray(part[piece], dtype))
+
+
+def _written(whole: jax.Array | None, form: jax.ShapeDtypeStruct, part: Array, index: tuple[int, ...]) -> jax.Array:
+    """A stack of layers or experts with this part of it written, made in place of `whole`."""
+    sharding = form.sharding
+    if whole is None:
+        make = functools.partial(jnp.zeros, form.shape, form.dtype)
+        whole = make() if sharding is None else jax.jit(make, out_shardings=sharding)()
+    of_part = None
+    if isinstance(sharding, NamedSharding):
+        of_part = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(index) :]))
+    placed = _placed(part, form.dtype, of_part)
+    written: jax.Array = _writer(sharding)(whole, placed, np.asarray(index, np.int32))
+    return written
+
+
+@functools.lru_cache(maxsize=256)
+def _writer(sharding: Any) -> Any:
+    def write(whole: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+        start = [*index, *[0] * part.ndim]
+        return jax.lax.dynamic_update_slice(whole, part.reshape((1,) * index.size + part.shape), start)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
+
+
+def _listed(lines: list[str]) -> str:
+    more = f"\n  ... and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
+    return "".join(f"\n  {line}" for line in lines[:MOST_SHOWN]) + more
+
+
+def _is_there(match: Match, source: Source) -> bool:
+    return any(name in source.shapes for name in match.theirs)
+
+
+def _check(family: Family, source: Source, chosen: list[Match], wanted: set[str]) -> None:
+    """Raises: AxcoreError: what is wrong with the checkpoint's tensors, a line for each."""
+    known = {name for match in chosen for name in match.theirs}
+    extra = [name for name in source.shapes if name not in known and not is_ignored(name, family.ignored)]
+    wrong: list[str] = []
+    for match in chosen:
+        ours = ", ".join(match.ours)
+        for name, shape in match.expected().items():
+            if name not in source.shapes:
+                near = did_you_mean(name, extra)
+                wrong.append(f"missing: {name} (our {ours}){near}")
+            elif source.shapes[name] != shape:
+                wrong.append(f"misshaped: {name} (our {ours}) is {source.shapes[name]}, expected {shape}")
+    covered = {name for match in chosen for name in match.ours}
+    wrong += [f"no tensor is known for our {name}" for name in sorted(wanted - covered)]
+    wrong += [f"unknown: {name} {source.shapes[name]}" for name in sorted(extra)]
+    if wrong:
+        raise AxcoreError(f"{source.where} does not hold the tensors of {family.name}:{_listed(wrong)}")

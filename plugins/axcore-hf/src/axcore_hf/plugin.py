@@ -1,0 +1,16 @@
+"""What axcore-hf offers. Imports neither jax nor flax."""
+
+from axcore.plugin import Command, Feature, hookimpl
+
+
+@hookimpl
+def axcore_commands() -> list[Command]:
+    return [
+        Command("convert", "axcore_hf.commands:convert", "A transformers checkpoint or GGUF file as a model folder."),
+        Command("export", "axcore_hf.commands:export", "A model folder as a transformers checkpoint."),
+    ]
+
+
+@hookimpl
+def axcore_features() -> list[Feature]:
+    return [Feature("hf-weights", "axcore_hf.feature:use_hf_weights", "Published weights, with their tokenizer.")]

@@ -1,0 +1,164 @@
+"""Where tensors are read from, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import re
+import struct
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+from axcore.config import AxcoreError
+from axcore_hf.transforms import Array
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPES: Mapping[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
+
+class Source(Protocol):
+    """Tensors by name."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str) -> Array:
+        """One tensor."""
+        ...
+
+
+class Safetensors:
+    """The tensors of a folder: of `model.safetensors`, or of the files that its index lists.
+
+    A file is read by position and not mapped, so that what was read once takes no memory.
+
+    Raises:
+        AxcoreError: a file is missing, truncated or none of this format, or index and files do not agree.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.where = str(folder)
+        self._places: dict[str, tuple[pathlib.Path, str, int, int]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        listed = _index(folder)
+        for file in sorted({folder / name for name in listed.values()}) if listed else [folder / SINGLE]:
+            for name, entry in _header(file).items():
+                if listed and listed.get(name) != file.name:
+                    raise AxcoreError(f"{folder / INDEX} does not list {name!r}, which is in {file.name}")
+                start, end = entry["data_offsets"]
+                self._places[name] = (file, entry["dtype"], start, end)
+                shapes[name] = tuple(entry["shape"])
+        if gone := sorted(listed.keys() - shapes.keys()):
+            raise AxcoreError(f"{folder / INDEX} lists tensors that its files do not have: {', '.join(gone[:8])}")
+        self.shapes = shapes
+
+    def read(self, name: str) -> Array:
+        file, dtype, start, end = self._places[name]
+        if dtype not in DTYPES:
+            raise AxcoreError(f"{file}: {name} has the dtype {dtype}; known: {', '.join(DTYPES)}")
+        with file.open("rb") as opened:
+            opened.seek(start)
+            array = np.fromfile(opened, np.uint8, end - start)
+        found: Array = array.view(DTYPES[dtype]).reshape(self.shapes[name])
+        scale = f"{name}_scale_inv"
+        return _unscaled(found, self.read(scale)) if scale in self.shapes else found
+
+
+def _index(folder: pathlib.Path) -> dict[str, str]:
+    """Tensor -> file; empty where all are in one file."""
+    try:
+        weights = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        return {str(name): str(file) for name, file in weights.items()}
+    except FileNotFoundError:
+        if not (folder / SINGLE).exists():
+            raise AxcoreError(f"{folder} has neither {SINGLE} nor {INDEX}") from None
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AxcoreError(f"{folder / INDEX} is no index of a checkpoint: {error}") from error
+
+
+def _header(file: pathlib.Path) -> dict[str, Any]:
+    """Name -> dtype, shape and absolute byte range of each tensor, of a file that is whole."""
+    try:
+        with safetensors.safe_open(file, "numpy"):  # it checks that header and size agree
+            pass
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length))
+    except FileNotFoundError as error:
+        raise AxcoreError(f"{file} is missing, and the index lists it") from error
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise AxcoreError(f"{file} is truncated or no safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    for entry in header.values():
+        entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
+    return dict(header)
+
+
+def _unscaled(weight: Array, scale: Array) -> Array:
+    """8-bit floats times the factor of their block of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
+    rows, columns = weight.shape
+    factors = scale.repeat(128, axis=0)[:rows].repeat(128, axis=1)[:, :columns]
+    return weight.astype(np.float32) * factors
+
+
+class Gguf:
+    """The tensors of a GGUF file, dequantized to float32 one at a time.
+
+    Raises:
+        AxcoreError: it is truncated or none of this format.
+    """
+
+    def __init__(self, file: pathlib.Path):
+        import gguf  # here, since it takes half a second
+
+        self.where = str(file)
+        try:
+            self._reader = gguf.GGUFReader(str(file))
+        except FileNotFoundError as error:
+            raise AxcoreError(f"{file} does not exist") from error
+        except (OSError, ValueError, IndexError, KeyError) as error:
+            raise AxcoreError(f"{file} is truncated or no GGUF file: {error}") from error
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in self._tensors.items()}
+        # Its rope factors are applied by llama.cpp itself; what a model computes is in the metadata.
+        self.fields = {name: self._field(name) for name in self._reader.fields}
+
+    def _field(self, name: str) -> Any:
+        with contextlib.suppress(Exception):  # metadata of a kind that nobody asks for
+            return self._reader.fields[name].contents()
+        return None
+
+    def read(self, name: str) -> Array:
+        import gguf
+
+        tensor = self._tensors[name]
+        found: Array = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(self.shapes[name])
+        return found
+
+
+def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns) or name.endswith("_scale_inv")

@@ -1,0 +1,75 @@
+"""Tokenizers of published models."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from axcore.config import AxcoreError, ConfigError
+from axcore.train.input import Tokenizer
+
+FILE = "tokenizer.json"
+
+
+class HFTokenizer(Tokenizer):
+    """What a `tokenizer.json` describes, by the library `tokenizers`."""
+
+    class Config(Tokenizer.Config):
+        file: str
+        """Path of a `tokenizer.json`; in a model folder it is the file of that folder."""
+        end_ids: tuple[int, ...] = ()
+        """Ids that end a generated text; the first also stands before each document of a corpus."""
+
+        def inside(self, folder: pathlib.Path) -> HFTokenizer.Config:
+            """The same, of the file in a model folder."""
+            return self.set(file=str(folder / self.file))
+
+    def __init__(self, cfg: Config):
+        """
+        Raises:
+            AxcoreError: there is no such file, or it describes no tokenizer.
+            ConfigError: an id that ends a text is none of its own.
+        """
+        from tokenizers import Tokenizer as Loaded
+
+        content = None
+        try:
+            content = pathlib.Path(cfg.file).expanduser().read_text(encoding="utf-8")
+            self._tokenizer: Any = Loaded.from_str(content)
+        except OSError as error:
+            raise AxcoreError(f"{cfg.file}: {error.strerror}; give the path of a tokenizer.json") from error
+        except Exception as error:  # what `tokenizers` raises is a plain Exception
+            raise AxcoreError(f"{cfg.file} describes no tokenizer: {error}") from error
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if bad := [number for number in cfg.end_ids if not 0 <= number < self.vocab_size]:
+            raise ConfigError(f"end_ids={bad} are no ids of {cfg.file}, which has {self.vocab_size}")
+        self._end_ids = cfg.end_ids
+        self._separator_id = cfg.end_ids[0] if cfg.end_ids else None
+
+    @property
+    def separator_id(self) -> int:  # type: ignore[override]
+        if self._separator_id is None:
+            raise ConfigError("the tokenizer needs end_ids: the first of them separates documents")
+        return self._separator_id
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return self._end_ids
+
+    def prompt(self, content: bytes) -> NDArray[np.integer]:
+        ids = self._tokenizer.encode(content.decode(errors="replace")).ids
+        if not ids:
+            raise AxcoreError("the prompt is empty; give some text to go on from")
+        return np.asarray(ids, np.int32)
+
+    def encode(self, content: bytes) -> NDArray[np.integer]:
+        text = content.decode(errors="replace")
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: NDArray[np.integer]) -> bytes:
+        known = [int(each) for each in np.asarray(ids) if 0 <= each < self.vocab_size]
+        text: str = self._tokenizer.decode(known, skip_special_tokens=True)
+        return text.encode()

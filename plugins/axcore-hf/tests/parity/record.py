@@ -1,0 +1,244 @@
+"""Writes a small random checkpoint of each family, and what `transformers` computes. Run it where that is installed:
+
+python tests/parity/record.py [FAMILY ...]
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent / "recorded"
+ROWS, SEQ, VOCAB = 2, 24, 64
+SHORT = 10  # the first document of a packed row
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "llama3": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "llama_biased": ("LlamaForCausalLM", "LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "smollm": ("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 32,
+            "attn_pdrop": 0,
+            "embd_pdrop": 0,
+            "resid_pdrop": 0,
+        },
+    ),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 7}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            "head_dim": 8,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 8,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 12,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + ["sliding_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {
+            "hidden_size": 32,
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 16,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0, 1.1],
+                "long_factor": [2.0, 3.0],
+                "original_max_position_embeddings": 16,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 12,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 5,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            # A base so small that the ends of the ramp lie between pairs, or truncating them would change nothing.
+            "rope_parameters": {**YARN, "rope_theta": 10.0, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
+}
+
+
+def randomize(model: torch.nn.Module, zero_centred: bool) -> None:
+    """Random numbers in every parameter, so that none can be forgotten or swapped unseen."""
+    generator = torch.Generator().manual_seed(0)
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for name, parameter in [*model.named_parameters(), *biases]:
+        start = 1.0 if parameter.ndim == 1 and "norm" in name and not zero_centred else 0.0
+        if "ln_" in name and name.endswith("weight"):
+            start = 1.0
+        parameter.data = start + 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
+def logits_of(model: torch.nn.Module, ids: torch.Tensor, **kwargs: torch.Tensor) -> np.ndarray:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False, **kwargs).logits.float().numpy()
+
+
+def record(name: str) -> None:
+    model_class, config_class, fields = FAMILIES[name]
+    given = fields if name == "gpt2" else {**COMMON, **fields}
+    if name == "gpt2":
+        given = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, **fields}
+    config = getattr(transformers, config_class)(**given)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, model_class)(config).eval()
+    randomize(model, zero_centred=name.startswith("gemma"))
+    model.tie_weights()
+    folder = HERE / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+    ids = torch.randint(3, VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+    left, right = torch.ones(ROWS, SEQ, dtype=torch.long), torch.ones(ROWS, SEQ, dtype=torch.long)
+    left[1, :5], right[0, -6:] = 0, 0
+    packed = np.concatenate([logits_of(model, ids[:, :SHORT]), logits_of(model, ids[:, SHORT:])], axis=1)
+    arrays = {
+        "ids": ids.numpy(),
+        "plain": logits_of(model, ids),
+        "left_mask": left.numpy(),
+        "left": logits_of(model, ids, attention_mask=left),
+        "right_mask": right.numpy(),
+        "right": logits_of(model, ids, attention_mask=right),
+        "packed": packed,
+    }
+    logits = model(input_ids=ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+    loss.backward()
+    arrays["loss"] = loss.detach().numpy()
+    np.savez_compressed(folder / "reference.npz", **arrays)
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradients = folder / "gradients"
+    model.save_pretrained(gradients)
+    for file in gradients.iterdir():
+        if file.suffix != ".safetensors":
+            file.unlink()
+
+
+def record_mxfp4() -> None:
+    """Random 4-bit blocks, and what `transformers` makes of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(2)
+    blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(100, 140, (2, 6, 3), generator=generator).to(torch.uint8)
+    wide = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    np.savez_compressed(HERE / "mxfp4.npz", blocks=blocks.numpy(), scales=scales.numpy(), wide=wide.numpy())
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or FAMILIES:
+        print(each, flush=True)
+        record(each)
+    record_mxfp4()
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    (HERE / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")

@@ -1,0 +1,133 @@
+"""Each family against what `transformers` computed of the same checkpoint (see record.py).
+
+The rows are longer than every window (7) and than every length before scaling (16); packed documents are shorter.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from axcore.module import abstract
+from axcore.train import save_model
+from axcore.train.initial import gathered
+from axcore.train.model_folder import flat, like
+from axcore_hf import importing
+from axcore_hf.checkpoint import Checkpoint
+from axcore_hf.commands import PUBLISHED, convert, export
+from axcore_hf.initial import FromHF
+from axcore_hf.sources import Safetensors
+
+RECORDED = pathlib.Path(__file__).parent / "recorded"
+FAMILIES = sorted(folder.name for folder in RECORDED.iterdir() if folder.is_dir())
+TOLERANCE = 1e-4
+NOTHING = 1e-6  # of the largest gradient: rounding errors of one that is zero
+SHORT = 10  # tokens of the first document of a packed row
+
+
+@functools.cache
+def loaded(family):
+    """(the checkpoint, pure function, parameters, other state)."""
+    name = f"hf:{RECORDED / family}"
+    found = Checkpoint.open(name)
+    fn, params, state = abstract(found.model)
+    arrays = gathered(FromHF.Config(source=name), found.model, flat(params), flat(state), 0)
+    return found, fn, like(params, arrays), like(state, arrays)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_of_logits(family):
+    _, fn, params, state = loaded(family)
+    reference = np.load(RECORDED / family / "reference.npz")
+    ids = reference["ids"].astype(np.int32)
+    plain = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    restarted = np.where(plain < SHORT, plain, plain - SHORT)
+    one, two = np.zeros(ids.shape, np.int32), (plain >= SHORT).astype(np.int32)
+    everything = np.ones(ids.shape, bool)
+
+    @jax.jit
+    def logits(positions, segment_ids, valid):
+        return fn(params, state, ids, positions=positions, segment_ids=segment_ids, valid=valid)[0][0]
+
+    cases = {
+        "plain": (plain, one, everything),
+        "left": (plain, one, reference["left_mask"] == 1),
+        "right": (plain, one, reference["right_mask"] == 1),
+    }
+    for name, (positions, segments, valid) in cases.items():
+        found = np.asarray(logits(positions, segments, valid))
+        np.testing.assert_allclose(found[valid], reference[name][valid], rtol=0, atol=TOLERANCE, err_msg=name)
+    found = np.asarray(logits(restarted, two, everything))
+    np.testing.assert_allclose(found, reference["packed"], rtol=0, atol=TOLERANCE, err_msg="packed")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_of_gradients(family):
+    found, fn, params, state = loaded(family)
+    reference = np.load(RECORDED / family / "reference.npz")
+    ids = jnp.asarray(reference["ids"], jnp.int32)
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": jnp.ones((ids.shape[0], ids.shape[1] - 1))}
+
+    @jax.jit
+    def loss_and_gradients(params):
+        return jax.value_and_grad(lambda params: fn(params, state, batch, method="loss")[0][0])(params)
+
+    loss, gradients = loss_and_gradients(params)
+    np.testing.assert_allclose(loss, reference["loss"], rtol=1e-5)
+    # Theirs go through the same mapping as the weights. What has no gradient there, such as a bias that is no
+    # parameter, holds zeros or is compared with nothing.
+    forms = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat(params).items()}
+    others = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat(state).items()}
+    source = Safetensors(RECORDED / family / "gradients")
+    expected = importing.load(found.family, found.model, source, found.model, forms, others)
+    largest = max(float(np.abs(expected[path]).max()) for path in flat(gradients))
+    for path, gradient in flat(gradients).items():
+        wanted = np.asarray(expected[path])
+        if np.abs(wanted).max() < NOTHING * largest:  # such as a bias of keys: softmax does not see it
+            assert np.abs(gradient).max() < NOTHING * largest, path
+            continue
+        error = np.abs(np.asarray(gradient) - wanted).max() / np.abs(wanted).max()
+        assert error < TOLERANCE, f"{path}: {error}"
+
+
+def tensors(folder):
+    with safe_open(folder / "model.safetensors", "numpy") as opened:
+        return {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_of_exported_files(family, tmp_path, capsys):
+    original = RECORDED / family
+    assert convert([f"hf:{original}", str(tmp_path / "model")]) == 0
+    assert export([str(tmp_path / "model"), str(tmp_path / "back")]) == 0
+    theirs, ours = tensors(original), tensors(tmp_path / "back")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((original / "config.json").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_live(family, tmp_path):
+    """The exported checkpoint in `transformers` itself, where that is installed."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    found, fn, params, state = loaded(family)
+    files = {PUBLISHED: json.dumps(dict(found.raw)).encode()}
+    save_model(tmp_path / "model", found.model, params, state, files=files)
+    export([str(tmp_path / "model"), str(tmp_path / "back")])
+    ids = np.load(RECORDED / family / "reference.npz")["ids"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    original = transformers.AutoModelForCausalLM.from_pretrained(RECORDED / family, attn_implementation="eager")
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    with torch.no_grad():
+        theirs = model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
+    ours = jax.jit(lambda ids: fn(params, state, ids)[0][0])(jnp.asarray(ids, jnp.int32))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)

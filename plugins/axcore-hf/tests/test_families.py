@@ -1,0 +1,195 @@
+"""Checkpoints as they are published: their configs, their other spellings and formats, and what is refused."""
+
+import json
+import math
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import axcore as ax
+from axcore.module import abstract
+from axcore.nn import layers_of
+from axcore.train.initial import gathered
+from axcore.train.model_folder import flat
+from axcore_hf.checkpoint import Checkpoint
+from axcore_hf.families import family_of
+from axcore_hf.fields import Fields
+from axcore_hf.initial import FromHF
+from axcore_hf.sources import Safetensors
+from axcore_hf.transforms import MXFP4, Interleaved, Plain
+
+PARITY = pathlib.Path(__file__).parent / "parity"
+PUBLISHED = json.loads((PARITY / "published.json").read_text())
+
+
+def model_of(raw):
+    fields = Fields(raw)
+    return family_of(fields).read_config(fields)
+
+
+def arrays_of(folder):
+    found = Checkpoint.open(f"hf:{folder}")
+    _, params, state = abstract(found.model)
+    return gathered(FromHF.Config(source=f"hf:{folder}"), found.model, flat(params), flat(state), 0)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """(family, change of its tensors, change of its config) -> a folder with the checkpoint so changed."""
+
+    def copy(family, change, **fields):
+        shutil.copytree(PARITY / "recorded" / family, tmp_path / family)
+        file, config = tmp_path / family / "model.safetensors", tmp_path / family / "config.json"
+        tensors = load_file(file)
+        file.unlink()  # it may be read-only
+        save_file(change(tensors), file)
+        config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+        return tmp_path / family
+
+    return copy
+
+
+def same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for path, array in theirs.items():
+        np.testing.assert_array_equal(ours[path], array, err_msg=path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_has_the_published_number_of_parameters(name):
+    params = flat(abstract(model_of(PUBLISHED[name]["config"]))[1])
+    assert sum(math.prod(form.shape) for form in params.values()) == PUBLISHED[name]["parameters"]
+
+
+def test_windows_are_in_the_layers_that_the_config_names():
+    def windowed(name, **fields):
+        layers = layers_of(model_of(PUBLISHED[name]["config"] | fields).decoder)
+        return ["SlidingWindow" in str(place.config.attention.mask) for place in layers]
+
+    assert windowed("gemma-2-2b") == [True, False] * 13
+    assert windowed("gemma-3-1b") == ([True] * 5 + [False]) * 4 + [True] * 2
+    assert windowed("gpt-oss-20b") == [True, False] * 12
+    assert not any(windowed("Qwen2.5-0.5B"))
+    assert windowed("Qwen2.5-0.5B", use_sliding_window=True, max_window_layers=20) == [False] * 20 + [True] * 4
+
+
+def test_gemma_3_has_a_base_for_each_kind_of_layer_in_old_configs_too():
+    layers = layers_of(model_of(PUBLISHED["gemma-3-1b"]["config"]).decoder)
+    assert [place.config.attention.position.theta for place in layers[:7]] == [1e4] * 5 + [1e6, 1e4]
+
+
+def test_the_prefix_of_names_may_be_missing(copied):
+    def bare(tensors):
+        buffers = {"h.0.attn.bias": np.ones((1, 1, 32, 32), np.float32)}
+        return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | buffers
+
+    same(arrays_of(copied("gpt2", bare)), arrays_of(PARITY / "recorded/gpt2"))
+
+
+def test_a_copy_of_a_tied_embedding_may_be_there(copied):
+    embedding = "model.embed_tokens.weight"
+    folder = copied("smollm", lambda tensors: tensors | {"lm_head.weight": tensors[embedding].copy()})
+    same(arrays_of(folder), arrays_of(PARITY / "recorded/smollm"))
+
+
+def test_a_head_that_differs_from_a_tied_embedding_is_refused(copied):
+    embedding = "model.embed_tokens.weight"
+    folder = copied("smollm", lambda tensors: tensors | {"lm_head.weight": tensors[embedding] + 1})
+    with pytest.raises(ax.AxcoreError, match=r"tie_word_embeddings is true.*head that differ"):
+        arrays_of(folder)
+
+
+def unpacked(transform, blocks, scales, shapes):
+    """What a transform makes of all experts."""
+    made = [np.full(shape, np.nan, np.float32) for shape in shapes]
+    for number, index, part in transform.pieces({"b": blocks, "s": scales}.get, ("b", "s"), shapes):
+        made[number][index] = part
+    return made
+
+
+def test_mxfp4_is_read_as_transformers_does():
+    recorded = np.load(PARITY / "recorded/mxfp4.npz")
+    blocks, scales, wide = recorded["blocks"], recorded["scales"], recorded["wide"]
+    shape = wide.shape
+    np.testing.assert_array_equal(unpacked(MXFP4(Plain()), blocks, scales, [shape]), [wide])
+    gate_up = unpacked(MXFP4(Interleaved()), blocks, scales, [(*shape[:2], shape[2] // 2)] * 2)
+    np.testing.assert_array_equal(gate_up, [wide[..., ::2], wide[..., 1::2]])
+    assert MXFP4(Plain()).expected([shape]) == [blocks.shape, scales.shape]
+
+
+def test_experts_in_4_bits_are_read_in_place_of_wide_ones(copied):
+    rng = np.random.default_rng(0)
+    wider = {16: 32, 24: 64, 48: 128}  # the recorded model is narrower than a block of 32 numbers
+
+    def packed(tensors):
+        made = {}
+        for name, tensor in tensors.items():
+            shape = [wider.get(size, size) for size in tensor.shape]
+            if name.endswith(("gate_up_proj", "down_proj")):
+                experts, width, out = shape
+                made[f"{name}_blocks"] = rng.integers(0, 256, (experts, out, width // 32, 16), np.uint8)
+                made[f"{name}_scales"] = rng.integers(120, 130, (experts, out, width // 32), np.uint8)
+            else:
+                made[name] = rng.normal(size=shape).astype(np.float32)
+        return made
+
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    folder = copied("gpt_oss", packed, hidden_size=32, intermediate_size=64, num_key_value_heads=4, **quantized)
+    arrays, tensors = arrays_of(folder), load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    (down,) = (array for path, array in arrays.items() if path.endswith("layers.1.ffn.experts.down"))
+    expected = unpacked(MXFP4(Plain()), tensors[f"{name}_blocks"], tensors[f"{name}_scales"], [down.shape[1:]])
+    np.testing.assert_array_equal(down[0], expected[0])
+
+
+def test_8_bit_floats_are_multiplied_by_the_factor_of_their_block(tmp_path):
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(130, 300)).astype(ml_dtypes.float8_e4m3fn)
+    factors = rng.uniform(0.5, 2, (2, 3)).astype(np.float32)
+    header, data = {}, b""
+    for name, kind, array in (("w.weight", "F8_E4M3", weight), ("w.weight_scale_inv", "F32", factors)):
+        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [len(data), len(data) + array.nbytes]}
+        data += array.tobytes()
+    head = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)
+    found = Safetensors(tmp_path).read("w.weight")
+    expected = np.array(
+        [[float(weight[i, j]) * float(factors[i // 128, j // 128]) for j in range(300)] for i in range(130)]
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "lama"}, r"model_type='lama' is not supported.*Did you mean 'llama'"),
+        ({"model_type": "cohere", "logit_scale": 0.06}, r"Beside a llama it has: logit_scale"),
+        ({"model_type": "cohere", "hidden_size": None}, r"has no field 'hidden_size'"),
+        ({"hidden_act": "quick_gelu"}, r"hidden_act='quick_gelu' is not supported; known: .*'silu'"),
+        ({"residual_multiplier": 0.22}, r"not supported for model_type 'llama': residual_multiplier=0.22"),
+        ({"rope_scaling": {"rope_type": "yarm", "factor": 4.0}}, r"rope_type='yarm' is not known.*'yarn'"),
+        ({"num_hidden_layers": None}, r"has no field 'num_hidden_layers'"),
+    ],
+)
+def test_what_a_config_says_and_nobody_understands_is_refused(fields, message):
+    with pytest.raises(ax.ConfigError, match=message):
+        model_of(LLAMA | fields)
+
+
+def test_a_kind_of_layer_that_is_not_known_is_refused():
+    raw = PUBLISHED["gpt-oss-20b"]["config"]
+    with pytest.raises(ax.ConfigError, match=r"layer_types.*chunked_attention.*is not supported; known: 'sliding"):
+        model_of(raw | {"layer_types": ["chunked_attention", *raw["layer_types"][1:]]})
+
+
+def test_quantized_weights_of_other_families_are_refused():
+    with pytest.raises(ax.ConfigError, match=r"not supported for model_type 'llama': quantization_config"):
+        model_of(LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}})

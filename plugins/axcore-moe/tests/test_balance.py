@@ -1,0 +1,69 @@
+"""Losses that balance, what is reported, and the warning of starved experts."""
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.module import abstract
+from axcore.testing import tiny_batch, tiny_model
+from axcore_moe.balance import LoadBalance, z_loss
+from axcore_moe.router import TopK
+from axcore_moe.routing import Routing
+from axcore_moe.starvation import StarvationWarning
+
+from .support import call, mixture, parameters, to_first, tokens
+
+
+def routing_of(logits, top_k=2):
+    probs = jax.nn.softmax(logits, axis=-1)
+    weights, chosen = jax.lax.top_k(probs, top_k)
+    return Routing.of_choices(chosen, weights, probs, logits)
+
+
+LOGITS = np.random.default_rng(0).normal(size=(15, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
+@pytest.mark.parametrize("per_choice", [False, True])
+def test_the_balance_loss_over_its_scope(scope, per_choice):
+    probs = np.exp(LOGITS.astype(np.float64))
+    probs = (probs / probs.sum(axis=-1, keepdims=True)).reshape(3, 5, 4)
+    chosen = (np.argsort(-probs, axis=-1)[..., :2, None] == np.arange(4)).sum(axis=2)
+    axis = 1 if scope == "sequence" else (0, 1)  # without a mesh the batch is one shard
+    loss = 4 * (chosen.mean(axis=axis) * probs.mean(axis=axis)).sum(axis=-1).mean() / (2 if per_choice else 1)
+    found = LoadBalance(weight=1.0, scope=scope, per_choice=per_choice)(routing_of(LOGITS), rows=3)
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+
+
+def test_the_z_loss_is_the_mean_squared_log_partition():
+    expected = np.square(np.log(np.exp(LOGITS.astype(np.float64)).sum(axis=-1))).mean()
+    np.testing.assert_allclose(z_loss(routing_of(LOGITS)), expected, rtol=1e-5)
+
+
+def test_losses_join_the_objective_of_training_alone():
+    fn, params, state = abstract(ax.pipe(tiny_model(), ax.use("moe", num_experts=4, balance=0.5, z_loss=0.1)))
+
+    def names(training):
+        def run(params, state, batch, key):
+            return fn(params, state, batch, key=key, training=training, method="loss")[0][1].losses
+
+        found = jax.eval_shape(run, params, state, tiny_batch(), jax.random.key(0))
+        return {name.rpartition(".")[2] for name in found}
+
+    assert names(True) == {"balance", "router_z_loss", "z_loss"}
+    assert names(False) == {"z_loss"}
+
+
+def test_an_expert_that_starves_is_counted_and_the_run_warns_once(capsys, tmp_path):
+    cfg = mixture(router=TopK.Config(top_k=1), starving_steps=2)
+    params, state, found = to_first(parameters(cfg)), None, []
+    for _ in range(3):
+        _, collections, state = call(cfg, params, tokens(8), state, training=True)
+        found.append(float(collections.scalars()["starved"]))
+    assert found == [0, 3, 3]
+    writer = StarvationWarning.Config().build(tmp_path)
+    for step, count in enumerate(found):
+        writer.write(step, {"train/decoder.layers.1.ffn.starved": count, "train/loss": 1.0})
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.startswith("step 1: 3 experts of decoder.layers.1.ffn have starved")

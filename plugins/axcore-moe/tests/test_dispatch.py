@@ -1,0 +1,99 @@
+"""Every dispatch against the definition in NumPy float64."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import axcore as ax
+from axcore.module import initializer
+from axcore.nn import Linear
+from axcore_moe.dispatch import Capacity, Dense, Dropless
+from axcore_moe.matmul import Tokamax
+from axcore_moe.router import TopK
+
+from .support import DIM, HIDDEN, call, compiled, expected, mixture, parameters, shapes, to_first, tokens
+
+SHAPES = [(1, 1, 1), (1, 5, 5), (7, 4, 2)]
+"""(tokens, experts, choices of a token)."""
+DISPATCHES = {"dense": Dense(), "dropless": Dropless(), "capacity": Capacity(factor=5.0)}
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES.values(), ids=DISPATCHES)
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 2**16), even=st.booleans())
+def test_it_computes_the_definition(dispatch, shape, seed, even):
+    count, experts, top_k = shape
+    cfg = mixture(experts, router=TopK.Config(top_k=top_k), dispatch=dispatch)
+    params, x = parameters(cfg, seed), tokens(count, seed=seed)
+    params = to_first(params) if even else params  # then all tokens go to the same experts
+    np.testing.assert_allclose(call(cfg, params, x)[0], expected(params, x, top_k), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES.values(), ids=DISPATCHES)
+def test_its_gradient_is_that_of_the_definition(dispatch):
+    cfg = mixture(dispatch=dispatch)
+    params, x = parameters(cfg), tokens(7)
+    objective = jax.jit(
+        jax.grad(lambda params, x: (compiled(cfg, False)(params, state, x, None)[0][0] ** 2).sum(), (0, 1))
+    )
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes(cfg)[2])
+    random, step = np.random.default_rng(1), 1e-6
+    for found, at in zip(objective(params, x), range(2), strict=True):
+        direction = jax.tree.map(lambda leaf: random.normal(size=leaf.shape), (params, x)[at])
+
+        def moved(sign, direction=direction, at=at):
+            args = [params, x]
+            args[at] = jax.tree.map(
+                lambda leaf, way: np.asarray(leaf, np.float64) + sign * step * way, args[at], direction
+            )
+            return np.square(expected(*args, 2)).sum()
+
+        slope = sum(jax.tree.leaves(jax.tree.map(lambda grad, way: (grad * way).sum(), found, direction)))
+        np.testing.assert_allclose(slope, (moved(1) - moved(-1)) / (2 * step), rtol=1e-3)
+
+
+def test_what_finds_no_place_is_dropped_and_told():
+    cfg = mixture(router=TopK.Config(top_k=1), dispatch=Capacity(factor=1.0))
+    params, x = to_first(parameters(cfg)), tokens(8)
+    out, collections, _ = call(cfg, params, x, training=True)
+    np.testing.assert_allclose(out[:, :2], expected(params, x, 1)[:, :2], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(out[:, 2:], 0)  # 8 choices of one expert, which has 2 places
+    assert collections.scalars()["dropped"] == pytest.approx(0.75)
+
+
+def test_second_choices_are_dropped_before_first_ones():
+    cfg = mixture(2, router=TopK.Config(top_k=2, normalize=False), dispatch=Capacity(factor=0.5))
+    params, x = parameters(cfg), tokens(2)
+    params["router"]["linear"]["weight"] = np.linalg.pinv(x[0])  # each token likes another expert, by 1
+    likes = np.eye(2)
+    first = np.exp(likes.max(axis=1)) / np.exp(likes).sum(axis=1)
+    out = call(cfg, params, x)[0]
+    np.testing.assert_allclose(out, first[:, None] * expected(params, x, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_on_experts_are_refused_and_not_ignored():
+    cfg = ax.select(mixture(), "experts.block.up").set(adapter=Linear.Config())
+    with pytest.raises(ax.ConfigError, match=r"block\.up\.adapter=.* the stacked weights of experts take none"):
+        shapes(cfg)
+
+
+def test_experts_without_a_width_are_refused():
+    with pytest.raises(ax.ConfigError, match=r"block\.hidden_dim is REQUIRED; set the hidden features"):
+        shapes(ax.select(mixture(), "experts.block").set(hidden_dim=ax.REQUIRED))
+
+
+def test_each_expert_starts_as_a_block_of_its_own_would():
+    up = jax.jit(initializer(mixture(64)))(jax.random.key(0))[0]["experts"]["up"]
+    assert up.shape == (64, DIM, HIDDEN)
+    np.testing.assert_allclose(np.std(up), DIM**-0.5, rtol=0.1)  # the fan-in is DIM, not 64 * DIM
+    assert not np.allclose(up[0], up[1])
+
+
+def test_a_grouped_product_that_is_not_installed_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    cfg = mixture(dispatch=Dropless(matmul=Tokamax()))
+    with pytest.raises(ax.ConfigError, match=r"Tokamax needs tokamax \(pip install tokamax\)"):
+        call(cfg, parameters(cfg), tokens(3))

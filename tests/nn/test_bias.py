@@ -1,0 +1,154 @@
+"""Attention's bias slot: what is added to the logits, and which kernels cannot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.module import abstract
+from axcore.nn import (
+    Attention,
+    AttentionKernel,
+    ChooseKernel,
+    ContiguousCache,
+    FeedForward,
+    KernelRequest,
+    Normal,
+    ReferenceKernel,
+    TokenInfo,
+    TransformerLayer,
+    refusal,
+)
+
+from . import reference
+from .support import call, parameters, shapes, wide
+
+BATCH, SEQ, HEADS, KV_HEADS, DIM = 2, 7, 4, 2, 8
+SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]], np.int32)
+POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 0, 1]], np.int32)
+PACKED = TokenInfo(np.arange(SEQ, dtype=np.int32)[None], POSITIONS, SEGMENTS)
+X = np.random.default_rng(3).normal(size=(BATCH, SEQ, DIM)).astype(np.float32)
+
+
+class Relative(ax.Layer):
+    """A learned logit for each head and distance of positions."""
+
+    class Config(ax.Layer.Config):
+        num_heads: int = ax.REQUIRED
+        num_kv_heads: int = ax.REQUIRED
+        head_dim: int = ax.REQUIRED
+        input_dim: int = ax.REQUIRED
+        reach: int = SEQ
+
+    def __init__(self, cfg, *, rngs):
+        shape = (cfg.num_heads, cfg.reach)
+        self.weight = self.param("weight", shape, Normal(stddev=1.0), rngs, axes=("heads", None))
+
+    def __call__(self, query, key):
+        distance = jnp.abs(query.positions[:, :, None] - key.positions[:, None, :])
+        return jnp.moveaxis(self.weight[...][:, distance], 0, 1).astype(jnp.float32)
+
+
+def attention(chunk=None, **changes):
+    kernel = ReferenceKernel.Config(chunk=chunk)
+    return Attention.Config(
+        **{"input_dim": DIM, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "bias": Relative.Config(), "kernel": kernel}
+        | changes
+    )
+
+
+def by_formula(params, softcap=None, sinks=None):
+    p, x = wide(params), X.astype(np.float64)
+    q, k, v = ((x @ p[name]["weight"]).reshape(BATCH, SEQ, -1, 2) for name in ("query", "key", "value"))
+    distance = np.abs(POSITIONS[:, :, None] - POSITIONS[:, None, :])
+    bias = np.moveaxis(p["bias"]["weight"][:, distance], 0, 1)
+    out = reference.attend(q, k, v, reference.causal(BATCH, SEQ, SEGMENTS), softcap=softcap, bias=bias, sinks=sinks)
+    return out.reshape(BATCH, SEQ, -1) @ p["projection"]["weight"]
+
+
+@pytest.mark.parametrize("chunk", [None, 3, 1], ids="chunks of {}".format)
+def test_the_bias_is_added_to_the_logits_whatever_the_chunk(chunk):
+    cfg = attention(chunk)
+    params = parameters(cfg)
+    assert params["bias"]["weight"].shape == (HEADS, SEQ)
+    np.testing.assert_allclose(call(cfg, params, X, PACKED)[0], by_formula(params), rtol=1e-4, atol=1e-5)
+
+
+def test_the_bias_comes_after_the_softcap_and_beside_sinks():
+    cfg = attention(3, softcap=0.7, sinks=Normal(stddev=1.0))
+    params = parameters(cfg)
+    expected = by_formula(params, softcap=0.7, sinks=wide(params)["sinks"])
+    np.testing.assert_allclose(call(cfg, params, X, PACKED)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_bias_learns_the_same_whatever_the_chunk():
+    cfg, chunked = attention(), attention(3)
+    params = parameters(cfg)
+
+    def slope(cfg):
+        fn = shapes(cfg)[0]
+        return jax.jit(jax.grad(lambda params: jnp.sum(jnp.square(fn(params, {}, X, PACKED)[0][0]))))(params)
+
+    expected, found = slope(cfg), slope(chunked)
+    assert np.abs(expected["bias"]["weight"]).max() > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def test_while_decoding_the_bias_sees_where_stored_keys_stand():
+    cfg = attention()
+    params = parameters(cfg)
+    fn, _, state = abstract(cfg.set(cache=ContiguousCache.Config(batch_size=BATCH, max_len=9)))
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
+    step = jax.jit(fn)
+    found = []
+    for start, stop in ((0, 4), (4, 5), (5, 7)):
+        tokens = TokenInfo(PACKED.index[:, start:stop], POSITIONS[:, start:stop], SEGMENTS[:, start:stop])
+        (heads, _), state = step(params, state, X[:, start:stop], tokens)
+        found.append(heads)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), by_formula(params), rtol=1e-4, atol=1e-5)
+
+
+class Plain(AttentionKernel):
+    """A kernel that takes no option."""
+
+    def __call__(self, q, k, v, mask, query, key):
+        return q
+
+
+class Local(ReferenceKernel):
+    """A kernel that would take a bias, and sees the heads of one device."""
+
+    local = True
+
+
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [(Plain, "it does not take bias"), (Local, "it sees the heads of one device, and a bias is for all heads")],
+)
+def test_kernels_that_cannot_add_a_bias_refuse_with_the_path(kernel, why):
+    layer = TransformerLayer.Config(
+        input_dim=DIM, attention=attention(kernel=kernel.Config()), ffn=FeedForward.Config(hidden_dim=4)
+    )
+    params = parameters(layer.set(attention=attention()))
+    with pytest.raises(ax.ConfigError, match=rf"attention\.kernel: {kernel.__name__} cannot do this: {why}"):
+        call(layer, params, X, PACKED)
+
+
+def test_of_several_kernels_one_that_takes_the_bias_is_chosen():
+    order = (Plain.Config(), Local.Config(), ReferenceKernel.Config())
+    cfg = attention(kernel=ChooseKernel.Config(order=order))
+    params = parameters(cfg)
+    np.testing.assert_allclose(call(cfg, params, X, PACKED)[0], by_formula(params), rtol=1e-4, atol=1e-5)
+
+
+def test_without_options_the_same_kernels_are_not_refused():
+    q, mask = jnp.zeros((1, 2, 2, 4)), Attention.Config().mask
+    tokens = TokenInfo.of(jnp.zeros((1, 2), jnp.int32))
+    plain, biased = (
+        KernelRequest.of(q, q, q, mask, tokens, tokens, bias=bias) for bias in (None, lambda query, key: 0.0)
+    )
+    for kernel in (Plain, Local):
+        made = kernel.Config(head_dim=4).build(rngs=ax.Rngs(0))
+        assert refusal(made, plain) is None
+        assert refusal(made, biased) is not None

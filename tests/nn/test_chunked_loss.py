@@ -1,0 +1,181 @@
+"""Cross-entropy a piece of each row at a time: the same numbers, and no array of all logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import axcore as ax
+from axcore.module import ContextError
+from axcore.nn import CausalLM, Linear, Sequence
+from axcore.parallel import Remat
+from axcore.testing import tiny_batch, tiny_model
+
+from . import reference
+from .support import call, parameters, shapes, wide
+
+VOCAB, DIM, ROWS, SEQ = 11, 4, 2, 7
+RANDOM = np.random.default_rng(0)
+BATCH = {
+    "inputs": RANDOM.integers(0, VOCAB, (ROWS, SEQ)).astype(np.int32),
+    "targets": RANDOM.integers(0, VOCAB, (ROWS, SEQ)).astype(np.int32),
+    "weights": (RANDOM.random((ROWS, SEQ)) * (RANDOM.random((ROWS, SEQ)) < 0.7)).astype(np.float32),
+}
+
+
+def model(**options):
+    """A model of embeddings alone: what is behind it does not matter here."""
+    return CausalLM.Config(**{"vocab_size": VOCAB, "dim": DIM, "decoder": Sequence.Config(layers=())} | options)
+
+
+def run(cfg, params, batch=BATCH, **options):
+    """Loss, z-loss and gradients of both together."""
+    fn = shapes(cfg)[0]
+
+    def objective(params):
+        (loss, collections), _ = fn(params, {}, batch, method="loss", **options)
+        return loss + collections.total_loss(), (loss, collections.losses)
+
+    (_, reported), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
+    return jax.device_get((reported, grads))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 6, 7, 100], ids="chunks of {}".format)
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_no_chunk_changes_a_loss_or_a_gradient(chunk, tied):
+    options = {"head": None} if tied else {"head": Linear.Config(use_bias=True)}
+    cfg = model(z_loss=0.1, softcap=5.0, **options)
+    params = parameters(cfg)
+    (loss, added), grads = run(cfg, params)
+    (chunked, chunked_added), chunked_grads = run(cfg.set(loss_chunk=chunk), params)
+    np.testing.assert_allclose(chunked, loss, rtol=1e-6)
+    np.testing.assert_allclose(chunked_added["z_loss"], added["z_loss"], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), chunked_grads, grads)
+
+
+def test_the_loss_in_chunks_follows_the_formula():
+    cfg = model(z_loss=0.1, loss_chunk=3)
+    params = parameters(cfg)
+    p = wide(params)
+    logits = reference.rms_norm(p["embedding"]["weight"][BATCH["inputs"]], p["norm"]["scale"]) @ p["head"]["weight"]
+    (loss, added), _ = run(cfg, params)
+    expected, z_loss = reference.objective(logits, BATCH["targets"], BATCH["weights"], 0.1)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(added["z_loss"], z_loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ignored", [-1, -100, VOCAB, 10**6])
+def test_a_target_that_does_not_count_may_hold_any_number_in_chunks_too(ignored):
+    cfg = model(z_loss=0.1, loss_chunk=3)
+    params = parameters(cfg)
+    targets = np.where(BATCH["weights"] > 0, BATCH["targets"], ignored).astype(np.int32)
+    expected, found = run(cfg, params), run(cfg, params, {**BATCH, "targets": targets})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)
+
+
+def test_token_losses_are_the_same_in_chunks():
+    cfg = model()
+    params = parameters(cfg)
+    whole, chunked = (call(each, params, BATCH, method="token_losses")[0] for each in (cfg, cfg.set(loss_chunk=3)))
+    assert chunked[0].shape == (ROWS, SEQ)
+    for one, other in zip(whole, chunked, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-6)
+
+
+def test_a_whole_model_learns_the_same_in_bfloat16_with_remat():
+    cfg = ax.select(tiny_model(), "decoder").set(remat=Remat()).set(dtypes=ax.DTypes(compute="bfloat16"))
+    params = parameters(cfg, scale=0.2)
+    (loss, _), grads = run(cfg, params, tiny_batch())
+    (chunked, _), chunked_grads = run(cfg.set(loss_chunk=3), params, tiny_batch())
+    np.testing.assert_allclose(chunked, loss, rtol=1e-5)
+    for path, gradient in jax.tree.leaves_with_path(grads):
+        found = chunked_grads
+        for key in path:
+            found = found[key.key]
+        atol = 2e-2 * np.abs(gradient).max()  # sums of pieces round apart
+        np.testing.assert_allclose(found, gradient, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def sizes(jaxpr):
+    """Elements of every array that a program makes, programs inside included."""
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            yield int(np.prod(variable.aval.shape))
+        for inner in jaxprs_in_params(equation.params):
+            yield from sizes(inner)
+
+
+def wide_model(chunk):
+    """A vocabulary that outweighs all else: 64 places of 8 rows, 16 wide, 1024 tokens."""
+    return model(vocab_size=1024, dim=16, loss_chunk=chunk, z_loss=0.1)
+
+
+ROWS_OF_MANY = {"inputs": np.zeros((8, 64), np.int32), "targets": np.ones((8, 64), np.int32)}
+MANY = {**ROWS_OF_MANY, "weights": np.ones((8, 64), np.float32)}
+
+
+def learning(cfg):
+    fn, params, _ = shapes(cfg)
+
+    def objective(params):
+        (loss, collections), _ = fn(params, {}, MANY, method="loss")
+        return loss + collections.total_loss()
+
+    return jax.grad(objective), params
+
+
+@pytest.mark.parametrize("head", [{}, {"head": None}], ids=["head", "tied"])
+def test_no_array_holds_all_logits_forward_or_backward(head):
+    def largest(chunk):
+        step, params = learning(wide_model(chunk).set(**head))
+        return max(sizes(jax.make_jaxpr(step)(params).jaxpr))
+
+    assert largest(None) >= 8 * 64 * 1024
+    assert largest(8) <= 8 * 8 * 1024
+
+
+def test_the_compiled_step_needs_a_fraction_of_the_memory():
+    def temporaries(chunk):
+        step, params = learning(wide_model(chunk))
+        return jax.jit(step).lower(params).compile().memory_analysis().temp_size_in_bytes
+
+    whole, eighth = temporaries(None), temporaries(8)
+    assert whole > 4 * 8 * 64 * 1024
+    assert eighth < whole / 4
+
+
+class Noisy(ax.Layer):
+    """An adapter that adds noise of each input, as dropout does."""
+
+    def __call__(self, x, y, weight):
+        return y + jax.random.normal(self.rng("noise"), y.shape)
+
+
+def test_each_piece_draws_its_own_bits():
+    cfg = model(head=Linear.Config(adapter=Noisy.Config()), loss_chunk=2)
+    params = jax.tree.map(jnp.zeros_like, parameters(cfg))  # all logits are noise
+    batch = {"inputs": np.zeros((1, 8), np.int32), "targets": np.zeros((1, 8), np.int32)}
+    fn = shapes(cfg)[0]
+    (losses, _), _ = fn(params, {}, batch, key=jax.random.key(0), method="token_losses")[0]
+    assert len(np.unique(np.asarray(losses))) == 8
+
+
+def reporting(what):
+    class Reporting(ax.Layer):
+        def __call__(self, x, y, weight):
+            what(self, y)
+            return y
+
+    return model(head=Linear.Config(adapter=Reporting.Config()), loss_chunk=2)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [lambda layer, y: layer.add_summary("mean", y.mean()), lambda layer, y: layer.add_loss("size", jnp.sum(y * y))],
+    ids=["summary", "loss"],
+)
+def test_what_a_head_reports_of_a_piece_is_refused_rather_than_lost(what):
+    cfg = reporting(what)
+    with pytest.raises(ContextError, match="nothing can be reported from a piece of a row"):
+        run(cfg, parameters(cfg))

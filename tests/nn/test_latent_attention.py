@@ -1,0 +1,311 @@
+"""Latent attention: the formula, the cache of latents, and decoding with absorbed weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.infer import Decoder
+from axcore.module import abstract
+from axcore.nn import (
+    AttentionKernel,
+    CausalLM,
+    ChooseKernel,
+    ContiguousCache,
+    FeedForward,
+    KVCache,
+    LatentAttention,
+    Linear,
+    Normal,
+    ReferenceKernel,
+    Repeat,
+    TokenInfo,
+    TransformerLayer,
+    for_decoding,
+    use_kernels,
+)
+from axcore.nn.kernel_choice import recording
+from axcore.parallel import Remat
+from axcore.testing import tiny_batch
+
+from . import reference
+from .support import call, parameters, shapes, wide
+
+BATCH, SEQ, DIM, HEADS = 2, 6, 8, 3
+SIZES = {"num_heads": HEADS, "kv_rank": 5, "query_rank": 7, "content_dim": 4, "position_dim": 2, "value_dim": 3}
+SEGMENTS = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]], np.int32)
+POSITIONS = np.array([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 0]], np.int32)
+TOKENS = TokenInfo(np.arange(SEQ, dtype=np.int32)[None], POSITIONS, SEGMENTS)
+X = np.random.default_rng(3).normal(size=(BATCH, SEQ, DIM)).astype(np.float32)
+ALLOWED = reference.causal(BATCH, SEQ, SEGMENTS)
+
+
+class Turn(ax.Layer):
+    """A position embedding: turns the one pair of features by the position, as RoPE does."""
+
+    class Config(ax.Layer.Config):
+        head_dim: int = ax.REQUIRED
+
+    def __init__(self, cfg, *, rngs):
+        assert cfg.head_dim == SIZES["position_dim"]
+
+    def __call__(self, q, k, query_positions, key_positions):
+        return turned(q, query_positions, jnp), turned(k, key_positions, jnp)
+
+
+def turned(x, positions, lib=np):
+    angle = positions[:, :, None]
+    cos, sin = lib.cos(1.0 * angle).astype(x.dtype), lib.sin(1.0 * angle).astype(x.dtype)
+    return lib.stack([x[..., 0] * cos - x[..., 1] * sin, x[..., 0] * sin + x[..., 1] * cos], axis=-1)
+
+
+def latent(**changes):
+    return LatentAttention.Config(**{"input_dim": DIM, "position": Turn.Config(), **SIZES} | changes)
+
+
+def by_formula(params, **options):
+    return reference.latent_attention(
+        X.astype(np.float64),
+        wide(params),
+        HEADS,
+        SIZES["content_dim"],
+        ALLOWED,
+        lambda x: turned(x, POSITIONS),
+        **options,
+    )
+
+
+def decoded(cfg, params, pieces, cache=None):
+    """What a call for each piece of the rows gives, put together."""
+    cache = ContiguousCache.Config(batch_size=BATCH, max_len=SEQ + 2) if cache is None else cache
+    fn, _, state = abstract(cfg.set(cache=cache))
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+    step = jax.jit(fn)
+    found = []
+    for start, stop in pieces:
+        tokens = TokenInfo(TOKENS.index[:, start:stop], POSITIONS[:, start:stop], SEGMENTS[:, start:stop])
+        (heads, _), state = step(params, state, X[:, start:stop], tokens)
+        found.append(heads)
+    return np.concatenate(found, axis=1)
+
+
+ONE_BY_ONE = [(i, i + 1) for i in range(SEQ)]
+IN_PIECES = [(0, 3), (3, 4), (4, 6)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"query_rank": None}, {"scale": 0.9}, {"softcap": 0.5}, {"sinks": Normal()}, {"position": None}],
+    ids=str,
+)
+def test_it_follows_the_formula(changes):
+    cfg = latent(**changes)
+    params = parameters(cfg)
+    options = {name: value for name, value in changes.items() if name in ("scale", "softcap")}
+    if "sinks" in params:
+        options["sinks"] = wide(params)["sinks"]
+    if cfg.position is None:
+        expected = reference.latent_attention(X.astype(np.float64), wide(params), HEADS, 4, ALLOWED)
+    else:
+        expected = by_formula(params, **options)
+    np.testing.assert_allclose(call(cfg, params, X, TOKENS)[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_have_these_shapes_and_axes():
+    fn, params, _ = abstract(latent())
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    assert found == {
+        "query_down.weight": (8, 7),
+        "query_norm.scale": (7,),
+        "query_up.weight": (7, 18),
+        "kv_down.weight": (8, 5),
+        "kv_norm.scale": (5,),
+        "position_key.weight": (8, 2),
+        "key_up.weight": (5, 12),
+        "value_up.weight": (5, 9),
+        "projection.weight": (9, 8),
+    }
+    assert fn.axes["query_down"]["weight"] == fn.axes["kv_down"]["weight"] == ("embed", None)
+    assert fn.axes["key_up"]["weight"] == fn.axes["query_up"]["weight"] == (None, "heads")
+    assert fn.axes["projection"]["weight"] == ("heads", "embed")
+    assert abstract(latent(query_rank=None))[0].axes["query_up"]["weight"] == ("embed", "heads")
+
+
+@pytest.mark.parametrize("absorb_up_to", [0, 1, 64], ids="absorbed up to {}".format)
+@pytest.mark.parametrize("pieces", [[(0, SEQ)], ONE_BY_ONE, IN_PIECES], ids=["at once", "one by one", "in pieces"])
+def test_decoding_gives_the_formula_absorbed_or_expanded(pieces, absorb_up_to):
+    cfg = latent(absorb_up_to=absorb_up_to)
+    params = parameters(cfg)
+    np.testing.assert_allclose(decoded(cfg, params, pieces), by_formula(params), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"scale": 0.9}, {"softcap": 0.5}, {"sinks": Normal(stddev=1.0)}, {"query_rank": None}], ids=str
+)
+def test_absorbed_decoding_takes_the_options_of_the_config(changes):
+    cfg = latent(**changes)
+    params = parameters(cfg)
+    np.testing.assert_allclose(decoded(cfg, params, ONE_BY_ONE), call(cfg, params, X, TOKENS)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_cache_keeps_one_latent_and_one_rotated_key_a_token():
+    cfg = latent(cache=ContiguousCache.Config(batch_size=BATCH, max_len=9))
+    state = abstract(cfg)[2]["cache"]
+    assert state["keys"].shape == (BATCH, 9, 1, 5 + 2)
+    assert state["values"].size == 0
+
+
+class LowRank(ax.Layer):
+    """An adapter as LoRA is."""
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        output_dim: int = ax.REQUIRED
+
+    def __init__(self, cfg, *, rngs):
+        self.a = self.param("a", (cfg.input_dim, 1), Normal(), rngs, axes=(None, None))
+        self.b = self.param("b", (1, cfg.output_dim), Normal(), rngs, axes=(None, None))
+
+    def __call__(self, x, y, weight):
+        return y + x @ self.a[...] @ self.b[...]
+
+
+class Rounded(ax.Layer):
+    """A quantizer of weights to multiples of 1/4."""
+
+    def __call__(self, x, weight):
+        return x @ (jnp.round(4 * weight) / 4)
+
+
+@pytest.mark.parametrize("name", ["key_up", "value_up"])
+@pytest.mark.parametrize("slot", ["adapter", "quantizer"])
+def test_adapters_and_quantizers_act_in_absorbed_weights_too(name, slot):
+    linear = Linear.Config(**{slot: (LowRank if slot == "adapter" else Rounded).Config()})
+    cfg = latent(**{name: linear})
+    params = parameters(cfg)
+    expected = call(cfg, params, X, TOKENS)[0]
+    plain = {part: {"weight": params[part]["weight"]} if part == name else params[part] for part in params}
+    assert np.abs(expected - call(latent(), plain, X, TOKENS)[0]).max() > 1e-3
+    np.testing.assert_allclose(decoded(cfg, params, ONE_BY_ONE), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["query_down", "query_up", "kv_down", "position_key", "projection"])
+def test_biases_are_added_where_weights_are_not_absorbed(name):
+    cfg = latent(**{name: Linear.Config(use_bias=True)})
+    params = parameters(cfg)
+    np.testing.assert_allclose(call(cfg, params, X, TOKENS)[0], by_formula(params), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(decoded(cfg, params, ONE_BY_ONE), by_formula(params), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["key_up", "value_up"])
+def test_a_bias_that_absorbed_weights_could_not_hold_is_refused(name):
+    with pytest.raises(ax.ConfigError, match=rf"{name}\.use_bias"):
+        abstract(latent(**{name: Linear.Config(use_bias=True)}))
+
+
+def model(attention=None, **changes):
+    layer = TransformerLayer.Config(
+        attention=latent().set(input_dim=ax.REQUIRED) if attention is None else attention,
+        ffn=FeedForward.Config(hidden_dim=12),
+    )
+    decoder = Repeat.Config(num_layers=2, layers=layer, **changes)
+    return CausalLM.Config(vocab_size=32, dim=DIM, decoder=decoder)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_scanned_model_decodes_what_it_computes_at_once(compute):
+    cfg = model().set(dtypes=ax.DTypes(compute=compute))
+    built = cfg.build(rngs=ax.Rngs(0))
+    ids = tiny_batch()["inputs"]
+    decoder, params, state = Decoder.of(built, cache=ContiguousCache.Config(), batch_size=2, max_len=ids.shape[1])
+    expected = np.asarray(call(cfg, params, ids)[0])
+    step = jax.jit(lambda params, state, ids, index: decoder(params, state, ids, index))
+    found = []
+    for start, stop in [(0, 4), *((i, i + 1) for i in range(4, ids.shape[1]))]:
+        logits, state = step(params, state, ids[:, start:stop], jnp.arange(start, stop, dtype=jnp.int32)[None])
+        found.append(logits)
+    # Absorbed products round elsewhere: in bfloat16 by a few steps of 2**-8, less than it is off from float32.
+    atol = np.abs(expected).max() * (1e-5 if compute == "float32" else 8 * 2**-8)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=0, atol=atol)
+
+
+def test_a_scanned_model_with_remat_learns_every_parameter():
+    cfg = model(remat=Remat())
+    params, fn = parameters(cfg, scale=0.3), shapes(cfg)[0]
+    grads = jax.jit(jax.grad(lambda params: fn(params, {}, tiny_batch(), method="loss")[0][0]))(params)
+    for path, gradient in jax.tree.leaves_with_path(grads):
+        assert np.abs(gradient).max() > 1e-6, jax.tree_util.keystr(path)
+
+
+class NarrowValues(AttentionKernel):
+    """Refuses values of another width than keys have, as some fused kernels do."""
+
+    def supports(self, request):
+        return None if request.value_dim == request.head_dim else "values are as wide as keys here"
+
+    def __call__(self, q, k, v, mask, query, key, *, scale=None):
+        raise AssertionError("it was not to be called")
+
+
+def test_kernels_are_asked_with_the_widths_of_latent_attention():
+    order = (NarrowValues.Config(), ReferenceKernel.Config())
+    cfg = latent(kernel=ChooseKernel.Config(order=order))
+    params = parameters(cfg)
+    with recording() as choices:
+        np.testing.assert_allclose(
+            jax.jit(lambda x: abstract(cfg)[0](params, {}, x, TOKENS)[0][0])(X),
+            by_formula(params),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+    (choice,) = choices
+    assert isinstance(choice.kernel, ReferenceKernel)
+    assert (choice.request.num_kv_heads, choice.request.head_dim, choice.request.value_dim) == (HEADS, 6, 3)
+    alone = latent(kernel=NarrowValues.Config())
+    with pytest.raises(ax.ConfigError, match="NarrowValues cannot do this: values are as wide as keys here"):
+        call(alone, params, X, TOKENS)
+    assert use_kernels(cfg, ("reference",)).kernel.order == (ReferenceKernel.Config(),)
+
+
+def test_while_decoding_kernels_are_asked_for_one_key_of_latents():
+    cfg = latent(kernel=ChooseKernel.Config(order=(ReferenceKernel.Config(),)))
+    with recording() as choices:
+        decoded(cfg, parameters(cfg), [(0, 1)])
+    (choice,) = choices
+    assert (choice.request.num_kv_heads, choice.request.head_dim, choice.request.value_dim) == (1, 7, 5)
+
+
+class Narrow(KVCache):
+    """A cache that has no word for the width of values."""
+
+    class Config(KVCache.Config):
+        num_kv_heads: int = ax.REQUIRED
+        head_dim: int = ax.REQUIRED
+
+
+def test_a_cache_that_cannot_keep_latents_is_refused_where_it_stands():
+    with pytest.raises(
+        ax.ConfigError, match=r"layers\.attention: cache=.*Narrow.* has no field value_dim and cannot keep latents"
+    ):
+        abstract(for_decoding(model(), batch_size=1, max_len=4, cache=Narrow.Config()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kv_rank": 0}, "kv_rank must be at least 1, not 0"),
+        ({"query_rank": 0}, "query_rank must be at least 1, not 0"),
+        ({"position_dim": 0}, "position_dim must be at least 1, not 0"),
+        ({"value_dim": -1}, "value_dim must be at least 1, not -1"),
+        ({"absorb_up_to": -1}, "absorb_up_to must be at least 0, not -1"),
+        ({"num_heads": 0}, "num_heads must be at least 1, not 0"),
+        ({"kv_rank": ax.REQUIRED}, "kv_rank is REQUIRED"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_where_they_stand(changes, told):
+    with pytest.raises(ax.ConfigError, match=rf"decoder\.layers\.attention.*{told}"):
+        abstract(model(latent(**changes).set(input_dim=ax.REQUIRED)))

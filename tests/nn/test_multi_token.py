@@ -1,0 +1,153 @@
+"""Modules that predict tokens further ahead, against a straight line of NumPy float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.module import abstract
+from axcore.nn import Attention, CausalLM, FeedForward, FutureToken, Repeat, TransformerLayer
+from axcore.parallel import Remat
+
+from . import reference
+from .support import call, layer_of, parameters, shapes, wide
+
+VOCAB, DIM, HEADS, ROWS, SEQ = 7, 4, 2, 2, 6
+LAYER = TransformerLayer.Config(attention=Attention.Config(num_heads=HEADS), ffn=FeedForward.Config(hidden_dim=6))
+SEGMENTS = np.array([[0, 0, 0, 0, 1, 1], [3, 3, 4, 4, 4, 4]], np.int32)
+RANDOM = np.random.default_rng(1)
+IDS = RANDOM.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
+BATCH = {
+    "inputs": IDS[:, :-1],
+    "targets": IDS[:, 1:],
+    "weights": np.array([[1, 0.5, 1, 1, 2, 1], [1, 1, 0, 1, 1, 1]], np.float32),
+}
+PACKED = BATCH | {"segment_ids": SEGMENTS}
+
+
+def model(ahead=2, **options):
+    decoder = Repeat.Config(num_layers=2, layers=LAYER)
+    future = (FutureToken.Config(layer=LAYER),) * ahead
+    return CausalLM.Config(**{"vocab_size": VOCAB, "dim": DIM, "decoder": decoder, "future": future} | options)
+
+
+def losses(params, batch=BATCH, ahead=2, embed=lambda x: x, last=lambda x: x):
+    """[(weighted sum, weight) of the model and of each module], written out row by row and place by place."""
+    p, ids, segments = wide(params), batch["inputs"], batch.get("segment_ids")
+    head = p["head"]["weight"] if "head" in p else p["embedding"]["weight"].T
+    allowed = reference.causal(*ids.shape, segments)
+    hidden = embed(p["embedding"]["weight"][ids])
+    for index in range(2):
+        hidden = reference.transformer_layer(hidden, layer_of(p["decoder"]["layers"], index), HEADS, HEADS, allowed)
+    found = [reference.objective(last(reference.rms_norm(hidden, p["norm"]["scale"]) @ head), batch["targets"],
+                                 batch["weights"])[0]]  # fmt: skip
+    for step in range(1, ahead + 1):
+        m = p["future"][step - 1]
+        both = np.zeros((ROWS, SEQ, 2 * DIM))
+        targets, weights = np.zeros((ROWS, SEQ), np.int32), np.zeros((ROWS, SEQ))
+        for row in range(ROWS):
+            for i in range(SEQ):
+                there = i + step < SEQ
+                token = ids[row, i + step] if there else 0  # nothing that counts sees it
+                later = embed(p["embedding"]["weight"][token])
+                both[row, i, :DIM] = reference.rms_norm(hidden[row, i], m["hidden_norm"]["scale"])
+                both[row, i, DIM:] = reference.rms_norm(later, m["embedding_norm"]["scale"])
+                if there and (segments is None or segments[row, i] == segments[row, i + step]):
+                    targets[row, i] = batch["targets"][row, i + step]
+                    weights[row, i] = batch["weights"][row, i + step]
+        hidden = reference.transformer_layer(both @ m["projection"]["weight"], m["layer"], HEADS, HEADS, allowed)
+        logits = last(reference.rms_norm(hidden, m["norm"]["scale"]) @ head)
+        found.append(reference.objective(logits, targets, weights)[0])
+    return found
+
+
+@pytest.mark.parametrize("batch", [BATCH, PACKED], ids=["one document a row", "packed"])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_each_module_predicts_one_token_further(ahead, batch):
+    cfg = model(ahead)
+    params = parameters(cfg)
+    loss, collections = call(cfg, params, batch, method="loss")
+    own, *further = losses(params, batch, ahead)
+    np.testing.assert_allclose(loss, own, rtol=1e-5)
+    assert list(collections.losses) == ["future"]
+    np.testing.assert_allclose(collections.losses["future"], 0.3 * np.mean(further), rtol=1e-5)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1, 2.0])
+def test_the_weight_of_the_mean_of_their_losses_is_set(weight):
+    cfg = model(future_weight=weight)
+    params = parameters(cfg)
+    _, collections = call(cfg, params, BATCH, method="loss")
+    np.testing.assert_allclose(collections.losses["future"], weight * np.mean(losses(params)[1:]), rtol=1e-5)
+
+
+def test_tied_embeddings_their_scale_the_softcap_and_chunks_are_the_model_s_own():
+    cfg = ax.select(model(head=None, softcap=1.5, loss_chunk=4), "embedding").set(scale=2.0)
+    params = parameters(cfg)
+    loss, collections = call(cfg, params, PACKED, method="loss")
+    own, *further = losses(params, PACKED, embed=lambda x: 2.0 * x, last=lambda x: 1.5 * np.tanh(x / 1.5))
+    np.testing.assert_allclose(loss, own, rtol=1e-5)
+    np.testing.assert_allclose(collections.losses["future"], 0.3 * np.mean(further), rtol=1e-5)
+
+
+def test_without_a_target_that_counts_their_loss_is_zero_and_so_is_its_slope():
+    cfg = model()
+    params, fn = parameters(cfg), shapes(cfg)[0]
+    weights = np.zeros((ROWS, SEQ), np.float32)
+    weights[:, 0] = 1  # the modules have no target: what counts for the first is the second place on
+
+    def objective(params):
+        (_, collections), _ = fn(params, {}, BATCH | {"weights": weights}, method="loss")
+        return collections.losses["future"]
+
+    value, slopes = jax.jit(jax.value_and_grad(objective))(params)
+    assert value == 0
+    assert not any(np.any(slope) for slope in jax.tree.leaves(slopes))
+
+
+@pytest.mark.parametrize("seq", [1, 2])
+def test_rows_shorter_than_what_is_predicted_ahead_are_no_error(seq):
+    cfg = model()
+    params = parameters(cfg)
+    short = {name: value[:, :seq] for name, value in BATCH.items()}
+    loss, collections = call(cfg, params, short, method="loss")
+    assert np.isfinite(loss) and np.isfinite(collections.losses["future"])
+    assert (collections.losses["future"] == 0) == (seq == 1)
+
+
+def test_neither_logits_nor_token_losses_ask_the_modules():
+    cfg, plain = model(), model(0)
+    params = parameters(cfg)
+    own = {name: value for name, value in params.items() if name != "future"}
+    np.testing.assert_array_equal(call(cfg, params, BATCH["inputs"])[0], call(plain, own, BATCH["inputs"])[0])
+    for one, other in zip(*(call(*each, BATCH, method="token_losses")[0] for each in ((cfg, params), (plain, own))),
+                          strict=True):  # fmt: skip
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_every_parameter_learns_from_the_tokens_ahead(compute):
+    cfg = ax.select(model(), "decoder").set(remat=Remat()).set(dtypes=ax.DTypes(compute=compute))
+    params, fn = parameters(cfg), shapes(cfg)[0]
+
+    def objective(params):
+        (_, collections), _ = fn(params, {}, PACKED, key=jax.random.key(0), training=True, method="loss")
+        return collections.losses["future"]
+
+    for path, slope in jax.tree.leaves_with_path(jax.jit(jax.grad(objective))(params)):
+        at = jax.tree_util.keystr(path, simple=True, separator=".")
+        assert jnp.isfinite(slope).all(), at
+        assert (np.abs(slope).max() > 1e-6) == (at != "norm.scale"), at  # the model's last norm is not theirs
+
+
+def test_parameters_of_a_module_have_the_axes_of_the_model():
+    axes = abstract(model())[0].axes["future"][0]
+    assert axes["projection"]["weight"] == ("embed", None)
+    assert axes["layer"]["ffn"]["up"]["weight"] == ("embed", "mlp")
+
+
+def test_a_module_that_cannot_be_is_refused_where_it_stands():
+    cfg = model().set(future=(FutureToken.Config(), FutureToken.Config(layer=LAYER)))
+    with pytest.raises(ax.ConfigError, match=r"future\.0\.layer\..*REQUIRED"):
+        abstract(cfg)

@@ -1,0 +1,331 @@
+"""Layers of a decoder by number: finding them, stacking them, editing them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import axcore as ax
+from axcore.config import walk
+from axcore.module import abstract, functional
+from axcore.nn import (
+    Attention,
+    Causal,
+    CausalLM,
+    FeedForward,
+    FutureToken,
+    Place,
+    Repeat,
+    Sequence,
+    TokenInfo,
+    TransformerLayer,
+    by_layer,
+    edit_layers,
+    layers_of,
+    stacked,
+)
+from axcore.parallel import Remat, SaveMatmuls
+from axcore.testing import tiny_model
+
+from .support import call, parameters
+
+DIM = 4
+
+
+def layer(kind):
+    """A cheap layer of its kind: kinds differ in width."""
+    return FeedForward.Config(hidden_dim=kind + 2)
+
+
+def kinds(decoder):
+    return [place.config.hidden_dim - 2 for place in layers_of(decoder)]
+
+
+MOTIFS = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=4), st.integers(1, 5)), min_size=1)
+PATTERNS = MOTIFS.map(lambda motifs: [kind for motif, count in motifs for kind in motif * count][:40])
+
+
+@given(PATTERNS)
+def test_stacking_loses_no_layer_and_keeps_their_order(pattern):
+    decoder = stacked([layer(kind) for kind in pattern])
+    assert kinds(decoder) == pattern
+    assert sum(1 for _, node in walk(decoder) if isinstance(node, FeedForward.Config)) <= len(pattern)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(2, 6))
+def test_a_group_that_repeats_becomes_one_scan_no_longer_than_the_group(group, count):
+    decoder = stacked([layer(kind) for kind in group * count])
+    assert isinstance(decoder, Repeat.Config)
+    assert sum(1 for _, node in walk(decoder) if isinstance(node, FeedForward.Config)) <= len(group)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape"),
+    [
+        ([0], "1x(0)"),
+        ([0, 0, 0], "3x(0)"),
+        ([0, 1, 0, 1], "2x(01)"),
+        ([0, 0, 0, 1, 1, 1, 1], "3x(0) 4x(1)"),  # DeepSeek: some dense layers, then experts
+        ([0, 0, 0, 0, 0, 1] * 2 + [0, 0], "2x(000001) 2x(0)"),  # Gemma 3: the last group is cut short
+        ([0, 1, 2], "1x(012)"),
+        ([0, 1, 1, 1, 2, 0], "1x(0) 3x(1) 1x(20)"),
+    ],
+)
+def test_stacks_are_the_shortest_that_run_the_layers(pattern, shape):
+    decoder = stacked([layer(kind) for kind in pattern])
+    parts = decoder.layers if isinstance(decoder, Sequence.Config) else (decoder,)
+    found = []
+    for part in parts:
+        group = part.layers.layers if isinstance(part.layers, Sequence.Config) else (part.layers,)
+        found.append(f"{part.num_layers}x({''.join(str(each.hidden_dim - 2) for each in group)})")
+    assert " ".join(found) == shape
+
+
+def at(params, place):
+    """The parameters of the layer at a place."""
+    for name in place.path.split(".") if place.path else ():
+        params = params[int(name) if name.isdigit() else name]
+    return jax.tree.map(lambda leaf: leaf[place.index], params)
+
+
+NESTED = {
+    "one scan": Repeat.Config(num_layers=3, layers=layer(0)),
+    "pairs": Repeat.Config(num_layers=2, layers=Sequence.Config(layers=(layer(0), layer(1)))),
+    "two scans": Sequence.Config(layers=(Repeat.Config(num_layers=2, layers=layer(0)), layer(1),
+                                         Repeat.Config(num_layers=1, layers=layer(2)))),
+    "a scan in a scan": Repeat.Config(
+        num_layers=2,
+        layers=Sequence.Config(layers=(Repeat.Config(num_layers=2, layers=layer(0)), layer(1))),
+    ),
+    "a layer alone": layer(1),
+}  # fmt: skip
+PLACES = {
+    "one scan": [("layers", (0,)), ("layers", (1,)), ("layers", (2,))],
+    "pairs": [("layers.layers.0", (0,)), ("layers.layers.1", (0,)), ("layers.layers.0", (1,)),
+              ("layers.layers.1", (1,))],
+    "two scans": [("layers.0.layers", (0,)), ("layers.0.layers", (1,)), ("layers.1", ()), ("layers.2.layers", (0,))],
+    "a scan in a scan": [("layers.layers.0.layers", (0, 0)), ("layers.layers.0.layers", (0, 1)),
+                         ("layers.layers.1", (0,)), ("layers.layers.0.layers", (1, 0)),
+                         ("layers.layers.0.layers", (1, 1)), ("layers.layers.1", (1,))],
+    "a layer alone": [("", ())],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_place_says_where_the_parameters_of_each_layer_are(name):
+    decoder = NESTED[name].set(input_dim=DIM)
+    places = layers_of(decoder)
+    assert [(place.path, place.index) for place in places] == PLACES[name]
+    params = parameters(decoder)
+    x = np.random.default_rng(0).normal(size=(2, 3, DIM)).astype(np.float32)
+    expected = x
+    for place in places:
+        expected = call(place.config.set(input_dim=DIM), at(params, place), expected)[0]
+    assert isinstance(places[0], Place)
+    np.testing.assert_allclose(call(decoder, params, x)[0], expected, rtol=1e-5, atol=1e-7)
+
+
+@settings(max_examples=6)
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=6))
+def test_a_stack_computes_what_its_layers_compute_one_after_another(pattern):
+    decoder = stacked([layer(kind) for kind in pattern]).set(input_dim=DIM)
+    params = parameters(decoder)
+    x = expected = np.random.default_rng(0).normal(size=(2, 3, DIM)).astype(np.float32)
+    for kind, place in zip(pattern, layers_of(decoder), strict=True):
+        expected = call(layer(kind).set(input_dim=DIM), at(params, place), expected)[0]
+    np.testing.assert_allclose(call(decoder, params, x)[0], expected, rtol=1e-5, atol=1e-7)
+
+
+def repeats(cfg):
+    return [node for _, node in walk(cfg) if isinstance(node, Repeat.Config)]
+
+
+def test_remat_and_unroll_go_to_every_scan():
+    decoder = stacked([layer(kind) for kind in [0, 0, 1, 2, 1, 2, 1, 2]], remat=SaveMatmuls(), unroll=2)
+    plain, grouped = repeats(decoder)
+    assert (plain.num_layers, plain.unroll, plain.remat) == (2, 2, SaveMatmuls())
+    assert (grouped.num_layers, grouped.unroll, grouped.remat) == (3, 1, None)  # one step is a group of two layers
+    assert grouped.layers.remat == SaveMatmuls()  # ... each of which is recomputed alone
+    assert [each.unroll for each in repeats(stacked([layer(0)] * 3, unroll=100))] == [3]
+
+
+def test_a_decoder_needs_a_layer():
+    with pytest.raises(ax.ConfigError, match="a decoder needs at least one layer"):
+        stacked([])
+
+
+def numbered(cfg, where=FeedForward):
+    """The config with each selected layer as wide as its number says, and the numbers that were told, in order."""
+    told = []
+
+    def edit(path, node, number):
+        told.append((number, path))
+        return node.set(hidden_dim=100 + number)
+
+    return edit_layers(cfg, where, edit), told
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_every_layer_is_edited_by_its_number_in_running_order(name):
+    decoder, told = numbered(NESTED[name])
+    count = len(layers_of(NESTED[name]))
+    assert [number for number, _ in told] == list(range(count))
+    assert [place.config.hidden_dim for place in layers_of(decoder)] == [100 + number for number in range(count)]
+
+
+@given(PATTERNS, st.integers(1, 4))
+def test_editing_every_nth_layer_edits_those_and_no_other(pattern, every):
+    decoder = stacked([layer(kind) for kind in pattern])
+
+    def edit(_, node, number):
+        return node.set(hidden_dim=50) if number % every == 0 else node
+
+    found = [place.config.hidden_dim for place in layers_of(edit_layers(decoder, FeedForward, edit))]
+    assert found == [50 if number % every == 0 else kind + 2 for number, kind in enumerate(pattern)]
+
+
+def test_an_edit_that_changes_all_alike_keeps_the_scan_and_one_that_changes_none_the_config():
+    cfg = tiny_model()
+    same = edit_layers(cfg, FeedForward, lambda path, node, number: node.set(hidden_dim=32))
+    assert same == ax.select(cfg, FeedForward).set(hidden_dim=32)
+    assert edit_layers(cfg, FeedForward, lambda path, node, number: node) == cfg
+
+
+def test_an_edit_of_every_second_layer_of_a_scan_makes_a_scan_over_pairs():
+    cfg = ax.select(tiny_model(), "decoder").set(num_layers=6, remat=Remat(), unroll=2)
+    edited = edit_layers(cfg, Attention, lambda path, node, number: node.set(mask=Causal()) if number % 2 else node)
+    (scan,) = repeats(edited)
+    assert (scan.num_layers, scan.unroll, scan.layers.remat) == (3, 1, Remat())  # a step is two layers, as before
+    assert len(scan.layers.layers) == 2
+    assert edited.set(decoder=cfg.decoder) == cfg  # nothing else changed
+    abstract(edited)
+
+
+def test_types_and_tags_of_a_stack_that_is_made_anew_are_kept():
+    types = ax.DTypes(compute="bfloat16")
+    cfg = ax.select(tiny_model(), "decoder").set(num_layers=5, dtypes=types, tags=("mine",))
+    cfg = ax.select(cfg, "decoder.layers").set(tags=("layer",), dtypes=ax.DTypes(param="bfloat16"))
+    edited = edit_layers(cfg, FeedForward, lambda path, node, number: node.set(hidden_dim=32) if number == 2 else node)
+    assert edited.decoder.dtypes == types
+    assert edited.decoder.tags == ("mine",)
+    for place in layers_of(edited.decoder):
+        assert (place.config.tags, place.config.dtypes) == (("layer",), ax.DTypes(param="bfloat16"))
+    shapes = abstract(edited)[1]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes["decoder"])} == {"bfloat16"}
+
+
+def test_numbers_go_on_into_modules_that_predict_tokens_ahead():
+    cfg = tiny_model().set(future=(FutureToken.Config(layer=tiny_model().decoder.layers),))
+    edited, told = numbered(cfg)
+    assert [path.partition(".")[0] for _, path in told] == ["decoder", "decoder", "future"]
+    assert edited.future[0].layer.ffn.hidden_dim == 102
+
+
+def test_a_model_made_anew_runs():
+    edited, _ = numbered(ax.select(tiny_model(), "decoder").set(num_layers=3))
+    assert np.isfinite(call(edited, parameters(edited, scale=0.1), np.zeros((1, 3), np.int32))[0]).all()
+
+
+class Hand(ax.Layer):
+    """Hands its width to the layers that are called later."""
+
+    class Config(ax.Layer.Config):
+        hidden_dim: int = 0
+
+    def __call__(self, x):
+        self.share("width", x[..., :1] * 0 + self.config.hidden_dim)
+        return x
+
+
+class Take(ax.Layer):
+    """Adds what was handed over last."""
+
+    class Config(ax.Layer.Config):
+        hidden_dim: int = 0
+
+    def __call__(self, x):
+        return x + self.shared("width") + self.config.hidden_dim
+
+
+def test_layers_that_share_values_stay_together_when_their_stack_is_made_anew():
+    group = Sequence.Config(layers=(Hand.Config(hidden_dim=1), Take.Config(), Take.Config()))
+    cfg = Repeat.Config(input_dim=1, num_layers=3, layers=group)
+
+    def edit(_, node, number):
+        return node.set(hidden_dim=10) if number == 5 else node
+
+    edited = edit_layers(cfg, lambda _, node: isinstance(node, Hand.Config | Take.Config), edit).set(input_dim=1)
+    assert [place.config.hidden_dim for place in layers_of(edited)] == [1, 0, 0, 1, 0, 10, 1, 0, 0]
+    assert call(edited, parameters(edited), np.zeros((1, 1, 1), np.float32))[0] == 16
+
+
+class OtherRepeat(Repeat):
+    """A stack with something of its own, as one that is a pipeline."""
+
+    class Config(Repeat.Config):
+        stages: int = 2
+
+
+def test_a_stack_of_another_kind_is_not_replaced_by_a_plain_one():
+    cfg = tiny_model().set(decoder=OtherRepeat.Config(num_layers=4, layers=tiny_model().decoder.layers))
+    same = edit_layers(cfg, FeedForward, lambda path, node, number: node.set(hidden_dim=32))
+    assert same == ax.select(cfg, FeedForward).set(hidden_dim=32)
+    with pytest.raises(ax.ConfigError, match=r"at decoder: the edit makes layers of a .*OtherRepeat.* unequal"):
+        numbered(cfg)
+
+
+@pytest.mark.parametrize("name", [name for name in NESTED if name != "a layer alone"])
+def test_parameters_are_named_by_the_number_of_their_layer(name):
+    decoder = NESTED[name].set(input_dim=DIM)
+    leaves = jax.tree.leaves_with_path(abstract(decoder)[1])
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    expected = {}
+    for number, (path, index) in enumerate(PLACES[name]):
+        for part in ("gate", "up", "down"):
+            expected[f"{number}.{part}.weight"] = (f"{path}.{part}.weight", index)
+    assert by_layer(decoder, paths) == expected
+    model = CausalLM.Config(vocab_size=3, dim=DIM, decoder=NESTED[name])
+    assert by_layer(model, ["norm.scale"]) == {"norm.scale": ("norm.scale", ())}
+    assert by_layer(model, [f"decoder.{path}" for path in paths]) == {
+        f"decoder.{number}": (f"decoder.{path}", index) for number, (path, index) in expected.items()
+    }
+
+
+def test_an_edit_that_fails_says_where_and_one_that_finds_nothing_is_an_error():
+    with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.ffn: .*Did you mean 'hidden_dim'"):
+        edit_layers(tiny_model(), FeedForward, lambda path, node, number: node.set(hiden_dim=3))
+    with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.ffn: the edit returned 7, not a config"):
+        edit_layers(tiny_model(), FeedForward, lambda path, node, number: 7)
+    with pytest.raises(ax.ConfigError):
+        edit_layers(tiny_model(), "nowhere.**", lambda path, node, number: node)
+
+
+def test_layers_without_a_number_cannot_be_told_apart():
+    cfg = CausalLM.Config(vocab_size=7, dim=DIM, decoder=Repeat.Config(layers=TransformerLayer.Config()))
+    for run in (lambda: layers_of(cfg.decoder), lambda: edit_layers(cfg, FeedForward, lambda path, node, number: node)):
+        with pytest.raises(ax.ConfigError, match="num_layers of a Repeat is REQUIRED; set it first"):
+            run()
+
+
+@pytest.mark.parametrize("pattern", ["aaaaaaaa", "abababab", "aabaabaa", "abcdefgh"])
+def test_remat_keeps_no_more_than_the_input_of_each_layer_however_layers_are_grouped(pattern):
+    """The gradients are those without, and fewer bytes are kept than by a stack that keeps all."""
+
+    def temporaries(remat):
+        layers = [
+            TransformerLayer.Config(
+                attention=Attention.Config(num_heads=2, softcap=1.0 + ord(kind)), ffn=FeedForward.Config(hidden_dim=64)
+            )
+            for kind in pattern
+        ]
+        fn, params, state = functional(stacked(layers, remat=remat).set(input_dim=16).build(rngs=ax.Rngs(0)))
+        x = jax.random.normal(jax.random.key(0), (4, 32, 16))
+        tokens = TokenInfo.of(jnp.zeros((4, 32), jnp.int32))
+        step = jax.jit(jax.grad(lambda params: jnp.square(fn(params, state, x, tokens)[0][0]).sum())).lower(params)
+        compiled = step.compile({"xla_backend_optimization_level": 1})
+        return compiled.memory_analysis().temp_size_in_bytes, compiled(params)
+
+    (all_kept, expected), (few_kept, found) = temporaries(None), temporaries(Remat())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+    assert few_kept < 0.5 * all_kept
