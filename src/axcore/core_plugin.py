@@ -13,6 +13,7 @@ def axcore_features() -> list[Feature]:
         Feature("fused-qkv", f"{features}:use_fused_qkv", "Queries, keys and values in one product."),
         Feature("kernels", "axcore.nn:use_kernels", "Attention kernels in an order of preference, by backend."),
         Feature("qk-norm", f"{features}:use_qk_norm", "Normalized queries and keys."),
+        Feature("run-weights", "axcore.train.initial:use_run_weights", "Weights of another run or a model folder."),
         Feature("sliding-window", f"{features}:use_sliding_window", "Attention to near tokens, in all or most layers."),
     ]
 

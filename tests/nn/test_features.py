@@ -11,6 +11,7 @@ from axcore.nn import AcrossHeads, Attention, Linear, RMSNorm, SlidingWindow, la
 from axcore.testing import FeatureSuite, tiny_batch, tiny_model
 
 
+@pytest.mark.slow
 class TestDropout(FeatureSuite):
     feature = "dropout"
     options = {"rate": 0.1}
@@ -24,6 +25,7 @@ class TestQkNorm(FeatureSuite):
     feature = "qk-norm"
 
 
+@pytest.mark.slow
 class TestSlidingWindow(FeatureSuite):
     feature = "sliding-window"
     options = {"size": 3}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import pre_tokenizers
 
 TOKENS = 24
 PROMPTS = [
@@ -53,6 +54,9 @@ def main(file: Path) -> None:
     folder, name = file.parent, file.name
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    # Its published tokenizer takes digits apart, which the conversion from GGUF forgets.
+    apart = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(apart)
     greedy = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids

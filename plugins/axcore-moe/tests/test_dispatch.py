@@ -11,14 +11,20 @@ import axcore as ax
 from axcore.module import initializer
 from axcore.nn import Linear
 from axcore_moe.dispatch import Capacity, Dense, Dropless
-from axcore_moe.matmul import Tokamax
+from axcore_moe.matmul import Blocks, RaggedDot, Tokamax
 from axcore_moe.router import TopK
 
 from .support import DIM, HIDDEN, call, compiled, expected, mixture, parameters, shapes, to_first, tokens
 
 SHAPES = [(1, 1, 1), (1, 5, 5), (7, 4, 2)]
 """(tokens, experts, choices of a token)."""
-DISPATCHES = {"dense": Dense(), "dropless": Dropless(), "capacity": Capacity(factor=5.0)}
+DISPATCHES = {
+    "dense": Dense(),
+    "dropless": Dropless(),
+    "blocks of 3": Dropless(matmul=Blocks(size=3)),
+    "ragged": Dropless(matmul=RaggedDot()),
+    "capacity": Capacity(factor=5.0),
+}
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES.values(), ids=DISPATCHES)

@@ -1,63 +1,124 @@
-"""Upcycling a dense model: the mixture computes what it did."""
+"""A mixture that starts from a dense model computes what that did."""
+
+import dataclasses
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import axcore as ax
-from axcore.module import abstract, functional
+from axcore.module import abstract, initializer
+from axcore.nn import FeedForward, Linear
 from axcore.testing import tiny_batch, tiny_model
 from axcore.train import FromRun, save_model
 from axcore.train.initial import gathered
 from axcore.train.model_folder import flat, like
-from axcore_moe.layer import MoE
-from axcore_moe.upcycling import Upcycled
+from axcore_moe.upcycling import Upcycled, upcycled
+
+
+def base():
+    cfg = ax.select(tiny_model(), "decoder").set(num_layers=4)
+    return ax.select(cfg, FeedForward).set(up=Linear.Config(use_bias=True))
+
+
+def computed(cfg, params, state):
+    fn = abstract(cfg)[0]
+    return jax.jit(lambda params, state, ids: fn(params, state, ids)[0][0])(params, state, tiny_batch()["inputs"])
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     """(folder, what the dense model computes)."""
-    cfg = ax.select(tiny_model(), "decoder").set(num_layers=4)
-    fn, params, state = functional(cfg.build(rngs=ax.Rngs(3)))
+    cfg = base()
+    params, state = jax.jit(initializer(cfg))(jax.random.key(3))
+    bias = params["decoder"]["layers"]["ffn"]["up"]["bias"]
+    params["decoder"]["layers"]["ffn"]["up"]["bias"] = (
+        np.random.default_rng(0).normal(size=bias.shape).astype("float32")
+    )
     folder = save_model(tmp_path_factory.mktemp("dense") / "model", cfg, params, state)
-    return folder, fn(params, state, tiny_batch()["inputs"])[0][0]
+    return folder, computed(cfg, params, state)
 
 
-def computed(folder, every=2, **fields):
-    cfg = ax.select(tiny_model(), "decoder").set(num_layers=4)
-    cfg = ax.pipe(cfg, ax.use("moe", num_experts=3, top_k=2, every=every))
-    fn, params, state = abstract(cfg)
+def started(folder, cfg, **fields):
+    """(parameters, state) of a run that starts from the dense model."""
+    _, params, state = abstract(cfg)
     initial = Upcycled.Config(source=FromRun.Config(folder=str(folder)), **fields)
     arrays = gathered(initial, cfg, flat(params), flat(state), 0)
-    return fn(like(params, arrays), like(state, arrays), tiny_batch()["inputs"])[0][0], arrays
+    return like(params, arrays), like(state, arrays)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_it_computes_what_the_dense_model_did(dense, every):
-    np.testing.assert_allclose(computed(dense[0], every)[0], dense[1], rtol=1e-4, atol=1e-5)
+    cfg = ax.pipe(base(), ax.use("moe", num_experts=3, every=every))
+    np.testing.assert_allclose(computed(cfg, *started(dense[0], cfg)), dense[1], rtol=1e-4, atol=1e-5)
 
 
 def test_noise_tells_the_experts_apart(dense):
-    found, arrays = computed(dense[0], noise=0.1)
-    assert np.abs(found - dense[1]).max() > 1e-3
-    (experts,) = (leaf for path, leaf in arrays.items() if path.endswith("experts.up"))
-    assert not np.array_equal(experts[0, 0], experts[0, 1])
-    clean = jax.tree.leaves(computed(dense[0])[1])[0]
-    assert np.isfinite(clean).all()
+    cfg = ax.pipe(base(), ax.use("moe", num_experts=3))
+    plain, noisy = (started(dense[0], cfg, noise=noise)[0]["decoder"]["layers"]["ffn"]["experts"] for noise in (0, 0.1))
+    for name, leaf in plain.items():
+        added = np.asarray(noisy[name] - leaf)
+        assert not np.allclose(added[:, 0], added[:, 1])
+        np.testing.assert_allclose(added.std() / np.std(leaf[:, 0]), 0.1, rtol=0.25)
 
 
-def test_what_is_no_sum_of_copies_is_refused(dense):
-    folder = str(dense[0])
-    for options, message in (
-        ({"shared_experts": 1}, "a shared block has no counterpart"),
-        ({"scale": 2.0}, "sum to 1"),
-    ):
-        cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=3, **options))
-        _, params, state = abstract(cfg)
-        initial = Upcycled.Config(source=FromRun.Config(folder=folder))
-        with pytest.raises(ax.ConfigError, match=message):
-            gathered(initial, cfg, flat(params), flat(state), 0)
+def test_copies_lie_as_the_experts_do():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
+    experts = jax.ShapeDtypeStruct((2, 3, 4, 5), np.float32, sharding=sharding)
+    block = np.random.default_rng(0).normal(size=(2, 4, 5)).astype(np.float32)
+    made = upcycled({"ffn.up.weight": block, "norm.scale": block}, {"ffn.experts.up": experts})
+    assert list(made) == ["ffn.experts.up"] and made["ffn.experts.up"].sharding == sharding
+    np.testing.assert_array_equal(made["ffn.experts.up"], np.repeat(block[:, None], 3, axis=1))
+
+
+def test_the_source_is_asked_for_what_lies_as_the_experts_but_for_their_axis():
+    asked = {}
+
+    class Asked(FromRun):
+        class Config(FromRun.Config):
+            folder: str = ""
+
+        def load(self, model, params, state):
+            asked.update(params)
+            return {}
+
+    cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4))
+    layout = dataclasses.replace(ax.parallel.Mesh().make(jax.devices()[:1]), rules={"expert": "data", "embed": "fsdp"})
+    fn, params, state = abstract(cfg)
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        params,
+        layout.shardings(params, fn.axes),
+    )
+    Upcycled.Config(source=Asked.Config()).build().load(cfg, flat(placed), flat(state))
+    assert asked["decoder.layers.ffn.up.weight"].sharding.spec == PartitionSpec(None, "fsdp", None)
+    assert asked["decoder.layers.ffn.down.weight"].sharding.spec == PartitionSpec(None, None, "fsdp")
+    assert set(asked) == set(flat(abstract(tiny_model())[1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shared_experts": 1}, "at decoder.layers.ffn: a dense model has nothing for a shared block"),
+        ({"scale": 2.0}, "must add up to 1, and those of router=.*scale=2.0.* do not"),
+        ({"normalize": False}, "must add up to 1"),
+        ({"expert_choice": True}, "must add up to 1"),
+    ],
+)
+def test_what_would_not_compute_the_same_is_refused(options, message, dense):
+    with pytest.raises(ax.ConfigError, match=message):
+        started(dense[0], ax.pipe(base(), ax.use("moe", num_experts=3, **options)))
+
+
+def test_a_model_without_mixtures_and_bad_noise_are_refused(dense):
     with pytest.raises(ax.ConfigError, match="nothing in the config matches MoE"):
-        _, params, state = abstract(tiny_model())
-        gathered(initial, tiny_model(), flat(params), flat(state), 0)
-    assert ax.select(cfg, MoE)
+        started(dense[0], base())
+    with pytest.raises(ax.ConfigError, match=r"noise must be at least 0, not -1\.0"):
+        started(dense[0], ax.pipe(base(), ax.use("moe", num_experts=3)), noise=-1.0)
+
+
+def test_a_dense_model_of_another_width_is_refused(dense):
+    with pytest.raises(ax.AxcoreError, match=r"ffn\.up\.weight: the model in model has \(16, 24\), expected \(16, 7\)"):
+        started(dense[0], ax.pipe(base(), ax.use("moe", num_experts=3, hidden_dim=7)))

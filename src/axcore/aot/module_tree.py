@@ -107,7 +107,7 @@ def _node(name: str, module: Any) -> ModuleNode:
     for key, value in _entries(module):
         if isinstance(value, nnx.Variable):
             parameters.append(_parameter(key, value))
-        elif isinstance(value, nnx.Module | nnx.List | nnx.Dict):
+        elif isinstance(value, nnx.Module | nnx.List | nnx.Dict) and not (isinstance(value, nnx.List) and not value):
             children.append(_node(key, value))
     owner = registry().owner(type(module).__module__)
     supplier = str(owner) if owner else type(module).__module__.partition(".")[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 from axcore.cli.compose import add_edits, compose
 from axcore.config import AxcoreError, ConfigError, under
+from axcore.plugin import PluginError
 
 
 def add(commands: Any) -> None:
@@ -65,7 +66,10 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any]:
         found = ModelFolder.open(name)
         cfg, tokenizer, initial = found.model, found.tokenizer, FromRun.Config(folder=name)
     else:
-        trainer = compose(name, arguments.edits)
+        try:
+            trainer = compose(name, arguments.edits)
+        except PluginError as error:
+            raise PluginError(f"there is no folder {name!r}, and as a recipe: {error}") from error
         cfg, tokenizer = trainer.model, trainer.input.tokenizer
         initial = trainer.initial
         if initial is None:
@@ -74,7 +78,8 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any]:
                 f"initial"
             )
     if tokenizer is None or not hasattr(tokenizer, "build"):
-        raise ConfigError(f"{name}: nobody says which tokenizer the model's text has; set input.tokenizer")
+        remedy = "convert it again with --tokenizer FILE" if pathlib.Path(name).is_dir() else "set input.tokenizer"
+        raise ConfigError(f"{name}: nobody says which tokenizer the model's text has; {remedy}")
     with under("tokenizer"):
         built = tokenizer.build()
     known = getattr(cfg, "vocab_size", built.vocab_size)

@@ -115,7 +115,8 @@ def check_options(plugin: Plugin, offer: Offer, fn: Callable[..., Any], options:
     where = f"({plugin}, option of {offer.target.replace(':', '.')})"
     for name in options:
         if name not in known and not free:
-            raise ConfigError(f"{offer.name} has no option {name!r}.{did_you_mean(name, known)} {where}")
+            hint = did_you_mean(name, known) or (f" It has: {', '.join(known)}." if known else "")
+            raise ConfigError(f"{offer.name} has no option {name!r}.{hint} {where}")
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in options:
             raise ConfigError(f"{offer.name} needs the option {parameter.name!r} {where}")

@@ -84,6 +84,17 @@ class FromRun(Initial):
         return arrays
 
 
+def use_run_weights[C: config.Config](
+    cfg: C, folder: str, step: int | None = None, allow_new: tuple[str, ...] = (), drop: tuple[str, ...] = ()
+) -> C:
+    """Starts from the parameters of another run, or of a model folder.
+
+    Args:
+        folder, step, allow_new, drop: see `FromRun`.
+    """
+    return cfg.set(initial=FromRun.Config(folder=folder, step=step, allow_new=allow_new, drop=drop))
+
+
 def gathered(initial: Initial.Config, model: Model, params: Forms, state: Forms, seed: Any) -> dict[str, jax.Array]:
     """All arrays of a model that starts from given weights, by path.
 

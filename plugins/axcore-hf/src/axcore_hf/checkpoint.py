@@ -38,12 +38,24 @@ class Checkpoint:
     tokenizer: Any
 
     @classmethod
-    def open(cls, name: str) -> Checkpoint:
+    def open(cls, name: str, tokenizer: str | None = None) -> Checkpoint:
         """Reads everything but the tensors.
+
+        Args:
+            tokenizer: a `tokenizer.json` to take in place of the checkpoint's own.
 
         Raises:
             AxcoreError: there is no such checkpoint, or it is damaged or not supported.
         """
+        found = cls._named(name)
+        if tokenizer is None:
+            return found
+        file = pathlib.Path(tokenizer).expanduser()
+        cfg = _checked(file, found.model, found.raw)
+        return dataclasses.replace(found, tokenizer=cfg, files={**found.files, FILE: file.read_bytes()})
+
+    @classmethod
+    def _named(cls, name: str) -> Checkpoint:
         kind, _, where = name.partition(":")
         if kind == "hf" and where:
             return _of_folder(pathlib.Path(where).expanduser())

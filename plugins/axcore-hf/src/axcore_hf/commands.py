@@ -23,6 +23,7 @@ def convert(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("source", help="hf:DIR, gguf:FILE or gguf:package:NAME")
     parser.add_argument("folder", help="the model folder to write; it must not exist")
+    parser.add_argument("--tokenizer", help="a tokenizer.json, where the checkpoint brings none or another is wanted")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the parameters (default: float32)")
     given = parser.parse_args(arguments)
 
@@ -36,7 +37,7 @@ def convert(arguments: Sequence[str]) -> int:
 
     if pathlib.Path(given.folder).exists():
         raise AxcoreError(f"{given.folder} exists; give another folder, or remove it")
-    found = Checkpoint.open(given.source)
+    found = Checkpoint.open(given.source, tokenizer=given.tokenizer)
     model = found.model.set(dtypes=DTypes(param=given.dtype, compute=given.dtype))
     _, params, state = abstract(model)
     arrays = gathered(FromHF.Config(source=given.source), model, flat(params), flat(state), 0)
@@ -44,6 +45,8 @@ def convert(arguments: Sequence[str]) -> int:
     save_model(given.folder, model, like(params, arrays), like(state, arrays), tokenizer=found.tokenizer, files=files)
     count = sum(arrays[path].size for path in flat(params))
     print(f"{found.family.name}: {count:,} parameters in {given.dtype} -> {given.folder}")
+    if found.tokenizer is None:
+        print("it brings no tokenizer, so it cannot generate text; --tokenizer FILE gives it one", file=sys.stderr)
     return 0
 
 
@@ -57,6 +60,7 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--config", help="a config.json that describes the model, where the folder brings none")
     parser.add_argument("--shard-gib", type=float, default=5.0, help="largest file (default: 5)")
     parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest)")
+    parser.add_argument("--tokenizer", help="a tokenizer.json, where the checkpoint brings none or another is wanted")
     parser.add_argument("--dtype", choices=DTYPES, help="of the tensors (default: as in the folder)")
     given = parser.parse_args(arguments)
 

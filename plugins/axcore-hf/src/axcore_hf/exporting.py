@@ -86,6 +86,7 @@ def _write_tensors(
         held = {name: tensor for match in shard for name, tensor in tensors(match).items()}
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         safetensors.numpy.save_file(held, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o666 & folder.stat().st_mode)  # it makes them for the owner alone
         index |= dict.fromkeys(held, file)
         total += sum(tensor.nbytes for tensor in held.values())
     if len(shards) > 1:

@@ -16,11 +16,8 @@ from axcore_hf.transforms import InterleavedRope, Transposed
 
 ARCHITECTURES = {"llama": "llama"}
 """general.architecture -> model_type."""
-PATTERNS = {
-    "smollm": r"\p{N}",
-    "gpt-2": None,
-}
-"""tokenizer.ggml.pre -> what is split off before the splitting of GPT-2; None: nothing."""
+TAKES_DIGITS_APART = {"smollm": True, "gpt-2": False}
+"""By tokenizer.ggml.pre: whether each digit is a word of its own. What follows is the splitting of GPT-2."""
 CONTROL = 3
 """tokenizer.ggml.token_type of special tokens."""
 
@@ -98,7 +95,7 @@ def tokenizer_files(source: Gguf) -> dict[str, bytes]:
     Raises:
         ConfigError: a tokenizer of a kind that is not supported.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     kind, fields = source.fields.get("tokenizer.ggml.model"), source.fields
     if kind is None:
@@ -106,15 +103,14 @@ def tokenizer_files(source: Gguf) -> dict[str, bytes]:
     if kind != "gpt2":
         raise ConfigError(f"{source.where}: tokenizer.ggml.model={kind!r} is not supported; known: gpt2")
     split = fields.get("tokenizer.ggml.pre") or "gpt-2"
-    if split not in PATTERNS:
-        known = ", ".join(PATTERNS)
+    if split not in TAKES_DIGITS_APART:
+        known = ", ".join(TAKES_DIGITS_APART)
         raise ConfigError(f"{source.where}: tokenizer.ggml.pre={split!r} is not supported; known: {known}")
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    pattern = PATTERNS[split]
-    before = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    before = [pre_tokenizers.Digits(individual_digits=True)] if TAKES_DIGITS_APART[split] else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     types = fields.get("tokenizer.ggml.token_type") or []

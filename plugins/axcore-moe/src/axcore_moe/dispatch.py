@@ -60,7 +60,11 @@ class Dropless(Dispatch):
 
 class Capacity(Dispatch):
     """Each expert has places for `factor` times its fair share; what finds none is dropped: the token passes by on the
-    residual (GShard, arXiv 2006.16668; Switch Transformers, arXiv 2101.03961, section 2.2)."""
+    residual (GShard, arXiv 2006.16668; Switch Transformers, arXiv 2101.03961, section 2.2).
+
+    What a token gets then depends on the tokens around it, while decoding too. Parameters are those of the other
+    dispatches, so a model that was trained with it can be served with `Dropless`.
+    """
 
     factor: float = 1.25
 

@@ -34,7 +34,7 @@ def use_moe(
     dispatch: Dispatch | Literal["dropless", "capacity", "dense"] = "dropless",
     capacity_factor: float | None = None,
     shared_experts: int = 0,
-    balance: float = 0.01,
+    balance: float | None = None,
     balance_scope: Literal["sequence", "batch", "global"] = "global",
     z_loss: float = 0.0,
     bias_rate: float | None = None,
@@ -55,7 +55,8 @@ def use_moe(
         dispatch: how tokens get to experts; see `Dispatch`.
         capacity_factor: places of an expert, as a multiple of its fair share; it needs dispatch="capacity".
         shared_experts: a block of so many times the experts' hidden features computes every token.
-        balance: weight of the load-balance loss; 0 leaves it out.
+        balance: weight of the load-balance loss, 0 leaves it out; None: 0.01, or 0 where `bias_rate` or `expert_choice`
+            balances.
         balance_scope: see `LoadBalance.scope`.
         z_loss: weight of the router's z-loss.
         bias_rate: balances without a loss, see `TopK.Config`; DeepSeek-V3 has 0.001.
@@ -73,6 +74,10 @@ def use_moe(
         if not isinstance(way, Capacity):
             raise ax.ConfigError(f"capacity_factor={capacity_factor} needs dispatch='capacity', not {dispatch!r}")
         way = way.set(factor=capacity_factor)
+    if balance is None:
+        balance = 0.01 if bias_rate is None and not expert_choice else 0.0
+    elif balance and expert_choice:
+        raise ax.ConfigError(f"expert_choice has no use for balance={balance}: all experts have the same load")
     changed: list[str] = []
 
     def edit(path: str, block: Any, number: int) -> Any:

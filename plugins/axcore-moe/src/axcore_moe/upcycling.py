@@ -1,80 +1,133 @@
-"""Mixtures of experts that start from a dense model."""
+"""Mixtures of experts that start as a dense model."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 import axcore as ax
-from axcore import config
+from axcore.config import at_least, under
+from axcore.config.tree import join
 from axcore.module import abstract
-from axcore.nn import by_layer
 from axcore.train import Initial
-from axcore.train.model_folder import Forms, flat, from_parts
+from axcore.train.initial import Model
+from axcore.train.model_folder import Forms, flat
 from axcore_moe.layer import MoE
-
-Model = config.Config
-EXPERT = re.compile(r"^(?P<block>.*)\.experts\.(?P<name>gate|up|down)(?P<bias>_bias)?$")
 
 
 class Upcycled(Initial):
-    """Each expert starts as a copy of the dense block (Komatsuzaki et al. 2022, arXiv 2212.05055); routers start
-    afresh. With weights that sum to 1 for each token the model computes what the dense one did."""
+    """The weights of a dense model, each of its feed-forward blocks copied into the experts that are now in its place
+    (Komatsuzaki et al. 2022, arXiv 2212.05055). Routers start afresh. The model computes what the dense one does."""
 
     class Config(Initial.Config):
-        source: Initial.Config
-        """Where the dense model is."""
+        source: Initial.Config = ax.REQUIRED
+        """The dense weights. It is asked for the model as it would be without mixtures."""
         noise: float = 0.0
-        """Standard deviation of what is added to each expert's weights, as a multiple of the weights' own."""
+        """Makes experts differ: standard deviation of what is added, as a multiple of that of each expert's array."""
         seed: int = 0
         """Of the noise."""
         allow_new: tuple[str, ...] = ("**.router.**",)
 
     config: Config
 
+    def __init__(self, cfg: Config):
+        at_least(cfg, 0, "noise", "seed")
+        super().__init__(cfg)
+
     def load(self, model: Model, params: Forms, state: Forms) -> dict[str, jax.Array]:
         """See `Initial.load`.
 
         Raises:
-            ConfigError: the model has no mixture, or one that is no sum of copies: with a shared block, or with weights
-                that do not sum to 1.
+            ConfigError: the model has no mixture, or one that does not compute what its block did: with a shared block,
+                or with weights that do not add up to 1.
         """
-        cfg = self.config
-        if not cfg.noise >= 0:
-            raise ax.ConfigError(f"noise must be at least 0, not {cfg.noise}")
-        dense = ax.select(model, MoE).map(_dense)
-        forms = flat(abstract(dense)[1])
-        loaded = cfg.source.build().load(dense, forms, {})
-        theirs = by_layer(dense, loaded)
-        key = jax.random.key(cfg.seed)
-        parts: dict[str, dict[tuple[int, ...], jax.Array]] = {}
-        for number, (name, (path, index)) in enumerate(by_layer(model, params).items()):
-            found = EXPERT.match(name)
-            source = name if found is None else _of_block(found)
-            if source not in theirs:
-                continue
-            where, at = theirs[source]
-            part = loaded[where][at]
-            if found is not None:
-                copies = jnp.broadcast_to(part, (params[path].shape[len(index)], *part.shape))
-                draw = jax.random.normal(jax.random.fold_in(key, number), copies.shape, copies.dtype)
-                part = copies + cfg.noise * part.std() * draw if cfg.noise else copies
-            parts.setdefault(path, {})[index] = part
-        return {path: from_parts(each, params[path]) for path, each in parts.items()}
+        dense = ax.select(model, MoE).map(lambda _, mixture: block_of(mixture))
+        dense_params, dense_state = (flat(tree) for tree in abstract(dense)[1:])
+        experts = expert_paths(dense_params, params)
+        wanted = {path: _one_expert(params[name], _rank(name)) for path, name in experts.items()}
+        wanted |= {path: form for path, form in params.items() if path in dense_params}
+        with under("source"):
+            loaded = self.config.source.build().load(dense, wanted, {path: state[path] for path in dense_state})
+        blocks = {path: loaded[path] for path in experts if path in loaded}
+        others = {path: leaf for path, leaf in loaded.items() if path not in blocks}
+        return others | upcycled(blocks, params, noise=self.config.noise, seed=self.config.seed)
 
 
-def _of_block(found: re.Match[str]) -> str:
-    return f"{found['block']}.{found['name']}.{'bias' if found['bias'] else 'weight'}"
+def upcycled(
+    dense: Mapping[str, jax.Array], params: Mapping[str, Any], *, noise: float = 0.0, seed: int = 0
+) -> dict[str, jax.Array]:
+    """Experts that are copies of a dense model's feed-forward blocks.
+
+    Args:
+        dense: path -> array of the dense model, whose layers are stacked as those of the other.
+        params: path -> array, or shape, dtype and sharding, of the parameters of the model with mixtures.
+        noise, seed: see `Upcycled.Config`.
+
+    Returns:
+        Path -> array of the experts' parameters, placed as in `params`.
+    """
+    key, paths = jax.random.key(seed), sorted(expert_paths(dense, params).items())
+    return {
+        name: _copies(dense[path], params[name], _rank(name), noise, jax.random.fold_in(key, number))
+        for number, (path, name) in enumerate(paths)
+    }
 
 
-def _dense(path: str, mixture: Any) -> Any:
-    """The block that a mixture is made of."""
+def block_of(mixture: Any) -> Any:
+    """The config of the feed-forward block that a mixture of its copies computes.
+
+    Raises:
+        ConfigError: there is none.
+    """
     router = mixture.router
     if mixture.shared is not None:
-        raise ax.ConfigError("a shared block has no counterpart in a dense model; leave it out (shared_experts=0)")
-    if not getattr(router, "normalize", False) or getattr(router, "scale", 1.0) != 1.0:
-        raise ax.ConfigError(f"the weights of router={router!r} do not sum to 1, so the experts' sum is not the block")
+        raise ax.ConfigError("a dense model has nothing for a shared block; leave it out (shared_experts=0)")
+    if not getattr(router, "normalize", False) or router.scale != 1:
+        raise ax.ConfigError(
+            f"the weights of a token's experts must add up to 1, and those of router={router!r} do not; TopK's do with "
+            f"normalize=True and scale=1.0"
+        )
     return mixture.experts.block.set(input_dim=mixture.input_dim, dtypes=mixture.dtypes, tags=mixture.tags)
+
+
+def expert_paths(dense: Iterable[str], params: Container[str]) -> dict[str, str]:
+    """Path in a dense model -> path of its copies: `ffn.up.weight` -> `ffn.experts.up`, `ffn.up.bias` ->
+    `ffn.experts.up_bias`. Paths that have none in `params` are left out."""
+    found = {}
+    for path in dense:
+        owner, _, kind = path.rpartition(".")
+        above, _, linear = owner.rpartition(".")
+        name = join(above, f"experts.{linear}" if kind == "weight" else f"experts.{linear}_{kind}")
+        if name in params:
+            found[path] = name
+    return found
+
+
+def _rank(name: str) -> int:
+    """Dimensions of one expert's array: the axis of experts is before them."""
+    return 1 if name.endswith("_bias") else 2
+
+
+def _copies(leaf: jax.Array, form: Any, rank: int, noise: float, key: jax.Array) -> jax.Array:
+    def make(leaf: jax.Array) -> jax.Array:
+        copies = jnp.broadcast_to(jnp.expand_dims(leaf, -rank - 1), form.shape)
+        if not noise:
+            return copies
+        spread = noise * copies.std(axis=tuple(range(-rank, 0)), keepdims=True)
+        return copies + spread * jax.random.normal(key, form.shape, form.dtype)
+
+    return jax.jit(make, out_shardings=form.sharding)(leaf)
+
+
+def _one_expert(experts: Any, rank: int) -> jax.ShapeDtypeStruct:
+    """The form of what `_copies` copies, placed as the copies are."""
+    axis, sharding = len(experts.shape) - rank - 1, experts.sharding
+    if isinstance(sharding, NamedSharding):
+        spec = [*sharding.spec, *(None,) * (len(experts.shape) - len(sharding.spec))]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], *spec[axis + 1 :]))
+    shape = (*experts.shape[:axis], *experts.shape[axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, experts.dtype, sharding=sharding)

@@ -22,7 +22,15 @@ class Alibi(ax.Layer):
     config: Config
 
     def __call__(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
-        """float32 [batch or 1, head, query, key]. Distances are of positions."""
+        """float32 [batch or 1, head, query, key]. Distances are of positions.
+
+        Raises:
+            ConfigError: positions of several coordinates.
+        """
+        if query.positions.ndim != 2:
+            raise ax.ConfigError(
+                f"{self.frame.path}: positions have {query.positions.shape[-1]} coordinates, and ALiBi knows one"
+            )
         distance = jnp.abs(query.positions[:, :, None] - key.positions[:, None, :])
         return -jnp.asarray(slopes(self.config.num_heads), jnp.float32)[:, None, None] * distance[:, None]
 

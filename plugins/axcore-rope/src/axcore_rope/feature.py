@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import axcore as ax
 from axcore.nn import BaseAttention, edit_layers
 from axcore.plugin.slots import put
 from axcore_rope.published import scaling_of
-from axcore_rope.rotary import Rotary
+from axcore_rope.rotary import Layout, Rotary
 from axcore_rope.scaling import Scaling
 
 
 def use_rope(
     cfg: ax.Config,
     theta: float = 10_000.0,
-    layout: Literal["half", "interleaved"] = "half",
+    layout: Layout = "half",
     rotary_dim: int | None = None,
     scaling: Scaling | Mapping[str, Any] | None = None,
     sections: tuple[int, ...] | None = None,
+    interleave_sections: bool = False,
     skip_every: int | None = None,
     where: ax.Where = BaseAttention,
 ) -> ax.Config:
@@ -27,7 +28,7 @@ def use_rope(
 
     Args:
         theta: the base of the rates; larger turns slower and reaches further.
-        layout, rotary_dim, sections: see `Rotary.Config`.
+        layout, rotary_dim, sections, interleave_sections: see `Rotary.Config`.
         scaling: how rates change for long rows; or as published configs write it: `{"rope_type": "yarn", ...}`.
         skip_every: of each so many layers the last gets no positions (NoPE: Yang et al. 2025, arXiv 2501.18795; SmolLM
             3 and Llama 4 with 4). None: all get them.
@@ -41,6 +42,7 @@ def use_rope(
         rotary_dim=rotary_dim,
         scaling=scaling if scaling is None or isinstance(scaling, Scaling) else scaling_of(scaling),
         sections=sections,
+        interleave_sections=interleave_sections,
     )
     if skip_every is None:
         return ax.select(cfg, where).map(lambda _, attention: put(attention, "position", rotary))

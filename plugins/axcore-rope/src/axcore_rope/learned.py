@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 import axcore as ax
-from axcore.config import at_least, has_field
-from axcore.nn import Initializer, Normal
+from axcore.config import at_least
+from axcore.nn import CausalLM, Initializer, Normal
 from axcore.plugin.slots import put
 
 
@@ -33,9 +31,13 @@ class LearnedPositions(ax.Layer):
         """[batch, seq, input_dim], int [batch or 1, seq] -> [batch, seq, input_dim].
 
         Raises:
-            ConfigError: a row is longer than `max_len`.
+            ConfigError: a row is longer than `max_len`, or positions have several coordinates.
         """
         max_len = self.config.max_len
+        if positions.ndim != 2:
+            raise ax.ConfigError(
+                f"{self.frame.path}: positions have {positions.shape[-1]} coordinates, and vectors are learned for one"
+            )
         if x.shape[1] > max_len:
             raise ax.ConfigError(f"{self.frame.path}: a row of {x.shape[1]} tokens, and positions only for {max_len}")
         known = (positions >= 0) & (positions < max_len)
@@ -44,22 +46,14 @@ class LearnedPositions(ax.Layer):
 
 
 def use_learned_positions(
-    cfg: ax.Config, max_len: int, init: Initializer = Normal(), where: ax.Where = "**"
+    cfg: ax.Config, max_len: int, init: Initializer = Normal(), where: ax.Where = CausalLM
 ) -> ax.Config:
-    """Adds learned positions to the embeddings of every selected model.
+    """Adds learned positions to the embeddings of every selected model. RoPE, where there is some, stays.
 
     Args:
         max_len: positions that there are vectors for.
         init: how they start.
-        where: which nodes, of those that hold a decoder and a slot for positions.
+        where: which models.
     """
-
-    def is_model(_: str, node: ax.Config) -> bool:
-        return has_field(node, "decoder") and has_field(node, "position")
-
-    chosen = {path for path, _ in ax.select(cfg, where)}
-
-    def edit(_: str, node: Any) -> Any:
-        return put(node, "position", LearnedPositions.Config(max_len=max_len, init=init))
-
-    return ax.select(cfg, lambda path, node: path in chosen and is_model(path, node)).map(edit)
+    learned = LearnedPositions.Config(max_len=max_len, init=init)
+    return ax.select(cfg, where).map(lambda _, model: put(model, "position", learned))

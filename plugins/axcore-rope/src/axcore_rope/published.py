@@ -2,113 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import axcore as ax
 from axcore.config import did_you_mean
-from axcore_rope.rotary import Rotary
+from axcore_rope.rotary import Layout, Rotary
 from axcore_rope.scaling import DynamicNTK, Linear, Llama3, LongRoPE, Scaling, YaRN
 
-Fields = dict[str, Any]
-
-COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-
-
-def _yarn(fields: Fields, length: int | None) -> YaRN:
-    original = fields["original_max_position_embeddings"]
-    given = {name: fields[name] for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if fields.get(name)}
-    return YaRN(
-        factor=_factor(fields, original, length),
-        original_max=original,
-        truncate=fields.get("truncate", True),
-        attention=fields.get("attention_factor"),
-        **{name: float(value) for name, value in given.items()},
-    )
-
-
-def _longrope(fields: Fields, length: int | None) -> LongRoPE:
-    original = fields["original_max_position_embeddings"]
-    return LongRoPE(
-        short=tuple(map(float, fields["short_factor"])),
-        long=tuple(map(float, fields["long_factor"])),
-        original_max=original,
-        factor=_factor(fields, original, length),
-        attention=fields.get("attention_factor"),
-    )
-
-
-def _factor(fields: Fields, original: int, length: int | None) -> float:
-    """How much longer rows may become than those of the training."""
-    if fields.get("factor") is not None:
-        return float(fields["factor"])
-    if length is None:
-        raise ax.ConfigError(
-            f"rope_type={fields.get('rope_type')!r} gives no factor, and max_position_embeddings is unknown"
-        )
-    return length / original
-
-
-def _dynamic(fields: Fields, length: int | None) -> DynamicNTK:
-    original = fields.get("original_max_position_embeddings") or length
-    if original is None:
-        raise ax.ConfigError("rope_type='dynamic' needs original_max_position_embeddings or max_position_embeddings")
-    return DynamicNTK(factor=float(fields["factor"]), original_max=original)
-
-
-def _llama3(fields: Fields, length: int | None) -> Llama3:
-    return Llama3(
-        factor=float(fields["factor"]),
-        original_max=fields["original_max_position_embeddings"],
-        low_freq_factor=float(fields["low_freq_factor"]),
-        high_freq_factor=float(fields["high_freq_factor"]),
-    )
-
-
-Reader = Callable[[Fields, int | None], Scaling | None]
-
 ORIGINAL = "original_max_position_embeddings"
-READERS: dict[str, tuple[Reader, tuple[str, ...], tuple[str, ...]]] = {
-    "default": (lambda fields, length: None, (), ()),
-    "mrope": (lambda fields, length: None, ("mrope_section",), ()),
-    "linear": (lambda fields, length: Linear(factor=float(fields["factor"])), ("factor",), (ORIGINAL,)),
-    "dynamic": (_dynamic, ("factor",), (ORIGINAL,)),
-    "yarn": (
-        _yarn,
-        (ORIGINAL,),
-        ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"),
+OF_ROTARY = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Fields of any type, which are about the rotation rather than its scaling."""
+
+
+class Kind(NamedTuple):
+    """How one `rope_type` is written."""
+
+    scaling: type[Scaling] | None
+    fields: Mapping[str, str] = {}
+    """Their name there -> our name."""
+    optional: tuple[str, ...] = ()
+    by_ratio: bool = False
+    """Whether a factor that is not given is max_position_embeddings over the original length."""
+
+
+SAME = {"factor": "factor", ORIGINAL: "original_max"}
+KINDS: dict[str, Kind] = {
+    "default": Kind(None),
+    "mrope": Kind(None),
+    "linear": Kind(Linear, {"factor": "factor"}),
+    "dynamic": Kind(DynamicNTK, SAME),
+    "yarn": Kind(
+        YaRN,
+        {
+            **SAME,
+            **{name: name for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")},
+            "attention_factor": "attention",
+        },
+        optional=("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"),
+        by_ratio=True,
     ),
-    "llama3": (_llama3, ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor"), ()),
-    "longrope": (_longrope, ("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
+    "llama3": Kind(Llama3, {**SAME, "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}),
+    "longrope": Kind(
+        LongRoPE,
+        {**SAME, "short_factor": "short", "long_factor": "long", "attention_factor": "attention"},
+        optional=("attention_factor",),
+        by_ratio=True,
+    ),
 }
-"""rope_type -> (reader, fields that it needs, fields that it may have)."""
+ALIASES = {"su": "longrope"}  # as early checkpoints say
 
 
-def scaling_of(parameters: Mapping[str, Any] | None, max_position_embeddings: int | None = None) -> Scaling | None:
-    """The scaling that a published dictionary describes.
+def scaling_of(parameters: Mapping[str, Any]) -> Scaling | None:
+    """The scaling that a published dictionary describes, which says nothing else.
 
     Raises:
-        ConfigError: an unknown `rope_type`, a field that it lacks, or one that it does not know.
+        ConfigError: an unknown `rope_type`; a field that is missing, unknown, or not about the scaling.
     """
-    if parameters is None:
-        return None
-    fields = dict(parameters)
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its name in early checkpoints
-    if kind not in READERS:
+    if placed := [name for name in OF_ROTARY if parameters.get(name) is not None]:
         raise ax.ConfigError(
-            f"rope_type={kind!r} is not known.{did_you_mean(kind, READERS)} Known: {', '.join(READERS)}"
+            f"{', '.join(placed)} would be ignored in a scaling; give theta, rotary_dim and sections beside it, or "
+            f"read the whole with axcore_rope.published.from_rope_parameters"
         )
-    reader, needed, optional = READERS[kind]
-    if missing := [name for name in needed if fields.get(name) is None]:
-        raise ax.ConfigError(f"rope_type={kind!r} needs {', '.join(missing)}")
-    if unknown := [
-        name for name, value in fields.items() if value is not None and name not in (*COMMON, *needed, *optional)
-    ]:
-        raise ax.ConfigError(
-            f"rope_type={kind!r} has no field {', '.join(unknown)}.{did_you_mean(unknown[0], (*needed, *optional))}"
-        )
-    return reader(fields, max_position_embeddings)
+    return _scaling(dict(parameters), None)
 
 
 def from_rope_parameters(
@@ -118,7 +74,7 @@ def from_rope_parameters(
     theta: float | None = None,
     max_position_embeddings: int | None = None,
     partial_rotary_factor: float | None = None,
-    layout: Any = "half",
+    layout: Layout = "half",
 ) -> Rotary.Config:
     """The layer that a published dictionary describes.
 
@@ -126,22 +82,63 @@ def from_rope_parameters(
         parameters: `rope_parameters`, or `rope_scaling` of older configs; None: no scaling.
         head_dim: features of a head.
         theta, partial_rotary_factor: for dictionaries without them, as older ones.
-        max_position_embeddings: of the config, which some types refer to.
+        max_position_embeddings: of the config; the original length where the dictionary gives none.
 
     Raises:
-        ConfigError: see `scaling_of`; or no theta.
+        ConfigError: an unknown `rope_type`, a field that is missing or unknown, or no theta.
     """
     fields = dict(parameters or {})
-    theta = fields.get("rope_theta") or theta
+    if kinds := [name for name, value in fields.items() if isinstance(value, Mapping)]:
+        raise ax.ConfigError(f"rope_parameters differ by kind of layer; pass those of one: {', '.join(kinds)}")
+    theta = _first(fields.get("rope_theta"), theta)
     if theta is None:
         raise ax.ConfigError("neither rope_parameters nor the config gives rope_theta")
-    fraction = fields.get("partial_rotary_factor") or partial_rotary_factor or 1.0
+    fraction = _first(fields.get("partial_rotary_factor"), partial_rotary_factor, 1.0)
     sections = fields.get("mrope_section")
     return Rotary.Config(
-        theta=float(theta),
+        theta=theta,
         layout=layout,
         rotary_dim=None if fraction == 1 else int(head_dim * fraction),
-        scaling=scaling_of(parameters, max_position_embeddings),
+        scaling=_scaling(fields, max_position_embeddings),
         sections=None if sections is None else tuple(sections),
         interleave_sections=bool(fields.get("mrope_interleaved", False)),
     )
+
+
+def _scaling(fields: dict[str, Any], length: int | None) -> Scaling | None:
+    """Args: length: `max_position_embeddings`, where it is known."""
+    name = _first(fields.get("rope_type"), fields.get("type"), "default")
+    name = ALIASES.get(name, name)
+    if name not in KINDS:
+        raise ax.ConfigError(f"rope_type={name!r} is not known.{did_you_mean(name, KINDS)} Known: {', '.join(KINDS)}")
+    kind = KINDS[name]
+    if name == "mrope" and fields.get("mrope_section") is None:
+        raise ax.ConfigError("rope_type='mrope' needs mrope_section")
+    given = {
+        field: tuple(value) if isinstance(value, list) else value
+        for field, value in fields.items()
+        if value is not None and field not in (*OF_ROTARY, "rope_type", "type")
+    }
+    if unknown := [field for field in given if field not in kind.fields]:
+        raise ax.ConfigError(
+            f"rope_type={name!r} has no field {', '.join(unknown)}.{did_you_mean(unknown[0], kind.fields)}"
+        )
+    if kind.scaling is DynamicNTK and length is not None and given.get(ORIGINAL, length) != length:
+        raise ax.ConfigError(
+            f"rope_type='dynamic' has {ORIGINAL}={given[ORIGINAL]} beside max_position_embeddings={length}; "
+            f"transformers goes by the latter. Remove the former, or make them equal"
+        )
+    if length is not None and ORIGINAL in kind.fields:
+        given.setdefault(ORIGINAL, length)
+        if kind.by_ratio:
+            given.setdefault("factor", length / given[ORIGINAL])
+    if missing := [field for field in kind.fields if field not in given and field not in kind.optional]:
+        raise ax.ConfigError(f"rope_type={name!r} needs {', '.join(missing)}")
+    if kind.scaling is None:
+        return None
+    return kind.scaling(**{kind.fields[field]: value for field, value in given.items()})
+
+
+def _first(*values: Any) -> Any:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import axcore as ax
-from axcore_rope.scaling import Scaling, plain
+from axcore_rope.scaling import Rates, Scaling, plain
+
+Layout = Literal["half", "interleaved"]
 
 
 class Rotary(ax.Layer):
@@ -19,7 +21,7 @@ class Rotary(ax.Layer):
         head_dim: int = ax.REQUIRED
         theta: float = 10_000.0
         """Pair i turns at the rate `theta ** (-2 i / rotary_dim)`."""
-        layout: Literal["half", "interleaved"] = "half"
+        layout: Layout = "half"
         """Which features are a pair: i and i + rotary_dim / 2, as in checkpoints of `transformers`, or 2 i and 2 i + 1,
         as in the paper."""
         rotary_dim: int | None = None
@@ -29,7 +31,8 @@ class Rotary(ax.Layer):
         """Positions have several coordinates: so many pairs turn by the first, so many by the second, and so on
         (M-RoPE: Qwen2-VL, arXiv 2409.12191, section 2.1). They add up to rotary_dim / 2."""
         interleave_sections: bool = False
-        """The coordinates take turns, pair by pair, as far as their sections reach (Qwen3-VL)."""
+        """The coordinates take turns, pair by pair, as far as their sections reach; the first has the rest (Qwen3-VL,
+        arXiv 2511.21631, section 2)."""
 
     config: Config
 
@@ -46,7 +49,10 @@ class Rotary(ax.Layer):
             raise ax.ConfigError(f"theta must be positive, not {cfg.theta}")
         if cfg.sections is not None and (sum(cfg.sections) != rotary_dim // 2 or min(cfg.sections) < 0):
             raise ax.ConfigError(f"sections={cfg.sections} must add up to the {rotary_dim // 2} pairs that are rotated")
+        if cfg.interleave_sections and cfg.sections is None:
+            raise ax.ConfigError("interleave_sections=True needs sections")
         self.rotary_dim = rotary_dim
+        self.coordinates = _coordinates(cfg.sections or (rotary_dim // 2,), cfg.interleave_sections)
 
     def __call__(
         self, q: jax.Array, k: jax.Array | None, query_positions: jax.Array, key_positions: jax.Array
@@ -62,41 +68,40 @@ class Rotary(ax.Layer):
         Returns:
             q and k in their shapes and dtypes; the rotation is in float32.
         """
-        turn = self._turn(query_positions)
+        rates, factor = self._rates(query_positions, key_positions)
+        turn = self._turn(query_positions, rates, factor)
         rotated = self._rotate(q, turn)
         if k is None:
             return rotated, None
-        return rotated, self._rotate(k, turn if key_positions is query_positions else self._turn(key_positions))
+        if key_positions is not query_positions:
+            turn = self._turn(key_positions, rates, factor)
+        return rotated, self._rotate(k, turn)
 
-    def _turn(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _rates(self, query_positions: jax.Array, key_positions: jax.Array) -> tuple[Rates, float]:
+        """Radians from one position to the next, [rotary_dim / 2], and the factor of what is rotated."""
+        theta, scaling = self.config.theta, self.config.scaling
+        if scaling is None:
+            return plain(theta, self.rotary_dim), 1.0
+        length = None
+        if scaling.by_length:
+            length = jnp.maximum(jnp.max(query_positions), jnp.max(key_positions)) + 1
+        return scaling.rates(theta, self.rotary_dim, length), scaling.attention_factor
+
+    def _turn(self, positions: jax.Array, rates: Rates, factor: float) -> tuple[jax.Array, jax.Array]:
         """cos and sin of the angles, float32 [batch or 1, seq, 1, rotary_dim / 2]."""
-        cfg = self.config
-        if positions.ndim == 3 and cfg.sections is None:
-            raise ax.ConfigError(
-                f"positions have {positions.shape[-1]} coordinates; RoPE needs sections to tell which are whose"
-            )
-        factor = 1.0
-        if cfg.scaling is None:
-            rates = plain(cfg.theta, self.rotary_dim)
-        else:
-            length = jnp.max(positions) + 1 if cfg.scaling.by_length else None
-            rates, factor = cfg.scaling.rates(cfg.theta, self.rotary_dim, length), cfg.scaling.attention_factor
         places = positions[..., None] if positions.ndim == 2 else self._by_pair(positions)
         angles = places.astype(jnp.float32) * jnp.asarray(rates, jnp.float32)
         return jnp.cos(angles)[:, :, None] * factor, jnp.sin(angles)[:, :, None] * factor
 
     def _by_pair(self, positions: jax.Array) -> jax.Array:
         """[batch or 1, seq, coordinates] -> the coordinate that each pair turns by, [batch or 1, seq, pairs]."""
-        sections = self.config.sections
-        assert sections is not None
-        if positions.shape[-1] != len(sections):
-            raise ax.ConfigError(f"positions have {positions.shape[-1]} coordinates, and sections={sections}")
-        if not self.config.interleave_sections:
-            return positions[..., np.repeat(np.arange(len(sections)), sections)]
-        of_pair = np.arange(self.rotary_dim // 2) % len(sections)
-        for coordinate, count in enumerate(sections):
-            of_pair[(of_pair == coordinate) & (np.arange(of_pair.size) >= count * len(sections))] = 0
-        return positions[..., of_pair]
+        sections, found = self.config.sections, positions.shape[-1]
+        if sections is None or found != len(sections):
+            raise ax.ConfigError(
+                f"{self.frame.path}: positions have {found} coordinates; RoPE needs a section for each, and "
+                f"sections={sections}"
+            )
+        return positions[..., np.array(self.coordinates)]
 
     def _rotate(self, x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
         cos, sin = turn
@@ -109,3 +114,17 @@ class Rotary(ax.Layer):
             out = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x32.shape)
         out = out.astype(x.dtype)
         return out if rest.shape[-1] == 0 else jnp.concatenate([out, rest], axis=-1)
+
+
+def _coordinates(sections: tuple[int, ...], interleave: bool) -> tuple[int, ...]:
+    """For each pair, the coordinate that it turns by."""
+    if not interleave:
+        return tuple(coordinate for coordinate, count in enumerate(sections) for _ in range(count))
+    many = len(sections)
+    turns = ((pair % many, pair // many) for pair in range(sum(sections)))
+    found = tuple(coordinate if turn < sections[coordinate] else 0 for coordinate, turn in turns)
+    if tuple(found.count(coordinate) for coordinate in range(many)) != sections:
+        raise ax.ConfigError(
+            f"sections={sections} cannot take turns: each but the first gets at most one pair of {many}"
+        )
+    return found

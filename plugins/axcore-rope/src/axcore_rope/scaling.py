@@ -15,7 +15,7 @@ Rates = Any
 """float32 [rotary_dim / 2]: radians that each pair of features turns from one position to the next."""
 
 
-class Scaling(ax.config.Config):
+class Scaling(ax.Config):
     """Base of scalings. To add one, subclass it and override `rates`."""
 
     by_length: ClassVar[bool] = False
@@ -174,7 +174,8 @@ class LongRoPE(Scaling):
     """Factor of rotated queries and keys; None: sqrt(1 + ln(factor) / ln(original_max))."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "original_max", "factor", "attention")
+        check_positive(self, "factor", "attention")
+        ax.at_least(self, 2, "original_max")  # its logarithm divides
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         assert length is not None

@@ -1,23 +1,65 @@
-"""The families, by `model_type`. A family is one entry of one of these modules."""
+"""The families, by `model_type`: those of this package, and those that others bring by entry point."""
 
 from __future__ import annotations
 
-from axcore.config import ConfigError, did_you_mean
-from axcore_hf.families import deepseek, gemma, gpt2, gpt_oss, llama, olmo, phi, qwen
+import functools
+import importlib
+from importlib.metadata import entry_points
+
+from axcore.config import AxcoreError, ConfigError, did_you_mean
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
 
-FAMILIES: tuple[Family, ...] = (
-    *llama.FAMILIES,
-    *qwen.FAMILIES,
-    *gemma.FAMILIES,
-    *phi.FAMILIES,
-    *olmo.FAMILIES,
-    *deepseek.FAMILIES,
-    *gpt_oss.FAMILIES,
-    *gpt2.FAMILIES,
-)
-BY_TYPE: dict[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}
+GROUP = "axcore_hf.families"
+"""Entry points of this group are named after a `model_type`, and name a `Family`."""
+
+OWN = {
+    "deepseek_v3": "deepseek",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "gpt2": "gpt2",
+    "gpt_oss": "gpt_oss",
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo2": "olmo",
+    "phi3": "phi",
+    "qwen2": "qwen",
+    "qwen3": "qwen",
+    "qwen3_moe": "qwen",
+}
+"""model_type -> module of this package, imported when one is asked for."""
+
+
+@functools.cache
+def _brought() -> dict[str, str]:
+    """model_type -> `package.module:attribute`, of other distributions."""
+    return {point.name: point.value for point in entry_points(group=GROUP)}
+
+
+def by_type(kind: str) -> Family:
+    """The family of a `model_type`. What another distribution brings goes before this package's own.
+
+    Raises:
+        AxcoreError: an entry point names no family.
+    """
+    if kind in _brought():
+        target = _brought()[kind]
+        module, _, name = target.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except Exception as error:
+            raise AxcoreError(f"the family of model_type {kind!r}, {target}, cannot be loaded: {error}") from error
+        if not isinstance(found, Family):
+            raise AxcoreError(f"the family of model_type {kind!r}, {target}, is no Family but {type(found).__name__}")
+        return found
+    families: tuple[Family, ...] = importlib.import_module(f"{__name__}.{OWN[kind]}").FAMILIES
+    return next(family for family in families if kind in family.model_types)
+
+
+def known() -> list[str]:
+    """Every `model_type` that there is a family for."""
+    return sorted({*OWN, *_brought()})
 
 
 def family_of(fields: Fields) -> Family:
@@ -27,17 +69,16 @@ def family_of(fields: Fields) -> Family:
         ConfigError: there is none; it says which of its fields the likest family does not know.
     """
     kind = fields.raw.get("model_type")
-    if kind in BY_TYPE:
-        return BY_TYPE[str(kind)]
-    message = f"{fields.where}: model_type={kind!r} is not supported.{did_you_mean(str(kind), BY_TYPE)} Known: "
-    message += ", ".join(sorted(BY_TYPE))
-    like = BY_TYPE["llama"]
+    if isinstance(kind, str) and kind in known():
+        return by_type(kind)
+    message = f"{fields.where}: model_type={kind!r} is not supported.{did_you_mean(str(kind), known())} Known: "
+    message += ", ".join(known())
     trial = Fields(fields.raw)
     lacking = ""
     try:
-        like.model(trial)
+        by_type("llama").model(trial)
     except ConfigError as error:
         lacking = f"; {error}"
     if unknown := sorted(trial.unread()):
         message += f". Beside a llama it has: {', '.join(unknown)}{lacking}"
-    raise ConfigError(message)
+    raise ConfigError(f"{message}. A family of your own arrives by an entry point of the group {GROUP}")

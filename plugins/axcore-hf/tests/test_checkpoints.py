@@ -1,0 +1,223 @@
+"""Damaged and odd checkpoints, conversion and export at their edges, families of one's own."""
+
+import json
+import shutil
+import sys
+import types
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from axcore.config import AxcoreError
+from axcore.train import ModelFolder
+from axcore_hf import families
+from axcore_hf.commands import convert, export
+from axcore_hf.families.llama import RULES, llama
+from axcore_hf.family import Family
+from axcore_hf.sources import INDEX, SINGLE
+from axcore_hf.transforms import Fused, Interleaved, InterleavedRope, PerHead, Stacked, Transposed
+
+from .parity.test_parity import RECORDED, tensors
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of a small Llama."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(RECORDED / "llama", folder, ignore=shutil.ignore_patterns("gradients", "*.npz"))
+    return folder
+
+
+def rewrite(folder, edit):
+    held = tensors(folder)
+    edit(held)
+    safetensors.numpy.save_file(held, folder / SINGLE, metadata={"format": "pt"})
+
+
+def change_config(folder, **fields):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, **fields}))
+
+
+def test_every_tensor_that_is_wrong_is_listed_with_both_names_and_nothing_is_written(checkpoint, tmp_path):
+    def damage(held):
+        held["model.layers.0.self_attn.q_prjo.weight"] = held.pop("model.layers.0.self_attn.q_proj.weight")
+        held["model.norm.weight"] = np.ones((3,), np.float32)
+        held["surplus"] = np.ones((1,), np.float32)
+
+    rewrite(checkpoint, damage)
+    with pytest.raises(AxcoreError) as caught:
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    message = str(caught.value)
+    missing = "missing: model.layers.0.self_attn.q_proj.weight (our decoder.0.attention.query.weight)"
+    assert f"{missing}. Did you mean 'model.layers.0.self_attn.q_prjo.weight'?" in message.replace(
+        "weight) Did", "weight). Did"
+    )
+    assert "misshaped: model.norm.weight (our norm.scale) is (3,), expected (16,)" in message
+    assert "unknown: surplus (1,)" in message and "unknown: model.layers.0.self_attn.q_prjo.weight" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_no_numbers_are_refused(checkpoint, tmp_path):
+    rewrite(checkpoint, lambda held: held["model.norm.weight"].__setitem__(0, np.nan))
+    with pytest.raises(
+        AxcoreError, match=r"holds numbers that are not finite:\n  model\.norm\.weight \(our norm\.scale\)"
+    ):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kept", [4, 100, -10])
+def test_a_truncated_file_is_told(checkpoint, tmp_path, kept):
+    content = (checkpoint / SINGLE).read_bytes()
+    (checkpoint / SINGLE).write_bytes(content[:kept])
+    with pytest.raises(AxcoreError, match=r"model\.safetensors is truncated or no safetensors file"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+
+
+def test_files_of_an_index_are_read_and_must_agree_with_it(checkpoint, tmp_path):
+    held = tensors(checkpoint)
+    names = sorted(held)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, some in parts.items():
+        safetensors.numpy.save_file({name: held[name] for name in some}, checkpoint / file)
+    (checkpoint / SINGLE).unlink()
+    weights = {name: file for file, some in parts.items() for name in some}
+    (checkpoint / INDEX).write_text(json.dumps({"weight_map": weights}))
+    convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    export([str(tmp_path / "out"), str(tmp_path / "back"), "--shard-gib", "0.000005"])
+    index = json.loads((tmp_path / "back" / INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 2 and index["weight_map"].keys() == held.keys()
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(tmp_path / "back" / file, "numpy") as opened:
+            np.testing.assert_array_equal(opened.get_tensor(name), held[name])
+    (checkpoint / INDEX).write_text(json.dumps({"weight_map": {**weights, "more": "a.safetensors"}}))
+    with pytest.raises(AxcoreError, match="lists tensors that its files do not have: more"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "other")])
+    (checkpoint / INDEX).write_text("[]")
+    with pytest.raises(AxcoreError, match="is no index of a checkpoint"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "other")])
+
+
+def test_configs_that_nobody_understands_are_refused_by_field(checkpoint, tmp_path):
+    change_config(checkpoint, residual_multiplier=0.5)
+    with pytest.raises(AxcoreError, match=r"not supported for model_type 'llama': residual_multiplier=0\.5"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    change_config(checkpoint, model_type="granite")
+    with pytest.raises(
+        AxcoreError, match=r"model_type='granite' is not supported.*Beside a llama it has: residual_mult"
+    ):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    change_config(checkpoint, model_type="llama", residual_multiplier=None, rope_parameters={"rope_type": "spiral"})
+    with pytest.raises(AxcoreError, match=r"rope_type='spiral' is not known"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(AxcoreError, match="is not JSON"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere", "names no checkpoint; give hf:DIR, gguf:FILE or gguf:package:NAME"),
+        ("hf:/no/such/folder", "is no folder"),
+        ("gguf:/no/such/file.gguf", "does not exist|No such file"),
+        ("gguf:package:json", "no package 'json' with a GGUF file is installed"),
+    ],
+)
+def test_sources_that_are_none(source, message, tmp_path):
+    with pytest.raises(AxcoreError, match=message):
+        convert([source, str(tmp_path / "out")])
+
+
+def test_what_exists_is_not_written_over(checkpoint, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(AxcoreError, match="exists; give another folder"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    convert([f"hf:{checkpoint}", str(tmp_path / "model")])
+    with pytest.raises(AxcoreError, match="exists; give another folder"):
+        export([str(tmp_path / "model"), str(tmp_path / "out")])
+
+
+def vocabulary(folder, count):
+    """A tokenizer with so many ids."""
+    from tokenizers import Tokenizer, models
+
+    file = folder / "tokenizer.json"
+    Tokenizer(models.WordLevel({f"w{number}": number for number in range(count)}, "w0")).save(str(file))
+    return file
+
+
+def test_a_vocabulary_that_is_larger_than_the_model_is_refused_and_one_that_fits_goes_along(
+    checkpoint, tmp_path, capsys
+):
+    vocabulary(checkpoint, 65)
+    with pytest.raises(AxcoreError, match="has 65 ids, and the model a vocab_size of 64: they do not belong together"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    vocabulary(checkpoint, 64)
+    convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    tokenizer = ModelFolder.open(tmp_path / "out").tokenizer.build()
+    assert (tokenizer.vocab_size, tokenizer.end_ids) == (64, (2,))
+    (checkpoint / "tokenizer.json").unlink()
+    convert([f"hf:{checkpoint}", str(tmp_path / "without")])
+    assert "brings no tokenizer" in capsys.readouterr().err
+    convert([f"hf:{checkpoint}", str(tmp_path / "given"), "--tokenizer", str(vocabulary(tmp_path, 60))])
+    assert ModelFolder.open(tmp_path / "given").tokenizer.build().vocab_size == 60
+
+
+def test_a_family_of_ones_own_arrives_by_entry_point(checkpoint, tmp_path, monkeypatch):
+    module = types.ModuleType("my_family")
+    module.FAMILY = Family("My model", ("mymodel",), llama, lambda cfg: RULES)
+    module.WRONG = 3
+    monkeypatch.setitem(sys.modules, "my_family", module)
+    points = [
+        EntryPoint("mymodel", "my_family:FAMILY", families.GROUP),
+        EntryPoint("bad", "my_family:WRONG", families.GROUP),
+    ]
+    monkeypatch.setattr(families, "entry_points", lambda group: points)
+    families._brought.cache_clear()
+    try:
+        change_config(checkpoint, model_type="mymodel")
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+        export([str(tmp_path / "out"), str(tmp_path / "back")])
+        for name, tensor in tensors(checkpoint).items():
+            np.testing.assert_array_equal(tensors(tmp_path / "back")[name], tensor)
+        change_config(checkpoint, model_type="bad")
+        with pytest.raises(AxcoreError, match="my_family:WRONG, is no Family but int"):
+            convert([f"hf:{checkpoint}", str(tmp_path / "other")])
+    finally:
+        families._brought.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("transform", "shapes"),
+    [
+        (Transposed(), [(3, 4)]),
+        (Fused(), [(3, 4), (3, 2), (3, 2)]),
+        (Fused(), [(4,), (2,)]),
+        (Fused(transposed=False), [(3, 4), (3, 4)]),
+        (PerHead(2), [(3, 4), (3, 6)]),
+        (Interleaved(), [(2, 3, 4), (2, 3, 4)]),
+        (Stacked(), [(3, 2, 4)]),
+        (InterleavedRope(2), [(3, 8)]),
+    ],
+)
+def test_what_is_written_is_read_again(transform, shapes):
+    random = np.random.default_rng(0)
+    ours = [random.normal(size=shape) for shape in shapes]
+    theirs = transform.write(ours)
+    assert [each.shape for each in theirs] == transform.expected(shapes)
+    back = [np.zeros(shape) for shape in shapes]
+    names = [str(number) for number in range(len(theirs))]
+    for which, index, part in transform.pieces(lambda name: theirs[int(name)], names, shapes):
+        back[which][index] = part
+    for found, each in zip(back, ours, strict=True):
+        np.testing.assert_array_equal(found, each)
+
+
+def test_rows_for_interleaved_rope_go_to_halves():
+    theirs = np.arange(8.0)[:, None]  # one head of 8 rows: pairs (0, 1), (2, 3), ...
+    (ours,) = InterleavedRope(1).read([theirs], [(1, 8)])
+    np.testing.assert_array_equal(ours[0], [0, 2, 4, 6, 1, 3, 5, 7])

@@ -1,0 +1,157 @@
+"""The feature: what it makes of a config, decoding, state in scanned stacks, a mesh with an axis of experts, a run."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.infer import Decoder
+from axcore.module import functional, invoke
+from axcore.nn import ContiguousCache, FeedForward, Repeat, layers_of
+from axcore.parallel import Mesh
+from axcore.testing import tiny_batch, tiny_model
+from axcore.testing.devices import steps
+from axcore.testing.models import objective
+from axcore.train import Checkpointer, Learner, Trainer, WarmupStableDecay
+from axcore.train.input import ByteTokenizer, TextFiles, TextInput
+from axcore_moe.dispatch import Capacity
+from axcore_moe.layer import MoE
+from axcore_moe.starvation import StarvationWarning
+
+
+def test_every_nth_block_becomes_a_mixture_of_such_blocks():
+    cfg = ax.select(tiny_model(), "decoder").set(num_layers=5)
+    plain = ax.select(cfg, "**.ffn").set(activation=jax.nn.gelu, gate=None)
+    found = ax.pipe(plain, ax.use("moe", num_experts=4, every=2, hidden_dim=7))
+    blocks = [place.config.ffn for place in layers_of(found.decoder)]
+    assert [isinstance(block, MoE.Config) for block in blocks] == [False, True, False, True, False]
+    assert blocks[1].experts.block == FeedForward.Config(hidden_dim=7, activation=jax.nn.gelu, gate=None)
+
+
+def test_all_blocks_of_a_stack_stay_one_scan():
+    found = ax.pipe(tiny_model(), ax.use("moe", num_experts=4))
+    assert isinstance(found.decoder, Repeat.Config) and found.decoder.num_layers == 2
+
+
+def test_a_balance_loss_is_there_where_nothing_else_balances():
+    def balance(**options):
+        cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, **options))
+        (mixture,) = (node for _, node in ax.select(cfg, MoE))
+        return mixture.balance and mixture.balance.weight
+
+    assert balance() == 0.01
+    assert balance(bias_rate=0.001) is None and balance(expert_choice=True) is None and balance(balance=0.0) is None
+    assert balance(bias_rate=0.001, balance=1e-4) == 1e-4
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity", "dense"])
+def test_it_decodes_as_it_computes_in_full(dispatch):
+    cfg = ax.pipe(
+        tiny_model(),
+        ax.use("rope"),
+        ax.use("moe", num_experts=4, every=2, dispatch=dispatch, shared_experts=1, bias_rate=0.001),
+    )
+    if dispatch == "capacity":
+        cfg = ax.select(cfg, MoE).set(dispatch=Capacity(factor=4.0))
+    model, ids = cfg.build(rngs=ax.Rngs(0)), tiny_batch()["inputs"]
+    full = invoke(model, ids)[0]
+    decoder, params, state = Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
+    step, found = jax.jit(decoder), []
+    for place in range(8):
+        logits, state = step(params, state, ids[:, place : place + 1], jnp.full((1, 1), place))
+        found.append(logits)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), full, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_whose_experts_choose_trains_and_is_not_decoded():
+    cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, expert_choice=True))
+    model = cfg.build(rngs=ax.Rngs(0))
+    fn, params, state = functional(model)
+    assert np.isfinite(jax.jit(lambda params: objective(fn, params, state, tiny_batch()))(params))
+    with pytest.raises(ax.ConfigError, match="routes a token by those after it, so it cannot decode"):
+        Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
+
+
+def test_a_scanned_stack_writes_the_state_of_each_layer():
+    cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, bias_rate=0.5))
+    fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    train = jax.jit(lambda key: fn(params, state, tiny_batch(), key=key, training=True, method="loss")[1])
+    bias = np.asarray(train(jax.random.key(0))["decoder"]["layers"]["ffn"]["router"]["bias"])
+    assert bias.shape == (2, 4) and np.abs(bias).max() == 0.5 and not np.array_equal(bias[0], bias[1])
+
+
+@pytest.mark.slow  # a process of its own, that compiles for eight devices
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_experts_spread_over_devices_compute_the_same(dispatch):
+    cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, dispatch=dispatch))
+    batch = jax.tree.map(np.asarray, tiny_batch(rows=8))
+    rules = {"batch": ("data", "expert"), "expert": "expert"}
+    one, eight = steps(
+        cfg,
+        batch,
+        [Mesh(shape={"data": 1, "expert": 1}, rules=rules), Mesh(shape={"data": 2, "expert": 4}, rules=rules)],
+    )
+    assert any(path.endswith("experts.up") for path in eight["sharded"])
+    np.testing.assert_allclose(eight["loss"], one["loss"], rtol=1e-5)
+    for path, update in one["updates"].items():
+        atol = 1e-5 + 1e-4 * np.abs(update).max()
+        np.testing.assert_allclose(eight["updates"][path], update, rtol=1e-3, atol=atol, err_msg=path)
+
+
+def test_a_run_learns_and_warns_of_an_expert_that_starves(tmp_path, capsys):
+    (tmp_path / "corpus").mkdir()
+    for number in range(40):
+        (tmp_path / "corpus" / f"{number}.txt").write_text("banana orange kiwi " * (10 + number))
+    source = TextFiles.Config(folder=str(tmp_path / "corpus"), validation_percent=25.0)
+    cfg = Trainer.Config(
+        model=tiny_model().set(vocab_size=ByteTokenizer.Config().build().vocab_size),
+        input=TextInput.Config(source=source, seq_len=16, batch_size=4, prefetch_batches=0),
+        learner=Learner.Config(schedule=WarmupStableDecay(peak=1e-2, warmup_steps=2)),
+        steps=12,
+        checkpointer=Checkpointer.Config(every_minutes=None),
+    )
+    cfg = ax.pipe(cfg, ax.use("moe", num_experts=4, bias_rate=0.001))
+    assert StarvationWarning.Config() in cfg.writers
+    # So high a threshold calls the idlest expert of any step starved.
+    cfg = ax.select(cfg, MoE).set(starving_load=3.9, starving_steps=3)
+    ax.fit(cfg, out=tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses[-1] < losses[0] - 0.5
+    told = [line for line in capsys.readouterr().err.splitlines() if "have starved" in line]
+    assert [line.partition(" of ")[2].partition(" have")[0] for line in told] == [
+        "decoder.layers.0.ffn",
+        "decoder.layers.1.ffn",
+    ]
+    assert told[0].startswith("step 3: ")
+
+
+def test_no_block_becomes_a_mixture_twice():
+    cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4))
+    with pytest.raises(ax.ConfigError, match=r"block must be .*FeedForward.*, not .*MoE"):
+        ax.pipe(cfg, ax.use("moe", num_experts=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts": 2, "top_k": 3}, "top_k=3 is more than num_experts=2"),
+        ({"num_experts": 4, "every": 3}, "every=3 is more than the feed-forward blocks that were selected"),
+        ({"num_experts": 4, "every": 0}, "every must be at least 1, not 0"),
+        ({"num_experts": 4, "capacity_factor": 1.0}, "capacity_factor=1.0 needs dispatch='capacity', not 'dropless'"),
+        ({"num_experts": 4, "dispatch": "capacity", "capacity_factor": 0.0}, "factor must be positive, not 0.0"),
+        ({"num_experts": 4, "expert_choice": True, "bias_rate": 0.1}, "expert_choice has no use for"),
+        ({"num_experts": 4, "expert_choice": True, "balance": 0.1}, "expert_choice has no use for"),
+        ({"num_experts": 4, "groups": 3}, "ffn.router: num_experts=4 does not divide into groups=3"),
+        ({"num_experts": 4, "groups": 2, "top_groups": 3}, "top_groups=3 is more than the groups=2"),
+        ({"num_experts": 4, "groups": 4, "top_groups": 1}, "top_k=2 is more than the 1 experts of top_groups=1"),
+        ({"num_experts": 4, "jitter": 1.5}, "jitter must be at least 0 and below 1, not 1.5"),
+        ({"num_experts": 4, "where": "decoder.layers.attention"}, "only a FeedForward becomes a mixture of experts"),
+    ],
+)
+def test_bad_options_are_refused_with_what_was_expected(options, message):
+    with pytest.raises(ax.ConfigError, match=message.replace(".", r"\.")):
+        ax.pipe(tiny_model(), ax.use("moe", **options)).build(rngs=ax.Rngs(0))

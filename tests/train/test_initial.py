@@ -1,0 +1,149 @@
+"""Runs that start from given weights, and model folders."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.config import AxcoreError
+from axcore.module import functional
+from axcore.nn import Attention, Sequence, layers_of
+from axcore.testing import tiny_batch, tiny_model
+from axcore.train import FromRun, Initial, ModelFolder, save_model
+from axcore.train.initial import gathered
+from axcore.train.model_folder import flat, like
+
+
+def logits(cfg, params, state):
+    return functional(cfg.build(rngs=ax.Rngs(0)))[0](params, state, tiny_batch()["inputs"])[0][0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(folder, config, what the model computes)."""
+    cfg = ax.select(tiny_model(), "decoder").set(num_layers=4)
+    fn, params, state = functional(cfg.build(rngs=ax.Rngs(5)))
+    folder = save_model(tmp_path_factory.mktemp("models") / "one", cfg, params, state, files={"note.txt": b"hello"})
+    return folder, cfg, fn(params, state, tiny_batch()["inputs"])[0][0]
+
+
+def loaded(cfg, initial):
+    _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    forms = [
+        {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat(tree).items()}
+        for tree in (params, state)
+    ]
+    arrays = gathered(initial, cfg, *forms, 0)
+    return like(params, arrays), like(state, arrays)
+
+
+def unrolled(cfg):
+    return cfg.set(decoder=Sequence.Config(layers=tuple(place.config for place in layers_of(cfg.decoder))))
+
+
+@pytest.mark.parametrize(
+    "restack", [lambda cfg: cfg, unrolled, lambda cfg: ax.pipe(cfg, ax.use("sliding-window", size=8, global_every=2))]
+)
+def test_weights_come_back_however_the_layers_are_stacked(saved, restack):
+    folder, cfg, expected = saved
+    other = restack(cfg)
+    params, state = loaded(other, FromRun.Config(folder=str(folder)))
+    np.testing.assert_allclose(logits(other, params, state), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_folder_says_what_it_holds(saved):
+    folder, cfg, _ = saved
+    found = ModelFolder.open(folder)
+    assert found.model == cfg and found.tokenizer is None
+    assert (folder / "note.txt").read_bytes() == b"hello"
+
+
+def test_what_does_not_fit_is_told_by_layer_and_nothing_is_loaded(saved):
+    folder, cfg, _ = saved
+    initial = FromRun.Config(folder=str(folder))
+    with pytest.raises(
+        AxcoreError, match=r"decoder\.0\.ffn\.down\.weight: the model in one has \(24, 16\), expected \(20, 16\)"
+    ):
+        loaded(ax.select(cfg, "**.ffn").set(hidden_dim=20), initial)
+    with pytest.raises(
+        AxcoreError,
+        match=r"initial \(FromRun\) does not fit the model:\n  decoder\.layers.*key_norm\.scale: missing",
+    ):
+        loaded(ax.pipe(cfg, ax.use("qk-norm")), initial)
+    fewer = ax.select(cfg, "decoder").set(num_layers=3)
+    with pytest.raises(AxcoreError, match=r"has parameters that this one has no place for.*\n  decoder\.3\."):
+        loaded(fewer, initial)
+    loaded(fewer, initial.set(drop=("decoder.3.**",)))
+
+
+def test_what_may_be_new_starts_as_the_model_makes_it(saved):
+    folder, cfg, expected = saved
+    normed = ax.pipe(cfg, ax.use("lora", rank=2))
+    params, state = loaded(normed, FromRun.Config(folder=str(folder), allow_new=("**.adapter.**",)))
+    np.testing.assert_allclose(
+        logits(normed, params, state), expected, rtol=1e-5, atol=1e-6
+    )  # an adapter starts at zero
+
+
+class Poisoned(Initial):
+    """Weights with a NaN in them."""
+
+    class Config(Initial.Config):
+        """No fields."""
+
+    def load(self, model, params, state):
+        arrays = {path: jax.numpy.ones(form.shape, form.dtype) for path, form in params.items()}
+        return {**arrays, "norm.scale": arrays["norm.scale"].at[0].set(np.nan)}
+
+
+class Misshaped(Initial):
+    """Weights that nobody asked for, in shapes that nobody has."""
+
+    class Config(Initial.Config):
+        """No fields."""
+
+    def load(self, model, params, state):
+        return {"norm.scale": jax.numpy.ones((3,)), "nobody": jax.numpy.ones(())}
+
+
+def test_numbers_that_are_not_finite_and_arrays_that_do_not_fit_are_refused():
+    with pytest.raises(AxcoreError, match=r"initial \(Poisoned\) holds numbers that are not finite:\n  norm\.scale"):
+        loaded(tiny_model(), Poisoned.Config())
+    with pytest.raises(
+        AxcoreError, match=r"nobody: no parameter of this model\n  norm\.scale: \(3,\) float32, expected \(16,\)"
+    ):
+        loaded(tiny_model(), Misshaped.Config())
+
+
+def test_a_run_starts_from_another_and_resumes_from_its_own(tiny, tmp_path):
+    first = ax.fit(tiny.set(steps=4), out=tmp_path / "a")
+    cfg = tiny.set(steps=3, initial=FromRun.Config(folder=str(tmp_path / "a")))
+    second = ax.fit(cfg, out=tmp_path / "b")
+    assert second["val_bits_per_byte"] < first["val_bits_per_byte"]
+    fresh = ax.fit(tiny.set(steps=3), out=tmp_path / "c")
+    assert second["val_bits_per_byte"] < fresh["val_bits_per_byte"]
+    assert ax.fit(cfg, out=tmp_path / "b", resume=True)["val_bits_per_byte"] == second["val_bits_per_byte"]
+
+
+def test_a_run_that_cannot_start_leaves_an_earlier_one_where_it_is(tiny, tmp_path):
+    ax.fit(tiny.set(steps=1), out=tmp_path / "a")
+    with pytest.raises(AxcoreError, match=r"holds no model: config\.json: No such file"):
+        ax.fit(tiny.set(steps=1, initial=FromRun.Config(folder=str(tmp_path / "none"))), out=tmp_path / "a")
+    assert (tmp_path / "a" / "summary.json").exists() and not (tmp_path / "a.1").exists()
+
+
+def test_bad_folders_are_told_apart(saved, tmp_path):
+    folder, cfg, _ = saved
+    _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    with pytest.raises(AxcoreError, match="exists; give another folder, or remove it"):
+        save_model(folder, cfg, params, state)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(AxcoreError, match="holds no model"):
+        ModelFolder.open(tmp_path)
+    content = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "plugins": {"nobody": "axcore-nobody 1.0"}}))
+    with pytest.raises(AxcoreError, match=r"made with axcore-nobody 1\.0, and the plugin 'nobody' is not installed"):
+        ModelFolder.open(tmp_path)
+    assert ax.select(cfg, Attention)
