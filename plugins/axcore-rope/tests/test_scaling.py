@@ -7,7 +7,7 @@ import pytest
 
 import axcore as ax
 from axcore.infer import Decoder
-from axcore.module import functional
+from axcore.module import abstract, functional
 from axcore.nn import ContiguousCache, layers_of
 from axcore.testing import tiny_batch, tiny_model
 from axcore_rope.alibi import slopes
@@ -81,11 +81,17 @@ def test_rates_by_length_see_the_largest_position_of_the_call():
 
 
 @pytest.mark.parametrize(
-    "scaling", [None, Linear(factor=2.0), YaRN(factor=4.0, original_max=4), Llama3(factor=8.0, original_max=4)]
+    ("feature", "options"),
+    [
+        ("rope", {"scaling": YaRN(factor=4.0, original_max=4), "layout": "interleaved"}),
+        ("rope", {"scaling": DynamicNTK(factor=4.0, original_max=8)}),  # no longer than original_max
+        ("rope", {"scaling": Llama3(factor=8.0, original_max=4), "rotary_dim": 2, "skip_every": 2}),
+        ("alibi", {}),
+        ("learned-positions", {"max_len": 8}),
+    ],
 )
-def test_token_by_token_is_as_all_at_once(scaling):
-    cfg = ax.pipe(tiny_model(), ax.use("rope", scaling=scaling))
-    model, ids = cfg.build(rngs=ax.Rngs(0)), tiny_batch()["inputs"]
+def test_token_by_token_is_as_all_at_once(feature, options):
+    model, ids = ax.pipe(tiny_model(), ax.use(feature, **options)).build(rngs=ax.Rngs(0)), tiny_batch()["inputs"]
     fn, params, state = functional(model)
     expected = fn(params, state, ids)[0][0]
     decoder, params, state = Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
@@ -94,6 +100,13 @@ def test_token_by_token_is_as_all_at_once(scaling):
         logits, state = step(params, state, ids[:, place : place + 1], jnp.full((1, 1), place))
         found.append(logits)
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_queries_and_keys_of_a_call_turn_at_the_same_rates():
+    rotary = Rotary.Config(head_dim=8, scaling=DynamicNTK(factor=2.0, original_max=2)).build(rngs=ax.Rngs(0))
+    x = features()
+    alone = rotary(x, x, POSITIONS[:, :1], POSITIONS)  # one query at position 0, keys up to 2
+    np.testing.assert_array_equal(alone[1], rotary(x, x, POSITIONS, POSITIONS)[1])
 
 
 def test_every_nth_layer_may_go_without_positions():
@@ -129,7 +142,7 @@ def test_alibi_slopes_fall_from_head_to_head_as_published(heads):
 def test_learned_positions_are_added_and_go_with_the_document():
     cfg = ax.pipe(tiny_model(), ax.use("learned-positions", max_len=8))
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
-    ids = tiny_batch()["inputs"]
+    fn, ids = jax.jit(fn), tiny_batch()["inputs"]
     start = jnp.zeros((2, 8), jnp.int32).at[:, 4:].set(1)
     restarted = jnp.concatenate([jnp.arange(4), jnp.arange(4)])[None].repeat(2, axis=0)
     packed = fn(params, state, ids, positions=restarted, segment_ids=start)[0][0]
@@ -163,6 +176,33 @@ def test_a_position_beyond_what_was_learned_is_never_a_silent_guess():
             "needs original_max_position_embeddings, low_freq",
         ),
         (lambda: scaling_of({"rope_type": "linear", "factor": 2.0, "betafast": 1}), "has no field betafast"),
+        (lambda: LongRoPE(short=(), long=(), original_max=1), "original_max must be at least 2, not 1"),
+        (lambda: rotated(features(), scaling=Short()), r"gives rates of shape \(3,\); 8 rotated features need \(4,\)"),
+        (lambda: rotated(features(), scaling=YaRN(factor=2.0, original_max=4), theta=1.0), "YaRN needs theta above 1"),
+        (lambda: rotated(features(), interleave_sections=True), "interleave_sections=True needs sections"),
+        (
+            lambda: rotated(features(), sections=(1, 2, 1), interleave_sections=True),
+            r"sections=\(1, 2, 1\) cannot take turns: each but the first gets at most one pair of 3",
+        ),
+        (
+            lambda: ax.use("rope", scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6})(tiny_model()),
+            "rope_theta would be ignored in a scaling",
+        ),
+        (lambda: scaling_of({"rope_type": "mrope"}), "rope_type='mrope' needs mrope_section"),
+        (lambda: scaling_of({"rope_type": "yarn", "factor": "2"}), "needs original_max_position_embeddings"),
+        (lambda: scaling_of({"rope_type": "linear", "factor": "2"}), r"Linear\.factor must be float, not '2'"),
+        (
+            lambda: from_rope_parameters(
+                {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 1e4},
+                head_dim=8,
+                max_position_embeddings=16,
+            ),
+            "original_max_position_embeddings=8 beside max_position_embeddings=16",
+        ),
+        (
+            lambda: from_rope_parameters({"full_attention": {}, "sliding_attention": {}}, head_dim=8),
+            "differ by kind of layer; pass those of one: full_attention, sliding_attention",
+        ),
         (lambda: from_rope_parameters(None, head_dim=8), "neither rope_parameters nor the config gives rope_theta"),
         (lambda: ax.use("rope", skip_every=1)(tiny_model()), "skip_every must be at least 2, not 1"),
         (lambda: rotated(features(), rotary_dim=3), "rotary_dim must be even, positive and at most head_dim=8, not 3"),
@@ -182,14 +222,56 @@ def test_bad_values_are_refused_with_what_was_expected(make, message):
         make()
 
 
-def test_coordinates_without_sections_are_refused():
-    rotary = Rotary.Config(head_dim=8).build(rngs=ax.Rngs(0))
-    places = np.zeros((1, 5, 3), np.int32)
-    with pytest.raises(ax.ConfigError, match="positions have 3 coordinates; RoPE needs sections"):
-        rotary(features(), None, places, places)
+@pytest.mark.parametrize(
+    ("feature", "options", "message"),
+    [
+        ("rope", {}, r"attention\.position: positions have 3 coordinates; RoPE needs a section for each, and .*=None"),
+        ("rope", {"sections": (1, 1)}, r"positions have 3 coordinates; .* sections=\(1, 1\)"),
+        ("alibi", {}, r"attention\.bias: positions have 3 coordinates, and ALiBi knows one"),
+        (
+            "learned-positions",
+            {"max_len": 8},
+            "position: positions have 3 coordinates, and vectors are learned for one",
+        ),
+    ],
+)
+def test_coordinates_that_a_model_has_no_use_for_are_refused(feature, options, message):
+    cfg = ax.pipe(tiny_model(), ax.use(feature, **options))
+    fn, params, state = abstract(cfg)
+    with pytest.raises(ax.ConfigError, match=message):
+        jax.eval_shape(fn, params, state, tiny_batch()["inputs"], jnp.zeros((2, 8, 3), jnp.int32))
+
+
+def test_what_a_scaling_cannot_do_is_told_when_the_model_is_built():
+    scaling = LongRoPE(short=(1.0,), long=(1.0,), original_max=4)
+    with pytest.raises(ax.ConfigError, match=r"attention\.position: LongRoPE\.short has 1 factors; 4 rotated features"):
+        abstract(ax.pipe(tiny_model(), ax.use("rope", scaling=scaling)))
+
+
+class Short(Scaling):
+    def rates(self, theta, rotary_dim, length):
+        return np.ones(3)
 
 
 @pytest.mark.parametrize("old", ["type", "rope_type"])
 def test_older_configs_name_the_type_otherwise_and_give_theta_apart(old):
     cfg = from_rope_parameters({old: "linear", "factor": 4.0}, head_dim=8, theta=5000, partial_rotary_factor=0.5)
     assert cfg == Rotary.Config(theta=5000.0, rotary_dim=4, scaling=Linear(factor=4.0))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        ({"rope_type": "yarn"}, YaRN(factor=1.0, original_max=64)),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 16}, YaRN(factor=4.0, original_max=16)),
+        ({"rope_type": "dynamic", "factor": 2.0}, DynamicNTK(factor=2.0, original_max=64)),
+        (
+            {"type": "su", "short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 16},
+            LongRoPE(short=(1.0,), long=(2.0,), original_max=16, factor=4.0),
+        ),
+        ({"rope_type": "default"}, None),
+    ],
+)
+def test_what_a_dictionary_leaves_out_comes_from_the_length_of_the_config(parameters, scaling):
+    found = from_rope_parameters({"rope_theta": 1e4, **parameters}, head_dim=2, max_position_embeddings=64)
+    assert found == Rotary.Config(scaling=scaling)

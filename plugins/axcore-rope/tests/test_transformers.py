@@ -11,7 +11,7 @@ import pytest
 import axcore as ax
 from axcore.nn import TokenInfo
 from axcore_rope.alibi import Alibi
-from axcore_rope.published import from_rope_parameters, scaling_of
+from axcore_rope.published import from_rope_parameters
 from axcore_rope.rotary import Rotary
 
 HERE = pathlib.Path(__file__).parent
@@ -23,7 +23,8 @@ CASES, HEAD_DIM = DESCRIBED["cases"], DESCRIBED["head_dim"]
 @pytest.mark.parametrize("length", [10, 100])
 @pytest.mark.parametrize("name", CASES)
 def test_rates_and_factor_of_each_scaling(name, length):
-    scaling = scaling_of(CASES[name], DESCRIBED["length"])
+    length_of_config = {"head_dim": HEAD_DIM, "max_position_embeddings": DESCRIBED["length"]}
+    scaling = from_rope_parameters(CASES[name], theta=10_000.0, **length_of_config).scaling
     rates = jax.jit(lambda length: jnp.asarray(scaling.rates(10_000.0, HEAD_DIM, length)))(length)
     *expected, factor = RECORDED[f"{name}.{length}"]
     np.testing.assert_allclose(rates, expected, rtol=2e-6)

@@ -11,7 +11,7 @@ axcore_api = 1
 
 @hookimpl
 def axcore_features():
-    return [Feature("rope", "axcore_rope.rotary:use_rope", "Rotary position embedding.")]
+    return [Feature("rope", "axcore_rope.feature:use_rope", "Rotary position embedding.")]
 ```
 
 What may change between releases, and what may not:
@@ -66,7 +66,7 @@ class LayerHooks:
         ```python
         @hookimpl
         def axcore_features(host: Host) -> list[Feature]:
-            return [Feature("rope", "axcore_rope.rotary:use_rope", "Rotary position embedding in every attention.")]
+            return [Feature("rope", "axcore_rope.feature:use_rope", "Rotary position embedding in every attention.")]
         ```
         """
 

@@ -57,8 +57,8 @@ def filler(plugin: Plugin, offer: Offer, cls: Any) -> Callable[..., Config]:
     return fill
 
 
-def put(node: Config, slot: str, new: Config) -> Config:
-    """Puts `new` into a node's slot. What stands there and has a slot of the same name is a wrapper: it stays, and its
+def put(node: Config, slot: str, new: Config | None) -> Config:
+    """Puts `new` into a node's slot; None empties it. What stands there and has a slot of the same name is a wrapper: it stays, and its
     own slot is filled."""
     held = getattr(node, slot)
     return node.set(**{slot: put(held, slot, new) if isinstance(held, Config) and has_field(held, slot) else new})

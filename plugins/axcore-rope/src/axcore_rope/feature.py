@@ -30,8 +30,8 @@ def use_rope(
         theta: the base of the rates; larger turns slower and reaches further.
         layout, rotary_dim, sections, interleave_sections: see `Rotary.Config`.
         scaling: how rates change for long rows; or as published configs write it: `{"rope_type": "yarn", ...}`.
-        skip_every: of each so many layers the last gets no positions (NoPE: Yang et al. 2025, arXiv 2501.18795; SmolLM
-            3 and Llama 4 with 4). None: all get them.
+        skip_every: of each so many layers the last has no positions (NoPE: Yang et al. 2025, arXiv 2501.18795; SmolLM
+            3 and Llama 4 with 4). None: all have them.
         where: which attentions.
     """
     if skip_every is not None and skip_every < 2:
@@ -48,6 +48,6 @@ def use_rope(
         return ax.select(cfg, where).map(lambda _, attention: put(attention, "position", rotary))
 
     def most(_: str, attention: Any, number: int) -> Any:
-        return attention if number % skip_every == skip_every - 1 else put(attention, "position", rotary)
+        return put(attention, "position", None if number % skip_every == skip_every - 1 else rotary)
 
     return edit_layers(cfg, where, most)

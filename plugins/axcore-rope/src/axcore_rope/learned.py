@@ -10,6 +10,8 @@ from axcore.config import at_least
 from axcore.nn import CausalLM, Initializer, Normal
 from axcore.plugin.slots import put
 
+INIT: Initializer = Normal()
+
 
 class LearnedPositions(ax.Layer):
     """Adds a vector for each position to the embeddings (Gehring et al. 2017, arXiv 1705.03122; GPT-2)."""
@@ -18,7 +20,7 @@ class LearnedPositions(ax.Layer):
         input_dim: int = ax.REQUIRED
         max_len: int = ax.REQUIRED
         """Positions that there are vectors for. What stands beyond them becomes NaN: nothing was learned for it."""
-        init: Initializer = Normal()
+        init: Initializer = INIT
 
     config: Config
 
@@ -46,7 +48,7 @@ class LearnedPositions(ax.Layer):
 
 
 def use_learned_positions(
-    cfg: ax.Config, max_len: int, init: Initializer = Normal(), where: ax.Where = CausalLM
+    cfg: ax.Config, max_len: int, init: Initializer = INIT, where: ax.Where = CausalLM
 ) -> ax.Config:
     """Adds learned positions to the embeddings of every selected model. RoPE, where there is some, stays.
 

@@ -10,6 +10,8 @@ from axcore.config import did_you_mean
 from axcore_rope.rotary import Layout, Rotary
 from axcore_rope.scaling import DynamicNTK, Linear, Llama3, LongRoPE, Scaling, YaRN
 
+Fields = dict[str, Any]
+
 ORIGINAL = "original_max_position_embeddings"
 OF_ROTARY = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Fields of any type, which are about the rotation rather than its scaling."""
@@ -105,7 +107,7 @@ def from_rope_parameters(
     )
 
 
-def _scaling(fields: dict[str, Any], length: int | None) -> Scaling | None:
+def _scaling(fields: Fields, length: int | None) -> Scaling | None:
     """Args: length: `max_position_embeddings`, where it is known."""
     name = _first(fields.get("rope_type"), fields.get("type"), "default")
     name = ALIASES.get(name, name)
@@ -114,7 +116,7 @@ def _scaling(fields: dict[str, Any], length: int | None) -> Scaling | None:
     kind = KINDS[name]
     if name == "mrope" and fields.get("mrope_section") is None:
         raise ax.ConfigError("rope_type='mrope' needs mrope_section")
-    given = {
+    given: Fields = {
         field: tuple(value) if isinstance(value, list) else value
         for field, value in fields.items()
         if value is not None and field not in (*OF_ROTARY, "rope_type", "type")

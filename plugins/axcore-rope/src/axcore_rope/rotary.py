@@ -32,7 +32,7 @@ class Rotary(ax.Layer):
         (M-RoPE: Qwen2-VL, arXiv 2409.12191, section 2.1). They add up to rotary_dim / 2."""
         interleave_sections: bool = False
         """The coordinates take turns, pair by pair, as far as their sections reach; the first has the rest (Qwen3-VL,
-        arXiv 2511.21631, section 2)."""
+        arXiv 2511.21631)."""
 
     config: Config
 
@@ -52,6 +52,8 @@ class Rotary(ax.Layer):
         if cfg.interleave_sections and cfg.sections is None:
             raise ax.ConfigError("interleave_sections=True needs sections")
         self.rotary_dim = rotary_dim
+        if cfg.scaling is not None:
+            _check_rates(cfg.scaling, cfg.theta, rotary_dim)
         self.coordinates = _coordinates(cfg.sections or (rotary_dim // 2,), cfg.interleave_sections)
 
     def __call__(
@@ -128,3 +130,16 @@ def _coordinates(sections: tuple[int, ...], interleave: bool) -> tuple[int, ...]
             f"sections={sections} cannot take turns: each but the first gets at most one pair of {many}"
         )
     return found
+
+
+def _check_rates(scaling: Scaling, theta: float, rotary_dim: int) -> None:
+    """Asks for the rates while the layer is built, where an error still has the path of the config."""
+
+    def rates(length: jax.Array) -> jax.Array:
+        return jnp.asarray(scaling.rates(theta, rotary_dim, length if scaling.by_length else None))
+
+    found = jax.eval_shape(rates, jax.ShapeDtypeStruct((), jnp.int32)).shape
+    if found != (rotary_dim // 2,):
+        raise ax.ConfigError(
+            f"scaling={scaling!r} gives rates of shape {found}; {rotary_dim} rotated features need ({rotary_dim // 2},)"
+        )

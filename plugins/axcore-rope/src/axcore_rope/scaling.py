@@ -12,15 +12,16 @@ import numpy as np
 import axcore as ax
 
 Rates = Any
-"""float32 [rotary_dim / 2]: radians that each pair of features turns from one position to the next."""
+"""[rotary_dim / 2], of NumPy or of jax: radians that each pair of features turns from one position to the next."""
 
 
 class Scaling(ax.Config):
     """Base of scalings. To add one, subclass it and override `rates`."""
 
     by_length: ClassVar[bool] = False
-    """Whether the rates depend on the length of the row. While decoding, keys that are cached were rotated at the rates
-    of the length at their time, as in `transformers`."""
+    """Whether the rates depend on the length, which is the largest position of the call and 1, over all of its rows,
+    also under jit. While decoding, that is how far the rows have come: keys that are cached stay rotated by the rates
+    of their time, as in `transformers`, so past `original_max` it differs from the whole row at once."""
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         """The rates.
@@ -28,7 +29,10 @@ class Scaling(ax.Config):
         Args:
             theta: the base.
             rotary_dim: features that are rotated.
-            length: int scalar, the largest position of the call and 1; None unless `by_length`.
+            length: int scalar; None unless `by_length`.
+
+        Raises:
+            ConfigError: it cannot do this.
         """
         raise NotImplementedError
 
@@ -105,6 +109,9 @@ class YaRN(Scaling):
         check_positive(self, "factor", "original_max", "beta_fast", "beta_slow", "attention")
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
+        if theta <= 1:
+            raise ax.ConfigError(f"YaRN needs theta above 1, not {theta}")
+
         def pair_that_turns(times: float) -> float:
             return rotary_dim * math.log(self.original_max / (times * 2 * math.pi)) / (2 * math.log(theta))
 

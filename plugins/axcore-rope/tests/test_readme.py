@@ -1,0 +1,26 @@
+"""The code of the README runs as it stands, and its models can be built."""
+
+import pathlib
+import re
+
+from axcore.module import abstract
+from axcore.nn import layers_of
+from axcore.plugin import Feature, registry
+
+README = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_block_runs_and_every_model_is_built():
+    names = {"__name__": "readme"}
+    for block in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
+        exec(block, names)  # the page's own text
+    assert names["long"] == names["same"]
+    for name in ("rope", "long", "nope", "gemma", "mine"):
+        abstract(names[name].model)
+    positions = [place.config.attention.position for place in layers_of(names["nope"].model.decoder)]
+    assert [each is None for each in positions[:8]] == [False, False, False, True] * 2
+
+
+def test_the_features_it_lists_are_those_offered():
+    offered = {offer.name for plugin, offer in registry().offers(Feature) if plugin.id == "rope"}
+    assert set(re.findall(r"^\| `([\w-]+)` \| `(?:position|bias)`", README, re.MULTILINE)) == offered
