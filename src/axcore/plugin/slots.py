@@ -58,8 +58,8 @@ def filler(plugin: Plugin, offer: Offer, cls: Any) -> Callable[..., Config]:
 
 
 def put(node: Config, slot: str, new: Config | None) -> Config:
-    """Puts `new` into a node's slot; None empties it. What stands there and has a slot of the same name is a wrapper: it stays, and its
-    own slot is filled."""
+    """Puts `new` into a node's slot; None empties it. What stands there and has a slot of the same name is a wrapper:
+    it stays, and its own slot is filled."""
     held = getattr(node, slot)
     return node.set(**{slot: put(held, slot, new) if isinstance(held, Config) and has_field(held, slot) else new})
 
