@@ -1,6 +1,7 @@
 """Runs that start from given weights, and model folders."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -125,6 +126,16 @@ def test_a_run_starts_from_another_and_resumes_from_its_own(tiny, tmp_path):
     fresh = ax.fit(tiny.set(steps=3), out=tmp_path / "c")
     assert second["val_bits_per_byte"] < fresh["val_bits_per_byte"]
     assert ax.fit(cfg, out=tmp_path / "b", resume=True)["val_bits_per_byte"] == second["val_bits_per_byte"]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_given_weights_again(tiny, tmp_path):
+    ax.fit(tiny.set(steps=4), out=tmp_path / "a")
+    cfg = tiny.set(steps=3, initial=FromRun.Config(folder=str(tmp_path / "a")))
+    expected = ax.fit(cfg, out=tmp_path / "b")["val_bits_per_byte"]
+    for step in (tmp_path / "b" / "checkpoints").iterdir():
+        shutil.rmtree(step)
+    (tmp_path / "b" / "checkpoints" / "2.tmp").mkdir()
+    assert ax.fit(cfg, out=tmp_path / "b", resume=True)["val_bits_per_byte"] == expected
 
 
 def test_a_run_that_cannot_start_leaves_an_earlier_one_where_it_is(tiny, tmp_path):

@@ -69,6 +69,18 @@ def test_weights_that_are_no_numbers_are_refused(checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_only_looks_like_a_scale_is_an_unknown_tensor(checkpoint, tmp_path):
+    rewrite(checkpoint, lambda held: held.update({"model.norm.weight_scale_inv": np.full((1, 1), 7.0, np.float32)}))
+    with pytest.raises(AxcoreError, match=r"unknown: model\.norm\.weight_scale_inv \(1, 1\)"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+
+
+def test_integers_are_no_weights(checkpoint, tmp_path):
+    rewrite(checkpoint, lambda held: held.update({"model.norm.weight": np.ones((16,), np.int32)}))
+    with pytest.raises(AxcoreError, match=r"model\.norm\.weight holds int32, and weights are floating-point numbers"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+
+
 @pytest.mark.parametrize("kept", [4, 100, -10])
 def test_a_truncated_file_is_told(checkpoint, tmp_path, kept):
     content = (checkpoint / SINGLE).read_bytes()

@@ -142,7 +142,10 @@ def test_no_block_becomes_a_mixture_twice():
         ({"num_experts": 4, "every": 3}, "every=3 is more than the feed-forward blocks that were selected"),
         ({"num_experts": 4, "every": 0}, "every must be at least 1, not 0"),
         ({"num_experts": 4, "capacity_factor": 1.0}, "capacity_factor=1.0 needs dispatch='capacity', not 'dropless'"),
-        ({"num_experts": 4, "dispatch": "capacity", "capacity_factor": 0.0}, "factor must be positive, not 0.0"),
+        (
+            {"num_experts": 4, "dispatch": "capacity", "capacity_factor": 0.0},
+            "factor must be positive and finite, not 0.0",
+        ),
         ({"num_experts": 4, "expert_choice": True, "bias_rate": 0.1}, "expert_choice has no use for"),
         ({"num_experts": 4, "expert_choice": True, "balance": 0.1}, "expert_choice has no use for"),
         ({"num_experts": 4, "groups": 3}, "ffn.router: num_experts=4 does not divide into groups=3"),

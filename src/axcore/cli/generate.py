@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate at most (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws, where the temperature is not 0")
+    parser.add_argument("--dtype", help="number type of weights and products, as in bfloat16 (default: the model's)")
     add_edits(parser)
     parser.set_defaults(run=run)
 
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _model(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """(the model with its weights, its tokenizer)."""
-    from axcore.module import abstract
+    from axcore.module import DTypes, abstract
     from axcore.train.initial import FromRun, gathered
     from axcore.train.model_folder import ModelFolder, flat, like
 
@@ -85,6 +86,9 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any]:
     known = getattr(cfg, "vocab_size", built.vocab_size)
     if built.vocab_size > known:
         raise ConfigError(f"{name}: the tokenizer has {built.vocab_size} ids, and model.vocab_size={known}")
+    if arguments.dtype is not None:
+        asked = DTypes(param=arguments.dtype, compute=arguments.dtype)
+        cfg = cfg.set(dtypes=asked.over(cfg.dtypes or DTypes()))
     fn, params, state = abstract(cfg, "model")
     loaded = gathered(initial, cfg, flat(params), flat(state), 0)
     return fn.bind(like(params, loaded), like(state, loaded)), built

@@ -49,8 +49,8 @@ class Generator:
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._end_ids = jnp.asarray(sorted(end_ids), jnp.int32)
         self._fn, self._params, self._state = functional(model)
-        one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        logits = jax.eval_shape(lambda ids: self._fn(self._params, self._state, ids)[0][0], one)
+        row = jax.ShapeDtypeStruct((1, context), jnp.int32)  # a model that knows no row so long says so here
+        logits = jax.eval_shape(lambda ids: self._fn(self._params, self._state, ids)[0][0], row)
         self.vocab_size = logits.shape[-1]
         if cache is not None:
             self._decoder, self._params, self._state = Decoder.of(model, cache=cache, batch_size=1, max_len=context)

@@ -126,7 +126,8 @@ def _parameters(
     plugin: Plugin, offer: Offer, fn: Callable[..., Any], *, eval_str: bool = False
 ) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(fn, eval_str=eval_str).parameters
+        own = {each.__name__: each for each in getattr(fn, "__type_params__", ())}  # Python 3.12.1 does not know them
+        return inspect.signature(fn, eval_str=eval_str, locals=own).parameters
     except Exception as error:  # of evaluating annotations: anything
         raise PluginError(
             f"{offer.kind} {offer.name!r} ({plugin}): its options cannot be read from its signature: {described(error)}"

@@ -73,7 +73,7 @@ class ModelFolder:
         folder = pathlib.Path(folder).expanduser().absolute()
         try:
             content = json.loads((folder / CONFIG_FILE).read_bytes())
-            plugins = content["plugins"]
+            plugins = dict(content["plugins"])
             described, tokenizer = (json.dumps(content.get(name)) for name in ("config", "tokenizer"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise AxcoreError(

@@ -118,11 +118,11 @@ class Trainer(config.Configurable):
         source = self._input()
         prepared = self.program()
         prepared.batch_shapes(batch_form(self.config.input))
-        self.config.checkpointer.build(folder)  # bad values are refused before anything is touched
+        checkpointer = self.config.checkpointer.build(folder / model_folder.CHECKPOINTS)  # refuses bad values
         for report in self.config.reports:
             report.build()
         state = None
-        if self.config.initial is not None and not (resume and (folder / model_folder.CHECKPOINTS).exists()):
+        if self.config.initial is not None and not (resume and checkpointer.latest() is not None):
             state = begin(self.config.initial, self.config.model, prepared, np.array(self.config.seed, np.uint32))
         if not resume and held and jax.process_index() == 0:
             with run_folder.Lock(folder):

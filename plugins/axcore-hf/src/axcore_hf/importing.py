@@ -55,6 +55,10 @@ def load(
         for number, inner, part in match.rule.transform.pieces(source.read, match.theirs, match.shapes):
             path, index = places[match.ours[number]]
             index = (*index, *inner)
+            if not jnp.issubdtype(part.dtype, jnp.floating):
+                raise AxcoreError(
+                    f"{source.where}: {match.theirs[0]} holds {part.dtype}, and weights are floating-point numbers"
+                )
             if not np.isfinite(part).all():
                 tensor = match.theirs[inner[0]] if len(match.theirs) > 1 and inner else match.theirs[0]
                 broken.append(f"{tensor} (our {match.ours[number]})")

@@ -61,7 +61,7 @@ class Safetensors:
 
     def __init__(self, folder: pathlib.Path):
         self.where = str(folder)
-        self._places: dict[str, tuple[pathlib.Path, str, int, int]] = {}
+        self._places: dict[str, tuple[pathlib.Path, str, int, int, tuple[int, ...]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         listed = _index(folder)
         for file in sorted({folder / name for name in listed.values()}) if listed else [folder / SINGLE]:
@@ -69,22 +69,29 @@ class Safetensors:
                 if listed and listed.get(name) != file.name:
                     raise AxcoreError(f"{folder / INDEX} does not list {name!r}, which is in {file.name}")
                 start, end = entry["data_offsets"]
-                self._places[name] = (file, entry["dtype"], start, end)
                 shapes[name] = tuple(entry["shape"])
+                self._places[name] = (file, entry["dtype"], start, end, shapes[name])
         if gone := sorted(listed.keys() - shapes.keys()):
             raise AxcoreError(f"{folder / INDEX} lists tensors that its files do not have: {', '.join(gone[:8])}")
-        self.shapes = shapes
+        # 8-bit floats come with a factor for each block, which is part of how they are read and no tensor of its own.
+        scales = {f"{name}_scale_inv" for name, (_, dtype, *_) in self._places.items() if dtype.startswith("F8")}
+        self.shapes = {name: shape for name, shape in shapes.items() if name not in scales}
 
     def read(self, name: str) -> Array:
-        file, dtype, start, end = self._places[name]
+        found, scale = self._array(name), f"{name}_scale_inv"
+        if scale not in self._places or scale in self.shapes:
+            return found
+        return _unscaled(found, self._array(scale), f"{self.where}: {scale}")
+
+    def _array(self, name: str) -> Array:
+        file, dtype, start, end, shape = self._places[name]
         if dtype not in DTYPES:
             raise AxcoreError(f"{file}: {name} has the dtype {dtype}; known: {', '.join(DTYPES)}")
         with file.open("rb") as opened:
             opened.seek(start)
             array = np.fromfile(opened, np.uint8, end - start)
-        found: Array = array.view(DTYPES[dtype]).reshape(self.shapes[name])
-        scale = f"{name}_scale_inv"
-        return _unscaled(found, self.read(scale)) if scale in self.shapes else found
+        shaped: Array = array.view(DTYPES[dtype]).reshape(shape)
+        return shaped
 
 
 def _index(folder: pathlib.Path) -> dict[str, str]:
@@ -118,8 +125,13 @@ def _header(file: pathlib.Path) -> dict[str, Any]:
     return dict(header)
 
 
-def _unscaled(weight: Array, scale: Array) -> Array:
+def _unscaled(weight: Array, scale: Array, where: str) -> Array:
     """8-bit floats times the factor of their block of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
+    expected = tuple(-(-size // 128) for size in weight.shape)
+    if weight.ndim != 2 or scale.shape != expected:
+        raise AxcoreError(
+            f"{where} has the shape {scale.shape}; {weight.shape} in blocks of 128 x 128 takes {expected}"
+        )
     rows, columns = weight.shape
     factors = scale.repeat(128, axis=0)[:rows].repeat(128, axis=1)[:, :columns]
     return weight.astype(np.float32) * factors
@@ -161,4 +173,4 @@ class Gguf:
 
 
 def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in patterns) or name.endswith("_scale_inv")
+    return any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -69,8 +69,8 @@ class Capacity(Dispatch):
     factor: float = 1.25
 
     def __post_init__(self) -> None:
-        if self.factor is not ax.REQUIRED and not self.factor > 0:
-            raise ax.ConfigError(f"Capacity.factor must be positive, not {self.factor}")
+        if self.factor is not ax.REQUIRED and not 0 < self.factor < math.inf:
+            raise ax.ConfigError(f"Capacity.factor must be positive and finite, not {self.factor}")
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         pairs, count = routing.expert.size, routing.num_experts

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import axcore as ax
+from axcore.config import at_least
 from axcore.nn import FeedForward, Linear, combined
 from axcore_moe.matmul import GroupedMatmul
 
@@ -32,6 +33,7 @@ class Experts(ax.Layer):
         block = cfg.block
         if block.hidden_dim is ax.REQUIRED:
             raise ax.ConfigError("block.hidden_dim is REQUIRED; set the hidden features of each expert")
+        at_least(block, 1, "hidden_dim")
         wide, narrow = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
         into, out_of = (cfg.input_dim, block.hidden_dim), (block.hidden_dim, cfg.input_dim)
         self.gate, self.gate_bias = self._weights("gate", block.gate, into, wide, rngs)
