@@ -36,20 +36,23 @@ def run(arguments: argparse.Namespace) -> int:
     from axcore.infer import Generator
     from axcore.nn import ContiguousCache
 
-    if arguments.tokens < 1:
-        raise AxcoreError(f"--tokens must be at least 1, not {arguments.tokens}")
+    if not 1 <= arguments.tokens < 2**31:
+        raise AxcoreError(f"--tokens must be from 1 to 2**31 - 1, not {arguments.tokens}")
     if not 0 <= arguments.seed < 2**32:
         raise AxcoreError(f"--seed must be from 0 to 2**32 - 1, not {arguments.seed}")
     model, tokenizer = _model(arguments)
     prompt = tokenizer.prompt(arguments.prompt.encode(errors="surrogateescape"))
-    generator = Generator(
-        model,
-        context=len(prompt) + arguments.tokens,
-        temperature=arguments.temperature,
-        cache=ContiguousCache.Config(),
-        end_ids=tokenizer.end_ids,
-    )
-    found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(arguments.seed))
+    context = len(prompt) + arguments.tokens
+    cache, ends = ContiguousCache.Config(), tokenizer.end_ids
+    try:
+        generator = Generator(model, context=context, temperature=arguments.temperature, cache=cache, end_ids=ends)
+        found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(arguments.seed))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise AxcoreError(
+            f"no memory for a cache of {context} tokens; ask for fewer than --tokens {arguments.tokens}"
+        ) from error
     sys.stdout.write(arguments.prompt + tokenizer.decode(found).decode(errors="replace") + "\n")
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from axcore import config
 from axcore.config import REQUIRED, AxcoreError
@@ -52,7 +53,8 @@ class Initial(config.Configurable):
             state: the same of its other Variables; those that are left out start as the model makes them.
 
         Returns:
-            Path -> array, of some of these, in their shapes, dtypes and shardings.
+            Path -> array, of some of these, in their shapes, dtypes and shardings. They are the run's from now on: its
+            first step overwrites them.
 
         Raises:
             AxcoreError: what there is does not fit.
@@ -142,5 +144,9 @@ def _fresh(model: Model, forms: Forms, seed: Any) -> dict[str, jax.Array]:
 def begin(initial: Initial.Config, model: Model, program: Program, seed: Any) -> TrainState:
     """The first state of a run that starts from given weights. Raises what `gathered` does."""
     trees = program.state.params, program.state.model_state
-    arrays = gathered(initial, model, flat(trees[0]), flat(trees[1]), seed)
+    arrays, seen = gathered(initial, model, flat(trees[0]), flat(trees[1]), seed), set[int]()
+    for path, leaf in arrays.items():
+        if id(leaf) in seen:  # tied weights that are stored once; a step cannot overwrite one array twice
+            arrays[path] = jnp.copy(leaf)
+        seen.add(id(leaf))
     return program.start(like(trees[0], arrays), like(trees[1], arrays), seed)
