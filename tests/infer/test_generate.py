@@ -7,8 +7,19 @@ import pytest
 
 import axcore as ax
 from axcore.config import AxcoreError
-from axcore.infer import generate
-from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Normal, Repeat, TransformerLayer
+from axcore.infer import Generator, generate
+from axcore.nn import (
+    Attention,
+    CausalLM,
+    ContiguousCache,
+    FanIn,
+    FeedForward,
+    Linear,
+    Normal,
+    Repeat,
+    TransformerLayer,
+)
+from axcore.train.compilations import compilations
 
 VOCAB = 11
 
@@ -151,3 +162,51 @@ def test_bad_input_is_refused_by_name(model, changes, message):
     arguments = {"prompt": [1], "num_tokens": 2, "context": 4, "key": KEY, "temperature": 1.0, **changes}
     with pytest.raises(AxcoreError, match=message):
         generate(model, arguments.pop("prompt"), **arguments)
+
+
+# With a cache.
+
+
+@pytest.fixture(scope="module")
+def cached(model):
+    return Generator(model, context=40, temperature=0, cache=ContiguousCache.Config())
+
+
+@pytest.mark.parametrize("prompt_len", [1, 16, 17, 30])
+def test_a_padded_prompt_and_a_cache_change_nothing(cached, logits_after, prompt_len):
+    prompt = np.random.default_rng(prompt_len).integers(0, VOCAB, prompt_len)
+    found = cached(prompt, num_tokens=6, key=KEY)
+    assert found.tolist() == naive_greedy(logits_after, prompt.tolist(), 6, context=40)
+
+
+def test_twenty_prompts_of_as_many_lengths_and_goals_are_compiled_twice(model):
+    before = compilations("_cached")
+    generator = Generator(model, context=32, temperature=0, cache=ContiguousCache.Config())
+    for length in range(1, 21):
+        assert generator(np.ones(length, int), num_tokens=length % 7, key=KEY).size == length % 7
+    assert compilations("_cached") - before == 2
+
+
+@pytest.mark.parametrize("cache", [None, ContiguousCache.Config()], ids=["recomputed", "cached"])
+def test_a_sample_ends_with_the_first_token_that_ends_it(model, cache):
+    sample = lambda *end_ids: generate(  # noqa: E731
+        model, [3, 1, 4], num_tokens=12, context=16, key=KEY, cache=cache, end_ids=end_ids
+    ).tolist()
+    whole = sample()
+    assert sample(whole[0]) == whole[:1]
+    assert sample(whole[5]) == whole[: whole.index(whole[5]) + 1]
+    assert sample(*set(range(VOCAB)) - set(whole)) == whole
+
+
+def test_with_a_cache_all_must_fit_into_the_context(cached):
+    assert cached([1] * 30, num_tokens=10, key=KEY).size == 10
+    with pytest.raises(AxcoreError, match=r"30 tokens of prompt and 11 more do not fit into context=40"):
+        cached([1] * 30, num_tokens=11, key=KEY)
+
+
+def test_a_context_that_is_longer_than_the_model_knows_is_refused(model):
+    learned = ax.pipe(model.config, ax.use("learned-positions", max_len=8)).build(rngs=ax.Rngs(0))
+    assert generate(learned, [1], num_tokens=7, context=8, key=KEY, cache=ContiguousCache.Config()).size == 7
+    for cache in (None, ContiguousCache.Config()):
+        with pytest.raises(AxcoreError, match=r"a row of 9 tokens, and positions only for 8"):
+            generate(learned, [1], num_tokens=2, context=9, key=KEY, cache=cache)

@@ -10,9 +10,10 @@ import pytest
 import axcore as ax
 from axcore.config import AxcoreError
 from axcore.module import functional
-from axcore.nn import Attention, Sequence, layers_of
+from axcore.nn import Sequence, layers_of
+from axcore.plugin import use_text
 from axcore.testing import tiny_batch, tiny_model
-from axcore.train import FromRun, Initial, ModelFolder, save_model
+from axcore.train import Checkpointer, FromRun, Initial, ModelFolder, save_model
 from axcore.train.initial import gathered
 from axcore.train.model_folder import flat, like
 
@@ -109,6 +110,21 @@ class Misshaped(Initial):
         return {"norm.scale": jax.numpy.ones((3,)), "nobody": jax.numpy.ones(())}
 
 
+class Tied(Initial):
+    """One array for all parameters of one shape."""
+
+    class Config(Initial.Config):
+        """No fields."""
+
+    def load(self, model, params, state):
+        ones = {form.shape: jax.numpy.ones(form.shape, form.dtype) for form in params.values()}
+        return {path: ones[form.shape] for path, form in params.items()}
+
+
+def test_an_array_may_be_given_for_several_parameters(tiny, tmp_path):
+    assert np.isfinite(ax.fit(tiny.set(steps=2, initial=Tied.Config()), out=tmp_path / "a")["val_bits_per_byte"])
+
+
 def test_numbers_that_are_not_finite_and_arrays_that_do_not_fit_are_refused():
     with pytest.raises(AxcoreError, match=r"initial \(Poisoned\) holds numbers that are not finite:\n  norm\.scale"):
         loaded(tiny_model(), Poisoned.Config())
@@ -121,6 +137,7 @@ def test_numbers_that_are_not_finite_and_arrays_that_do_not_fit_are_refused():
 def test_a_run_starts_from_another_and_resumes_from_its_own(tiny, tmp_path):
     first = ax.fit(tiny.set(steps=4), out=tmp_path / "a")
     cfg = tiny.set(steps=3, initial=FromRun.Config(folder=str(tmp_path / "a")))
+    assert ax.pipe(tiny.set(steps=3), use_text(f"run-weights:folder={tmp_path / 'a'}")) == cfg
     second = ax.fit(cfg, out=tmp_path / "b")
     assert second["val_bits_per_byte"] < first["val_bits_per_byte"]
     fresh = ax.fit(tiny.set(steps=3), out=tmp_path / "c")
@@ -150,11 +167,31 @@ def test_bad_folders_are_told_apart(saved, tmp_path):
     _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     with pytest.raises(AxcoreError, match="exists; give another folder, or remove it"):
         save_model(folder, cfg, params, state)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(AxcoreError, match="holds no model"):
-        ModelFolder.open(tmp_path)
+    for content in ("{", "[]", "{}", '{"plugins": [1]}', '{"plugins": {}}'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(AxcoreError, match=r"holds no model|config\.json: "):
+            ModelFolder.open(tmp_path)
     content = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "plugins": {"nobody": "axcore-nobody 1.0"}}))
     with pytest.raises(AxcoreError, match=r"made with axcore-nobody 1\.0, and the plugin 'nobody' is not installed"):
         ModelFolder.open(tmp_path)
-    assert ax.select(cfg, Attention)
+
+
+def test_a_model_is_written_whole_or_not_at_all(saved, tmp_path, monkeypatch):
+    _, cfg, expected = saved
+    _, params, state = functional(cfg.build(rngs=ax.Rngs(5)))
+    monkeypatch.setattr(Checkpointer, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(tmp_path / "model", cfg, params, state)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    (tmp_path / ".model.partial" / "checkpoints" / "0").mkdir(parents=True)  # what a killed process leaves
+    folder = save_model(tmp_path / "model", cfg, params, state)
+    assert list(tmp_path.iterdir()) == [folder]
+    found = loaded(cfg, FromRun.Config(folder=str(folder)))
+    np.testing.assert_allclose(logits(cfg, *found), expected, rtol=1e-5, atol=1e-6)
+
+
+def interrupted(self, *args, **kwargs):
+    assert (self.folder.parent / "config.json").exists()
+    raise KeyboardInterrupt

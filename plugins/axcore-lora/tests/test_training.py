@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
+from axcore.config import AxcoreError
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.testing.models import by_path
 from axcore.train import Checkpointer, Learner, Trainer, WarmupStableDecay
@@ -16,17 +17,18 @@ from axcore.train.metrics import JsonlWriter, read_jsonl
 from axcore_lora import adapters
 
 STEPS = 12
+LORA = ax.use("lora", rank=4, dora=True)
 
 
 @pytest.fixture
-def config(tmp_path):
+def plain(tmp_path):
     folder, rng = tmp_path / "corpus", random.Random(0)
     folder.mkdir()
     for number in range(20):
         words = (rng.choice(["banana", "orange", "kiwi", "papaya", "lemon"]) for _ in range(60))
         (folder / f"{number:02}.txt").write_text(" ".join(words))
     layer = TransformerLayer.Config(attention=Attention.Config(num_heads=2), ffn=FeedForward.Config(hidden_dim=32))
-    plain = Trainer.Config(
+    return Trainer.Config(
         model=CausalLM.Config(
             vocab_size=ByteTokenizer.Config().build().vocab_size,
             dim=16,
@@ -43,7 +45,11 @@ def config(tmp_path):
         checkpointer=Checkpointer.Config(every_minutes=None),
         writers=(JsonlWriter.Config(),),
     )
-    return ax.pipe(plain, ax.use("lora", rank=4, dora=True))
+
+
+@pytest.fixture
+def config(plain):
+    return ax.pipe(plain, LORA)
 
 
 def losses(folder):
@@ -70,3 +76,22 @@ def test_adapters_learn_and_the_base_keeps_its_bits(config, tmp_path):
     assert held and all(".adapter." in path for path in held)  # no moments of frozen parameters
     for path, leaf in by_path(alone).items():
         np.testing.assert_array_equal(leaf, after[path])
+
+
+def test_adapters_are_trained_over_the_weights_of_another_run(plain, tmp_path):
+    ax.fit(plain.set(steps=3), out=tmp_path / "base")
+    start = ax.use("run-weights", folder=str(tmp_path / "base"), allow_new=("**.adapter.**",))
+    tuned = ax.pipe(plain.set(steps=3), LORA, start)
+    ax.fit(tuned, out=tmp_path / "tuned")
+    base, after = (params_of(cfg, tmp_path / name) for cfg, name in ((plain, "base"), (tuned, "tuned")))
+    assert base.keys() == {path for path in after if ".adapter." not in path} != after.keys()
+    for path, leaf in base.items():
+        np.testing.assert_array_equal(after[path], leaf)
+    with pytest.raises(AxcoreError, match=r"adapter\.a: missing; to start it afresh, name it in initial\.allow_new"):
+        ax.fit(ax.override(tuned, ["initial.allow_new=()"]), out=tmp_path / "refused")
+
+
+def params_of(cfg, folder):
+    with Checkpointer.Config().build(folder / "checkpoints") as checkpointer:
+        wanted = {"params": cfg.build().program().state.params}
+        return by_path(checkpointer.restore(wanted, subset=True).state["params"])

@@ -1,0 +1,107 @@
+"""`axcore generate`."""
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.infer import generate
+from axcore.module import abstract
+from axcore.train import Checkpointer, save_model
+from axcore.train.input import ByteTokenizer
+
+PROMPT = "banana ora"
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    """The folder of a run."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    ax.fit(tiny.set(steps=30, writers=()), out=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tiny, trained):
+    """The model of its last checkpoint."""
+    with Checkpointer.Config().build(trained / "checkpoints") as checkpointer:
+        state = checkpointer.restore(tiny.build().program().state).state
+    return abstract(tiny.model)[0].bind(state.params, state.model_state)
+
+
+def expected(model, prompt, **arguments):
+    ids = [256, *prompt.encode()]
+    defaults = {"num_tokens": 9, "context": 32, "key": jax.random.key(0), "temperature": 0.0, "end_ids": [256]}
+    found = generate(model, ids, **{**defaults, **arguments})
+    return prompt + bytes(found[found < 256].tolist()).decode(errors="replace") + "\n"
+
+
+def test_a_folder_goes_on_from_the_prompt_as_the_model_does_without_a_cache(axcore, trained, model):
+    for prompt in (PROMPT, ""):
+        done = axcore("generate", trained, "--prompt", prompt, "--tokens", "9")
+        assert (done.code, done.err) == (0, "")
+        assert done.out == expected(model, prompt)
+
+
+def test_a_recipe_brings_its_weights(axcore, trained, corpus, model):
+    use = ("--set", f"input.source.folder={corpus}", "--use", "rope", "--use", f"run-weights:folder={trained}")
+    done = axcore("generate", "tiny", *use, "--prompt", PROMPT, "--tokens", "9")
+    assert done.out == expected(model, PROMPT), done
+
+
+def test_the_seed_decides_what_is_drawn(axcore, trained, model):
+    drawn = [
+        axcore("generate", trained, "--prompt", PROMPT, "--tokens", 9, "--temperature", 1.5, "--seed", seed).out
+        for seed in (1, 2)
+    ]
+    assert drawn[0] != drawn[1] == expected(model, PROMPT, temperature=1.5, key=jax.random.key(2))
+
+
+def test_another_number_type(axcore, trained):
+    done = axcore("generate", trained, "--prompt", PROMPT, "--tokens", 3, "--dtype", "bfloat16")
+    assert done.code == 0 and done.out.startswith(PROMPT)
+    assert "'b16' is no number type" in axcore("generate", trained, "--prompt", "a", "--dtype", "b16").message
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tiny"], r"the recipe 'tiny' brings no weights: give the folder of a run of it (axcore train tiny)"),
+        (["tinny"], "there is no folder 'tinny', and as a recipe: there is no recipe 'tinny'"),
+        (["./tiny"], "/tiny holds no model: config.json: No such file or directory"),
+        (["RUN", "--set", "steps=3"], "a folder's model is as it is"),
+        (["RUN", "--tokens", "0"], "--tokens must be from 1 to 2**31 - 1, not 0"),
+        (["RUN", "--tokens", "1000000000000"], "--tokens must be from 1 to 2**31 - 1"),
+        (["RUN", "--seed", "-1"], "--seed must be from 0"),
+        (["RUN", "--temperature", "-1"], "temperature must be 0 or more, not -1.0"),
+        (["RUN", "--temperature", "nan"], "temperature must be 0 or more, not nan"),
+        (["tiny", "--use", "run-weights:folder=nowhere"], "/nowhere holds no model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_done_is_refused(axcore, trained, argv, message):
+    argv = [str(trained) if each == "RUN" else each for each in argv]
+    assert message in axcore("generate", *argv, "--prompt", "a").message
+
+
+def test_a_text_beyond_what_the_model_knows_is_refused(axcore, tiny, tmp_path):
+    cfg = ax.pipe(tiny.model, ax.use("learned-positions", max_len=8))
+    folder = saved(tmp_path / "short", cfg, ByteTokenizer.Config())
+    message = axcore("generate", folder, "--prompt", "abcd", "--tokens", "4").message
+    assert "a row of 9 tokens, and positions only for 8" in message
+
+
+def saved(folder, cfg, tokenizer):
+    params, state = abstract(cfg)[1:]
+    filled = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.1, leaf.dtype), (params, state))
+    return save_model(folder, cfg, *filled, tokenizer=tokenizer)
+
+
+def test_a_folder_without_a_tokenizer_and_one_whose_vocabulary_is_too_small_are_refused(axcore, tiny, tmp_path):
+    cfg = tiny.model.set(vocab_size=260)
+    for name, tokenizer, message in (
+        ("none", None, "nobody says which tokenizer the model's text has"),
+        ("small", ByteTokenizer.Config(), "the tokenizer has 264 ids, and model.vocab_size=260"),
+    ):
+        folder = saved(tmp_path / name, cfg, tokenizer)
+        assert message in axcore("generate", folder, "--prompt", "a").message
