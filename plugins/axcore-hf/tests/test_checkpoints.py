@@ -111,6 +111,12 @@ def test_files_of_an_index_are_read_and_must_agree_with_it(checkpoint, tmp_path)
     (checkpoint / INDEX).write_text("[]")
     with pytest.raises(AxcoreError, match="is no index of a checkpoint"):
         convert([f"hf:{checkpoint}", str(tmp_path / "other")])
+    (checkpoint / INDEX).unlink()
+    with pytest.raises(AxcoreError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "other")])
+    safetensors.numpy.save_file(held, checkpoint / SINGLE)
+    (checkpoint / INDEX).write_text("[]")  # not read where there is one file
+    convert([f"hf:{checkpoint}", str(tmp_path / "other")])
 
 
 def test_configs_that_nobody_understands_are_refused_by_field(checkpoint, tmp_path):

@@ -95,14 +95,14 @@ class Safetensors:
 
 
 def _index(folder: pathlib.Path) -> dict[str, str]:
-    """Tensor -> file; empty where all are in one file."""
+    """Tensor -> file; empty where all are in one file, which goes first, as in `transformers`."""
+    if (folder / SINGLE).exists():
+        return {}
     try:
         weights = json.loads((folder / INDEX).read_bytes())["weight_map"]
         return {str(name): str(file) for name, file in weights.items()}
     except FileNotFoundError:
-        if not (folder / SINGLE).exists():
-            raise AxcoreError(f"{folder} has neither {SINGLE} nor {INDEX}") from None
-        return {}
+        raise AxcoreError(f"{folder} has neither {SINGLE} nor {INDEX}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AxcoreError(f"{folder / INDEX} is no index of a checkpoint: {error}") from error
 
@@ -156,7 +156,6 @@ class Gguf:
             raise AxcoreError(f"{file} is truncated or no GGUF file: {error}") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self.shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in self._tensors.items()}
-        # Its rope factors are applied by llama.cpp itself; what a model computes is in the metadata.
         self.fields = {name: self._field(name) for name in self._reader.fields}
 
     def _field(self, name: str) -> Any:

@@ -1,0 +1,12 @@
+"""Import straight into sharded arrays, in a process of eight CPU devices."""
+
+import pathlib
+import subprocess
+import sys
+
+
+def test_weights_arrive_in_the_shardings_of_the_model():
+    script = pathlib.Path(__file__).with_name("eight_devices.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["llama", "mixtral"]
