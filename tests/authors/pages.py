@@ -88,7 +88,7 @@ class Machine:
         return self._python(self.pip, "-m", "pip", "--python", str(self.python), "install", *options, str(wheel))
 
     def _python(self, python, *arguments, cwd=None):
-        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": self.checks}
+        env = {**os.environ, "PYTEST_ADDOPTS": self.checks}
         done = subprocess.run(
             [str(python), *arguments], cwd=cwd or self.folder, env=env, text=True, capture_output=True, check=False
         )

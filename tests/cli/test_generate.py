@@ -43,6 +43,11 @@ def test_a_folder_goes_on_from_the_prompt_as_the_model_does_without_a_cache(axco
         assert done.out == expected(model, prompt)
 
 
+def test_bytes_that_are_no_text_are_shown_as_such(axcore, trained):
+    done = axcore("generate", trained, "--prompt", "ab\udcff", "--tokens", "1")
+    assert done.code == 0 and done.out.startswith("ab\ufffd"), done
+
+
 def test_a_recipe_brings_its_weights(axcore, trained, corpus, model):
     use = ("--set", f"input.source.folder={corpus}", "--use", "rope", "--use", f"run-weights:folder={trained}")
     done = axcore("generate", "tiny", *use, "--prompt", PROMPT, "--tokens", "9")
@@ -68,6 +73,7 @@ def test_another_number_type(axcore, trained):
     [
         (["tiny"], r"the recipe 'tiny' brings no weights: give the folder of a run of it (axcore train tiny)"),
         (["tinny"], "there is no folder 'tinny', and as a recipe: there is no recipe 'tinny'"),
+        ([""], "there is no folder '', and as a recipe: there is no recipe ''"),
         (["./tiny"], "/tiny holds no model: config.json: No such file or directory"),
         (["RUN", "--set", "steps=3"], "a folder's model is as it is"),
         (["RUN", "--tokens", "0"], "--tokens must be from 1 to 2**31 - 1, not 0"),

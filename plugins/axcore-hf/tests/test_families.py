@@ -177,6 +177,16 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
         ({"residual_multiplier": 0.22}, r"not supported for model_type 'llama': residual_multiplier=0.22"),
         ({"rope_scaling": {"rope_type": "yarm", "factor": 4.0}}, r"rope_type='yarm' is not known.*'yarn'"),
         ({"num_hidden_layers": None}, r"has no field 'num_hidden_layers'"),
+        ({"num_attention_heads": 0}, r"num_attention_heads=0 must be a positive whole number"),
+        ({"num_key_value_heads": "8"}, r"num_key_value_heads='8' must be a positive whole number"),
+        ({"hidden_size": 4096.0}, r"hidden_size=4096\.0 must be a positive whole number"),
+        ({"tie_word_embeddings": "false"}, r"tie_word_embeddings='false' must be true or false"),
+        ({"rms_norm_eps": math.nan}, r"rms_norm_eps=nan must be a positive number"),
+        ({"rope_theta": True}, r"rope_theta=True must be a positive number"),
+        ({"rope_scaling": "linear"}, r"rope_scaling='linear' must be an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, r"Linear\.factor must be float, not '2'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, r"Linear\.factor must be positive, not inf"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 3.0}}, r"rope_theta=500000\.0 beside rope_theta=3\.0"),
     ],
 )
 def test_what_a_config_says_and_nobody_understands_is_refused(fields, message):

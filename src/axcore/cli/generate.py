@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.seed < 2**32:
         raise AxcoreError(f"--seed must be from 0 to 2**32 - 1, not {arguments.seed}")
     model, tokenizer = _model(arguments)
-    prompt = tokenizer.prompt(arguments.prompt.encode(errors="surrogateescape"))
+    text = arguments.prompt.encode(errors="surrogateescape")
+    prompt = tokenizer.prompt(text)
     context = len(prompt) + arguments.tokens
     cache, ends = ContiguousCache.Config(), tokenizer.end_ids
     try:
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise AxcoreError(
             f"no memory for a cache of {context} tokens; ask for fewer than --tokens {arguments.tokens}"
         ) from error
-    sys.stdout.write(arguments.prompt + tokenizer.decode(found).decode(errors="replace") + "\n")
+    sys.stdout.write((text + tokenizer.decode(found)).decode(errors="replace") + "\n")
     return 0
 
 
@@ -64,7 +65,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from axcore.train.model_folder import ModelFolder, flat, like
 
     name = arguments.model
-    if os.sep in name or pathlib.Path(name).is_dir():
+    if os.sep in name or (name and pathlib.Path(name).is_dir()):
         if arguments.edits:
             raise AxcoreError("--use, --target and --set edit a recipe; a folder's model is as it is")
         found = ModelFolder.open(name)

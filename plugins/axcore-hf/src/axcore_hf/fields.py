@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from axcore.config import AxcoreError, ConfigError
@@ -22,6 +23,52 @@ HARMLESS = frozenset({
 })
 # fmt: on
 """Fields that say nothing about what an evaluated model computes, or nothing where nobody has read them."""
+
+# fmt: off
+FLAGS = frozenset({
+    "add_cross_attention", "attention_bias", "mlp_bias", "norm_topk_prob", "reorder_and_upcast_attn", "rope_interleave",
+    "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "seq_aux", "tie_word_embeddings",
+    "use_bidirectional_attention", "use_sliding_window",
+})
+RATES = frozenset({
+    "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_epsilon", "partial_rotary_factor",
+    "query_pre_attn_scalar", "rms_norm_eps", "rope_local_base_freq", "rope_theta", "routed_scaling_factor",
+    "swiglu_alpha", "swiglu_limit",
+})
+"""Positive numbers."""
+COUNTS = frozenset({
+    "decoder_sparse_step", "head_dim", "hidden_size", "intermediate_size", "kv_lora_rank", "max_position_embeddings",
+    "moe_intermediate_size", "n_embd", "n_group", "n_head", "n_inner", "n_layer", "n_positions", "n_routed_experts",
+    "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+    "num_local_experts", "original_max_position_embeddings", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "sliding_window", "sliding_window_pattern", "topk_group", "v_head_dim", "vocab_size",
+})
+"""Positive whole numbers."""
+NUMBERS_OF = frozenset({"first_k_dense_replace", "max_window_layers", "n_shared_experts"})
+"""Whole numbers of which there may be none."""
+LISTS = frozenset({"layer_types", "mlp_only_layers"})
+TABLES = frozenset({"quantization_config", "rope_parameters", "rope_scaling"})
+# fmt: on
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+KINDS: tuple[tuple[frozenset[str], str, Callable[[Any], bool]], ...] = (
+    (FLAGS, "true or false", lambda value: isinstance(value, bool)),
+    (RATES, "a positive number", lambda value: is_number(value) and value > 0),
+    (COUNTS, "a positive whole number", lambda value: is_whole(value, 1)),
+    (NUMBERS_OF, "a whole number from 0", lambda value: is_whole(value, 0)),
+    (LISTS, "a list", lambda value: isinstance(value, list)),
+    (TABLES, "an object", lambda value: isinstance(value, dict)),
+)
+"""What each field must hold that the families here read: names, words, check."""
 
 
 class Fields:
@@ -56,7 +103,7 @@ class Fields:
         """A field's value; null counts as missing.
 
         Raises:
-            ConfigError: it is missing, and there is no default.
+            ConfigError: it is missing, and there is no default; or it is of another kind than its name says.
         """
         self._read.add(name)
         value = self.raw.get(name)
@@ -64,6 +111,9 @@ class Fields:
             if default is ...:
                 raise ConfigError(f"{self.where} has no field {name!r}")
             return default
+        for names, kind, holds in KINDS:
+            if name in names and not holds(value):
+                raise ConfigError(f"{self.where}: {name}={value!r} must be {kind}")
         return value
 
     def only(self, name: str, *known: Any, default: Any = None) -> Any:

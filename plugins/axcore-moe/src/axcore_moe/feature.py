@@ -69,7 +69,9 @@ def use_moe(
         raise ax.ConfigError(f"every must be at least 1, not {every}")
     router = _router(num_experts, top_k, expert_choice, jitter, score, normalize, scale, groups, top_groups, bias_rate)
     router = router.set(linear=router.linear.set(use_bias=router_bias))
-    way = DISPATCHES[dispatch] if isinstance(dispatch, str) else dispatch
+    way = DISPATCHES.get(dispatch) if isinstance(dispatch, str) else dispatch
+    if not isinstance(way, Dispatch):
+        raise ax.ConfigError(f"dispatch={dispatch!r} is none; give a Dispatch, or one of {', '.join(DISPATCHES)}")
     if capacity_factor is not None:
         if not isinstance(way, Capacity):
             raise ax.ConfigError(f"capacity_factor={capacity_factor} needs dispatch='capacity', not {dispatch!r}")

@@ -21,7 +21,8 @@ from axcore_moe.layer import MoE
 
 class Upcycled(Initial):
     """The weights of a dense model, each of its feed-forward blocks copied into the experts that are now in its place
-    (Komatsuzaki et al. 2022, arXiv 2212.05055). Routers start afresh. The model computes what the dense one does."""
+    (Komatsuzaki et al. 2022, arXiv 2212.05055). Routers start afresh. The model computes what the dense one does, but
+    for tokens that its dispatch drops."""
 
     class Config(Initial.Config):
         source: Initial.Config = ax.REQUIRED

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import axcore as ax
 from axcore.config import did_you_mean
 from axcore_rope.rotary import Layout, Rotary
-from axcore_rope.scaling import DynamicNTK, Linear, Llama3, LongRoPE, Scaling, YaRN
+from axcore_rope.scaling import DynamicNTK, Linear, Llama3, LongRoPE, Scaling, YaRN, is_positive
 
 Fields = dict[str, Any]
 
@@ -96,6 +96,9 @@ def from_rope_parameters(
     if theta is None:
         raise ax.ConfigError("neither rope_parameters nor the config gives rope_theta")
     fraction = _first(fields.get("partial_rotary_factor"), partial_rotary_factor, 1.0)
+    for name, value in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
+        if not is_positive(value):
+            raise ax.ConfigError(f"{name} must be positive, not {value!r}")
     sections = fields.get("mrope_section")
     return Rotary.Config(
         theta=theta,

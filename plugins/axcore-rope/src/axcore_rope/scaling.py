@@ -48,10 +48,19 @@ def plain(theta: float, rotary_dim: int) -> np.ndarray:
 
 
 def check_positive(cfg: Scaling, *names: str) -> None:
+    """Refuses fields with anything but positive numbers, or tuples of them; published configs bring them unchecked."""
     for name in names:
         value = getattr(cfg, name)
-        if value is not None and value is not ax.REQUIRED and not value > 0:
-            raise ax.ConfigError(f"{type(cfg).__name__}.{name} must be positive, not {value!r}")
+        if value is None or value is ax.REQUIRED:
+            continue
+        many = isinstance(value, tuple)
+        if not all(is_positive(each) for each in (value if many else (value,))):
+            raise ax.ConfigError(f"{type(cfg).__name__}.{name} must be positive{' numbers' * many}, not {value!r}")
+
+
+def is_positive(value: object) -> bool:
+    """Whether it is a positive, finite number; true is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class Linear(Scaling):
@@ -181,7 +190,7 @@ class LongRoPE(Scaling):
     """Factor of rotated queries and keys; None: sqrt(1 + ln(factor) / ln(original_max))."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "factor", "attention")
+        check_positive(self, "short", "long", "original_max", "factor", "attention")
         ax.at_least(self, 2, "original_max")  # its logarithm divides
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:

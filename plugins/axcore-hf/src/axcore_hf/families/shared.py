@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from axcore.config import ConfigError
 from axcore.nn import (
     Attention,
     Causal,
@@ -64,9 +65,13 @@ def rope(fields: Fields, kind: str | None = None, theta: float | None = None, **
     original = fields("original_max_position_embeddings", None)
     if original is not None and parameters and (parameters.get("rope_type") or parameters.get("type")) in LONG:
         parameters = {"original_max_position_embeddings": original, **parameters}
+    theta = fields("rope_theta", theta)
+    if kind is None and parameters and parameters.get("rope_theta", theta) != theta and "rope_theta" in fields.raw:
+        inner = parameters["rope_theta"]
+        raise ConfigError(f"{fields.where}: rope_theta={theta!r} beside rope_theta={inner!r} of its RoPE parameters")
     return from_rope_parameters(
         parameters,
-        theta=fields("rope_theta", theta),
+        theta=theta,
         max_position_embeddings=fields("max_position_embeddings", None),
         partial_rotary_factor=fields("partial_rotary_factor", None),
         **{"head_dim": head_dim(fields), **more},
