@@ -15,7 +15,12 @@ WEIGHT = Parameter("weight", "Param", (4, 8), "float32", ("embed", "mlp"), 32, 1
 HEAD = ModuleNode("head", "Linear", "axcore", (WEIGHT,), ())
 ROTARY = ModuleNode("position", "Rotary", "axcore-rope 0.1.0", (), ())
 ATTENTION = ModuleNode(
-    "attention", "Attention", "axcore", (), (ROTARY, ModuleNode("query", "Linear", "axcore", (), ()))
+    "attention",
+    "Attention",
+    "axcore",
+    (),
+    (ROTARY, ModuleNode("query", "Linear", "axcore", (), ())),
+    settings={"mask": "Causal()"},
 )
 TREE = ModuleNode("", "CausalLM", "axcore", (), (ATTENTION, HEAD))
 
@@ -33,6 +38,7 @@ document.querySelector('#close').click(); say('all folded');
 type('rotary'); say('rotary'); said.push('count: ' + shown.textContent);
 type('AXCORE-ROPE position'); say('two words');
 type('mlp'); say('axes'); type('[4, 8]'); say('shape'); type('attention'); say('subtree');
+type('mask=causal'); say('setting');
 type('nothing-like-it'); say('none'); type(''); document.querySelector('#open').click(); say('cleared');
 document.body.innerHTML = '<pre>' + said.join('\\n') + '</pre>';
 </script>
@@ -65,6 +71,7 @@ def test_subtrees_fold_and_the_search_box_filters(tmp_path):
         "axes": "model head weight",
         "shape": "model head weight",
         "subtree": "model attention position query",
+        "setting": "model attention position query",
         "none": "",
         "cleared": "model attention position query head weight",
     }

@@ -99,6 +99,15 @@ def test_one_plugin_is_shown_with_its_offers_and_another_with_its_traceback(axco
     assert "failed: RuntimeError: no good today" in done.out and "Traceback (most recent call last)" in done.out
 
 
+def test_the_options_of_a_plugin_are_shown_with_their_defaults(axcore, install):
+    found = axcore("plugins", "rope").out
+    assert '\n                theta=10000.0, layout="half", rotary_dim=None, scaling=None' in found
+    assert "\n                max_len, init=Normal(), where=axcore.nn.causal_lm.CausalLM\n" in found
+    assert "chunk=1024, where=None\n" in axcore("plugins", "core").out  # of what fills a slot: its fields
+    install("old", OLD)
+    assert "  its options are not known: " in axcore("plugins", "old").out
+
+
 def test_warnings_are_shown_with_the_plugin_and_not_before(axcore, install):
     install("old", OLD)
     registry().plugins["old"].warnings = ("`version` goes in API 2",)

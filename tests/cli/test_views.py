@@ -65,7 +65,9 @@ def test_diff_applies_edits_to_the_second_in_their_order(axcore):
 
 # The module tree.
 
-ROW = re.compile(r"^(?P<name>.*?)  +(?P<count>[\d,]+)  +(?P<size>[\d.]+ \w+)  (?P<supplier>.+)$")
+ROW = re.compile(
+    r"^(?P<name>.*?)  +(?P<count>[\d,]+)  +(?P<size>[\d.]+ \w+)  (?P<supplier>[^ ]+( [\d.]+)?)(?P<settings>  .*)?$"
+)
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "llama2-7b"])
@@ -90,6 +92,14 @@ def test_tree_shows_shapes_axes_bytes_and_suppliers(axcore):
     assert all(ROW.match(line)["supplier"] in ("axcore",) for line in shown if "Linear" in line)
 
 
+def test_tree_shows_what_is_set_and_not_what_its_other_lines_say(axcore):
+    shown = lines(axcore("tree", "tiny", "--use", "rope:theta=5.0", "--use", "sliding-window:size=7"))
+    settings = {line.split("─ ")[-1].split()[0]: ROW.match(line)["settings"] for line in shown if ROW.match(line)}
+    assert settings["position"] == "  theta=5.0"
+    assert "  mask=Causal() & SameSegment() & SlidingWindow(size=7)" in settings["attention"]
+    assert "dim" not in "".join(filter(None, settings.values()))
+
+
 def test_tree_counts_parameters_and_shows_other_variables(axcore, edit):
     from flax import nnx
 
@@ -100,7 +110,7 @@ def test_tree_counts_parameters_and_shows_other_variables(axcore, edit):
     after = ROW.match(shown[0])["count"]
     assert int(after.replace(",", "")) - int(before.replace(",", "")) == 16  # scale and bias in place of scale
     assert any("mean  [16] float32 (-)  64 B  BatchStat" in line for line in shown)
-    assert next(line for line in shown if "BatchNorm" in line).endswith("flax")
+    assert next(line for line in shown if "  BatchNorm " in line).endswith("flax")
 
 
 def test_tree_of_a_recipe_that_is_a_model(axcore, edit):

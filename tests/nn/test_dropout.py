@@ -183,7 +183,10 @@ LAYER = TransformerLayer.Config(
 )
 
 
-@pytest.mark.parametrize("changes", [{"unroll": 3}, {"remat": Remat()}, {"unroll": 3, "remat": Remat()}], ids=str)
+AT_NIGHT = [pytest.param(changes, marks=pytest.mark.slow) for changes in ({"unroll": 3}, {"remat": Remat()})]
+
+
+@pytest.mark.parametrize("changes", [{"unroll": 3, "remat": Remat()}, *AT_NIGHT], ids=str)
 def test_a_loop_unrolled_or_with_remat_drops_the_same(changes):
     stack = Repeat.Config(num_layers=3, layers=LAYER)
     params = parameters(dropping(stack))

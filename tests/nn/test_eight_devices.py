@@ -82,7 +82,7 @@ def batch():
     return made
 
 
-@pytest.mark.parametrize("model", [latent, fused])
+@pytest.mark.parametrize("model", [latent, pytest.param(fused, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", [TENSOR, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["fsdp, tensor", "fsdp"])
 def test_eight_devices_give_the_loss_and_the_gradients_of_one(model, mesh):
     one, many = steps(model(), batch(), [ONE, mesh])

@@ -74,6 +74,8 @@ def test_projections_that_are_not_alike_are_not_fused():
         ax.ConfigError, match=r"at decoder.layers.attention: query, key and value must be given, and alike"
     ):
         ax.pipe(cfg, ax.use("fused-qkv"))
+    with pytest.raises(ax.ConfigError, match="queries, keys and values are made in one product already"):
+        ax.pipe(tiny_model(), ax.use("fused-qkv"), ax.use("fused-qkv"))
 
 
 def test_norms_of_each_head_or_of_all_at_once():

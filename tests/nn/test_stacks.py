@@ -308,7 +308,10 @@ def test_layers_without_a_number_cannot_be_told_apart():
             run()
 
 
-@pytest.mark.parametrize("pattern", ["aaaaaaaa", "abababab", "aabaabaa", "abcdefgh"])
+AT_NIGHT = [pytest.param(pattern, marks=pytest.mark.slow) for pattern in ("abababab", "abcdefgh")]
+
+
+@pytest.mark.parametrize("pattern", ["aaaaaaaa", "aabaabaa", *AT_NIGHT])
 def test_remat_keeps_no_more_than_the_input_of_each_layer_however_layers_are_grouped(pattern):
     """The gradients are those without, and fewer bytes are kept than by a stack that keeps all."""
 

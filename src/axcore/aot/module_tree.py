@@ -10,7 +10,9 @@ from typing import Any
 from flax import nnx
 
 from axcore.config import Config, ConfigError
-from axcore.module import abstract
+from axcore.config.codec import render
+from axcore.config.node import default, fields
+from axcore.module import Layer, abstract
 from axcore.plugin import registry
 
 
@@ -44,6 +46,7 @@ class ModuleNode:
         name: the attribute that its parent holds it under.
         kind: its class.
         supplier: the distribution that the class comes from.
+        settings: name -> value, as text, of what its config sets; without what the rest of the tree shows.
         count: of the numbers in all parameters in it and below.
         bytes: of all Variables in it and below.
     """
@@ -53,6 +56,7 @@ class ModuleNode:
     supplier: str
     parameters: tuple[Parameter, ...]
     children: tuple[ModuleNode, ...]
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -67,7 +71,8 @@ class ModuleNode:
 
     def _lines(self, first: str, rest: str) -> Iterator[str]:
         head = f"{first}{self.name}  {self.kind}" if self.name else f"{first}{self.kind}"
-        yield f"{head:64} {self.count:>16,}  {size(self.bytes):>10}  {self.supplier}"
+        settings = "".join(f"  {name}={value}" for name, value in self.settings.items())
+        yield f"{head:64} {self.count:>16,}  {size(self.bytes):>10}  {self.supplier}{settings}"
         below: list[Any] = [*self.parameters, *self.children]
         for index, item in enumerate(below):
             last = index == len(below) - 1
@@ -111,7 +116,19 @@ def _node(name: str, module: Any) -> ModuleNode:
             children.append(_node(key, value))
     owner = registry().owner(type(module).__module__)
     supplier = str(owner) if owner else type(module).__module__.partition(".")[0]
-    return ModuleNode(name, type(module).__name__, supplier, tuple(parameters), tuple(children))
+    return ModuleNode(name, type(module).__name__, supplier, tuple(parameters), tuple(children), _settings(module))
+
+
+def _settings(module: Any) -> dict[str, str]:
+    cfg = getattr(module, "config", None)
+    return {
+        name: render(value)
+        for name, value in (fields(cfg) if isinstance(cfg, Config) else ())
+        if not (name.endswith("dim") or name in ("axes", "dtypes"))  # shapes, axes and dtypes of the parameters
+        and not isinstance(value, Layer.Config)  # a child
+        and not (isinstance(value, tuple) and any(isinstance(each, Layer.Config) for each in value))
+        and value != default(type(cfg), name)
+    }
 
 
 def _entries(module: Any) -> list[tuple[str, Any]]:

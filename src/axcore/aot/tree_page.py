@@ -19,7 +19,8 @@ summary:hover, .parameter:hover { background: #8881; }
 summary::before { content: "\\25b8"; width: .8rem; } details[open] > summary::before { content: "\\25be"; }
 summary:only-child { cursor: default; } summary:only-child::before { visibility: hidden; }
 main > .parameter { position: sticky; top: 0; background: Canvas; border-bottom: 1px solid var(--line); margin: 0; }
-.kind { color: var(--accent); } .count { margin-left: auto; font-variant-numeric: tabular-nums; }
+.kind { color: var(--accent); } .settings { color: var(--muted); }
+.count { margin-left: auto; font-variant-numeric: tabular-nums; }
 .size, .supplier { width: 9rem; text-align: right; color: var(--muted); } .hidden { display: none; }
 code { font-family: ui-monospace, monospace; }
 """
@@ -49,7 +50,7 @@ filter();
 
 
 def tree_page(tree: ModuleNode, *, title: str) -> str:
-    """A page in which subtrees fold and a search box filters by path, class, supplier, shape and axes."""
+    """A page in which subtrees fold and a search box filters by path, class, supplier, settings, shape and axes."""
     title = html.escape(title)
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
@@ -63,13 +64,15 @@ def tree_page(tree: ModuleNode, *, title: str) -> str:
 
 def _node(node: ModuleNode, above: str) -> str:
     path = ".".join(part for part in (above, node.name) if part)
-    words = html.escape(f"{path} {node.kind} {node.supplier}".lower(), quote=True)
+    settings = " ".join(f"{name}={value}" for name, value in node.settings.items())
+    words = html.escape(f"{path} {node.kind} {node.supplier} {settings}".lower(), quote=True)
     inside = "".join(_parameter(parameter, path) for parameter in node.parameters)
     inside += "".join(_node(child, path) for child in node.children)
     name = html.escape(node.name or "model")
     return (
         f"<details open data-path='{words}'><summary><code>{name}</code>"
-        f"<span class='kind'>{html.escape(node.kind)}</span><span class='count'>{node.count:,}</span>"
+        f"<span class='kind'>{html.escape(node.kind)}</span><span class='settings'>{html.escape(settings)}</span>"
+        f"<span class='count'>{node.count:,}</span>"
         f"<span class='size'>{size(node.bytes)}</span><span class='supplier'>{html.escape(node.supplier)}</span>"
         f"</summary>{inside}</details>"
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from axcore.config import AxcoreError, did_you_mean
-from axcore.plugin import API_VERSION, Plugin, Recipe, registry
+from axcore.plugin import API_VERSION, Offer, Plugin, PluginError, Recipe, registry
 from axcore.plugin.allowlist import write
+from axcore.plugin.features import ATTACHABLE, options_of
 
 SCHEMA = 1
 """The version of the JSON form of `axcore plugins`; fields may be added within one."""
@@ -21,7 +22,7 @@ def add(commands: Any) -> None:
     plugins = commands.add_parser(
         "plugins",
         help="list the installed plugins",
-        description="Lists installed plugins, or shows one with its offers, warnings and traceback.",
+        description="Lists installed plugins, or shows one with its offers, their options, warnings and traceback.",
     )
     plugins.add_argument("name", nargs="?", metavar="NAME", help="the id of a plugin, or its distribution")
     form = plugins.add_mutually_exclusive_group()
@@ -101,11 +102,24 @@ def _describe(plugin: Plugin) -> None:
         ("plugin API", plugin.api),
         ("state", f"{plugin.state}: {plugin.reason}" if plugin.reason else str(plugin.state)),
         *(("warning", warning) for warning in plugin.warnings),
-        *((offer.kind, f"{offer.name}: {offer.summary} ({offer.target})") for offer in plugin.offers),
+        *(row for offer in plugin.offers for row in _describe_offer(plugin, offer)),
     ]
     _table(("plugin", plugin.id), [(name, str(value)) for name, value in rows if value is not None], "")
     if plugin.detail.strip() != plugin.reason:
         print(f"\n{plugin.detail.rstrip()}")
+
+
+def _describe_offer(plugin: Plugin, offer: Offer) -> Iterator[tuple[str, str]]:
+    yield offer.kind, f"{offer.name}: {offer.summary} ({offer.target})"
+    if not isinstance(offer, ATTACHABLE):
+        return
+    try:
+        options = options_of(plugin, offer)
+    except PluginError as error:  # such as a package that it needs and that is not installed; the rest is still told
+        yield "", f"  its options are not known: {error}"
+        return
+    if options:
+        yield "", "  " + ", ".join(f"{name}={value}" if value else name for name, value in options.items())
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:

@@ -53,6 +53,8 @@ def use_fused_qkv(cfg: Config, where: Where = Attention) -> Config:
     """
 
     def fused(_: str, attention: Any) -> Any:
+        if attention.qkv is not None:
+            raise ConfigError("its queries, keys and values are made in one product already")
         if attention.query is None or not attention.query == attention.key == attention.value:
             raise ConfigError("query, key and value must be given, and alike, to become one product")
         return attention.set(qkv=attention.query, query=None, key=None, value=None)

@@ -69,6 +69,9 @@ class And(Mask):
     def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
         return functools.reduce(operator.and_, (mask.allowed(query, key) for mask in self.masks))
 
+    def __repr__(self) -> str:
+        return " & ".join(f"({mask!r})" if isinstance(mask, Or) else repr(mask) for mask in self.masks)
+
 
 class Or(Mask):
     """A query sees what any of these lets it see."""
@@ -77,6 +80,9 @@ class Or(Mask):
 
     def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
         return functools.reduce(operator.or_, (mask.allowed(query, key) for mask in self.masks))
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.masks))
 
 
 def visible(mask: Mask, query: TokenInfo, key: TokenInfo) -> jax.Array:

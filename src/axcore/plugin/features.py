@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from axcore.config import Config, ConfigError, Modifier, did_you_mean, parse
+from axcore.config.codec import render
 from axcore.plugin.faults import blaming, described
 from axcore.plugin.hooks import OFFERS
 from axcore.plugin.offers import Feature, Offer
@@ -83,6 +84,21 @@ def _find(name: str) -> tuple[Plugin, Offer, Callable[..., Any]]:
         raise PluginError(f"{name!r} is ambiguous: it is offered as {claims}; {choice}, or set the slot itself")
     target = resolve(plugin, offer)
     return plugin, offer, filler(plugin, offer, target) if offer.slot else target
+
+
+def options_of(plugin: Plugin, offer: Offer) -> dict[str, str]:
+    """The options that `use` takes for an offer: name -> default as text, or "" where there is none.
+
+    Raises:
+        PluginError: its target cannot be loaded.
+    """
+    target = resolve(plugin, offer)
+    known = _parameters(plugin, offer, filler(plugin, offer, target) if offer.slot else target)
+    return {
+        each.name: "" if each.default is each.empty else render(each.default)
+        for each in [*known.values()][1:]
+        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    }
 
 
 def split_outside_brackets(text: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import axcore as ax
+from axcore.config import walk
 from axcore.nn import FeedForward, edit_layers
 from axcore.train import Trainer
 from axcore_moe.balance import LoadBalance
@@ -81,8 +82,11 @@ def use_moe(
     elif balance and expert_choice:
         raise ax.ConfigError(f"expert_choice has no use for balance={balance}: all experts have the same load")
     changed: list[str] = []
+    mixtures = [path for path, node in walk(cfg) if isinstance(node, MoE.Config)]
 
     def edit(path: str, block: Any, number: int) -> Any:
+        if above := next((each for each in mixtures if path.startswith(f"{each}.")), None):
+            raise ax.ConfigError(f"{above} is a mixture of experts already; select other blocks with where=")
         if number % every != every - 1:
             return block
         if not isinstance(block, FeedForward.Config):
