@@ -15,7 +15,8 @@ from axcore.nn import layers_of
 from axcore.train.initial import gathered
 from axcore.train.model_folder import flat
 from axcore_hf.checkpoint import Checkpoint
-from axcore_hf.families import family_of
+from axcore_hf.commands import convert, export
+from axcore_hf.families import family_of, language_part
 from axcore_hf.fields import Fields
 from axcore_hf.initial import FromHF
 from axcore_hf.sources import Safetensors
@@ -27,6 +28,7 @@ PUBLISHED = json.loads((PARITY / "published.json").read_text())
 
 def model_of(raw):
     fields = Fields(raw)
+    fields = language_part(fields) or fields
     return family_of(fields).read_config(fields)
 
 
@@ -108,6 +110,34 @@ def unpacked(transform, blocks, scales, shapes):
     for number, index, part in transform.pieces({"b": blocks, "s": scales}.get, ("b", "s"), shapes):
         made[number][index] = part
     return made
+
+
+@pytest.mark.parametrize("outer", ["language_model.model.", "model.language_model."])
+def test_of_several_modalities_the_language_model_is_read(tmp_path, outer, capsys):
+    """In the two spellings of names, with a config that leaves out what it has by default."""
+    plain = PARITY / "recorded" / "gemma3"
+    raw = json.loads((plain / "config.json").read_text())
+    nested = {name: value for name, value in raw.items() if name not in ("rms_norm_eps", "tie_word_embeddings")}
+    folder = tmp_path / "gemma3"
+    folder.mkdir()
+    config = {"model_type": "gemma3", "text_config": nested, "vision_config": {}, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name.replace("model.", outer, 1): array for name, array in load_file(plain / "model.safetensors").items()
+    }
+    seen = {"vision_tower.patch.weight": np.ones((2, 2), np.float32)}
+    save_file({**tensors, **seen}, folder / "model.safetensors")
+    same(arrays_of(folder), arrays_of(plain))
+    convert([f"hf:{folder}", str(tmp_path / "out")])
+    assert "its language model alone; left out: vision_tower" in capsys.readouterr().err
+    export([str(tmp_path / "out"), str(tmp_path / "back")])
+    same(load_file(tmp_path / "back" / "model.safetensors"), load_file(plain / "model.safetensors"))
+
+
+def test_a_kind_of_language_model_that_is_not_known_is_refused():
+    raw = {"model_type": "some_vlm", "text_config": {"model_type": "some_text"}}
+    with pytest.raises(ax.ConfigError, match=r"model_type='some_vlm' is not supported"):
+        model_of(raw)
 
 
 def test_mxfp4_is_read_as_transformers_does():

@@ -10,10 +10,10 @@ from typing import Any
 
 from axcore.config import AxcoreError
 from axcore_hf import gguf_file
-from axcore_hf.families import family_of
+from axcore_hf.families import family_of, language_part
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
-from axcore_hf.sources import Gguf, Safetensors, Source
+from axcore_hf.sources import Gguf, LanguagePart, Safetensors, Source
 from axcore_hf.tokenizer import FILE, HFTokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -28,6 +28,7 @@ class Checkpoint:
         raw: the fields of its `config.json`; of a GGUF file, those that say the same.
         files: name -> content of what belongs to its tokenizer.
         tokenizer: its config, with a file inside a model folder; None where it brings none.
+        left_out: parts of a model of several modalities that are not its language model, such as `vision_tower`.
     """
 
     family: Family
@@ -36,6 +37,7 @@ class Checkpoint:
     source: Source
     files: Mapping[str, bytes]
     tokenizer: Any
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, name: str, tokenizer: str | None = None) -> Checkpoint:
@@ -69,14 +71,20 @@ def _of_folder(folder: pathlib.Path) -> Checkpoint:
     if not folder.is_dir():
         raise AxcoreError(f"{folder} is no folder; hf: takes a downloaded checkpoint")
     fields = Fields.of_folder(folder)
+    part = language_part(fields)
+    fields = part or fields
     family = family_of(fields)
     model = family.read_config(fields)
     files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
     tokenizer = _checked(folder / FILE, model, fields.raw) if FILE in files else None
-    source = Safetensors(folder)
+    source: Source = Safetensors(folder)
+    left_out: tuple[str, ...] = ()
+    if part is not None:
+        source = LanguagePart(source)
+        left_out = source.left_out
     if not any(name.startswith(family.prefix) for name in source.shapes):
         family = family.without_prefix()
-    return Checkpoint(family, model, fields.raw, source, files, tokenizer)
+    return Checkpoint(family, model, fields.raw, source, files, tokenizer, left_out)
 
 
 def _checked(file: pathlib.Path, model: Any, raw: Mapping[str, Any]) -> HFTokenizer.Config:

@@ -45,6 +45,8 @@ def convert(arguments: Sequence[str]) -> int:
     save_model(given.folder, model, like(params, arrays), like(state, arrays), tokenizer=found.tokenizer, files=files)
     count = sum(arrays[path].size for path in flat(params))
     print(f"{found.family.name}: {count:,} parameters in {given.dtype} -> {given.folder}")
+    if found.left_out:
+        print(f"its language model alone; left out: {', '.join(found.left_out)}", file=sys.stderr)
     if found.tokenizer is None:
         print("it brings no tokenizer, so it cannot generate text; --tokenizer FILE gives it one", file=sys.stderr)
     return 0

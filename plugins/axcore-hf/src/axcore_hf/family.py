@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from axcore.nn import layers_of
@@ -56,6 +57,8 @@ class Family:
         rules: see `Rules`.
         ignored: regular expressions of tensors that are no parameters.
         prefix: of the names of tensors below the head.
+        defaults: what `transformers` takes for fields that are left out. Only the `text_config` of a model of several
+            modalities may leave them out.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Family:
     rules: Rules
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     prefix: str = "model."
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
     def without_prefix(self) -> Family:
         """The same for a checkpoint of the model without its head, as that of GPT-2 is published."""

@@ -94,6 +94,34 @@ class Safetensors:
         return shaped
 
 
+class LanguagePart:
+    """The tensors of the language model in a model of several modalities, named as if it were alone.
+
+    Attributes:
+        left_out: what the others belong to.
+    """
+
+    def __init__(self, whole: Source):
+        self.where, self._whole = whole.where, whole
+        names = {name: _alone(name) for name in whole.shapes}
+        self._names = {alone: name for name, alone in names.items() if alone is not None}
+        self.shapes = {alone: whole.shapes[name] for alone, name in self._names.items()}
+        parts = {name.removeprefix("model.").partition(".")[0] for name, alone in names.items() if alone is None}
+        self.left_out = tuple(sorted(parts))
+
+    def read(self, name: str) -> Array:
+        return self._whole.read(self._names[name])
+
+
+def _alone(name: str) -> str | None:
+    """The name of a tensor in its language model, which is `language_model` in files and, in some, `model` has it."""
+    if name.startswith("language_model."):
+        return name.removeprefix("language_model.")
+    if name.startswith("model.language_model."):
+        return f"model.{name.removeprefix('model.language_model.')}"
+    return name if name == "lm_head.weight" else None
+
+
 def _index(folder: pathlib.Path) -> dict[str, str]:
     """Tensor -> file; empty where all are in one file, which goes first, as in `transformers`."""
     if (folder / SINGLE).exists():

@@ -62,6 +62,22 @@ def known() -> list[str]:
     return sorted({*OWN, *_brought()})
 
 
+SHARED = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+"""Fields that a model of several modalities has beside its `text_config`, and that hold for it too."""
+
+
+def language_part(fields: Fields) -> Fields | None:
+    """The fields of the language model in a model of several modalities; None where a config is of another kind."""
+    nested = fields.raw.get("text_config")
+    if not isinstance(nested, dict):
+        return None
+    kind = nested.get("model_type")
+    if kind not in known() or fields.raw.get("model_type") in known():
+        return None
+    around = {name: fields.raw[name] for name in SHARED if name in fields.raw}
+    return Fields({**by_type(kind).defaults, **around, **nested}, f"{fields.where}: text_config")
+
+
 def family_of(fields: Fields) -> Family:
     """The family that a config belongs to.
 

@@ -89,7 +89,20 @@ RULES = (
     rule("decoder.{i}.ffn_output_norm.scale", f"{LAYER}.post_feedforward_layernorm.weight"),
 )
 
+DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+"""Of `Gemma3TextConfig`; the configs that Google published with 4 to 27 billion parameters rely on them."""
+
 FAMILIES = (
     Family("Gemma 2", ("gemma2",), gemma2, fixed(RULES)),
-    Family("Gemma 3", ("gemma3_text",), gemma3, fixed(RULES)),
+    Family("Gemma 3", ("gemma3_text",), gemma3, fixed(RULES), defaults=DEFAULTS),
 )
