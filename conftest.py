@@ -2,7 +2,7 @@
 
 import pytest
 
-BY_DAY = ("tests/testing/", "tests/parallel/", "plugins/axcore-cross-layer-kv/", "plugins/axcore-moe/")
+BY_DAY = ("tests/testing/", "tests/parallel/", "plugins/axcore-moe/")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

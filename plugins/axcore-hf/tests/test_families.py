@@ -226,8 +226,21 @@ def test_what_a_config_says_and_nobody_understands_is_refused(fields, message):
 
 def test_a_kind_of_layer_that_is_not_known_is_refused():
     raw = PUBLISHED["gpt-oss-20b"]["config"]
-    with pytest.raises(ax.ConfigError, match=r"layer_types.*chunked_attention.*is not supported; known: 'sliding"):
+    with pytest.raises(
+        ax.ConfigError, match=r"layer_types has 'chunked_attention', which is not supported; known: sl"
+    ):
         model_of(raw | {"layer_types": ["chunked_attention", *raw["layer_types"][1:]]})
+
+
+def test_what_is_said_by_layer_or_by_kind_of_layer_must_be_said_of_all():
+    raw = PUBLISHED["gpt-oss-20b"]["config"]
+    with pytest.raises(ax.ConfigError, match=r"config\.json: layer_types lists 23 layers, and there are 24"):
+        model_of(raw | {"layer_types": raw["layer_types"][1:]})
+    by_kind = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+    with pytest.raises(ax.ConfigError, match=r"rope_parameters of sliding_attention must be an object, not None"):
+        model_of(PUBLISHED["gemma-3-1b"]["config"] | {"rope_parameters": by_kind})
+    with pytest.raises(ax.ConfigError, match=r"config\.json: rope_parameters differ by kind of layer"):
+        model_of(LLAMA | {"rope_parameters": by_kind, "rope_scaling": None})
 
 
 def test_quantized_weights_of_other_families_are_refused():

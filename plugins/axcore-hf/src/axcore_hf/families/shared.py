@@ -37,6 +37,7 @@ ACTIVATIONS = {
 }
 LONG = ("longrope", "su")
 """Types whose original length is outside of the dictionary; the second is an early name of the first."""
+LAYER_TYPES = ("sliding_attention", "full_attention")
 EVERYTHING_BEFORE = Causal() & SameSegment()
 
 
@@ -60,8 +61,10 @@ def rope(fields: Fields, kind: str | None = None, theta: float | None = None, **
         theta: what holds where the fields do not say.
     """
     parameters = fields("rope_parameters", None) or fields("rope_scaling", None)
-    if kind is not None and parameters and kind in parameters:
-        parameters = parameters[kind]
+    if kind is not None and parameters and not {*LAYER_TYPES}.isdisjoint(parameters):
+        parameters = parameters.get(kind)
+        if not isinstance(parameters, dict):
+            raise ConfigError(f"{fields.where}: rope_parameters of {kind} must be an object, not {parameters!r}")
     original = fields("original_max_position_embeddings", None)
     if original is not None and parameters and (parameters.get("rope_type") or parameters.get("type")) in LONG:
         parameters = {"original_max_position_embeddings": original, **parameters}
@@ -69,13 +72,16 @@ def rope(fields: Fields, kind: str | None = None, theta: float | None = None, **
     if kind is None and parameters and parameters.get("rope_theta", theta) != theta and "rope_theta" in fields.raw:
         inner = parameters["rope_theta"]
         raise ConfigError(f"{fields.where}: rope_theta={theta!r} beside rope_theta={inner!r} of its RoPE parameters")
-    return from_rope_parameters(
-        parameters,
-        theta=theta,
-        max_position_embeddings=fields("max_position_embeddings", None),
-        partial_rotary_factor=fields("partial_rotary_factor", None),
-        **{"head_dim": head_dim(fields), **more},
-    )
+    try:
+        return from_rope_parameters(
+            parameters,
+            theta=theta,
+            max_position_embeddings=fields("max_position_embeddings", None),
+            partial_rotary_factor=fields("partial_rotary_factor", None),
+            **{"head_dim": head_dim(fields), **more},
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{fields.where}: {error}") from error
 
 
 def attention(
@@ -134,9 +140,13 @@ def sliding(fields: Fields, default: Sequence[bool]) -> list[bool]:
     kinds = fields("layer_types", None)
     if kinds is None:
         return list(default)
+    if len(kinds) != len(default):
+        raise ConfigError(f"{fields.where}: layer_types lists {len(kinds)} layers, and there are {len(default)}")
     for kind in kinds:
-        if kind not in ("sliding_attention", "full_attention"):
-            fields.only("layer_types", "sliding_attention", "full_attention", default=kind)
+        if kind not in LAYER_TYPES:
+            raise ConfigError(
+                f"{fields.where}: layer_types has {kind!r}, which is not supported; known: {', '.join(LAYER_TYPES)}"
+            )
     return [kind == "sliding_attention" for kind in kinds]
 
 
