@@ -226,9 +226,7 @@ def test_what_a_config_says_and_nobody_understands_is_refused(fields, message):
 
 def test_a_kind_of_layer_that_is_not_known_is_refused():
     raw = PUBLISHED["gpt-oss-20b"]["config"]
-    with pytest.raises(
-        ax.ConfigError, match=r"layer_types has 'chunked_attention', which is not supported; known: sl"
-    ):
+    with pytest.raises(ax.ConfigError, match=r"layer_types has 'chunked_attention', which is not supported; known: sl"):
         model_of(raw | {"layer_types": ["chunked_attention", *raw["layer_types"][1:]]})
 
 
