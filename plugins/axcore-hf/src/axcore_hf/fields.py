@@ -39,13 +39,14 @@ RATES = frozenset({
 COUNTS = frozenset({
     "decoder_sparse_step", "head_dim", "hidden_size", "intermediate_size", "kv_lora_rank", "max_position_embeddings",
     "moe_intermediate_size", "n_embd", "n_group", "n_head", "n_inner", "n_layer", "n_positions", "n_routed_experts",
+    "n_shared_experts",
     "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
     "num_local_experts", "original_max_position_embeddings", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "sliding_window", "sliding_window_pattern", "topk_group", "v_head_dim", "vocab_size",
 })
 """Positive whole numbers."""
-NUMBERS_OF = frozenset({"first_k_dense_replace", "max_window_layers", "n_shared_experts"})
-"""Whole numbers of which there may be none."""
+FROM_ZERO = frozenset({"first_k_dense_replace", "max_window_layers"})
+"""Whole numbers that may be 0."""
 LISTS = frozenset({"layer_types", "mlp_only_layers"})
 TABLES = frozenset({"quantization_config", "rope_parameters", "rope_scaling"})
 # fmt: on
@@ -64,7 +65,7 @@ KINDS: tuple[tuple[frozenset[str], str, Callable[[Any], bool]], ...] = (
     (FLAGS, "true or false", lambda value: isinstance(value, bool)),
     (RATES, "a positive number", lambda value: is_number(value) and value > 0),
     (COUNTS, "a positive whole number", lambda value: is_whole(value, 1)),
-    (NUMBERS_OF, "a whole number from 0", lambda value: is_whole(value, 0)),
+    (FROM_ZERO, "a whole number from 0", lambda value: is_whole(value, 0)),
     (LISTS, "a list", lambda value: isinstance(value, list)),
     (TABLES, "an object", lambda value: isinstance(value, dict)),
 )
