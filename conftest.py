@@ -2,13 +2,21 @@
 
 import pytest
 
-BY_DAY = ("tests/testing/", "tests/parallel/", "plugins/axcore-moe/")
+WHOLE_BY_DAY = ("tests/testing/", "tests/parallel/")
+AT_NIGHT = (
+    "test_eight_devices_agree_with_one",  # a process that compiles twice
+    "test_bfloat16_is_close_to_float32",
+    "test_recomputing_activations_changes_nothing",
+    "test_mapped_examples_agree_with_single_ones",
+    "test_rows_of_a_batch_do_not_mix",
+)
+"""Checks of the conformance suites that compile a model once more."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config, items):
-    """The suites' comparison of eight devices with one takes a process that compiles twice: by day for a few only."""
+    """By day the suites are whole in a few folders, and without their costliest checks elsewhere."""
     for item in items:
         folder = item.path.relative_to(config.rootpath).as_posix()
-        if item.name == "test_eight_devices_agree_with_one" and not folder.startswith(BY_DAY):
+        if item.name in AT_NIGHT and not folder.startswith(WHOLE_BY_DAY):
             item.add_marker(pytest.mark.slow)

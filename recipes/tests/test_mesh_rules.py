@@ -9,6 +9,7 @@ from axcore.plugin import registry
 from axcore.testing import ParallelismSuite
 
 
+@pytest.mark.slow  # tests/parallel runs the suite by day
 class TestCpu(ParallelismSuite):
     name = "cpu"
     accelerator = "cpu-4x2"
