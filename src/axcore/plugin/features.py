@@ -82,8 +82,12 @@ def _find(name: str) -> tuple[Plugin, Offer, Callable[..., Any]]:
         claims = " and ".join(f"{offer.kind} by {plugin.id} ({plugin})" for plugin, offer in found)
         choice = ways_out(plugin for plugin, _ in found)
         raise PluginError(f"{name!r} is ambiguous: it is offered as {claims}; {choice}, or set the slot itself")
+    return plugin, offer, _attacher(plugin, offer)
+
+
+def _attacher(plugin: Plugin, offer: Offer) -> Callable[..., Any]:
     target = resolve(plugin, offer)
-    return plugin, offer, filler(plugin, offer, target) if offer.slot else target
+    return filler(plugin, offer, target) if offer.slot else target
 
 
 def options_of(plugin: Plugin, offer: Offer) -> dict[str, str]:
@@ -92,8 +96,7 @@ def options_of(plugin: Plugin, offer: Offer) -> dict[str, str]:
     Raises:
         PluginError: its target cannot be loaded.
     """
-    target = resolve(plugin, offer)
-    known = _parameters(plugin, offer, filler(plugin, offer, target) if offer.slot else target)
+    known = _parameters(plugin, offer, _attacher(plugin, offer))
     return {
         each.name: "" if each.default is each.empty else render(each.default)
         for each in [*known.values()][1:]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from axcore.config import AxcoreError, ConfigError
+from axcore_rope.scaling import is_positive
 
 # fmt: off
 HARMLESS = frozenset({
@@ -52,18 +52,13 @@ TABLES = frozenset({"quantization_config", "rope_parameters", "rope_scaling"})
 # fmt: on
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number; true and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 KINDS: tuple[tuple[frozenset[str], str, Callable[[Any], bool]], ...] = (
     (FLAGS, "true or false", lambda value: isinstance(value, bool)),
-    (RATES, "a positive number", lambda value: is_number(value) and value > 0),
+    (RATES, "a positive number", is_positive),
     (COUNTS, "a positive whole number", lambda value: is_whole(value, 1)),
     (FROM_ZERO, "a whole number from 0", lambda value: is_whole(value, 0)),
     (LISTS, "a list", lambda value: isinstance(value, list)),
