@@ -8,6 +8,7 @@ from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, vmap, whil
 from axcore.module.pure import Functional, Tree, abstract, functional, initializer, invoke
 from axcore.module.rngs import Rngs, fold
 from axcore.module.transforms import scan, stack
+from axcore.module.variables import GradientState
 
 __all__ = [
     "BuildError",
@@ -16,6 +17,7 @@ __all__ = [
     "DTypes",
     "Frame",
     "Functional",
+    "GradientState",
     "Kind",
     "Layer",
     "Reduce",
