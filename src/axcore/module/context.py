@@ -158,6 +158,16 @@ def current() -> Frame:
     return stack[-1]
 
 
+def layer_index() -> tuple[jax.Array, ...]:
+    """The index of the layer that is being called in each scanned stack around it, outermost first."""
+    index: list[jax.Array] = []
+    frame = _stack.get()[-1] if _stack.get() else None
+    while frame is not None:
+        index += [name for name in reversed(frame.names) if not isinstance(name, str)]
+        frame = frame.parent
+    return tuple(reversed(index))
+
+
 @contextlib.contextmanager
 def pushed(frame: Frame) -> Iterator[Frame]:
     token = _stack.set((*_stack.get(), frame))

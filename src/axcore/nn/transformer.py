@@ -8,7 +8,7 @@ import jax
 
 from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs, remat, scan, stack
-from axcore.nn.attention import Attention
+from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.feed_forward import FeedForward
 from axcore.nn.norm import LayerNorm, RMSNorm

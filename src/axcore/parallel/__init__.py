@@ -2,7 +2,7 @@
 
 import axcore.parallel.codecs
 import axcore.preflight  # noqa: F401 - before anything below imports flax
-from axcore.parallel.mesh import FSDP_RULES, Layout, Mesh, active_layout, constrain, is_sharded
+from axcore.parallel.mesh import FSDP_RULES, Layout, Mesh, active_layout, constrain, is_sharded, on_one_device
 from axcore.parallel.remat import Remat, SaveMatmuls, SaveNames
 from axcore.parallel.shard import shard_map
 
@@ -16,5 +16,6 @@ __all__ = [
     "active_layout",
     "constrain",
     "is_sharded",
+    "on_one_device",
     "shard_map",
 ]

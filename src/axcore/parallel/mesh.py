@@ -67,6 +67,15 @@ class Layout:
     mesh: jax.sharding.Mesh
     rules: Mapping[str, MeshAxes]
 
+    @property
+    def platform(self) -> str:
+        """Of the devices: "cpu", "gpu" or "tpu", of this process or of a topology that is only compiled for."""
+        return str(_device(self.mesh).platform)
+
+    @property
+    def device_kind(self) -> str:
+        return str(_device(self.mesh).device_kind)
+
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it."""
         taken: set[str] = set()
@@ -113,12 +122,28 @@ class Layout:
             _layout.reset(token)
 
 
+def _device(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Any:
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return mesh.abstract_device or jax.devices()[0]
+    return mesh.devices.flat[0]
+
+
 _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("axcore_layout", default=None)
 
 
 def active_layout() -> Layout | None:
     """The layout whose `active` block this runs in."""
     return _layout.get()
+
+
+@contextlib.contextmanager
+def on_one_device() -> Iterator[None]:
+    """For code that sees the shards of one device: no layout is active in it."""
+    token = _layout.set(None)
+    try:
+        yield
+    finally:
+        _layout.reset(token)
 
 
 def is_sharded() -> bool:
