@@ -16,10 +16,11 @@ from axcore.nn.linear import Linear
 from axcore.nn.masks import And, Causal, Everything, Mask, Or, SameSegment, SlidingWindow, visible
 from axcore.nn.multi_token import FutureToken
 from axcore.nn.norm import AcrossHeads, LayerNorm, RMSNorm, Scale
-from axcore.nn.stacks import Place, by_layer, edit_layers, layers_of, stacked
+from axcore.nn.places import Place, Stack
+from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, unstacked, use_remat
 from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import TokenInfo
-from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer
+from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer, stacked
 
 __all__ = [
     "AcrossHeads",
@@ -60,6 +61,7 @@ __all__ = [
     "Scale",
     "Sequence",
     "SlidingWindow",
+    "Stack",
     "Stock",
     "TokenInfo",
     "TransformerLayer",
@@ -77,6 +79,9 @@ __all__ = [
     "refusal",
     "stacked",
     "stock",
+    "unstack_arrays",
+    "unstacked",
     "use_kernels",
+    "use_remat",
     "visible",
 ]
