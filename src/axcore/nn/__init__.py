@@ -23,10 +23,11 @@ from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent
 from axcore.nn.linear import Linear
 from axcore.nn.multi_token import FutureToken
 from axcore.nn.norm import AcrossHeads, LayerNorm, RMSNorm, Scale
-from axcore.nn.stacks import Place, by_layer, edit_layers, layers_of, stacked
+from axcore.nn.places import Place, Stack
+from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, unstacked, use_remat
 from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import CachedRows, Phase, TokenInfo
-from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer
+from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer, stacked
 
 __all__ = [
     "LSE",
@@ -78,6 +79,7 @@ __all__ = [
     "Scale",
     "Sequence",
     "SlidingWindow",
+    "Stack",
     "Stock",
     "TokenInfo",
     "TransformerLayer",
@@ -96,6 +98,9 @@ __all__ = [
     "refusal",
     "stacked",
     "stock",
+    "unstack_arrays",
+    "unstacked",
     "use_kernels",
+    "use_remat",
     "visible",
 ]
