@@ -173,7 +173,8 @@ def _empty(cfg: Any, name: str, batch_size: int, layout: Layout | None) -> tuple
 
     key = jax.random.key(0)
     if layout is None:
-        return built[0], jax.jit(empty)(key)
+        state = jax.jit(empty)(key)
+        return built[0], state
     shapes = jax.eval_shape(empty, key)
     axes = {"lengths": ("batch",), "model": built[0].state_axes}
     return built[0], jax.jit(empty, out_shardings=layout.shardings(shapes, axes))(key)

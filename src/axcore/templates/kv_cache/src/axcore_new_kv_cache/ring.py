@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from axcore.nn.kv_cache import Attend
 
 import axcore as ax
 from axcore.nn import And, DecodingState, KVCache, Mask, SlidingWindow, TokenInfo
-from axcore.nn.kv_cache import Attend
 
 
 class RingCache(KVCache):
