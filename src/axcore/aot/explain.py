@@ -16,9 +16,8 @@ from axcore.config.node import fields
 from axcore.config.tree import join
 from axcore.config.types import conforms, hints
 from axcore.module import Layer, Rngs, abstract
-from axcore.nn import KernelRequest, on_platform
-from axcore.nn.kernel_choice import Choice, ChooseKernel, recording
-from axcore.nn.kernels import refusal
+from axcore.nn import KernelRequest, refusal
+from axcore.nn.attention.choice import Choice, ChooseKernel, recording
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
 from axcore.plugin.hooks import OFFERS
 from axcore.train.trainer import batch_form
