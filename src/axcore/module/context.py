@@ -87,8 +87,8 @@ class Frame:
         """What was shared last under this name."""
         if name not in self.shared:
             raise ContextError(
-                f"{self.describe()} takes {name!r}, which no layer before it has shared (what is shared inside scan, "
-                f"remat or another transform stays inside). Shared: {', '.join(self.shared) or 'nothing'}"
+                f"{self.describe()} takes {name!r}, which no layer before it has shared (what is shared inside a "
+                f"scan or another transform, but remat, stays inside). Shared: {', '.join(self.shared) or 'nothing'}"
             )
         return self.shared[name]
 

@@ -192,7 +192,7 @@ class Layer(nnx.Module, Configurable):
         self.frame.shared[name] = value
 
     def shared(self, name: str) -> Any:
-        """What was shared last under this name. Nothing leaves the body of a transform such as scan or remat.
+        """What was shared last under this name. What is shared in a scan or another transform, but remat, stays inside.
 
         Raises:
             ContextError: no layer before this one shared it.

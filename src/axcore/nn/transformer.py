@@ -132,8 +132,7 @@ class Sequence(Stack):
         input_dim: int = REQUIRED
         layers: tuple[Layer.Config, ...]
         remat: Remat | None = None
-        """Of each layer in which nothing has one of its own; what a layer shares then stays inside it. None: the
-        backward pass keeps every intermediate value."""
+        """Of each layer in which nothing has one of its own. None: the backward pass keeps every intermediate value."""
 
         def places(self) -> tuple[Place, ...]:
             return tuple(Place(f"layers.{number}", (), layer) for number, layer in enumerate(self.layers))
