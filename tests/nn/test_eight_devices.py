@@ -31,7 +31,7 @@ FSDP = Mesh(shape={"data": 2, "fsdp": 4})
 ONE = Mesh(shape={"data": 1, "fsdp": 1})
 TENSOR = Mesh(
     shape={"data": 1, "fsdp": 2, "tensor": 4},
-    rules={"batch": ("data", "fsdp"), "embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"},
+    rules={"batch": ("data", "fsdp"), "embed": "fsdp", "head": "tensor", "kv_head": "tensor", "mlp": "tensor", "vocab": "tensor"},
 )
 BIASED = Linear.Config(use_bias=True, bias_init=Normal(stddev=0.1))
 FFN = FeedForward.Config(hidden_dim=24)

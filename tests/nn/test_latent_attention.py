@@ -130,9 +130,9 @@ def test_parameters_have_these_shapes_and_axes():
         "projection.weight": (9, 8),
     }
     assert fn.axes["query_down"]["weight"] == fn.axes["kv_down"]["weight"] == ("embed", None)
-    assert fn.axes["key_up"]["weight"] == fn.axes["query_up"]["weight"] == (None, "heads")
-    assert fn.axes["projection"]["weight"] == ("heads", "embed")
-    assert abstract(latent(query_rank=None))[0].axes["query_up"]["weight"] == ("embed", "heads")
+    assert fn.axes["key_up"]["weight"] == fn.axes["query_up"]["weight"] == (None, "head")
+    assert fn.axes["projection"]["weight"] == ("head", "embed")
+    assert abstract(latent(query_rank=None))[0].axes["query_up"]["weight"] == ("embed", "head")
 
 
 @pytest.mark.parametrize("absorb_up_to", [0, 1, 64], ids="absorbed up to {}".format)

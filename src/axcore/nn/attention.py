@@ -51,17 +51,19 @@ class Attention(BaseAttention):
         _check_projections(cfg)
         self.head_dim = cfg.head_dim or cfg.input_dim // cfg.num_heads
 
-        def into_heads(name: str, count: int) -> Linear:
+        def into_heads(name: str, count: int, axis: str) -> Linear:
             wide = {"input_dim": cfg.input_dim, "output_dim": count * self.head_dim}
-            return self.child(name, getattr(cfg, name), rngs, **wide, axes=("embed", "heads"))
+            return self.child(name, getattr(cfg, name), rngs, **wide, axes=("embed", axis))
 
-        self.query = into_heads("query", cfg.num_heads)
-        self.key = into_heads("key", num_kv_heads)
-        self.value = into_heads("value", num_kv_heads)
-        self.qkv = into_heads("qkv", cfg.num_heads + 2 * num_kv_heads)
+        self.query = into_heads("query", cfg.num_heads, "head")
+        self.key = into_heads("key", num_kv_heads, "kv_head")
+        self.value = into_heads("value", num_kv_heads, "kv_head")
+        self.qkv = into_heads("qkv", cfg.num_heads + 2 * num_kv_heads, "kv_head")
         of_head = {"input_dim": self.head_dim, "head_dim": self.head_dim, "axes": (None,)}
-        self.query_norm = self.child("query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, **of_head)
-        self.key_norm = self.child("key_norm", cfg.key_norm, rngs, num_heads=num_kv_heads, **of_head)
+        self.query_norm = self.child("query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, head_axis="head", **of_head)
+        self.key_norm = self.child(
+            "key_norm", cfg.key_norm, rngs, num_heads=num_kv_heads, head_axis="kv_head", **of_head
+        )
         self.make_slots(rngs, num_kv_heads=num_kv_heads, head_dim=self.head_dim)
         widths = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
         self.cache = self.child("cache", cfg.cache, rngs, **widths, head_dim=self.head_dim)

@@ -86,7 +86,7 @@ class BaseAttention(Layer):
             raise ConfigError(f"softcap must be positive or None, not {cfg.softcap}")
         self.sinks = nnx.data(None)
         if cfg.sinks is not None:
-            self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("heads",))
+            self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("head",))
         widths: dict[str, Any] = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
         self.position = self.child("position", cfg.position, rngs, **widths, head_dim=position_dim or head_dim)
         widths["head_dim"] = head_dim
@@ -94,7 +94,7 @@ class BaseAttention(Layer):
         self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
         self.output = self.child("output", cfg.output, rngs, **widths)
         wide = {"input_dim": cfg.num_heads * (value_dim or head_dim), "output_dim": cfg.input_dim}
-        self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("heads", "embed"))
+        self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("head", "embed"))
 
     def run_kernel(
         self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo, scale: Any = None

@@ -164,7 +164,7 @@ def _run(
     layout = active_layout()
     if not kernel.local or layout is None or layout.mesh.size == 1:
         return kernel(q, k, v, mask, query, key, **options)
-    rows, _, heads, _ = layout.spec(("batch", None, "heads", None))
+    rows, _, heads, _ = layout.spec(("batch", None, "head", None))
     whole = PartitionSpec(rows, None, heads, None)
 
     def of_tokens(x: jax.Array) -> PartitionSpec:  # [batch or 1, seq]

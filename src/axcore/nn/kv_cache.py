@@ -83,7 +83,7 @@ class ContiguousCache(KVCache):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         at_least(cfg, 1, "num_kv_heads", "head_dim", "batch_size", "max_len")
-        shape, axes = (cfg.batch_size, cfg.max_len, cfg.num_kv_heads, cfg.head_dim), ("batch", None, "heads", None)
+        shape, axes = (cfg.batch_size, cfg.max_len, cfg.num_kv_heads, cfg.head_dim), ("batch", None, "kv_head", None)
         value_dim = cfg.head_dim if cfg.value_dim is None else cfg.value_dim
         self.keys = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
         self.values = DecodingState(jnp.zeros((*shape[:3], value_dim), self.dtypes.compute), axes=axes)

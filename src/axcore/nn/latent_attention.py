@@ -70,12 +70,12 @@ class LatentAttention(BaseAttention):
             self.query_down = linear("query_down", cfg.input_dim, cfg.query_rank, "embed", None)
             self.query_norm = self.child("query_norm", cfg.query_norm, rngs, input_dim=cfg.query_rank, axes=(None,))
             source = (cfg.query_rank, None)
-        self.query_up = linear("query_up", source[0], heads * key_dim, source[1], "heads")
+        self.query_up = linear("query_up", source[0], heads * key_dim, source[1], "head")
         self.kv_down = linear("kv_down", cfg.input_dim, cfg.kv_rank, "embed", None)
         self.kv_norm = self.child("kv_norm", cfg.kv_norm, rngs, input_dim=cfg.kv_rank, axes=(None,))
         self.position_key = linear("position_key", cfg.input_dim, cfg.position_dim, "embed", None)
-        self.key_up = linear("key_up", cfg.kv_rank, heads * cfg.content_dim, None, "heads")
-        self.value_up = linear("value_up", cfg.kv_rank, heads * cfg.value_dim, None, "heads")
+        self.key_up = linear("key_up", cfg.kv_rank, heads * cfg.content_dim, None, "head")
+        self.value_up = linear("value_up", cfg.kv_rank, heads * cfg.value_dim, None, "head")
         self.make_slots(
             rngs, num_kv_heads=heads, head_dim=key_dim, position_dim=cfg.position_dim, value_dim=cfg.value_dim
         )

@@ -10,13 +10,15 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from axcore.config import Config, ConfigError, FrozenDict
+from axcore.config.errors import did_you_mean
+from axcore.parallel.axes import LOGICAL_AXES
 
 MeshAxes = str | tuple[str, ...] | None
 
@@ -48,7 +50,7 @@ class Mesh(Config):
         if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
             raise ConfigError(f"mesh.shape: {sizes} does not fill {len(devices)} devices; its product must be equal")
         for name, axes in self.rules.items():
-            group = (axes,) if isinstance(axes, str) else axes or ()
+            group = group_of(axes)
             if len(set(group)) < len(group):
                 raise ConfigError(f"mesh.rules: {name!r} maps to {group}, which names an axis twice")
             for axis in group:
@@ -64,20 +66,79 @@ class Mesh(Config):
 class Layout:
     """A mesh with its rules."""
 
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     rules: Mapping[str, MeshAxes]
+    manual: frozenset[str] = frozenset()
+    """Mesh axes over which the code at hand runs once for each device, inside `shard_map`: arrays are local there."""
+
+    @property
+    def platform(self) -> str:
+        """What the devices are: "cpu", "gpu" or "tpu". They need not be devices of this process.
+
+        Raises:
+            ConfigError: an abstract mesh that does not say.
+        """
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return str(self.mesh.devices.flat[0].platform)
+        device = self.mesh.abstract_device
+        if device is None:
+            raise ConfigError(
+                f"the abstract mesh {dict(self.mesh.shape)} has no platform; give it an abstract_device, as in "
+                f"AbstractDevice(device_kind, num_cores, platform)"
+            )
+        return str(device.platform)
+
+    def axes_of(self, name: str | None) -> tuple[str, ...]:
+        """The mesh axes that the rules give to a logical axis, without the manual ones."""
+        wanted = self.rules.get(name) if name is not None else None
+        return tuple(axis for axis in group_of(wanted) if axis not in self.manual)
+
+    def size_of(self, axes: MeshAxes) -> int:
+        """Into how many parts these mesh axes split a dimension."""
+        sizes = dict(self.mesh.shape)
+        return math.prod(sizes[axis] for axis in group_of(axes))
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it."""
+        """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it.
+
+        `PartitionSpec.UNCONSTRAINED` in place of a name leaves the dimension to the compiler.
+        """
         taken: set[str] = set()
-        dimensions: list[MeshAxes] = []
+        dimensions: list[Any] = []
         for name in axes:
-            wanted = self.rules.get(name) if name is not None else None
-            group = (wanted,) if isinstance(wanted, str) else tuple(wanted or ())
-            group = tuple(axis for axis in group if axis not in taken)
+            if name is PartitionSpec.UNCONSTRAINED:
+                dimensions.append(name)
+                continue
+            group = tuple(axis for axis in self.axes_of(name) if axis not in taken)
             taken.update(group)
-            dimensions.append(group if len(group) > 1 else group[0] if group else None)
+            dimensions.append(_entry(group))
         return PartitionSpec(*dimensions)
+
+    def spec_for(self, shape: Sequence[int], axes: Sequence[str | None]) -> PartitionSpec:
+        """As `spec`, for an array of this shape: leaves out the last mesh axes of a dimension that does not divide."""
+        dimensions = list(self.spec(axes))
+        for index, size in enumerate(shape):
+            if dimensions[index] is PartitionSpec.UNCONSTRAINED:
+                continue
+            group = group_of(dimensions[index])
+            while size % self.size_of(group):
+                group = group[:-1]
+            dimensions[index] = _entry(group)
+        return PartitionSpec(*dimensions)
+
+    def check_rules(self, declared: Iterable[str]) -> None:
+        """Refuses rules for axes that are neither in `LOGICAL_AXES` nor among those that a model declares.
+
+        Raises:
+            ConfigError: a rule for an unknown axis.
+        """
+        known = sorted({*LOGICAL_AXES, *declared})
+        for name in self.rules:
+            if name not in known:
+                raise ConfigError(
+                    f"mesh.rules: {name!r} is not a logical axis of this model.{did_you_mean(name, known)} "
+                    f"Known: {', '.join(known)}. A layer declares an axis of its own in `activation_axes`"
+                )
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
@@ -124,12 +185,32 @@ def active_layout() -> Layout | None:
 def is_sharded() -> bool:
     """Whether activations may be spread over several devices."""
     layout = _layout.get()
-    return layout is not None and layout.mesh.size > 1
+    return layout is not None and any(
+        size > 1 for axis, size in layout.mesh.shape.items() if axis not in layout.manual
+    )
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Tells the compiler how an activation lies on the mesh; the identity where no layout is active."""
+    """Tells the compiler how an activation lies on the mesh.
+
+    The identity where no layout is active, and inside `shard_map`. A dimension that does not divide over its mesh axes
+    (the one position of a decoding step) stays whole, and so does one named None.
+
+    Args:
+        axes: the logical axis of each dimension.
+    """
     layout = _layout.get()
     if layout is None or not is_sharded():
         return x
-    return jax.lax.with_sharding_constraint(x, layout.sharding(*axes))
+    if len(axes) != x.ndim:
+        raise ValueError(f"constrain names {len(axes)} dimensions, {axes}, of an array of shape {x.shape}")
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.spec_for(x.shape, axes)))
+
+
+def group_of(axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes of a rule, or of one entry of a partition spec."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _entry(group: tuple[str, ...]) -> MeshAxes:
+    return group if len(group) > 1 else group[0] if group else None

@@ -216,7 +216,7 @@ class KernelSuite(OfferSuite):
             pytest.skip("eight devices are made of CPU cores")
         cfg = self.config().set(dtypes=ax.DTypes(compute=self.dtypes[0]))
         batch = jax.tree.map(np.asarray, tiny_batch(rows=8))
-        rules: Mapping[str, Any] = {"batch": ("data", "fsdp"), "embed": "fsdp", "heads": "tensor"}
+        rules: Mapping[str, Any] = {"batch": ("data", "fsdp"), "embed": "fsdp", "head": "tensor", "kv_head": "tensor"}
         shape = {"data": 2, "fsdp": 2, "tensor": 2}
         alone = Mesh(shape=dict.fromkeys(shape, 1), rules=rules)
         one, eight = steps(cfg, batch, [alone, Mesh(shape=shape, rules=rules)])

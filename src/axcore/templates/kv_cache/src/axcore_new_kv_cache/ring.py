@@ -35,7 +35,7 @@ class RingCache(KVCache):
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         del rngs  # no parameters
         ax.at_least(cfg, 1, "batch_size", "window")
-        shape, axes = (cfg.batch_size, cfg.window, cfg.num_kv_heads, cfg.head_dim), ("batch", None, "heads", None)
+        shape, axes = (cfg.batch_size, cfg.window, cfg.num_kv_heads, cfg.head_dim), ("batch", None, "kv_head", None)
         self.keys = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
         self.values = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
         self.index = DecodingState(jnp.full(shape[:2], -1, jnp.int32), axes=axes[:2])  # -1: an empty slot
