@@ -15,6 +15,7 @@ from axcore.nn.base_attention import BaseAttention
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
 from axcore.nn.tokens import TokenInfo
+from axcore.parallel import constrain
 
 
 class Attention(BaseAttention):
@@ -60,7 +61,9 @@ class Attention(BaseAttention):
         self.value = into_heads("value", num_kv_heads, "kv_head")
         self.qkv = into_heads("qkv", cfg.num_heads + 2 * num_kv_heads, "kv_head")
         of_head = {"input_dim": self.head_dim, "head_dim": self.head_dim, "axes": (None,)}
-        self.query_norm = self.child("query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, head_axis="head", **of_head)
+        self.query_norm = self.child(
+            "query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, head_axis="head", **of_head
+        )
         self.key_norm = self.child(
             "key_norm", cfg.key_norm, rngs, num_heads=num_kv_heads, head_axis="kv_head", **of_head
         )
@@ -75,6 +78,9 @@ class Attention(BaseAttention):
             q = self.query_norm(q)
         if self.key_norm is not None and k is not None:
             k = self.key_norm(k)
+        q = constrain(q, "batch", "seq", "head", None)
+        if k is not None:
+            k, v = (constrain(each, "batch", "seq", "kv_head", None) for each in (k, v))
         if self.position is not None:
             q, k = self.position(q, k, tokens.positions, tokens.positions)
         q = checkpoint_name(q, "query")

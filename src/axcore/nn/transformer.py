@@ -15,6 +15,9 @@ from axcore.nn.norm import LayerNorm, RMSNorm
 from axcore.nn.tokens import TokenInfo
 from axcore.parallel import Remat, constrain
 
+HIDDEN = ("batch", "seq", "embed_activation")
+"""Logical axes of the hidden stream."""
+
 
 class TransformerLayer(Layer):
     """Attention, then a feed-forward block, each inside a residual: `x + output_norm(block(norm(x)))`.
@@ -53,8 +56,8 @@ class TransformerLayer(Layer):
             (self.ffn_norm, self.ffn, self.ffn_output_norm, ()),
         ):
             y = block(_maybe(norm, x), *args)
-            x = x + dropout(self, _maybe(output_norm, y), self.config.dropout)
-        return constrain(x, "batch", "seq", "embed_activation")
+            x = constrain(x + dropout(self, _maybe(output_norm, y), self.config.dropout), *HIDDEN)
+        return x
 
 
 class PostNormLayer(Layer):
@@ -82,9 +85,8 @@ class PostNormLayer(Layer):
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
         rate = self.config.dropout
-        x = self.attention_norm(x + dropout(self, self.attention(x, tokens), rate))
-        x = self.ffn_norm(x + dropout(self, self.ffn(x), rate))
-        return constrain(x, "batch", "seq", "embed_activation")
+        x = constrain(self.attention_norm(x + dropout(self, self.attention(x, tokens), rate)), *HIDDEN)
+        return constrain(self.ffn_norm(x + dropout(self, self.ffn(x), rate)), *HIDDEN)
 
 
 class ParallelLayer(Layer):
@@ -115,7 +117,7 @@ class ParallelLayer(Layer):
         """[batch, seq, input_dim] -> the same shape."""
         y = self.norm(x)
         both = self.attention(y, tokens) + self.ffn(y if self.ffn_norm is None else self.ffn_norm(x))
-        return constrain(x + dropout(self, both, self.config.dropout), "batch", "seq", "embed_activation")
+        return constrain(x + dropout(self, both, self.config.dropout), *HIDDEN)
 
 
 def _maybe(norm: Any, x: jax.Array) -> jax.Array:

@@ -21,6 +21,8 @@ from axcore.config.errors import did_you_mean
 from axcore.parallel.axes import LOGICAL_AXES
 
 MeshAxes = str | tuple[str, ...] | None
+Axis = Any
+"""A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`, whose class jax keeps to itself."""
 
 FSDP_RULES: Mapping[str, MeshAxes] = FrozenDict({"batch": ("data", "fsdp"), "embed": "fsdp"})
 """Batches over data and fsdp, every parameter with an `embed` dimension over fsdp; all else replicated."""
@@ -98,7 +100,7 @@ class Layout:
         sizes = dict(self.mesh.shape)
         return math.prod(sizes[axis] for axis in group_of(axes))
 
-    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+    def spec(self, axes: Sequence[Axis]) -> PartitionSpec:
         """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it.
 
         `PartitionSpec.UNCONSTRAINED` in place of a name leaves the dimension to the compiler.
@@ -114,7 +116,7 @@ class Layout:
             dimensions.append(_entry(group))
         return PartitionSpec(*dimensions)
 
-    def spec_for(self, shape: Sequence[int], axes: Sequence[str | None]) -> PartitionSpec:
+    def spec_for(self, shape: Sequence[int], axes: Sequence[Axis]) -> PartitionSpec:
         """As `spec`, for an array of this shape: leaves out the last mesh axes of a dimension that does not divide."""
         dimensions = list(self.spec(axes))
         for index, size in enumerate(shape):
@@ -140,7 +142,7 @@ class Layout:
                     f"Known: {', '.join(known)}. A layer declares an axis of its own in `activation_axes`"
                 )
 
-    def sharding(self, *axes: str | None) -> NamedSharding:
+    def sharding(self, *axes: Axis) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def shardings(self, arrays: Any, axes: Any) -> Any:
@@ -157,7 +159,7 @@ class Layout:
             except ValueError:
                 where = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ConfigError(
-                    f"parameter {where} of shape {array.shape} with axes {names} does not divide over {sharding.spec} "
+                    f"{where} of shape {array.shape} with axes {names} does not divide over {sharding.spec} "
                     f"of the mesh {dict(self.mesh.shape)}"
                 ) from None
             return sharding
@@ -185,12 +187,10 @@ def active_layout() -> Layout | None:
 def is_sharded() -> bool:
     """Whether activations may be spread over several devices."""
     layout = _layout.get()
-    return layout is not None and any(
-        size > 1 for axis, size in layout.mesh.shape.items() if axis not in layout.manual
-    )
+    return layout is not None and any(size > 1 for axis, size in layout.mesh.shape.items() if axis not in layout.manual)
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     """Tells the compiler how an activation lies on the mesh.
 
     The identity where no layout is active, and inside `shard_map`. A dimension that does not divide over its mesh axes
@@ -204,7 +204,8 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         return x
     if len(axes) != x.ndim:
         raise ValueError(f"constrain names {len(axes)} dimensions, {axes}, of an array of shape {x.shape}")
-    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.spec_for(x.shape, axes)))
+    mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh  # jax wants to see what is manual
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec_for(x.shape, axes)))
 
 
 def group_of(axes: MeshAxes) -> tuple[str, ...]:
