@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from axcore.config import Config, under
@@ -151,9 +152,13 @@ def _step(node: Any, name: Any) -> Any:
     return node[name] if isinstance(name, int) else vars(node)[name]
 
 
-def _axes(params: Any) -> Tree:
-    def axes_of(variable: nnx.Variable[Any]) -> tuple[str | None, ...]:
-        return variable.get_metadata().get("axes") or (None,) * variable[...].ndim
+def axes_of(variable: nnx.Variable[Any]) -> tuple[str | None, ...]:
+    """The logical axes of a Variable's value. In the body of a scan they are those that the scan has left of it."""
+    ndim = jnp.ndim(variable.get_raw_value())
+    axes = variable.get_metadata().get("axes") or (None,) * ndim
+    return tuple(axes[len(axes) - ndim :])
 
+
+def _axes(params: Any) -> Tree:
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     return nnx.to_pure_dict(jax.tree.map(axes_of, params, is_leaf=is_variable))

@@ -18,7 +18,7 @@ from axcore.module.context import locate
 from axcore.nn.kernels import AttentionKernel, KernelRequest, ReferenceKernel, refusal
 from axcore.nn.masks import Mask
 from axcore.nn.tokens import TokenInfo
-from axcore.parallel import active_layout, shard_map
+from axcore.parallel import active_layout, is_sharded, shard_map
 from axcore.plugin import AttentionKernel as Offer, PluginError, registry, resolve
 from axcore.plugin.slots import put
 
@@ -162,10 +162,10 @@ def _run(
     if request.platform != here and refusal(kernel, dataclasses.replace(request, platform=here)) is not None:
         return _zeros(q, v)  # see on_platform
     layout = active_layout()
-    if not kernel.local or layout is None or layout.mesh.size == 1:
+    if not kernel.local or layout is None or not is_sharded():
         return kernel(q, k, v, mask, query, key, **options)
-    rows, _, heads, _ = layout.spec(("batch", None, "head", None))
-    whole = PartitionSpec(rows, None, heads, None)
+    rows, _, heads, _ = whole = layout.spec(("batch", None, "head", None))
+    of_keys = layout.spec(("batch", None, "kv_head", None))
 
     def of_tokens(x: jax.Array) -> PartitionSpec:  # [batch or 1, seq]
         return PartitionSpec(rows if x.shape[0] > 1 else None, None)
@@ -176,10 +176,8 @@ def _run(
     def body(kernel: Any, q: Any, k: Any, v: Any, query: Any, key: Any, arrays: Any) -> jax.Array:
         return kernel(q, k, v, mask, query, key, **static, **arrays)
 
-    specs = (*(whole,) * 3, jax.tree.map(of_tokens, query), jax.tree.map(of_tokens, key))
-    mapped = shard_map(
-        body, mesh=layout.mesh, in_specs=(*specs, dict.fromkeys(arrays, PartitionSpec(heads))), out_specs=whole
-    )
+    specs = (whole, of_keys, of_keys, jax.tree.map(of_tokens, query), jax.tree.map(of_tokens, key))
+    mapped = shard_map(body, in_specs=(*specs, dict.fromkeys(arrays, PartitionSpec(heads))), out_specs=whole)
     return mapped(kernel, q, k, v, query, key, arrays)
 
 

@@ -113,7 +113,7 @@ class Layout:
                 continue
             group = tuple(axis for axis in self.axes_of(name) if axis not in taken)
             taken.update(group)
-            dimensions.append(_entry(group))
+            dimensions.append(entry_of(group))
         return PartitionSpec(*dimensions)
 
     def spec_for(self, shape: Sequence[int], axes: Sequence[Axis]) -> PartitionSpec:
@@ -125,7 +125,7 @@ class Layout:
             group = group_of(dimensions[index])
             while size % self.size_of(group):
                 group = group[:-1]
-            dimensions[index] = _entry(group)
+            dimensions[index] = entry_of(group)
         return PartitionSpec(*dimensions)
 
     def check_rules(self, declared: Iterable[str]) -> None:
@@ -213,5 +213,6 @@ def group_of(axes: MeshAxes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def _entry(group: tuple[str, ...]) -> MeshAxes:
+def entry_of(group: tuple[str, ...]) -> MeshAxes:
+    """One entry of a partition spec."""
     return group if len(group) > 1 else group[0] if group else None
