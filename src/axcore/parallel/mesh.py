@@ -100,32 +100,24 @@ class Layout:
         sizes = dict(self.mesh.shape)
         return math.prod(sizes[axis] for axis in group_of(axes))
 
-    def spec(self, axes: Sequence[Axis]) -> PartitionSpec:
+    def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> PartitionSpec:
         """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it.
 
-        `PartitionSpec.UNCONSTRAINED` in place of a name leaves the dimension to the compiler.
+        Args:
+            axes: `PartitionSpec.UNCONSTRAINED` in place of a name leaves the dimension to the compiler.
+            shape: given, a dimension that does not divide over its mesh axes goes without the last of them.
         """
         taken: set[str] = set()
         dimensions: list[Any] = []
-        for name in axes:
+        for index, name in enumerate(axes):
             if name is PartitionSpec.UNCONSTRAINED:
                 dimensions.append(name)
                 continue
             group = tuple(axis for axis in self.axes_of(name) if axis not in taken)
+            while shape is not None and shape[index] % self.size_of(group):
+                group = group[:-1]
             taken.update(group)
             dimensions.append(entry_of(group))
-        return PartitionSpec(*dimensions)
-
-    def spec_for(self, shape: Sequence[int], axes: Sequence[Axis]) -> PartitionSpec:
-        """As `spec`, for an array of this shape: leaves out the last mesh axes of a dimension that does not divide."""
-        dimensions = list(self.spec(axes))
-        for index, size in enumerate(shape):
-            if dimensions[index] is PartitionSpec.UNCONSTRAINED:
-                continue
-            group = group_of(dimensions[index])
-            while size % self.size_of(group):
-                group = group[:-1]
-            dimensions[index] = entry_of(group)
         return PartitionSpec(*dimensions)
 
     def check_rules(self, declared: Iterable[str]) -> None:
@@ -205,7 +197,7 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     if len(axes) != x.ndim:
         raise ValueError(f"constrain names {len(axes)} dimensions, {axes}, of an array of shape {x.shape}")
     mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh  # jax wants to see what is manual
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec_for(x.shape, axes)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec(axes, x.shape)))
 
 
 def group_of(axes: MeshAxes) -> tuple[str, ...]:
