@@ -150,6 +150,7 @@ class CausalLM(Layer):
         """[batch, seq, dim] -> float32 [batch, seq, vocab_size]."""
         cfg = self.config
         logits = (self.embedding.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
+        logits = constrain(logits, "batch", "seq", "vocab")
         logits = logits[..., : cfg.vocab_size]
         return logits if cfg.softcap is None else cfg.softcap * jnp.tanh(logits / cfg.softcap)
 

@@ -17,6 +17,9 @@ from axcore.nn.places import Place, Stack
 from axcore.nn.tokens import TokenInfo
 from axcore.parallel import Remat, constrain
 
+HIDDEN = ("batch", "seq", "embed_activation")
+"""Logical axes of the hidden stream."""
+
 
 class TransformerLayer(Layer):
     """Attention, then a feed-forward block, each inside a residual: `x + output_norm(block(norm(x)))`.
@@ -55,8 +58,8 @@ class TransformerLayer(Layer):
             (self.ffn_norm, self.ffn, self.ffn_output_norm, ()),
         ):
             y = block(_maybe(norm, x), *args)
-            x = x + dropout(self, _maybe(output_norm, y), self.config.dropout)
-        return constrain(x, "batch", "seq", "embed_activation")
+            x = constrain(x + dropout(self, _maybe(output_norm, y), self.config.dropout), *HIDDEN)
+        return x
 
 
 class PostNormLayer(Layer):
@@ -84,9 +87,8 @@ class PostNormLayer(Layer):
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
         rate = self.config.dropout
-        x = self.attention_norm(x + dropout(self, self.attention(x, tokens), rate))
-        x = self.ffn_norm(x + dropout(self, self.ffn(x), rate))
-        return constrain(x, "batch", "seq", "embed_activation")
+        x = constrain(self.attention_norm(x + dropout(self, self.attention(x, tokens), rate)), *HIDDEN)
+        return constrain(self.ffn_norm(x + dropout(self, self.ffn(x), rate)), *HIDDEN)
 
 
 class ParallelLayer(Layer):
@@ -117,7 +119,7 @@ class ParallelLayer(Layer):
         """[batch, seq, input_dim] -> the same shape."""
         y = self.norm(x)
         both = self.attention(y, tokens) + self.ffn(y if self.ffn_norm is None else self.ffn_norm(x))
-        return constrain(x + dropout(self, both, self.config.dropout), "batch", "seq", "embed_activation")
+        return constrain(x + dropout(self, both, self.config.dropout), *HIDDEN)
 
 
 def _maybe(norm: Any, x: jax.Array) -> jax.Array:

@@ -10,15 +10,19 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from axcore.config import Config, ConfigError, FrozenDict
+from axcore.config.errors import did_you_mean
+from axcore.parallel.axes import LOGICAL_AXES
 
 MeshAxes = str | tuple[str, ...] | None
+Axis = Any
+"""A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`, whose class jax keeps to itself."""
 
 FSDP_RULES: Mapping[str, MeshAxes] = FrozenDict({"batch": ("data", "fsdp"), "embed": "fsdp"})
 """Batches over data and fsdp, every parameter with an `embed` dimension over fsdp; all else replicated."""
@@ -48,7 +52,7 @@ class Mesh(Config):
         if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
             raise ConfigError(f"mesh.shape: {sizes} does not fill {len(devices)} devices; its product must be equal")
         for name, axes in self.rules.items():
-            group = (axes,) if isinstance(axes, str) else axes or ()
+            group = group_of(axes)
             if len(set(group)) < len(group):
                 raise ConfigError(f"mesh.rules: {name!r} maps to {group}, which names an axis twice")
             for axis in group:
@@ -64,31 +68,81 @@ class Mesh(Config):
 class Layout:
     """A mesh with its rules."""
 
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     rules: Mapping[str, MeshAxes]
+    manual: frozenset[str] = frozenset()
+    """Mesh axes over which the code at hand runs once for each device, inside `shard_map`: arrays are local there."""
 
     @property
     def platform(self) -> str:
-        """Of the devices: "cpu", "gpu" or "tpu", of this process or of a topology that is only compiled for."""
-        return str(_device(self.mesh).platform)
+        """What the devices are: "cpu", "gpu" or "tpu". They need not be devices of this process.
+
+        Raises:
+            ConfigError: an abstract mesh that does not say.
+        """
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return str(self.mesh.devices.flat[0].platform)
+        device = self.mesh.abstract_device
+        if device is None:
+            raise ConfigError(
+                f"the abstract mesh {dict(self.mesh.shape)} has no platform; give it an abstract_device, as in "
+                f"AbstractDevice(device_kind, num_cores, platform)"
+            )
+        return str(device.platform)
 
     @property
     def device_kind(self) -> str:
-        return str(_device(self.mesh).device_kind)
+        """As JAX names the devices, such as "NVIDIA H100 80GB HBM3"."""
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return str(self.mesh.devices.flat[0].device_kind)
+        device = self.mesh.abstract_device
+        return "" if device is None else str(device.device_kind)
 
-    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it."""
+    def axes_of(self, name: str | None) -> tuple[str, ...]:
+        """The mesh axes that the rules give to a logical axis, without the manual ones."""
+        wanted = self.rules.get(name) if name is not None else None
+        return tuple(axis for axis in group_of(wanted) if axis not in self.manual)
+
+    def size_of(self, axes: MeshAxes) -> int:
+        """Into how many parts these mesh axes split a dimension."""
+        sizes = dict(self.mesh.shape)
+        return math.prod(sizes[axis] for axis in group_of(axes))
+
+    def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> PartitionSpec:
+        """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it.
+
+        Args:
+            axes: `PartitionSpec.UNCONSTRAINED` in place of a name leaves the dimension to the compiler.
+            shape: given, a dimension that does not divide over its mesh axes goes without the last of them.
+        """
         taken: set[str] = set()
-        dimensions: list[MeshAxes] = []
-        for name in axes:
-            wanted = self.rules.get(name) if name is not None else None
-            group = (wanted,) if isinstance(wanted, str) else tuple(wanted or ())
-            group = tuple(axis for axis in group if axis not in taken)
+        dimensions: list[Any] = []
+        for index, name in enumerate(axes):
+            if name is PartitionSpec.UNCONSTRAINED:
+                dimensions.append(name)
+                continue
+            group = tuple(axis for axis in self.axes_of(name) if axis not in taken)
+            while shape is not None and shape[index] % self.size_of(group):
+                group = group[:-1]
             taken.update(group)
-            dimensions.append(group if len(group) > 1 else group[0] if group else None)
+            dimensions.append(entry_of(group))
         return PartitionSpec(*dimensions)
 
-    def sharding(self, *axes: str | None) -> NamedSharding:
+    def check_rules(self, declared: Iterable[str]) -> None:
+        """Refuses rules for axes that are neither in `LOGICAL_AXES` nor among those that a model declares.
+
+        Raises:
+            ConfigError: a rule for an unknown axis.
+        """
+        known = sorted({*LOGICAL_AXES, *declared})
+        for name in self.rules:
+            if name not in known:
+                raise ConfigError(
+                    f"mesh.rules: {name!r} is not a logical axis of this model.{did_you_mean(name, known)} "
+                    f"Known: {', '.join(known)}. A layer declares an axis of its own in `activation_axes`"
+                )
+
+    def sharding(self, *axes: Axis) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def shardings(self, arrays: Any, axes: Any) -> Any:
@@ -105,7 +159,7 @@ class Layout:
             except ValueError:
                 where = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ConfigError(
-                    f"parameter {where} of shape {array.shape} with axes {names} does not divide over {sharding.spec} "
+                    f"{where} of shape {array.shape} with axes {names} does not divide over {sharding.spec} "
                     f"of the mesh {dict(self.mesh.shape)}"
                 ) from None
             return sharding
@@ -122,12 +176,6 @@ class Layout:
             _layout.reset(token)
 
 
-def _device(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Any:
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        return mesh.abstract_device or jax.devices()[0]
-    return mesh.devices.flat[0]
-
-
 _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("axcore_layout", default=None)
 
 
@@ -136,25 +184,35 @@ def active_layout() -> Layout | None:
     return _layout.get()
 
 
-@contextlib.contextmanager
-def on_one_device() -> Iterator[None]:
-    """For code that sees the shards of one device: no layout is active in it."""
-    token = _layout.set(None)
-    try:
-        yield
-    finally:
-        _layout.reset(token)
-
-
 def is_sharded() -> bool:
     """Whether activations may be spread over several devices."""
     layout = _layout.get()
-    return layout is not None and layout.mesh.size > 1
+    return layout is not None and any(size > 1 for axis, size in layout.mesh.shape.items() if axis not in layout.manual)
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Tells the compiler how an activation lies on the mesh; the identity where no layout is active."""
+def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
+    """Tells the compiler how an activation lies on the mesh.
+
+    The identity where no layout is active, and inside `shard_map`. A dimension that does not divide over its mesh axes
+    (the one position of a decoding step) stays whole, and so does one named None.
+
+    Args:
+        axes: the logical axis of each dimension.
+    """
     layout = _layout.get()
     if layout is None or not is_sharded():
         return x
-    return jax.lax.with_sharding_constraint(x, layout.sharding(*axes))
+    if len(axes) != x.ndim:
+        raise ValueError(f"constrain names {len(axes)} dimensions, {axes}, of an array of shape {x.shape}")
+    mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh  # jax wants to see what is manual
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec(axes, x.shape)))
+
+
+def group_of(axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes of a rule, or of one entry of a partition spec."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def entry_of(group: tuple[str, ...]) -> MeshAxes:
+    """One entry of a partition spec."""
+    return group if len(group) > 1 else group[0] if group else None

@@ -90,21 +90,21 @@ class Mamba2(ax.Layer):
             wide = {"input_dim": width, "width": cfg.conv_width, "axes": (None, axis)}
             return self.child(name, getattr(cfg, name), rngs, **wide)
 
-        self.z_proj = project("z_proj", inner, "heads")
-        self.x_proj, self.x_conv = project("x_proj", inner, "heads"), convolve("x_conv", inner, "heads")
+        self.z_proj = project("z_proj", inner, "head")
+        self.x_proj, self.x_conv = project("x_proj", inner, "head"), convolve("x_conv", inner, "head")
         self.B_proj, self.B_conv = project("B_proj", shared, None), convolve("B_conv", shared, None)
         self.C_proj, self.C_conv = project("C_proj", shared, None), convolve("C_conv", shared, None)
-        self.dt_proj = project("dt_proj", num_heads, "heads")
-        self.A_log = self.param("A_log", (num_heads,), cfg.A_init, rngs, axes=("heads",))
-        self.dt_bias = self.param("dt_bias", (num_heads,), cfg.dt_init, rngs, axes=("heads",))
-        self.D = self.param("D", (num_heads,), cfg.D_init, rngs, axes=("heads",))
+        self.dt_proj = project("dt_proj", num_heads, "head")
+        self.A_log = self.param("A_log", (num_heads,), cfg.A_init, rngs, axes=("head",))
+        self.dt_bias = self.param("dt_bias", (num_heads,), cfg.dt_init, rngs, axes=("head",))
+        self.D = self.param("D", (num_heads,), cfg.D_init, rngs, axes=("head",))
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=inner, num_groups=cfg.num_groups)
-        wide = {"input_dim": inner, "output_dim": cfg.input_dim, "axes": ("heads", "embed")}
+        wide = {"input_dim": inner, "output_dim": cfg.input_dim, "axes": ("head", "embed")}
         self.out_proj = self.child("out_proj", cfg.out_proj, rngs, **wide)
         self.state = self.segment = self.length = nnx.data(None)
         if cfg.batch_size is not None:
             shape = (cfg.batch_size, num_heads, cfg.head_dim, cfg.state_dim)
-            self.state = DecodingState(jnp.zeros(shape, jnp.float32), axes=("batch", "heads", None, None))
+            self.state = DecodingState(jnp.zeros(shape, jnp.float32), axes=("batch", "head", None, None))
             self.segment = DecodingState(jnp.zeros((cfg.batch_size,), jnp.int32), axes=("batch",))
             self.length = DecodingState(jnp.zeros((cfg.batch_size,), jnp.int32), axes=("batch",))
 

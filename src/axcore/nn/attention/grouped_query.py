@@ -62,8 +62,12 @@ class Attention(BaseAttention):
         self.value = into_heads("value", num_kv_heads, "kv_head")
         self.qkv = into_heads("qkv", cfg.num_heads + 2 * num_kv_heads, "kv_head")
         of_head = {"input_dim": self.head_dim, "head_dim": self.head_dim, "axes": (None,)}
-        self.query_norm = self.child("query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, **of_head)
-        self.key_norm = self.child("key_norm", cfg.key_norm, rngs, num_heads=num_kv_heads, **of_head)
+        self.query_norm = self.child(
+            "query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, head_axis="head", **of_head
+        )
+        self.key_norm = self.child(
+            "key_norm", cfg.key_norm, rngs, num_heads=num_kv_heads, head_axis="kv_head", **of_head
+        )
         self.make_slots(rngs, num_kv_heads=num_kv_heads, head_dim=self.head_dim)
         widths = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
         self.cache = self.child("cache", cfg.cache, rngs, **widths, head_dim=self.head_dim)
@@ -75,6 +79,9 @@ class Attention(BaseAttention):
             q = self.query_norm(q)
         if self.key_norm is not None and k is not None:
             k = self.key_norm(k)
+        q = constrain(q, "batch", "seq", "head", None)
+        if k is not None:
+            k, v = (constrain(each, "batch", "seq", "kv_head", None) for each in (k, v))
         if self.position is not None:
             q, k = self.position(q, k, tokens.positions, tokens.positions)
         q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")

@@ -99,7 +99,7 @@ class KernelRequest:
 
 
 def target_device() -> tuple[str, str]:
-    """(platform, device kind) that is computed on: the active layout's, or this process's default."""
+    """(platform, device kind) of what is compiled for: the active layout's devices, or this process's default."""
     layout = active_layout()
     if layout is not None:
         return layout.platform, layout.device_kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -14,9 +13,8 @@ from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.kernel import AttentionKernel
 from axcore.nn.attention.request import KernelRequest
 from axcore.nn.kv.views import Contiguous, KVView, token_axes
-from axcore.parallel import Layout, active_layout, on_one_device, shard_map
-
-MeshAxes = Any
+from axcore.parallel import Layout, active_layout, is_sharded, shard_map
+from axcore.parallel.mesh import MeshAxes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,32 +35,23 @@ class Shards:
     def of(cls, inputs: AttentionInputs) -> Shards | None:
         """None where one device computes all."""
         layout = active_layout()
-        if layout is None or layout.mesh.size == 1:
+        if layout is None or not is_sharded():
             return None
-        sizes = dict(layout.mesh.shape)
-        batch, seq, heads, _ = inputs.q.shape
-        kv_heads = inputs.keys.shape[2]
-        spec = layout.spec(("batch", "seq", "head", None))
-
-        def fitting(axes: MeshAxes, size: int) -> MeshAxes:
-            return axes if size % _ways(axes, sizes) == 0 else None
-
-        head = fitting(spec[2], heads)
-        kv_head = head if kv_heads % _ways(head, sizes) == 0 else None
-        return cls(layout, fitting(spec[0], batch), fitting(spec[1], seq), head, kv_head)
+        batch, seq, head, _ = layout.spec(("batch", "seq", "head", None), inputs.q.shape)
+        kv_head = layout.spec(("batch", None, "kv_head", None), inputs.keys.shape)[2]
+        return cls(layout, batch, seq, head, kv_head if kv_head == head else None)
 
     def request(self, inputs: AttentionInputs) -> KernelRequest:
         """What one device asks."""
-        sizes = dict(self.layout.mesh.shape)
-        whole = KernelRequest.of(inputs)
-        heads = whole.num_heads // _ways(self.head, sizes)
-        kv_heads = whole.num_kv_heads // _ways(self.kv_head, sizes)
+        whole, ways = KernelRequest.of(inputs), self.layout.size_of
+        heads = whole.num_heads // ways(self.head)
+        kv_heads = whole.num_kv_heads // ways(self.kv_head)
         if self.kv_head is None and self.head is not None:
             kv_heads = _own_kv_heads(whole.num_heads // whole.num_kv_heads, heads)
-        query_len = whole.query_len // _ways(self.seq, sizes)
+        query_len = whole.query_len // ways(self.seq)
         return dataclasses.replace(
             whole,
-            batch=whole.batch // _ways(self.batch, sizes),
+            batch=whole.batch // ways(self.batch),
             query_len=query_len,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -87,14 +76,13 @@ class Shards:
         def body(kernel: Any, inputs: AttentionInputs, numbers: jax.Array) -> tuple[jax.Array, ...]:
             if takes_own:
                 inputs = inputs.replace(kv=_own(inputs.plain, numbers, group))
-            with on_one_device():
-                heads, lse = kernel(inputs)
+            heads, lse = kernel(inputs)
             return (heads,) if lse is None else (heads, lse)
 
         specs = self._specs(inputs)
         found = shard_map(
             body,
-            mesh=self.layout.mesh,
+            layout=self.layout,
             in_specs=(specs, PartitionSpec(self.head)),
             out_specs=(specs.q, PartitionSpec(*specs.q[:3]))[: 1 + inputs.return_lse],
         )(kernel, inputs, numbers)
@@ -140,8 +128,3 @@ def _own(kv: Contiguous, heads: jax.Array, group: int) -> Contiguous:
     own = heads // group
     own = own[:1] if _own_kv_heads(group, heads.size) == 1 else own
     return dataclasses.replace(kv, k=kv.k[:, :, own], v=kv.v[:, :, own])
-
-
-def _ways(axes: MeshAxes, sizes: dict[str, int]) -> int:
-    group = (axes,) if isinstance(axes, str) else tuple(axes or ())
-    return math.prod(sizes[axis] for axis in group)
