@@ -7,19 +7,23 @@ from axcore.nn.causal_lm import CausalLM
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
-from axcore.nn.initializers import FanIn, Initializer, Normal, Ones, Zeros
+from axcore.nn.grouped_linear import GroupedLinear
+from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, RaggedDot
+from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Zeros
 from axcore.nn.kernel_choice import ChooseKernel, attend, put_kernel, use_kernels
 from axcore.nn.kernels import AttentionKernel, KernelRequest, ReferenceKernel, on_platform, refusal
 from axcore.nn.kv_cache import ContiguousCache, DecodingState, KVCache, for_decoding
 from axcore.nn.latent_attention import LatentAttention
 from axcore.nn.linear import Linear
 from axcore.nn.masks import And, Causal, Everything, Mask, Or, SameSegment, SlidingWindow, visible
+from axcore.nn.matmul import Plain, Transposed
 from axcore.nn.multi_token import FutureToken
 from axcore.nn.norm import AcrossHeads, LayerNorm, RMSNorm, Scale
 from axcore.nn.stacks import Place, by_layer, edit_layers, layers_of, stacked
 from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import TokenInfo
 from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer
+from axcore.nn.weighted import Weighted
 
 __all__ = [
     "AcrossHeads",
@@ -27,6 +31,8 @@ __all__ = [
     "Attention",
     "AttentionKernel",
     "BaseAttention",
+    "Batched",
+    "Blocks",
     "Call",
     "Causal",
     "CausalLM",
@@ -38,8 +44,12 @@ __all__ = [
     "Everything",
     "FanIn",
     "FeedForward",
+    "ForEach",
     "FutureToken",
     "Gating",
+    "Grouped",
+    "GroupedLinear",
+    "GroupedMatmul",
     "Initializer",
     "KVCache",
     "KernelRequest",
@@ -52,8 +62,10 @@ __all__ = [
     "Or",
     "ParallelLayer",
     "Place",
+    "Plain",
     "PostNormLayer",
     "RMSNorm",
+    "RaggedDot",
     "ReferenceKernel",
     "Repeat",
     "SameSegment",
@@ -63,6 +75,8 @@ __all__ = [
     "Stock",
     "TokenInfo",
     "TransformerLayer",
+    "Transposed",
+    "Weighted",
     "Zeros",
     "attend",
     "by_layer",
