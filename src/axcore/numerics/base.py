@@ -41,8 +41,8 @@ class Numerics(Layer):
         """Of the weight, as the layer sees it: [in, out], [group, in, out] or [vocab, features]."""
         axes: tuple[str | None, ...] | None = None
         """Logical axes of the weight; None: replicated."""
-        input_axis: int = -2
-        """The axis that matrix products sum over. Of an embedding it is the last."""
+        input_axis: int = REQUIRED
+        """The axis of the weight that matrix products sum over: -2, or -1 of an embedding."""
         stored: bool = False
         """Whether the weight is held as `encode` returns it."""
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.testing import NumericsSuite
 from axcore.nn import Plain
+from axcore.testing import NumericsSuite
 from axcore_new_numerics.integers import Integers
 
 
@@ -24,7 +24,7 @@ def test_scales_are_per_token_and_per_output():
     x[2] *= 1000
     weight[:, 3] *= 1000
     exact = x @ weight
-    numerics = Integers.Config(shape=(32, 5)).build(rngs=ax.Rngs(0))
+    numerics = Integers.Config(shape=(32, 5), input_axis=-2).build(rngs=ax.Rngs(0))
     error = np.abs(np.asarray(numerics(jnp.asarray(x), jnp.asarray(weight), Plain())) - exact)
     assert (error / (np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(weight, axis=0))).max() < 0.01
 
@@ -32,4 +32,4 @@ def test_scales_are_per_token_and_per_output():
 @pytest.mark.parametrize("bits", [1, 9])
 def test_other_widths_are_refused(bits):
     with pytest.raises(ax.ConfigError, match=f"bits must be from 2 to 8, not {bits}"):
-        Integers.Config(shape=(2, 3), bits=bits).build(rngs=ax.Rngs(0))
+        Integers.Config(shape=(2, 3), input_axis=-2, bits=bits).build(rngs=ax.Rngs(0))
