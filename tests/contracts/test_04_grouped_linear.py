@@ -153,9 +153,11 @@ def test_lora_attaches_to_experts_learns_and_merges(dora):
 
     rng = np.random.default_rng(0)
     moved = jax.tree.map_with_path(
-        lambda path, leaf: leaf + 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)
-        if "adapter" in jax.tree_util.keystr(path)
-        else leaf,
+        lambda path, leaf: (
+            leaf + 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype)
+            if "adapter" in jax.tree_util.keystr(path)
+            else leaf
+        ),
         params,
     )
     merged = merge(cfg, moved)

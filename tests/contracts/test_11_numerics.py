@@ -199,7 +199,9 @@ def test_decoding_takes_codes_alone():
     params = functional(cfg.build(rngs=ax.Rngs(0)))[1]
     model, codes = stored(cfg, params)
     ids = tiny_batch()["inputs"]
-    decoder, form, state = Decoder.of(model.build(rngs=ax.Rngs(1)), cache=ContiguousCache.Config(), batch_size=2, max_len=8)
+    decoder, form, state = Decoder.of(
+        model.build(rngs=ax.Rngs(1)), cache=ContiguousCache.Config(), batch_size=2, max_len=8
+    )
     assert jax.tree.structure(form) == jax.tree.structure(codes)
     logits, _ = decoder(codes, state, ids, jnp.arange(8, dtype=jnp.int32)[None])
     fn, _, other = functional(model.build(rngs=ax.Rngs(0)))

@@ -23,7 +23,9 @@ VOCAB, DIM = 7, 3
 def test_a_token_that_is_seen_often_gets_the_whole_gradient(param, compute):
     """4,096 terms of 0.01: in bfloat16 the sum stops at 4."""
     types = ax.DTypes(param=param, compute=compute)
-    fn, params, state = functional(Embedding.Config(vocab_size=VOCAB, output_dim=DIM, dtypes=types).build(rngs=ax.Rngs(0)))
+    fn, params, state = functional(
+        Embedding.Config(vocab_size=VOCAB, output_dim=DIM, dtypes=types).build(rngs=ax.Rngs(0))
+    )
     ids = np.zeros((2, 2100), np.int32)
     ids[:, 2048:] = np.random.default_rng(0).integers(1, VOCAB, (2, 52))
     weights = np.full((2, 2100, DIM), 0.01)

@@ -38,7 +38,17 @@ class GroupedLinear(Weighted):
             """Linear maps of this config, one for each group. A logical axis of the groups stays to be named."""
             if linear.axes is not None:
                 raise ConfigError(f"axes={linear.axes}: grouped weights have another axis; leave it to the parent")
-            names = ("dtypes", "tags", "numerics", "input_dim", "output_dim", "use_bias", "init", "bias_init", "adapter")
+            names = (
+                "dtypes",
+                "tags",
+                "numerics",
+                "input_dim",
+                "output_dim",
+                "use_bias",
+                "init",
+                "bias_init",
+                "adapter",
+            )
             return cls(**{name: getattr(linear, name) for name in names})
 
     config: Config

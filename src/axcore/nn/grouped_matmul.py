@@ -84,9 +84,7 @@ def _blocks_forward(
     return _of_blocks(accumulate, x, matrices, group), (x, matrices, group)
 
 
-def _blocks_backward(
-    accumulate: Any, kept: tuple[jax.Array, ...], g: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+def _blocks_backward(accumulate: Any, kept: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """The blocks of a group are added up in float32: bfloat16 would lose what each adds."""
     x, matrices, group = kept
     g = g.astype(x.dtype)

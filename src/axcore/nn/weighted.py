@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -38,7 +40,7 @@ class Weighted(Layer):
         self.numerics = self.child("numerics", self.config.numerics, rngs, **widths)
         numerics: Numerics | None = self.numerics
         if numerics is None or not numerics.config.stored:
-            self.weight = self.param("weight", shape, init, rngs, axes=axes)
+            self.weight: Any = self.param("weight", shape, init, rngs, axes=axes)
             return
         # Under jit the float array is only as long there as it takes to encode it.
         made = numerics.encode(init(rngs.at("weight").key, shape, self.dtypes.param or jnp.float32))
@@ -56,8 +58,11 @@ class Weighted(Layer):
     @property
     def base_matrix(self) -> jax.Array:
         """The float weight that products multiply with, without an adapter."""
-        weight = self.representation
-        return weight if self.numerics is None else self.numerics.matrix(weight)
+        if self.numerics is None:
+            matrix: jax.Array = self.weight[...]
+            return matrix
+        numerics: Numerics = self.numerics
+        return numerics.matrix(self.representation)
 
     def multiply(self, x: jax.Array, product: Product) -> jax.Array:
         """The product of x, in the compute dtype, with the weight."""
@@ -66,9 +71,7 @@ class Weighted(Layer):
         return self.numerics(x, self.representation, product)
 
 
-def _axes_of(
-    stored: tuple[int, ...], shape: tuple[int, ...], axes: tuple[str | None, ...]
-) -> tuple[str | None, ...]:
+def _axes_of(stored: tuple[int, ...], shape: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
     """The logical axes of a stored array: those of the weight, but where one value stands for all."""
     return tuple(
         None if size == 1 and whole != 1 else axis for size, whole, axis in zip(stored, shape, axes, strict=True)

@@ -16,6 +16,7 @@ from axcore.numerics.product import Product
 type Weight = jax.Array | Mapping[str, jax.Array]
 """A float array; or, where it is stored, the arrays that `Numerics.encode` names."""
 
+
 class Numerics(Layer):
     """Fills the slot `numerics` of a layer with a weight: `Linear`, `GroupedLinear` and `Embedding` of `axcore.nn`.
 

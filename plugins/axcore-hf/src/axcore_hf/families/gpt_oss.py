@@ -68,7 +68,12 @@ RULES = (
         MXFP4(Interleaved()),
         can_write=False,
     ),
-    rule(f"{OURS}.down.weight", (f"{THEIRS}.down_proj_blocks", f"{THEIRS}.down_proj_scales"), MXFP4(Plain()), can_write=False),
+    rule(
+        f"{OURS}.down.weight",
+        (f"{THEIRS}.down_proj_blocks", f"{THEIRS}.down_proj_scales"),
+        MXFP4(Plain()),
+        can_write=False,
+    ),
 )
 
 FAMILIES = (Family("gpt-oss", ("gpt_oss",), gpt_oss, fixed(RULES)),)
