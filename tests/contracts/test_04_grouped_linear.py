@@ -104,7 +104,7 @@ def test_each_group_starts_as_a_linear_map_of_its_own():
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_matrix_is_what_rows_meet(adapter):
-    cfg, fn, params = built(adapter)
+    _, fn, params = built(adapter)
     x = np.random.default_rng(1).normal(size=(GROUPS, 4, INPUT)).astype(np.float32)
     matrix = fn(params, {}, method="matrix")[0][0]
     expected = fn(params, {}, x, method="batched")[0][0] - params["bias"][:, None]

@@ -128,7 +128,7 @@ def test_the_largest_counts_where_one_layer_is_called_many_times():
 
 
 def test_a_layer_that_no_loss_depends_on_keeps_its_history():
-    fn, params, state = functional(with_probe(tiny_model()).build(rngs=ax.Rngs(0)))
+    _, _, state = functional(with_probe(tiny_model()).build(rngs=ax.Rngs(0)))
     state = jax.tree.map(jnp.ones_like, state)
     found = jax.jit(lambda state: overwritten(jax.grad(lambda _: 0.0, allow_int=True)(maxima(state)), state))(state)
     for leaf in jax.tree.leaves(found):

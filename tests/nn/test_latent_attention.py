@@ -26,8 +26,8 @@ from axcore.nn import (
     use_kernels,
 )
 from axcore.nn.kernel_choice import recording
-from axcore.parallel import Remat
 from axcore.numerics import Numerics
+from axcore.parallel import Remat
 from axcore.testing import tiny_batch
 
 from . import reference
