@@ -148,7 +148,7 @@ def test_the_compiled_step_needs_a_fraction_of_the_memory():
 class Noisy(ax.Layer):
     """An adapter that adds noise of each input, as dropout does."""
 
-    def __call__(self, x, y, weight):
+    def __call__(self, x, y, weight, product):
         return y + jax.random.normal(self.rng("noise"), y.shape)
 
 
@@ -163,7 +163,7 @@ def test_each_piece_draws_its_own_bits():
 
 def reporting(what):
     class Reporting(ax.Layer):
-        def __call__(self, x, y, weight):
+        def __call__(self, x, y, weight, product):
             what(self, y)
             return y
 

@@ -26,6 +26,7 @@ from axcore.nn import (
     for_decoding,
     use_kernels,
 )
+from axcore.numerics import Numerics
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch
 
@@ -170,20 +171,20 @@ class LowRank(ax.Layer):
         self.a = self.param("a", (cfg.input_dim, 1), Normal(), rngs, axes=(None, None))
         self.b = self.param("b", (1, cfg.output_dim), Normal(), rngs, axes=(None, None))
 
-    def __call__(self, x, y, weight):
+    def __call__(self, x, y, weight, product):
         return y + x @ self.a[...] @ self.b[...]
 
 
-class Rounded(ax.Layer):
-    """A quantizer of weights to multiples of 1/4."""
+class Rounded(Numerics):
+    """Weights in multiples of 1/4."""
 
-    def __call__(self, x, weight):
-        return x @ (jnp.round(4 * weight) / 4)
+    def matrix(self, weight):
+        return jnp.round(4 * weight) / 4
 
 
 @pytest.mark.parametrize("name", ["key_up", "value_up"])
-@pytest.mark.parametrize("slot", ["adapter", "quantizer"])
-def test_adapters_and_quantizers_act_in_absorbed_weights_too(name, slot):
+@pytest.mark.parametrize("slot", ["adapter", "numerics"])
+def test_adapters_and_numerics_act_in_absorbed_weights_too(name, slot):
     linear = Linear.Config(**{slot: (LowRank if slot == "adapter" else Rounded).Config()})
     cfg = latent(**{name: linear})
     params = parameters(cfg)

@@ -8,7 +8,7 @@ from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, vmap, whil
 from axcore.module.pure import Functional, Tree, abstract, functional, initializer, invoke
 from axcore.module.rngs import Rngs, fold
 from axcore.module.transforms import scan, stack
-from axcore.module.variables import DecodingState, GradientState
+from axcore.module.variables import DecodingState, GradientState, maxima, overwritten
 
 __all__ = [
     "BuildError",
@@ -35,7 +35,9 @@ __all__ = [
     "initializer",
     "invoke",
     "labelled",
+    "maxima",
     "method",
+    "overwritten",
     "remat",
     "root",
     "scan",
