@@ -21,6 +21,7 @@ from axcore.nn.kernel_choice import Choice, ChooseKernel, recording
 from axcore.nn.kernels import refusal
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
 from axcore.plugin.hooks import OFFERS
+from axcore.train import CrossEntropy
 from axcore.train.trainer import batch_form
 
 CORE = f"axcore {axcore.__version__}"
@@ -136,8 +137,9 @@ def _choices(cfg: Any, platform: str) -> dict[str, Choice]:
     """The choice of each kernel slot, by its path in the config."""
     whole = has_field(cfg, "model")
     model, prefix = (cfg.model, "model") if whole else (cfg, "")
-    if not hasattr(model.target, "loss"):
+    if not hasattr(model.target, "predictions"):
         return {}
+    objective = (cfg.objective if whole else CrossEntropy.Config()).build()
     if whole:
         batch = batch_form(cfg.input)
     else:
@@ -146,7 +148,7 @@ def _choices(cfg: Any, platform: str) -> dict[str, Choice]:
     fn, params, state = abstract(model, prefix)
 
     def loss(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
-        return fn(params, state, batch, key=key, training=True, method="loss")[0][0]
+        return objective.value(fn, params, state, batch, key=key, training=True)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     with on_platform(platform), recording() as found:

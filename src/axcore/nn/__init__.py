@@ -3,7 +3,7 @@
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.nn.attention import Attention
 from axcore.nn.base_attention import BaseAttention
-from axcore.nn.causal_lm import CausalLM
+from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
@@ -22,6 +22,7 @@ from axcore.nn.tokens import TokenInfo
 from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer
 
 __all__ = [
+    "MASKED_LOGIT",
     "AcrossHeads",
     "And",
     "Attention",
@@ -53,6 +54,7 @@ __all__ = [
     "ParallelLayer",
     "Place",
     "PostNormLayer",
+    "Prediction",
     "RMSNorm",
     "ReferenceKernel",
     "Repeat",

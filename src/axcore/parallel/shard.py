@@ -18,8 +18,8 @@ Body = Callable[..., Any]
 def shard_map(fn: Body, *, mesh: Mesh, in_specs: Sequence[Any], out_specs: Any) -> Body:
     """`jax.shard_map` over the arguments; each device sees its shards and the whole module.
 
-    Each device draws PRNG bits of its own. Summaries are reduced over the devices by their rule, losses by their mean.
-    Writing a Variable is an error.
+    Each device draws PRNG bits of its own. Summaries are reduced over the devices by their rule, totals and counts of
+    losses add up. Writing a Variable is an error.
     """
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:

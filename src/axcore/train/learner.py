@@ -12,6 +12,7 @@ import optax
 
 from axcore import config
 from axcore.module import Tree
+from axcore.train.parts import joined, part
 from axcore.train.schedule import Schedule, WarmupCosine
 
 Axes = tuple[str | None, ...]
@@ -90,11 +91,11 @@ class Learner(config.Configurable):
 
     def trained(self, tree: Tree) -> Tree:
         """Of a tree in the form of the parameters, what belongs to those that are trained."""
-        return _part(tree, self._factors, lambda factor: factor != 0.0)
+        return part(tree, self._factors, lambda factor: factor != 0.0)
 
     def frozen(self, tree: Tree) -> Tree:
         """Of a tree in the form of the parameters, what belongs to those with the factor 0."""
-        return _part(tree, self._factors, lambda factor: factor == 0.0)
+        return part(tree, self._factors, lambda factor: factor == 0.0)
 
     def init(self, params: Tree) -> optax.OptState:
         return self.optimizer.init(self.trained(params))
@@ -125,27 +126,6 @@ class Learner(config.Configurable):
         norm = optax.tree.norm(grads)
         metrics = {"gradient_norm": norm.astype(jnp.float32), "learning_rate": rate}
         return joined(moved, self.frozen(params)), new_state, metrics
-
-
-def joined(one: Tree, other: Tree) -> Tree:
-    """Two parts of a tree, `Learner.trained` and `Learner.frozen`, as the whole that they were."""
-    whole = {**one, **other}
-    for name in one.keys() & other.keys():
-        whole[name] = joined(one[name], other[name])
-    return whole
-
-
-def _part(tree: Tree, factors: Tree, wanted: Callable[[float], bool]) -> Tree:
-    """The leaves whose factor is wanted, in the dicts that hold one."""
-    part: Tree = {}
-    for name, leaf in tree.items():
-        factor = factors[name]
-        if isinstance(factor, dict):
-            if inner := _part(leaf, factor, wanted):
-                part[name] = inner
-        elif wanted(factor):
-            part[name] = leaf
-    return part
 
 
 def _factors(rates: Mapping[str, float], axes: Tree) -> Tree:
