@@ -14,14 +14,17 @@ from typing import Any
 COUNT = 8
 
 
-def steps(model: Any, batch: Any, meshes: list[Any]) -> list[dict[str, Any]]:
+def steps(model: Any, batch: Any, meshes: list[Any], objective: Any = None) -> list[dict[str, Any]]:
     """What one step of plain gradient descent does on each mesh; the first may be of one device.
+
+    Args:
+        objective: its config; None: cross-entropy.
 
     Returns:
         For each mesh: `loss`, `updates` (path -> float array: the gradient) and `sharded` (paths of parameters of which
         a device holds only a part).
     """
-    results: list[dict[str, Any]] = ask(__name__, (model, batch, meshes))
+    results: list[dict[str, Any]] = ask(__name__, (model, batch, meshes, objective))
     return results
 
 
@@ -46,7 +49,7 @@ def _serve() -> None:
     import optax
 
     from axcore.testing.models import by_path
-    from axcore.train import Learner, Optimizer, Schedule
+    from axcore.train import CrossEntropy, Learner, Optimizer, Schedule
     from axcore.train.step import program
 
     class Descent(Optimizer):
@@ -60,11 +63,11 @@ def _serve() -> None:
             return jnp.ones((), jnp.float32)
 
     learner = Learner.Config(optimizer=Descent.Config(), schedule=One(), clip_norm=None)
-    model, batch, meshes = pickle.load(sys.stdin.buffer)
+    model, batch, meshes, objective = pickle.load(sys.stdin.buffer)
     results = []
     for mesh in meshes:
         count = math.prod(mesh.shape.values())
-        made = program(model, learner, mesh.make(jax.devices()[:count]))
+        made = program(model, learner, mesh.make(jax.devices()[:count]), objective or CrossEntropy.Config())
         state = made.init(jnp.uint32(0))
         old = {path: np.asarray(leaf) for path, leaf in by_path(state.params).items()}
         rows = jax.device_put(batch, jax.tree.map(lambda leaf: leaf.sharding, made.batch_shapes(batch)))
