@@ -14,17 +14,20 @@ from typing import Any
 COUNT = 8
 
 
-def steps(model: Any, batch: Any, meshes: list[Any], objective: Any = None) -> list[dict[str, Any]]:
+def steps(
+    model: Any, batch: Any, meshes: list[Any], objective: Any = None, microbatches: int = 1
+) -> list[dict[str, Any]]:
     """What one step of plain gradient descent does on each mesh; the first may be of one device.
 
     Args:
         objective: its config; None: cross-entropy.
+        microbatches: of the step on every mesh but the first.
 
     Returns:
         For each mesh: `loss`, `updates` (path -> float array: the gradient) and `sharded` (paths of parameters of which
         a device holds only a part).
     """
-    results: list[dict[str, Any]] = ask(__name__, (model, batch, meshes, objective))
+    results: list[dict[str, Any]] = ask(__name__, (model, batch, meshes, objective, microbatches))
     return results
 
 
@@ -63,11 +66,12 @@ def _serve() -> None:
             return jnp.ones((), jnp.float32)
 
     learner = Learner.Config(optimizer=Descent.Config(), schedule=One(), clip_norm=None)
-    model, batch, meshes, objective = pickle.load(sys.stdin.buffer)
+    model, batch, meshes, objective, microbatches = pickle.load(sys.stdin.buffer)
     results = []
-    for mesh in meshes:
+    for number, mesh in enumerate(meshes):
         count = math.prod(mesh.shape.values())
-        made = program(model, learner, mesh.make(jax.devices()[:count]), objective or CrossEntropy.Config())
+        layout, parts = mesh.make(jax.devices()[:count]), microbatches if number else 1
+        made = program(model, learner, layout, objective or CrossEntropy.Config(), parts)
         state = made.init(jnp.uint32(0))
         old = {path: np.asarray(leaf) for path, leaf in by_path(state.params).items()}
         rows = jax.device_put(batch, jax.tree.map(lambda leaf: leaf.sharding, made.batch_shapes(batch)))
