@@ -71,10 +71,14 @@ class CrossEntropy(Objective):
     config: Config
 
     def __init__(self, cfg: Config):
-        config.at_least(cfg, 1, "chunk")
-        config.at_least(cfg, 0, "z_loss")
+        if cfg.chunk is not None and cfg.chunk < 1:
+            raise config.ConfigError(f"objective.chunk must be at least 1 or None, not {cfg.chunk}")
+        if not cfg.z_loss >= 0:
+            raise config.ConfigError(f"objective.z_loss must be at least 0, not {cfg.z_loss}")
         if not 0 <= cfg.label_smoothing < 1:
-            raise config.ConfigError(f"label_smoothing must be at least 0 and below 1, not {cfg.label_smoothing}")
+            raise config.ConfigError(
+                f"objective.label_smoothing must be at least 0 and below 1, not {cfg.label_smoothing}"
+            )
         super().__init__(cfg)
 
     def __call__(self, model: Any, batch: Batch) -> LossSum:
