@@ -15,7 +15,7 @@ COUNT = 8
 
 
 def steps(
-    model: Any, batch: Any, meshes: list[Any], objective: Any = None, microbatches: int = 1
+    model: Any, batch: Any, meshes: list[Any], objective: Any = None, microbatches: list[int] | None = None
 ) -> list[dict[str, Any]]:
     """What one step of plain gradient descent does on each mesh; the first may be of one device.
 
