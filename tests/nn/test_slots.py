@@ -10,6 +10,7 @@ from axcore.module import abstract, functional, invoke
 from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, Sequence, TokenInfo, TransformerLayer
 from axcore.numerics import Numerics
 from axcore.testing import tiny_batch, tiny_model
+from axcore.train import CrossEntropy
 
 
 class Doubled(Numerics):
@@ -100,7 +101,7 @@ def loss_of(decoder, params_of=None):
     cfg = CausalLM.Config(vocab_size=32, dim=8, decoder=decoder)
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     params = params if params_of is None else params_of(params)
-    return fn(params, state, tiny_batch(), method="loss")[0][0], params
+    return CrossEntropy.Config().build().value(fn, params, state, tiny_batch()), params
 
 
 def test_a_sequence_in_a_scan_is_a_sequence_of_all_its_layers():

@@ -1,7 +1,7 @@
 """Layer, the invocation context, and the transforms that carry it."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
-from axcore.module.collections import Collections, Kind, Reduce, Summary, labelled
+from axcore.module.collections import Collections, Kind, LossSum, Reduce, Summary, labelled
 from axcore.module.context import ContextError, Frame, current, root
 from axcore.module.layer import BuildError, DTypes, Layer, method
 from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, vmap, while_loop
@@ -21,6 +21,7 @@ __all__ = [
     "GradientState",
     "Kind",
     "Layer",
+    "LossSum",
     "Reduce",
     "Rngs",
     "Summary",

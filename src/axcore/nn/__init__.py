@@ -12,7 +12,7 @@ from axcore.nn.attention.masks import And, Causal, Everything, Mask, Or, SameSeg
 from axcore.nn.attention.merging import attend_in_parts, merged
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import KernelRequest
-from axcore.nn.causal_lm import CausalLM
+from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
@@ -35,6 +35,7 @@ from axcore.nn.weighted import Weighted
 
 __all__ = [
     "LSE",
+    "MASKED_LOGIT",
     "AcrossHeads",
     "And",
     "Attention",
@@ -83,6 +84,7 @@ __all__ = [
     "Place",
     "Plain",
     "PostNormLayer",
+    "Prediction",
     "RMSNorm",
     "RaggedDot",
     "ReferenceKernel",
