@@ -171,5 +171,6 @@ def test_head_counts_that_do_not_fit_are_a_config_error(options, told):
 
 def test_attention_parameters_have_logical_axes():
     axes = abstract(Attention.Config(input_dim=8, num_heads=4))[0].axes
-    assert all(axes[name]["weight"] == ("embed", "heads") for name in ("query", "key", "value"))
-    assert axes["projection"]["weight"] == ("heads", "embed")
+    assert axes["query"]["weight"] == ("embed", "head")
+    assert all(axes[name]["weight"] == ("embed", "kv_head") for name in ("key", "value"))
+    assert axes["projection"]["weight"] == ("head", "embed")

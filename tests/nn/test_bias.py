@@ -43,7 +43,7 @@ class Relative(ax.Layer):
 
     def __init__(self, cfg, *, rngs):
         shape = (cfg.num_heads, cfg.reach)
-        self.weight = self.param("weight", shape, Normal(stddev=1.0), rngs, axes=("heads", None))
+        self.weight = self.param("weight", shape, Normal(stddev=1.0), rngs, axes=("head", None))
 
     def __call__(self, query, key):
         distance = jnp.abs(query.positions[:, :, None] - key.positions[:, None, :])

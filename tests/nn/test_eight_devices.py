@@ -31,7 +31,14 @@ FSDP = Mesh(shape={"data": 2, "fsdp": 4})
 ONE = Mesh(shape={"data": 1, "fsdp": 1})
 TENSOR = Mesh(
     shape={"data": 1, "fsdp": 2, "tensor": 4},
-    rules={"batch": ("data", "fsdp"), "embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"},
+    rules={
+        "batch": ("data", "fsdp"),
+        "embed": "fsdp",
+        "head": "tensor",
+        "kv_head": "tensor",
+        "mlp": "tensor",
+        "vocab": "tensor",
+    },
 )
 BIASED = Linear.Config(use_bias=True, bias_init=Normal(stddev=0.1))
 FFN = FeedForward.Config(hidden_dim=24)
@@ -108,5 +115,5 @@ def test_a_vocabulary_divides_where_it_is_padded():
 
     cfg = latent()
     assert spread(cfg)["embedding"]["weight"].shard_shape((32, 16)) == (8, 8)
-    with pytest.raises(ax.ConfigError, match=r"parameter embedding\.weight of shape \(30, 16\) .* does not divide"):
+    with pytest.raises(ax.ConfigError, match=r"embedding\.weight of shape \(30, 16\) .* does not divide"):
         spread(cfg.set(pad_vocab_to=1))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axcore.nn.kernel_choice import recording
 
 import axcore as ax
 from axcore.infer import Decoder
@@ -25,7 +26,6 @@ from axcore.nn import (
     for_decoding,
     use_kernels,
 )
-from axcore.nn.kernel_choice import recording
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch
 
@@ -130,9 +130,9 @@ def test_parameters_have_these_shapes_and_axes():
         "projection.weight": (9, 8),
     }
     assert fn.axes["query_down"]["weight"] == fn.axes["kv_down"]["weight"] == ("embed", None)
-    assert fn.axes["key_up"]["weight"] == fn.axes["query_up"]["weight"] == (None, "heads")
-    assert fn.axes["projection"]["weight"] == ("heads", "embed")
-    assert abstract(latent(query_rank=None))[0].axes["query_up"]["weight"] == ("embed", "heads")
+    assert fn.axes["key_up"]["weight"] == fn.axes["query_up"]["weight"] == (None, "head")
+    assert fn.axes["projection"]["weight"] == ("head", "embed")
+    assert abstract(latent(query_rank=None))[0].axes["query_up"]["weight"] == ("embed", "head")
 
 
 @pytest.mark.parametrize("absorb_up_to", [0, 1, 64], ids="absorbed up to {}".format)

@@ -87,7 +87,7 @@ def test_across_heads_normalizes_all_heads_of_a_token_as_one_vector(norm):
     cfg = AcrossHeads.Config(num_heads=2, head_dim=4, norm=norm.Config(eps=1e-3))
     params = parameters(cfg)
     assert {leaf.shape for leaf in params["norm"].values()} == {(8,)}
-    assert set(abstract(cfg)[0].axes["norm"].values()) == {("heads",)}
+    assert set(abstract(cfg)[0].axes["norm"].values()) == {("head",)}
     p, flat = wide(params)["norm"], HEADS.reshape(2, 3, 8).astype(np.float64)
     formula = reference.rms_norm if norm is RMSNorm else reference.layer_norm
     expected = formula(flat, *(p[name] for name in sorted(p, reverse=True)), eps=1e-3)

@@ -49,7 +49,7 @@ def test_one_product_for_all_three_gives_what_the_three_give(kv_heads):
 
 
 def test_a_fused_projection_is_cut_along_heads():
-    assert abstract(attention(**APART, qkv=Linear.Config()))[0].axes["qkv"]["weight"] == ("embed", "heads")
+    assert abstract(attention(**APART, qkv=Linear.Config()))[0].axes["qkv"]["weight"] == ("embed", "kv_head")
 
 
 def by_formula(cfg, params, kv_heads, query_norm, key_norm):

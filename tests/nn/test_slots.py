@@ -78,7 +78,7 @@ def test_softcap_must_be_positive(softcap):
 def test_sinks_are_a_parameter_for_each_head():
     fn, params, _ = abstract(Attention.Config(input_dim=8, num_heads=4, sinks=Normal()))
     assert params["sinks"].shape == (4,)
-    assert fn.axes["sinks"] == ("heads",)
+    assert fn.axes["sinks"] == ("head",)
 
 
 def test_scale_softcap_and_sinks_reach_the_kernel():

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import axcore as ax
 from axcore.module import Reduce, functional, invoke, remat
-from axcore.parallel import shard_map
+from axcore.parallel import Mesh, shard_map
 
 from ..module.layers import Parent, Plain, Stacked
 
@@ -23,13 +23,23 @@ def holder(run, child):
     return Holder.Config(children=(("inner", child),))
 
 
-def mesh():
-    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+LAYOUT = Mesh(shape={"data": 4, "tensor": 2}, rules={"mlp": "tensor", "batch": "data", "embed": "data"})
+"""`embed` is what the parameters of the layers of `module/layers.py` have."""
+
+
+def layout():
+    return LAYOUT.make()
 
 
 def over_rows(fn):
     rows = P(("data", "tensor"))
-    return shard_map(fn, mesh=mesh(), in_specs=(rows,), out_specs=rows)
+    return shard_map(fn, layout=layout(), in_specs=(rows,), out_specs=rows, gather=("data", "tensor"))
+
+
+def over_features(fn):
+    """Nothing is gathered: each device has the features whose parameters it holds."""
+    spec = P("tensor", "data")
+    return shard_map(fn, layout=layout(), in_specs=(spec,), out_specs=spec)
 
 
 def call(layer, x):
@@ -76,6 +86,7 @@ RUNS = {
     "plain": lambda self, x: self.inner(x),
     "child": lambda self, x: over_rows(call)(self.inner, x),
     "self": lambda self, x: over_rows(lambda self, x: self.inner(x))(self, x),
+    "own shards": lambda self, x: over_features(call)(self.inner, x),
     "in remat": lambda self, x: remat(lambda self, x: over_rows(call)(self.inner, x))(self, x),
     "of remat": lambda self, x: over_rows(lambda self, x: remat(call)(self.inner, x))(self, x),
 }
@@ -86,7 +97,7 @@ def results():
     found = {name: measure(holder(run, child)) for name, run in RUNS.items()}
     found |= {
         f"stacked {name}": measure(Stacked.Config(layer=holder(RUNS[name], child), count=2))
-        for name in ("plain", "self")
+        for name in ("plain", "self", "own shards")
     }
     model = holder(lambda self, x: over_rows(reports)(self, x), child).build(rngs=ax.Rngs(0))
     summaries = invoke(model, X)[1].summaries
@@ -94,7 +105,7 @@ def results():
 
     def draws(self, x):
         rows = [draw(self, x), over_rows(draw)(self, x), over_rows(draw)(self, x), draw(self, x)]
-        return jnp.concatenate([jax.device_put(row, jax.sharding.NamedSharding(mesh(), P())) for row in rows])
+        return jnp.concatenate([jax.device_put(row, jax.sharding.NamedSharding(layout().mesh, P())) for row in rows])
 
     model = holder(draws, child).build(rngs=ax.Rngs(0))
     found["draws"] = np.asarray(jax.jit(lambda x: invoke(model, x, key=KEY)[0])(X)).tolist()
@@ -103,6 +114,14 @@ def results():
     found["messages"] = {
         "stranger": message(lambda self, x: over_rows(call)(stranger, x)),
         "written": message(RUNS["self"], Plain.Config(width=4, counts=True)),
+        "no layout": message(lambda self, x: shard_map(call, in_specs=(P(),), out_specs=P())(self.inner, x)),
+        "nested": message(lambda self, x: over_rows(lambda self, x: over_rows(call)(self.inner, x))(self, x)),
+        "gathers": message(
+            lambda self, x: shard_map(call, layout=layout(), in_specs=(P(),), out_specs=P(), gather=("fsdp",))(
+                self.inner, x
+            )
+        ),
+        "does not divide": message(lambda self, x: over_features(call)(self.inner, x), Plain.Config(width=6)),
         "captured": message(RUNS["self"], capture=["**.inner"]),
     }
     return found

@@ -17,7 +17,7 @@ def test_on_eight_devices_a_local_kernel_sees_its_shards_and_gives_the_gradients
     local = ax.select(tiny_model(), Attention).set(kernel=LocalKernel.Config(), **attention)
     batch = jax.tree.map(np.asarray, tiny_batch(rows=8))
     batch["segment_ids"] = np.cumsum(np.arange(8) % 3 == 0)[None].repeat(8, axis=0).astype(np.int32)
-    rules = {"batch": ("data", "fsdp"), "embed": "fsdp", "heads": "tensor"}
+    rules = {"batch": ("data", "fsdp"), "embed": "fsdp", "head": "tensor", "kv_head": "tensor"}
     shape = {"data": 2, "fsdp": 2, "tensor": 2}
     (one,) = steps(plain, batch, [Mesh(shape=dict.fromkeys(shape, 1), rules=rules)])
     (eight,) = steps(local, batch, [Mesh(shape=shape, rules=rules)])

@@ -23,7 +23,7 @@ def axcore_mesh_rules():
 """
 RULES = """
 def lay_out(cfg, accelerator):
-    rules = {"batch": ("data", "fsdp"), "mlp": "fsdp", "vocab": "fsdp", "heads": "fsdp"}
+    rules = {"batch": ("data", "fsdp"), "mlp": "fsdp", "vocab": "fsdp", "head": "fsdp", "kv_head": "fsdp"}
     return cfg.set(mesh=cfg.mesh.set(shape={"data": 2, "fsdp": accelerator.count // 2}, rules=rules))
 
 def wrong(cfg, accelerator):

@@ -14,7 +14,11 @@ def found(results):  # noqa: F811
 
 @pytest.mark.parametrize(
     ("name", "plain"),
-    [*((n, "plain") for n in ("child", "self", "in remat", "of remat")), ("stacked self", "stacked plain")],
+    [
+        *((name, "plain") for name in ("child", "self", "own shards", "in remat", "of remat")),
+        ("stacked self", "stacked plain"),
+        ("stacked own shards", "stacked plain"),
+    ],
 )
 def test_values_gradients_and_means_of_reports_are_those_of_the_whole(found, name, plain):
     assert found[name].keys() == found[plain].keys()
@@ -47,9 +51,20 @@ def test_each_device_and_each_place_draws_its_own_bits(found):
     ("case", "words"),
     [
         ("stranger", "top (Holder) runs shard_map on a Plain that it does not hold"),
-        ("written", "in top (Holder) a layer writes a Variable inside shard_map"),
+        (
+            "written",
+            "in top (Holder) a layer writes inner.calls inside shard_map, and the Variable does not name its axes; "
+            "make it with axes=(...), or write it outside",
+        ),
+        ("no layout", "top (Holder) runs shard_map, and no layout is active; call it inside `layout.active()`"),
+        ("nested", "top (Holder) runs shard_map inside another, where the mesh is in use already"),
         ("captured", "top.inner: outputs cannot be captured inside shard_map"),
     ],
 )
 def test_what_is_refused_names_the_layer(found, case, words):
     assert found["messages"][case] == f"ContextError: {words}"
+
+
+def test_axes_that_cannot_be_gathered_or_divided_are_config_errors(found):
+    assert found["messages"]["gathers"] == "ConfigError: gather names fsdp; the mesh has data, tensor"
+    assert "ConfigError: scale of shape (6,) does not divide over" in found["messages"]["does not divide"]

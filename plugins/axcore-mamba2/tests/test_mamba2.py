@@ -160,11 +160,11 @@ def test_bfloat16_computes_in_it_and_keeps_the_state_in_float32():
 
 def test_every_parameter_and_state_has_logical_axes():
     fn, params, state = layer(batch_size=2)
-    assert fn.axes["x_proj"]["weight"] == ("embed", "heads") and fn.axes["out_proj"]["weight"] == ("heads", "embed")
-    assert fn.axes["x_conv"] == {"weight": (None, "heads"), "bias": ("heads",)}
-    assert fn.axes["A_log"] == fn.axes["dt_bias"] == fn.axes["D"] == fn.axes["norm"]["scale"] == ("heads",)
-    assert fn.state_axes["state"] == ("batch", "heads", None, None)
-    assert fn.state_axes["x_conv"]["past"] == ("batch", None, "heads")
+    assert fn.axes["x_proj"]["weight"] == ("embed", "head") and fn.axes["out_proj"]["weight"] == ("head", "embed")
+    assert fn.axes["x_conv"] == {"weight": (None, "head"), "bias": ("head",)}
+    assert fn.axes["A_log"] == fn.axes["dt_bias"] == fn.axes["D"] == fn.axes["norm"]["scale"] == ("head",)
+    assert fn.state_axes["state"] == ("batch", "head", None, None)
+    assert fn.state_axes["x_conv"]["past"] == ("batch", None, "head")
     for axes, arrays in ((fn.axes, params), (fn.state_axes, state)):
         jax.tree.map(
             lambda names, array: len(names) == array.ndim or pytest.fail(f"{names}"),

@@ -84,7 +84,7 @@ def test_a_scanned_stack_writes_the_state_of_each_layer():
 
 
 @pytest.mark.slow  # a process of its own, that compiles for eight devices
-@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+@pytest.mark.parametrize("dispatch", ["dropless", "exchange", "capacity"])
 def test_experts_spread_over_devices_compute_the_same(dispatch):
     cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, dispatch=dispatch))
     batch = jax.tree.map(np.asarray, tiny_batch(rows=8))
@@ -141,7 +141,10 @@ def test_no_block_becomes_a_mixture_twice():
         ({"num_experts": 2, "top_k": 3}, "top_k=3 is more than num_experts=2"),
         ({"num_experts": 4, "every": 3}, "every=3 is more than the feed-forward blocks that were selected"),
         ({"num_experts": 4, "every": 0}, "every must be at least 1, not 0"),
-        ({"num_experts": 4, "dispatch": "magic"}, "dispatch='magic' is none; give a Dispatch, or one of dropless, cap"),
+        (
+            {"num_experts": 4, "dispatch": "magic"},
+            "dispatch='magic' is none; give a Dispatch, or one of dropless, exch",
+        ),
         ({"num_experts": 4, "capacity_factor": 1.0}, "capacity_factor=1.0 needs dispatch='capacity', not 'dropless'"),
         (
             {"num_experts": 4, "dispatch": "capacity", "capacity_factor": 0.0},

@@ -8,13 +8,14 @@ from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, vmap, whil
 from axcore.module.pure import Functional, Tree, abstract, functional, initializer, invoke
 from axcore.module.rngs import Rngs, fold
 from axcore.module.transforms import scan, stack
-from axcore.module.variables import GradientState
+from axcore.module.variables import DecodingState, GradientState
 
 __all__ = [
     "BuildError",
     "Collections",
     "ContextError",
     "DTypes",
+    "DecodingState",
     "Frame",
     "Functional",
     "GradientState",

@@ -87,8 +87,8 @@ class Frame:
         """What was shared last under this name."""
         if name not in self.shared:
             raise ContextError(
-                f"{self.describe()} takes {name!r}, which no layer before it has shared (what is shared inside scan, "
-                f"remat or another transform stays inside). Shared: {', '.join(self.shared) or 'nothing'}"
+                f"{self.describe()} takes {name!r}, which no layer before it has shared (what is shared inside a "
+                f"scan or another transform, but remat, stays inside). Shared: {', '.join(self.shared) or 'nothing'}"
             )
         return self.shared[name]
 
@@ -156,6 +156,16 @@ def current() -> Frame:
     if not stack:
         raise ContextError("there is no invocation context here; call the module through axcore.invoke")
     return stack[-1]
+
+
+def layer_index() -> tuple[jax.Array, ...]:
+    """The index of the layer that is being called in each scanned stack around it, outermost first."""
+    index: list[jax.Array] = []
+    frame = _stack.get()[-1] if _stack.get() else None
+    while frame is not None:
+        index += [name for name in reversed(frame.names) if not isinstance(name, str)]
+        frame = frame.parent
+    return tuple(reversed(index))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,11 @@ class Layer(nnx.Module, Configurable):
     Attributes:
         config: the node that it was built from, widths filled in.
         dtypes: the number types in force here.
+        activation_axes: logical axes of activations that it constrains, where they are neither in
+            `axcore.parallel.LOGICAL_AXES` nor an axis of a parameter. Mesh rules may map them.
     """
+
+    activation_axes: ClassVar[tuple[str, ...]] = ()
 
     class Config(Node):
         """Fields that every layer has."""
@@ -192,7 +196,7 @@ class Layer(nnx.Module, Configurable):
         self.frame.shared[name] = value
 
     def shared(self, name: str) -> Any:
-        """What was shared last under this name. Nothing leaves the body of a transform such as scan or remat.
+        """What was shared last under this name. What is shared in a scan or another transform, but remat, stays inside.
 
         Raises:
             ContextError: no layer before this one shared it.

@@ -93,13 +93,18 @@ class Lifted:
 
 
 def remat(fn: Body, *, policy: Callable[..., bool] | None = None) -> Body:
-    """`jax.checkpoint`: the backward pass keeps what the policy says and computes the rest again."""
+    """`jax.checkpoint`: the backward pass keeps what the policy says and computes the rest again. What layers share
+    inside reaches later layers, and is kept."""
+
+    def and_shared(module: nnx.Module, *args: Any) -> Any:
+        return fn(module, *args), dict(current().shared.maps[0])
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:
         lifted = Lifted.of(module, "remat")
-        body = jax.checkpoint(lambda params, state, *args: lifted.call(fn, params, state, *args), policy=policy)
-        output, state, collections = body(lifted.params, lifted.state, *args)
+        body = jax.checkpoint(lambda params, state, *args: lifted.call(and_shared, params, state, *args), policy=policy)
+        (output, shared), state, collections = body(lifted.params, lifted.state, *args)
         lifted.finish(state, collections)
+        lifted.caller.shared.update(shared)
         return output
 
     return wrapped

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from axcore.config import Config, under
@@ -60,6 +62,14 @@ class Functional:
     """The logical axes of each parameter, as tuples, in the form of `params`."""
     state_axes: Tree
     """Those of the other Variables, in the form of `state`."""
+    activation_axes: frozenset[str] = frozenset()
+    """Those that layers declare because no Variable has them; see `Layer.activation_axes`."""
+
+    @property
+    def logical_axes(self) -> frozenset[str]:
+        """Every name of a dimension that mesh rules may map."""
+        leaves = jax.tree.leaves([self.axes, self.state_axes], is_leaf=lambda node: isinstance(node, tuple))
+        return self.activation_axes.union(name for axes in leaves for name in axes if name is not None)
 
     def bind(self, params: Tree, state: Tree) -> Any:
         """The module, holding these arrays."""
@@ -83,7 +93,9 @@ def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
     """A module as (pure function, parameters, other state)."""
     _refuse_shared(module)
     graphdef, params, state = split(module)
-    return Functional(graphdef, _axes(params), _axes(state)), nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+    declared = (getattr(node, "activation_axes", ()) for _, node in nnx.iter_modules(module))
+    fn = Functional(graphdef, _axes(params), _axes(state), frozenset(itertools.chain.from_iterable(declared)))
+    return fn, nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
 
 def abstract(cfg: Config, path: str = "") -> tuple[Functional, Tree, Tree]:
@@ -140,9 +152,13 @@ def _step(node: Any, name: Any) -> Any:
     return node[name] if isinstance(name, int) else vars(node)[name]
 
 
-def _axes(params: Any) -> Tree:
-    def axes_of(variable: nnx.Variable[Any]) -> tuple[str | None, ...]:
-        return variable.get_metadata().get("axes") or (None,) * variable[...].ndim
+def axes_of(variable: nnx.Variable[Any]) -> tuple[str | None, ...]:
+    """The logical axes of a Variable's value. In the body of a scan they are those that the scan has left of it."""
+    ndim = jnp.ndim(variable.get_raw_value())
+    axes = variable.get_metadata().get("axes") or (None,) * ndim
+    return tuple(axes[len(axes) - ndim :])
 
+
+def _axes(params: Any) -> Tree:
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     return nnx.to_pure_dict(jax.tree.map(axes_of, params, is_leaf=is_variable))

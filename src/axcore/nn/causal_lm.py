@@ -11,11 +11,12 @@ from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs, method
 from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.embedding import Embedding
+from axcore.nn.kv.cache import KVCache
 from axcore.nn.linear import Linear
 from axcore.nn.multi_token import FutureToken, shifted
 from axcore.nn.norm import RMSNorm
 from axcore.nn.pieces import in_pieces
-from axcore.nn.tokens import TokenInfo
+from axcore.nn.tokens import CachedRows, TokenInfo
 from axcore.nn.transformer import Repeat
 from axcore.parallel import constrain
 
@@ -55,6 +56,10 @@ class CausalLM(Layer):
         future_weight: float = 0.3
         """Weight of the mean of their losses."""
 
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> CausalLM.Config:
+            """Without the modules that only training needs."""
+            return self.set(future=())
+
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
@@ -78,6 +83,8 @@ class CausalLM(Layer):
         segment_ids: jax.Array | None = None,
         index: jax.Array | None = None,
         valid: jax.Array | None = None,
+        cached: CachedRows | None = None,
+        logits_at: jax.Array | None = None,
     ) -> jax.Array:
         """Logits of the next token.
 
@@ -86,12 +93,17 @@ class CausalLM(Layer):
             positions, segment_ids: int [batch, seq], for packed rows (see `TokenInfo`).
             index: int [batch or 1, seq], the places in the rows, where ids go on after those of an earlier call.
             valid: bool [batch, seq], false at padding, which no token then sees.
+            cached: the rows that the ids continue, while decoding.
+            logits_at: int [batch, logits], the places among `ids` after which logits are wanted; None: after each.
 
         Returns:
-            float32 [batch, seq, vocab_size].
+            float32 [batch, seq or logits, vocab_size].
         """
-        tokens = TokenInfo.of(ids, positions, segment_ids, index, valid)
-        return self._logits(self.norm(self.decoder(self._embed(ids, tokens), tokens)))
+        tokens = TokenInfo.of(ids, positions, segment_ids, index, valid, cached)
+        hidden = self.decoder(self._embed(ids, tokens), tokens)
+        if logits_at is not None:
+            hidden = jnp.take_along_axis(hidden, logits_at[:, :, None], axis=1)
+        return self._logits(self.norm(hidden))
 
     @method
     def token_losses(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -138,6 +150,7 @@ class CausalLM(Layer):
         """[batch, seq, dim] -> float32 [batch, seq, vocab_size]."""
         cfg = self.config
         logits = (self.embedding.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
+        logits = constrain(logits, "batch", "seq", "vocab")
         logits = logits[..., : cfg.vocab_size]
         return logits if cfg.softcap is None else cfg.softcap * jnp.tanh(logits / cfg.softcap)
 

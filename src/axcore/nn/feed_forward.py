@@ -14,6 +14,7 @@ from axcore.nn import activations  # noqa: F401 - names them
 from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
+from axcore.parallel import constrain
 
 
 class Gating(Config):
@@ -74,6 +75,7 @@ class FeedForward(Layer):
         gate = None if self.gate is None else checkpoint_name(self.gate(flat), "gate")
         up = checkpoint_name(self.up(flat), "up")
         hidden = combined(cfg, gate, up)
+        hidden = constrain(hidden, *("batch", "seq")[: hidden.ndim - 1], "mlp")
         return self.down(dropout(self, hidden, cfg.dropout)).reshape(x.shape)
 
 

@@ -100,12 +100,14 @@ class AcrossHeads(Layer):
         num_heads: int = REQUIRED
         head_dim: int = REQUIRED
         norm: Layer.Config = RMSNorm.Config()
+        head_axis: str | None = None
+        """Logical axis of the heads; None: the parent's, or `head`."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         width = cfg.num_heads * cfg.head_dim
-        self.norm = self.child("norm", cfg.norm, rngs, input_dim=width, axes=("heads",))
+        self.norm = self.child("norm", cfg.norm, rngs, input_dim=width, axes=(cfg.head_axis or "head",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, seq, head, head_dim] -> the same shape."""

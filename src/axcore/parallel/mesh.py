@@ -10,15 +10,19 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from axcore.config import Config, ConfigError, FrozenDict
+from axcore.config.errors import did_you_mean
+from axcore.parallel.axes import LOGICAL_AXES
 
 MeshAxes = str | tuple[str, ...] | None
+Axis = Any
+"""A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`, whose class jax keeps to itself."""
 
 FSDP_RULES: Mapping[str, MeshAxes] = FrozenDict({"batch": ("data", "fsdp"), "embed": "fsdp"})
 """Batches over data and fsdp, every parameter with an `embed` dimension over fsdp; all else replicated."""
@@ -40,46 +44,120 @@ class Mesh(Config):
             ConfigError: the shape does not use exactly the devices there are, or a rule names an unknown mesh axis.
         """
         devices = jax.devices() if devices is None else devices
+        sizes = self._sizes(len(devices))
+        types = (AxisType.Auto,) * len(sizes)
+        return Layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices), self.rules)
+
+    def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
+        """The layout on devices that are not there, for what is only traced.
+
+        Raises:
+            ConfigError: as `make`.
+        """
+        sizes = self._sizes(count)
+        types = (AxisType.Auto,) * len(sizes)
+        device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+        return Layout(mesh, self.rules)
+
+    def _sizes(self, count: int) -> dict[str, int]:
+        """The size of each axis over this many devices."""
         sizes = dict(self.shape)
         free = [axis for axis, size in sizes.items() if size == -1]
         fixed = math.prod(size for size in sizes.values() if size != -1)
-        if len(free) == 1 and fixed > 0 and len(devices) % fixed == 0:
-            sizes[free[0]] = len(devices) // fixed
-        if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
-            raise ConfigError(f"mesh.shape: {sizes} does not fill {len(devices)} devices; its product must be equal")
+        if len(free) == 1 and fixed > 0 and count % fixed == 0:
+            sizes[free[0]] = count // fixed
+        if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != count:
+            raise ConfigError(f"mesh.shape: {sizes} does not fill {count} devices; its product must be equal")
         for name, axes in self.rules.items():
-            group = (axes,) if isinstance(axes, str) else axes or ()
+            group = group_of(axes)
             if len(set(group)) < len(group):
                 raise ConfigError(f"mesh.rules: {name!r} maps to {group}, which names an axis twice")
             for axis in group:
                 if axis not in sizes:
                     raise ConfigError(f"mesh.rules: {name!r} maps to {axis!r}; the mesh has {', '.join(sizes)}")
-        mesh = jax.make_mesh(
-            tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices
-        )
-        return Layout(mesh, self.rules)
+        return sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A mesh with its rules."""
 
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh | AbstractMesh
     rules: Mapping[str, MeshAxes]
+    manual: frozenset[str] = frozenset()
+    """Mesh axes over which the code at hand runs once for each device, inside `shard_map`: arrays are local there."""
 
-    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
-        """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it."""
+    @property
+    def platform(self) -> str:
+        """What the devices are: "cpu", "gpu" or "tpu". They need not be devices of this process.
+
+        Raises:
+            ConfigError: an abstract mesh that does not say.
+        """
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return str(self.mesh.devices.flat[0].platform)
+        device = self.mesh.abstract_device
+        if device is None:
+            raise ConfigError(
+                f"the abstract mesh {dict(self.mesh.shape)} has no platform; give it an abstract_device, as in "
+                f"AbstractDevice(device_kind, num_cores, platform)"
+            )
+        return str(device.platform)
+
+    @property
+    def device_kind(self) -> str:
+        """As JAX names the devices, such as "NVIDIA H100 80GB HBM3"."""
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return str(self.mesh.devices.flat[0].device_kind)
+        device = self.mesh.abstract_device
+        return "" if device is None else str(device.device_kind)
+
+    def axes_of(self, name: str | None) -> tuple[str, ...]:
+        """The mesh axes that the rules give to a logical axis, without the manual ones."""
+        wanted = self.rules.get(name) if name is not None else None
+        return tuple(axis for axis in group_of(wanted) if axis not in self.manual)
+
+    def size_of(self, axes: MeshAxes) -> int:
+        """Into how many parts these mesh axes split a dimension."""
+        sizes = dict(self.mesh.shape)
+        return math.prod(sizes[axis] for axis in group_of(axes))
+
+    def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> PartitionSpec:
+        """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it.
+
+        Args:
+            axes: `PartitionSpec.UNCONSTRAINED` in place of a name leaves the dimension to the compiler.
+            shape: given, a dimension that does not divide over its mesh axes goes without the last of them.
+        """
         taken: set[str] = set()
-        dimensions: list[MeshAxes] = []
-        for name in axes:
-            wanted = self.rules.get(name) if name is not None else None
-            group = (wanted,) if isinstance(wanted, str) else tuple(wanted or ())
-            group = tuple(axis for axis in group if axis not in taken)
+        dimensions: list[Any] = []
+        for index, name in enumerate(axes):
+            if name is PartitionSpec.UNCONSTRAINED:
+                dimensions.append(name)
+                continue
+            group = tuple(axis for axis in self.axes_of(name) if axis not in taken)
+            while shape is not None and shape[index] % self.size_of(group):
+                group = group[:-1]
             taken.update(group)
-            dimensions.append(group if len(group) > 1 else group[0] if group else None)
+            dimensions.append(entry_of(group))
         return PartitionSpec(*dimensions)
 
-    def sharding(self, *axes: str | None) -> NamedSharding:
+    def check_rules(self, declared: Iterable[str]) -> None:
+        """Refuses rules for axes that are neither in `LOGICAL_AXES` nor among those that a model declares.
+
+        Raises:
+            ConfigError: a rule for an unknown axis.
+        """
+        known = sorted({*LOGICAL_AXES, *declared})
+        for name in self.rules:
+            if name not in known:
+                raise ConfigError(
+                    f"mesh.rules: {name!r} is not a logical axis of this model.{did_you_mean(name, known)} "
+                    f"Known: {', '.join(known)}. A layer declares an axis of its own in `activation_axes`"
+                )
+
+    def sharding(self, *axes: Axis) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def shardings(self, arrays: Any, axes: Any) -> Any:
@@ -96,7 +174,7 @@ class Layout:
             except ValueError:
                 where = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ConfigError(
-                    f"parameter {where} of shape {array.shape} with axes {names} does not divide over {sharding.spec} "
+                    f"{where} of shape {array.shape} with axes {names} does not divide over {sharding.spec} "
                     f"of the mesh {dict(self.mesh.shape)}"
                 ) from None
             return sharding
@@ -124,12 +202,32 @@ def active_layout() -> Layout | None:
 def is_sharded() -> bool:
     """Whether activations may be spread over several devices."""
     layout = _layout.get()
-    return layout is not None and layout.mesh.size > 1
+    return layout is not None and any(size > 1 for axis, size in layout.mesh.shape.items() if axis not in layout.manual)
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Tells the compiler how an activation lies on the mesh; the identity where no layout is active."""
+def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
+    """Tells the compiler how an activation lies on the mesh.
+
+    The identity where no layout is active, and inside `shard_map`. A dimension that does not divide over its mesh axes
+    (the one position of a decoding step) stays whole, and so does one named None.
+
+    Args:
+        axes: the logical axis of each dimension.
+    """
     layout = _layout.get()
     if layout is None or not is_sharded():
         return x
-    return jax.lax.with_sharding_constraint(x, layout.sharding(*axes))
+    if len(axes) != x.ndim:
+        raise ValueError(f"constrain names {len(axes)} dimensions, {axes}, of an array of shape {x.shape}")
+    mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh  # jax wants to see what is manual
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec(axes, x.shape)))
+
+
+def group_of(axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes of a rule, or of one entry of a partition spec."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def entry_of(group: tuple[str, ...]) -> MeshAxes:
+    """One entry of a partition spec."""
+    return group if len(group) > 1 else group[0] if group else None

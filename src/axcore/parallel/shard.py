@@ -2,43 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from axcore.module import ContextError
+from axcore.config import ConfigError
+from axcore.module import ContextError, GradientState
 from axcore.module.lifted import Lifted
+from axcore.module.pure import axes_of
+from axcore.parallel.mesh import Layout, active_layout, entry_of, group_of
 
 Body = Callable[..., Any]
 
 
-def shard_map(fn: Body, *, mesh: Mesh, in_specs: Sequence[Any], out_specs: Any) -> Body:
-    """`jax.shard_map` over the arguments; each device sees its shards and the whole module.
+def shard_map(
+    fn: Body, *, in_specs: Sequence[Any], out_specs: Any, gather: Iterable[str] = (), layout: Layout | None = None
+) -> Body:
+    """`jax.shard_map` over all axes of the mesh, for `fn(module, *args)`.
 
-    Each device draws PRNG bits of its own. Summaries are reduced over the devices by their rule, losses by their mean.
-    Writing a Variable is an error.
+    Each device sees its shards of the arguments, of the parameters and of the other Variables. How those of the module
+    lie follows from their logical axes and the rules of the layout, so a parameter that is sharded is never whole on a
+    device, unless its mesh axes are gathered. `check_vma` is off: a gradient that is taken through the call is right,
+    and one that is taken inside `fn` is that of the device's own share.
+
+    Each device draws PRNG bits of its own. Summaries are combined over the devices by their rule, and losses as
+    `Layer.add_loss` says. A Variable may be written if it names its axes; devices that hold the same part of it must
+    write the same value. Of a `GradientState` the largest value over those devices counts.
+
+    Args:
+        in_specs: a `PartitionSpec` of mesh axes for each argument, or a tree of them.
+        out_specs: those of the result.
+        gather: mesh axes over which `fn` expects parameters and state whole (`"fsdp"`, as a rule): they are gathered
+            on entry, and gradients are scattered on the way back.
+        layout: None: the active one.
+
+    Raises:
+        ContextError: no layout is active, the call stands inside another `shard_map`, `fn` hands out captured outputs,
+            or it writes a Variable without axes.
+        ConfigError: `gather` names an axis that the mesh does not have, or a Variable does not divide.
     """
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:
         lifted = Lifted.of(module, "shard_map")
-        axes = tuple(mesh.axis_names)
+        here = _usable(layout, lifted)
+        axes = tuple(here.mesh.axis_names)
+        if unknown := [axis for axis in gather if axis not in axes]:
+            raise ConfigError(f"gather names {', '.join(unknown)}; the mesh has {', '.join(axes)}")
+        specs = [_specs(tree, here, frozenset(gather)) for tree in (lifted.params, lifted.state)]
+        inside = dataclasses.replace(here, manual=frozenset(axes))
 
         def body(params: Any, state: Any, *args: Any) -> Any:
-            output, _, collections = lifted.call(fn, params, state, *args, number=jax.lax.axis_index(axes))
-            lifted.refuse_written("shard_map")
+            state = _keep_largest(state, specs[1], here)
+            with inside.active():
+                output, state, collections = lifted.call(fn, params, state, *args, number=jax.lax.axis_index(axes))
+            _refuse_written(lifted)
             if collections is not None and collections.outputs:
                 raise ContextError(f"{', '.join(collections.outputs)}: outputs cannot be captured inside shard_map")
-            return output, collections and jax.lax.all_gather(collections, axes).reduced()
+            return output, state, collections and jax.lax.all_gather(collections, axes).reduced()
 
-        whole = PartitionSpec()
         mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=(whole, whole, *in_specs), out_specs=(out_specs, whole), check_vma=False
+            body,
+            mesh=here.mesh,
+            in_specs=(*specs, *in_specs),
+            out_specs=(out_specs, specs[1], PartitionSpec()),
+            check_vma=False,
         )
-        output, collections = mapped(lifted.params, lifted.state, *args)
-        lifted.finish(lifted.state, collections)
+        output, state, collections = mapped(lifted.params, lifted.state, *args)
+        lifted.finish(state, collections)
         return output
 
     return wrapped
+
+
+def _usable(layout: Layout | None, lifted: Lifted) -> Layout:
+    where, active = lifted.caller.describe(), active_layout()
+    if active is not None and active.manual:
+        raise ContextError(f"{where} runs shard_map inside another, where the mesh is in use already")
+    layout = layout if layout is not None else active
+    if layout is None:
+        raise ContextError(f"{where} runs shard_map, and no layout is active; call it inside `layout.active()`")
+    return layout
+
+
+def _specs(variables: Any, layout: Layout, gather: frozenset[str]) -> Any:
+    """How each Variable enters: by its logical axes, but for the mesh axes that are gathered."""
+
+    def spec(path: Any, variable: nnx.Variable[Any]) -> PartitionSpec:
+        value = variable.get_raw_value()
+        found = layout.spec(axes_of(variable))
+        for size, axes in zip(value.shape, found, strict=True):
+            if size % layout.size_of(axes):
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise ConfigError(f"{name} of shape {value.shape} does not divide over {found} of {layout.mesh.shape}")
+        return PartitionSpec(
+            *(entry_of(tuple(axis for axis in group_of(axes) if axis not in gather)) for axes in found)
+        )
+
+    def held(path: Any, variable: nnx.Variable[Any]) -> Any:
+        found = spec(path, variable)
+        return jax.tree.map(lambda _: found, variable)  # the specs stand below Variables, as the arrays do
+
+    return jax.tree.map_with_path(held, variables, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def _refuse_written(lifted: Lifted) -> None:
+    """Refuses writes to Variables that do not say how they lie: the devices would write different values."""
+    named = {path for path, variable in nnx.to_flat_state(lifted.state) if variable.get_metadata().get("axes")}
+    if lost := sorted(".".join(map(str, path)) for path in lifted.written - named):
+        raise ContextError(
+            f"in {lifted.caller.describe()} a layer writes {', '.join(lost)} inside shard_map, and the Variable does "
+            f"not name its axes; make it with axes=(...), or write it outside"
+        )
+
+
+def _keep_largest(state: Any, specs: Any, layout: Layout) -> Any:
+    """Lets the largest of the devices' gradients be that of each GradientState, where jax would add them up."""
+
+    def guarded(variable: Any, spec: Any) -> Any:
+        if not isinstance(variable, GradientState):
+            return variable
+        named = {axis for dimension in jax.tree.leaves(spec)[0] for axis in group_of(dimension)}
+        over = tuple(axis for axis in layout.mesh.axis_names if axis not in named)
+        return jax.tree.map(lambda x: _largest(x, over, math.prod(layout.mesh.shape[axis] for axis in over)), variable)
+
+    return jax.tree.map(guarded, state, specs, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _largest(x: jax.Array, axes: tuple[str, ...], count: int) -> jax.Array:
+    return x
+
+
+def _largest_forward(x: jax.Array, axes: tuple[str, ...], count: int) -> tuple[jax.Array, None]:
+    return x, None
+
+
+def _largest_backward(axes: tuple[str, ...], count: int, _: None, g: jax.Array) -> tuple[jax.Array]:
+    """The transpose of shard_map adds up what the devices hand back, so each hands back its part of the largest."""
+    return (jax.lax.pmax(g, axes) / count if axes else g,)
+
+
+_largest.defvjp(_largest_forward, _largest_backward)

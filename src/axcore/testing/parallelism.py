@@ -11,7 +11,7 @@ import numpy as np
 import axcore as ax
 from axcore.config import Config, text
 from axcore.module import abstract
-from axcore.nn import Repeat
+from axcore.nn import use_remat
 from axcore.parallel import Mesh, Remat
 from axcore.plugin import Accelerator, MeshRule, Offer, use
 from axcore.plugin.targets import bound
@@ -139,7 +139,7 @@ class ParallelismSuite(OfferSuite):
         plain, batch = self.trainer(), jax.device_get(self.batch())
         cases = {"plain": (plain, batch)}
         if self.remat or self.packed or self.tied:  # at once: compiling is what takes the time
-            cfg = ax.select(plain, Repeat).set(remat=Remat()) if self.remat else plain
+            cfg = use_remat(plain, Remat()) if self.remat else plain
             cfg = ax.select(cfg, "model.head").remove() if self.tied else cfg
             extras = {"remat": self.remat, "packed rows": self.packed, "a tied embedding": self.tied}
             name = f"with {', '.join(name for name, wanted in extras.items() if wanted)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -100,12 +99,21 @@ class Program:
         return jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum()
 
     def batch_shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of a batch like this one."""
-        sharding = self.layout.sharding("batch", None)
-        rows = next(iter(batch.values())).shape[0]
-        ways = math.prod(dict(self.layout.mesh.shape)[axis] for axis in _axes_of(sharding.spec[0]))
-        if rows % ways:
-            raise ConfigError(f"input.batch_size={rows} does not divide over the {ways} devices of the batch axes")
+        """Shapes and shardings of a batch like this one, whose arrays are [batch, seq].
+
+        Raises:
+            ConfigError: rows or tokens do not divide over the devices that the mesh's rules split them over.
+        """
+        sharding = self.layout.sharding("batch", "seq")
+        shape = next(iter(batch.values())).shape
+        for axis, name, size, given in zip(
+            ("batch", "seq"), ("batch_size", "seq_len"), shape, sharding.spec, strict=True
+        ):
+            if size % (ways := self.layout.size_of(given)):
+                raise ConfigError(
+                    f"input.{name}={size} does not divide over the {ways} devices that mesh.rules give to {axis!r}; "
+                    f"make it a multiple of {ways}"
+                )
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
 
     def compile_train(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
@@ -123,13 +131,21 @@ class Program:
         """This process's rows of a global batch, as part of that batch."""
         if jax.process_count() == 1:
             return batch
-        sharding = self.layout.sharding("batch", None)
-        return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+        sharding, count = self.layout.sharding("batch", "seq"), jax.process_count()
+        return {
+            name: jax.make_array_from_process_local_data(sharding, rows, (rows.shape[0] * count, *rows.shape[1:]))
+            for name, rows in batch.items()
+        }
 
 
 def program(model: Config, learner: Config, layout: Layout) -> Program:
-    """Builds the shapes of everything and computes nothing."""
+    """Builds the shapes of everything and computes nothing.
+
+    Raises:
+        ConfigError: the mesh has a rule for an axis that is not one of the model's, or a parameter does not divide.
+    """
     fn, params, model_state = abstract(model, "model")
+    layout.check_rules(fn.logical_axes)
     built: Learner = learner.build(fn.axes)
     init_model = initializer(model)
 
@@ -152,7 +168,7 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
 
     shardings: Any = TrainState(
         params=placed,
-        model_state=jax.tree.map(lambda _: everywhere, model_state),
+        model_state=layout.shardings(model_state, fn.state_axes),
         optimizer=optax.tree_utils.tree_map_params(
             built.optimizer,
             beside,
@@ -177,8 +193,3 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
 def _is_masked(node: Any) -> bool:
     """Whether a part of an optimizer leaves this parameter to another part; it holds no array then."""
     return isinstance(node, optax.MaskedNode)
-
-
-def _axes_of(dimension: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a partition spec."""
-    return (dimension,) if isinstance(dimension, str) else tuple(dimension or ())

@@ -29,7 +29,7 @@ class GatedRMSNorm(ax.Layer):
         at_least(cfg, 1, "input_dim", "num_groups")
         if cfg.input_dim % cfg.num_groups:
             raise ax.ConfigError(f"input_dim={cfg.input_dim} is not a multiple of num_groups={cfg.num_groups}")
-        self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=("heads",))
+        self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=("head",))
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
         """Both [..., input_dim] -> the same shape, in the compute dtype."""

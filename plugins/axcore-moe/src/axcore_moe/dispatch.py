@@ -11,7 +11,7 @@ import axcore as ax
 from axcore.config import Config
 from axcore_moe.experts import Experts
 from axcore_moe.matmul import Blocks, GroupedMatmul
-from axcore_moe.routing import Layout, Routing
+from axcore_moe.routing import Layout, Routing, counts
 
 
 class Dispatch(Config):
@@ -46,16 +46,25 @@ class Dropless(Dispatch):
     matmul: GroupedMatmul = Blocks()
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        pairs, count = routing.expert.size, routing.num_experts
-        align = self.matmul.align(pairs, count)
-        sizes = -(-routing.counts() // align) * align
-        ends = jnp.cumulative_sum(sizes)
-        blocks = pairs if align == 1 else -(-pairs // align) + min(pairs, count)
-        layout = Layout.of(routing, ends - sizes, blocks * align)
-        of_block = jnp.searchsorted(ends, align * jnp.arange(blocks), side="right")
-        expert = jnp.minimum(of_block, count - 1).astype(jnp.int32)  # empty blocks at the end are somebody's
-        y = experts.grouped(layout.rows_of(routing.spread(x)), expert, sizes, self.matmul)
-        return routing.summed(layout.pairs_of(y)), jnp.zeros(())
+        y = by_expert(experts, routing.spread(x), routing.expert, routing.num_experts, self.matmul)
+        return routing.summed(y), jnp.zeros(())
+
+
+def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: int, matmul: GroupedMatmul) -> jax.Array:
+    """Each row by its expert, in any order: [rows, input_dim] -> the same shape.
+
+    Args:
+        expert: int32 [rows]; `num_experts` where no expert computes the row, which becomes zeros.
+    """
+    rows = expert.size
+    align = matmul.align(rows, num_experts)
+    sizes = -(-counts(expert, num_experts) // align) * align
+    ends = jnp.cumulative_sum(sizes)
+    blocks = rows if align == 1 else -(-rows // align) + min(rows, num_experts)
+    layout = Layout.of(expert, ends - sizes, blocks * align)
+    of_block = jnp.searchsorted(ends, align * jnp.arange(blocks), side="right")
+    group = jnp.minimum(of_block, num_experts - 1).astype(jnp.int32)  # empty blocks at the end are somebody's
+    return layout.pairs_of(experts.grouped(layout.rows_of(x), group, sizes, matmul))
 
 
 class Capacity(Dispatch):
@@ -75,7 +84,7 @@ class Capacity(Dispatch):
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         pairs, count = routing.expert.size, routing.num_experts
         places = min(pairs, max(1, math.ceil(self.factor * pairs / count)))
-        layout = Layout.of(routing, jnp.arange(count) * places, count * places, places)
+        layout = Layout.of(routing.expert, jnp.arange(count) * places, count * places, places)
         buffer = layout.rows_of(routing.spread(x)).reshape(count, places, -1)
         y = layout.pairs_of(experts.batched(buffer).reshape(count * places, -1))
         return routing.summed(y), jnp.mean(layout.row == count * places, dtype=jnp.float32)

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 import axcore as ax
 from axcore.config import at_least
 from axcore.nn import FeedForward, Linear, combined
+from axcore.parallel import constrain
 from axcore_moe.matmul import GroupedMatmul
 
 
@@ -98,4 +100,7 @@ class Experts(ax.Layer):
         x = x.astype(self.dtypes.compute)
         gate = None if self.gate is None else checkpoint_name(product(x, self.gate, self.gate_bias), "gate")
         up = checkpoint_name(product(x, self.up, self.up_bias), "up")
-        return product(combined(self.config.block, gate, up), self.down, self.down_bias)
+        hidden = combined(self.config.block, gate, up)
+        rows = PartitionSpec.UNCONSTRAINED  # which tokens are where is the dispatch's to say
+        hidden = constrain(hidden, *("expert",)[: hidden.ndim - 2], rows, "mlp")
+        return product(hidden, self.down, self.down_bias)

@@ -10,12 +10,18 @@ from axcore.nn import FeedForward, edit_layers
 from axcore.train import Trainer
 from axcore_moe.balance import LoadBalance
 from axcore_moe.dispatch import Capacity, Dense, Dispatch, Dropless
+from axcore_moe.exchange import Exchange
 from axcore_moe.experts import Experts
 from axcore_moe.layer import MoE
 from axcore_moe.router import ExpertChoice, Router, TopK
 from axcore_moe.starvation import StarvationWarning
 
-DISPATCHES: dict[str, Dispatch] = {"dropless": Dropless(), "capacity": Capacity(), "dense": Dense()}
+DISPATCHES: dict[str, Dispatch] = {
+    "dropless": Dropless(),
+    "exchange": Exchange(),
+    "capacity": Capacity(),
+    "dense": Dense(),
+}
 
 
 def use_moe(
@@ -32,7 +38,7 @@ def use_moe(
     jitter: float = 0.0,
     router_bias: bool = False,
     expert_choice: bool = False,
-    dispatch: Dispatch | Literal["dropless", "capacity", "dense"] = "dropless",
+    dispatch: Dispatch | Literal["dropless", "exchange", "capacity", "dense"] = "dropless",
     capacity_factor: float | None = None,
     shared_experts: int = 0,
     balance: float | None = None,

@@ -20,8 +20,8 @@ class Routing:
         weight: float32 [pairs], what the expert's output is multiplied with.
         probs: float32 [tokens, experts], non-negative scores that sum to 1 for each token; balance losses see them.
         logits: float32 [tokens, experts].
-        choices: where every token has the same number of pairs, that number; the pairs are then the first choice of
-            each token, then the second of each, and so on. None: in any order.
+        choices: where every token has the same number of pairs, of different experts, that number; the pairs are then
+            the first choice of each token, then the second of each, and so on. None: in any order.
     """
 
     token: jax.Array
@@ -45,7 +45,7 @@ class Routing:
 
     def counts(self) -> jax.Array:
         """int32 [experts]: how many tokens each expert computes."""
-        return jnp.zeros((self.num_experts,), jnp.int32).at[self.expert].add(1)
+        return counts(self.expert, self.num_experts)
 
     def spread(self, x: jax.Array) -> jax.Array:
         """The token of each pair: [tokens, features] -> [pairs, features]."""
@@ -59,6 +59,11 @@ class Routing:
         if self.choices is None:
             return jnp.zeros((self.probs.shape[0], y.shape[1]), y.dtype).at[self.token].add(weighted)
         return weighted.reshape(self.choices, -1, y.shape[1]).sum(axis=0)
+
+
+def counts(expert: jax.Array, num_experts: int) -> jax.Array:
+    """int32 [experts]: how many of these int32 [pairs] are each expert; numbers beyond the last are none."""
+    return jnp.zeros((num_experts,), jnp.int32).at[expert].add(1, mode="drop")
 
 
 @jax.custom_vjp
@@ -99,19 +104,22 @@ class Layout:
     row: jax.Array
 
     @classmethod
-    def of(cls, routing: Routing, starts: jax.Array, rows: int, places: int | None = None) -> Layout:
+    def of(cls, expert: jax.Array, starts: jax.Array, rows: int, places: int | None = None) -> Layout:
         """The pairs of each expert from its start on, in their order.
 
         Args:
+            expert: int32 [pairs]; a pair of the expert number `starts.size` has no row.
             starts: int32 [experts].
             places: rows of each expert; pairs beyond them get none. None: as many as there are pairs.
         """
-        pairs = routing.expert.size
-        order = jnp.argsort(routing.expert, stable=True)
-        first = jnp.cumulative_sum(routing.counts(), include_initial=True)[:-1]
-        expert = routing.expert[order]
+        pairs = expert.size
+        order = jnp.argsort(expert, stable=True)
+        expert, starts = expert[order], jnp.append(starts, rows)
+        first = jnp.searchsorted(expert, jnp.arange(starts.size), side="left")
         place = jnp.arange(pairs) - first[expert]  # among the pairs of its expert
-        found = starts[expert] + place if places is None else jnp.where(place < places, starts[expert] + place, rows)
+        found = jnp.minimum(starts[expert] + place, rows)
+        if places is not None:
+            found = jnp.where(place < places, found, rows)
         row = jnp.zeros((pairs,), jnp.int32).at[order].set(found.astype(jnp.int32), unique_indices=True)
         pair = jnp.full((rows,), pairs, jnp.int32).at[row].set(np.arange(pairs, dtype=np.int32), mode="drop")
         return cls(pair, row)

@@ -19,7 +19,7 @@ class HeadGate(ax.Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        wide = {"input_dim": cfg.input_dim, "output_dim": cfg.num_heads, "axes": ("embed", "heads")}
+        wide = {"input_dim": cfg.input_dim, "output_dim": cfg.num_heads, "axes": ("embed", "head")}
         self.gate = self.child("gate", cfg.gate, rngs, **wide)
 
     def __call__(self, x: jax.Array, heads: jax.Array) -> jax.Array:

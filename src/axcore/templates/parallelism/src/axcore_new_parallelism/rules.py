@@ -9,7 +9,8 @@ from axcore.train import Trainer
 RULES: dict[str, str | tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "embed": "fsdp",
-    "heads": "tensor",
+    "head": "tensor",
+    "kv_head": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
 }

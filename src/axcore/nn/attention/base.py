@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,13 +13,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs
+from axcore.nn.attention.choice import attend
+from axcore.nn.attention.inputs import AttentionInputs, Bias, Dropout, Heads
+from axcore.nn.attention.kernel import AttentionKernel
+from axcore.nn.attention.masks import Causal, Mask, SameSegment
+from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.dropout import check_rates
 from axcore.nn.initializers import Initializer
-from axcore.nn.kernel_choice import attend
-from axcore.nn.kernels import AttentionKernel, ReferenceKernel
-from axcore.nn.kv_cache import KVCache
+from axcore.nn.kv.cache import KVCache
+from axcore.nn.kv.views import Contiguous
 from axcore.nn.linear import Linear
-from axcore.nn.masks import Causal, Mask, SameSegment
 from axcore.nn.tokens import TokenInfo
 
 
@@ -29,7 +34,7 @@ class BaseAttention(Layer):
     - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None where
       attention has no keys of its own;
     - `bias`: `(query, key) -> logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such as ALiBi;
-    - `cache`: `(q, k, v, mask, tokens, attend) -> heads`, keeps keys and values, or brings them (see `KVCache`);
+    - `cache`: `AttentionInputs -> AttentionInputs or heads`, keeps keys and values, or brings them (see `KVCache`);
     - `output`: `(x, heads) -> heads`, applied to the heads before they are projected.
 
     For remat policies the values `query`, `key`, `value` and `heads` are tagged.
@@ -46,7 +51,7 @@ class BaseAttention(Layer):
         mask: Mask = Causal() & SameSegment()
         kernel: AttentionKernel.Config = ReferenceKernel.Config()
         scale: float | None = None
-        """Of the logits; None: 1 / sqrt(head_dim)."""
+        """Of the logits; None: `1 / sqrt(head_dim)`."""
         softcap: float | None = None
         """Bounds the logits smoothly, see `AttentionKernel`; None leaves them."""
         sinks: Initializer | None = None
@@ -86,7 +91,7 @@ class BaseAttention(Layer):
             raise ConfigError(f"softcap must be positive or None, not {cfg.softcap}")
         self.sinks = nnx.data(None)
         if cfg.sinks is not None:
-            self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("heads",))
+            self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("head",))
         widths: dict[str, Any] = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
         self.position = self.child("position", cfg.position, rngs, **widths, head_dim=position_dim or head_dim)
         widths["head_dim"] = head_dim
@@ -94,27 +99,38 @@ class BaseAttention(Layer):
         self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
         self.output = self.child("output", cfg.output, rngs, **widths)
         wide = {"input_dim": cfg.num_heads * (value_dim or head_dim), "output_dim": cfg.input_dim}
-        self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("heads", "embed"))
+        self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("head", "embed"))
 
-    def run_kernel(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo, scale: Any = None
-    ) -> jax.Array:
-        """Attends as `AttentionKernel` says, with the options of this config."""
+    def inputs(
+        self, q: jax.Array, k: jax.Array | None, v: jax.Array | None, tokens: TokenInfo, scale: float | None = None
+    ) -> AttentionInputs:
+        """What is asked of the cache, or of the kernel.
+
+        Args:
+            q: [batch, seq, head, head_dim].
+            k, v: [batch, seq, kv_head, head_dim or value_dim]; None where the attention has no projections for them.
+            scale: of the logits; None: the config's, or 1 / sqrt(head_dim).
+        """
         cfg = self.config
-        return attend(
-            self.kernel,
+        scale = cfg.scale if scale is None else scale
+        here = dataclasses.replace(tokens, cached=None)
+        return AttentionInputs(
             q,
-            k,
-            v,
-            mask,
-            query,
-            key,
-            scale=cfg.scale if scale is None else scale,
-            softcap=cfg.softcap,
+            None if k is None or v is None else Contiguous(k, v, here),
+            here,
             sinks=None if self.sinks is None else self.sinks[...],
-            bias=self.bias,
-            dropout=(cfg.dropout, self.rng("dropout")) if cfg.dropout and self.training else None,
+            bias=None if self.bias is None else Bias.of(self.bias, self.frame, "bias"),
+            dropout=Dropout(self.rng("dropout"), None, None, cfg.dropout) if cfg.dropout and self.training else None,
+            cached=tokens.cached,
+            scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
+            mask=cfg.mask,
+            softcap=cfg.softcap,
+            phase="train" if tokens.cached is None else tokens.cached.phase,
         )
+
+    def attend(self, inputs: AttentionInputs) -> Heads:
+        """Runs the kernel."""
+        return attend(self.kernel, inputs.replace(cached=None))[0]
 
     def project(self, x: jax.Array, heads: jax.Array) -> jax.Array:
         """Heads [batch, seq, head, value_dim] of the input x -> [batch, seq, input_dim]."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import REQUIRED, ConfigError, at_least, has_field
 from axcore.module import Layer, Rngs
-from axcore.nn.base_attention import BaseAttention
+from axcore.nn.attention.base import BaseAttention
+from axcore.nn.attention.inputs import AttentionInputs, Heads
+from axcore.nn.kv.views import Contiguous, Latent, empty_values
 from axcore.nn.linear import Linear
-from axcore.nn.masks import Mask
 from axcore.nn.matmul import rows
 from axcore.nn.norm import RMSNorm
 from axcore.nn.tokens import TokenInfo
+from axcore.parallel import constrain
 
 
 class LatentAttention(BaseAttention):
@@ -70,12 +71,12 @@ class LatentAttention(BaseAttention):
             self.query_down = linear("query_down", cfg.input_dim, cfg.query_rank, "embed", None)
             self.query_norm = self.child("query_norm", cfg.query_norm, rngs, input_dim=cfg.query_rank, axes=(None,))
             source = (cfg.query_rank, None)
-        self.query_up = linear("query_up", source[0], heads * key_dim, source[1], "heads")
+        self.query_up = linear("query_up", source[0], heads * key_dim, source[1], "head")
         self.kv_down = linear("kv_down", cfg.input_dim, cfg.kv_rank, "embed", None)
         self.kv_norm = self.child("kv_norm", cfg.kv_norm, rngs, input_dim=cfg.kv_rank, axes=(None,))
         self.position_key = linear("position_key", cfg.input_dim, cfg.position_dim, "embed", None)
-        self.key_up = linear("key_up", cfg.kv_rank, heads * cfg.content_dim, None, "heads")
-        self.value_up = linear("value_up", cfg.kv_rank, heads * cfg.value_dim, None, "heads")
+        self.key_up = linear("key_up", cfg.kv_rank, heads * cfg.content_dim, None, "head")
+        self.value_up = linear("value_up", cfg.kv_rank, heads * cfg.value_dim, None, "head")
         self.make_slots(
             rngs, num_kv_heads=heads, head_dim=key_dim, position_dim=cfg.position_dim, value_dim=cfg.value_dim
         )
@@ -98,37 +99,38 @@ class LatentAttention(BaseAttention):
                 position_query, position_key, tokens.positions, tokens.positions
             )
             q = jnp.concatenate([q[..., : cfg.content_dim], position_query], axis=-1)
-        q = checkpoint_name(q, "query")
+        q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
         kept = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")
-        if self.cache is None:
-            heads = self._expanded(q, kept, None, cfg.mask, tokens, tokens)
+        asked = self.inputs(q, kept, empty_values(kept), tokens, self._scale)
+        if self.cache is not None:
+            asked = self.cache(asked)
+        if not isinstance(asked, AttentionInputs):
+            heads = asked
+        elif self.cache is not None and shape[1] <= cfg.absorb_up_to:
+            heads = self._absorbed(asked)
         else:
-            attend = self._absorbed if shape[1] <= cfg.absorb_up_to else self._expanded
-            heads = self.cache(q, kept, kept[..., :0], cfg.mask, tokens, attend)
+            heads = self._expanded(asked)
         return self.project(x, heads)
 
-    def _expanded(
-        self, q: jax.Array, kept: jax.Array, _: Any, mask: Mask, query: TokenInfo, key: TokenInfo
-    ) -> jax.Array:
+    def _expanded(self, inputs: AttentionInputs) -> Heads:
         """Attends with the keys and values that the latents stand for."""
-        cfg = self.config
-        latent, position_key = kept[..., 0, : cfg.kv_rank], kept[..., cfg.kv_rank :]
+        cfg, kept = self.config, inputs.plain
+        latent, position_key = kept.k[..., 0, : cfg.kv_rank], kept.k[..., cfg.kv_rank :]
         shape = (*latent.shape[:2], cfg.num_heads, -1)
         content_key, v = self.key_up(latent).reshape(shape), self.value_up(latent).reshape(shape)
         position_key = jnp.broadcast_to(position_key, (*shape[:3], cfg.position_dim))
-        k = jnp.concatenate([content_key, position_key], axis=-1)
-        return self.run_kernel(q, k, v, mask, query, key, self._scale)
+        k = constrain(jnp.concatenate([content_key, position_key], axis=-1), "batch", "seq", "head", None)
+        v = constrain(v, "batch", "seq", "head", None)
+        return self.attend(inputs.replace(kv=Contiguous(k, v, kept.tokens)))
 
-    def _absorbed(
-        self, q: jax.Array, kept: jax.Array, _: Any, mask: Mask, query: TokenInfo, key: TokenInfo
-    ) -> jax.Array:
+    def _absorbed(self, inputs: AttentionInputs) -> Heads:
         """The same, as multi-query attention to the latents: `q (W c) = (W^T q) c`."""
-        cfg = self.config
+        cfg, q = self.config, inputs.q
         up = (cfg.kv_rank, cfg.num_heads, -1)
         key_up, value_up = _matrix(self.key_up).reshape(up), _matrix(self.value_up).reshape(up)
         content, position = q[..., : cfg.content_dim], q[..., cfg.content_dim :]
         q = jnp.concatenate([jnp.einsum("bshd,rhd->bshr", content, key_up.astype(q.dtype)), position], axis=-1)
-        heads = self.run_kernel(q, kept, kept[..., : cfg.kv_rank], mask, query, key, self._scale)
+        heads = self.attend(inputs.replace(q=q, kv=Latent(inputs.keys, cfg.kv_rank)))
         return jnp.einsum("bshr,rhd->bshd", heads, value_up.astype(heads.dtype))
 
     @property

@@ -11,10 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import ConfigError, at_least
 from axcore.module import Layer, Rngs
-from axcore.nn.base_attention import BaseAttention
+from axcore.nn.attention.base import BaseAttention
+from axcore.nn.attention.inputs import AttentionInputs
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
 from axcore.nn.tokens import TokenInfo
+from axcore.parallel import constrain
 
 
 class Attention(BaseAttention):
@@ -51,17 +53,21 @@ class Attention(BaseAttention):
         _check_projections(cfg)
         self.head_dim = cfg.head_dim or cfg.input_dim // cfg.num_heads
 
-        def into_heads(name: str, count: int) -> Linear:
+        def into_heads(name: str, count: int, axis: str) -> Linear:
             wide = {"input_dim": cfg.input_dim, "output_dim": count * self.head_dim}
-            return self.child(name, getattr(cfg, name), rngs, **wide, axes=("embed", "heads"))
+            return self.child(name, getattr(cfg, name), rngs, **wide, axes=("embed", axis))
 
-        self.query = into_heads("query", cfg.num_heads)
-        self.key = into_heads("key", num_kv_heads)
-        self.value = into_heads("value", num_kv_heads)
-        self.qkv = into_heads("qkv", cfg.num_heads + 2 * num_kv_heads)
+        self.query = into_heads("query", cfg.num_heads, "head")
+        self.key = into_heads("key", num_kv_heads, "kv_head")
+        self.value = into_heads("value", num_kv_heads, "kv_head")
+        self.qkv = into_heads("qkv", cfg.num_heads + 2 * num_kv_heads, "kv_head")
         of_head = {"input_dim": self.head_dim, "head_dim": self.head_dim, "axes": (None,)}
-        self.query_norm = self.child("query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, **of_head)
-        self.key_norm = self.child("key_norm", cfg.key_norm, rngs, num_heads=num_kv_heads, **of_head)
+        self.query_norm = self.child(
+            "query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, head_axis="head", **of_head
+        )
+        self.key_norm = self.child(
+            "key_norm", cfg.key_norm, rngs, num_heads=num_kv_heads, head_axis="kv_head", **of_head
+        )
         self.make_slots(rngs, num_kv_heads=num_kv_heads, head_dim=self.head_dim)
         widths = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
         self.cache = self.child("cache", cfg.cache, rngs, **widths, head_dim=self.head_dim)
@@ -73,17 +79,19 @@ class Attention(BaseAttention):
             q = self.query_norm(q)
         if self.key_norm is not None and k is not None:
             k = self.key_norm(k)
+        q = constrain(q, "batch", "seq", "head", None)
+        if k is not None:
+            k, v = (constrain(each, "batch", "seq", "kv_head", None) for each in (k, v))
         if self.position is not None:
             q, k = self.position(q, k, tokens.positions, tokens.positions)
-        q = checkpoint_name(q, "query")
-        if k is not None:
-            k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
-        mask = self.config.mask
-        if self.cache is None:
-            heads = self.run_kernel(q, k, v, mask, tokens, tokens)
-        else:
-            heads = self.cache(q, k, v, mask, tokens, self.run_kernel)
-        return self.project(x, heads)
+        q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
+        if k is not None and v is not None:
+            k = checkpoint_name(constrain(k, "batch", "seq", "kv_head", None), "key")
+            v = checkpoint_name(constrain(v, "batch", "seq", "kv_head", None), "value")
+        asked = self.inputs(q, k, v, tokens)
+        if self.cache is not None:
+            asked = self.cache(asked)
+        return self.project(x, self.attend(asked) if isinstance(asked, AttentionInputs) else asked)
 
     def _queries_keys_values(self, x: jax.Array) -> tuple[Any, Any, Any]:
         """[batch, seq, input_dim] -> each [batch, seq, its heads, head_dim], or None."""

@@ -1,0 +1,139 @@
+"""Expert parallelism: tokens travel to the devices that hold their experts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+import axcore as ax
+from axcore.module import cond, remat
+from axcore.parallel import active_layout, shard_map
+from axcore.parallel.mesh import Layout as MeshLayout, group_of
+from axcore_moe.dispatch import Dispatch, Dropless, by_expert
+from axcore_moe.experts import Experts
+from axcore_moe.matmul import Blocks, GroupedMatmul
+from axcore_moe.routing import Layout, Routing
+
+
+class Exchange(Dispatch):
+    """All-to-all over the mesh axes that the rules give to `expert` (GShard, arXiv 2006.16668, section 3.2).
+
+    Each device holds its own experts only; whatever other mesh axes shard them over (`embed` over fsdp) is gathered for
+    the call. Tokens are spread over all devices. Each device has places for `factor` times the fair share of its pairs
+    on every other device. Where the rules do not split `expert`, this is `Dropless`.
+    """
+
+    matmul: GroupedMatmul = Blocks()
+    factor: float = 2.0
+    dropless: bool = True
+    """A call in which some device needs more places than that has as many as it can need: one for each token and
+    choice, so it computes about as many times more as there are devices. Both ways are compiled, and the backward pass
+    computes the exchange again. False: what finds no place is dropped, and counted in `dropped`."""
+
+    def __post_init__(self) -> None:
+        if self.factor is not ax.REQUIRED and not 0 < self.factor < math.inf:
+            raise ax.ConfigError(f"Exchange.factor must be positive and finite, not {self.factor}")
+
+    def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+        layout = active_layout()
+        axes = group_of(layout.rules.get("expert")) if layout is not None else ()
+        if layout is None or layout.size_of(axes) == 1:
+            return Dropless(matmul=self.matmul)(experts, x, routing)
+        if routing.choices is None:
+            raise ax.ConfigError(
+                "dispatch=Exchange needs a router that gives every token the same number of experts, such as TopK; "
+                "with this one take dispatch=Dropless()"
+            )
+        tokens, num_experts = x.shape[0], routing.num_experts
+        missing = -tokens % layout.mesh.size
+
+        def padded(values: jax.Array, fill: float) -> jax.Array:
+            by_choice = values.reshape(routing.choices, tokens)
+            return jnp.pad(by_choice, ((0, 0), (0, missing)), constant_values=fill)
+
+        over = _all_axes(layout)
+        rows, choices = PartitionSpec(over, None), PartitionSpec(None, over)
+        y, lost = shard_map(
+            functools.partial(self._local, axes=axes, over=over, num_experts=num_experts, count=layout.size_of(axes)),
+            in_specs=(rows, choices, choices),
+            out_specs=(rows, PartitionSpec()),
+            gather=[axis for axis in over if axis not in axes],
+        )(experts, jnp.pad(x, ((0, missing), (0, 0))), padded(routing.expert, num_experts), padded(routing.weight, 0))
+        return y[:tokens], lost / routing.expert.size
+
+    def _local(
+        self,
+        experts: Experts,
+        x: jax.Array,
+        expert: jax.Array,
+        weight: jax.Array,
+        *,
+        axes: tuple[str, ...],
+        over: tuple[str, ...],
+        num_experts: int,
+        count: int,
+    ) -> tuple[jax.Array, jax.Array]:
+        """On one device: tokens [tokens, input_dim], int32 and float32 [choices, tokens] -> their part of the sum, and
+        the number of pairs, over all devices, that no expert computed.
+
+        Args:
+            axes: mesh axes that the experts are split over, into `count` parts.
+            over: all mesh axes.
+        """
+        choices, tokens = expert.shape
+        held = num_experts // count
+        most = tokens * min(choices, held)
+        places = min(most, math.ceil(self.factor * choices * tokens / count))
+        target = expert.reshape(-1) // held
+        needed = jnp.zeros((count,), jnp.int32).at[target].add(1, mode="drop")  # padding has no target
+        pass_through = functools.partial(_exchanged, matmul=self.matmul, axes=axes, held=held, count=count)
+
+        def way(places: int) -> Callable[..., Any]:
+            return functools.partial(pass_through, places=places)
+
+        if self.dropless and places < most:
+            few = jax.lax.pmax(needed.max(), over) <= places  # all devices take the same way
+            run = cond(few, remat(way(places)), remat(way(most)))
+        else:
+            run = way(places)
+        lost = jnp.zeros((), jnp.float32)
+        if not self.dropless:
+            lost = jax.lax.psum(jnp.maximum(needed - places, 0).sum().astype(jnp.float32), over)
+        pairs = jnp.broadcast_to(x, (choices, *x.shape)).reshape(-1, x.shape[1])
+        y = run(experts, pairs, expert.reshape(-1)).reshape(choices, tokens, -1)
+        return (y * weight[..., None].astype(y.dtype)).sum(axis=0), lost
+
+
+def _exchanged(
+    experts: Experts,
+    x: jax.Array,
+    expert: jax.Array,
+    *,
+    matmul: GroupedMatmul,
+    axes: tuple[str, ...],
+    held: int,
+    count: int,
+    places: int,
+) -> jax.Array:
+    """[pairs, input_dim], int32 [pairs] -> what the experts, wherever they are, make of each pair.
+
+    Args:
+        held: experts of a device.
+        places: how many pairs each device may send to each.
+    """
+    layout = Layout.of(expert // held, jnp.arange(count) * places, count * places, places)
+    number = jnp.append(expert % held, held)[layout.pair].astype(jnp.int32)  # on its device; an empty place has none
+    swap = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
+    arrived = by_expert(experts, swap(layout.rows_of(x)), swap(number), held, matmul)
+    return layout.pairs_of(swap(arrived))
+
+
+def _all_axes(layout: MeshLayout) -> tuple[str, ...]:
+    """Every mesh axis, those of the batch first: the tokens of a device then stay on it."""
+    return tuple(dict.fromkeys((*layout.axes_of("batch"), *layout.axes_of("seq"), *layout.mesh.axis_names)))

@@ -1,0 +1,26 @@
+"""The logical axes of arrays: the names that layers give to dimensions and that mesh rules map to mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from axcore.config import FrozenDict
+
+LOGICAL_AXES: Mapping[str, str] = FrozenDict(
+    {
+        "batch": "rows of a batch, and of decoding state",
+        "seq": "tokens of a row",
+        "embed": "features of the hidden stream, in parameters",
+        "embed_activation": "features of the hidden stream, in activations",
+        "mlp": "hidden features of feed-forward blocks, in parameters and activations",
+        "head": "query heads, alone or merged with the features of each",
+        "kv_head": "heads of keys and values, alone or merged with the features of each",
+        "head_dim": "features of a head",
+        "kv_seq": "tokens that are attended to, in decoding state",
+        "vocab": "rows of an embedding, columns of an output head, logits",
+        "expert": "experts of a mixture",
+        "layer": "layers of a scanned stack",
+    }
+)
+"""The core's vocabulary: name -> what a dimension of this name holds. A parameter may have other names, and a layer
+declares those that only its activations have in `Layer.activation_axes`."""

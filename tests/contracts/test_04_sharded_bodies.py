@@ -1,0 +1,75 @@
+"""Contract 4: in a sharded body each device holds its own experts only, and numbers are those of one device."""
+
+import numpy as np
+import pytest
+
+from axcore.testing.devices import ask
+
+from .bodies import DIM, EXPERTS, HIDDEN, MESHES, ROUTINGS
+
+pytest.importorskip("axcore_moe")
+
+PARTS = {"expert=8": 8, "expert=4, data=2": 4, "expert=4, fsdp=2": 8}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return ask("tests.contracts.bodies", None)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_with_the_exchange_the_loss_and_every_gradient_are_those_of_one_device(found, mesh, routing):
+    one, many = found["one"][routing], found[mesh][routing]
+    assert many["dropped"] == 0
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
+    assert many["gradients"].keys() == one["gradients"].keys()
+    for path, gradient in one["gradients"].items():
+        largest = np.abs(gradient).max()
+        assert largest > 0, path
+        np.testing.assert_allclose(many["gradients"][path], gradient, rtol=0, atol=1e-6 * largest, err_msg=path)
+
+
+def test_the_routings_are_what_they_are_called(found):
+    def fed(routing):
+        gradient = found["one"][routing]["gradients"]["experts.up"]
+        return np.abs(gradient).sum(axis=(1, 2)) > 0
+
+    assert fed("random").sum() > 12
+    assert fed("four experts").nonzero()[0].tolist() == [0, 1, 2, 3]
+    assert fed("one expert").nonzero()[0].tolist() == [0, 1]  # the first choice of all, and the second of all
+
+
+@pytest.mark.parametrize("mesh", PARTS)
+def test_a_device_holds_its_own_experts_only(found, mesh):
+    for path, (whole, held) in found[mesh]["bytes"].items():
+        if path.startswith("experts.") and not path.endswith("bias"):
+            assert held == [whole // PARTS[mesh]] * 8, path
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_device_sees_the_experts_of_others_while_it_computes(found, mesh):
+    text = found[mesh]["text"]
+    assert "all-to-all" in text
+    whole = [f"f32[{EXPERTS},{DIM},{HIDDEN}]", f"f32[{EXPERTS},{HIDDEN},{DIM}]", f"f32[{EXPERTS},{HIDDEN}]"]
+    assert not [shape for shape in whole if shape in text]
+    assert all(shape in found["one"]["text"] for shape in whole)
+
+
+def test_bounded_places_drop_what_finds_none_and_say_so(found):
+    # A device has 6 tokens of 2 choices, and one place on each of 8 devices for a fair share of 12 / 8, so 2.
+    assert found["bounded"]["one expert"]["dropped"] == pytest.approx(1 - 2 / 12)
+    assert 0 < found["bounded"]["random"]["dropped"] < 0.5
+
+
+def test_a_body_writes_variables_that_name_their_axes(found):
+    it = found["remembered"]
+    np.testing.assert_allclose(it["new"]["sums"], it["x"].sum(axis=1), rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_a_parameter_adds_up_over_devices_and_that_of_gradient_state_is_the_largest(found):
+    it = found["remembered"]
+    x, scale = it["x"].astype(np.float64), it["scale"].astype(np.float64)
+    params, state = it["gradients"]
+    np.testing.assert_allclose(params["scale"], (2 * x**2 * scale).sum(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(state["amax"], np.abs(x * scale).max(), rtol=1e-6)
