@@ -3,6 +3,8 @@
 Off the GPU the calls of cuDNN are replaced by the formula in JAX, which puts NaN where cuDNN defines no result.
 """
 
+import dataclasses
+import functools
 import itertools
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axcore_cudnn import fused, packed
+from axcore_cudnn import chunked, fused, packed, ragged
 from axcore_cudnn.primitives import Form
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 8, 6
@@ -61,12 +63,52 @@ def backward(form, q, k, v, heads, lse, heads_grad, *, bias=None, lengths=None):
     return undefined(dq, lengths[0]), undefined(dk, lengths[1]), undefined(dv, lengths[1])
 
 
+def forward_of_documents(form, q, k, v, *, bias=None, lengths=None, documents=None):
+    """cuDNN's packed layout, read as it documents it: flat lists of lengths and offsets."""
+    if documents is None:
+        return forward(form, q, k, v, bias=bias, lengths=lengths)
+    heads, lse = forward(form, *flat(q, k, v), bias=apart(documents, q))
+    rows, offsets = listed(documents)
+    seq = q.shape[1]
+    by_document = jnp.pad(lse[0], ((0, 0), (0, seq)), constant_values=jnp.nan)
+    stats = [jax.lax.dynamic_slice_in_dim(by_document, offsets[i], seq, axis=1) for i in range(rows.size)]
+    stats = undefined(jnp.stack(stats).swapaxes(1, 2), rows).swapaxes(1, 2)
+    return heads.reshape(*q.shape[:3], -1), stats
+
+
+def backward_of_documents(form, q, k, v, heads, lse, heads_grad, *, bias=None, lengths=None, documents=None):
+    if documents is None:
+        return backward(form, q, k, v, heads, lse, heads_grad, bias=bias, lengths=lengths)
+    _, offsets = listed(documents)
+    tokens = q.shape[0] * q.shape[1]
+    number = jnp.searchsorted(offsets, jnp.arange(tokens), side="right") - 1
+    flat_lse = lse[number, :, jnp.arange(tokens) - offsets[number]].T[None]
+    grads = backward(form, *flat(q, k, v, heads), flat_lse, *flat(heads_grad), bias=apart(documents, q))
+    return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+
+
+def flat(*arrays):
+    return [x.reshape(1, -1, *x.shape[2:]) for x in arrays]
+
+
+def listed(documents):
+    lengths, offsets = documents
+    return lengths.ravel(), offsets.ravel()[: lengths.size + 1]
+
+
+def apart(documents, q):
+    lengths, offsets = listed(documents)
+    token = jnp.arange(q.shape[0] * q.shape[1])
+    member = (token[:, None] >= offsets[:-1]) & (token[:, None] < offsets[:-1] + lengths)
+    return jnp.where(member.astype(int) @ member.T.astype(int) > 0, 0.0, -jnp.inf)[None, None]
+
+
 @pytest.fixture(autouse=True)
 def formula(monkeypatch):
-    for module in (packed, fused):
-        monkeypatch.setattr(module, "forward", forward)
-        monkeypatch.setattr(module, "backward", backward)
-    monkeypatch.setattr(packed, "CHUNK", 4)
+    for module in (chunked, fused, packed, ragged):
+        monkeypatch.setattr(module, "forward", forward_of_documents)
+        monkeypatch.setattr(module, "backward", backward_of_documents)
+    monkeypatch.setattr(chunked, "CHUNK", 8)
 
 
 def reference(q, k, v, grad, allowed, scale, sinks):
@@ -94,6 +136,15 @@ def rows(*lengths_of_rows):
     ).astype(np.int32)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def attend(form, q, k, v, grad, segment_ids, sinks):
+    def call(q, k, v, sinks):
+        return fused.attention(q, k, v, form, segment_ids=segment_ids, sinks=sinks)
+
+    (heads, lse), pull = jax.vjp(call, q, k, v, sinks)
+    return heads, lse, *pull((grad, jnp.zeros_like(lse)))
+
+
 PACKED = {
     "one document a row": rows([32], [32]),
     "documents across every boundary": rows([3, 6, 10, 13], [15, 2, 15]),
@@ -106,9 +157,14 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("form", [Form(0.3), Form(0.3, window=5), Form(0.3, causal=False)], ids=str)
-@pytest.mark.parametrize("name", PACKED)
-def test_heads_lse_and_gradients_equal_the_formula(name, form):
+FORMS = {"causal": Form(0.3), "window": Form(0.3, window=5), "full": Form(0.3, causal=False)}
+CALLS = [(name, form, documents) for form in FORMS for documents in (2, 32) for name in PACKED if name != "odd"]
+
+
+@pytest.mark.parametrize(("name", "form", "documents"), [*CALLS, ("odd", "causal", 2), ("odd", "causal", 8)])
+def test_heads_lse_and_gradients_equal_the_formula(name, form, documents):
+    """Rows with more than `documents` documents on average are attended to in chunks."""
+    form = dataclasses.replace(FORMS[form], documents=documents)
     segment_ids = PACKED[name]
     seq = segment_ids.shape[1]
     rng = np.random.default_rng(0)
@@ -116,11 +172,7 @@ def test_heads_lse_and_gradients_equal_the_formula(name, form):
     q, k, v, grad = (rng.standard_normal((BATCH, seq, *shape)).astype(np.float32) for shape in shapes)
     sinks = rng.standard_normal(HEADS).astype(np.float32)
 
-    def attend(q, k, v, sinks):
-        return fused.attention(q, k, v, form, segment_ids=jnp.asarray(segment_ids), sinks=sinks)
-
-    (heads, lse), pull = jax.vjp(attend, q, k, v, sinks)
-    got = heads, lse, *pull((jnp.asarray(grad), jnp.zeros_like(lse)))
+    got = attend(form, q, k, v, grad, segment_ids, sinks)
     i, j = np.arange(seq)[:, None], np.arange(seq)[None]
     allowed = segment_ids[:, :, None] == segment_ids[:, None, :]
     if form.causal:
@@ -130,16 +182,25 @@ def test_heads_lse_and_gradients_equal_the_formula(name, form):
 
 
 def test_rows_are_cut_into_chunks_where_that_is_possible(monkeypatch):
-    monkeypatch.setattr(packed, "CHUNK", 512)
+    monkeypatch.setattr(chunked, "CHUNK", 512)
     causal = Form(1.0)
-    assert [packed._chunks(causal, seq) for seq in (511, 512, 1024, 2048, 2050, 8192)] == [1, 1, 2, 4, 1, 16]
-    assert packed._chunks(Form(1.0, window=4), 2048) == packed._chunks(Form(1.0, causal=False), 2048) == 1
+    assert [chunked._chunks(causal, seq) for seq in (511, 512, 1024, 2048, 2050, 8192)] == [1, 1, 2, 4, 1, 16]
+    assert chunked._chunks(Form(1.0, window=4), 2048) == chunked._chunks(Form(1.0, causal=False), 2048) == 1
 
 
-def test_runs_are_numbered_in_order():
+def test_documents_are_listed_in_order():
     ids = np.array([[7, 7, 2, 2, 2, 0, 0], [0, 0, 0, 5, 0, 0, 1]])
-    want = [[key for key, (_, run) in enumerate(itertools.groupby(row)) for _ in run] for row in ids]
-    np.testing.assert_array_equal(packed.runs(jnp.asarray(ids)), want)
+    keys = [(row, key, len(list(run))) for row in range(2) for key, run in itertools.groupby(ids[row])]
+    lengths = [length for _, _, length in keys]
+    number = packed.document_numbers(jnp.asarray(ids))
+    np.testing.assert_array_equal(number, np.repeat(np.arange(len(keys)), lengths).reshape(ids.shape))
+    documents = ragged.Documents.of(number, 8)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    np.testing.assert_array_equal(documents.offsets, [*starts, ids.size])
+    np.testing.assert_array_equal(documents.place, np.concatenate([np.arange(n) for n in lengths]).reshape(ids.shape))
+    listed_lengths, listed_offsets = documents.lists(2)
+    np.testing.assert_array_equal(listed_lengths.ravel(), [*lengths, 0])
+    assert listed_offsets.shape == (2, 5)
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -148,12 +209,12 @@ def test_lengths_of_the_document_that_crosses_the_middle(name, pairs):
     ids = PACKED[name]
     if ids.shape[1] % (2 * pairs):
         pytest.skip(f"{ids.shape[1]} tokens are not halves of {pairs} pairs")
-    got = packed.Halves.of(packed.runs(jnp.asarray(ids)), pairs).lengths
+    got = chunked.Halves.of(packed.document_numbers(jnp.asarray(ids)), pairs).lengths
     half = ids.shape[1] // pairs // 2
     want = []
     for row, pair in itertools.product(ids, range(pairs)):
         left, right = row[2 * pair * half :][:half].tolist(), row[(2 * pair + 1) * half :][:half].tolist()
-        queries = len(list(itertools.takewhile(lambda x: x == left[-1], right)))
-        keys = len(list(itertools.takewhile(lambda x: x == left[-1], reversed(left))))
+        queries = len(list(itertools.takewhile(left[-1].__eq__, right)))
+        keys = len(list(itertools.takewhile(left[-1].__eq__, reversed(left))))
         want.append((queries, keys if queries else 0))
     np.testing.assert_array_equal(np.stack(got, axis=1), want)

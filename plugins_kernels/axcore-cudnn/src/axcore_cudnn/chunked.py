@@ -68,7 +68,7 @@ def chunked_forward(
     """The heads and the lse, given the number of each token's document."""
     seq = q.shape[1]
     if seq % 2:
-        heads, lse = chunked_forward(form, *map(_even, (q, k, v)), _even(number, -1))
+        heads, lse = chunked_forward(form, _even(q), _even(k), _even(v), _even(number, -1))
         return heads[:, :seq], lse[:, :, :seq]
     count = _chunks(form, seq)
     heads, lse = forward(form, *(_rows(x, count) for x in (q, k, v)), bias=_bias(number, count, q.dtype))
@@ -91,8 +91,9 @@ def chunked_backward(
     """Gradients of q, k and v, given results that may include other keys."""
     seq = q.shape[1]
     if seq % 2:
-        arrays = [_even(x) for x in (q, k, v, heads)], _even(lse.transpose(0, 2, 1)).transpose(0, 2, 1)
-        dq, dk, dv = chunked_backward(form, *arrays[0], arrays[1], _even(heads_grad), _even(number, -1))
+        lse = _even(lse.transpose(0, 2, 1)).transpose(0, 2, 1)
+        grad, number = _even(heads_grad), _even(number, -1)
+        dq, dk, dv = chunked_backward(form, _even(q), _even(k), _even(v), _even(heads), lse, grad, number)
         return dq[:, :seq], dk[:, :seq], dv[:, :seq]
     count = _chunks(form, seq)
     lse = lse.transpose(0, 2, 1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from axcore_cudnn.chunked import chunked_backward, chunked_forward
-from axcore_cudnn.primitives import Form
+from axcore_cudnn.primitives import Form, backward, forward
 from axcore_cudnn.ragged import ragged_backward, ragged_forward
 
 
@@ -28,14 +28,19 @@ def packed_forward(
     form: Form, q: Array, k: Array, v: Array, segment_ids: Int[Array, "batch seq"]
 ) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
     """The heads and the lse. Tokens attend within runs of equal segment ids."""
+    if q.shape[1] == 1:
+        return forward(form, q, k, v)
     number, size = document_numbers(segment_ids), _size(form, q)
     if size >= number.size:
         return ragged_forward(form, q, k, v, number, size)
     return jax.lax.cond(
         number[-1, -1] < size,
-        lambda *arrays: ragged_forward(form, *arrays, size),
-        lambda *arrays: chunked_forward(form, *arrays),
-        *(q, k, v, number),
+        lambda q, k, v, number: ragged_forward(form, q, k, v, number, size),
+        lambda q, k, v, number: chunked_forward(form, q, k, v, number),
+        q,
+        k,
+        v,
+        number,
     )
 
 
@@ -43,15 +48,21 @@ def packed_backward(
     form: Form, q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, segment_ids: Array
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v, given results that may include other keys."""
+    if q.shape[1] == 1:
+        return backward(form, q, k, v, heads, lse, heads_grad)
     number, size = document_numbers(segment_ids), _size(form, q)
     if size >= number.size:
         return ragged_backward(form, q, k, v, heads, lse, heads_grad, number, size)
-    dq, dk, dv = jax.lax.cond(
-        number[-1, -1] < size,
-        lambda *arrays: ragged_backward(form, *arrays, size),
-        lambda *arrays: chunked_backward(form, *arrays),
-        *(q, k, v, heads, lse, heads_grad, number),
-    )
+
+    def few(*arrays: Array) -> tuple[Array, Array, Array]:
+        q, k, v, heads, lse, heads_grad, number = arrays
+        return ragged_backward(form, q, k, v, heads, lse, heads_grad, number, size)
+
+    def many(*arrays: Array) -> tuple[Array, Array, Array]:
+        q, k, v, heads, lse, heads_grad, number = arrays
+        return chunked_backward(form, q, k, v, heads, lse, heads_grad, number)
+
+    dq, dk, dv = jax.lax.cond(number[-1, -1] < size, few, many, q, k, v, heads, lse, heads_grad, number)
     return dq, dk, dv
 
 

@@ -72,8 +72,11 @@ def forward(
         documents: lengths and offsets of documents: see `axcore_cudnn.ragged`. The lse is that of
             [documents, head, seq], and has no defined value beyond the end of a document.
     """
+    if q.shape[1] == k.shape[1] == 1:
+        heads, lse = forward(form, _two(q), _two(k), _two(v), lengths=_ones(q))
+        return heads[:, :1], lse[:, :, :1]
     operands, params = _arguments(form, q, k, bias, lengths, documents)
-    heads, lse = _cudnn._dot_product_attention_fwd_p.bind(q, k, v, *operands, is_training=True, **params)
+    heads, lse = _call(_cudnn._dot_product_attention_fwd_p, q, k, v, *operands, is_training=True, **params)
     return heads, lse
 
 
@@ -94,10 +97,29 @@ def backward(
     Float[Array, "batch kv_seq kv_head head_dim"],
     Float[Array, "batch kv_seq kv_head value_dim"],
 ]:
-    """Gradients of q, k and v. `heads` and `lse` may include other keys: see `axcore_cudnn.fused.attention_backward`."""
+    """Gradients of q, k and v. `heads` and `lse` may include other keys: see `fused.attention_backward`."""
+    if q.shape[1] == k.shape[1] == 1:
+        lse, grad = jnp.pad(lse, ((0, 0), (0, 0), (0, 1))), _two(heads_grad)
+        dq, dk, dv = backward(form, _two(q), _two(k), _two(v), _two(heads), lse, grad, lengths=_ones(q))
+        return dq[:, :1], dk[:, :1], dv[:, :1]
     operands, params = _arguments(form, q, k, bias, lengths, documents)
-    dq, dk, dv = _cudnn._dot_product_attention_bwd_p.bind(q, k, v, *operands, lse, heads, heads_grad, **params)
+    arrays = (q, k, v, *operands, lse, heads, heads_grad)
+    dq, dk, dv = _call(_cudnn._dot_product_attention_bwd_p, *arrays, **params)
     return dq, dk, dv
+
+
+def _two(x: Array) -> Array:
+    """With one more token: cuDNN does not take rows of one query and one key."""
+    return jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)])
+
+
+def _ones(q: Array) -> tuple[Array, Array]:
+    return jnp.ones(q.shape[0], jnp.int32), jnp.ones(q.shape[0], jnp.int32)
+
+
+def _call(primitive: Any, *arrays: Array, **params: Any) -> Any:
+    """Binds a primitive. `jax.vmap` runs one call after the other: the primitives have no rule for it."""
+    return jax.custom_batching.sequential_vmap(lambda *arrays: tuple(primitive.bind(*arrays, **params)))(*arrays)
 
 
 def _arguments(
