@@ -127,6 +127,21 @@ def test_bodies_of_other_transforms_read_it_too(transform):
     np.testing.assert_array_equal(found, np.full(found.shape, 3.0))
 
 
+def test_what_is_shared_in_remat_reaches_later_layers_and_carries_gradients():
+    class Recomputed(Both):
+        class Config(Both.Config):
+            pass
+
+        def __call__(self, x):
+            for part in self.parts:
+                x = ax.remat(lambda part, x: part(x))(part, x)
+            return x
+
+    assert run(Recomputed.Config()) == 3.0
+    module = Recomputed.Config().build(rngs=ax.Rngs(0))
+    assert jax.grad(lambda x: invoke(module, x)[0])(jnp.float32(1.0)) == 3.0
+
+
 def test_each_call_starts_with_nothing_shared():
     class Maybe(ax.Layer):
         class Config(ax.Layer.Config):

@@ -1,28 +1,43 @@
 """The core's own kernel, whole and in chunks, against the suite that plugin kernels must pass."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axcore.nn import InCache
 from axcore.testing import KernelSuite
-from axcore.testing.kernel import CASES, formula
+from axcore.testing.attention_cases import CASES, arrays_of, formula, inputs_of
 
 
 class TestReference(KernelSuite):
     name = "reference"
 
 
-@pytest.mark.parametrize("name", ["causal", "odd length", "documents", "sinks and softcap", "rows at different places"])
+@pytest.mark.parametrize(
+    "name", ["causal", "odd length", "documents", "sinks and softcap", "dropout", "rows at different places"]
+)
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_in_chunks_it_is_the_formula_too(name, chunk):
-    suite = TestReference()
+    suite, case = TestReference(), CASES[name]
     suite.options = {"chunk": chunk}
-    arrays, call = suite._call(CASES[name], "float32")
-    expected = formula(CASES[name], [np.asarray(each, np.float64) for each in arrays])
-    np.testing.assert_allclose(jax.jit(call)(*arrays), expected, rtol=0, atol=3e-5)
-    every = tuple(range(len(arrays)))
-    chunked = jax.jit(jax.grad(lambda *arrays: call(*arrays).sum(), argnums=every))(*arrays)
-    _, whole = TestReference()._call(CASES[name], "float32")
-    plain = jax.jit(jax.grad(lambda *arrays: whole(*arrays).sum(), argnums=every))(*arrays)
-    for one, other in zip(chunked, plain, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+    arrays, call = suite._call(case, "float32")
+    np.testing.assert_allclose(jax.jit(call)(arrays), formula(case, arrays).heads, rtol=0, atol=3e-5)
+    suite._check_gradients(case, "float32", arrays, call)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "beyond a block"])
+def test_from_a_cache_of_all_layers_it_reads_blocks(name):
+    """The last block begins inside the one before, and the rows lie in other slots."""
+    suite, case = TestReference(), CASES[name]
+    suite.options = {"block": 5}
+    arrays = arrays_of(case, "float32")
+    inputs = inputs_of(case, arrays, return_lse=True)
+    kv, slots = inputs.plain, jnp.asarray([2, 0])
+    stacked = [jnp.zeros((3, 4, *x.shape[1:])).at[1, slots].set(x) for x in (kv.k, kv.v)]
+    view = InCache(*stacked, kv.tokens, (jnp.int32(1),), slots)
+    assert (view.shape, view.value_dim) == (kv.shape, kv.value_dim)
+    heads, lse = jax.jit(suite._kernel(case).__call__)(inputs.replace(kv=view))
+    expected = formula(case, arrays)
+    np.testing.assert_allclose(heads, expected.heads, rtol=0, atol=3e-5)
+    np.testing.assert_allclose(lse, expected.lse, rtol=0, atol=3e-5)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axcore.nn.kernel_choice import recording
 
 import axcore as ax
 from axcore.infer import Decoder
@@ -25,12 +26,12 @@ from axcore.nn import (
     for_decoding,
     use_kernels,
 )
-from axcore.nn.kernel_choice import recording
+from axcore.numerics import Numerics
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch
 
 from . import reference
-from .support import call, parameters, shapes, wide
+from .support import call, minimized, parameters, wide
 
 BATCH, SEQ, DIM, HEADS = 2, 6, 8, 3
 SIZES = {"num_heads": HEADS, "kv_rank": 5, "query_rank": 7, "content_dim": 4, "position_dim": 2, "value_dim": 3}
@@ -170,20 +171,20 @@ class LowRank(ax.Layer):
         self.a = self.param("a", (cfg.input_dim, 1), Normal(), rngs, axes=(None, None))
         self.b = self.param("b", (1, cfg.output_dim), Normal(), rngs, axes=(None, None))
 
-    def __call__(self, x, y, weight):
+    def __call__(self, x, y, weight, product):
         return y + x @ self.a[...] @ self.b[...]
 
 
-class Rounded(ax.Layer):
-    """A quantizer of weights to multiples of 1/4."""
+class Rounded(Numerics):
+    """Weights in multiples of 1/4."""
 
-    def __call__(self, x, weight):
-        return x @ (jnp.round(4 * weight) / 4)
+    def matrix(self, weight):
+        return jnp.round(4 * weight) / 4
 
 
 @pytest.mark.parametrize("name", ["key_up", "value_up"])
-@pytest.mark.parametrize("slot", ["adapter", "quantizer"])
-def test_adapters_and_quantizers_act_in_absorbed_weights_too(name, slot):
+@pytest.mark.parametrize("slot", ["adapter", "numerics"])
+def test_adapters_and_numerics_act_in_absorbed_weights_too(name, slot):
     linear = Linear.Config(**{slot: (LowRank if slot == "adapter" else Rounded).Config()})
     cfg = latent(**{name: linear})
     params = parameters(cfg)
@@ -235,8 +236,8 @@ def test_a_scanned_model_decodes_what_it_computes_at_once(compute):
 
 def test_a_scanned_model_with_remat_learns_every_parameter():
     cfg = model(remat=Remat())
-    params, fn = parameters(cfg, scale=0.3), shapes(cfg)[0]
-    grads = jax.jit(jax.grad(lambda params: fn(params, {}, tiny_batch(), method="loss")[0][0]))(params)
+    params = parameters(cfg, scale=0.3)
+    grads = jax.jit(jax.grad(lambda params: minimized(cfg)(params, tiny_batch())))(params)
     for path, gradient in jax.tree.leaves_with_path(grads):
         assert np.abs(gradient).max() > 1e-6, jax.tree_util.keystr(path)
 

@@ -24,6 +24,7 @@ from axcore.nn import (
     edit_layers,
     layers_of,
     stacked,
+    use_remat,
 )
 from axcore.parallel import Remat, SaveMatmuls
 from axcore.testing import tiny_model
@@ -63,13 +64,13 @@ def test_a_group_that_repeats_becomes_one_scan_no_longer_than_the_group(group, c
 @pytest.mark.parametrize(
     ("pattern", "shape"),
     [
-        ([0], "1x(0)"),
+        ([0], "0"),
         ([0, 0, 0], "3x(0)"),
         ([0, 1, 0, 1], "2x(01)"),
         ([0, 0, 0, 1, 1, 1, 1], "3x(0) 4x(1)"),  # DeepSeek: some dense layers, then experts
         ([0, 0, 0, 0, 0, 1] * 2 + [0, 0], "2x(000001) 2x(0)"),  # Gemma 3: the last group is cut short
-        ([0, 1, 2], "1x(012)"),
-        ([0, 1, 1, 1, 2, 0], "1x(0) 3x(1) 1x(20)"),
+        ([0, 1, 2], "0 1 2"),
+        ([0, 1, 1, 1, 2, 0], "0 3x(1) 2 0"),
     ],
 )
 def test_stacks_are_the_shortest_that_run_the_layers(pattern, shape):
@@ -77,6 +78,9 @@ def test_stacks_are_the_shortest_that_run_the_layers(pattern, shape):
     parts = decoder.layers if isinstance(decoder, Sequence.Config) else (decoder,)
     found = []
     for part in parts:
+        if not isinstance(part, Repeat.Config):  # a layer that does not repeat
+            found.append(str(part.hidden_dim - 2))
+            continue
         group = part.layers.layers if isinstance(part.layers, Sequence.Config) else (part.layers,)
         found.append(f"{part.num_layers}x({''.join(str(each.hidden_dim - 2) for each in group)})")
     assert " ".join(found) == shape
@@ -148,6 +152,24 @@ def test_remat_and_unroll_go_to_every_scan():
     assert (grouped.num_layers, grouped.unroll, grouped.remat) == (3, 1, None)  # one step is a group of two layers
     assert grouped.layers.remat == SaveMatmuls()  # ... each of which is recomputed alone
     assert [each.unroll for each in repeats(stacked([layer(0)] * 3, unroll=100))] == [3]
+
+
+def test_remat_of_all_stacks_is_that_of_each_layer():
+    decoder = use_remat(stacked([layer(kind) for kind in [0, 1, 1, 1, 2, 1, 2, 1]]), Remat())
+    assert [type(part).__qualname__ for part in decoder.layers] == ["FeedForward.Config", *["Repeat.Config"] * 2]
+    assert decoder.remat == Remat()  # of the first
+    assert [(part.remat, getattr(part.layers, "remat", None)) for part in decoder.layers[1:]] == [
+        (Remat(), None),
+        (None, Remat()),
+    ]
+    assert use_remat(decoder, None) == stacked([layer(kind) for kind in [0, 1, 1, 1, 2, 1, 2, 1]])
+
+
+def test_layers_that_do_not_repeat_are_recomputed_alone():
+    decoder = stacked([layer(kind) for kind in [0, 1, 1]], remat=SaveMatmuls())
+    assert decoder.remat == SaveMatmuls()
+    assert decoder.layers[0] == layer(0)
+    assert decoder.layers[1].remat == SaveMatmuls()
 
 
 def test_a_decoder_needs_a_layer():
@@ -271,7 +293,7 @@ def test_a_stack_of_another_kind_is_not_replaced_by_a_plain_one():
     cfg = tiny_model().set(decoder=OtherRepeat.Config(num_layers=4, layers=tiny_model().decoder.layers))
     same = edit_layers(cfg, FeedForward, lambda path, node, number: node.set(hidden_dim=32))
     assert same == ax.select(cfg, FeedForward).set(hidden_dim=32)
-    with pytest.raises(ax.ConfigError, match=r"at decoder: the edit makes layers of a .*OtherRepeat.* unequal"):
+    with pytest.raises(ax.ConfigError, match=r"at decoder: the layers of a .*OtherRepeat are unequal.* Override"):
         numbered(cfg)
 
 

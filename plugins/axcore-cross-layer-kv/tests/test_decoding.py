@@ -50,7 +50,7 @@ def kept(cfg):
 
 @pytest.mark.parametrize("every", [2, 4])
 def test_caches_are_fewer_by_the_size_of_a_group(every):
-    shared, alone = kept(repeated(4, every)), kept(repeated(4))
+    shared, alone = kept(repeated(8, every)), kept(repeated(8))
     assert every * sum(shared.values()) == sum(alone.values())
     assert {path.rpartition(".")[0] for path in shared} == {"decoder.layers.layers.0.attention.cache.cache"}
 

@@ -28,7 +28,7 @@ def roles(cfg):
 def test_a_repeat_repeats_groups():
     cfg = ax.use("cross-layer-kv", every=3)(repeated(6, unroll=4, remat=Remat()))
     decoder = cfg.decoder
-    assert (decoder.num_layers, decoder.unroll, decoder.remat) == (2, 2, Remat())
+    assert (decoder.num_layers, decoder.unroll, decoder.remat, decoder.layers.remat) == (2, 2, None, Remat())
     assert roles(decoder) == {
         "layers.layers.0.attention": ("shares", "0.attention"),
         "layers.layers.1.attention": ("borrows", "0.attention"),
@@ -46,8 +46,8 @@ def test_a_sequence_is_divided_by_index():
     assert roles(listed(4, 2).decoder) == {
         "layers.0.attention": ("shares", "0.attention"),
         "layers.1.attention": ("borrows", "0.attention"),
-        "layers.2.attention": ("shares", "2.attention"),
-        "layers.3.attention": ("borrows", "2.attention"),
+        "layers.2.attention": ("shares", "0.attention"),
+        "layers.3.attention": ("borrows", "0.attention"),
     }
 
 
@@ -87,20 +87,20 @@ def test_a_repeated_group_with_several_attentions_is_divided_itself():
 def test_stacks_are_divided_each_for_itself():
     two = Sequence.Config(layers=(Repeat.Config(num_layers=2, layers=LAYER), Repeat.Config(num_layers=4, layers=LAYER)))
     cfg = use_cross_layer_kv(two)
-    assert [stack.num_layers for stack in cfg.layers] == [1, 2]
+    assert isinstance(cfg.layers[0], Sequence.Config) and cfg.layers[1].num_layers == 2
     assert [role for role, _ in roles(cfg).values()] == ["shares", "borrows"] * 2
 
 
 def test_the_last_group_may_be_shorter():
     stack = Repeat.Config(num_layers=5, layers=LAYER, unroll=5, remat=Remat())
     cfg = use_cross_layer_kv(stack, allow_shorter=True)
-    assert [(each.num_layers, each.unroll, each.remat) for each in cfg.layers] == [(2, 2, Remat()), (1, 1, Remat())]
+    assert (cfg.remat, cfg.layers[0].num_layers, cfg.layers[0].unroll) == (Remat(), 2, 2)
     assert roles(cfg) == {
         "layers.0.layers.layers.0.attention": ("shares", "0.attention"),
         "layers.0.layers.layers.1.attention": ("borrows", "0.attention"),
-        "layers.1.layers.layers.0.attention": ("shares", "0.attention"),
+        "layers.1.attention": ("shares", "0.attention"),
     }
-    assert use_cross_layer_kv(stack.set(num_layers=2), every=3, allow_shorter=True).num_layers == 1
+    assert len(use_cross_layer_kv(stack.set(num_layers=2), every=3, allow_shorter=True).layers) == 2
     listed_roles = roles(use_cross_layer_kv(listed(5), every=3, allow_shorter=True)).values()
     assert [role for role, _ in listed_roles] == ["shares", "borrows", "borrows", "shares", "borrows"]
 
@@ -138,22 +138,26 @@ def run(cfg):
 @pytest.mark.parametrize(
     ("cfg", "options", "message"),
     [
-        (repeated(3), {}, r"at decoder: num_layers=3 cannot .* every=2; nearest: 2 and 4, or 3 with every=3\."),
-        (repeated(2), {"every": 5}, r"at decoder: num_layers=2 .* every=5; nearest: 5, or 2 with every=2\."),
-        (repeated(1), {}, r"at decoder: num_layers=1 .* nearest: 2\."),
+        (
+            repeated(3),
+            {},
+            r"at decoder: 3 layers .* every=2; nearest: 2 and 4, or 3 with every=3\.",
+        ),
+        (repeated(2), {"every": 5}, r"at decoder: 2 layers .* every=5; nearest: 5, or 2 with every=2\."),
+        (repeated(1), {}, r"^decoder\.layers\.attention: in no stack with another layer"),
         (
             listed(5),
             {"every": 3},
             r"at decoder: 5 layers with attention .*; nearest: 3 and 6, or 5 with every=5\.",
         ),
-        (listed(1), {}, r"^decoder\.layers\.0\.attention: in no Repeat or Sequence with another layer"),
-        (LAYER.attention, {}, "^the root: in no Repeat or Sequence"),
+        (listed(1), {}, r"^decoder\.layers\.0\.attention: in no stack with another layer"),
+        (LAYER.attention, {}, "^the root: in no stack"),
         (LAYER.ffn, {"where": FeedForward}, "^at the root: only attentions share"),
         (repeated(2), {"every": 1}, "every must be at least 2, not 1"),
         (repeated(2), {"where": "decoder.layers"}, r"at decoder\.layers: only attentions share"),
         (repeated(2), {"where": "no.such"}, "nothing in the config matches"),
-        (repeated(2, 2), {}, r"at decoder\.layers\.layers\.0\.attention: it shares keys and values .* already"),
-        (model(Repeat.Config(layers=LAYER)), {}, "at decoder: num_layers is REQUIRED"),
+        (repeated(4, 2), {}, r"at decoder\.layers\.layers\.0\.attention: it shares keys and values .* already"),
+        (model(Repeat.Config(layers=LAYER)), {}, "at decoder: num_layers of a Repeat is REQUIRED"),
         (
             Sequence.Config(layers=(LAYER, Sequence.Config(layers=(OTHER, LAYER)))),
             {},
@@ -162,7 +166,7 @@ def run(cfg):
         (
             Sequence.Config(layers=(LAYER, Repeat.Config(num_layers=2, layers=LAYER))),
             {},
-            r"^layers\.0\.attention: in no Repeat or Sequence",
+            r"^layers\.0\.attention: in no stack",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -186,4 +190,4 @@ SHARES, BORROWS = "decoder.layers.layers.0.attention", "decoder.layers.layers.1.
 )
 def test_a_group_that_was_broken_later_is_refused_by_path(path, change, error, message):
     with pytest.raises(error, match=message):
-        run(ax.select(repeated(2, 2), path).set(**change))
+        run(ax.select(repeated(4, 2), path).set(**change))

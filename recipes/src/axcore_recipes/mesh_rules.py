@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import axcore as ax
 from axcore.config import Config, has_field, walk
-from axcore.nn import ReferenceKernel, Repeat
-from axcore.nn.stacks import use_remat
+from axcore.nn import ReferenceKernel, Stack, use_remat
 from axcore.parallel import Remat
 from axcore.plugin import Accelerator, AttentionKernel, registry
 from axcore.train import Trainer
@@ -37,5 +36,5 @@ def h100(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
 def tpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     """As `hybrid`; where memory is small, stacks keep nothing but the inputs of their layers."""
     cfg = hybrid(cfg, accelerator)
-    has_stack = any(node.target is Repeat for _, node in walk(cfg))
+    has_stack = any(isinstance(node, Stack.Config) for _, node in walk(cfg))
     return use_remat(cfg, Remat()) if has_stack and accelerator.kind in SMALL_MEMORY else cfg

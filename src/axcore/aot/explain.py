@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,11 +17,12 @@ from axcore.config.node import fields
 from axcore.config.tree import join
 from axcore.config.types import conforms, hints
 from axcore.module import Layer, Rngs, abstract
-from axcore.nn import KernelRequest, on_platform
-from axcore.nn.kernel_choice import Choice, ChooseKernel, recording
-from axcore.nn.kernels import refusal
+from axcore.nn import KernelRequest, refusal
+from axcore.nn.attention.choice import Choice, ChooseKernel, recording
+from axcore.parallel import Layout
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
 from axcore.plugin.hooks import OFFERS
+from axcore.train import CrossEntropy
 from axcore.train.trainer import batch_form
 
 CORE = f"axcore {axcore.__version__}"
@@ -113,11 +115,14 @@ def explain(cfg: Any, target: str | None = None) -> Explanation:
         cfg: a trainer config, or that of a model.
         target: an accelerator that the config was laid out for, as in `gpu-h100-8`; None: this machine.
     """
-    platform, rule = jax.default_backend(), ""
+    platform, rule, layout = jax.default_backend(), "", None
     if target is not None:
-        platform = Accelerator.parse(target).platform
+        accelerator = Accelerator.parse(target)
+        platform = accelerator.platform
+        if has_field(cfg, "mesh"):
+            layout = cfg.mesh.abstract(accelerator.count, platform, accelerator.kind)
         rule = target + "".join(f", mesh rule {rule.pattern} of {plugin}" for plugin, rule in mesh_rules(target)[:1])
-    choices = _choices(cfg, platform)
+    choices = _choices(cfg, layout)
     nodes = [_node(path, node) for path, node in walk(cfg) if node.target is not None]
     slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices)]
     listed = {path for slot in slots for path in slot.paths}
@@ -132,12 +137,13 @@ def _empty(cfg: Config) -> Iterator[str]:
                 yield join(path, name)
 
 
-def _choices(cfg: Any, platform: str) -> dict[str, Choice]:
+def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:
     """The choice of each kernel slot, by its path in the config."""
     whole = has_field(cfg, "model")
     model, prefix = (cfg.model, "model") if whole else (cfg, "")
-    if not hasattr(model.target, "loss"):
+    if not hasattr(model.target, "predictions"):
         return {}
+    objective = (cfg.objective if whole else CrossEntropy.Config()).build()
     if whole:
         batch = batch_form(cfg.input)
     else:
@@ -146,10 +152,10 @@ def _choices(cfg: Any, platform: str) -> dict[str, Choice]:
     fn, params, state = abstract(model, prefix)
 
     def loss(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
-        return fn(params, state, batch, key=key, training=True, method="loss")[0][0]
+        return objective.value(fn, params, state, batch, key=key, training=True)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with on_platform(platform), recording() as found:
+    with layout.active() if layout is not None else contextlib.nullcontext(), recording() as found:
         jax.eval_shape(loss, params, state, batch, key)
     return {_config_path(choice.path, prefix): choice for choice in found}
 
@@ -176,7 +182,7 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Ite
         where = join(path, kind.slot)
         choice = choices.get(where)
         candidates = tuple(_candidates(kind, value, choice))
-        request = _described(choice.request) if choice is not None else ""
+        request = str(choice.request) if choice is not None else ""
         groups.setdefault((request, candidates), []).append(where)
     for (request, candidates), paths in groups.items():
         yield Slot(kind.kind, tuple(paths), request, candidates)
@@ -228,13 +234,6 @@ def _refusal(node_type: type[Config], request: KernelRequest) -> str | None:
     except axcore.ConfigError as error:
         return str(error)
     return refusal(kernel, request)
-
-
-def _described(request: KernelRequest) -> str:
-    heads = f"{request.num_heads} heads on {request.num_kv_heads} of {request.head_dim}"
-    tokens = f"{request.query_len} x {request.key_len} tokens"
-    more = [word for word, holds in (("packed rows", request.packed), ("part of the keys", request.partial)) if holds]
-    return ", ".join([request.platform, str(request.dtype), heads, tokens, *more, *request.options])
 
 
 def _name(plugin: Plugin | None) -> str:

@@ -1,7 +1,7 @@
 """Inference: decoding step by step, and sampling from a trained model."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
-from axcore.infer.decoder import Decoder
+from axcore.infer.decoder import Decoder, Step
 from axcore.infer.generate import Generator, generate
 
-__all__ = ["Decoder", "Generator", "generate"]
+__all__ = ["Decoder", "Generator", "Step", "generate"]

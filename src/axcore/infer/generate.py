@@ -12,7 +12,7 @@ from flax import nnx
 from numpy.typing import ArrayLike
 
 from axcore.config import AxcoreError
-from axcore.infer.decoder import Decoder
+from axcore.infer.decoder import Decoder, Step
 from axcore.module import Tree, functional
 from axcore.nn import KVCache
 
@@ -97,15 +97,16 @@ class Generator:
     def _cached(
         self, params: Tree, state: Tree, row: jax.Array, bucket: jax.Array, start: Any, stop: Any, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        index = jnp.arange(bucket.size, dtype=jnp.int32)[None]
-        logits, state = self._decoder(params, state, row[None, : bucket.size], index, index < start)
-        row = row.at[start].set(self._pick(logits[0, start - 1], start, key))
+        first = jnp.zeros((1,), jnp.int32)
+        prompt = Step(row[None, : bucket.size], first, lengths=start[None], logits_at=start[None, None] - 1)
+        logits, state = self._decoder(params, state, prompt)
+        row = row.at[start].set(self._pick(logits[0, 0], start, key))
 
         def extend(carry: Any) -> Any:
             state, row, at = carry
             token = jax.lax.dynamic_slice(row, (at - 1,), (1,))
-            logits, state = self._decoder(params, state, token[None], jnp.full((1, 1), at - 1, jnp.int32))
-            return state, row.at[at].set(self._pick(logits[0, -1], at, key)), at + 1
+            logits, state = self._decoder(params, state, Step(token[None], at[None] - 1))
+            return state, row.at[at].set(self._pick(logits[0, 0], at, key)), at + 1
 
         carry = state, row, start + 1
         return jax.lax.while_loop(lambda carry: self._goes_on(carry[1], carry[2], stop), extend, carry)[1:]

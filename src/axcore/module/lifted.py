@@ -93,13 +93,18 @@ class Lifted:
 
 
 def remat(fn: Body, *, policy: Callable[..., bool] | None = None) -> Body:
-    """`jax.checkpoint`: the backward pass keeps what the policy says and computes the rest again."""
+    """`jax.checkpoint`: the backward pass keeps what the policy says and computes the rest again. What layers share
+    inside reaches later layers, and is kept."""
+
+    def and_shared(module: nnx.Module, *args: Any) -> Any:
+        return fn(module, *args), dict(current().shared.maps[0])
 
     def wrapped(module: nnx.Module, *args: Any) -> Any:
         lifted = Lifted.of(module, "remat")
-        body = jax.checkpoint(lambda params, state, *args: lifted.call(fn, params, state, *args), policy=policy)
-        output, state, collections = body(lifted.params, lifted.state, *args)
+        body = jax.checkpoint(lambda params, state, *args: lifted.call(and_shared, params, state, *args), policy=policy)
+        (output, shared), state, collections = body(lifted.params, lifted.state, *args)
         lifted.finish(state, collections)
+        lifted.caller.shared.update(shared)
         return output
 
     return wrapped
@@ -108,8 +113,8 @@ def remat(fn: Body, *, policy: Callable[..., bool] | None = None) -> Body:
 def vmap(fn: Body, *, in_axes: int | Sequence[Any] | None = 0, out_axes: Any = 0) -> Body:
     """`jax.vmap` over the arguments; the module is the same for all.
 
-    Each example draws PRNG bits of its own. Summaries are reduced over the examples by their rule, losses by their
-    mean. Writing a Variable is an error: the examples would write different things.
+    Each example draws PRNG bits of its own. Summaries are reduced over the examples by their rule, totals and
+    counts of losses add up. Writing a Variable is an error: the examples would write different things.
     """
     axes = tuple(in_axes) if isinstance(in_axes, Sequence) else in_axes
 

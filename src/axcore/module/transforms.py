@@ -11,8 +11,9 @@ from flax import nnx
 
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, current, inside, locate
-from axcore.module.pure import _refuse_escaped, split
+from axcore.module.pure import _refuse_escaped
 from axcore.module.rngs import Rngs
+from axcore.module.variables import DecodingState
 
 
 def stack(build: Callable[[Rngs], nnx.Module], rngs: Rngs, count: int) -> Any:
@@ -47,6 +48,7 @@ def scan(
 
     Each layer has a frame of its own, so its PRNG streams are those that it would have unrolled. What the layers report
     comes back under `*` with a leading axis over them, and Variables other than parameters keep what a layer wrote.
+    `DecodingState` goes through the loop whole, so that a layer can write to it in place.
 
     Args:
         layers: a child of the calling layer, made by `stack`.
@@ -63,29 +65,41 @@ def scan(
     names = locate(caller.module, layers) if caller.module is not None else None
     if names is None:
         raise ContextError(f"{caller.describe()} scans a {type(layers).__name__} that it does not hold")
-    graphdef, params, state = split(layers)
-    again, written = caller.repeated(names), list[bool]()
+    graphdef, params, held, state = _split(layers)
+    again, written, rewritten = caller.repeated(names), list[bool](), list[bool]()
 
-    def body(carry: Any, xs: Any) -> tuple[Any, tuple[Any, Collections | None]]:
+    def body(carries: Any, xs: Any) -> tuple[Any, tuple[Any, Collections | None]]:
+        carry, held = carries
         index, params, state = xs
-        before = jax.tree.leaves(state)
-        layer = nnx.merge(graphdef, params, state)
+        before = jax.tree.leaves(state), jax.tree.leaves(held)
+        layer = nnx.merge(graphdef, params, held, state)
         with inside(caller, layer, (*names, index), again) as frame:
             carry = layer(carry, *args)
         _refuse_escaped(layer)
-        new = split(layer)[2]
-        written.extend(a is not b for a, b in zip(before, jax.tree.leaves(new), strict=True))
-        return carry, (new, frame.collections)
+        _, _, held, new = _split(layer)
+        written.extend(a is not b for a, b in zip(before[0], jax.tree.leaves(new), strict=True))
+        rewritten.extend(a is not b for a, b in zip(before[1], jax.tree.leaves(held), strict=True))
+        return (carry, held), (new, frame.collections)
 
     if remat is not None:
         # In a loop the recomputation cannot be merged with the forward pass; unrolled, XLA would undo it.
         body = jax.checkpoint(body, policy=remat, prevent_cse=unroll >= count)
     try:
-        carry, (state, collections) = jax.lax.scan(body, carry, (jnp.arange(count), params, state), unroll=unroll)
+        (carry, held), (state, collections) = jax.lax.scan(
+            body, (carry, held), (jnp.arange(count), params, state), unroll=unroll
+        )
     except (TypeError, ValueError) as error:
         error.add_note(f"in the scan over {count} layers of {caller.below('.'.join(names))}")
         raise
     if any(written):  # writing back what nobody wrote would look like a write to a transform around this one
         nnx.update(layers, state)
+    if any(rewritten):
+        nnx.update(layers, held)
     caller.absorb(collections)
     return carry
+
+
+def _split(layers: nnx.Module) -> tuple[Any, Any, Any, Any]:
+    """(graph definition, parameters, decoding state, other state)."""
+    graphdef, params, held, state = nnx.split(layers, nnx.Param, DecodingState, ...)  # type: ignore[misc]
+    return graphdef, params, held, state

@@ -1,48 +1,77 @@
 """Layers: each small, each with slots that features fill."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
-from axcore.nn.attention import Attention
-from axcore.nn.base_attention import BaseAttention
-from axcore.nn.causal_lm import CausalLM
+from axcore.module import DecodingState
+from axcore.nn.attention.base import BaseAttention
+from axcore.nn.attention.choice import ChooseKernel, attend, put_kernel, use_kernels
+from axcore.nn.attention.grouped_query import Attention
+from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Heads
+from axcore.nn.attention.kernel import AttentionKernel, refusal
+from axcore.nn.attention.latent import LatentAttention
+from axcore.nn.attention.masks import And, Causal, Everything, Mask, Or, SameSegment, SlidingWindow, visible
+from axcore.nn.attention.merging import attend_in_parts, merged
+from axcore.nn.attention.reference import ReferenceKernel
+from axcore.nn.attention.request import KernelRequest
+from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
-from axcore.nn.initializers import FanIn, Initializer, Normal, Ones, Zeros
-from axcore.nn.kernel_choice import ChooseKernel, attend, put_kernel, use_kernels
-from axcore.nn.kernels import AttentionKernel, KernelRequest, ReferenceKernel, on_platform, refusal
-from axcore.nn.kv_cache import ContiguousCache, DecodingState, KVCache, for_decoding
-from axcore.nn.latent_attention import LatentAttention
+from axcore.nn.grouped_linear import GroupedLinear
+from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, RaggedDot
+from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Zeros
+from axcore.nn.kv.cache import KVCache, for_decoding
+from axcore.nn.kv.contiguous import ContiguousCache
+from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent
 from axcore.nn.linear import Linear
-from axcore.nn.masks import And, Causal, Everything, Mask, Or, SameSegment, SlidingWindow, visible
+from axcore.nn.matmul import Plain, Transposed
 from axcore.nn.multi_token import FutureToken
 from axcore.nn.norm import AcrossHeads, LayerNorm, RMSNorm, Scale
-from axcore.nn.stacks import Place, by_layer, edit_layers, layers_of, stacked
+from axcore.nn.places import Place, Stack
+from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, unstacked, use_remat
 from axcore.nn.third_party import Call, Stock, call, stock
-from axcore.nn.tokens import TokenInfo
-from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer
+from axcore.nn.tokens import CachedRows, Phase, TokenInfo
+from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer, stacked
+from axcore.nn.weighted import Weighted
 
 __all__ = [
+    "LSE",
+    "MASKED_LOGIT",
     "AcrossHeads",
     "And",
     "Attention",
+    "AttentionInputs",
     "AttentionKernel",
     "BaseAttention",
+    "Batched",
+    "Bias",
+    "Blocks",
+    "CachedRows",
     "Call",
     "Causal",
     "CausalLM",
     "ChooseKernel",
     "ClampedSwiGLU",
+    "Contiguous",
     "ContiguousCache",
     "DecodingState",
+    "Dropout",
     "Embedding",
     "Everything",
     "FanIn",
     "FeedForward",
+    "ForEach",
     "FutureToken",
     "Gating",
+    "Grouped",
+    "GroupedLinear",
+    "GroupedMatmul",
+    "Heads",
+    "InCache",
     "Initializer",
     "KVCache",
+    "KVView",
     "KernelRequest",
+    "Latent",
     "LatentAttention",
     "LayerNorm",
     "Linear",
@@ -51,20 +80,28 @@ __all__ = [
     "Ones",
     "Or",
     "ParallelLayer",
+    "Phase",
     "Place",
+    "Plain",
     "PostNormLayer",
+    "Prediction",
     "RMSNorm",
+    "RaggedDot",
     "ReferenceKernel",
     "Repeat",
     "SameSegment",
     "Scale",
     "Sequence",
     "SlidingWindow",
+    "Stack",
     "Stock",
     "TokenInfo",
     "TransformerLayer",
+    "Transposed",
+    "Weighted",
     "Zeros",
     "attend",
+    "attend_in_parts",
     "by_layer",
     "call",
     "combined",
@@ -72,11 +109,14 @@ __all__ = [
     "edit_layers",
     "for_decoding",
     "layers_of",
-    "on_platform",
+    "merged",
     "put_kernel",
     "refusal",
     "stacked",
     "stock",
+    "unstack_arrays",
+    "unstacked",
     "use_kernels",
+    "use_remat",
     "visible",
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from axcore.config import Config, ConfigError, Where, has_field, select
-from axcore.nn.attention import Attention
-from axcore.nn.base_attention import BaseAttention
-from axcore.nn.masks import SlidingWindow
+from axcore.nn.attention.base import BaseAttention
+from axcore.nn.attention.grouped_query import Attention
+from axcore.nn.attention.masks import SlidingWindow
 from axcore.nn.norm import AcrossHeads, RMSNorm
 from axcore.nn.stacks import edit_layers
 

@@ -1,53 +1,38 @@
-"""The layers of a decoder by number, whatever `Repeat`s and `Sequence`s they are wrapped in."""
+"""The layers of a model by number, whatever stacks they are in."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence as Many
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
-from axcore.config import REQUIRED, Config, ConfigError, Where, select, type_name, walk
+import jax
+
+from axcore.config import REQUIRED, Config, ConfigError, Where, has_field, select, type_name, walk
 from axcore.config.select import edited
-from axcore.config.tree import NESTING, join, parts, rebuild
-from axcore.module import Layer
-from axcore.nn.transformer import Repeat, Sequence
+from axcore.config.tree import NESTING, REMOVED, join, parts, rebuild
+from axcore.module import DTypes, Layer, Tree
+from axcore.nn.places import Place, Stack
+from axcore.nn.transformer import Sequence
 from axcore.parallel import Remat
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where one layer of a decoder is.
-
-    Attributes:
-        path: of the layer's parameters, from the decoder on; `layers` in a `Repeat`, `layers.3` in a `Sequence`.
-        index: its index on the leading axes of those parameters: one for each `Repeat` around it.
-        config: what it is built from.
-    """
-
-    path: str
-    index: tuple[int, ...]
-    config: Any
-
-
 def layers_of(decoder: Layer.Config) -> tuple[Place, ...]:
-    """Every layer of a decoder, in the order in which they run.
+    """Every layer of a decoder, in the order in which they run, those of stacks in stacks included.
 
     Raises:
-        ConfigError: a `Repeat` whose number of layers is REQUIRED.
+        ConfigError: a stack whose number of layers is REQUIRED.
     """
-    return tuple(_places(decoder, "", ()))
+    return tuple(_places(Place("", (), decoder, "")))
 
 
-def _places(node: Any, path: str, index: tuple[int, ...]) -> Iterator[Place]:
-    if isinstance(node, Repeat.Config):
-        for number in range(_count(node)):
-            yield from _places(node.layers, join(path, "layers"), (*index, number))
-    elif isinstance(node, Sequence.Config):
-        for number, layer in enumerate(node.layers):
-            yield from _places(layer, join(path, f"layers.{number}"), index)
-    else:
-        yield Place(path, index, node)
+def _places(place: Place) -> Iterator[Place]:
+    if not isinstance(place.config, Stack.Config):
+        yield place
+        return
+    for inner in place.config.places():
+        path, node = join(place.path, inner.path), join(place.config_path, inner.config_path)
+        yield from _places(Place(path, (*place.index, *inner.index), inner.config, node))
 
 
 def by_layer(cfg: Config, paths: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -61,86 +46,40 @@ def by_layer(cfg: Config, paths: Iterable[str]) -> dict[str, tuple[str, tuple[in
     Returns:
         name -> (path, index on the leading axes). What is in no stack has its path as name.
     """
-    of_stack: dict[str, tuple[tuple[int, Place], ...]] = {}
-    inside: list[str] = []
+    stacks: dict[str, tuple[Place, ...]] = {}
     for path, node in walk(cfg):
-        if isinstance(node, Repeat.Config | Sequence.Config) and not any(path.startswith(each) for each in inside):
-            of_stack[path] = tuple(enumerate(layers_of(node)))
-            inside.append(f"{path}." if path else "")
+        if isinstance(node, Stack.Config) and not any(_is_below(path, stack) for stack in stacks):
+            stacks[path] = layers_of(node)
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name in paths:
-        stack = next((each for each in of_stack if name.startswith(f"{each}." if each else "")), None)
-        if stack is None:
-            found[name] = (name, ())
-            continue
-        for number, place in of_stack[stack]:
-            prefix = f"{join(stack, place.path)}."
-            if name.startswith(prefix):
-                found[join(stack, f"{number}.{name.removeprefix(prefix)}")] = (name, place.index)
+    for path in paths:
+        stack = next((each for each in stacks if _is_below(path, each)), "")
+        inside = [
+            (number, place, above)
+            for number, place in enumerate(stacks.get(stack, ()))
+            if _is_below(path, above := join(stack, place.path))
+        ]
+        found |= {
+            join(stack, f"{number}.{path.removeprefix(above + '.')}"): (path, place.index)
+            for number, place, above in inside
+        }
+        if not inside:
+            found[path] = (path, ())
     return found
-
-
-def stacked(layers: Many[Layer.Config], *, remat: Remat | None = None, unroll: int = 1) -> Layer.Config:
-    """A decoder that runs these layers, with each stretch of equal layers, or of equal groups of layers, in one scan.
-
-    All equal: one `Repeat`. Otherwise a `Repeat` of a `Sequence` (five local layers and a global one, many times), or a
-    `Sequence` of such (some dense layers, then many with experts).
-
-    Args:
-        remat: of each layer.
-        unroll: layers in one step of a loop.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    if not layers:
-        raise ConfigError("a decoder needs at least one layer")
-    groups: list[tuple[tuple[Layer.Config, ...], int]] = []
-    start = 0
-    while start < len(layers):
-        size, count = _longest(layers, start)
-        group = tuple(layers[start : start + size])
-        if count == 1 and groups and groups[-1][1] == 1:  # what does not repeat is one group: its layers can share
-            groups[-1] = ((*groups[-1][0], *group), 1)
-        else:
-            groups.append((group, count))
-        start += size * count
-
-    def repeated(group: tuple[Layer.Config, ...], count: int) -> Repeat.Config:
-        steps = min(count, -(-unroll // len(group)))
-        if len(group) == 1 and getattr(group[0], "remat", None) is None:
-            return Repeat.Config(num_layers=count, layers=group[0], remat=remat, unroll=steps)
-        one = group[0] if len(group) == 1 else Sequence.Config(layers=group, remat=remat)
-        return Repeat.Config(num_layers=count, layers=one, unroll=steps)
-
-    parts = tuple(repeated(*each) for each in groups)
-    return parts[0] if len(parts) == 1 else Sequence.Config(layers=parts)
-
-
-def _longest(layers: Many[Layer.Config], start: int) -> tuple[int, int]:
-    """(size, count) of the repeated group that covers most layers from `start` on; of those the smallest."""
-    best = (1, 1)
-    for size in range(1, (len(layers) - start) // 2 + 1):
-        group, count = layers[start : start + size], 1
-        while layers[start + count * size : start + (count + 1) * size] == group:
-            count += 1
-        if count > 1 and size * count > best[0] * best[1]:
-            best = (size, count)
-    return best
 
 
 def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int], Any]) -> C:
     """Edits selected nodes by number: the first in running order is 0, and every layer of a `Repeat` counts.
 
-    Where layers of a `Repeat` come out unequal, it is made anew of groups (see `stacked`): with an edit that changes
-    odd numbers only, it becomes a scan over pairs.
+    Where layers of a stack come out unequal, it is stacked anew (`Stack.Config.restack`): with an edit that changes odd
+    numbers only, a `Repeat` becomes a scan over pairs. Groups stay whole, for layers of one may share values.
 
     Args:
         where: which nodes.
         edit: `(path, node, number) -> node`; the path is that in `cfg`. Nothing is selected inside a selected node.
 
     Raises:
-        ConfigError: nothing is selected, or a `Repeat` whose number of layers is REQUIRED.
+        ConfigError: nothing is selected, a stack whose number of layers is REQUIRED, or one that cannot run the edited
+            layers.
     """
     chosen = select(cfg, where).paths
     numbers = itertools.count()
@@ -148,40 +87,119 @@ def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int],
     def below(node: Any, path: str) -> Any:
         if path in chosen:
             return edited(path, node, lambda path, node: edit(path, node, next(numbers)))
-        if not any(not path or each.startswith(f"{path}.") for each in chosen):
+        if not any(_is_below(each, path) for each in chosen):
             return node
-        if isinstance(node, Repeat.Config):
-            return _restacked(node, [below(node.layers, join(path, "layers")) for _ in range(_count(node))], path)
-        changes = {name: below(part, join(path, name)) for name, part in parts(node) if isinstance(part, NESTING)}
-        return rebuild(node, {name: new for name, new in changes.items() if new is not dict(parts(node))[name]})
+        places = node.places() if isinstance(node, Stack.Config) else ()
+        holders = {place.config_path.partition(".")[0] for place in places}
+        changes = {
+            name: new
+            for name, part in parts(node)
+            if isinstance(part, NESTING) and name not in holders and (new := below(part, join(path, name))) is not part
+        }
+        node = rebuild(node, changes) if changes else node
+        layers = tuple(below(place.config, join(path, place.config_path)) for place in places)
+        if all(new is place.config for new, place in zip(layers, places, strict=True)):
+            return node
+        try:
+            return node.restack(tuple(layer for layer in layers if layer is not REMOVED))
+        except ConfigError as error:
+            raise ConfigError(f"at {path or 'the root'}: {error}") from error
 
     return below(cfg, "")
 
 
-def _restacked(node: Repeat.Config, layers: list[Any], path: str) -> Layer.Config:
-    """A decoder in place of `node` that runs these layers. Groups stay whole, for layers of one may share values."""
-    if all(layer == layers[0] for layer in layers):
-        return node.set(layers=layers[0])
-    if type(node) is not Repeat.Config:
-        raise ConfigError(
-            f"at {path or 'the root'}: the edit makes layers of a {type_name(type(node))} unequal, and only those of "
-            f"a Repeat can be stacked anew"
-        )
-    return stacked(layers, remat=node.remat, unroll=node.unroll).set(dtypes=node.dtypes, tags=node.tags)
+def use_remat[C: Config](cfg: C, remat: Remat | None, where: Where = Stack) -> C:
+    """Sets what the backward pass keeps of each layer of the selected stacks.
 
-
-def use_remat[C: Config](cfg: C, remat: Remat | None, where: Where = Repeat) -> C:
-    """Sets what the backward pass keeps of each layer of the selected stacks, be they in groups or not."""
+    A stack of stacks, as a `Repeat` of groups, then has none of its own: those inside recompute each layer alone.
+    """
 
     def edit(_: str, node: Any) -> Any:
-        if isinstance(node.layers, Sequence.Config) and node.remat is None:
-            return node.set(layers=node.layers.set(remat=remat))
-        return node.set(remat=remat)
+        if not has_field(node, "remat"):
+            return node
+        nested = all(isinstance(place.config, Stack.Config) for place in node.places())
+        return node.set(remat=None if nested else remat)
 
     return select(cfg, where).map(edit)
 
 
-def _count(node: Repeat.Config) -> int:
-    if node.num_layers is REQUIRED:
-        raise ConfigError("num_layers of a Repeat is REQUIRED; set it first, so that its layers can be told apart")
-    return node.num_layers
+def unstacked[C: Config](cfg: C) -> C:
+    """The model with a `Sequence` in place of each stack, so that every layer has arrays of its own.
+
+    Stacks in stacks are flattened. A stack that says nothing of `is_sequential` stays as it is, with all that is in it.
+    """
+    if isinstance(cfg, Stack.Config):
+        if not cfg.is_sequential:
+            return cfg
+        input_dim = getattr(cfg, "input_dim", REQUIRED)
+        made = Sequence.Config(input_dim=input_dim, layers=tuple(_flat(cfg)), dtypes=cfg.dtypes, tags=cfg.tags)
+        return cast(C, made)
+    changes = {
+        name: new
+        for name, part in parts(cfg)
+        if isinstance(part, NESTING) and (new := unstacked(cast(Config, part))) is not part
+    }
+    return rebuild(cfg, changes) if changes else cfg
+
+
+def _flat(stack: Stack.Config) -> Iterator[Layer.Config]:
+    for place in stack.places():
+        if isinstance(place.config, Stack.Config) and place.config.is_sequential:
+            for layer in _flat(place.config):
+                types = place.config.dtypes
+                yield layer.set(dtypes=(layer.dtypes or DTypes()).over(types)) if types is not None else layer
+        else:
+            yield unstacked(place.config)
+
+
+def unstack_arrays(cfg: Config, tree: Tree) -> Tree:
+    """The arrays of a model in the form of `unstacked(cfg)`: each layer's are cut out of their stack.
+
+    It can be jitted, with output shardings. Of donated arrays, XLA reuses those that were in no stack; a stack and the
+    layers cut out of it exist at once, until its last reference is gone.
+
+    Args:
+        cfg: the config that the arrays are of.
+        tree: its parameters, its other state, or any tree in the form of one of them.
+
+    Raises:
+        ConfigError: a stack that says that it is sequential holds arrays outside its layers.
+    """
+    if isinstance(cfg, Stack.Config):
+        if not cfg.is_sequential:
+            return tree
+        layers = {number: arrays for number, arrays in enumerate(_flat_arrays(cfg, tree)) if arrays}
+        return {"layers": layers} if layers else {}
+    new: dict[Any, Any] = dict(tree)
+    for name, part in parts(cfg):
+        key = _key(name)
+        if isinstance(part, NESTING) and isinstance(below := tree.get(key), dict):
+            new[key] = unstack_arrays(cast(Config, part), below)
+    return new
+
+
+def _flat_arrays(stack: Stack.Config, tree: Tree) -> Iterator[Tree]:
+    places = stack.places()
+    if own := tree.keys() - {place.path.partition(".")[0] for place in places}:
+        raise ConfigError(
+            f"{type_name(type(stack))} holds {', '.join(sorted(map(str, own)))} outside its layers, so it computes "
+            f"more than they do; it must not set is_sequential"
+        )
+    for place in places:
+        below: Any = tree
+        for name in place.path.split("."):
+            below = below.get(_key(name), {})
+        below = jax.tree.map(lambda leaf, index=place.index: leaf[index] if index else leaf, below)
+        if isinstance(place.config, Stack.Config) and place.config.is_sequential:
+            yield from _flat_arrays(place.config, below)
+        else:
+            yield unstack_arrays(place.config, below)
+
+
+def _is_below(path: str, above: str) -> bool:
+    return not above or path.startswith(f"{above}.")
+
+
+def _key(name: str) -> Any:
+    """The key of a segment of a path in a tree of arrays: lists have numbers."""
+    return int(name) if name.isdigit() else name

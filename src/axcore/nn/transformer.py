@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar, cast
 
 import jax
 
-from axcore.config import REQUIRED, at_least
+from axcore.config import REQUIRED, ConfigError, at_least, type_name, walk
 from axcore.module import Layer, Rngs, remat, scan, stack
-from axcore.nn.attention import Attention
+from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.feed_forward import FeedForward
 from axcore.nn.norm import LayerNorm, RMSNorm
+from axcore.nn.places import Place, Stack
 from axcore.nn.tokens import TokenInfo
 from axcore.parallel import Remat, constrain
 
@@ -124,15 +126,21 @@ def _maybe(norm: Any, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
-class Sequence(Layer):
+class Sequence(Stack):
     """Layers one after another, each with a config of its own. In `Repeat`, the group that is repeated."""
 
-    class Config(Layer.Config):
+    class Config(Stack.Config):
+        is_sequential: ClassVar[bool] = True
         input_dim: int = REQUIRED
         layers: tuple[Layer.Config, ...]
         remat: Remat | None = None
-        """Of each layer that has none of its own; what a layer shares then stays inside it. None: the backward pass
-        keeps every intermediate value."""
+        """Of each layer in which nothing has one of its own. None: the backward pass keeps every intermediate value."""
+
+        def places(self) -> tuple[Place, ...]:
+            return tuple(Place(f"layers.{number}", (), layer) for number, layer in enumerate(self.layers))
+
+        def restack(self, layers: tuple[Layer.Config, ...]) -> Layer.Config:
+            return self.set(layers=layers)
 
     config: Config
 
@@ -143,19 +151,19 @@ class Sequence(Layer):
         """[batch, seq, input_dim] -> the same shape; `args` go to every layer."""
         own = self.config.remat
         again = None if own is None else remat(lambda layer, *args: layer(*args), policy=own.policy())
-        for layer in self.layers:
-            has_own = getattr(layer.config, "remat", None) is not None
-            x = layer(x, *args) if again is None or has_own else again(layer, x, *args)
+        for layer, cfg in zip(self.layers, self.config.layers, strict=True):
+            x = layer(x, *args) if again is None or _has_remat(cfg) else again(layer, x, *args)
         return x
 
 
-class Repeat(Layer):
+class Repeat(Stack):
     """`num_layers` layers of one config, one after the other, compiled once (`jax.lax.scan`).
 
     Their parameters are stacked on a leading `layer` axis, so compile time does not grow with depth.
     """
 
-    class Config(Layer.Config):
+    class Config(Stack.Config):
+        is_sequential: ClassVar[bool] = True
         input_dim: int = REQUIRED
         num_layers: int = REQUIRED
         layers: Layer.Config = TransformerLayer.Config()
@@ -165,6 +173,27 @@ class Repeat(Layer):
         remat: Remat | None = None
         """Of what is repeated, as a whole: for layers of a group each alone, see `Sequence.Config.remat`. None: the
         backward pass keeps every intermediate value."""
+
+        def places(self) -> tuple[Place, ...]:
+            if self.num_layers is REQUIRED:
+                raise ConfigError("num_layers of a Repeat is REQUIRED; set it first, so that its layers have numbers")
+            return tuple(Place("layers", (number,), self.layers) for number in range(self.num_layers))
+
+        def restack(self, layers: tuple[Layer.Config, ...]) -> Layer.Config:
+            """See `Stack`: one scan if all are equal, otherwise what `stacked` makes of them.
+
+            Raises:
+                ConfigError: layers that differ, for a subclass that has no `restack` of its own.
+            """
+            if layers and all(layer == layers[0] for layer in layers):
+                return self.set(num_layers=len(layers), layers=layers[0])
+            if type(self) is not Repeat.Config:
+                raise ConfigError(
+                    f"the layers of a {type_name(type(self))} are unequal, and its restack is that of Repeat, which "
+                    f"would replace it. Override restack in its Config"
+                )
+            made = stacked(layers, remat=self.remat, unroll=self.unroll)
+            return made.set(input_dim=self.input_dim, dtypes=self.dtypes, tags=self.tags)
 
     config: Config
 
@@ -179,3 +208,56 @@ class Repeat(Layer):
         cfg = self.config
         policy = cfg.remat.policy() if cfg.remat is not None else None
         return scan(self.layers, x, *args, count=cfg.num_layers, unroll=cfg.unroll, remat=policy)
+
+
+def stacked(
+    layers: Iterable[Layer.Config], *, remat: Remat | None = None, unroll: int = 1
+) -> Repeat.Config | Sequence.Config:
+    """A decoder that runs these layers, with each stretch of equal layers, or of equal groups of layers, in one scan.
+
+    All equal: one `Repeat`. Otherwise a `Repeat` of a `Sequence` (five local layers and a global one, many times), or a
+    `Sequence` of such scans and of the layers that do not repeat (a dense layer, then many with experts).
+
+    Args:
+        remat: of each layer.
+        unroll: layers in one step of a loop.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    layers = tuple(layers)
+    if not layers:
+        raise ConfigError("a decoder needs at least one layer")
+    parts: list[Layer.Config] = []
+    alone, start = False, 0
+    while start < len(layers):
+        size, count = _longest(layers, start)
+        group = layers[start : start + size]
+        if count == 1:
+            parts += group
+            alone = True
+        else:
+            steps = min(count, -(-unroll // size))
+            own = size > 1 or _has_remat(group[0])
+            one = Sequence.Config(layers=group, remat=remat) if size > 1 else group[0]
+            parts.append(Repeat.Config(num_layers=count, layers=one, unroll=steps, remat=None if own else remat))
+        start += size * count
+    if not alone and len(parts) == 1:
+        return cast(Repeat.Config, parts[0])
+    return Sequence.Config(layers=tuple(parts), remat=remat if alone else None)
+
+
+def _longest(layers: tuple[Layer.Config, ...], start: int) -> tuple[int, int]:
+    """(size, count) of the repeated group that covers most layers from `start` on; of those the smallest."""
+    best = (1, 1)
+    for size in range(1, (len(layers) - start) // 2 + 1):
+        group, count = layers[start : start + size], 1
+        while layers[start + count * size : start + (count + 1) * size] == group:
+            count += 1
+        if count > 1 and size * count > best[0] * best[1]:
+            best = (size, count)
+    return best
+
+
+def _has_remat(cfg: Layer.Config) -> bool:
+    return any(getattr(node, "remat", None) is not None for _, node in walk(cfg))

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from axcore.config import Config, ConfigError, FrozenDict
 from axcore.config.errors import did_you_mean
@@ -44,13 +44,31 @@ class Mesh(Config):
             ConfigError: the shape does not use exactly the devices there are, or a rule names an unknown mesh axis.
         """
         devices = jax.devices() if devices is None else devices
+        sizes = self._sizes(len(devices))
+        types = (AxisType.Auto,) * len(sizes)
+        return Layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices), self.rules)
+
+    def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
+        """The layout on devices that are not there, for what is only traced.
+
+        Raises:
+            ConfigError: as `make`.
+        """
+        sizes = self._sizes(count)
+        types = (AxisType.Auto,) * len(sizes)
+        device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+        return Layout(mesh, self.rules)
+
+    def _sizes(self, count: int) -> dict[str, int]:
+        """The size of each axis over this many devices."""
         sizes = dict(self.shape)
         free = [axis for axis, size in sizes.items() if size == -1]
         fixed = math.prod(size for size in sizes.values() if size != -1)
-        if len(free) == 1 and fixed > 0 and len(devices) % fixed == 0:
-            sizes[free[0]] = len(devices) // fixed
-        if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
-            raise ConfigError(f"mesh.shape: {sizes} does not fill {len(devices)} devices; its product must be equal")
+        if len(free) == 1 and fixed > 0 and count % fixed == 0:
+            sizes[free[0]] = count // fixed
+        if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != count:
+            raise ConfigError(f"mesh.shape: {sizes} does not fill {count} devices; its product must be equal")
         for name, axes in self.rules.items():
             group = group_of(axes)
             if len(set(group)) < len(group):
@@ -58,17 +76,14 @@ class Mesh(Config):
             for axis in group:
                 if axis not in sizes:
                     raise ConfigError(f"mesh.rules: {name!r} maps to {axis!r}; the mesh has {', '.join(sizes)}")
-        mesh = jax.make_mesh(
-            tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices
-        )
-        return Layout(mesh, self.rules)
+        return sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A mesh with its rules."""
 
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    mesh: jax.sharding.Mesh | AbstractMesh
     rules: Mapping[str, MeshAxes]
     manual: frozenset[str] = frozenset()
     """Mesh axes over which the code at hand runs once for each device, inside `shard_map`: arrays are local there."""
@@ -89,6 +104,14 @@ class Layout:
                 f"AbstractDevice(device_kind, num_cores, platform)"
             )
         return str(device.platform)
+
+    @property
+    def device_kind(self) -> str:
+        """As JAX names the devices, such as "NVIDIA H100 80GB HBM3"."""
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return str(self.mesh.devices.flat[0].device_kind)
+        device = self.mesh.abstract_device
+        return "" if device is None else str(device.device_kind)
 
     def axes_of(self, name: str | None) -> tuple[str, ...]:
         """The mesh axes that the rules give to a logical axis, without the manual ones."""

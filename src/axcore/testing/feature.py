@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 import axcore as ax
 from axcore.config import ConfigError, text
 from axcore.module import Rngs, abstract, functional
-from axcore.nn import Repeat
+from axcore.nn import Repeat, use_remat
 from axcore.parallel import Mesh, Remat
 from axcore.plugin import Feature, resolve, use
 from axcore.testing.devices import steps
@@ -102,10 +103,16 @@ class FeatureSuite(OfferSuite):
         assert unchanged != self.changes_outputs
 
     def test_unrolled_and_scanned_stacks_agree(self) -> None:
-        self._agrees(functools.partial(_on_stacks, unroll=2))
+        self._agrees(functools.partial(_on_stacks, change=lambda cfg: ax.select(cfg, Repeat).set(unroll=2)))
 
     def test_recomputing_activations_changes_nothing(self) -> None:
-        self._agrees(functools.partial(_on_stacks, remat=Remat()))
+        self._agrees(functools.partial(_on_stacks, change=lambda cfg: use_remat(cfg, Remat())))
+
+    def test_a_deeper_model_can_be_trained(self) -> None:
+        """With more layers, those that a feature edits by number meet scans."""
+        cfg = use(self.feature, **self.options)(_on_stacks(self.model(), _twice_as_deep))
+        fn, params, state = abstract(cfg)
+        jax.eval_shape(jax.grad(lambda params: objective(fn, params, state, self.batch())), params)
 
     def test_bfloat16_is_close_to_float32(self) -> None:
         narrow = self.attached().set(dtypes=ax.DTypes(compute=jnp.bfloat16))
@@ -173,9 +180,16 @@ class FeatureSuite(OfferSuite):
         return loss_and_grads(cfg, self.batch)
 
 
-def _on_stacks(cfg: Any, **values: Any) -> Any:
-    """`cfg` with these fields on its scanned stacks; as it is where it has none."""
+def _on_stacks(cfg: Any, change: Callable[[Any], Any]) -> Any:
+    """`cfg` with its stacks changed; as it is where it has none."""
     try:
-        return ax.select(cfg, Repeat).set(**values)
+        return change(cfg)
     except ConfigError:
         return cfg
+
+
+def _twice_as_deep(cfg: Any) -> Any:
+    def deeper(_: str, node: Any) -> Any:
+        return node.set(num_layers=2 * node.num_layers)
+
+    return ax.select(cfg, Repeat).map(deeper)

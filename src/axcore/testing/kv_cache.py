@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.infer import Decoder, generate
+from axcore.infer import Decoder, Step, generate
 from axcore.module import Rngs, functional
-from axcore.nn import Attention, Causal, Mask, Normal, Repeat, SameSegment, SlidingWindow
+from axcore.nn import Attention, Causal, LatentAttention, Mask, Normal, SameSegment, SlidingWindow
 from axcore.plugin import KVCache
+from axcore.testing.attention_cases import Slopes
 from axcore.testing.models import VOCAB_SIZE, by_path, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 
@@ -23,7 +24,7 @@ LENGTH = 7
 
 
 class KVCacheSuite(OfferSuite):
-    """Checks that decoding with a KV cache equals computing everything anew, however the tokens are split into calls.
+    """Checks that decoding with a KV cache equals computing everything anew, however the tokens are split into steps.
 
     ```python
     class TestRing(KVCacheSuite):
@@ -35,13 +36,20 @@ class KVCacheSuite(OfferSuite):
     Attributes:
         window: for a cache that forgets: the model attends in a sliding window of this size. None: plainly causal.
         max_len: of the rows that are decoded.
+        rollback: tokens that can be taken back by starting a step earlier.
+        latent: whether it keeps the latents of `LatentAttention`: one kv head, keys without values.
         exact: largest difference of logits (of order 1) from full recomputation; more for a cache that rounds.
+        approximate: a cache that drops keys by design, such as a heavy-hitter cache: its logits are only checked to be
+            finite and to depend on the prompt.
     """
 
     kind = KVCache
     window: ClassVar[int | None] = None
     max_len: ClassVar[int] = 12
+    rollback: ClassVar[int] = 3
+    latent: ClassVar[bool] = True
     exact: ClassVar[float] = 2e-5
+    approximate: ClassVar[bool] = False
 
     def model(self) -> Any:
         """A model whose tokens depend on all that they may see."""
@@ -54,108 +62,148 @@ class KVCacheSuite(OfferSuite):
     def config(self) -> Any:
         return ax.select(self.model(), Attention).set(cache=offered_config(self))
 
-    def test_one_call_equals_recomputation(self) -> None:
-        np.testing.assert_allclose(self._decoded((LENGTH,)), self._recomputed(), rtol=0, atol=self.exact)
+    def test_one_step_equals_recomputation(self) -> None:
+        self._check(self._decoded((LENGTH,)), self._recomputed())
 
     @pytest.mark.parametrize("first", range(1, LENGTH))
-    def test_every_split_into_calls_equals_recomputation(self, first: int) -> None:
+    def test_every_split_into_steps_equals_recomputation(self, first: int) -> None:
         expected = self._recomputed()
         for sizes in _compositions(LENGTH - first):
-            found = self._decoded((first, *sizes))
-            np.testing.assert_allclose(found, expected, rtol=0, atol=self.exact, err_msg=f"calls of {first, *sizes}")
+            self._check(self._decoded((first, *sizes)), expected, f"steps of {first, *sizes}")
 
     def test_the_last_places_can_be_used(self) -> None:
-        expected = self._recomputed(self.max_len)
-        found = self._decoded((self.max_len - 1, 1), self.max_len)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=self.exact)
+        self._check(self._decoded((self.max_len - 1, 1), self.max_len), self._recomputed(self.max_len))
 
-    def test_more_than_max_len_is_not_lost_without_a_word(self) -> None:
-        if self.window is not None:
-            pytest.skip("a cache that forgets has no end")
+    def test_more_than_max_len_is_nan(self) -> None:
         found = self._decoded((self.max_len, 1), self.max_len + 1)
         assert np.isnan(found[:, -1]).all(), "what cannot be stored must not look like an answer"
 
     def test_rows_may_be_of_different_lengths(self) -> None:
-        """The second row is two tokens behind; in its first call two places are padding."""
+        """The second row is two tokens behind; in its first step two places are padding."""
         step, params, state = self._decoder()
         ids, expected = _ids(), self._recomputed()
         behind = jnp.stack([ids[0, :5], jnp.concatenate([ids[1, :3], ids[1, :2]])])
-        valid = jnp.asarray([[True] * 5, [True] * 3 + [False] * 2])
-        _, state = step(params, state, behind, jnp.arange(5, dtype=jnp.int32)[None], valid)
+        first = Step(behind, jnp.zeros(2, jnp.int32), lengths=jnp.asarray([5, 3]), logits_at=jnp.asarray([[4], [2]]))
+        logits, state = step(params, state, first)
+        self._check(logits, np.stack([expected[0, 4:5], expected[1, 2:3]]))
         token = jnp.stack([ids[0, 5:6], ids[1, 3:4]])
-        logits, _ = step(params, state, token, jnp.asarray([[5], [3]], jnp.int32))
-        np.testing.assert_allclose(logits[0, 0], expected[0, 5], rtol=0, atol=self.exact)
-        np.testing.assert_allclose(logits[1, 0], expected[1, 3], rtol=0, atol=self.exact)
+        logits, _ = step(params, state, Step(token, jnp.asarray([5, 3])))
+        self._check(logits, np.stack([expected[0, 5:6], expected[1, 3:4]]))
+
+    def test_a_step_may_bring_some_of_the_rows(self) -> None:
+        """Row 0 of a step belongs to slot 1, which goes on while slot 0 waits."""
+        step, params, state = self._decoder()
+        ids, expected = _ids(), self._recomputed()
+        _, state = step(params, state, Step(ids[:, :3], jnp.zeros(2, jnp.int32)))
+        logits, state = step(params, state, Step(ids[1:, 3:5], jnp.asarray([3]), slots=jnp.asarray([1])))
+        self._check(logits, expected[1:, 3:5])
+        logits, _ = step(params, state, Step(ids[::-1, 3:6], jnp.asarray([3, 3]), slots=jnp.asarray([1, 0])))
+        self._check(logits, expected[::-1, 3:6])
+
+    def test_tokens_can_be_taken_back(self) -> None:
+        """Wrong tokens are verified at once, and the row goes on from before them."""
+        if not self.rollback:
+            pytest.skip("declared to take no token back")
+        step, params, state = self._decoder()
+        ids, expected, start = _ids(), self._recomputed(), jnp.full((2,), LENGTH - self.rollback, jnp.int32)
+        wrong = (ids + 1) % VOCAB_SIZE
+        _, state = step(params, state, Step(ids[:, : LENGTH - self.rollback], jnp.zeros(2, jnp.int32)))
+        _, state = step(params, state, Step(wrong[:, LENGTH - self.rollback :], start))
+        logits, _ = step(params, state, Step(ids[:, LENGTH - self.rollback :], start))
+        self._check(logits, expected[:, LENGTH - self.rollback :])
 
     def test_a_row_can_start_over(self) -> None:
         step, params, state = self._decoder()
-        places = jnp.arange(LENGTH, dtype=jnp.int32)[None]
-        _, state = step(params, state, _ids()[:, ::-1], places)
-        logits, _ = step(params, state, _ids(), places)
-        np.testing.assert_allclose(logits, self._recomputed(), rtol=0, atol=self.exact)
+        _, state = step(params, state, Step(_ids()[:, ::-1], jnp.zeros(2, jnp.int32)))
+        logits, _ = step(params, state, Step(_ids(), jnp.zeros(2, jnp.int32)))
+        self._check(logits, self._recomputed())
 
     def test_rows_do_not_mix(self) -> None:
         step, params, state = self._decoder()
         ids = _ids()
         other = ids.at[1].set((ids[1] + 1) % VOCAB_SIZE)
-        places = jnp.arange(LENGTH, dtype=jnp.int32)[None]
-        logits, _ = step(params, state, other, places)
-        np.testing.assert_allclose(logits[0], self._recomputed()[0], rtol=0, atol=self.exact)
+        logits, _ = step(params, state, Step(other, jnp.zeros(2, jnp.int32)))
+        self._check(logits[0], self._recomputed()[0])
 
-    def test_parameters_keep_their_paths_and_are_the_only_ones(self) -> None:
-        decoder, params, _ = Decoder.of(self._model(), cache=offered_config(self), batch_size=2, max_len=self.max_len)
+    def test_every_option_of_attention_is_honoured(self) -> None:
+        options = {"softcap": 1.5, "scale": 0.9, "sinks": Normal(stddev=1.0), "bias": Slopes.Config()}
+        cfg = ax.select(self.model(), Attention).set(**options)
+        self._check(self._decoded((3, 1, 3), cfg=cfg), self._recomputed(cfg=cfg))
+        plain = self._recomputed()
+        assert np.abs(self._recomputed(cfg=cfg) - plain).max() > 10 * self.exact, "the options change nothing"
+
+    def test_latents_are_kept(self) -> None:
+        if not self.latent:
+            pytest.skip("declared not to keep latents")
+        mask = next(node.mask for _, node in ax.config.walk(self.model()) if isinstance(node, Attention.Config))
+        attention = LatentAttention.Config(
+            num_heads=4, kv_rank=6, content_dim=4, position_dim=2, value_dim=3, mask=mask, absorb_up_to=2
+        )
+        cfg = ax.select(self.model(), Attention).map(lambda _, __: attention)
+        self._check(self._decoded((3, 1, 3), cfg=cfg), self._recomputed(cfg=cfg))
+
+    def test_parameters_are_those_of_the_model(self) -> None:
+        decoder, params, _ = Decoder.of(
+            self._model(), cache=offered_config(self), batch_size=2, max_len=self.max_len, unstack=False
+        )
         assert by_path(params).keys() == by_path(functional(self._model())[1]).keys()
         assert set(by_path(params)) == set(_paths(decoder.fn.axes)), "a KV cache has no parameters"
 
     def test_state_names_its_batch_axis(self) -> None:
         decoder, _, state = Decoder.of(self._model(), cache=offered_config(self), batch_size=3, max_len=self.max_len)
-        axes = _paths(decoder.fn.state_axes)
+        axes = _paths(decoder.state_axes)
         assert any("batch" in names for names in axes.values()), "give DecodingState its logical axes"
         for path, array in by_path(state).items():
             named = [size for size, name in zip(array.shape, axes[path], strict=True) if name == "batch"]
             assert all(size == 3 for size in named), f"{path} {array.shape} with axes {axes[path]}"
 
-    def test_unrolled_and_scanned_stacks_agree(self) -> None:
-        cfg = ax.select(self.model(), Repeat).set(unroll=2)
-        found = self._decoded((3, 4), cfg=cfg)
-        np.testing.assert_allclose(found, self._recomputed(), rtol=0, atol=self.exact)
+    def test_a_stack_that_stays_stacked_decodes_alike(self) -> None:
+        self._check(self._decoded((3, 4), unstack=False), self._recomputed())
 
     def test_bfloat16_is_close_to_float32(self) -> None:
         cfg = self.model().set(dtypes=ax.DTypes(compute=jnp.bfloat16))
-        np.testing.assert_allclose(self._decoded((3, 4), cfg=cfg), self._recomputed(), rtol=0, atol=0.15)
+        self._check(self._decoded((3, 4), cfg=cfg), self._recomputed(), atol=0.15)
 
     def test_generating_greedily_equals_recomputation(self) -> None:
         model, prompt = self._model(), _ids()[0, :4]
         options = {"num_tokens": self.max_len - 4, "context": self.max_len, "key": jax.random.key(0), "temperature": 0}
         found = generate(model, prompt, cache=offered_config(self), **options)  # type: ignore[arg-type]
-        assert found.tolist() == generate(model, prompt, **options).tolist()  # type: ignore[arg-type]
+        if not self.approximate:
+            assert found.tolist() == generate(model, prompt, **options).tolist()  # type: ignore[arg-type]
+
+    def _check(self, found: Any, expected: Any, message: str = "", atol: float | None = None) -> None:
+        if self.approximate:
+            assert np.isfinite(found).all(), message
+            return
+        np.testing.assert_allclose(found, expected, rtol=0, atol=atol or self.exact, err_msg=message)
 
     def _model(self, cfg: Any = None) -> Any:
         return (self.model() if cfg is None else cfg).build(rngs=Rngs(0))
 
-    def _decoder(self, cfg: Any = None) -> tuple[Any, Any, Any]:
+    def _decoder(self, cfg: Any = None, unstack: bool = True) -> tuple[Any, Any, Any]:
         made = type(self).__dict__.get("_made")
-        if made is None or cfg is not None:  # jitted once for all checks of a class
+        if made is None or cfg is not None or not unstack:  # jitted once for all checks of a class
             decoder, params, state = Decoder.of(
-                self._model(cfg), cache=offered_config(self), batch_size=2, max_len=self.max_len
+                self._model(cfg), cache=offered_config(self), batch_size=2, max_len=self.max_len, unstack=unstack
             )
             made = jax.jit(decoder.__call__), params, state
-            if cfg is None:
+            if cfg is None and unstack:
                 type(self)._made = made  # type: ignore[attr-defined]
         return made
 
-    def _decoded(self, sizes: tuple[int, ...], length: int = LENGTH, cfg: Any = None) -> np.ndarray:
-        step, params, state = self._decoder(cfg)
+    def _decoded(
+        self, sizes: tuple[int, ...], length: int = LENGTH, cfg: Any = None, unstack: bool = True
+    ) -> np.ndarray:
+        step, params, state = self._decoder(cfg, unstack)
         logits, start, ids = [], 0, _ids(length)
         for size in sizes:
-            place = jnp.arange(start, start + size, dtype=jnp.int32)[None]
-            each, state = step(params, state, ids[:, start : start + size], place)
+            each, state = step(params, state, Step(ids[:, start : start + size], jnp.full((2,), start, jnp.int32)))
             logits.append(each)
             start += size
         return np.concatenate(logits, axis=1)
 
-    def _recomputed(self, length: int = LENGTH) -> np.ndarray:
-        fn, params, state = functional(self._model())
+    def _recomputed(self, length: int = LENGTH, cfg: Any = None) -> np.ndarray:
+        fn, params, state = functional(self._model(cfg))
         return np.asarray(jax.jit(lambda ids: fn(params, state, ids)[0][0])(_ids(length)))
 
 

@@ -4,13 +4,8 @@ attends with them. Both fill attention's cache slot, since a cache is what decid
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
-
 import axcore as ax
-from axcore.nn import Attention, KVCache, Mask, TokenInfo
-from axcore.nn.kv_cache import Attend
+from axcore.nn import Attention, AttentionInputs, KVCache, KVView
 
 
 class ShareKV(KVCache):
@@ -38,31 +33,22 @@ class ShareKV(KVCache):
         widths = {name: getattr(cfg, name) for name in ("input_dim", "num_heads", "num_kv_heads", "head_dim")}
         self.cache = self.child("cache", cfg.cache, rngs, **widths)
 
-    def __call__(self, q: jax.Array, k: Any, v: Any, mask: Mask, tokens: TokenInfo, attend: Attend) -> jax.Array:
+    def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
         """See `KVCache`.
 
         Raises:
-            ConfigError: no keys to share, or a cache that does not attend to all its keys at once.
+            ConfigError: no keys to share, or a cache that answers with heads.
         """
-        shared = []
-
-        def attend_and_share(q: Any, keys: Any, values: Any, mask: Mask, query: TokenInfo, where: TokenInfo) -> Any:
-            shared.append((keys, values, where))
-            return attend(q, keys, values, mask, query, where)
-
-        if self.cache is not None:
-            heads = self.cache(q, k, v, mask, tokens, attend_and_share)
-        elif k is not None:
-            heads = attend_and_share(q, k, v, mask, tokens, tokens)
-        else:
-            raise ax.ConfigError(f"{self.frame.path}: the attention has no key and value, so there are none to share")
-        if len(shared) != 1:
+        asked = inputs if self.cache is None else self.cache(inputs)
+        if not isinstance(asked, AttentionInputs):
             raise ax.ConfigError(
-                f"{self.frame.path}: {type(self.cache).__name__} called attention's kernel {len(shared)} times, and "
-                f"keys can be shared with other layers only from a cache that hands them over in one call"
+                f"{self.frame.path}: {type(self.cache).__name__} attends by itself; keys can be shared with other "
+                f"layers only from a cache that returns a view of them"
             )
-        self.share(_shared_name(self.config.name), shared[0])
-        return heads
+        if asked.kv is None:
+            raise ax.ConfigError(f"{self.frame.path}: the attention has no key and value, so there are none to share")
+        self.share(_shared_name(self.config.name), asked.kv)
+        return asked
 
 
 class BorrowKV(KVCache):
@@ -76,26 +62,26 @@ class BorrowKV(KVCache):
 
     config: Config
 
-    def __call__(self, q: jax.Array, k: Any, v: Any, mask: Mask, tokens: TokenInfo, attend: Attend) -> jax.Array:
+    def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
         """See `KVCache`.
 
         Raises:
             ContextError: no layer before this one shared keys and values under this name.
             ConfigError: the attention has keys of its own, or expects heads of another number or width.
         """
-        if k is not None:
+        if inputs.kv is not None:
             raise ax.ConfigError(
                 f"{self.frame.path}: the attention computes keys and values that nobody would attend to; set its key "
                 f"and value to None, or empty its cache slot"
             )
-        keys, values, where = self.shared(_shared_name(self.config.name))
+        view: KVView = self.shared(_shared_name(self.config.name))
         wanted = (self.config.num_kv_heads, self.config.head_dim)
-        if keys.shape[2:] != wanted:
+        if view.shape[2:] != wanted:
             raise ax.ConfigError(
-                f"{self.frame.path}: keys of (num_kv_heads, head_dim) = {keys.shape[2:]} were shared, and this "
+                f"{self.frame.path}: keys of (num_kv_heads, head_dim) = {view.shape[2:]} were shared, and this "
                 f"attention has {wanted}; layers that share keys need the same"
             )
-        return attend(q, keys, values, mask, tokens, where)
+        return inputs.replace(kv=view)
 
 
 def _shared_name(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import axcore as ax
 from axcore.config import walk
-from axcore.nn import Attention, Repeat, Sequence
+from axcore.nn import Attention, Stack
 from axcore_cross_layer_kv.caches import BorrowKV, ShareKV, borrowing, sharing
 
 Places = tuple[str, ...]
@@ -22,11 +22,11 @@ def use_cross_layer_kv(
 ) -> ax.Config:
     """Layers attend with keys and values of the first layer of their group (Brandon et al. 2024, arXiv 2405.12981).
 
-    A `Repeat` then repeats groups: `layers.attention` becomes `layers.layers.0.attention`, which has keys and values,
-    `layers.layers.1.attention`, which has none, and so on. Remat keeps the inputs of groups in place of layers.
+    In each stack, each `every` layers that hold attention are a group; layers of another kind may lie between. A
+    `Repeat` then repeats groups: `layers.attention` becomes `layers.layers.0.attention`, which has keys and values,
+    `layers.layers.1.attention`, which has none, and so on.
 
-    In a `Sequence` each `every` layers that hold attention are a group; layers of another kind may lie between. A
-    sequence of which only one layer holds attention counts as a part of the layer around it.
+    A stack of which only one layer holds attention counts as a part of the layer around it.
 
     A layer may hold several attentions: each is paired with the one at the same place in the group's first layer.
 
@@ -34,7 +34,7 @@ def use_cross_layer_kv(
         every: layers in a group; keys and values, and so KV caches, become fewer by this factor.
         where: which attentions.
         allow_shorter: whether the last group of a stack may have fewer layers, where their number is no multiple of
-            `every`. A `Repeat` then becomes a sequence of two: the whole groups, and the last.
+            `every`. A `Repeat` then becomes a `Sequence`: the whole groups, and the layers of the last.
 
     Raises:
         ConfigError: layers that cannot be divided into such groups, or an attention that is in one already.
@@ -48,21 +48,20 @@ def use_cross_layer_kv(
         return tuple(place for place, node in walk(layer) if _join(path, place) in chosen and not _in_group(node))
 
     def group(path: str, node: ax.Config) -> ax.Config:
-        layers = _join(path, "layers")
-        if isinstance(node, Repeat.Config) and (places := alone(node.layers, layers)):
-            return _repeat_groups(node, every, places, allow_shorter)
-        if isinstance(node, Sequence.Config):
-            found = {index: alone(layer, _join(layers, str(index))) for index, layer in enumerate(node.layers)}
-            holding = {index: places for index, places in found.items() if places}
-            return _sequence_groups(node, every, holding, allow_shorter) if len(holding) > 1 else node
-        return node
+        if not isinstance(node, Stack.Config):
+            return node
+        layers = [place.config for place in node.places()]
+        found = [alone(place.config, _join(path, place.config_path)) for place in node.places()]
+        holding = {index: places for index, places in enumerate(found) if places}
+        if len(holding) < 2:
+            return node
+        return node.restack(_grouped(layers, every, holding, allow_shorter))
 
     grouped = ax.select(cfg, "**").map(group)
     if left := alone(grouped, ""):
         paths = ", ".join(path or "the root" for path in left)
         raise ax.ConfigError(
-            f"{paths}: in no Repeat or Sequence with another layer to share with; say with where= which attentions "
-            f"take part"
+            f"{paths}: in no stack with another layer to share with; say with where= which attentions take part"
         )
     return grouped
 
@@ -84,29 +83,14 @@ def _in_group(node: Any) -> bool:
     return isinstance(node, Attention.Config) and isinstance(node.cache, ShareKV.Config | BorrowKV.Config)
 
 
-def _repeat_groups(node: Repeat.Config, every: int, places: Places, allow_shorter: bool) -> ax.Config:
-    if node.num_layers is ax.REQUIRED:
-        raise ax.ConfigError("num_layers is REQUIRED; set it first, so that the layers can be divided into groups")
-    count, rest = divmod(node.num_layers, every)
-    if rest and not allow_shorter:
-        raise _indivisible(f"num_layers={node.num_layers}", node.num_layers, every)
-    first, other = _take_part(node.layers, places, sharing, 0), _take_part(node.layers, places, borrowing, 0)
-
-    def repeated(count: int, size: int) -> Repeat.Config:
-        layers = Sequence.Config(layers=(first, *[other] * (size - 1)))
-        return node.set(num_layers=count, unroll=min(count, -(-node.unroll // every)), layers=layers)
-
-    stacks = tuple(repeated(*each) for each in ((count, every), (1, rest)) if all(each))
-    return stacks[0] if len(stacks) == 1 else Sequence.Config(layers=stacks)
-
-
-def _sequence_groups(
-    node: Sequence.Config, every: int, holding: dict[int, Places], allow_shorter: bool
-) -> Sequence.Config:
-    """`holding`: the places of attentions, for each layer that holds any."""
-    count, layers = len(holding), list(node.layers)
+def _grouped(
+    layers: list[Any], every: int, holding: dict[int, Places], allow_shorter: bool
+) -> tuple[ax.Layer.Config, ...]:
+    """The layers, in groups of `every`. `holding`: the places of attentions, for each layer that holds any."""
+    count = len(holding)
     if count % every and not allow_shorter:
         raise _indivisible(f"{count} layers with attention", count, every)
+    made = list(layers)
     for number, (index, places) in enumerate(holding.items()):
         if number % every == 0:
             first = index
@@ -115,12 +99,14 @@ def _sequence_groups(
                 f"layers {first} and {index} would share, but their attentions are at different places: "
                 f"{', '.join(holding[first])} and {', '.join(places)}"
             )
-        layers[index] = _take_part(layers[index], places, sharing if index == first else borrowing, first)
-    return node.set(layers=layers)
+        # Where every layer takes part, groups follow one another; alike, they can be repeated in a scan.
+        name = 0 if count == len(layers) else first
+        made[index] = _take_part(layers[index], places, sharing if index == first else borrowing, name)
+    return tuple(made)
 
 
 def _take_part[C: ax.Config](layer: C, places: Places, role: Role, first: int) -> C:
-    """The layer, its attentions in this role. What is shared is named after its place: in layer `first`, and there."""
+    """The layer, its attentions in this role. What is shared is named after the layer `first`, and the place there."""
     return ax.select(layer, lambda place, _: place in places).map(
         lambda place, attention: role(attention, _join(str(first), place))
     )

@@ -12,14 +12,15 @@ import axcore as ax
 from axcore.config import has_field
 from axcore.nn import (
     Attention,
+    AttentionInputs,
     AttentionKernel,
+    Contiguous,
+    Heads,
     Initializer,
     KernelRequest,
-    Mask,
     Normal,
     ReferenceKernel,
     RMSNorm,
-    TokenInfo,
     attend,
     refusal,
 )
@@ -49,6 +50,9 @@ class DiffAttention(AttentionKernel):
         norm: ax.Layer.Config = RMSNorm.Config()
         """Of each head, over its `2 head_dim` features."""
 
+    takes = frozenset({"softcap", "sinks", "bias", "dropout"})
+    local = False  # the kernel inside is put on the devices, for all heads
+
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
@@ -72,21 +76,19 @@ class DiffAttention(AttentionKernel):
         """What the kernel inside says."""
         return refusal(self.kernel, request)
 
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo, **options: Any
-    ) -> jax.Array:
+    def __call__(self, inputs: AttentionInputs) -> tuple[Heads, None]:
         """See `axcore.nn.AttentionKernel`; heads 2i and 2i + 1 of the result are the halves of one wide head."""
-        pairs = self.config.num_kv_heads // 2
+        kv, pairs = inputs.plain, self.config.num_kv_heads // 2
         halves = []
         for half in range(2):
-            values = repeat(v[:, :, half::2], "b t pair d -> b t (pair two) d", two=2)
-            heads = attend(self.kernel, q, k, values, mask, query, key, **options)
+            values = repeat(kv.v[:, :, half::2], "b t pair d -> b t (pair two) d", two=2)
+            heads, _ = attend(self.kernel, inputs.replace(kv=Contiguous(kv.k, values, kv.tokens)))
             halves.append(rearrange(heads, "b s (pair map group) d -> map b s (pair group) d", pair=pairs, map=2))
         first, second = jnp.concatenate(halves, axis=-1).astype(jnp.float32)
         share = self._lambda()
         self.add_summary("lambda", share)
         heads = self.norm(first - share * second) * (1 - self.config.lambda_init)
-        return rearrange(heads, "b s head (two d) -> b s (head two) d", two=2).astype(q.dtype)
+        return rearrange(heads, "b s head (two d) -> b s (head two) d", two=2).astype(inputs.q.dtype), None
 
     def _lambda(self) -> jax.Array:
         """float32 scalar."""

@@ -9,7 +9,7 @@ from flax import nnx
 import axcore as ax
 from axcore.config import at_least
 from axcore.nn import DecodingState, FanIn, Initializer, KVCache, Zeros
-from axcore_mamba2.documents import Documents
+from axcore_mamba2.documents import Documents, cached_rows
 
 
 class CausalConv(ax.Layer):
@@ -50,7 +50,7 @@ class CausalConv(ax.Layer):
         """[batch, seq, input_dim] -> the same shape, in the compute dtype."""
         (batch, seq, dim), reach = x.shape, self.config.width - 1
         x = documents.only_tokens(x)
-        past = jnp.zeros((batch, reach, dim), x.dtype) if self.past is None else self.past[...]
+        past = jnp.zeros((batch, reach, dim), x.dtype) if self.past is None else cached_rows(documents).take(self.past)
         row = jnp.concatenate([past.astype(x.dtype), x], axis=1)
         y = jnp.zeros(x.shape, jnp.float32)
         for k, weight in enumerate(self.weight[...].astype(jnp.float32)):
@@ -58,5 +58,5 @@ class CausalConv(ax.Layer):
         if self.bias is not None:
             y += self.bias[...].astype(jnp.float32)
         if self.past is not None:
-            self.past[...] = documents.ending(past, x)
+            cached_rows(documents).put(self.past, documents.ending(past, x))
         return y.astype(self.dtypes.compute)

@@ -7,7 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from axcore.nn import TokenInfo
+from axcore.module import ContextError
+from axcore.nn import CachedRows, TokenInfo
 
 
 @jax.tree_util.register_dataclass
@@ -19,10 +20,12 @@ class Documents:
         numbers: int32 [batch, seq], 0 for tokens that go on with the document of the call before, then 1, 2, ...; None:
             one document, and nothing before it.
         valid: bool [batch, seq], false where there is no token; None: all are tokens.
+        cached: the rows that the tokens continue, while decoding.
     """
 
     numbers: jax.Array | None
     valid: jax.Array | None
+    cached: CachedRows | None = None
 
     @classmethod
     def of(cls, tokens: TokenInfo, batch: int, last_segment: jax.Array | None = None) -> Documents:
@@ -38,14 +41,14 @@ class Documents:
         valid = None if tokens.valid is None else jnp.broadcast_to(tokens.valid, shape)
         segments = tokens.segment_ids
         if segments is None and last_segment is None:
-            return cls(None, valid)
+            return cls(None, valid, tokens.cached)
         begins = jnp.broadcast_to(tokens.index == 0, shape)
         if segments is not None:
             first = segments[:, :1] if last_segment is None else last_segment[:, None]
             begins |= segments != jnp.concatenate([first, segments[:, :-1]], axis=1)
         if valid is not None:
             begins &= valid
-        return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32), valid)
+        return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32), valid, tokens.cached)
 
     def only_tokens(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, features], 0 where there is no token."""
@@ -77,3 +80,14 @@ class Documents:
             return row[:, seq:]
         count = jnp.max(jnp.where(self.valid, jnp.arange(1, seq + 1), 0), axis=1)
         return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, length))(row, count)
+
+
+def cached_rows(tokens: TokenInfo | Documents) -> CachedRows:
+    """The rows that these tokens continue.
+
+    Raises:
+        ContextError: the model was not called by a `Decoder`.
+    """
+    if tokens.cached is None:
+        raise ContextError("a model that keeps the state of its rows is called through axcore.infer.Decoder")
+    return tokens.cached

@@ -12,7 +12,7 @@ from axcore.config import at_least
 from axcore.nn import DecodingState, Initializer, KVCache, Linear, Ones, TokenInfo
 from axcore.nn.matmul import rows
 from axcore_mamba2.conv import CausalConv
-from axcore_mamba2.documents import Documents
+from axcore_mamba2.documents import Documents, cached_rows
 from axcore_mamba2.initializers import LogRates, StepBias
 from axcore_mamba2.norm import GatedRMSNorm
 from axcore_mamba2.ssd import ssd
@@ -125,10 +125,10 @@ class Mamba2(ax.Layer):
         dt = self.dt_proj(flat).reshape(batch, seq, -1).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
         dt = documents.only_tokens(jax.nn.softplus(dt))
         A = -jnp.exp(self.A_log[...].astype(jnp.float32))
-        before = None if self.state is None else self.state[...]
+        before = None if self.state is None else cached_rows(tokens).take(self.state)
         heads, after = ssd(values, dt, A, B, C, cfg.chunk, before, documents.numbers)
         if self.state is not None:
-            self.state[...] = after
+            cached_rows(tokens).put(self.state, after)
         heads = (heads + self.D[...].astype(jnp.float32)[:, None] * values).astype(values.dtype)
         heads = checkpoint_name(heads, "heads").reshape(batch, seq, -1)
         y = self.out_proj(self.norm(heads, self.z_proj(flat).reshape(batch, seq, -1)))
@@ -139,22 +139,25 @@ class Mamba2(ax.Layer):
     @staticmethod
     def _goes_on(kept: DecodingState, tokens: TokenInfo, shape: tuple[int, int]) -> jax.Array:
         """bool [batch], whether a row begins, or goes on where it ended: a state cannot go back to an earlier token."""
-        index, length = jnp.broadcast_to(tokens.index, shape), kept[...]
+        rows = cached_rows(tokens)
+        index, length = jnp.broadcast_to(tokens.index, shape), rows.take(kept)
         exists = True if tokens.valid is None else tokens.valid
         first = jnp.where(exists, index, jnp.iinfo(jnp.int32).max).min(axis=1)
         last = jnp.where(exists, index, -1).max(axis=1)
-        kept[...] = jnp.where(last < 0, length, last + 1)
+        rows.put(kept, jnp.where(last < 0, length, last + 1))
         return (first == 0) | (first == length) | (last < 0)
 
     def _documents(self, batch: int, tokens: TokenInfo) -> Documents:
         if self.segment is None:
             return Documents.of(tokens, batch)
-        if batch != self.config.batch_size:
+        cached = cached_rows(tokens)
+        if cached.slots is None and batch != self.config.batch_size:
             raise ax.ConfigError(
-                f"Mamba2 keeps the state of batch_size={self.config.batch_size} rows; it was called with {batch}"
+                f"{self.frame.path}: Mamba2 keeps the state of batch_size={self.config.batch_size} rows and was called "
+                f"with {batch}; pass that many rows, or the slot of each"
             )
-        before = self.segment[...]
+        before = cached.take(self.segment)
         documents = Documents.of(tokens, batch, before)
         if tokens.segment_ids is not None:
-            self.segment[...] = documents.ending(before[:, None, None], tokens.segment_ids[..., None])[:, 0, 0]
+            cached.put(self.segment, documents.ending(before[:, None, None], tokens.segment_ids[..., None])[:, 0, 0])
         return documents

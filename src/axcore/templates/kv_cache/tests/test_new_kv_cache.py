@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import axcore as ax
-from axcore.infer import Decoder
+from axcore.infer import Decoder, Step
 from axcore.nn import Attention
 from axcore.testing import KVCacheSuite
 from axcore_new_kv_cache.ring import RingCache
@@ -22,4 +22,17 @@ def test_a_mask_that_sees_further_is_refused():
         model.build(rngs=ax.Rngs(0)), cache=RingCache.Config(window=4), batch_size=1, max_len=8
     )
     with pytest.raises(ax.ConfigError, match="window=4, but a query sees everything before it"):
-        decoder(params, state, jnp.zeros((1, 2), jnp.int32), jnp.arange(2)[None])
+        decoder(params, state, Step(jnp.zeros((1, 2), jnp.int32), start=jnp.zeros(1, jnp.int32)))
+
+
+def test_more_tokens_taken_back_than_it_has_to_spare_give_nan():
+    model = TestRing().model().build(rngs=ax.Rngs(0))
+    decoder, params, state = Decoder.of(model, cache=RingCache.Config(window=4, spare=1), batch_size=1, max_len=12)
+    ids = jnp.arange(8)[None]
+    _, state = decoder(params, state, Step(ids, start=jnp.zeros(1, jnp.int32)))
+    one_back, _ = decoder(params, state, Step(ids[:, 7:], start=jnp.asarray([7])))
+    two_back, _ = decoder(params, state, Step(ids[:, 6:7], start=jnp.asarray([6])))
+    again, _ = decoder(params, state, Step(ids, start=jnp.zeros(1, jnp.int32)))
+    assert jnp.isfinite(one_back).all()
+    assert jnp.isnan(two_back).all()
+    assert jnp.isfinite(again).all()

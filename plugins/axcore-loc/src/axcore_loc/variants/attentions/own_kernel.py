@@ -1,26 +1,25 @@
 """A kernel of its own: logits fall with the distance."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from axcore.nn import Attention, AttentionKernel, Mask, TokenInfo
+from axcore.nn import Attention, AttentionInputs, AttentionKernel, Heads
 
 
 class Receding(AttentionKernel):
     """Logits less the distance times a slope for each head (ALiBi, arXiv 2108.12409, section 3)."""
 
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, query: TokenInfo, key: TokenInfo, **options: Any
-    ) -> jax.Array:
-        groups = q.shape[2] // k.shape[2]
-        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+    local = False  # the slopes are those of all heads
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Heads, None]:
+        q, kv, query, key = inputs.q, inputs.plain, inputs.query, inputs.plain.tokens
+        groups = q.shape[2] // kv.k.shape[2]
+        k, v = jnp.repeat(kv.k, groups, axis=2), jnp.repeat(kv.v, groups, axis=2)
         slopes = 2.0 ** -jnp.linspace(1, 8, q.shape[2])
         distance = query.index[:, None, :, None] - key.index[:, None, None, :]
-        logits = jnp.einsum("bqnd,bknd->bnqk", q, k) / q.shape[3] ** 0.5 - slopes[:, None, None] * distance
-        weights = jax.nn.softmax(jnp.where(mask.allowed(query, key)[:, None], logits, -1e9), axis=-1)
-        return jnp.einsum("bnqk,bknd->bqnd", weights.astype(v.dtype), v)
+        logits = jnp.einsum("bqnd,bknd->bnqk", q, k) * inputs.scale - slopes[:, None, None] * distance
+        weights = jax.nn.softmax(jnp.where(inputs.mask.allowed(query, key)[:, None], logits, -1e9), axis=-1)
+        return jnp.einsum("bnqk,bknd->bqnd", weights.astype(v.dtype), v), None
 
 
 def attention() -> Attention.Config:

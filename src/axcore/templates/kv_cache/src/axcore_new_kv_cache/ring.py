@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 
 import axcore as ax
-from axcore.nn import And, DecodingState, KVCache, Mask, SlidingWindow, TokenInfo
-from axcore.nn.kv_cache import Attend
+from axcore.nn import And, AttentionInputs, Contiguous, DecodingState, KVCache, Mask, SlidingWindow, TokenInfo
 
 
 class RingCache(KVCache):
-    """Keeps the last `window` tokens of each row: the token at `index` lies in the slot `index % window`.
+    """Keeps the last `window + spare` tokens of each row: the token at `index` lies in the place `index % size`.
 
-    Each slot stores the index of its token. So it needs no order, and what is left of an earlier use of the row can be
+    Each place stores the index of its token. So it needs no order, and what is left of an earlier use of the row can be
     told from what belongs to it.
     """
 
     class Config(KVCache.Config):
         num_kv_heads: int = ax.REQUIRED
         head_dim: int = ax.REQUIRED
+        value_dim: int | None = None
+        """Features of each value; None: head_dim."""
         batch_size: int = ax.REQUIRED
         window: int = ax.REQUIRED
-        """Tokens that are kept; attention's mask must not reach further back."""
+        """Tokens that a query sees; attention's mask must not reach further back."""
+        spare: int = 4
+        """Tokens that can be taken back. What then is missing gives NaN."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> RingCache.Config:
             """What decoding knows and attention does not; `max_len` is of no concern here."""
@@ -35,58 +35,46 @@ class RingCache(KVCache):
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         del rngs  # no parameters
         ax.at_least(cfg, 1, "batch_size", "window")
-        shape, axes = (cfg.batch_size, cfg.window, cfg.num_kv_heads, cfg.head_dim), ("batch", None, "kv_head", None)
+        ax.at_least(cfg, 0, "spare")
+        shape = (cfg.batch_size, cfg.window + cfg.spare, cfg.num_kv_heads, cfg.head_dim)
+        axes = ("batch", None, "kv_head", None)
+        values = cfg.head_dim if cfg.value_dim is None else cfg.value_dim
         self.keys = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
-        self.values = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
-        self.index = DecodingState(jnp.full(shape[:2], -1, jnp.int32), axes=axes[:2])  # -1: an empty slot
-        self.positions = DecodingState(jnp.zeros(shape[:2], jnp.int32), axes=axes[:2])
-        self.segment_ids = DecodingState(jnp.zeros(shape[:2], jnp.int32), axes=axes[:2])
+        self.values = DecodingState(jnp.zeros((*shape[:3], values), self.dtypes.compute), axes=axes)
+        self.index = DecodingState(jnp.full(shape[:2], -1, jnp.int32), axes=axes[:2])  # -1: an empty place
 
-    def __call__(self, q: jax.Array, k: Any, v: Any, mask: Mask, tokens: TokenInfo, attend: Attend) -> jax.Array:
-        """See `KVCache`.
+    def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Stores the last of these tokens. The view holds what was kept, and all of these: the first see further back.
 
         Raises:
             ConfigError: the mask lets a query see what the ring has forgotten.
         """
-        window, reach = self.config.window, _reach(mask)
+        window, reach = self.config.window, _reach(inputs.mask)
         if reach is None or reach > window:
             seen = "everything before it" if reach is None else f"{reach} tokens"
             raise ax.ConfigError(
                 f"window={window}, but a query sees {seen}; "
                 f"attention's mask must hold SlidingWindow(size={window}) or a smaller one"
             )
-        return super().__call__(q, k, v, mask, tokens, attend)
+        rows, new, size = self.rows(inputs), inputs.plain, self.config.window + self.config.spare
+        slots, place = self.places(inputs, -1)  # -1: no token of the row
+        first = inputs.query.index[:, :1]
+        held = rows.take(self.index)
+        gone = held - size  # what stood in each place before
+        lost = (held >= first) & (gone < first) & (gone >= jnp.maximum(first - window + 1, 0))
+        held = jnp.where(held < first, held, -1)  # what does not come before these tokens was taken back
+        keys = jnp.concatenate([rows.take(self.keys), new.k.astype(self.dtypes.compute)], axis=1)
+        values = jnp.concatenate([rows.take(self.values), new.v.astype(self.dtypes.compute)], axis=1)
+        index = jnp.concatenate([held, place], axis=1)
 
-    def update(self, k: jax.Array, v: jax.Array, tokens: TokenInfo) -> tuple[jax.Array, jax.Array, TokenInfo]:
-        """Stores the last of these tokens; returns what was held and all of them, for the first see further back."""
-        shape, window = k.shape[:2], self.config.window
-        index = jnp.broadcast_to(tokens.index, shape)
-        exists = jnp.ones(shape, bool) if tokens.valid is None else jnp.broadcast_to(tokens.valid, shape)
-        new = {
-            "keys": k,
-            "values": v,
-            "index": jnp.where(exists, index, -1),
-            "positions": jnp.broadcast_to(tokens.positions, shape),
-            "segment_ids": jnp.broadcast_to(0 if tokens.segment_ids is None else tokens.segment_ids, shape),
-        }
-        held = {name: getattr(self, name)[...] for name in new}
-        new = {name: value.astype(held[name].dtype) for name, value in new.items()}
-        # What does not come before these tokens was written before the row started over.
-        held["index"] = jnp.where(held["index"] < index[:, :1], held["index"], -1)
-        both = {name: jnp.concatenate([held[name], new[name]], axis=1) for name in new}
-
-        last = new["index"].max(axis=1, keepdims=True)
-        slots = jnp.where(exists & (index > last - window), index % window, window)  # slot `window` does not exist
-        rows = jnp.arange(shape[0])[:, None]
-        for name, value in new.items():
-            getattr(self, name)[...] = held[name].at[rows, slots].set(value, mode="drop")
-        where = TokenInfo(
-            index=both["index"],
-            positions=both["positions"],
-            segment_ids=None if tokens.segment_ids is None else both["segment_ids"],
-            valid=both["index"] >= 0,
-        )
-        return both["keys"], both["values"], where
+        last = index.max(axis=1, keepdims=True)
+        at = (slots, jnp.where((place >= 0) & (place > last - size), place % size, size))  # beyond the end: dropped
+        rows.put(self.index, held)
+        self.index.put(at, place)
+        self.keys.put(at, new.k)
+        self.values.put(at, new.v)
+        q = jnp.where(lost.any(axis=1)[:, None, None, None], jnp.nan, inputs.q)
+        return inputs.replace(q=q, kv=Contiguous(keys, values, TokenInfo(index, index, valid=index >= 0)))
 
 
 def _reach(mask: Mask) -> int | None:

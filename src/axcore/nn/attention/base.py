@@ -1,0 +1,140 @@
+"""What every attention has: slots, a mask, a kernel, and the ways to decode with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from einops import rearrange
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from axcore.config import REQUIRED, ConfigError, at_least
+from axcore.module import Layer, Rngs
+from axcore.nn.attention.choice import attend
+from axcore.nn.attention.inputs import AttentionInputs, Bias, Dropout, Heads
+from axcore.nn.attention.kernel import AttentionKernel
+from axcore.nn.attention.masks import Causal, Mask, SameSegment
+from axcore.nn.attention.reference import ReferenceKernel
+from axcore.nn.dropout import check_rates
+from axcore.nn.initializers import Initializer
+from axcore.nn.kv.cache import KVCache
+from axcore.nn.kv.views import Contiguous
+from axcore.nn.linear import Linear
+from axcore.nn.tokens import TokenInfo
+
+
+class BaseAttention(Layer):
+    """Base of attentions: they differ in how queries, keys and values are made.
+
+    Slots, empty unless a feature fills them:
+
+    - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None where
+      attention has no keys of its own;
+    - `bias`: `(query, key) -> logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such as ALiBi;
+    - `cache`: `AttentionInputs -> AttentionInputs or heads`, keeps keys and values, or brings them (see `KVCache`);
+    - `output`: `(x, heads) -> heads`, applied to the heads before they are projected.
+
+    For remat policies the values `query`, `key`, `value` and `heads` are tagged.
+
+    A child is offered `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`, and takes those that it declares.
+    """
+
+    class Config(Layer.Config):
+        input_dim: int = REQUIRED
+        num_heads: int = REQUIRED
+        position: Layer.Config | None = None
+        bias: Layer.Config | None = None
+        cache: KVCache.Config | None = None
+        mask: Mask = Causal() & SameSegment()
+        kernel: AttentionKernel.Config = ReferenceKernel.Config()
+        scale: float | None = None
+        """Of the logits; None: `1 / sqrt(head_dim)`."""
+        softcap: float | None = None
+        """Bounds the logits smoothly, see `AttentionKernel`; None leaves them."""
+        sinks: Initializer | None = None
+        """Given: each head learns the logit of a key that every query sees and that has no value."""
+        dropout: float = 0.0
+        """Chance of each attention weight to be zeroed while training."""
+        output: Layer.Config | None = None
+        projection: Linear.Config = Linear.Config()
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> BaseAttention.Config:
+            return self if self.cache is not None else self.set(cache=cache)
+
+    config: Config
+    kernel: AttentionKernel
+    sinks: Any
+
+    def make_slots(
+        self,
+        rngs: Rngs,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        position_dim: int | None = None,
+        value_dim: int | None = None,
+    ) -> None:
+        """Makes what all attentions have.
+
+        Args:
+            num_kv_heads, head_dim: of keys.
+            position_dim: features of a head that positions act on; None: all.
+            value_dim: features that a head ends as; None: as keys have.
+        """
+        cfg = self.config
+        at_least(cfg, 1, "input_dim", "num_heads")
+        check_rates(cfg, "dropout")
+        if cfg.softcap is not None and not cfg.softcap > 0:
+            raise ConfigError(f"softcap must be positive or None, not {cfg.softcap}")
+        self.sinks = nnx.data(None)
+        if cfg.sinks is not None:
+            self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("head",))
+        widths: dict[str, Any] = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
+        self.position = self.child("position", cfg.position, rngs, **widths, head_dim=position_dim or head_dim)
+        widths["head_dim"] = head_dim
+        self.bias = self.child("bias", cfg.bias, rngs, **widths)
+        self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
+        self.output = self.child("output", cfg.output, rngs, **widths)
+        wide = {"input_dim": cfg.num_heads * (value_dim or head_dim), "output_dim": cfg.input_dim}
+        self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("head", "embed"))
+
+    def inputs(
+        self, q: jax.Array, k: jax.Array | None, v: jax.Array | None, tokens: TokenInfo, scale: float | None = None
+    ) -> AttentionInputs:
+        """What is asked of the cache, or of the kernel.
+
+        Args:
+            q: [batch, seq, head, head_dim].
+            k, v: [batch, seq, kv_head, head_dim or value_dim]; None where the attention has no projections for them.
+            scale: of the logits; None: the config's, or 1 / sqrt(head_dim).
+        """
+        cfg = self.config
+        scale = cfg.scale if scale is None else scale
+        here = dataclasses.replace(tokens, cached=None)
+        return AttentionInputs(
+            q,
+            None if k is None or v is None else Contiguous(k, v, here),
+            here,
+            sinks=None if self.sinks is None else self.sinks[...],
+            bias=None if self.bias is None else Bias.of(self.bias, self.frame, "bias"),
+            dropout=Dropout(self.rng("dropout"), None, None, cfg.dropout) if cfg.dropout and self.training else None,
+            cached=tokens.cached,
+            scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
+            mask=cfg.mask,
+            softcap=cfg.softcap,
+            phase="train" if tokens.cached is None else tokens.cached.phase,
+        )
+
+    def attend(self, inputs: AttentionInputs) -> Heads:
+        """Runs the kernel."""
+        return attend(self.kernel, inputs.replace(cached=None))[0]
+
+    def project(self, x: jax.Array, heads: jax.Array) -> jax.Array:
+        """Heads [batch, seq, head, value_dim] of the input x -> [batch, seq, input_dim]."""
+        heads = checkpoint_name(heads, "heads")
+        if self.output is not None:
+            heads = self.output(x, heads)
+        return self.projection(rearrange(heads, "b s n d -> b s (n d)"))

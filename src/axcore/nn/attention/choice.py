@@ -1,0 +1,167 @@
+"""Choosing a kernel for what an attention asks, and running it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from axcore.config import Config, ConfigError, Where, has_field, select
+from axcore.module import Frame, Rngs, current
+from axcore.module.context import locate
+from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
+from axcore.nn.attention.kernel import AttentionKernel, refusal
+from axcore.nn.attention.reference import ReferenceKernel
+from axcore.nn.attention.request import OPTIONS, KernelRequest
+from axcore.nn.attention.sharded import Shards, readable
+from axcore.nn.kv.views import KVView
+from axcore.plugin import AttentionKernel as Offer, PluginError, registry, resolve
+from axcore.plugin.slots import put
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which kernel an attention runs.
+
+    Attributes:
+        path: of the kernel slot; a layer of a scanned stack shows as `*`.
+        request: what one device asks.
+        kernel: the layer that runs; None where none can, which is an error unless choices are recorded.
+        refused: why each earlier kernel of the order does not.
+    """
+
+    path: str
+    request: KernelRequest
+    kernel: AttentionKernel | None
+    refused: tuple[tuple[AttentionKernel, str], ...]
+
+
+_choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("axcore_choices", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Choice]]:
+    """Collects the choice of every attention that is traced meanwhile. No kernel runs, and what is traced means
+    nothing: use it with `jax.eval_shape`."""
+    found: list[Choice] = []
+    token = _choices.set(found)
+    try:
+        yield found
+    finally:
+        _choices.reset(token)
+
+
+class ChooseKernel(AttentionKernel):
+    """The first kernel of an order that can do what the attention asks. None is an error: nothing falls back to a
+    kernel that the order does not name."""
+
+    class Config(AttentionKernel.Config):
+        input_dim: int | None = None
+        num_heads: int | None = None
+        num_kv_heads: int | None = None
+        order: tuple[AttentionKernel.Config, ...] = (ReferenceKernel.Config(),)
+
+    takes = frozenset(OPTIONS)
+    views = (KVView,)
+    local = False
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        if not cfg.order:
+            raise ConfigError("order is empty; it must name at least one kernel")
+        widths = {name: getattr(cfg, name) for name in ("input_dim", "num_heads", "num_kv_heads", "head_dim")}
+        self.order = self.children("order", cfg.order, rngs, **widths)
+
+    def supports(self, request: KernelRequest) -> str | None:
+        refused = [(kernel, refusal(kernel, request)) for kernel in self.order]
+        if any(reason is None for _, reason in refused):
+            return None
+        return "; ".join(f"{type(kernel).__name__}: {reason}" for kernel, reason in refused)
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+        """See `AttentionKernel`."""
+        return _first(tuple(self.order), self.frame.path, inputs)
+
+
+def attend(kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+    """Runs a kernel, or the one that it chooses, on every device of the active layout.
+
+    Raises:
+        ConfigError: the kernel cannot do it; the message names the path, what one device asks, and the reason.
+    """
+    if isinstance(kernel, ChooseKernel):
+        return kernel(inputs)  # type: ignore[no-any-return]
+    return _first((kernel,), _path(kernel), inputs)
+
+
+def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+    """Runs the first that can do it."""
+    shards = Shards.of(inputs)
+    refused: list[tuple[AttentionKernel, str]] = []
+    request = None
+    for kernel in kernels:
+        asked = readable(kernel, inputs)
+        request = KernelRequest.of(asked) if shards is None else shards.request(asked)
+        if (reason := refusal(kernel, request)) is not None:
+            refused.append((kernel, reason))
+            continue
+        if (choices := _choices.get()) is not None:
+            choices.append(Choice(path, request, kernel, tuple(refused)))
+            # One that wraps another runs, so that what it chooses is recorded, too.
+            return kernel(asked) if has_field(kernel.config, "kernel") else _zeros(inputs)
+        return kernel(asked) if shards is None or not kernel.local else shards.run(kernel, asked)
+    assert request is not None
+    if (choices := _choices.get()) is not None:
+        choices.append(Choice(path, request, None, tuple(refused)))
+        return _zeros(inputs)
+    reasons = "; ".join(f"{type(kernel).__name__}: {reason}" for kernel, reason in refused)
+    raise ConfigError(
+        f"{path}: no kernel can attend ({request}). {reasons}. Choose another kernel, or several in order: "
+        f'use("kernels", order=("...", "reference"))'
+    )
+
+
+def _path(kernel: AttentionKernel) -> str:
+    """Where the kernel stands: below the nearest frame whose module holds it."""
+    frame: Frame | None = current()
+    while frame is not None:
+        names = locate(frame.module, kernel) if frame.module is not None else None
+        if names is not None:
+            return frame.below(".".join(names))
+        frame = frame.parent
+    return type(kernel).__name__
+
+
+def _zeros(inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+    """In the place of heads that nobody computes, because only choices are recorded."""
+    shape = inputs.q.shape[:3]
+    lse = jnp.zeros(shape) if inputs.return_lse else None
+    return jnp.zeros((*shape, inputs.keys.value_dim), inputs.q.dtype), lse
+
+
+def use_kernels(cfg: Config, order: tuple[str, ...], where: Where | None = None) -> Config:
+    """Gives every selected attention the first kernel of `order` that can do what it asks, in each call.
+
+    Args:
+        order: names of attention kernels that plugins offer; `reference` is the core's and can do everything.
+        where: which attentions; None: all that have a kernel slot.
+    """
+    found = []
+    for name in order:
+        offer = registry().find(Offer, name)
+        if offer is None:
+            known = ", ".join(sorted(each.name for _, each in registry().offers(Offer)))
+            raise PluginError(f"no installed plugin offers the attention kernel {name!r}; known: {known}")
+        found.append(resolve(*offer).Config())
+    return put_kernel(cfg, ChooseKernel.Config(order=tuple(found)), where)
+
+
+def put_kernel(cfg: Config, kernel: AttentionKernel.Config, where: Where | None = None) -> Config:
+    """Gives every selected attention a kernel. One that wraps another, as differential attention does, goes on
+    wrapping: the kernel goes below it."""
+    chosen = where if where is not None else lambda _, node: has_field(node, "kernel")
+    return select(cfg, chosen).map(lambda _, node: put(node, "kernel", kernel))

@@ -1,0 +1,117 @@
+"""Grouped-query attention, as a composition of children."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
+
+from axcore.config import ConfigError, at_least
+from axcore.module import Layer, Rngs
+from axcore.nn.attention.base import BaseAttention
+from axcore.nn.attention.inputs import AttentionInputs
+from axcore.nn.linear import Linear
+from axcore.nn.matmul import rows
+from axcore.nn.tokens import TokenInfo
+from axcore.parallel import constrain
+
+
+class Attention(BaseAttention):
+    """Multi-head, grouped-query or multi-query attention (Ainslie et al. 2023, arXiv 2305.13245).
+
+    Slots beside those of `BaseAttention`: `query_norm` and `key_norm`, `heads -> heads` [batch, seq, head, head_dim],
+    before positions (Henry et al. 2020, arXiv 2010.04245). They are offered `head_dim` as `input_dim`.
+    """
+
+    class Config(BaseAttention.Config):
+        num_kv_heads: int | None = None
+        """None: one for each head."""
+        head_dim: int | None = None
+        """None: input_dim / num_heads."""
+        query: Linear.Config | None = Linear.Config()
+        key: Linear.Config | None = Linear.Config()
+        """None, together with `value`: the cache slot brings keys and values."""
+        value: Linear.Config | None = Linear.Config()
+        qkv: Linear.Config | None = None
+        """One product in place of the three, which are then None. For each kv head it has the columns of its queries,
+        its key and its value, so that tensor parallelism may cut it between kv heads."""
+        query_norm: Layer.Config | None = None
+        key_norm: Layer.Config | None = None
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "input_dim", "num_heads", "num_kv_heads", "head_dim")
+        num_kv_heads = cfg.num_kv_heads or cfg.num_heads
+        if cfg.num_heads % num_kv_heads:
+            raise ConfigError(f"num_heads={cfg.num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+        if cfg.head_dim is None and cfg.input_dim % cfg.num_heads:
+            raise ConfigError(f"input_dim={cfg.input_dim} is not a multiple of num_heads={cfg.num_heads}; set head_dim")
+        _check_projections(cfg)
+        self.head_dim = cfg.head_dim or cfg.input_dim // cfg.num_heads
+
+        def into_heads(name: str, count: int, axis: str) -> Linear:
+            wide = {"input_dim": cfg.input_dim, "output_dim": count * self.head_dim}
+            return self.child(name, getattr(cfg, name), rngs, **wide, axes=("embed", axis))
+
+        self.query = into_heads("query", cfg.num_heads, "head")
+        self.key = into_heads("key", num_kv_heads, "kv_head")
+        self.value = into_heads("value", num_kv_heads, "kv_head")
+        self.qkv = into_heads("qkv", cfg.num_heads + 2 * num_kv_heads, "kv_head")
+        of_head = {"input_dim": self.head_dim, "head_dim": self.head_dim, "axes": (None,)}
+        self.query_norm = self.child(
+            "query_norm", cfg.query_norm, rngs, num_heads=cfg.num_heads, head_axis="head", **of_head
+        )
+        self.key_norm = self.child(
+            "key_norm", cfg.key_norm, rngs, num_heads=num_kv_heads, head_axis="kv_head", **of_head
+        )
+        self.make_slots(rngs, num_kv_heads=num_kv_heads, head_dim=self.head_dim)
+        widths = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
+        self.cache = self.child("cache", cfg.cache, rngs, **widths, head_dim=self.head_dim)
+
+    def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
+        """[batch, seq, input_dim] -> the same shape."""
+        q, k, v = self._queries_keys_values(x)
+        if self.query_norm is not None:
+            q = self.query_norm(q)
+        if self.key_norm is not None and k is not None:
+            k = self.key_norm(k)
+        q = constrain(q, "batch", "seq", "head", None)
+        if k is not None:
+            k, v = (constrain(each, "batch", "seq", "kv_head", None) for each in (k, v))
+        if self.position is not None:
+            q, k = self.position(q, k, tokens.positions, tokens.positions)
+        q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
+        if k is not None and v is not None:
+            k = checkpoint_name(constrain(k, "batch", "seq", "kv_head", None), "key")
+            v = checkpoint_name(constrain(v, "batch", "seq", "kv_head", None), "value")
+        asked = self.inputs(q, k, v, tokens)
+        if self.cache is not None:
+            asked = self.cache(asked)
+        return self.project(x, self.attend(asked) if isinstance(asked, AttentionInputs) else asked)
+
+    def _queries_keys_values(self, x: jax.Array) -> tuple[Any, Any, Any]:
+        """[batch, seq, input_dim] -> each [batch, seq, its heads, head_dim], or None."""
+        flat, shape = rows(x), (*x.shape[:2], -1, self.head_dim)
+        if self.qkv is None:
+            makers = (self.query, self.key, self.value)
+            q, k, v = (None if each is None else each(flat).reshape(shape) for each in makers)
+            return q, k, v
+        group = self.config.num_heads // (self.config.num_kv_heads or self.config.num_heads)
+        heads = rearrange(self.qkv(flat).reshape(shape), "b s (n g) d -> b s n g d", g=group + 2)
+        q, k, v = jnp.split(heads, (group, group + 1), axis=3)
+        return rearrange(q, "b s n g d -> b s (n g) d"), k[..., 0, :], v[..., 0, :]
+
+
+def _check_projections(cfg: Attention.Config) -> None:
+    """Refuses combinations of projections that do not make queries, keys and values."""
+    apart = [name for name in ("query", "key", "value") if getattr(cfg, name) is not None]
+    if cfg.qkv is not None and apart:
+        raise ConfigError(f"qkv makes queries, keys and values in one product; set {', '.join(apart)} to None")
+    if cfg.qkv is None and cfg.query is None:
+        raise ConfigError("nothing makes queries: give query, or qkv for all three in one product")
+    if cfg.qkv is None and len(apart) < 3 and (len(apart) == 2 or cfg.cache is None):
+        raise ConfigError("key and value are given both or neither; with neither, cache must bring them")

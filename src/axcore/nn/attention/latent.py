@@ -1,0 +1,139 @@
+"""Multi-head latent attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from axcore.config import REQUIRED, ConfigError, at_least, has_field
+from axcore.module import Layer, Rngs
+from axcore.nn.attention.base import BaseAttention
+from axcore.nn.attention.inputs import AttentionInputs, Heads
+from axcore.nn.kv.views import Contiguous, Latent, empty_values
+from axcore.nn.linear import Linear
+from axcore.nn.matmul import rows
+from axcore.nn.norm import RMSNorm
+from axcore.nn.tokens import TokenInfo
+from axcore.parallel import constrain
+
+
+class LatentAttention(BaseAttention):
+    """Keys and values of all heads are made of one latent vector a token (DeepSeek-V2, arXiv 2405.04434, eq. 9-19).
+
+    A query and a key of a head are `content_dim` features without positions, then `position_dim` with: the key's are
+    the same for all heads. The `position` slot sees the latter, as `head_dim`.
+
+    The cache keeps the latent and the key's features with positions, as one key of `kv_rank + position_dim` features,
+    and no value: it must have a field `value_dim`. A call that brings few tokens attends to the latents, with
+    `key_up` and `value_up` absorbed into queries and outputs (section 2.1.2); one that brings many expands them first.
+    """
+
+    class Config(BaseAttention.Config):
+        kv_rank: int = REQUIRED
+        """Features of the latent vector."""
+        query_rank: int | None = None
+        """Queries are made of as many features; None: of the input."""
+        content_dim: int = 128
+        position_dim: int = 64
+        value_dim: int = 128
+        query_down: Linear.Config = Linear.Config()
+        query_norm: Layer.Config = RMSNorm.Config()
+        query_up: Linear.Config = Linear.Config()
+        kv_down: Linear.Config = Linear.Config()
+        kv_norm: Layer.Config = RMSNorm.Config()
+        position_key: Linear.Config = Linear.Config()
+        key_up: Linear.Config = Linear.Config()
+        value_up: Linear.Config = Linear.Config()
+        absorb_up_to: int = 64
+        """Tokens of a call that are attended to with absorbed weights, where there is a cache."""
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "input_dim", "num_heads", "kv_rank", "query_rank", "content_dim", "position_dim", "value_dim")
+        at_least(cfg, 0, "absorb_up_to")
+        if cfg.cache is not None and not has_field(cfg.cache, "value_dim"):
+            raise ConfigError(
+                f"cache={type(cfg.cache).__qualname__} has no field value_dim and cannot keep latents; take another, "
+                f"as ContiguousCache.Config()"
+            )
+        for name in ("key_up", "value_up"):
+            if getattr(cfg, name).use_bias:
+                raise ConfigError(f"{name}.use_bias=True: absorbed weights hold no bias; set it to False")
+        heads, key_dim = cfg.num_heads, cfg.content_dim + cfg.position_dim
+        linear = functools.partial(self._linear, rngs)
+        source: tuple[int, str | None] = (cfg.input_dim, "embed")
+        if cfg.query_rank is not None:
+            self.query_down = linear("query_down", cfg.input_dim, cfg.query_rank, "embed", None)
+            self.query_norm = self.child("query_norm", cfg.query_norm, rngs, input_dim=cfg.query_rank, axes=(None,))
+            source = (cfg.query_rank, None)
+        self.query_up = linear("query_up", source[0], heads * key_dim, source[1], "head")
+        self.kv_down = linear("kv_down", cfg.input_dim, cfg.kv_rank, "embed", None)
+        self.kv_norm = self.child("kv_norm", cfg.kv_norm, rngs, input_dim=cfg.kv_rank, axes=(None,))
+        self.position_key = linear("position_key", cfg.input_dim, cfg.position_dim, "embed", None)
+        self.key_up = linear("key_up", cfg.kv_rank, heads * cfg.content_dim, None, "head")
+        self.value_up = linear("value_up", cfg.kv_rank, heads * cfg.value_dim, None, "head")
+        self.make_slots(
+            rngs, num_kv_heads=heads, head_dim=key_dim, position_dim=cfg.position_dim, value_dim=cfg.value_dim
+        )
+        one = {"num_kv_heads": 1, "head_dim": cfg.kv_rank + cfg.position_dim, "value_dim": 0}
+        self.cache = self.child("cache", cfg.cache, rngs, input_dim=cfg.input_dim, num_heads=heads, **one)
+
+    def _linear(self, rngs: Rngs, name: str, input_dim: int, output_dim: int, *axes: str | None) -> Linear:
+        return self.child(name, getattr(self.config, name), rngs, input_dim=input_dim, output_dim=output_dim, axes=axes)
+
+    def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
+        """[batch, seq, input_dim] -> the same shape."""
+        cfg, flat, shape = self.config, rows(x), x.shape[:2]
+        source = flat if cfg.query_rank is None else self.query_norm(self.query_down(flat))
+        q = self.query_up(source).reshape(*shape, cfg.num_heads, -1)
+        latent = self.kv_norm(self.kv_down(flat)).reshape(*shape, 1, -1)
+        position_key = self.position_key(flat).reshape(*shape, 1, -1)
+        if self.position is not None:
+            position_query = q[..., cfg.content_dim :]
+            position_query, position_key = self.position(
+                position_query, position_key, tokens.positions, tokens.positions
+            )
+            q = jnp.concatenate([q[..., : cfg.content_dim], position_query], axis=-1)
+        q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
+        kept = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")
+        asked = self.inputs(q, kept, empty_values(kept), tokens, self._scale)
+        if self.cache is not None:
+            asked = self.cache(asked)
+        if not isinstance(asked, AttentionInputs):
+            heads = asked
+        elif self.cache is not None and shape[1] <= cfg.absorb_up_to:
+            heads = self._absorbed(asked)
+        else:
+            heads = self._expanded(asked)
+        return self.project(x, heads)
+
+    def _expanded(self, inputs: AttentionInputs) -> Heads:
+        """Attends with the keys and values that the latents stand for."""
+        cfg, kept = self.config, inputs.plain
+        latent, position_key = kept.k[..., 0, : cfg.kv_rank], kept.k[..., cfg.kv_rank :]
+        shape = (*latent.shape[:2], cfg.num_heads, -1)
+        content_key, v = self.key_up(latent).reshape(shape), self.value_up(latent).reshape(shape)
+        position_key = jnp.broadcast_to(position_key, (*shape[:3], cfg.position_dim))
+        k = constrain(jnp.concatenate([content_key, position_key], axis=-1), "batch", "seq", "head", None)
+        v = constrain(v, "batch", "seq", "head", None)
+        return self.attend(inputs.replace(kv=Contiguous(k, v, kept.tokens)))
+
+    def _absorbed(self, inputs: AttentionInputs) -> Heads:
+        """The same, as multi-query attention to the latents: `q (W c) = (W^T q) c`."""
+        cfg, q = self.config, inputs.q
+        up = (cfg.kv_rank, cfg.num_heads, -1)
+        key_up, value_up = self.key_up.matrix().reshape(up), self.value_up.matrix().reshape(up)
+        content, position = q[..., : cfg.content_dim], q[..., cfg.content_dim :]
+        q = jnp.concatenate([jnp.einsum("bshd,rhd->bshr", content, key_up.astype(q.dtype)), position], axis=-1)
+        heads = self.attend(inputs.replace(q=q, kv=Latent(inputs.keys, cfg.kv_rank)))
+        return jnp.einsum("bshr,rhd->bshd", heads, value_up.astype(heads.dtype))
+
+    @property
+    def _scale(self) -> float:
+        cfg = self.config
+        return 1 / math.sqrt(cfg.content_dim + cfg.position_dim) if cfg.scale is None else cfg.scale

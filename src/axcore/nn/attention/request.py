@@ -1,0 +1,107 @@
+"""What a kernel is told before it is asked to run: one shard of a call, without its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from axcore.nn.attention.inputs import AttentionInputs
+from axcore.nn.attention.masks import Mask
+from axcore.nn.kv.views import KVView
+from axcore.nn.tokens import Phase
+from axcore.parallel import active_layout
+
+OPTIONS = ("softcap", "sinks", "bias", "dropout", "lse")
+"""What a kernel must list in `takes` to be asked for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRequest:
+    """What one device asks of a kernel. All of it is known when the call is traced.
+
+    Attributes:
+        platform: "cpu", "gpu", "tpu", ...: that of the layout's devices, or of this process where no layout is active.
+        device_kind: as JAX names it, such as "NVIDIA H100 80GB HBM3"; empty where it is not known.
+        dtype: of q, k and v.
+        batch, query_len, key_len, num_heads, num_kv_heads: of one device's shard.
+        value_dim: features of a value; `head_dim` is that of queries and keys.
+        scale: of the logits.
+        packed: whether rows hold several documents.
+        partial: whether some keys do not exist (`TokenInfo.valid` is given).
+        aligned: whether query i and key i stand at the same place, as they do without a KV cache.
+        options: which of `OPTIONS` are used.
+        view: the type of the KV view.
+    """
+
+    platform: str
+    device_kind: str
+    dtype: np.dtype[Any]
+    batch: int
+    query_len: int
+    key_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    mask: Mask
+    packed: bool
+    partial: bool
+    aligned: bool
+    phase: Phase
+    options: tuple[str, ...]
+    view: type[KVView]
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> KernelRequest:
+        """The request of inputs that lie on one device."""
+        kv = inputs.keys
+        _, key_len, num_kv_heads, head_dim = kv.shape
+        used = {
+            "softcap": inputs.softcap is not None,
+            "sinks": inputs.sinks is not None,
+            "bias": inputs.bias is not None,
+            "dropout": inputs.dropout is not None,
+            "lse": inputs.return_lse,
+        }
+        platform, device_kind = target_device()
+        return cls(
+            platform=platform,
+            device_kind=device_kind,
+            dtype=inputs.q.dtype,
+            batch=inputs.q.shape[0],
+            query_len=inputs.q.shape[1],
+            key_len=key_len,
+            num_heads=inputs.q.shape[2],
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=kv.value_dim,
+            scale=inputs.scale,
+            mask=inputs.mask,
+            packed=inputs.query.segment_ids is not None or kv.tokens.segment_ids is not None,
+            partial=kv.tokens.valid is not None,
+            aligned=inputs.query is kv.tokens,
+            phase=inputs.phase,
+            options=tuple(name for name in OPTIONS if used[name]),
+            view=type(kv),
+        )
+
+    def __str__(self) -> str:
+        heads = f"{self.num_heads} heads on {self.num_kv_heads} of {self.head_dim}"
+        heads += f" (values of {self.value_dim})" if self.value_dim != self.head_dim else ""
+        facts = [self.platform, self.phase, str(self.dtype), f"{self.batch} rows", heads]
+        facts.append(f"{self.query_len} x {self.key_len} tokens")
+        facts += [word for word, holds in (("packed rows", self.packed), ("part of the keys", self.partial)) if holds]
+        return ", ".join([*facts, *self.options, self.view.__name__])
+
+
+def target_device() -> tuple[str, str]:
+    """(platform, device kind) of what is compiled for: the active layout's devices, or this process's default."""
+    layout = active_layout()
+    if layout is not None:
+        return layout.platform, layout.device_kind
+    device = jax.devices()[0]
+    return device.platform, device.device_kind

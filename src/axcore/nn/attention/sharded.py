@@ -1,0 +1,130 @@
+"""How one attention lies on the devices of a layout, and running a kernel on the shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
+from axcore.nn.attention.kernel import AttentionKernel
+from axcore.nn.attention.request import KernelRequest
+from axcore.nn.kv.views import Contiguous, KVView, token_axes
+from axcore.parallel import Layout, active_layout, is_sharded, shard_map
+from axcore.parallel.mesh import MeshAxes
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The mesh axes of each dimension of one attention. A dimension that does not divide is not spread.
+
+    Attributes:
+        kv_head: of the kv heads; None where each device takes those that its heads need out of all.
+    """
+
+    layout: Layout
+    batch: MeshAxes
+    seq: MeshAxes
+    head: MeshAxes
+    kv_head: MeshAxes
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs) -> Shards | None:
+        """None where one device computes all."""
+        layout = active_layout()
+        if layout is None or not is_sharded():
+            return None
+        batch, seq, head, _ = layout.spec(("batch", "seq", "head", None), inputs.q.shape)
+        kv_head = layout.spec(("batch", None, "kv_head", None), inputs.keys.shape)[2]
+        return cls(layout, batch, seq, head, kv_head if kv_head == head else None)
+
+    def request(self, inputs: AttentionInputs) -> KernelRequest:
+        """What one device asks."""
+        whole, ways = KernelRequest.of(inputs), self.layout.size_of
+        heads = whole.num_heads // ways(self.head)
+        kv_heads = whole.num_kv_heads // ways(self.kv_head)
+        if self.kv_head is None and self.head is not None:
+            kv_heads = _own_kv_heads(whole.num_heads // whole.num_kv_heads, heads)
+        query_len = whole.query_len // ways(self.seq)
+        return dataclasses.replace(
+            whole,
+            batch=whole.batch // ways(self.batch),
+            query_len=query_len,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            aligned=whole.aligned and query_len == whole.query_len,
+            view=whole.view if self.kv_head is not None or self.head is None else Contiguous,
+        )
+
+    def run(self, kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+        """Each device attends with its rows, heads and queries to all keys of its rows."""
+        batch, _, num_heads, _ = inputs.q.shape
+        numbers = jnp.arange(num_heads, dtype=jnp.int32)
+        group = num_heads // inputs.keys.shape[2]
+        if inputs.bias is not None:
+            inputs = inputs.replace(bias=dataclasses.replace(inputs.bias, heads=numbers))
+        if inputs.dropout is not None:
+            rows = jnp.arange(batch, dtype=jnp.int32)
+            inputs = inputs.replace(dropout=dataclasses.replace(inputs.dropout, rows=rows, heads=numbers))
+        takes_own = self.kv_head is None and self.head is not None
+        if takes_own:
+            inputs = inputs.replace(kv=inputs.plain)
+
+        def body(kernel: Any, inputs: AttentionInputs, numbers: jax.Array) -> tuple[jax.Array, ...]:
+            if takes_own:
+                inputs = inputs.replace(kv=_own(inputs.plain, numbers, group))
+            heads, lse = kernel(inputs)
+            return (heads,) if lse is None else (heads, lse)
+
+        specs = self._specs(inputs)
+        found = shard_map(
+            body,
+            layout=self.layout,
+            in_specs=(specs, PartitionSpec(self.head)),
+            out_specs=(specs.q, PartitionSpec(*specs.q[:3]))[: 1 + inputs.return_lse],
+        )(kernel, inputs, numbers)
+        return found if inputs.return_lse else (found[0], None)
+
+    def _specs(self, inputs: AttentionInputs) -> Any:
+        """Partition specs in the place of each array."""
+        mesh_axes = {"batch": self.batch, "seq": self.seq, "head": self.head, "kv_head": self.kv_head, "kv_seq": None}
+
+        def placed(axes: PartitionSpec) -> PartitionSpec:
+            return PartitionSpec(*(None if name is None else mesh_axes[name] for name in axes))
+
+        logical: Any = inputs.replace(
+            q=PartitionSpec("batch", "seq", "head", None),
+            kv=inputs.keys.axes(),
+            query=token_axes(inputs.query, "seq"),
+            sinks=None if inputs.sinks is None else PartitionSpec("head"),
+        )
+        if inputs.bias is not None:
+            whole = jax.tree.map(lambda _: PartitionSpec(), inputs.bias.state)
+            bias = dataclasses.replace(inputs.bias, state=whole, heads=PartitionSpec("head"))  # type: ignore[arg-type]
+            logical = logical.replace(bias=bias)
+        if inputs.dropout is not None:
+            rows, heads = PartitionSpec("batch"), PartitionSpec("head")
+            dropout = dataclasses.replace(inputs.dropout, key=PartitionSpec(), rows=rows, heads=heads)  # type: ignore
+            logical = logical.replace(dropout=dropout)
+        return jax.tree.map(placed, logical)
+
+
+def readable(kernel: AttentionKernel, inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs with a view that the kernel reads."""
+    views: tuple[type[KVView], ...] = kernel.views
+    return inputs if isinstance(inputs.kv, views) else inputs.replace(kv=inputs.plain)
+
+
+def _own_kv_heads(group: int, heads: int) -> int:
+    """How many kv heads a device gets for its heads: one if that serves them all, or else one for each."""
+    return 1 if group % heads == 0 else heads
+
+
+def _own(kv: Contiguous, heads: jax.Array, group: int) -> Contiguous:
+    """The kv heads of these heads, out of all."""
+    own = heads // group
+    own = own[:1] if _own_kv_heads(group, heads.size) == 1 else own
+    return dataclasses.replace(kv, k=kv.k[:, :, own], v=kv.v[:, :, own])

@@ -1,0 +1,1 @@
+"""Keys and values: how they lie in memory (views), and the caches that keep them. `axcore.nn` exports it."""

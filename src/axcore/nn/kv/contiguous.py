@@ -1,0 +1,57 @@
+"""A KV cache with one place for each token of a row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from axcore.config import REQUIRED, ConfigError, at_least
+from axcore.module import DecodingState, Rngs
+from axcore.nn.attention.inputs import AttentionInputs
+from axcore.nn.kv.cache import KVCache
+from axcore.nn.kv.views import Contiguous, InCache, KVView
+
+
+class ContiguousCache(KVCache):
+    """Keys and values as [batch, max_len, kv_head, head_dim]."""
+
+    class Config(KVCache.Config):
+        num_kv_heads: int = REQUIRED
+        head_dim: int = REQUIRED
+        value_dim: int | None = None
+        """Features of each value; None: head_dim."""
+        batch_size: int = REQUIRED
+        max_len: int = REQUIRED
+        """Places in a row. What is beyond is not stored."""
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> KVCache.Config:
+            return self.set(batch_size=batch_size, max_len=max_len)
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "num_kv_heads", "head_dim", "batch_size", "max_len")
+        shape, axes = (
+            (cfg.batch_size, cfg.max_len, cfg.num_kv_heads, cfg.head_dim),
+            ("batch", "kv_seq", "kv_head", None),
+        )
+        value_dim = cfg.head_dim if cfg.value_dim is None else cfg.value_dim
+        self.keys = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
+        self.values = DecodingState(jnp.zeros((*shape[:3], value_dim), self.dtypes.compute), axes=axes)
+
+    def __call__(self, inputs: AttentionInputs) -> AttentionInputs | jax.Array:
+        """See `KVCache`."""
+        rows, new, batch_size = self.rows(inputs), inputs.plain, self.config.batch_size
+        if rows.slots is None and inputs.q.shape[0] != batch_size:
+            raise ConfigError(
+                f"{self.frame.path}: the cache holds batch_size={batch_size} rows and was called with "
+                f"{inputs.q.shape[0]}; pass that many rows, or the slot of each"
+            )
+        at = self.places(inputs, self.config.max_len)
+        self.keys.put(at, new.k)
+        self.values.put(at, new.v)
+        keys, values, layer = self.keys.whole, self.values.whole, self.keys.layer
+        view: KVView = InCache(keys, values, rows.tokens, layer, rows.slots)
+        if rows.slots is None and not layer:
+            view = Contiguous(keys, values, rows.tokens)
+        return inputs.replace(kv=view)

@@ -1,0 +1,189 @@
+"""Views: keys and values as they lie in memory, and where they stand. Kernels read them, caches return them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from axcore.nn.tokens import TokenInfo
+
+
+class KVView:
+    """Base of views, each a pytree of arrays. A new layout, such as pages or codes with scales, is a subclass.
+
+    A kernel lists the views that it reads in place; for any other the core calls `gathered`. The reference kernel reads
+    every view a block of keys at a time, so a block is all that has to exist as plain arrays.
+
+    Attributes:
+        tokens: where each key stands; what is not `valid` holds no key.
+    """
+
+    tokens: TokenInfo
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, kv_seq, kv_head, head_dim) of the keys."""
+        raise NotImplementedError
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a value."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """What `block` returns."""
+        raise NotImplementedError
+
+    def block(self, start: jax.Array | int, size: int) -> Contiguous:
+        """Keys, values and tokens from `start` on, of which there are at least `size`."""
+        raise NotImplementedError
+
+    def axes(self) -> Self:
+        """The same view with the logical axes of each array, as a `PartitionSpec`, in its place."""
+        raise NotImplementedError
+
+    def gathered(self) -> Contiguous:
+        """All keys and values as plain arrays."""
+        return self.block(0, self.shape[1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Contiguous(KVView):
+    """Plain arrays."""
+
+    k: Float[Array, "batch kv_seq kv_head head_dim"]
+    v: Float[Array, "batch kv_seq kv_head value_dim"]
+    tokens: TokenInfo
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.k.shape  # type: ignore[return-value]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def dtype(self) -> DTypeLike:
+        return self.k.dtype
+
+    def block(self, start: jax.Array | int, size: int) -> Contiguous:
+        if size == self.shape[1]:
+            return self
+        k, v = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (self.k, self.v))
+        return Contiguous(k, v, self.tokens.part(start, size))
+
+    def axes(self) -> Contiguous:
+        names: Any = PartitionSpec("batch", "kv_seq", "kv_head", None)
+        return Contiguous(names, names, token_axes(self.tokens, "kv_seq"))
+
+    def gathered(self) -> Contiguous:
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InCache(KVView):
+    """Rows of arrays that a cache keeps for all layers of a scanned stack, or for more rows than the batch has.
+
+    A slice of such an array would be a copy of a layer's whole cache; a block of it is small.
+
+    Attributes:
+        k, v: of all layers, where there are leading axes.
+        layer: the index on those axes; empty where the arrays are of one layer.
+        slots: the row of the cache that each row of the batch is; None: all of them, in order.
+    """
+
+    k: Float[Array, "*layer slots kv_seq kv_head head_dim"]
+    v: Float[Array, "*layer slots kv_seq kv_head value_dim"]
+    tokens: TokenInfo
+    layer: tuple[Int[Array, ""], ...] = ()
+    slots: Int[Array, " batch"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        rows = self.k.shape[len(self.layer)] if self.slots is None else self.slots.shape[0]
+        return (rows, *self.k.shape[len(self.layer) + 1 :])  # type: ignore[return-value]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def dtype(self) -> DTypeLike:
+        return self.k.dtype
+
+    def block(self, start: jax.Array | int, size: int) -> Contiguous:
+        def cut(x: jax.Array) -> jax.Array:
+            lead = len(self.layer)
+            first = (*self.layer, 0, start, *(0,) * (x.ndim - lead - 2))
+            sizes = (*(1,) * lead, x.shape[lead], size, *x.shape[lead + 2 :])
+            found = jax.lax.dynamic_slice(x, first, sizes).reshape(sizes[lead:])
+            return found if self.slots is None else found[self.slots]
+
+        return Contiguous(cut(self.k), cut(self.v), self.tokens.part(start, size))
+
+    def axes(self) -> InCache:
+        names: Any = PartitionSpec(*(None,) * len(self.layer), "batch", "kv_seq", "kv_head", None)
+        layer: Any = (PartitionSpec(),) * len(self.layer)
+        slots: Any = None if self.slots is None else PartitionSpec("batch")
+        return InCache(names, names, token_axes(self.tokens, "kv_seq"), layer, slots)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Latent(KVView):
+    """Keys whose first features are the values too, as those of latent attention with absorbed weights.
+
+    Attributes:
+        keys: any view; its values are not read.
+        rank: how many features of a key are the value.
+    """
+
+    keys: KVView
+    rank: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def tokens(self) -> TokenInfo:  # type: ignore[override]
+        return self.keys.tokens
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.keys.shape
+
+    @property
+    def value_dim(self) -> int:
+        return self.rank
+
+    @property
+    def dtype(self) -> DTypeLike:
+        return self.keys.dtype
+
+    def block(self, start: jax.Array | int, size: int) -> Contiguous:
+        found = self.keys.block(start, size)
+        return Contiguous(found.k, found.k[..., : self.rank], found.tokens)
+
+    def axes(self) -> Latent:
+        return Latent(self.keys.axes(), self.rank)
+
+
+def token_axes(tokens: TokenInfo, seq: str) -> TokenInfo:
+    """The logical axes of each array, in its place. Arrays that are one row for the whole batch have no batch axis."""
+
+    def names(x: jax.Array) -> PartitionSpec:
+        return PartitionSpec("batch" if x.shape[0] > 1 else None, seq, *(None,) * (x.ndim - 2))
+
+    return jax.tree.map(names, dataclasses.replace(tokens, cached=None))
+
+
+def empty_values(k: jax.Array) -> jax.Array:
+    """Values without features, for keys that a cache keeps alone."""
+    return jnp.zeros((*k.shape[:-1], 0), k.dtype)

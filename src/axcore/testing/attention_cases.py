@@ -1,0 +1,267 @@
+"""Calls of an attention kernel, and what they give by the formula in NumPy float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import axcore as ax
+from axcore.nn import (
+    AttentionInputs,
+    Bias,
+    Causal,
+    Contiguous,
+    Dropout,
+    Everything,
+    Mask,
+    SameSegment,
+    SlidingWindow,
+    TokenInfo,
+)
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
+Allowed = Callable[[Numbers, Numbers, Numbers, Numbers], Numbers]
+"""(query index, key index, query segment, key segment), broadcastable -> bool: the mask in NumPy."""
+
+BATCH = 2
+DROPOUT = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of a kernel. `needs` names what is special about it: see `KernelSuite.lacks`."""
+
+    needs: tuple[str, ...] = ()
+    mask: Mask = Causal()
+    allowed: Allowed = lambda i, j, s, t: i >= j
+    query_len: int = 16
+    key_len: int = 16
+    start: int = 0
+    """The index of the first query."""
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 64
+    value_dim: int | None = None
+    """Features of a value; None: head_dim."""
+    segments: bool = False
+    written: int | None = None
+    """Keys that exist, where not all of `key_len` do."""
+    behind: int = 0
+    """Places by which the second row is behind the first."""
+    scale: float = 0.125
+    softcap: float | None = None
+    sinks: bool = False
+    bias: bool = False
+    dropout: bool = False
+
+
+_CAUSAL_SEGMENTS: Allowed = lambda i, j, s, t: (i >= j) & (s == t)  # noqa: E731
+
+CASES = {
+    "causal": Case(),
+    "causal, one document a row": Case(mask=Causal() & SameSegment()),
+    "every key": Case(("full",), mask=Everything(), allowed=lambda i, j, s, t: (i == i) & (j == j)),
+    "one token": Case(("odd_lengths",), query_len=1, key_len=1),
+    "odd length": Case(("odd_lengths",), query_len=37, key_len=37),
+    "beyond a block": Case(("long",), query_len=257, key_len=257, heads=2, kv_heads=1),
+    "groups of two": Case(("grouped",), kv_heads=2),
+    "one kv head": Case(("grouped",), kv_heads=1),
+    "six heads on three": Case(("grouped",), heads=6, kv_heads=3),
+    "head_dim 96": Case(("head_dim_96",), head_dim=96),
+    "head_dim 128": Case(("head_dim_128",), head_dim=128),
+    "head_dim 192": Case(("head_dim_192",), head_dim=192),
+    "head_dim 256": Case(("head_dim_256",), head_dim=256),
+    "narrower values": Case(("value_dim",), value_dim=32),
+    "documents": Case(("segments",), mask=Causal() & SameSegment(), allowed=_CAUSAL_SEGMENTS, segments=True),
+    "window": Case(
+        ("windows",), mask=Causal() & SlidingWindow(size=5), allowed=lambda i, j, s, t: (i >= j) & (i - j < 5)
+    ),
+    "window of one": Case(("windows",), mask=Causal() & SlidingWindow(size=1), allowed=lambda i, j, s, t: i == j),
+    "window and documents": Case(
+        ("windows", "segments"),
+        mask=Causal() & SameSegment() & SlidingWindow(size=3),
+        allowed=lambda i, j, s, t: (i >= j) & (i - j < 3) & (s == t),
+        segments=True,
+    ),
+    "either of two masks": Case(
+        ("any_mask", "segments"),
+        mask=Causal() | SameSegment(),
+        allowed=lambda i, j, s, t: (i >= j) | (s == t),
+        segments=True,
+    ),
+    "scale": Case(("scale",), scale=0.3),
+    "softcap": Case(("softcap",), softcap=2.0),
+    "scale and softcap": Case(("scale", "softcap"), scale=0.3, softcap=2.0),
+    "sinks": Case(("sinks",), sinks=True, kv_heads=2),
+    "sinks and softcap": Case(("sinks", "softcap"), sinks=True, softcap=3.0),
+    "bias": Case(("bias",), bias=True, kv_heads=2),
+    "dropout": Case(("dropout",), dropout=True),
+    "next token": Case(("decoding",), query_len=1, key_len=12, start=8, written=9),
+    "part of a prompt": Case(("decoding",), query_len=3, key_len=12, start=4, written=7, kv_heads=2),
+    "rows at different places": Case(("decoding",), query_len=2, key_len=12, start=7, written=9, behind=4),
+    "sinks while decoding": Case(("decoding", "sinks"), query_len=1, key_len=12, start=8, written=9, sinks=True),
+    "part of a prompt in a window": Case(
+        ("decoding", "windows"),
+        mask=Causal() & SlidingWindow(size=4),
+        allowed=lambda i, j, s, t: (i >= j) & (i - j < 4),
+        query_len=3,
+        key_len=12,
+        start=4,
+        written=7,
+    ),
+}
+
+
+class Slopes(ax.Layer):
+    """A bias that falls off with distance, by a learned slope for each head."""
+
+    class Config(ax.Layer.Config):
+        num_heads: int = ax.REQUIRED
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        def slopes(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            return jnp.linspace(0.1, 0.5, shape[0], dtype=dtype)
+
+        self.slopes = self.param("slopes", (cfg.num_heads,), slopes, rngs, axes=("head",))
+
+    def __call__(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+        distance = jnp.abs(query.index[:, :, None] - key.index[:, None, :])
+        return -self.slopes[...][:, None, None] * distance[:, None]
+
+
+Arrays = dict[str, jax.Array]
+
+
+@functools.cache
+def arrays_of(case: Case, dtype: str) -> Arrays:
+    """What is differentiated: `q`, `k`, `v`, and `sinks` where the case has them."""
+    random = np.random.default_rng(1)
+    value_dim = case.head_dim if case.value_dim is None else case.value_dim
+    shapes = {
+        "q": (BATCH, case.query_len, case.heads, case.head_dim),
+        "k": (BATCH, case.key_len, case.kv_heads, case.head_dim),
+        "v": (BATCH, case.key_len, case.kv_heads, value_dim),
+    }
+    arrays = {name: jnp.asarray(random.normal(size=shape), dtype) for name, shape in shapes.items()}
+    if case.sinks:
+        arrays["sinks"] = jnp.asarray(random.normal(size=case.heads), jnp.float32)
+    return arrays
+
+
+def inputs_of(case: Case, arrays: Arrays, return_lse: bool = False) -> AttentionInputs:
+    """What the kernel is called with."""
+    query, key = _tokens(case)
+    bias = None
+    if case.bias:
+        layer = Slopes.Config(num_heads=case.heads).build(rngs=ax.Rngs(0))
+        with ax.module.root(layer, key=None, training=False) as frame:
+            bias = Bias.of(layer, frame, "bias")
+    return AttentionInputs(
+        arrays["q"],
+        Contiguous(arrays["k"], arrays["v"], key),
+        query,
+        sinks=arrays.get("sinks"),
+        bias=bias,
+        dropout=Dropout(jax.random.key(7), None, None, DROPOUT) if case.dropout else None,
+        scale=case.scale,
+        mask=case.mask,
+        softcap=case.softcap,
+        return_lse=return_lse,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """float64: the heads, the log-sum-exp [batch, query, head], and the gradients of `(heads * heads_grad).sum()`."""
+
+    heads: Float[Array, "batch query head value_dim"]
+    lse: Float[Array, "batch query head"]
+    grads: dict[str, Numbers]
+
+
+def formula(case: Case, arrays: Arrays, heads_grad: Numbers | None = None) -> Expected:
+    """softmax(softcap(scale q k^T) + bias, under the mask, sinks beside it) v, and its derivative, in float64."""
+    q, k, v = (np.asarray(arrays[name], np.float64) for name in ("q", "k", "v"))
+    group = case.heads // case.kv_heads
+    k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
+    logits = case.scale * np.einsum("bshd,bthd->bhst", q, k)
+    slope = np.ones_like(logits)
+    if case.softcap is not None:
+        capped = np.tanh(logits / case.softcap)
+        logits, slope = case.softcap * capped, 1 - capped**2
+    if case.bias:
+        distance = np.abs(_places(case)[:, :, None] - np.arange(case.key_len))
+        logits = logits - np.linspace(0.1, 0.5, case.heads)[:, None, None] * distance[:, None]
+    logits = np.where(_allowed(case)[:, None], logits, -np.inf)
+    highest = logits.max(-1, keepdims=True)
+    total = np.exp(logits - highest).sum(-1, keepdims=True)
+    if "sinks" in arrays:
+        sinks = np.asarray(arrays["sinks"], np.float64)[:, None, None]
+        total = total + np.exp(sinks - highest)
+    lse = highest + np.log(total)
+    weights, kept = np.exp(logits - lse), np.ones_like(logits)
+    if case.dropout:
+        dropout = Dropout(jax.random.key(7), None, None, DROPOUT)
+        kept = np.asarray(dropout.keep(*_tokens(case), (BATCH, case.heads))) / (1 - DROPOUT)
+    heads = np.einsum("bhst,bthd->bshd", weights * kept, v)
+    grads: dict[str, Numbers] = {}
+    if heads_grad is not None:
+        along = (heads * heads_grad).sum(-1).transpose(0, 2, 1)[..., None]
+        of_logits = weights * (np.einsum("bshd,bthd->bhst", heads_grad, v) * kept - along) * slope * case.scale
+
+        def grouped(x: Numbers) -> Numbers:
+            return x.reshape(*x.shape[:2], case.kv_heads, group, x.shape[3]).sum(3)
+
+        grads["q"] = np.einsum("bhst,bthd->bshd", of_logits, k)
+        grads["k"] = grouped(np.einsum("bhst,bshd->bthd", of_logits, q))
+        grads["v"] = grouped(np.einsum("bhst,bshd->bthd", weights * kept, heads_grad))
+        if "sinks" in arrays:
+            grads["sinks"] = -(np.exp(sinks - lse) * along).sum((0, 2, 3))
+    return Expected(heads, lse[..., 0].transpose(0, 2, 1), grads)  # type: ignore[arg-type]
+
+
+def _segments(case: Case) -> Numbers:
+    """[batch, key_len]: documents of random lengths."""
+    starts = np.random.default_rng(3).random((BATCH, case.key_len)) < 0.3
+    return np.cumsum(starts, axis=1)
+
+
+def _places(case: Case) -> Numbers:
+    """[batch, query_len]: the index of each query."""
+    return np.arange(case.query_len) + case.start - np.array([[0], [case.behind]])
+
+
+def _exists(case: Case) -> Numbers:
+    """[batch, key_len]: which keys were written."""
+    written = case.key_len if case.written is None else case.written
+    return np.arange(case.key_len) < written - np.array([[0], [case.behind]])
+
+
+def _allowed(case: Case) -> Numbers:
+    places = _places(case)
+    segments = _segments(case) if case.segments else np.zeros((BATCH, case.key_len), int)
+    asking = np.take_along_axis(segments, places, axis=1)
+    allowed = case.allowed(
+        places[:, :, None], np.arange(case.key_len)[None, None], asking[:, :, None], segments[:, None]
+    )
+    return np.broadcast_to(allowed & _exists(case)[:, None], (BATCH, case.query_len, case.key_len))
+
+
+def _tokens(case: Case) -> tuple[TokenInfo, TokenInfo]:
+    """Where queries and keys stand; one object for both where they are the same tokens."""
+    index = jnp.arange(case.key_len, dtype=jnp.int32)[None]
+    segments, places = _segments(case), _places(case)
+    written = None if case.written is None else jnp.asarray(_exists(case))
+    key = TokenInfo(index, index, jnp.asarray(segments, jnp.int32) if case.segments else None, written)
+    if (case.start, case.behind, case.written, case.query_len) == (0, 0, None, case.key_len):
+        return key, key
+    asking = jnp.asarray(np.take_along_axis(segments, places, axis=1), jnp.int32) if case.segments else None
+    place = jnp.asarray(places if case.behind else places[:1], jnp.int32)
+    return TokenInfo(place, place, asking), key
