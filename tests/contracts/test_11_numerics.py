@@ -9,10 +9,11 @@ import axcore as ax
 from axcore.module import GradientState, functional, invoke, maxima, overwritten
 from axcore.nn import Repeat
 from axcore.numerics import Numerics, stored
-from axcore.parallel import Remat
+from axcore.parallel import Mesh, Remat
 from axcore.testing import tiny_batch, tiny_model
-from axcore.testing.models import by_path, objective
-from axcore.train import Checkpointer
+from axcore.testing.models import by_path
+from axcore.train import Checkpointer, CrossEntropy, Learner
+from axcore.train.step import program
 
 LAYERS, HISTORY = 2, 3
 SAW = "saw"
@@ -63,16 +64,13 @@ def with_probe(model):
     return ax.select(model, lambda _, node: hasattr(node, "numerics")).set(numerics=Delayed.Config())
 
 
-def step(fn, params, state, microbatches):
-    """The next state as the training step makes it: by the gradient, and of microbatches the largest."""
-
-    def after(state, batch):
-        loss = lambda state: objective(fn, params, state, batch)  # noqa: E731
-        return overwritten(jax.grad(loss, allow_int=True)(maxima(state)), state)
-
-    after = jax.jit(after)
-    found = [after(state, batch) for batch in microbatches]
-    return jax.tree.map(lambda *each: np.max(each, axis=0), *found)
+def step(cfg, state, batch, microbatches=1, chunk=None):
+    """The next state of the training step, from the parameters that seed 0 gives."""
+    layout = Mesh(shape={"data": 1}, rules={}).make(jax.devices()[:1])
+    made = program(cfg, Learner.Config(), layout, CrossEntropy.Config(chunk=chunk), microbatches)
+    before = made.init(jnp.uint32(0))
+    before.model_state = jax.tree.map(jnp.array, state)
+    return jax.device_get(made.compile_train(batch)(before, batch)[0].model_state)
 
 
 def halves(seed):
@@ -80,6 +78,11 @@ def halves(seed):
     ids = np.random.default_rng(seed).integers(0, 32, (4, 9))
     rows = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((4, 8), np.float32)}
     return [{name: x[half] for name, x in rows.items()} for half in (slice(2), slice(2, 4))]
+
+
+def whole(microbatches):
+    """The batch that the training step cuts into these: each gets every second row."""
+    return {name: np.stack([each[name] for each in microbatches], 1).reshape(4, -1) for name in microbatches[0]}
 
 
 def largest_seen(fn, params, state, microbatches):
@@ -99,9 +102,9 @@ def test_a_history_moves_once_a_step_under_scan_remat_and_microbatches():
     cfg = ax.select(with_probe(tiny_model()), Repeat).set(remat=Remat())
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     first, second = halves(0), halves(1)
-    one = step(fn, params, state, first)
+    one = step(cfg, state, whole(first), microbatches=2)
     expected = [largest_seen(fn, params, state, first), largest_seen(fn, params, one, second)]
-    two = step(fn, params, one, second)
+    two = step(cfg, one, whole(second), microbatches=2)
     found_one, found_two = by_path(one), by_path(two)
     inputs = [path for path in found_two if path.endswith(".input") and not path.startswith("embedding.")]
     assert len(inputs) == 8
@@ -118,10 +121,9 @@ def test_a_history_moves_once_a_step_under_scan_remat_and_microbatches():
 
 def test_the_largest_counts_where_one_layer_is_called_many_times():
     """A head in chunks of the loss: the sum would be four times as large, and a scale four times as coarse."""
-    whole, chunked = (with_probe(tiny_model().set(head=None, loss_chunk=chunk)) for chunk in (None, 2))
-    fn, params, state = functional(whole.build(rngs=ax.Rngs(0)))
-    other = functional(chunked.build(rngs=ax.Rngs(0)))[0]
-    expected, found = (by_path(step(each, params, state, halves(0))) for each in (fn, other))
+    cfg = with_probe(tiny_model().set(head=None))
+    state = functional(cfg.build(rngs=ax.Rngs(0)))[2]
+    expected, found = (by_path(step(cfg, state, whole(halves(0)), chunk=chunk)) for chunk in (None, 2))
     for name in ("embedding.numerics.input", "embedding.numerics.gradient"):
         assert expected[name][0] > 0
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
@@ -136,8 +138,9 @@ def test_a_layer_that_no_loss_depends_on_keeps_its_history():
 
 
 def test_a_history_survives_the_checkpoint(tmp_path):
-    fn, params, state = functional(with_probe(tiny_model()).build(rngs=ax.Rngs(0)))
-    state = step(fn, params, state, halves(0))
+    cfg = with_probe(tiny_model())
+    _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    state = step(cfg, state, whole(halves(0)))
     with Checkpointer.Config().build(tmp_path) as checkpointer:
         checkpointer.save(1, {"params": params, "model_state": state}, data=b"", meta={})
         restored = checkpointer.restore({"params": params, "model_state": state}).state

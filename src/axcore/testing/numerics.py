@@ -18,7 +18,7 @@ from axcore.nn import Blocks, Embedding, Grouped, GroupedLinear, Linear, RaggedD
 from axcore.numerics import Numerics, stored
 from axcore.parallel import Remat
 from axcore.plugin import NumericsOffer, use
-from axcore.testing.models import by_path, loss_and_grads, objective, tiny_batch, tiny_model
+from axcore.testing.models import OBJECTIVE, by_path, loss_and_grads, objective, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 
 ROWS, IN, OUT, GROUPS = 24, 48, 40, 3
@@ -187,7 +187,7 @@ class NumericsSuite(OfferSuite):
         """A forward pass writes nothing: recomputed under remat, it would write twice."""
         fn, params, state = functional(self.config().build(rngs=Rngs(0)))
         for training in (False, True):
-            run = functools.partial(fn, key=jax.random.key(0), training=training, method="loss")
+            run = functools.partial(fn, key=jax.random.key(0), training=training, method=OBJECTIVE.build())
             found = jax.jit(lambda params, state, run=run: run(params, state, tiny_batch())[1])(params, state)
             for path, leaf in by_path(found).items():
                 np.testing.assert_array_equal(leaf, by_path(state)[path], err_msg=path)
