@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 
@@ -14,3 +17,21 @@ class GradientState(nnx.Variable[Any]):
     objective with respect to it, keeps it away from the optimizer, and stores the cotangent in its place. Over the
     microbatches of one step the largest value of each element counts.
     """
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def largest_gradient(value: jax.Array, count: int) -> jax.Array:
+    """[count, ...] copies of a `GradientState`'s value; its gradient is the largest of theirs, not the sum."""
+    return jnp.broadcast_to(value, (count, *value.shape))
+
+
+def _copies(value: jax.Array, count: int) -> tuple[jax.Array, None]:
+    return largest_gradient(value, count), None
+
+
+def _largest(count: int, residuals: None, gradients: jax.Array) -> tuple[jax.Array]:
+    del count, residuals
+    return (gradients.max(axis=0),)
+
+
+largest_gradient.defvjp(_copies, _largest)

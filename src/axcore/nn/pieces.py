@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
-from axcore.module import ContextError
+from axcore.module import ContextError, GradientState
 from axcore.module.lifted import Body, Lifted
+from axcore.module.variables import largest_gradient
 
 
 def in_pieces(fn: Body, size: int) -> Body:
@@ -21,7 +22,7 @@ def in_pieces(fn: Body, size: int) -> Body:
     Args:
         fn: takes the module and arrays [batch, seq, ...]; returns a pytree of such arrays, each place of which depends
             on the same place of the arguments alone. Each piece draws PRNG bits of its own. It may report nothing and
-            write no Variable.
+            write no Variable. Of the gradients of a `GradientState` the largest of all pieces counts.
         size: places of a row that are computed at once.
     """
 
@@ -37,16 +38,23 @@ def in_pieces(fn: Body, size: int) -> Body:
         def joined(x: jax.Array) -> jax.Array:
             return rearrange(x, "p b s ... -> b (s p) ...")[:, :seq]
 
+        flat = nnx.to_flat_state(lifted.state)
+        copies = [largest_gradient(leaf[...], count) for _, leaf in flat if isinstance(leaf, GradientState)]
+
         @jax.checkpoint
         def body(numbered: Any) -> Any:
-            number, pieces = numbered
-            output, _, collections = lifted.call(fn, lifted.params, lifted.state, *pieces, number=number)
+            number, own, pieces = numbered
+            given = iter(own)
+            state = nnx.from_flat_state(
+                [(path, leaf.replace(next(given)) if isinstance(leaf, GradientState) else leaf) for path, leaf in flat]
+            )
+            output, _, collections = lifted.call(fn, lifted.params, state, *pieces, number=number)
             lifted.refuse_written("in_pieces")
             if collections is not None and (collections.summaries or collections.losses or collections.outputs):
                 raise ContextError(f"{lifted.caller.describe()}: nothing can be reported from a piece of a row")
             return output
 
         pieces = tuple(split(x) for x in args)
-        return jax.tree.map(joined, jax.lax.map(body, (jnp.arange(len(pieces[0])), pieces)))
+        return jax.tree.map(joined, jax.lax.map(body, (jnp.arange(count), copies, pieces)))
 
     return wrapped
