@@ -281,9 +281,7 @@ def test_a_stack_of_another_kind_is_not_replaced_by_a_plain_one():
     cfg = tiny_model().set(decoder=OtherRepeat.Config(num_layers=4, layers=tiny_model().decoder.layers))
     same = edit_layers(cfg, FeedForward, lambda path, node, number: node.set(hidden_dim=32))
     assert same == ax.select(cfg, FeedForward).set(hidden_dim=32)
-    with pytest.raises(
-        ax.ConfigError, match=r"at decoder: the layers of a .*OtherRepeat are unequal.* Override"
-    ):
+    with pytest.raises(ax.ConfigError, match=r"at decoder: the layers of a .*OtherRepeat are unequal.* Override"):
         numbered(cfg)
 
 
