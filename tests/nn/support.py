@@ -50,16 +50,14 @@ def decoded(cfg, params, x, tokens, pieces, max_len):
     fn, _, state = abstract(cfg.set(cache=ContiguousCache.Config(batch_size=batch, max_len=max_len)))
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
     places = np.arange(max_len, dtype=np.int32)[None]
-    positions, segments = (
-        np.pad(each, ((0, 0), (0, max_len - seq))) for each in (tokens.positions, tokens.segment_ids)
-    )
+    positions, segments = tokens.positions, tokens.segment_ids
+    padded = [np.pad(each, ((0, 0), (0, max_len - seq))) for each in (positions, segments)]
     step, found = jax.jit(fn), []
     for start, stop in pieces:
-        held = TokenInfo(places, positions, segments, np.broadcast_to(places < stop, (batch, max_len)))
+        held = TokenInfo(places, *padded, np.broadcast_to(places < stop, (batch, max_len)))
         rows = CachedRows(held, np.full((batch,), stop, np.int32), phase="decode" if stop - start == 1 else "prefill")
-        part = TokenInfo(
-            *(each[:, start:stop] for each in (tokens.index, tokens.positions, tokens.segment_ids)), None, rows
-        )
+        now = (each[:, start:stop] for each in (tokens.index, positions, segments))
+        part = TokenInfo(*now, cached=rows)
         (heads, _), state = step(params, state, x[:, start:stop], part)
         found.append(heads)
     return np.concatenate(found, axis=1)
