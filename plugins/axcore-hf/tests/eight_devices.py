@@ -17,7 +17,15 @@ from axcore_hf.checkpoint import Checkpoint
 
 RECORDED = pathlib.Path(__file__).parent / "parity" / "recorded"
 # Layers and experts are cut too, which are written one at a time.
-RULES = {"layer": "fsdp", "expert": "fsdp", "embed": "fsdp", "mlp": "tensor", "head": "tensor", "kv_head": "tensor", "vocab": "tensor"}
+RULES = {
+    "layer": "fsdp",
+    "expert": "fsdp",
+    "embed": "fsdp",
+    "mlp": "tensor",
+    "head": "tensor",
+    "kv_head": "tensor",
+    "vocab": "tensor",
+}
 
 
 def main() -> None:
