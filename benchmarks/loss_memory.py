@@ -1,4 +1,4 @@
-"""Memory of the loss and its gradients, by how many places of a row have logits at once (`CausalLM.Config.loss_chunk`).
+"""Memory of the loss and its gradients, by how many places of a row have logits at once (`CrossEntropy.Config.chunk`).
 
 A model of embedding, norm and head alone, so that nothing else takes memory, is compiled and, with --run, timed. Prints
 a table of the temporaries that the compiler plans, and one JSON object on its last line.
@@ -18,19 +18,20 @@ import jax.numpy as jnp
 import axcore as ax
 from axcore.module import abstract
 from axcore.nn import CausalLM, Sequence
+from axcore.train import CrossEntropy
 
 MIB = 2**20
 
 
-def measured(cfg: CausalLM.Config, batch: Any, run: bool) -> tuple[int, float | None]:
+def measured(cfg: CausalLM.Config, chunk: int | None, batch: Any, run: bool) -> tuple[int, float | None]:
     """(bytes of the compiled gradient step beside its arguments and results, median milliseconds of a step)."""
     fn, params, _ = abstract(cfg)
+    objective = CrossEntropy.Config(z_loss=1e-4, chunk=chunk).build()
 
-    def objective(params: Any, batch: Any) -> jax.Array:
-        (loss, collections), _ = fn(params, {}, batch, method="loss")
-        return loss + collections.total_loss()
+    def value(params: Any, batch: Any) -> jax.Array:
+        return objective.value(fn, params, {}, batch)
 
-    compiled = jax.jit(jax.value_and_grad(objective)).lower(params, batch).compile()
+    compiled = jax.jit(jax.value_and_grad(value)).lower(params, batch).compile()
     size, times = compiled.memory_analysis().temp_size_in_bytes, []
     if not run:
         return size, None
@@ -60,16 +61,15 @@ def main() -> None:
         vocab_size=arguments.vocab,
         dim=arguments.dim,
         decoder=Sequence.Config(layers=()),
-        z_loss=1e-4,
         dtypes=ax.DTypes(compute="bfloat16"),
     )
     if arguments.tied:
         cfg = cfg.set(head=None)
     logits = 4 * arguments.batch * arguments.seq * arguments.vocab
     print(f"all logits in float32: {logits / MIB:,.0f} MiB\n")
-    print("| loss_chunk | temporaries | of all at once | ms |\n|---|---:|---:|---:|")
+    print("| chunk | temporaries | of all at once | ms |\n|---|---:|---:|---:|")
     chunks = [None, *(arguments.seq // parts for parts in (2, 4, 8, 16, 32) if arguments.seq >= parts)]
-    found = {str(chunk): measured(cfg.set(loss_chunk=chunk), batch, arguments.run) for chunk in chunks}
+    found = {str(chunk): measured(cfg, chunk, batch, arguments.run) for chunk in chunks}
     for chunk, (size, ms) in found.items():
         shown = "" if ms is None else f"{ms:.1f}"
         print(f"| {chunk} | {size / MIB:,.0f} MiB | {size / found['None'][0]:.3f} | {shown} |")

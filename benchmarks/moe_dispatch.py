@@ -17,11 +17,11 @@ import numpy as np
 
 import axcore as ax
 from axcore.module import functional
-from axcore.nn import FeedForward
+from axcore.nn import Blocks, FeedForward, RaggedDot
 from axcore_moe.dispatch import Capacity, Dense, Dropless
 from axcore_moe.experts import Experts
 from axcore_moe.layer import MoE
-from axcore_moe.matmul import Blocks, RaggedDot, Tokamax
+from axcore_moe.matmul import Tokamax
 from axcore_moe.router import TopK
 
 SHAPES = {

@@ -59,8 +59,8 @@ def test_a_config_that_no_kernel_can_do_is_explained_too():
 
 
 def test_slots_of_one_kind_that_are_judged_alike_stand_together():
-    found, _ = slot(explain(tiny_model()), "quantizer")
-    assert len(found.paths) == 8
+    found, _ = slot(explain(tiny_model()), "numerics")
+    assert len(found.paths) == 9
     assert f"{ATTENTION}.output" in explain(tiny_model()).empty
 
 

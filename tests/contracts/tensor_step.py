@@ -12,6 +12,7 @@ from axcore.config import ConfigError
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
 from axcore.testing.models import by_path
+from axcore.testing.models import OBJECTIVE
 from axcore.train import Learner
 from axcore.train.step import program
 
@@ -21,7 +22,7 @@ LAYER = TransformerLayer.Config(
     attention=Attention.Config(num_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM),
     ffn=FeedForward.Config(hidden_dim=HIDDEN),
 )
-MODEL = CausalLM.Config(vocab_size=VOCAB, dim=DIM, decoder=Repeat.Config(num_layers=2, layers=LAYER), z_loss=1e-3)
+MODEL = CausalLM.Config(vocab_size=VOCAB, dim=DIM, decoder=Repeat.Config(num_layers=2, layers=LAYER))
 
 
 def batch(rows=ROWS, seq=SEQ):
@@ -32,7 +33,7 @@ def batch(rows=ROWS, seq=SEQ):
 def compiled(rules):
     """Per leaf of the state (logical axes, parts that it is held in), on entry and on leaving; every shape of the step
     that one device runs."""
-    made = program(MODEL, Learner.Config(), Mesh(shape={"tensor": 8}, rules=rules).make())
+    made = program(MODEL, Learner.Config(), Mesh(shape={"tensor": 8}, rules=rules).make(), OBJECTIVE)
     step = made.compile_train(batch())
     leaves, entry = by_path(made.state), by_path(step.input_shardings[0][0])
     leaving = by_path(step.output_shardings[0])

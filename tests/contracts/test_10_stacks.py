@@ -33,6 +33,9 @@ from axcore.train import FromRun, save_model
 from axcore.train.initial import gathered
 from axcore.train.model_folder import flat, like
 
+for plugin in ("axcore_cross_layer_kv", "axcore_hf", "axcore_moe"):
+    pytest.importorskip(plugin)
+
 LAYER = tiny_model().decoder.layers
 NUM_LAYERS = 4
 
@@ -167,7 +170,7 @@ def test_layers_a_stack_cannot_run_are_refused_by_path(name):
 
 @pytest.mark.parametrize("name", PROBES)
 def test_weights_are_read_from_published_files_and_written_by_number(name, tmp_path):
-    exporting = pytest.importorskip("axcore_hf.exporting")
+    from axcore_hf import exporting
     from axcore_hf.families import by_type
     from axcore_hf.importing import load
     from axcore_hf.sources import Safetensors
@@ -251,9 +254,10 @@ def named(cfg, params):
     return by_layer(cfg, flat(params))
 
 
-def test_values_that_layers_of_a_group_share_are_still_shared():
-    pytest.importorskip("axcore_cross_layer_kv")
-    cfg = model(MANY, ax.use("cross-layer-kv", every=2))
+@pytest.mark.parametrize("stack", [MANY, Stages.Config()], ids=["repeat", "stages"])
+def test_values_that_layers_of_a_group_share_are_still_shared(stack):
+    cfg = model(stack, ax.use("cross-layer-kv", every=2))
+    assert type(cfg.decoder) is type(stack)
     flattened, (params, state) = unstacked(cfg), arrays(cfg)
     assert [place.path for place in layers_of(flattened.decoder)] == [f"layers.{number}" for number in range(4)]
     arrays_of_each = unstack_arrays(cfg, params)

@@ -39,7 +39,7 @@ class Plain(ax.Layer):
         if self.config.summary:
             self.add_summary("mean", x.mean())
         if self.config.loss_weight is not None:
-            self.add_loss("square", (x**2).mean(), self.config.loss_weight)
+            self.add_loss("square", (x**2).sum(), x.size, self.config.loss_weight)
         if self.calls is not None:
             self.calls[...] = self.calls[...] + jnp.sum(x > 0).astype(jnp.int32)
         return x

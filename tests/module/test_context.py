@@ -145,8 +145,8 @@ def test_a_loss_is_weighted_and_summed():
     model = build(Both.Config(children=cfg.children))
     p, q = np.asarray(model.p.scale[...], np.float64), np.asarray(model.q.scale[...], np.float64)
     _, collections = invoke(model, ONES)
-    np.testing.assert_allclose(collections.losses["p.square"], 0.5 * np.mean(p**2), rtol=1e-5)
-    np.testing.assert_allclose(collections.losses["q.square"], 2.0 * np.mean((p * q) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(collections.losses["p.square"].mean(), 0.5 * np.mean(p**2), rtol=1e-5)
+    np.testing.assert_allclose(collections.losses["q.square"].mean(), 2.0 * np.mean((p * q) ** 2), rtol=1e-5)
     np.testing.assert_allclose(collections.total_loss(), 0.5 * np.mean(p**2) + 2 * np.mean((p * q) ** 2), rtol=1e-5)
     assert Collections().total_loss() == 0.0
 

@@ -68,7 +68,7 @@ def measure(cfg, x=X):
         "gradients": grads,
         "output": output,
         "summaries": collections.summaries,
-        "losses": collections.losses,
+        "losses": collections.weighted_losses(),
         "state": state,
     }
 
@@ -234,7 +234,7 @@ def test_summaries_of_mapped_examples_are_reduced_by_their_rule():
             self.add_summary(rule.value, x.sum(), rule)
         self.add_histogram("spread", x)
         self.add_summary("whole", jnp.int32(3), Reduce.MAX)
-        self.add_loss("loss", x.sum(), 0.5)
+        self.add_loss("loss", x.sum(), 1, 0.5)
         return x
 
     _, reported = invoke(in_a_parent(lambda self, x: vmap(body)(self, x)), "top", X)
@@ -243,7 +243,7 @@ def test_summaries_of_mapped_examples_are_reduced_by_their_rule():
         "mean": sums.mean(), "sum": sums.sum(), "max": sums.max(), "min": sums.min(), "last": sums[-1]
     }.items():  # fmt: skip
         np.testing.assert_allclose(reported.summaries[f"top.{rule}"].value, value, rtol=1e-6, err_msg=rule)
-    np.testing.assert_allclose(reported.losses["top.loss"], 0.5 * sums.mean(), rtol=1e-6)
+    np.testing.assert_allclose(reported.losses["top.loss"].mean(), 0.5 * sums.mean(), rtol=1e-6)
     np.testing.assert_array_equal(reported.summaries["top.spread"], histogram(X[-1]))
     assert int(reported.summaries["top.whole"].value) == 3
 
@@ -484,7 +484,7 @@ def test_rules_may_report_summaries_of_any_type(kind, differentiated):
 
 def test_a_loss_in_a_rule_is_refused_since_it_would_have_no_gradient():
     def value(x):
-        current().add_loss("aux", x.sum())
+        current().add_loss("aux", x.sum(), 1)
         return x
 
     for run in (

@@ -65,8 +65,11 @@ def test_values_and_gradients_are_those_of_the_layers_called_one_by_one(scanned,
 
 
 def test_losses_and_summaries_are_labelled_by_layer(scanned, by_hand):
-    for kind, name in (("summaries", "mean"), ("losses", "square")):
-        entries, expected = getattr(scanned[3], kind), getattr(by_hand[3], kind)
+    def reported(collections):
+        return {"mean": collections.summaries, "square": collections.weighted_losses()}
+
+    for name, entries in reported(scanned[3]).items():
+        expected = reported(by_hand[3])[name]
         assert list(entries) == [f"layers.*.{name}"]
         assert np.asarray(entries[f"layers.*.{name}"]).shape == (COUNT,)
         assert list(expected) == [f"layers.{index}.{name}" for index in range(COUNT)]
@@ -94,7 +97,7 @@ def test_values_and_losses_follow_the_formula_with_masks_drawn_by_hand(scanned, 
         means.append(np.mean(x))
         counts.append(np.sum(x > 0))
     np.testing.assert_allclose(scanned[2], x, rtol=1e-5)
-    np.testing.assert_allclose(scanned[3].losses["layers.*.square"], losses, rtol=1e-5)
+    np.testing.assert_allclose(scanned[3].losses["layers.*.square"].mean(), losses, rtol=1e-5)
     np.testing.assert_allclose(scanned[3].summaries["layers.*.mean"], means, rtol=1e-5)
     np.testing.assert_array_equal(scanned[4]["layers"]["calls"], counts)
     np.testing.assert_allclose(scanned[0], x.sum() + np.sum(losses), rtol=1e-5)
@@ -106,9 +109,9 @@ def test_a_stack_of_stacks_equals_loops_in_loops():
     looped = run(Unrolled.Config(layer=Unrolled.Config(layer=layer, count=2), count=2))
     np.testing.assert_allclose(nested[0], looped[0], rtol=1e-5)
     assert list(nested[3].losses) == ["layers.*.layers.*.square"]
-    spelled = labelled(nested[3].losses)
+    spelled = labelled(nested[3].weighted_losses())
     assert list(spelled) == list(looped[3].losses)
-    np.testing.assert_allclose(list(spelled.values()), list(looped[3].losses.values()), rtol=1e-5)
+    np.testing.assert_allclose(list(spelled.values()), list(looped[3].weighted_losses().values()), rtol=1e-5)
 
 
 def test_variables_change_in_place_when_the_module_itself_is_called():

@@ -8,6 +8,7 @@ import numpy as np
 
 from axcore.module import abstract
 from axcore.nn import AttentionInputs, CachedRows, Contiguous, ContiguousCache, TokenInfo
+from axcore.train import CrossEntropy
 
 shapes = functools.cache(abstract)
 
@@ -28,6 +29,29 @@ def compiled(cfg, method="__call__"):
 def call(cfg, params, *args, method="__call__"):
     """(output, collections) of a compiled call, on the host."""
     return jax.device_get(compiled(cfg, method)(params, args))
+
+
+@functools.cache
+def compiled_objective(cfg, objective):
+    fn, _, state = shapes(cfg)
+    assert not jax.tree.leaves(state)
+
+    def score(params, batch):
+        (loss, collections), _ = fn(params, {}, batch, method=objective.build())
+        return loss.mean(), collections.weighted_losses()
+
+    return jax.jit(score)
+
+
+def score(cfg, params, batch, **fields):
+    """(cross-entropy, weighted losses beside it) on the host; `fields` are those of `CrossEntropy.Config`."""
+    return jax.device_get(compiled_objective(cfg, CrossEntropy.Config(**fields))(params, batch))
+
+
+def minimized(cfg, **fields):
+    """A function of parameters and batch: the cross-entropy and what is added to it."""
+    objective = CrossEntropy.Config(**fields).build()
+    return lambda params, batch: objective.value(shapes(cfg)[0], params, {}, batch)
 
 
 def wide(params):

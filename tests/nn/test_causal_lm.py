@@ -9,7 +9,7 @@ from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TokenInfo, Trans
 from axcore.parallel import Remat, SaveMatmuls
 
 from . import reference
-from .support import call, layer_of, parameters, shapes, wide
+from .support import call, layer_of, minimized, parameters, score, shapes, wide
 
 VOCAB, DIM, HEADS, KV_HEADS = 7, 4, 2, 1
 LAYER = TransformerLayer.Config(
@@ -91,71 +91,67 @@ def test_a_token_changes_no_logit_before_it():
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.25])
 def test_the_loss_is_a_weighted_mean_and_the_z_loss_stands_beside_it(z_loss):
-    cfg = model(z_loss=z_loss)
+    cfg = model()
     params = parameters(cfg)
-    loss, collections = call(cfg, params, BATCH, method="loss")
+    loss, added = score(cfg, params, BATCH, z_loss=z_loss)
     expected, expected_z = reference_objective(params, z_loss=z_loss)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    assert list(collections.losses) == (["z_loss"] if z_loss else [])
-    np.testing.assert_allclose(collections.total_loss(), expected_z, rtol=1e-5)
+    assert list(added) == (["z_loss"] if z_loss else [])
+    np.testing.assert_allclose(sum(added.values()), expected_z, rtol=1e-5)
 
 
 def test_the_loss_of_packed_rows_uses_their_segments():
     cfg = model()
     params = parameters(cfg)
     batch = {**BATCH, "positions": POSITIONS, "segment_ids": SEGMENTS}
-    loss, _ = call(cfg, params, batch, method="loss")
+    loss, _ = score(cfg, params, batch)
     np.testing.assert_allclose(loss, reference_objective(params, batch)[0], rtol=1e-5)
     assert abs(loss - reference_objective(params)[0]) > 1e-3
 
 
 @pytest.mark.parametrize("ignored", [-1, -100, VOCAB, 10**6])
 def test_a_target_that_does_not_count_may_hold_any_number(ignored):
-    cfg = model(z_loss=0.25)
+    cfg = model()
     params = parameters(cfg)
     batch = {**BATCH, "targets": np.where(WEIGHTS > 0, BATCH["targets"], ignored).astype(np.int32)}
-    loss, collections = call(cfg, params, batch, method="loss")
+    loss, added = score(cfg, params, batch, z_loss=0.25)
     expected, expected_z = reference_objective(params, z_loss=0.25)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(collections.total_loss(), expected_z, rtol=1e-5)
+    np.testing.assert_allclose(added["z_loss"], expected_z, rtol=1e-5)
 
 
 def test_the_loss_stays_a_mean_when_weights_are_small():
-    cfg = model(z_loss=0.25)
+    cfg = model()
     params = parameters(cfg)
     batch = {**BATCH, "weights": np.full((2, 5), 0.01, np.float32)}
-    loss, collections = call(cfg, params, batch, method="loss")
+    loss, added = score(cfg, params, batch, z_loss=0.25)
     expected, expected_z = reference_objective(params, batch, z_loss=0.25)
     np.testing.assert_allclose(loss, expected, rtol=1e-4)
-    np.testing.assert_allclose(collections.total_loss(), expected_z, rtol=1e-4)
+    np.testing.assert_allclose(added["z_loss"], expected_z, rtol=1e-4)
 
 
 def test_the_loss_is_zero_when_no_target_counts():
-    cfg = model(z_loss=0.25)
-    loss, collections = call(cfg, parameters(cfg), {**BATCH, "weights": np.zeros((2, 5), np.float32)}, method="loss")
-    assert loss == 0
-    assert collections.total_loss() == 0
-
-
-def test_token_losses_are_cross_entropy_and_log_partition_of_each_target():
     cfg = model()
+    loss, added = score(cfg, parameters(cfg), {**BATCH, "weights": np.zeros((2, 5), np.float32)}, z_loss=0.25)
+    assert loss == 0
+    assert added["z_loss"] == 0
+
+
+def test_smoothed_labels_add_their_share_of_the_mean_cross_entropy_of_all_tokens():
+    cfg = model(pad_vocab_to=8)
     params = parameters(cfg)
-    (losses, log_z), _ = call(cfg, params, BATCH, method="token_losses")
-    logits = reference_logits(params)
-    expected_z = np.log(np.exp(logits).sum(-1))
-    np.testing.assert_allclose(log_z, expected_z, rtol=1e-4, atol=1e-5)
-    picked = np.take_along_axis(logits, BATCH["targets"][..., None], -1)[..., 0]
-    np.testing.assert_allclose(losses, expected_z - picked, rtol=1e-4, atol=1e-5)
+    loss, added = score(cfg, params, BATCH, label_smoothing=0.2)
+    logits = reference_logits(params)[..., :VOCAB]
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    picked = np.take_along_axis(log_p, BATCH["targets"][..., None], -1)[..., 0]
+    labels = 0.8 * np.eye(VOCAB)[BATCH["targets"]] + 0.2 / VOCAB
+    smoothed = -(labels * log_p).sum(-1)
+    np.testing.assert_allclose(loss, -np.average(picked, weights=WEIGHTS), rtol=1e-5)
+    np.testing.assert_allclose(loss + added["label_smoothing"], np.average(smoothed, weights=WEIGHTS), rtol=1e-5)
 
 
 def gradients(cfg, params):
-    fn = shapes(cfg)[0]
-
-    def objective(params):
-        (loss, collections), _ = fn(params, {}, BATCH, method="loss")
-        return loss + collections.total_loss()
-
-    return jax.device_get(jax.jit(jax.grad(objective))(params))
+    return jax.device_get(jax.jit(jax.grad(minimized(cfg, z_loss=0.25)))(params, BATCH))
 
 
 def moved(tree, path, by):
@@ -171,7 +167,7 @@ def moved(tree, path, by):
 def test_the_gradient_of_every_parameter_is_the_slope_of_the_float64_reference(options):
     decoder = {name: value for name, value in options.items() if name != "head"}
     head = {name: value for name, value in options.items() if name == "head"}
-    cfg = ax.select(model(z_loss=0.25, **head), Repeat).set(**decoder)
+    cfg = ax.select(model(**head), Repeat).set(**decoder)
     params = parameters(cfg)
     grads, wide_params = gradients(cfg, params), wide(params)
     random = np.random.default_rng(0)

@@ -11,9 +11,10 @@ from axcore.module import ContextError
 from axcore.nn import CausalLM, Linear, Sequence
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch, tiny_model
+from axcore.train import CrossEntropy
 
 from . import reference
-from .support import call, parameters, shapes, wide
+from .support import minimized, parameters, shapes, wide
 
 VOCAB, DIM, ROWS, SEQ = 11, 4, 2, 7
 RANDOM = np.random.default_rng(0)
@@ -29,15 +30,15 @@ def model(**options):
     return CausalLM.Config(**{"vocab_size": VOCAB, "dim": DIM, "decoder": Sequence.Config(layers=())} | options)
 
 
-def run(cfg, params, batch=BATCH, **options):
-    """Loss, z-loss and gradients of both together."""
-    fn = shapes(cfg)[0]
+def run(cfg, params, batch=BATCH, **fields):
+    """Loss, the losses beside it, and gradients of all together."""
+    fn, objective = shapes(cfg)[0], CrossEntropy.Config(**fields).build()
 
-    def objective(params):
-        (loss, collections), _ = fn(params, {}, batch, method="loss", **options)
-        return loss + collections.total_loss(), (loss, collections.losses)
+    def minimized(params):
+        (loss, collections), _ = fn(params, {}, batch, method=objective)
+        return loss.mean() + collections.total_loss(), (loss.mean(), collections.weighted_losses())
 
-    (_, reported), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params)
+    (_, reported), grads = jax.jit(jax.value_and_grad(minimized, has_aux=True))(params)
     return jax.device_get((reported, grads))
 
 
@@ -45,21 +46,23 @@ def run(cfg, params, batch=BATCH, **options):
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_no_chunk_changes_a_loss_or_a_gradient(chunk, tied):
     options = {"head": None} if tied else {"head": Linear.Config(use_bias=True)}
-    cfg = model(z_loss=0.1, softcap=5.0, **options)
+    cfg, fields = model(softcap=5.0, **options), {"z_loss": 0.1, "label_smoothing": 0.1}
     params = parameters(cfg)
-    (loss, added), grads = run(cfg, params)
-    (chunked, chunked_added), chunked_grads = run(cfg.set(loss_chunk=chunk), params)
+    (loss, added), grads = run(cfg, params, **fields)
+    (chunked, chunked_added), chunked_grads = run(cfg, params, chunk=chunk, **fields)
     np.testing.assert_allclose(chunked, loss, rtol=1e-6)
-    np.testing.assert_allclose(chunked_added["z_loss"], added["z_loss"], rtol=1e-6)
+    assert chunked_added.keys() == added.keys() == {"z_loss", "label_smoothing"}
+    for name, value in added.items():
+        np.testing.assert_allclose(chunked_added[name], value, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), chunked_grads, grads)
 
 
 def test_the_loss_in_chunks_follows_the_formula():
-    cfg = model(z_loss=0.1, loss_chunk=3)
+    cfg = model()
     params = parameters(cfg)
     p = wide(params)
     logits = reference.rms_norm(p["embedding"]["weight"][BATCH["inputs"]], p["norm"]["scale"]) @ p["head"]["weight"]
-    (loss, added), _ = run(cfg, params)
+    (loss, added), _ = run(cfg, params, z_loss=0.1, chunk=3)
     expected, z_loss = reference.objective(logits, BATCH["targets"], BATCH["weights"], 0.1)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(added["z_loss"], z_loss, rtol=1e-5)
@@ -67,27 +70,19 @@ def test_the_loss_in_chunks_follows_the_formula():
 
 @pytest.mark.parametrize("ignored", [-1, -100, VOCAB, 10**6])
 def test_a_target_that_does_not_count_may_hold_any_number_in_chunks_too(ignored):
-    cfg = model(z_loss=0.1, loss_chunk=3)
-    params = parameters(cfg)
-    targets = np.where(BATCH["weights"] > 0, BATCH["targets"], ignored).astype(np.int32)
-    expected, found = run(cfg, params), run(cfg, params, {**BATCH, "targets": targets})
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)
-
-
-def test_token_losses_are_the_same_in_chunks():
     cfg = model()
     params = parameters(cfg)
-    whole, chunked = (call(each, params, BATCH, method="token_losses")[0] for each in (cfg, cfg.set(loss_chunk=3)))
-    assert chunked[0].shape == (ROWS, SEQ)
-    for one, other in zip(whole, chunked, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-6)
+    targets = np.where(BATCH["weights"] > 0, BATCH["targets"], ignored).astype(np.int32)
+    fields = {"z_loss": 0.1, "chunk": 3}
+    expected, found = run(cfg, params, **fields), run(cfg, params, {**BATCH, "targets": targets}, **fields)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)
 
 
 def test_a_whole_model_learns_the_same_in_bfloat16_with_remat():
     cfg = ax.select(tiny_model(), "decoder").set(remat=Remat()).set(dtypes=ax.DTypes(compute="bfloat16"))
     params = parameters(cfg, scale=0.2)
     (loss, _), grads = run(cfg, params, tiny_batch())
-    (chunked, _), chunked_grads = run(cfg.set(loss_chunk=3), params, tiny_batch())
+    (chunked, _), chunked_grads = run(cfg, params, tiny_batch(), chunk=3)
     np.testing.assert_allclose(chunked, loss, rtol=1e-5)
     for path, gradient in jax.tree.leaves_with_path(grads):
         found = chunked_grads
@@ -106,29 +101,23 @@ def sizes(jaxpr):
             yield from sizes(inner)
 
 
-def wide_model(chunk):
-    """A vocabulary that outweighs all else: 64 places of 8 rows, 16 wide, 1024 tokens."""
-    return model(vocab_size=1024, dim=16, loss_chunk=chunk, z_loss=0.1)
+WIDE = model(vocab_size=1024, dim=16)
+"""A vocabulary that outweighs all else: 64 places of 8 rows, 16 wide, 1024 tokens."""
 
 
 ROWS_OF_MANY = {"inputs": np.zeros((8, 64), np.int32), "targets": np.ones((8, 64), np.int32)}
 MANY = {**ROWS_OF_MANY, "weights": np.ones((8, 64), np.float32)}
 
 
-def learning(cfg):
-    fn, params, _ = shapes(cfg)
-
-    def objective(params):
-        (loss, collections), _ = fn(params, {}, MANY, method="loss")
-        return loss + collections.total_loss()
-
-    return jax.grad(objective), params
+def learning(cfg, chunk):
+    value = minimized(cfg, z_loss=0.1, chunk=chunk)
+    return jax.grad(lambda params: value(params, MANY)), shapes(cfg)[1]
 
 
 @pytest.mark.parametrize("head", [{}, {"head": None}], ids=["head", "tied"])
 def test_no_array_holds_all_logits_forward_or_backward(head):
     def largest(chunk):
-        step, params = learning(wide_model(chunk).set(**head))
+        step, params = learning(WIDE.set(**head), chunk)
         return max(sizes(jax.make_jaxpr(step)(params).jaxpr))
 
     assert largest(None) >= 8 * 64 * 1024
@@ -137,7 +126,7 @@ def test_no_array_holds_all_logits_forward_or_backward(head):
 
 def test_the_compiled_step_needs_a_fraction_of_the_memory():
     def temporaries(chunk):
-        step, params = learning(wide_model(chunk))
+        step, params = learning(WIDE, chunk)
         return jax.jit(step).lower(params).compile().memory_analysis().temp_size_in_bytes
 
     whole, eighth = temporaries(None), temporaries(8)
@@ -148,34 +137,39 @@ def test_the_compiled_step_needs_a_fraction_of_the_memory():
 class Noisy(ax.Layer):
     """An adapter that adds noise of each input, as dropout does."""
 
-    def __call__(self, x, y, weight):
+    def __call__(self, x, y, weight, product):
         return y + jax.random.normal(self.rng("noise"), y.shape)
 
 
 def test_each_piece_draws_its_own_bits():
-    cfg = model(head=Linear.Config(adapter=Noisy.Config()), loss_chunk=2)
+    cfg = model(head=Linear.Config(adapter=Noisy.Config()))
     params = jax.tree.map(jnp.zeros_like, parameters(cfg))  # all logits are noise
     batch = {"inputs": np.zeros((1, 8), np.int32), "targets": np.zeros((1, 8), np.int32)}
-    fn = shapes(cfg)[0]
-    (losses, _), _ = fn(params, {}, batch, key=jax.random.key(0), method="token_losses")[0]
+    fn, objective = shapes(cfg)[0], CrossEntropy.Config(chunk=2).build()
+    batch = {**batch, "weights": np.ones((1, 8), np.float32)}
+
+    def of_each(weights):
+        return fn(params, {}, {**batch, "weights": weights}, key=jax.random.key(0), method=objective)[0][0].total
+
+    losses = jax.vmap(of_each)(np.eye(8, dtype=np.float32)[:, None])
     assert len(np.unique(np.asarray(losses))) == 8
 
 
 def reporting(what):
     class Reporting(ax.Layer):
-        def __call__(self, x, y, weight):
+        def __call__(self, x, y, weight, product):
             what(self, y)
             return y
 
-    return model(head=Linear.Config(adapter=Reporting.Config()), loss_chunk=2)
+    return model(head=Linear.Config(adapter=Reporting.Config()))
 
 
 @pytest.mark.parametrize(
     "what",
-    [lambda layer, y: layer.add_summary("mean", y.mean()), lambda layer, y: layer.add_loss("size", jnp.sum(y * y))],
+    [lambda layer, y: layer.add_summary("mean", y.mean()), lambda layer, y: layer.add_loss("size", jnp.sum(y * y), 1)],
     ids=["summary", "loss"],
 )
 def test_what_a_head_reports_of_a_piece_is_refused_rather_than_lost(what):
     cfg = reporting(what)
     with pytest.raises(ContextError, match="nothing can be reported from a piece of a row"):
-        run(cfg, parameters(cfg))
+        run(cfg, parameters(cfg), chunk=2)

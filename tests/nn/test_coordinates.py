@@ -22,7 +22,7 @@ from axcore.parallel import Remat
 from axcore.testing import tiny_batch
 
 from . import reference
-from .support import call, parameters, shapes, wide
+from .support import call, minimized, parameters, wide
 
 BATCH, SEQ, DIM, HEADS = 2, 8, 6, 2
 COORDINATES = np.random.default_rng(0).integers(0, 5, (BATCH, SEQ, 3)).astype(np.int32)
@@ -98,8 +98,7 @@ def test_a_scanned_model_with_remat_learns_from_a_batch_that_has_them(part):
     batch = tiny_batch() | {"positions": COORDINATES}
 
     def compiled(cfg):
-        fn = shapes(cfg)[0]
-        return jax.jit(jax.value_and_grad(lambda params, batch: fn(params, {}, batch, method="loss")[0][0]))
+        return jax.jit(jax.value_and_grad(minimized(cfg)))
 
     run = compiled(saving)
     expected, found = compiled(plain)(params, batch), run(params, batch)

@@ -26,6 +26,7 @@ from axcore.nn import (
 )
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch, tiny_model
+from axcore.train import CrossEntropy
 
 from .support import parameters, shapes
 
@@ -171,7 +172,7 @@ def loss_and_gradient(cfg, params):
     fn = shapes(cfg)[0]
 
     def objective(params):
-        return fn(params, {}, tiny_batch(), key=KEY, training=True, method="loss")[0][0]
+        return CrossEntropy.Config().build().value(fn, params, {}, tiny_batch(), key=KEY, training=True)
 
     return jax.device_get(jax.jit(jax.value_and_grad(objective))(params))
 

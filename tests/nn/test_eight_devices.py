@@ -26,6 +26,7 @@ from axcore.nn import (
 from axcore.parallel import Layout, Mesh
 from axcore.testing import tiny_batch
 from axcore.testing.devices import steps
+from axcore.train import CrossEntropy
 
 FSDP = Mesh(shape={"data": 2, "fsdp": 4})
 ONE = Mesh(shape={"data": 1, "fsdp": 1})
@@ -54,8 +55,6 @@ def latent():
         decoder=Repeat.Config(num_layers=2, layers=layer),
         future=(FutureToken.Config(layer=layer),),
         pad_vocab_to=8,
-        loss_chunk=3,
-        z_loss=1e-2,
     )
 
 
@@ -92,7 +91,7 @@ def batch():
 @pytest.mark.parametrize("model", [latent, pytest.param(fused, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", [TENSOR, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["fsdp, tensor", "fsdp"])
 def test_eight_devices_give_the_loss_and_the_gradients_of_one(model, mesh):
-    one, many = steps(model(), batch(), [ONE, mesh])
+    one, many = steps(model(), batch(), [ONE, mesh], CrossEntropy.Config(z_loss=1e-2, chunk=3))
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
     assert many["updates"].keys() == one["updates"].keys()
     for path, update in one["updates"].items():

@@ -7,7 +7,7 @@ import pytest
 
 import axcore as ax
 from axcore.infer import Decoder, Step
-from axcore.module import abstract
+from axcore.module import abstract, functional
 from axcore.nn import (
     AttentionKernel,
     CausalLM,
@@ -27,11 +27,12 @@ from axcore.nn import (
     use_kernels,
 )
 from axcore.nn.attention.choice import recording
+from axcore.numerics import Numerics
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch
 
 from . import reference, support
-from .support import call, parameters, shapes, wide
+from .support import call, minimized, parameters, wide
 
 BATCH, SEQ, DIM, HEADS = 2, 6, 8, 3
 SIZES = {"num_heads": HEADS, "kv_rank": 5, "query_rank": 7, "content_dim": 4, "position_dim": 2, "value_dim": 3}
@@ -161,20 +162,20 @@ class LowRank(ax.Layer):
         self.a = self.param("a", (cfg.input_dim, 1), Normal(), rngs, axes=(None, None))
         self.b = self.param("b", (1, cfg.output_dim), Normal(), rngs, axes=(None, None))
 
-    def __call__(self, x, y, weight):
+    def __call__(self, x, y, weight, product):
         return y + x @ self.a[...] @ self.b[...]
 
 
-class Rounded(ax.Layer):
-    """A quantizer of weights to multiples of 1/4."""
+class Rounded(Numerics):
+    """Weights in multiples of 1/4."""
 
-    def __call__(self, x, weight):
-        return x @ (jnp.round(4 * weight) / 4)
+    def matrix(self, weight):
+        return jnp.round(4 * weight) / 4
 
 
 @pytest.mark.parametrize("name", ["key_up", "value_up"])
-@pytest.mark.parametrize("slot", ["adapter", "quantizer"])
-def test_adapters_and_quantizers_act_in_absorbed_weights_too(name, slot):
+@pytest.mark.parametrize("slot", ["adapter", "numerics"])
+def test_adapters_and_numerics_act_in_absorbed_weights_too(name, slot):
     linear = Linear.Config(**{slot: (LowRank if slot == "adapter" else Rounded).Config()})
     cfg = latent(**{name: linear})
     params = parameters(cfg)
@@ -213,7 +214,7 @@ def test_a_scanned_model_decodes_what_it_computes_at_once(compute):
     built = cfg.build(rngs=ax.Rngs(0))
     ids = tiny_batch()["inputs"]
     decoder, params, state = Decoder.of(built, cache=ContiguousCache.Config(), batch_size=2, max_len=ids.shape[1])
-    expected = np.asarray(call(cfg, params, ids)[0])
+    expected = np.asarray(call(cfg, functional(built)[1], ids)[0])
     step = jax.jit(decoder.__call__)
     found = []
     for start, stop in [(0, 4), *((i, i + 1) for i in range(4, ids.shape[1]))]:
@@ -226,8 +227,8 @@ def test_a_scanned_model_decodes_what_it_computes_at_once(compute):
 
 def test_a_scanned_model_with_remat_learns_every_parameter():
     cfg = model(remat=Remat())
-    params, fn = parameters(cfg, scale=0.3), shapes(cfg)[0]
-    grads = jax.jit(jax.grad(lambda params: fn(params, {}, tiny_batch(), method="loss")[0][0]))(params)
+    params = parameters(cfg, scale=0.3)
+    grads = jax.jit(jax.grad(lambda params: minimized(cfg)(params, tiny_batch())))(params)
     for path, gradient in jax.tree.leaves_with_path(grads):
         assert np.abs(gradient).max() > 1e-6, jax.tree_util.keystr(path)
 

@@ -9,9 +9,10 @@ import axcore as ax
 from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, FeedForward, FutureToken, Repeat, TransformerLayer
 from axcore.parallel import Remat
+from axcore.train import CrossEntropy
 
 from . import reference
-from .support import call, layer_of, parameters, shapes, wide
+from .support import call, layer_of, parameters, score, shapes, wide
 
 VOCAB, DIM, HEADS, ROWS, SEQ = 7, 4, 2, 2, 6
 LAYER = TransformerLayer.Config(attention=Attention.Config(num_heads=HEADS), ffn=FeedForward.Config(hidden_dim=6))
@@ -23,6 +24,7 @@ BATCH = {
     "targets": IDS[:, 1:],
     "weights": np.array([[1, 0.5, 1, 1, 2, 1], [1, 1, 0, 1, 1, 1]], np.float32),
 }
+OBJECTIVE = CrossEntropy.Config().build()
 PACKED = BATCH | {"segment_ids": SEGMENTS}
 
 
@@ -67,28 +69,29 @@ def losses(params, batch=BATCH, ahead=2, embed=lambda x: x, last=lambda x: x):
 def test_each_module_predicts_one_token_further(ahead, batch):
     cfg = model(ahead)
     params = parameters(cfg)
-    loss, collections = call(cfg, params, batch, method="loss")
+    loss, added = score(cfg, params, batch)
     own, *further = losses(params, batch, ahead)
     np.testing.assert_allclose(loss, own, rtol=1e-5)
-    assert list(collections.losses) == ["future"]
-    np.testing.assert_allclose(collections.losses["future"], 0.3 * np.mean(further), rtol=1e-5)
+    for index, value in enumerate(further):
+        np.testing.assert_allclose(added.pop(f"future.{index}"), 0.3 * value / ahead, rtol=1e-5)
+    assert not added
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1, 2.0])
 def test_the_weight_of_the_mean_of_their_losses_is_set(weight):
     cfg = model(future_weight=weight)
     params = parameters(cfg)
-    _, collections = call(cfg, params, BATCH, method="loss")
-    np.testing.assert_allclose(collections.losses["future"], weight * np.mean(losses(params)[1:]), rtol=1e-5)
+    _, added = score(cfg, params, BATCH)
+    np.testing.assert_allclose(sum(added.values()), weight * np.mean(losses(params)[1:]), rtol=1e-5)
 
 
 def test_tied_embeddings_their_scale_the_softcap_and_chunks_are_the_model_s_own():
-    cfg = ax.select(model(head=None, softcap=1.5, loss_chunk=4), "embedding").set(scale=2.0)
+    cfg = ax.select(model(head=None, softcap=1.5), "embedding").set(scale=2.0)
     params = parameters(cfg)
-    loss, collections = call(cfg, params, PACKED, method="loss")
+    loss, added = score(cfg, params, PACKED, chunk=4)
     own, *further = losses(params, PACKED, embed=lambda x: 2.0 * x, last=lambda x: 1.5 * np.tanh(x / 1.5))
     np.testing.assert_allclose(loss, own, rtol=1e-5)
-    np.testing.assert_allclose(collections.losses["future"], 0.3 * np.mean(further), rtol=1e-5)
+    np.testing.assert_allclose(sum(added.values()), 0.3 * np.mean(further), rtol=1e-5)
 
 
 def test_without_a_target_that_counts_their_loss_is_zero_and_so_is_its_slope():
@@ -98,8 +101,8 @@ def test_without_a_target_that_counts_their_loss_is_zero_and_so_is_its_slope():
     weights[:, 0] = 1  # the modules have no target: what counts for the first is the second place on
 
     def objective(params):
-        (_, collections), _ = fn(params, {}, BATCH | {"weights": weights}, method="loss")
-        return collections.losses["future"]
+        (_, collections), _ = fn(params, {}, BATCH | {"weights": weights}, method=OBJECTIVE)
+        return collections.total_loss()
 
     value, slopes = jax.jit(jax.value_and_grad(objective))(params)
     assert value == 0
@@ -111,19 +114,17 @@ def test_rows_shorter_than_what_is_predicted_ahead_are_no_error(seq):
     cfg = model()
     params = parameters(cfg)
     short = {name: value[:, :seq] for name, value in BATCH.items()}
-    loss, collections = call(cfg, params, short, method="loss")
-    assert np.isfinite(loss) and np.isfinite(collections.losses["future"])
-    assert (collections.losses["future"] == 0) == (seq == 1)
+    loss, added = score(cfg, params, short)
+    assert np.isfinite([loss, *added.values()]).all()
+    assert (sum(added.values()) == 0) == (seq == 1)
 
 
-def test_neither_logits_nor_token_losses_ask_the_modules():
+def test_neither_logits_nor_the_loss_of_the_next_token_ask_the_modules():
     cfg, plain = model(), model(0)
     params = parameters(cfg)
     own = {name: value for name, value in params.items() if name != "future"}
     np.testing.assert_array_equal(call(cfg, params, BATCH["inputs"])[0], call(plain, own, BATCH["inputs"])[0])
-    for one, other in zip(*(call(*each, BATCH, method="token_losses")[0] for each in ((cfg, params), (plain, own))),
-                          strict=True):  # fmt: skip
-        np.testing.assert_array_equal(one, other)
+    assert score(cfg, params, BATCH)[0] == score(plain, own, BATCH)[0]
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -132,8 +133,8 @@ def test_every_parameter_learns_from_the_tokens_ahead(compute):
     params, fn = parameters(cfg), shapes(cfg)[0]
 
     def objective(params):
-        (_, collections), _ = fn(params, {}, PACKED, key=jax.random.key(0), training=True, method="loss")
-        return collections.losses["future"]
+        (_, collections), _ = fn(params, {}, PACKED, key=jax.random.key(0), training=True, method=OBJECTIVE)
+        return collections.total_loss()
 
     for path, slope in jax.tree.leaves_with_path(jax.jit(jax.grad(objective))(params)):
         at = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -22,7 +22,7 @@ from axcore.parallel import Remat
 from axcore.testing import tiny_batch
 
 from . import reference
-from .support import call, parameters, shapes, wide
+from .support import call, minimized, parameters, wide
 
 BATCH, SEQ, DIM, HEADS = 2, 5, 4, 2
 X = np.random.default_rng(5).normal(size=(BATCH, SEQ, DIM)).astype(np.float32)
@@ -107,8 +107,8 @@ def test_a_layer_is_what_its_formula_says(name):
 def test_a_scanned_stack_with_remat_in_bfloat16_learns_every_parameter(name):
     stack = Repeat.Config(num_layers=2, layers=LAYOUTS[name][0], remat=Remat())
     cfg = CausalLM.Config(vocab_size=32, dim=DIM, decoder=stack, dtypes=ax.DTypes(compute="bfloat16"))
-    fn, params = shapes(cfg)[0], parameters(cfg)
-    loss, grads = jax.jit(jax.value_and_grad(lambda params: fn(params, {}, tiny_batch(), method="loss")[0][0]))(params)
+    params = parameters(cfg)
+    loss, grads = jax.jit(jax.value_and_grad(lambda params: minimized(cfg)(params, tiny_batch())))(params)
     assert np.isfinite(loss)
     for path, gradient in jax.tree.leaves_with_path(grads):
         assert gradient.dtype == np.float32 and np.isfinite(gradient).all()

@@ -8,18 +8,17 @@ import pytest
 import axcore as ax
 from axcore.module import abstract, functional, invoke
 from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, Sequence, TokenInfo, TransformerLayer
+from axcore.numerics import Numerics
 from axcore.testing import tiny_batch, tiny_model
+from axcore.train import CrossEntropy
 
 
-class Doubled(ax.Layer):
-    """A quantizer that computes twice the product."""
+class Doubled(Numerics):
+    """Numerics that compute twice the product."""
 
-    class Config(ax.Layer.Config):
-        output_dim: int = ax.REQUIRED
-
-    def __call__(self, x, weight):
-        assert weight.shape[-1] == self.config.output_dim
-        return 2 * (x @ weight)
+    def __call__(self, x, weight, product):
+        assert weight.shape == self.config.shape
+        return 2 * product(x, weight)
 
 
 class Plus(ax.Layer):
@@ -34,18 +33,18 @@ class Plus(ax.Layer):
         shape = (cfg.input_dim, cfg.output_dim)
         self.extra = self.param("extra", shape, Normal(stddev=1.0), rngs, axes=cfg.axes)
 
-    def __call__(self, x, y, weight):
+    def __call__(self, x, y, weight, product):
         assert y.shape[-1] == weight.shape[-1]
-        return y + x @ self.extra[...]
+        return y + product(x, self.extra[...])
 
 
-def test_quantizer_computes_the_product_and_adapter_corrects_it_before_the_bias():
+def test_numerics_compute_the_product_and_adapter_corrects_it_before_the_bias():
     cfg = Linear.Config(
         input_dim=3,
         output_dim=4,
         use_bias=True,
         axes=("embed", "mlp"),
-        quantizer=Doubled.Config(),
+        numerics=Doubled.Config(),
         adapter=Plus.Config(),
     )
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
@@ -102,7 +101,7 @@ def loss_of(decoder, params_of=None):
     cfg = CausalLM.Config(vocab_size=32, dim=8, decoder=decoder)
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     params = params if params_of is None else params_of(params)
-    return fn(params, state, tiny_batch(), method="loss")[0][0], params
+    return CrossEntropy.Config().build().value(fn, params, state, tiny_batch()), params
 
 
 def test_a_sequence_in_a_scan_is_a_sequence_of_all_its_layers():

@@ -24,6 +24,7 @@ from axcore.nn import (
     edit_layers,
     layers_of,
     stacked,
+    use_remat,
 )
 from axcore.parallel import Remat, SaveMatmuls
 from axcore.testing import tiny_model
@@ -151,6 +152,17 @@ def test_remat_and_unroll_go_to_every_scan():
     assert (grouped.num_layers, grouped.unroll, grouped.remat) == (3, 1, None)  # one step is a group of two layers
     assert grouped.layers.remat == SaveMatmuls()  # ... each of which is recomputed alone
     assert [each.unroll for each in repeats(stacked([layer(0)] * 3, unroll=100))] == [3]
+
+
+def test_remat_of_all_stacks_is_that_of_each_layer():
+    decoder = use_remat(stacked([layer(kind) for kind in [0, 1, 1, 1, 2, 1, 2, 1]]), Remat())
+    assert [type(part).__qualname__ for part in decoder.layers] == ["FeedForward.Config", *["Repeat.Config"] * 2]
+    assert decoder.remat == Remat()  # of the first
+    assert [(part.remat, getattr(part.layers, "remat", None)) for part in decoder.layers[1:]] == [
+        (Remat(), None),
+        (None, Remat()),
+    ]
+    assert use_remat(decoder, None) == stacked([layer(kind) for kind in [0, 1, 1, 1, 2, 1, 2, 1]])
 
 
 def test_layers_that_do_not_repeat_are_recomputed_alone():

@@ -10,7 +10,7 @@ from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, Embedding, FeedForward, Linear, Normal, Repeat, Sequence, TransformerLayer
 
 from . import reference
-from .support import call, layer_of, parameters, shapes, wide
+from .support import call, layer_of, minimized, parameters, score, shapes, wide
 
 VOCAB, DIM, HEADS = 7, 4, 2
 LAYER = TransformerLayer.Config(attention=Attention.Config(num_heads=HEADS), ffn=FeedForward.Config(hidden_dim=6))
@@ -79,16 +79,16 @@ def test_the_position_slot_sees_embeddings_and_positions():
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_the_softcap_bounds_logits_and_the_loss_is_of_those(tied):
-    cfg = model(softcap=0.5, z_loss=0.1, **({"head": None} if tied else {}))
+    cfg = model(softcap=0.5, **({"head": None} if tied else {}))
     params = parameters(cfg, scale=1.0)
     raw = by_formula(params)
     assert np.abs(raw).max() > 0.5
     capped = 0.5 * np.tanh(raw / 0.5)
     np.testing.assert_allclose(call(cfg, params, IDS)[0], capped, rtol=1e-4, atol=1e-5)
-    loss, collections = call(cfg, params, BATCH, method="loss")
+    loss, added = score(cfg, params, BATCH, z_loss=0.1)
     expected, z_loss = reference.objective(capped, BATCH["targets"], BATCH["weights"], 0.1)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    np.testing.assert_allclose(collections.losses["z_loss"], z_loss, rtol=1e-5)
+    np.testing.assert_allclose(added["z_loss"], z_loss, rtol=1e-5)
 
 
 def padded_params(params, rows):
@@ -104,19 +104,16 @@ def padded_params(params, rows):
     return params | tables
 
 
-def objective(cfg):
-    def of(params):
-        (loss, collections), _ = shapes(cfg)[0](params, {}, BATCH, method="loss")
-        return loss + collections.total_loss()
-
-    return jax.jit(jax.value_and_grad(of))
+def objective(cfg, chunk):
+    value = minimized(cfg, z_loss=0.1, label_smoothing=0.1, chunk=chunk)
+    return jax.jit(jax.value_and_grad(lambda params: value(params, BATCH)))
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 def test_padding_the_vocabulary_changes_no_number_and_the_padding_gets_no_gradient(tied, chunk):
     options = {"head": None} if tied else {}
-    plain = model(z_loss=0.1, softcap=20.0, loss_chunk=chunk, decoder=Sequence.Config(layers=()), **options)
+    plain = model(softcap=20.0, decoder=Sequence.Config(layers=()), **options)
     cfg = plain.set(pad_vocab_to=8)
     params = parameters(plain)
     wider = padded_params(params, 8)
@@ -124,7 +121,7 @@ def test_padding_the_vocabulary_changes_no_number_and_the_padding_gets_no_gradie
     logits = call(cfg, wider, IDS)[0]
     assert logits.shape == (2, 5, VOCAB)
     np.testing.assert_allclose(logits, call(plain, params, IDS)[0], rtol=1e-5, atol=1e-6)
-    (expected, slopes), (found, wider_slopes) = objective(plain)(params), objective(cfg)(wider)
+    (expected, slopes), (found, wider_slopes) = objective(plain, chunk)(params), objective(cfg, chunk)(wider)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert not np.any(wider_slopes["embedding"]["weight"][VOCAB:])
     cut = dict(wider_slopes) | {"embedding": {"weight": wider_slopes["embedding"]["weight"][:VOCAB]}}
@@ -147,7 +144,6 @@ def test_tables_have_rows_up_to_the_next_multiple(to, rows):
     [
         ({"pad_vocab_to": 0}, "pad_vocab_to must be at least 1, not 0"),
         ({"vocab_size": 0}, "vocab_size must be at least 1, not 0"),
-        ({"loss_chunk": 0}, "loss_chunk must be at least 1, not 0"),
         ({"softcap": 0.0}, "softcap must be positive or None, not 0.0"),
         ({"softcap": float("nan")}, "softcap must be positive or None, not nan"),
     ],

@@ -17,7 +17,7 @@ import optax
 from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
-from axcore.train import Learner, Optimizer, Schedule
+from axcore.train import CrossEntropy, Learner, Optimizer, Schedule
 from axcore.train.step import program
 
 from . import sharded
@@ -32,7 +32,9 @@ RULES = {"one": {"batch": "data"}}
 LAYER = TransformerLayer.Config(
     attention=Attention.Config(num_heads=2, num_kv_heads=1), ffn=FeedForward.Config(hidden_dim=12)
 )
-MODEL = CausalLM.Config(vocab_size=11, dim=8, decoder=Repeat.Config(num_layers=2, layers=LAYER), z_loss=0.1)
+MODEL = CausalLM.Config(vocab_size=11, dim=8, decoder=Repeat.Config(num_layers=2, layers=LAYER))
+
+OBJECTIVE = CrossEntropy.Config(z_loss=0.1)
 
 
 class Descent(Optimizer):
@@ -85,15 +87,14 @@ def without_a_trainer():
     fn, shapes, _ = abstract(MODEL)
 
     def objective(params):
-        (loss, collections), _ = fn(params, {}, batch(), method="loss")
-        return loss + collections.losses["z_loss"]
+        return OBJECTIVE.build().value(fn, params, {}, batch())
 
     gradient = jax.jit(jax.grad(objective))(parameters(shapes))
     return {path: np.asarray(leaf).tolist() for path, leaf in by_path(gradient).items()}
 
 
 def one_step(name):
-    made = program(MODEL, LEARNER, layout(name))
+    made = program(MODEL, LEARNER, layout(name), OBJECTIVE)
     start = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.state)
     start.params = parameters(start.params)
     state, rows = jax.device_put(

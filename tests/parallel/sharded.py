@@ -69,7 +69,7 @@ def measure(cfg):
     )
     found = {"value": value, "output": output, "gradients": jax.tree.leaves(grads)}
     found["summaries"] = {path: summary.value for path, summary in collections.summaries.items()}
-    return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), {**found, "losses": collections.losses})
+    return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), {**found, "losses": collections.weighted_losses()})
 
 
 def message(run, child=None, **options):

@@ -28,7 +28,7 @@ def lay_out(cfg, accelerator):
 
 def wrong(cfg, accelerator):
     mesh = cfg.mesh.set(shape={"data": accelerator.count, "fsdp": 1})
-    return cfg.set(mesh=mesh, model=cfg.model.set(z_loss=2e-3))
+    return cfg.set(mesh=mesh, objective=cfg.objective.set(z_loss=2e-3))
 """
 
 

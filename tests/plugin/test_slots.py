@@ -110,7 +110,7 @@ def special(cfg, depth=0):
 """
 
 OFFERS = """
-from axcore.plugin import Feature, KVCache, Quantizer, hookimpl
+from axcore.plugin import Feature, KVCache, NumericsOffer, hookimpl
 
 @hookimpl
 def axcore_kv_caches():
@@ -233,9 +233,9 @@ def test_a_name_that_two_plugins_or_two_kinds_have_is_ambiguous(plugin):
 
 
 def test_two_kinds_of_one_plugin_by_one_name_are_ambiguous_too(plugin):
-    quantizers = "@hookimpl\ndef axcore_quantizers():\n    return [Quantizer('ring', 'a:b', '')]\n"
-    plugin("one", caches={"ring": "Ring"}, more=quantizers)
-    with pytest.raises(PluginError, match=r"kv cache by one .* and quantizer by one"):
+    numerics = "@hookimpl\ndef axcore_numerics():\n    return [NumericsOffer('ring', 'a:b', '')]\n"
+    plugin("one", caches={"ring": "Ring"}, more=numerics)
+    with pytest.raises(PluginError, match=r"kv cache by one .* and numerics by one"):
         use("ring")
 
 

@@ -9,13 +9,14 @@ import axcore as ax
 from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
-from axcore.train import AdamW, Checkpointer, Learner, WarmupStableDecay
+from axcore.train import AdamW, Checkpointer, CrossEntropy, Learner, WarmupStableDecay
 from axcore.train.step import program
 
 LAYER = TransformerLayer.Config(
     attention=Attention.Config(num_heads=2, num_kv_heads=1), ffn=FeedForward.Config(hidden_dim=48)
 )
-MODEL = CausalLM.Config(vocab_size=11, dim=16, decoder=Repeat.Config(num_layers=2, layers=LAYER), z_loss=0.1)
+MODEL = CausalLM.Config(vocab_size=11, dim=16, decoder=Repeat.Config(num_layers=2, layers=LAYER))
+OBJECTIVE = CrossEntropy.Config(z_loss=0.1)
 RATES = {"**": 0.0, "decoder.layers.attention.query.**": 1.0, "norm.**": 0.5}
 TRAINED = {"decoder.layers.attention.query.weight", "norm.scale"}
 
@@ -23,7 +24,7 @@ TRAINED = {"decoder.layers.attention.query.weight", "norm.scale"}
 def made(rates=None, **options):
     schedule = WarmupStableDecay(peak=0.1, warmup_steps=1, decay=0.0)
     learner = Learner.Config(schedule=schedule, rates=rates or {}, **options)
-    return program(MODEL, learner, Mesh().make(jax.devices()[:1]))
+    return program(MODEL, learner, Mesh().make(jax.devices()[:1]), OBJECTIVE)
 
 
 def batch():
@@ -56,8 +57,7 @@ def gradients():
     fn, _, _ = abstract(MODEL)
 
     def objective(params):
-        (loss, collections), _ = fn(params, {}, batch(), training=True, method="loss")
-        return loss + collections.total_loss()
+        return OBJECTIVE.build().value(fn, params, {}, batch(), training=True)
 
     found = by_path(jax.jit(jax.grad(objective))(made().init(jnp.uint32(5)).params))
     return {path: np.asarray(leaf, np.float64) for path, leaf in found.items()}
@@ -87,7 +87,7 @@ def test_clipping_is_to_the_norm_of_the_trained_gradients():
     rates = {"**": 0.0, "norm.**": 1.0}
     schedule = WarmupStableDecay(peak=1e6, warmup_steps=1, decay=0.0)
     learner = Learner.Config(optimizer=optimizer, schedule=schedule, rates=rates, clip_norm=clip)
-    before, after, _ = step(program(MODEL, learner, Mesh().make(jax.devices()[:1])))
+    before, after, _ = step(program(MODEL, learner, Mesh().make(jax.devices()[:1]), OBJECTIVE))
     moved = before["norm.scale"] - np.asarray(after["norm.scale"], np.float64)
     np.testing.assert_allclose(np.linalg.norm(moved), clip, rtol=1e-3)
 

@@ -29,7 +29,7 @@ class Telling(Optimizer):
             frame.add_summary("largest", jnp.stack([jnp.abs(leaf).max() for leaf in jax.tree.leaves(updates)]).max())
             frame.add_summary("draw", jax.random.uniform(frame.rng("noise")))
             if self.config.loss:
-                frame.add_loss("late", 1.0)
+                frame.add_loss("late", 1.0, 1)
             return updates, state
 
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -8,6 +8,7 @@ import numpy as np
 import axcore as ax
 from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, Sequence, TransformerLayer
+from axcore.train import CrossEntropy
 from axcore_cross_layer_kv.groups import use_cross_layer_kv
 
 BATCH, SEQ, VOCAB, DIM, HEADS, KV_HEADS = 2, 6, 13, 8, 4, 2
@@ -66,7 +67,7 @@ def compiled(cfg):
     assert not jax.tree.leaves(state)
 
     def objective(params, batch):
-        return fn(params, {}, batch, method="loss")[0][0]
+        return CrossEntropy.Config().build().value(fn, params, {}, batch)
 
     return jax.jit(jax.value_and_grad(objective))
 

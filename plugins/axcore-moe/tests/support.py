@@ -62,6 +62,6 @@ def expected(params, x, top_k):
         chosen = np.argsort(-logits, kind="stable")[:top_k]
         weights = np.exp(logits[chosen] - logits[chosen].max())
         for expert, weight in zip(chosen, weights / weights.sum(), strict=True):
-            gate, up = (token @ wide["experts"][name][expert] for name in ("gate", "up"))
-            out[i] += weight * ((gate / (1 + np.exp(-gate)) * up) @ wide["experts"]["down"][expert])
+            gate, up = (token @ wide["experts"][name]["weight"][expert] for name in ("gate", "up"))
+            out[i] += weight * ((gate / (1 + np.exp(-gate)) * up) @ wide["experts"]["down"]["weight"][expert])
     return out.reshape(x.shape)

@@ -28,19 +28,17 @@ def weights(name):
 def of_fused(given):
     """Parameters of an expert layer from `transformers`' [expert, 2 hidden, input] and [expert, input, hidden]."""
     gate, up = jnp.split(given["experts.gate_up_proj"].swapaxes(1, 2), 2, axis=-1)
-    return {"gate": gate, "up": up, "down": given["experts.down_proj"].swapaxes(1, 2)}
+    found = {"gate": gate, "up": up, "down": given["experts.down_proj"].swapaxes(1, 2)}
+    return {name: {"weight": weight} for name, weight in found.items()}
 
 
 def of_interleaved(given):
     """The same of gpt-oss, whose gate and up take turns and whose matrices are [input, output]."""
     fused, bias = given["experts.gate_up_proj"], given["experts.gate_up_proj_bias"]
     return {
-        "gate": fused[..., ::2],
-        "up": fused[..., 1::2],
-        "gate_bias": bias[..., ::2],
-        "up_bias": bias[..., 1::2],
-        "down": given["experts.down_proj"],
-        "down_bias": given["experts.down_proj_bias"],
+        "gate": {"weight": fused[..., ::2], "bias": bias[..., ::2]},
+        "up": {"weight": fused[..., 1::2], "bias": bias[..., 1::2]},
+        "down": {"weight": given["experts.down_proj"], "bias": given["experts.down_proj_bias"]},
     }
 
 

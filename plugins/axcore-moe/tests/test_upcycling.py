@@ -68,9 +68,9 @@ def test_copies_lie_as_the_experts_do():
     sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
     experts = jax.ShapeDtypeStruct((2, 3, 4, 5), np.float32, sharding=sharding)
     block = np.random.default_rng(0).normal(size=(2, 4, 5)).astype(np.float32)
-    made = upcycled({"ffn.up.weight": block, "norm.scale": block}, {"ffn.experts.up": experts})
-    assert list(made) == ["ffn.experts.up"] and made["ffn.experts.up"].sharding == sharding
-    np.testing.assert_array_equal(made["ffn.experts.up"], np.repeat(block[:, None], 3, axis=1))
+    made = upcycled({"ffn.up.weight": block, "norm.scale": block}, {"ffn.experts.up.weight": experts})
+    assert list(made) == ["ffn.experts.up.weight"] and made["ffn.experts.up.weight"].sharding == sharding
+    np.testing.assert_array_equal(made["ffn.experts.up.weight"], np.repeat(block[:, None], 3, axis=1))
 
 
 def test_the_source_is_asked_for_what_lies_as_the_experts_but_for_their_axis():

@@ -1,6 +1,8 @@
 """What can be said of the cuDNN kernel without a GPU; with one (`JAX_PLATFORMS=cuda`), its numbers too."""
 
 import dataclasses
+import importlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +13,27 @@ import axcore as ax
 from axcore.module import abstract
 from axcore.nn import (
     Attention,
+    AttentionInputs,
     Causal,
+    Contiguous,
     Everything,
     KernelRequest,
     ReferenceKernel,
     SameSegment,
     SlidingWindow,
-    on_platform,
+    TokenInfo,
+    attend_in_parts,
+    refusal,
     use_kernels,
 )
-from axcore.nn.kernel_choice import recording
-from axcore.nn.kernels import refusal
+from axcore.nn.attention.choice import recording
 from axcore.testing import KernelSuite, tiny_model
+from axcore_cudnn import primitives
 from axcore_cudnn.kernel import CudnnKernel
 
 WELL = KernelRequest(
     platform="gpu",
+    device_kind="NVIDIA H100 80GB HBM3",
     dtype=np.dtype(jnp.bfloat16),
     batch=2,
     query_len=64,
@@ -35,10 +42,14 @@ WELL = KernelRequest(
     num_kv_heads=2,
     head_dim=128,
     value_dim=128,
+    scale=0.1,
     mask=Causal() & SameSegment(),
-    packed=False,
+    packed=True,
     partial=False,
-    options=("scale",),
+    aligned=True,
+    phase="train",
+    options=(),
+    view=Contiguous,
 )
 KERNEL = CudnnKernel.Config(head_dim=128).build(rngs=ax.Rngs(0))
 
@@ -47,12 +58,21 @@ KERNEL = CudnnKernel.Config(head_dim=128).build(rngs=ax.Rngs(0))
     "changes",
     [
         {},
-        {"mask": Everything()},
+        {"packed": False},
+        {"mask": Everything() & SameSegment()},
         {"mask": Causal() & SlidingWindow(size=4)},
-        {"mask": Causal(), "packed": True},
+        {"mask": Causal() & SameSegment() & SlidingWindow(size=4)},
+        {"mask": Causal()},
+        {"mask": Everything(), "aligned": False, "key_len": 128},
         {"dtype": np.dtype(np.float16)},
         {"num_kv_heads": 8},
         {"head_dim": 64, "value_dim": 64},
+        {"head_dim": 192},
+        {"head_dim": 256, "value_dim": 256},
+        {"query_len": 63, "key_len": 63},
+        {"options": ("sinks", "lse")},
+        {"device_kind": "NVIDIA A100-SXM4-80GB", "packed": False},
+        {"device_kind": ""},
     ],
     ids=str,
 )
@@ -63,23 +83,37 @@ def test_what_it_can_do(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"platform": "tpu"}, "needs an NVIDIA GPU, and this is tpu"),
+        ({"platform": "tpu"}, "requires an NVIDIA GPU, and this is tpu"),
         ({"dtype": np.dtype(np.float32)}, "bfloat16 or float16, not float32"),
-        ({"head_dim": 100, "value_dim": 100}, "multiple of 8 up to 128, not 100"),
-        ({"head_dim": 192}, "multiple of 8 up to 128, not 192"),
-        ({"value_dim": 64}, "keys have 128 features and values 64"),
-        ({"partial": True}, "KV cache"),
-        ({"query_len": 63, "key_len": 63}, "an even number of tokens in a row, not 63"),
-        ({"query_len": 1}, "KV cache"),
-        ({"packed": True}, "packed documents"),
+        ({"head_dim": 100}, "a head_dim that is a multiple of 8 up to 256, got 100"),
+        ({"head_dim": 264}, "a head_dim that is a multiple of 8 up to 256, got 264"),
+        ({"value_dim": 60}, "a value_dim that is a multiple of 8 up to 256, got 60"),
+        ({"value_dim": 256}, "no wider than keys, got value_dim=256 and head_dim=128"),
+        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "for packed rows, got NVIDIA A100-SXM4-80GB"),
+        ({"device_kind": "NVIDIA A100-SXM4-80GB", "packed": False, "head_dim": 256}, "for head_dim=256, value_dim=128"),
+        ({"partial": True}, "some of these do not exist"),
+        ({"query_len": 32, "aligned": False}, "got 32 queries and 64 keys that stand elsewhere"),
         ({"mask": SlidingWindow(size=4)}, "causal masks and causal windows"),
         ({"mask": Causal() | SameSegment()}, "causal masks and causal windows"),
-        ({"options": ("softcap", "sinks")}, "does not take softcap and sinks"),
+        ({"options": ("softcap", "sinks")}, "does not take softcap"),
+        ({"options": ("bias", "dropout")}, "does not take bias and dropout"),
+        ({"batch": 2**15, "query_len": 64, "head_dim": 128}, "one device has 2147483648"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),
 )
 def test_what_it_cannot_do_has_a_reason(changes, reason):
     assert reason in refusal(KERNEL, dataclasses.replace(WELL, **changes))
+
+
+def test_documents_must_be_positive():
+    with pytest.raises(ax.ConfigError, match="documents"):
+        CudnnKernel.Config(head_dim=64, documents=0).build(rngs=ax.Rngs(0))
+
+
+def test_another_jax_is_an_error_that_names_what_is_missing(monkeypatch):
+    monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(MaskType=None))
+    with pytest.raises(ImportError, match=r"requires _dot_product_attention_fwd_p, .* Install jax 0\.11\.2"):
+        primitives._private()
 
 
 def trace(cfg):
@@ -88,36 +122,88 @@ def trace(cfg):
     jax.eval_shape(lambda params, ids: fn(params, state, ids)[0][0], params, ids)
 
 
-def choices(cfg):
-    with recording() as found:
-        trace(cfg)
-    return found
-
-
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what happens on a CPU")
 
 
 @on_cpu
 def test_alone_on_a_cpu_it_is_an_error_with_the_path():
-    cfg = ax.pipe(tiny_model(), ax.use("cudnn"))
-    assert all(isinstance(node.kernel, CudnnKernel.Config) for _, node in ax.select(cfg, Attention))
-    with pytest.raises(
-        ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: CudnnKernel cannot .* this is cpu"
-    ):
+    cfg = ax.pipe(tiny_model(), ax.use("cudnn", documents=4))
+    assert all(node.kernel == CudnnKernel.Config(documents=4) for _, node in ax.select(cfg, Attention))
+    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: .*CudnnKernel: .* this is cpu"):
         trace(cfg)
 
 
 @on_cpu
 def test_in_an_order_the_next_kernel_serves_where_it_cannot():
     cfg = use_kernels(tiny_model(), ("cudnn", "reference")).set(dtypes=ax.DTypes(compute=jnp.bfloat16))
-    (choice,) = choices(cfg)
-    assert isinstance(choice.kernel, ReferenceKernel)
-    assert choice.path == "decoder.layers.*.attention.kernel"
-    assert [(type(kernel), "this is cpu" in reason) for kernel, reason in choice.refused] == [(CudnnKernel, True)]
-    wide = ax.select(cfg, Attention).set(head_dim=64)
-    with on_platform("gpu"):
-        (choice,) = choices(wide)
-    assert isinstance(choice.kernel, CudnnKernel)
+    with recording() as found:
+        trace(cfg)
+    assert isinstance(found[0].kernel, ReferenceKernel)
+    assert [(type(kernel), "this is cpu" in reason) for kernel, reason in found[0].refused] == [(CudnnKernel, True)]
+
+
+on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN runs on an NVIDIA GPU; there is none here")
+
+
+def random_inputs(batch=2, seq=512, heads=8, kv_heads=2, dim=64, segment_ids=None, key_len=None, **more):
+    rng = np.random.default_rng(0)
+    key_len = key_len or seq
+    shapes = [(batch, seq, heads, dim), (batch, key_len, kv_heads, dim), (batch, key_len, kv_heads, dim)]
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    tokens = TokenInfo.of(k[..., 0, 0], segment_ids=segment_ids)
+    query = tokens if seq == key_len else TokenInfo.of(q[..., 0, 0])
+    return AttentionInputs(q, Contiguous(k, v, tokens), query, scale=dim**-0.5, **more)
+
+
+def heads_and_gradients(attend, inputs):
+    def scalar(q, k, v):
+        kv = dataclasses.replace(inputs.plain, k=k, v=v)
+        heads = attend(inputs.replace(q=q, kv=kv))
+        return (heads.astype(jnp.float32) * jnp.sin(jnp.arange(heads.size).reshape(heads.shape))).sum(), heads
+
+    kv = inputs.plain
+    grads, heads = jax.jit(jax.grad(scalar, argnums=(0, 1, 2), has_aux=True))(inputs.q, kv.k, kv.v)
+    return [np.asarray(x, np.float64) for x in (heads, *grads)]
+
+
+@on_gpu
+@pytest.mark.parametrize("documents", [2, 16])
+def test_changing_one_document_leaves_the_others_as_they_are(documents):
+    ids = np.repeat([1, 2, 3, 4, 5], [130, 1, 61, 200, 120])[None].repeat(2, 0)
+    kernel = CudnnKernel.Config(head_dim=64, documents=documents).build(rngs=ax.Rngs(0))
+    inputs = random_inputs(segment_ids=jnp.asarray(ids), mask=Causal() & SameSegment())
+    kv, first = inputs.plain, (ids == 1)[..., None, None]
+    q, k, v = (jnp.where(first, 3 * x + 1, x) for x in (inputs.q, kv.k, kv.v))
+    changed = inputs.replace(q=q, kv=dataclasses.replace(kv, k=k, v=v))
+    one, two = (heads_and_gradients(lambda x: kernel(x)[0], each) for each in (inputs, changed))
+    for before, after in zip(one, two, strict=True):
+        np.testing.assert_array_equal(before[ids > 1], after[ids > 1])
+        assert (before[ids == 1] != after[ids == 1]).any()
+
+
+@on_gpu
+def test_two_halves_of_the_keys_merge_into_one_call():
+    inputs = random_inputs(seq=256, key_len=512, mask=Everything())
+
+    def in_halves(inputs):
+        kv = inputs.plain
+        parts = [jax.tree.map(lambda x, at=at: x[:, at], kv) for at in (slice(256), slice(256, None))]
+        with ax.module.root(KERNEL, key=None, training=True):
+            return attend_in_parts(KERNEL, inputs, parts)[0]
+
+    whole, halves = heads_and_gradients(lambda x: KERNEL(x)[0], inputs), heads_and_gradients(in_halves, inputs)
+    for one, two in zip(whole, halves, strict=True):
+        assert np.linalg.norm(one - two) < 5e-3 * np.linalg.norm(one)
+
+
+@on_gpu
+@pytest.mark.parametrize("seq", [64, 192, 704])
+def test_very_negative_logits_give_finite_gradients(seq):
+    """https://github.com/pytorch/pytorch/issues/196678"""
+    inputs = random_inputs(seq=seq, mask=Causal())
+    kv = inputs.plain
+    shifted = inputs.replace(q=inputs.q + 4, kv=dataclasses.replace(kv, k=kv.k - 4))
+    assert all(np.isfinite(x).all() for x in heads_and_gradients(lambda x: KERNEL(x)[0], shifted))
 
 
 class TestCudnn(KernelSuite):
@@ -126,9 +212,13 @@ class TestCudnn(KernelSuite):
     name = "cudnn"
     platform = "gpu"
     dtypes = ("bfloat16", "float16")
-    lacks = frozenset(
-        {"any_mask", "decoding", "head_dim_192", "head_dim_256", "long", "odd_lengths", "segments", "sinks", "softcap"}
-    )
+    lacks = frozenset({"any_mask", "bias", "decoding", "dropout", "softcap"})
 
     def model(self):
         return ax.select(super().model(), Attention).set(head_dim=16)
+
+
+class TestCudnnInChunks(TestCudnn):
+    """Few documents go the fast way, so that most batches are attended to in chunks."""
+
+    options = {"documents": 1}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import axcore as ax
 from axcore.nn import CausalLM, Linear, Normal, RMSNorm, stacked
 from axcore.parallel import SaveNames
-from axcore.train import AdamW, Learner, Trainer, WarmupCosine
+from axcore.train import AdamW, CrossEntropy, Learner, Trainer, WarmupCosine
 from axcore.train.input import TextFiles, TextInput
 
 
@@ -45,14 +45,25 @@ def causal_lm(
 
 
 def pretraining(
-    model: CausalLM.Config, *, seq_len: int, batch_size: int, steps: int, peak: float = 3e-4, warmup_steps: int = 2000
+    model: CausalLM.Config,
+    *,
+    seq_len: int,
+    batch_size: int,
+    steps: int,
+    peak: float = 3e-4,
+    warmup_steps: int = 2000,
+    loss_chunk: int | None = None,
 ) -> Trainer.Config:
     """Pre-training with AdamW, a cosine schedule and FSDP.
 
     The text and its tokenizer are REQUIRED: set `input.source.folder` and `input.tokenizer`.
+
+    Args:
+        loss_chunk: `chunk` of the cross-entropy, for large vocabularies.
     """
     return Trainer.Config(
         model=model,
+        objective=CrossEntropy.Config(chunk=loss_chunk),
         input=TextInput.Config(
             source=TextFiles.Config(), tokenizer=ax.REQUIRED, seq_len=seq_len, batch_size=batch_size
         ),

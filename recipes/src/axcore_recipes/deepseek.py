@@ -20,7 +20,6 @@ def deepseek_v3() -> Trainer.Config:
         dim=7168,
         vocab_size=129_280,
         eps=1e-6,
-        loss_chunk=1024,
         future=(FutureToken.Config(layer=sparse),),
     )
     model = ax.pipe(
@@ -41,4 +40,4 @@ def deepseek_v3() -> Trainer.Config:
             where=ax.tagged("experts"),
         ),
     )
-    return pretraining(model, seq_len=4096, batch_size=15_360, steps=235_000, peak=2.2e-4)
+    return pretraining(model, seq_len=4096, batch_size=15_360, steps=235_000, peak=2.2e-4, loss_chunk=1024)

@@ -58,7 +58,7 @@ def gemma3(
     every = Causal() & SameSegment()
     local, far = layer(every & SlidingWindow(size=window), "local"), layer(every, "global")
     layers = [far if number % 6 == 5 else local for number in range(num_layers)]
-    model = causal_lm(layers, dim=dim, vocab_size=vocab_size, eps=1e-6, tied=True, norm=norm, loss_chunk=512)
+    model = causal_lm(layers, dim=dim, vocab_size=vocab_size, eps=1e-6, tied=True, norm=norm)
     model = ax.select(model, "embedding").set(scale=math.sqrt(dim))
     return ax.pipe(
         model,
@@ -79,4 +79,4 @@ def gemma3_4b() -> Trainer.Config:
         vocab_size=262_208,
         window=1024,
     )
-    return pretraining(model, seq_len=32_768, batch_size=128, steps=1_000_000)
+    return pretraining(model, seq_len=32_768, batch_size=128, steps=1_000_000, loss_chunk=512)

@@ -49,10 +49,10 @@ def gpt_oss_20b() -> Trainer.Config:
 
     every = Causal() & SameSegment()
     local, far = layer(every & SlidingWindow(size=128)), layer(every)
-    model = causal_lm([local, far] * 12, dim=2880, vocab_size=201_088, loss_chunk=512)
+    model = causal_lm([local, far] * 12, dim=2880, vocab_size=201_088)
     model = ax.pipe(
         model,
         ax.use("rope", theta=150_000.0, scaling=YARN),
         ax.use("moe", num_experts=32, top_k=4, router_bias=True, balance=1e-3),
     )
-    return pretraining(model, seq_len=4096, batch_size=1024, steps=500_000)
+    return pretraining(model, seq_len=4096, batch_size=1024, steps=500_000, loss_chunk=512)

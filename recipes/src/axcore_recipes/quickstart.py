@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Repeat, TransformerLayer, Zeros
-from axcore.train import AdamW, Checkpointer, Learner, Trainer, WarmupStableDecay
+from axcore.train import AdamW, Checkpointer, CrossEntropy, Learner, Trainer, WarmupStableDecay
 from axcore.train.input import ByteTokenizer, TextInput
 from axcore_recipes.corpus import StandardLibrary
 from axcore_recipes.text_reports import CompressionReport, LossPlot, SampleReport
@@ -28,8 +28,8 @@ def quickstart() -> Trainer.Config:
             dim=128,
             decoder=Repeat.Config(num_layers=4, layers=layer, unroll=4),
             head=None,
-            z_loss=1e-4,
         ),
+        objective=CrossEntropy.Config(z_loss=1e-4),
         input=TextInput.Config(source=StandardLibrary.Config(), tokenizer=tokenizer, seq_len=128, batch_size=8),
         learner=Learner.Config(
             optimizer=AdamW.Config(weight_decay=0.1),

@@ -22,6 +22,7 @@ from axcore.nn.attention.choice import Choice, ChooseKernel, recording
 from axcore.parallel import Layout
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
 from axcore.plugin.hooks import OFFERS
+from axcore.train import CrossEntropy
 from axcore.train.trainer import batch_form
 
 CORE = f"axcore {axcore.__version__}"
@@ -140,8 +141,9 @@ def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:
     """The choice of each kernel slot, by its path in the config."""
     whole = has_field(cfg, "model")
     model, prefix = (cfg.model, "model") if whole else (cfg, "")
-    if not hasattr(model.target, "loss"):
+    if not hasattr(model.target, "predictions"):
         return {}
+    objective = (cfg.objective if whole else CrossEntropy.Config()).build()
     if whole:
         batch = batch_form(cfg.input)
     else:
@@ -150,7 +152,7 @@ def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:
     fn, params, state = abstract(model, prefix)
 
     def loss(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
-        return fn(params, state, batch, key=key, training=True, method="loss")[0][0]
+        return objective.value(fn, params, state, batch, key=key, training=True)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     with layout.active() if layout is not None else contextlib.nullcontext(), recording() as found:

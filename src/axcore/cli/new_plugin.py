@@ -15,7 +15,7 @@ from axcore.plugin import registry
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 """A folder for each kind. Each is a distribution itself, called `axcore-new-KIND`, of the plugin `new-KIND`."""
-KINDS = ("layer", "attention", "kv_cache", "parallelism", "quantizer", "recipe")
+KINDS = ("layer", "attention", "kv_cache", "parallelism", "numerics", "recipe")
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PREFIX = "axcore-"
 

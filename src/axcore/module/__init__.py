@@ -1,14 +1,14 @@
 """Layer, the invocation context, and the transforms that carry it."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
-from axcore.module.collections import Collections, Kind, Reduce, Summary, labelled
+from axcore.module.collections import Collections, Kind, LossSum, Reduce, Summary, labelled
 from axcore.module.context import ContextError, Frame, current, root
 from axcore.module.layer import BuildError, DTypes, Layer, method
 from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, vmap, while_loop
 from axcore.module.pure import Functional, Tree, abstract, functional, initializer, invoke
 from axcore.module.rngs import Rngs, fold
 from axcore.module.transforms import scan, stack
-from axcore.module.variables import DecodingState, GradientState
+from axcore.module.variables import DecodingState, GradientState, maxima, overwritten
 
 __all__ = [
     "BuildError",
@@ -21,6 +21,7 @@ __all__ = [
     "GradientState",
     "Kind",
     "Layer",
+    "LossSum",
     "Reduce",
     "Rngs",
     "Summary",
@@ -35,7 +36,9 @@ __all__ = [
     "initializer",
     "invoke",
     "labelled",
+    "maxima",
     "method",
+    "overwritten",
     "remat",
     "root",
     "scan",

@@ -55,6 +55,30 @@ class Summary:
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossSum:
+    """A loss as a sum and the count that divides it, so that parts of a batch add up whatever their sizes.
+
+    Attributes:
+        total, count: float32 scalars; in a scanned stack [layer].
+        weight: of `total / count` in the objective.
+    """
+
+    total: jax.Array
+    count: jax.Array
+    weight: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+    def mean(self, count: jax.Array | None = None) -> jax.Array:
+        """`weight * total / count`, and 0 where the count is 0.
+
+        Args:
+            count: the count of the whole batch, where this is the sum of a part of it.
+        """
+        count = jax.lax.stop_gradient(self.count if count is None else count)
+        return self.weight * self.total / jnp.where(count == 0, 1.0, count)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Collections:
     """What the layers of one call reported, by `path.name`.
@@ -64,29 +88,39 @@ class Collections:
 
     Attributes:
         summaries: values for people.
-        losses: weighted terms of the objective, scalars.
+        losses: terms of the objective beside the main loss.
         outputs: values that `invoke(capture=...)` asked for.
     """
 
     summaries: dict[str, Summary] = dataclasses.field(default_factory=dict)
-    losses: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    losses: dict[str, LossSum] = dataclasses.field(default_factory=dict)
     outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def reduced(self) -> Collections:
-        """Without the leading axis that a map over examples gave: summaries by their rule, losses by their mean."""
+        """Without the leading axis over mapped examples, devices or microbatches: summaries are reduced by their rule,
+        totals and counts of losses add up."""
         summaries = {
             path: dataclasses.replace(summary, value=summary.reduce.over(summary.value))
             for path, summary in self.summaries.items()
         }
-        return Collections(summaries, {path: loss.mean(axis=0) for path, loss in self.losses.items()}, self.outputs)
+        return Collections(summaries, jax.tree.map(lambda leaf: leaf.sum(axis=0), self.losses), self.outputs)
 
     def scalars(self) -> dict[str, jax.Array]:
         """The values of scalar summaries, for a step's metrics."""
         return {path: summary.value for path, summary in self.summaries.items() if summary.kind is Kind.SCALAR}
 
-    def total_loss(self) -> jax.Array | float:
-        """The sum of all weighted losses, over stacked layers too."""
-        return sum((loss.sum() for loss in self.losses.values()), start=0.0)
+    def weighted_losses(self) -> dict[str, jax.Array]:
+        """`weight * total / count` of each loss, for a step's metrics."""
+        return {path: loss.mean() for path, loss in self.losses.items()}
+
+    def total_loss(self, counts: Mapping[str, jax.Array] | None = None) -> jax.Array | float:
+        """The sum of all weighted losses, over stacked layers too.
+
+        Args:
+            counts: those of the whole batch, where these losses are of a part of it.
+        """
+        means = (loss.mean(None if counts is None else counts[path]) for path, loss in self.losses.items())
+        return sum((mean.sum() for mean in means), start=0.0)
 
 
 def labelled(entries: Mapping[str, Any]) -> dict[str, Any]:

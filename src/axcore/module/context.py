@@ -17,7 +17,7 @@ import jax
 from flax import nnx
 
 from axcore.config import AxcoreError, matches
-from axcore.module.collections import Collections, Kind, Reduce, Summary, histogram
+from axcore.module.collections import Collections, Kind, LossSum, Reduce, Summary, histogram
 from axcore.module.rngs import fold
 
 
@@ -103,14 +103,22 @@ class Frame:
         if self.collections is not None and any(matches(pattern, self.path) for pattern in self.captured):
             self.collections.outputs[self.path] = value
 
-    def add_loss(self, name: str, value: Any, weight: float = 1.0) -> None:
-        """Adds `weight * value` to the objective. Losing a loss would change training, so it needs an `invoke`."""
+    def add_loss(self, name: str, total: Any, count: Any, weight: float = 1.0) -> None:
+        """Adds `weight * total / count` to the objective. Requires an `invoke`, since losing a loss changes training.
+
+        Args:
+            total: a scalar, the sum of the loss over tokens, rows or whatever it is a mean of.
+            count: a scalar that depends on the batch alone, such as the number of those tokens. Totals and counts of
+                mapped examples, devices and microbatches add up before the division.
+            weight: a number that is known while tracing.
+        """
         if self.collections is None:
             raise ContextError(
                 f"{self.describe()} adds the loss {name!r}, but nobody collects losses; "
                 f"run it through axcore.invoke(module, ...)"
             )
-        self._record(self.collections.losses, name, jax.numpy.asarray(value * weight))
+        total, count = (jax.numpy.asarray(each, jax.numpy.float32) for each in (total, count))
+        self._record(self.collections.losses, name, LossSum(total, count, float(weight)))
 
     def absorb(self, inner: Collections | None) -> None:
         """Adds what the body of a transform reported; its frames carried full paths already."""

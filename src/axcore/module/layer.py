@@ -203,9 +203,17 @@ class Layer(nnx.Module, Configurable):
         """
         return self.frame.take(name)
 
-    def add_loss(self, name: str, value: Any, weight: float = 1.0) -> None:
-        """Adds `weight * value` (a scalar) to the training objective."""
-        self.frame.add_loss(name, value, weight)
+    def add_loss(self, name: str, total: Any, count: Any, weight: float = 1.0) -> None:
+        """Adds `weight * total / count` to the training objective.
+
+        Args:
+            total: a scalar, the sum of the loss over tokens, rows or whatever it is a mean of.
+            count: a scalar that depends on the batch alone, such as the number of those tokens. Totals and counts of
+                microbatches add up before the division. A loss that is no such sum reports its value with `count=1`,
+                and is then a mean over microbatches.
+            weight: a number that is known while tracing.
+        """
+        self.frame.add_loss(name, total, count, weight)
 
 
 def _with_config(init: Callable[..., None]) -> Callable[..., None]:

@@ -113,8 +113,8 @@ def remat(fn: Body, *, policy: Callable[..., bool] | None = None) -> Body:
 def vmap(fn: Body, *, in_axes: int | Sequence[Any] | None = 0, out_axes: Any = 0) -> Body:
     """`jax.vmap` over the arguments; the module is the same for all.
 
-    Each example draws PRNG bits of its own. Summaries are reduced over the examples by their rule, losses by their
-    mean. Writing a Variable is an error: the examples would write different things.
+    Each example draws PRNG bits of its own. Summaries are reduced over the examples by their rule, totals and
+    counts of losses add up. Writing a Variable is an error: the examples would write different things.
     """
     axes = tuple(in_axes) if isinstance(in_axes, Sequence) else in_axes
 

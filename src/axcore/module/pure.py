@@ -16,6 +16,7 @@ from axcore.config import Config, under
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, root
 from axcore.module.rngs import Rngs
+from axcore.module.variables import GradientState
 
 Tree = dict[str, Any]
 """A nested dict of arrays (or of their shapes, or axes), keyed by attribute name."""
@@ -26,11 +27,11 @@ def invoke(
     *args: Any,
     key: jax.Array | None = None,
     training: bool = False,
-    method: str = "__call__",
+    method: str | Callable[..., Any] = "__call__",
     capture: Sequence[str] = (),
     **kwargs: Any,
 ) -> tuple[Any, Collections]:
-    """Calls `module.method(*args, **kwargs)` in a fresh context.
+    """Calls `module.method(*args, **kwargs)`, or the function `method(module, *args, **kwargs)`, in a fresh context.
 
     Args:
         key: where the layers' PRNG streams start; without it a layer that draws is an error.
@@ -42,7 +43,8 @@ def invoke(
         The result, and what the layers reported on the way.
     """
     with root(module, key=key, training=training, captured=tuple(capture)) as frame:
-        output = getattr(module, method)(*args, **kwargs)
+        call = getattr(module, method) if isinstance(method, str) else functools.partial(method, module)
+        output = call(*args, **kwargs)
     assert frame.collections is not None
     return output, frame.collections
 
@@ -53,7 +55,7 @@ class Functional:
 
     ```python
     fn, params, state = axcore.functional(model)
-    (loss, collections), state = fn(params, state, batch, key=key, training=True, method="loss")
+    (logits, collections), state = fn(params, state, ids, key=key, training=True)
     ```
     """
 
@@ -62,6 +64,8 @@ class Functional:
     """The logical axes of each parameter, as tuples, in the form of `params`."""
     state_axes: Tree
     """Those of the other Variables, in the form of `state`."""
+    gradient_state: Tree
+    """Whether each of those is a `GradientState`, in the form of `state`."""
     activation_axes: frozenset[str] = frozenset()
     """Those that layers declare because no Variable has them; see `Layer.activation_axes`."""
 
@@ -94,7 +98,13 @@ def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
     _refuse_shared(module)
     graphdef, params, state = split(module)
     declared = (getattr(node, "activation_axes", ()) for _, node in nnx.iter_modules(module))
-    fn = Functional(graphdef, _axes(params), _axes(state), frozenset(itertools.chain.from_iterable(declared)))
+    fn = Functional(
+        graphdef,
+        _map(axes_of, params),
+        _map(axes_of, state),
+        _map(lambda each: isinstance(each, GradientState), state),
+        frozenset(itertools.chain.from_iterable(declared)),
+    )
     return fn, nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
 
@@ -159,6 +169,7 @@ def axes_of(variable: nnx.Variable[Any]) -> tuple[str | None, ...]:
     return tuple(axes[len(axes) - ndim :])
 
 
-def _axes(params: Any) -> Tree:
-    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
-    return nnx.to_pure_dict(jax.tree.map(axes_of, params, is_leaf=is_variable))
+def _map(fn: Callable[[nnx.Variable[Any]], Any], state: Any) -> Tree:
+    """A function of each Variable, in the form of its values."""
+    tree: Tree = nnx.to_pure_dict(jax.tree.map(fn, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+    return tree

@@ -12,15 +12,18 @@ from axcore.nn.attention.masks import And, Causal, Everything, Mask, Or, SameSeg
 from axcore.nn.attention.merging import attend_in_parts, merged
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import KernelRequest
-from axcore.nn.causal_lm import CausalLM
+from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
-from axcore.nn.initializers import FanIn, Initializer, Normal, Ones, Zeros
+from axcore.nn.grouped_linear import GroupedLinear
+from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, RaggedDot
+from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Zeros
 from axcore.nn.kv.cache import KVCache, for_decoding
 from axcore.nn.kv.contiguous import ContiguousCache
 from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent
 from axcore.nn.linear import Linear
+from axcore.nn.matmul import Plain, Transposed
 from axcore.nn.multi_token import FutureToken
 from axcore.nn.norm import AcrossHeads, LayerNorm, RMSNorm, Scale
 from axcore.nn.places import Place, Stack
@@ -28,16 +31,20 @@ from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, u
 from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import CachedRows, Phase, TokenInfo
 from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer, stacked
+from axcore.nn.weighted import Weighted
 
 __all__ = [
     "LSE",
+    "MASKED_LOGIT",
     "AcrossHeads",
     "And",
     "Attention",
     "AttentionInputs",
     "AttentionKernel",
     "BaseAttention",
+    "Batched",
     "Bias",
+    "Blocks",
     "CachedRows",
     "Call",
     "Causal",
@@ -52,8 +59,12 @@ __all__ = [
     "Everything",
     "FanIn",
     "FeedForward",
+    "ForEach",
     "FutureToken",
     "Gating",
+    "Grouped",
+    "GroupedLinear",
+    "GroupedMatmul",
     "Heads",
     "InCache",
     "Initializer",
@@ -71,8 +82,11 @@ __all__ = [
     "ParallelLayer",
     "Phase",
     "Place",
+    "Plain",
     "PostNormLayer",
+    "Prediction",
     "RMSNorm",
+    "RaggedDot",
     "ReferenceKernel",
     "Repeat",
     "SameSegment",
@@ -83,6 +97,8 @@ __all__ = [
     "Stock",
     "TokenInfo",
     "TransformerLayer",
+    "Transposed",
+    "Weighted",
     "Zeros",
     "attend",
     "attend_in_parts",

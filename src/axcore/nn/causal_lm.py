@@ -1,7 +1,8 @@
-"""A causal language model and its objective."""
+"""A causal language model."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -15,12 +16,33 @@ from axcore.nn.kv.cache import KVCache
 from axcore.nn.linear import Linear
 from axcore.nn.multi_token import FutureToken, shifted
 from axcore.nn.norm import RMSNorm
-from axcore.nn.pieces import in_pieces
 from axcore.nn.tokens import CachedRows, TokenInfo
 from axcore.nn.transformer import Repeat
 from axcore.parallel import constrain
 
 Batch = Mapping[str, jax.Array]
+MASKED_LOGIT = -1e30
+"""Of rows that only pad the vocabulary: finite, so that zero times it is zero."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Hidden states and the tokens that they predict.
+
+    Attributes:
+        name: `next`, or `future.0` and so on.
+        hidden: [batch, seq, dim], as `CausalLM.logits` takes them.
+        targets: int [batch, seq]; any number where the weight is 0.
+        weights: float [batch, seq], how much each target counts.
+        loss_weight: of the mean loss of this prediction in the objective.
+    """
+
+    name: str = dataclasses.field(metadata={"static": True})
+    hidden: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    loss_weight: float = dataclasses.field(default=1.0, metadata={"static": True})
 
 
 class CausalLM(Layer):
@@ -47,10 +69,6 @@ class CausalLM(Layer):
         """Bounds the logits smoothly: `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
         pad_vocab_to: int = 1
         """The tables have rows up to the next multiple of this, so that they divide over devices. Nothing sees them."""
-        z_loss: float = 0.0
-        """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5); 0 leaves it out."""
-        loss_chunk: int | None = None
-        """Places of each row whose logits exist at once in the loss; the backward pass makes them again. None: all."""
         future: tuple[FutureToken.Config, ...] = ()
         """The first predicts the token after the next, and so on (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
         future_weight: float = 0.3
@@ -63,7 +81,7 @@ class CausalLM(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "vocab_size", "dim", "pad_vocab_to", "loss_chunk")
+        at_least(cfg, 1, "vocab_size", "dim", "pad_vocab_to")
         check_rates(cfg, "dropout")
         if cfg.softcap is not None and not cfg.softcap > 0:
             raise ConfigError(f"softcap must be positive or None, not {cfg.softcap}")
@@ -103,73 +121,48 @@ class CausalLM(Layer):
         hidden = self.decoder(self._embed(ids, tokens), tokens)
         if logits_at is not None:
             hidden = jnp.take_along_axis(hidden, logits_at[:, :, None], axis=1)
-        return self._logits(self.norm(hidden))
+        return self.logits(self.norm(hidden))[..., : self.config.vocab_size]
 
     @method
-    def token_losses(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Cross-entropy of each target in nats, and the log-partition: both float32 [batch, seq]."""
-        return self._cross_entropy(self.norm(self._hidden(batch)[0]), batch["targets"])
-
-    @method
-    def loss(self, batch: Batch) -> jax.Array:
-        """The mean cross-entropy of the targets that count, in nats; other losses are added to the objective beside it:
-        the z-loss, and that of tokens further ahead.
+    def predictions(self, batch: Batch) -> tuple[Prediction, ...]:
+        """What an objective scores: the prediction of the next token, then those of `future`.
 
         Args:
             batch: `inputs`, `targets` int [batch, seq]; `weights` float [batch, seq], 0 where a target does not count;
                 `positions`, `segment_ids` where rows are packed.
         """
-        hidden, tokens = self._hidden(batch)
-        weights = batch["weights"]
-        losses, log_z = self._cross_entropy(self.norm(hidden), batch["targets"])
-        if self.config.z_loss:
-            self.add_loss("z_loss", _mean(jnp.square(log_z), weights), self.config.z_loss)
-        further = []
+        tokens = TokenInfo.of(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
+        hidden = self.decoder(self._embed(batch["inputs"], tokens), tokens)
+        found = [Prediction("next", self.norm(hidden), batch["targets"], batch["weights"])]
         for ahead, module in enumerate(self.future, 1):
             inputs, targets, counted = (shifted(batch[each], ahead) for each in ("inputs", "targets", "weights"))
             if tokens.segment_ids is not None:  # no document predicts the next one
                 counted = jnp.where(shifted(tokens.segment_ids, ahead) == tokens.segment_ids, counted, 0)
             hidden = module(hidden, self._embed(inputs, tokens), tokens)
-            further.append(_mean(self._cross_entropy(module.normed(hidden), targets)[0], counted))
-        if further:
-            self.add_loss("future", sum(further) / len(further), self.config.future_weight)
-        return _mean(losses, weights)
+            weight = self.config.future_weight / len(self.future)
+            found.append(Prediction(f"future.{ahead - 1}", module.normed(hidden), targets, counted, weight))
+        return tuple(found)
+
+    @method
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Scores of every row of the tables, those of padding (see `pad_vocab_to`) masked.
+
+        Args:
+            hidden: [batch, seq, dim], of a `Prediction`.
+
+        Returns:
+            float32 [batch, seq, vocab_size padded]; `MASKED_LOGIT` from `vocab_size` on.
+        """
+        cfg = self.config
+        logits = (self.embedding.attend(hidden) if self.head is None else self.head(hidden)).astype(jnp.float32)
+        if cfg.softcap is not None:
+            logits = cfg.softcap * jnp.tanh(logits / cfg.softcap)
+        if logits.shape[-1] > cfg.vocab_size:  # a slice would cut a dimension that may be sharded
+            logits = jnp.where(jnp.arange(logits.shape[-1]) < cfg.vocab_size, logits, MASKED_LOGIT)
+        return constrain(logits, "batch", "seq", "vocab")
 
     def _embed(self, ids: jax.Array, tokens: TokenInfo) -> jax.Array:
         x = constrain(self.embedding(ids), "batch", "seq", "embed_activation")
         if self.position is not None:
             x = self.position(x, tokens.positions)
         return dropout(self, x, self.config.dropout)
-
-    def _hidden(self, batch: Batch) -> tuple[jax.Array, TokenInfo]:
-        """What the decoder makes of a batch, [batch, seq, dim], before the norm."""
-        tokens = TokenInfo.of(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
-        return self.decoder(self._embed(batch["inputs"], tokens), tokens), tokens
-
-    def _logits(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, dim] -> float32 [batch, seq, vocab_size]."""
-        cfg = self.config
-        logits = (self.embedding.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
-        logits = constrain(logits, "batch", "seq", "vocab")
-        logits = logits[..., : cfg.vocab_size]
-        return logits if cfg.softcap is None else cfg.softcap * jnp.tanh(logits / cfg.softcap)
-
-    def _cross_entropy(self, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[batch, seq, dim], int [batch, seq] -> as `token_losses`."""
-
-        def of_piece(self: CausalLM, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-            logits = self._logits(x)
-            log_z = jax.nn.logsumexp(logits, axis=-1)
-            return log_z - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], log_z
-
-        chunk = self.config.loss_chunk
-        if chunk is None or chunk >= x.shape[1]:
-            return of_piece(self, x, targets)
-        return in_pieces(of_piece, chunk)(self, x, targets)
-
-
-def _mean(losses: jax.Array, weights: jax.Array) -> jax.Array:
-    """The mean of the losses that count; 0 where none does."""
-    count = weights.sum()
-    # A target that does not count may be any number (-1 or -100 by custom), and its loss is then not finite.
-    return jnp.where(weights == 0, 0.0, losses * weights).sum() / jnp.where(count == 0, 1.0, count)

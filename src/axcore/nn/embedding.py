@@ -6,15 +6,21 @@ import jax
 import jax.numpy as jnp
 
 from axcore.config import REQUIRED, at_least
-from axcore.module import Layer, Rngs, method
+from axcore.module import Rngs, method
 from axcore.nn.initializers import Initializer, Normal
-from axcore.nn.matmul import matmul
+from axcore.nn.matmul import Transposed
+from axcore.nn.weighted import Weighted
+from axcore.numerics import gather
 
 
-class Embedding(Layer):
-    """A vector for each token id."""
+class Embedding(Weighted):
+    """A vector for each token id.
 
-    class Config(Layer.Config):
+    The slot `numerics` is empty unless a feature fills it. It represents the table, and computes both uses of it: the
+    vectors of ids, and the products of `attend`.
+    """
+
+    class Config(Weighted.Config):
         vocab_size: int = REQUIRED
         output_dim: int = REQUIRED
         init: Initializer = Normal()
@@ -25,14 +31,19 @@ class Embedding(Layer):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         at_least(cfg, 1, "vocab_size", "output_dim")
-        self.weight = self.param("weight", (cfg.vocab_size, cfg.output_dim), cfg.init, rngs, axes=("vocab", "embed"))
+        shape = (cfg.vocab_size, cfg.output_dim)
+        self.make_weight(shape, cfg.init, rngs, axes=("vocab", "embed"), input_axis=-1)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """int [batch, seq] -> [batch, seq, output_dim] in the compute dtype."""
-        x = self.weight[...].astype(self.dtypes.compute)[ids]
+        """int [batch, seq] -> [batch, seq, output_dim] in the compute dtype. Its gradient adds up in float32."""
+        weight = self.representation
+        if self.numerics is None:
+            x = gather(self.weight[...], ids, self.dtypes.compute or jnp.float32)
+        else:
+            x = self.numerics.gather(ids, weight)
         return x if self.config.scale is None else x * jnp.asarray(self.config.scale, x.dtype)
 
     @method
     def attend(self, x: jax.Array) -> jax.Array:
         """[..., output_dim] -> [..., vocab_size]: the product with every embedding, for tied output heads."""
-        return matmul(x, self.weight[...].T)
+        return self.multiply(x, Transposed())

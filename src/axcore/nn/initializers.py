@@ -43,3 +43,12 @@ class FanIn(Initializer):
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         return math.sqrt(self.scale / math.prod(shape[:-1])) * jax.random.normal(key, shape, dtype)
+
+
+class ForEach(Initializer):
+    """Each of the first dimension by `init`, as if it were alone."""
+
+    init: Initializer
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        return jax.vmap(lambda key: self.init(key, shape[1:], dtype))(jax.random.split(key, shape[0]))

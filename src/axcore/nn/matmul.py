@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from axcore.numerics import Product
 from axcore.parallel import is_sharded
 
 
@@ -24,3 +27,24 @@ def matmul(x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None)
     """[..., in] x [in, out] -> [..., out], in the dtype of x, or in that of the sums where it is given."""
     y = jnp.matmul(rows(x), weight.astype(x.dtype), preferred_element_type=accumulate)
     return y.reshape(*x.shape[:-1], weight.shape[-1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plain(Product):
+    """`x @ weight` with one matrix [in, out], as of a linear map."""
+
+    def __call__(self, x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
+        return matmul(x, weight, accumulate)
+
+    def each(self, values: jax.Array) -> jax.Array:
+        return values
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Transposed(Plain):
+    """`x @ weight.T` with one matrix [out, in], as of an output head that is tied to the embedding."""
+
+    def __call__(self, x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
+        return matmul(x, weight.T, accumulate)

@@ -1,4 +1,4 @@
-"""Computing over a row piece by piece, so that what lies between input and output never exists as a whole."""
+"""Computing over rows in pieces, so that what lies between input and output never exists as a whole."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from axcore.module.lifted import Body, Lifted
 
 
 def in_pieces(fn: Body, size: int) -> Body:
-    """`fn(module, *args)` where each output place depends on the same place of the arguments alone, `size` places at a
-    time; the backward pass computes each piece again.
+    """`fn(module, *args)` in pieces of at most `size` places of each row; the backward pass computes each piece again.
+
+    A piece is every n-th place of a row, so that each device has its share of every piece where rows are sharded.
 
     Args:
-        fn: takes the module and arrays [batch, seq, ...]; returns a pytree of such arrays. Each piece draws PRNG bits
-            of its own. It may report nothing and write no Variable.
+        fn: takes the module and arrays [batch, seq, ...]; returns a pytree of such arrays, each place of which depends
+            on the same place of the arguments alone. Each piece draws PRNG bits of its own. It may report nothing and
+            write no Variable.
         size: places of a row that are computed at once.
     """
 
     def wrapped(module: nnx.Module, *args: jax.Array) -> Any:
         lifted = Lifted.of(module, "in_pieces")
         seq = args[0].shape[1]
+        count = -(-seq // size)
 
         def split(x: jax.Array) -> jax.Array:  # [batch, seq, ...] -> [pieces, batch, size, ...]
-            widths = [(0, -seq % size) if axis == 1 else (0, 0) for axis in range(x.ndim)]
-            return rearrange(jnp.pad(x, widths), "b (p s) ... -> p b s ...", s=size)
+            widths = [(0, -seq % count) if axis == 1 else (0, 0) for axis in range(x.ndim)]
+            return rearrange(jnp.pad(x, widths), "b (s p) ... -> p b s ...", p=count)
 
         def joined(x: jax.Array) -> jax.Array:
-            return rearrange(x, "p b s ... -> b (p s) ...")[:, :seq]
+            return rearrange(x, "p b s ... -> b (s p) ...")[:, :seq]
 
         @jax.checkpoint
         def body(numbered: Any) -> Any:

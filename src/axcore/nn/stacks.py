@@ -153,7 +153,10 @@ def _flat(stack: Stack.Config) -> Iterator[Layer.Config]:
 
 
 def unstack_arrays(cfg: Config, tree: Tree) -> Tree:
-    """The arrays of a model in the form of `unstacked(cfg)`. It can be jitted, with output shardings and donation.
+    """The arrays of a model in the form of `unstacked(cfg)`: each layer's are cut out of their stack.
+
+    It can be jitted, with output shardings. Of donated arrays, XLA reuses those that were in no stack; a stack and the
+    layers cut out of it exist at once, until its last reference is gone.
 
     Args:
         cfg: the config that the arrays are of.

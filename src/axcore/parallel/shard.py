@@ -31,8 +31,8 @@ def shard_map(
     device, unless its mesh axes are gathered. `check_vma` is off: a gradient that is taken through the call is right,
     and one that is taken inside `fn` is that of the device's own share.
 
-    Each device draws PRNG bits of its own. Summaries are combined over the devices by their rule, and losses as
-    `Layer.add_loss` says. A Variable may be written if it names its axes; devices that hold the same part of it must
+    Each device draws PRNG bits of its own. Summaries are combined over the devices by their rule; totals and
+    counts of losses add up. A Variable may be written if it names its axes; devices that hold the same part of it must
     write the same value. Of a `GradientState` the largest value over those devices counts.
 
     Args:

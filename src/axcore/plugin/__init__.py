@@ -12,9 +12,9 @@ from axcore.plugin.offers import (
     InputSource,
     KVCache,
     MeshRule,
+    NumericsOffer,
     Offer,
     Optimizer,
-    Quantizer,
     Recipe,
 )
 from axcore.plugin.recipes import current_recipe, recipe
@@ -33,11 +33,11 @@ __all__ = [
     "InputSource",
     "KVCache",
     "MeshRule",
+    "NumericsOffer",
     "Offer",
     "Optimizer",
     "Plugin",
     "PluginError",
-    "Quantizer",
     "Recipe",
     "Registry",
     "State",

@@ -24,7 +24,7 @@ ATTACHABLE = tuple(kind for kind in OFFERS.values() if kind is Feature or kind.s
 def use(name: str, /, **options: Any) -> Modifier:
     """The modifier that attaches what a plugin offers: `axcore.use("rope", theta=500_000.0)`.
 
-    A feature attaches itself as its function says. An attention kernel, KV cache, quantizer, optimizer, input source
+    A feature attaches itself as its function says. An attention kernel, KV cache, numerics, optimizer, input source
     or checkpoint format goes into every slot for it, built from `options`; `where=` says which nodes instead. Where a
     plugin offers both by one name, its feature says how it is attached.
 

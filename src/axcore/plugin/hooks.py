@@ -36,9 +36,9 @@ from axcore.plugin.offers import (
     InputSource,
     KVCache,
     MeshRule,
+    NumericsOffer,
     Offer,
     Optimizer,
-    Quantizer,
     Recipe,
 )
 
@@ -130,15 +130,15 @@ class NumericsHooks:
     """In which numbers a model computes."""
 
     @hookspec
-    def axcore_quantizers(self, host: Host) -> list[Quantizer]:  # type: ignore[empty-body]
-        """Layers for the quantizer slot of `axcore.nn.Linear`. `axcore.use(name)` puts one into every linear layer.
+    def axcore_numerics(self, host: Host) -> list[NumericsOffer]:  # type: ignore[empty-body]
+        """How weights are represented and multiplied. `axcore.use(name)` puts one into every layer with a weight.
 
-        The target is a Layer class, called as `(x, weight) -> y` in place of the matrix product.
+        The target is a subclass of `axcore.numerics.Numerics`.
 
         ```python
         @hookimpl
-        def axcore_quantizers(host: Host) -> list[Quantizer]:
-            return [Quantizer("int8", "axcore_int8.linear:Int8", "Weights and activations in 8 bits.")]
+        def axcore_numerics(host: Host) -> list[NumericsOffer]:
+            return [NumericsOffer("int8", "axcore_int8.numerics:Int8", "Weights and activations in 8 bits.")]
         ```
         """
 
@@ -219,7 +219,7 @@ OFFERS: dict[str, type[Offer]] = {
     "axcore_attention_kernels": AttentionKernel,
     "axcore_kv_caches": KVCache,
     "axcore_mesh_rules": MeshRule,
-    "axcore_quantizers": Quantizer,
+    "axcore_numerics": NumericsOffer,
     "axcore_optimizers": Optimizer,
     "axcore_input_sources": InputSource,
     "axcore_checkpoint_formats": CheckpointFormat,

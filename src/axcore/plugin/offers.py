@@ -45,11 +45,11 @@ class KVCache(Offer):
     slot = "cache"
 
 
-class Quantizer(Offer):
-    """A Layer class for the quantizer slot of `axcore.nn.Linear`, called as `(x, weight) -> y`."""
+class NumericsOffer(Offer):
+    """A subclass of `axcore.numerics.Numerics`, for the numerics slot of layers with a weight."""
 
-    kind = "quantizer"
-    slot = "quantizer"
+    kind = "numerics"
+    slot = "numerics"
 
 
 class Optimizer(Offer):

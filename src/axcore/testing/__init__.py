@@ -5,10 +5,10 @@ from axcore.testing.kernel import KernelSuite
 from axcore.testing.kv_cache import KVCacheSuite
 from axcore.testing.layer import LayerSuite
 from axcore.testing.models import tiny_batch, tiny_model
+from axcore.testing.numerics import NumericsSuite
 from axcore.testing.offer import OfferSuite
 from axcore.testing.optimizer import OptimizerSuite
 from axcore.testing.parallelism import ParallelismSuite
-from axcore.testing.quantizer import QuantizerSuite
 from axcore.testing.recipe import RecipeSuite
 
 __all__ = [
@@ -16,10 +16,10 @@ __all__ = [
     "KVCacheSuite",
     "KernelSuite",
     "LayerSuite",
+    "NumericsSuite",
     "OfferSuite",
     "OptimizerSuite",
     "ParallelismSuite",
-    "QuantizerSuite",
     "RecipeSuite",
     "tiny_batch",
     "tiny_model",

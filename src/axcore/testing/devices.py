@@ -14,14 +14,20 @@ from typing import Any
 COUNT = 8
 
 
-def steps(model: Any, batch: Any, meshes: list[Any]) -> list[dict[str, Any]]:
+def steps(
+    model: Any, batch: Any, meshes: list[Any], objective: Any = None, microbatches: list[int] | None = None
+) -> list[dict[str, Any]]:
     """What one step of plain gradient descent does on each mesh; the first may be of one device.
+
+    Args:
+        objective: its config; None: cross-entropy.
+        microbatches: of the step on each mesh; None: 1.
 
     Returns:
         For each mesh: `loss`, `updates` (path -> float array: the gradient) and `sharded` (paths of parameters of which
         a device holds only a part).
     """
-    results: list[dict[str, Any]] = ask(__name__, (model, batch, meshes))
+    results: list[dict[str, Any]] = ask(__name__, (model, batch, meshes, objective, microbatches or [1] * len(meshes)))
     return results
 
 
@@ -46,34 +52,34 @@ def _serve() -> None:
     import optax
 
     from axcore.testing.models import by_path
-    from axcore.train import Learner, Optimizer, Schedule
+    from axcore.train import CrossEntropy, Learner, Optimizer, Schedule
     from axcore.train.step import program
 
     class Descent(Optimizer):
-        """Gradients as they are: after one step of rate 1, `old - new` is the gradient."""
+        """Gradients as they are, which it also keeps: a difference of parameters would be rounded."""
 
         def transformation(self, axes: Any) -> optax.GradientTransformation:
-            return optax.identity()
+            return optax.trace(decay=0.0)
 
     class One(Schedule):
         def __call__(self, step: jax.Array, total_steps: jax.Array) -> jax.Array:
             return jnp.ones((), jnp.float32)
 
     learner = Learner.Config(optimizer=Descent.Config(), schedule=One(), clip_norm=None)
-    model, batch, meshes = pickle.load(sys.stdin.buffer)
+    model, batch, meshes, objective, microbatches = pickle.load(sys.stdin.buffer)
     results = []
-    for mesh in meshes:
+    for mesh, parts in zip(meshes, microbatches, strict=True):
         count = math.prod(mesh.shape.values())
-        made = program(model, learner, mesh.make(jax.devices()[:count]))
+        layout = mesh.make(jax.devices()[:count])
+        made = program(model, learner, layout, objective or CrossEntropy.Config(), parts)
         state = made.init(jnp.uint32(0))
-        old = {path: np.asarray(leaf) for path, leaf in by_path(state.params).items()}
         rows = jax.device_put(batch, jax.tree.map(lambda leaf: leaf.sharding, made.batch_shapes(batch)))
         new, metrics = made.compile_train(batch)(state, rows)
         moved = by_path(new.params)
         results.append(
             {
                 "loss": float(metrics["loss"]),
-                "updates": {path: old[path] - np.asarray(moved[path]) for path in old},
+                "updates": {path: np.asarray(leaf) for path, leaf in by_path(new.optimizer[1].trace).items()},
                 "sharded": [
                     path for path, leaf in moved.items() if leaf.addressable_shards[0].data.shape != leaf.shape
                 ],

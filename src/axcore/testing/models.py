@@ -12,8 +12,10 @@ import numpy as np
 
 from axcore.module import Rngs, functional
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
+from axcore.train import CrossEntropy
 
 VOCAB_SIZE = 32
+OBJECTIVE = CrossEntropy.Config(z_loss=1e-3)
 Batch = dict[str, jax.Array]
 
 
@@ -22,9 +24,7 @@ def tiny_model() -> CausalLM.Config:
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=4, num_kv_heads=2), ffn=FeedForward.Config(hidden_dim=24)
     )
-    return CausalLM.Config(
-        vocab_size=VOCAB_SIZE, dim=16, decoder=Repeat.Config(num_layers=2, layers=layer), z_loss=1e-3
-    )
+    return CausalLM.Config(vocab_size=VOCAB_SIZE, dim=16, decoder=Repeat.Config(num_layers=2, layers=layer))
 
 
 def tiny_batch(rows: int = 2, seq: int = 8) -> Batch:
@@ -36,8 +36,7 @@ def tiny_batch(rows: int = 2, seq: int = 8) -> Batch:
 def objective(fn: Any, params: Any, state: Any, batch: Batch, *, key: jax.Array | None = None) -> jax.Array:
     """What a training step minimizes: the loss and what layers add to it."""
     key = jax.random.key(2) if key is None else key
-    (loss, collections), _ = fn(params, state, batch, key=key, training=True, method="loss")
-    return loss + collections.total_loss()
+    return OBJECTIVE.build().value(fn, params, state, batch, key=key, training=True)
 
 
 @functools.cache  # several checks look at the same model

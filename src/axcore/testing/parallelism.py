@@ -16,7 +16,7 @@ from axcore.parallel import Mesh, Remat
 from axcore.plugin import Accelerator, MeshRule, Offer, use
 from axcore.plugin.targets import bound
 from axcore.testing import devices
-from axcore.testing.models import Batch, tiny_batch, tiny_model
+from axcore.testing.models import OBJECTIVE, Batch, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite
 from axcore.testing.sharded_step import Compared, compare
 from axcore.train import AdamW, Learner, Trainer, WarmupStableDecay
@@ -66,7 +66,7 @@ class ParallelismSuite(OfferSuite):
             optimizer=AdamW.Config(eps=1.0),  # far below it, a first update is the gradient's sign, and that of noise
             schedule=WarmupStableDecay(peak=1.0, warmup_steps=1, decay=0.0),
         )
-        return Trainer.Config(model=self.model(), learner=learner, steps=1)
+        return Trainer.Config(model=self.model(), objective=OBJECTIVE, learner=learner, steps=1)
 
     def config(self) -> Any:
         return self.modify(self.trainer())
@@ -92,7 +92,7 @@ class ParallelismSuite(OfferSuite):
 
     def test_it_changes_the_layout_and_not_the_training(self) -> None:
         before, after = self.trainer(), self.modify(self.trainer())
-        for name in ("steps", "minutes", "seed", "learner", "input"):
+        for name in ("steps", "minutes", "seed", "objective", "learner", "input"):
             assert getattr(after, name) == getattr(before, name), f"{name} has nothing to do with where arrays lie"
         assert abstract(after.model)[1] == abstract(before.model)[1], "parameters have other shapes or paths"
 

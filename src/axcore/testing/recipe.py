@@ -38,10 +38,11 @@ class RecipeSuite(OfferSuite):
         assert cfg == self.config()
 
     def test_the_whole_model_traces(self) -> None:
-        fn, params, state = abstract(self.config().model, "model")
+        cfg = self.config()
+        fn, params, state = abstract(cfg.model, "model")
         assert jax.tree.leaves(params)
-        batch = jax.eval_shape(lambda: self._batch(self.config().model))
-        loss = jax.eval_shape(lambda params, batch: fn(params, state, batch, method="loss")[0][0], params, batch)
+        batch, objective = jax.eval_shape(lambda: self._batch(cfg.model)), cfg.objective.build()
+        loss = jax.eval_shape(lambda params, batch: objective.value(fn, params, state, batch), params, batch)
         assert loss.shape == ()
 
     def test_a_small_model_of_its_kind_can_be_trained(self) -> None:

@@ -51,7 +51,7 @@ def _step(cfg: Any, start: Any, batch: Any, count: int) -> Any:
     from axcore.testing.models import by_path
     from axcore.train.step import program
 
-    made = program(cfg.model, cfg.learner, cfg.mesh.make(jax.devices()[:count]))
+    made = program(cfg.model, cfg.learner, cfg.mesh.make(jax.devices()[:count]), cfg.objective, cfg.microbatches)
     start = jax.device_get(made.init(jnp.uint32(0))) if start is None else start
     changed = by_path(made.state).keys() ^ by_path(start).keys()
     assert not changed, f"the layout changes what is trained: {sorted(changed)}"

@@ -7,6 +7,7 @@ from axcore.train.learner import AdamW, Learner, Optimizer
 from axcore.train.loop import TrainingError
 from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
 from axcore.train.model_folder import ModelFolder, save_model
+from axcore.train.objective import CrossEntropy, Objective
 from axcore.train.orbax_format import OrbaxFormat
 from axcore.train.report import FinishedRun, Report
 from axcore.train.schedule import Schedule, WarmupCosine, WarmupStableDecay
@@ -16,12 +17,14 @@ __all__ = [
     "AdamW",
     "CheckpointFormat",
     "Checkpointer",
+    "CrossEntropy",
     "FinishedRun",
     "FromRun",
     "Initial",
     "JsonlWriter",
     "Learner",
     "ModelFolder",
+    "Objective",
     "Optimizer",
     "OrbaxFormat",
     "Report",

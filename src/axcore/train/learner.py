@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from axcore import config
 from axcore.module import Tree
+from axcore.train.parts import joined, part
 from axcore.train.schedule import Schedule, WarmupCosine
 
 Axes = tuple[str | None, ...]
@@ -43,7 +47,11 @@ class Optimizer(config.Configurable):
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2)."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
+
+    It computes in float32, whatever the dtype of the parameters: `1 - b2` of a squared gradient is below the precision
+    of a bfloat16 average, which would then stop moving.
+    """
 
     class Config(Optimizer.Config):
         b1: float = 0.9
@@ -53,6 +61,14 @@ class AdamW(Optimizer):
         """Times the learning rate."""
         decays: Callable[[str, Axes], bool] = matrices
         """Which parameters decay, by path and logical axes."""
+        moment_dtype: DTypeLike = np.dtype(jnp.float32)
+        """The first moment is stored in this; the second always in float32."""
+
+        def __post_init__(self) -> None:
+            try:
+                object.__setattr__(self, "moment_dtype", np.dtype(self.moment_dtype))
+            except TypeError:
+                raise config.ConfigError(f"AdamW.moment_dtype: {self.moment_dtype!r} is not a dtype") from None
 
     def transformation(self, axes: Tree) -> optax.GradientTransformation:
         cfg = self.config
@@ -61,9 +77,11 @@ class AdamW(Optimizer):
             return cfg.decays(jax.tree_util.keystr(path, simple=True, separator="."), names)
 
         mask = jax.tree_util.tree_map_with_path(decays, axes, is_leaf=lambda node: isinstance(node, tuple))
-        return optax.chain(
-            optax.scale_by_adam(b1=cfg.b1, b2=cfg.b2, eps=cfg.eps),
-            optax.add_decayed_weights(cfg.weight_decay, mask=mask),
+        return _in_float32(
+            optax.chain(
+                optax.scale_by_adam(b1=cfg.b1, b2=cfg.b2, eps=cfg.eps, mu_dtype=cfg.moment_dtype),
+                optax.add_decayed_weights(cfg.weight_decay, mask=mask),
+            )
         )
 
 
@@ -83,18 +101,18 @@ class Learner(config.Configurable):
         if cfg.clip_norm is not None and not cfg.clip_norm > 0:
             raise config.ConfigError(f"learner.clip_norm must be positive or None, not {cfg.clip_norm}")
         self.config = cfg
-        clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm is not None else optax.identity()
+        clip = optax.stateless(functools.partial(_clipped, cfg.clip_norm))
         self._factors = _factors(cfg.rates, axes)
         self.optimizer = optax.chain(clip, cfg.optimizer.build().transformation(self.trained(axes)))
         """Of the trained parameters alone."""
 
     def trained(self, tree: Tree) -> Tree:
         """Of a tree in the form of the parameters, what belongs to those that are trained."""
-        return _part(tree, self._factors, lambda factor: factor != 0.0)
+        return part(tree, self._factors, lambda factor: factor != 0.0)
 
     def frozen(self, tree: Tree) -> Tree:
         """Of a tree in the form of the parameters, what belongs to those with the factor 0."""
-        return _part(tree, self._factors, lambda factor: factor == 0.0)
+        return part(tree, self._factors, lambda factor: factor == 0.0)
 
     def init(self, params: Tree) -> optax.OptState:
         return self.optimizer.init(self.trained(params))
@@ -122,30 +140,40 @@ class Learner(config.Configurable):
             return (param - (rate if factor == 1.0 else factor * rate) * update).astype(param.dtype)
 
         moved = jax.tree.map(apply, moving, updates, self.trained(self._factors))
-        norm = optax.tree.norm(grads)
-        metrics = {"gradient_norm": norm.astype(jnp.float32), "learning_rate": rate}
+        metrics = {"gradient_norm": _norm(grads), "learning_rate": rate}
         return joined(moved, self.frozen(params)), new_state, metrics
 
 
-def joined(one: Tree, other: Tree) -> Tree:
-    """Two parts of a tree, `Learner.trained` and `Learner.frozen`, as the whole that they were."""
-    whole = {**one, **other}
-    for name in one.keys() & other.keys():
-        whole[name] = joined(one[name], other[name])
-    return whole
+def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same transformation of gradients and parameters as float32, with a state and updates of that dtype."""
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(_wide, tree)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return inner.update(wide(updates), state, wide(params))
+
+    return optax.GradientTransformation(lambda params: inner.init(wide(params)), update)
 
 
-def _part(tree: Tree, factors: Tree, wanted: Callable[[float], bool]) -> Tree:
-    """The leaves whose factor is wanted, in the dicts that hold one."""
-    part: Tree = {}
-    for name, leaf in tree.items():
-        factor = factors[name]
-        if isinstance(factor, dict):
-            if inner := _part(leaf, factor, wanted):
-                part[name] = inner
-        elif wanted(factor):
-            part[name] = leaf
-    return part
+def _wide(leaf: Any) -> Any:
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _norm(grads: Tree) -> jax.Array:
+    """The global norm, a float32 scalar."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(_wide(grad))) for grad in jax.tree.leaves(grads)))
+
+
+def _clipped(most: float | None, grads: Tree, params: Any) -> Tree:
+    """Gradients scaled down to a global norm."""
+    del params
+    if most is None:
+        return grads
+    norm = _norm(grads)
+    return jax.tree.map(
+        lambda grad: jnp.where(norm < most, grad, (_wide(grad) / norm * most).astype(grad.dtype)), grads
+    )
 
 
 def _factors(rates: Mapping[str, float], axes: Tree) -> Tree:

@@ -11,12 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from axcore.config import Config, ConfigError
+from axcore.config import Config, ConfigError, under
 from axcore.module import Functional, Tree, abstract, initializer, root
 from axcore.parallel import Layout
-from axcore.train.learner import Learner, joined
+from axcore.train.accumulation import Differentiated
+from axcore.train.learner import Learner
+from axcore.train.objective import CrossEntropy, Objective
+from axcore.train.parts import joined
 
 Metrics = dict[str, jax.Array]
+NEXT_TOKEN = CrossEntropy.Config()
 UNKNOWN_STEPS = 2**31 - 1
 """`total_steps` of a run that does not know its length yet."""
 
@@ -49,9 +53,10 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a trainer runs: the steps of one model, one learner and one layout, not compiled yet."""
+    """What a trainer runs: the steps of one model, objective, learner and layout, not compiled yet."""
 
     fn: Functional
+    objective: Objective
     learner: Learner
     layout: Layout
     state: TrainState
@@ -60,61 +65,70 @@ class Program:
     """A jitted function of the seed that makes the first state where it belongs."""
     start: Callable[[Tree, Tree, jax.Array | np.ndarray], TrainState]
     """The same of given parameters and other Variables, which it takes over."""
+    microbatches: int = 1
 
     def train_step(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         """One step: state, batch -> new state, metrics (scalars; summaries of a scanned stack are [layer])."""
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
-
-        def objective(trained: Tree) -> tuple[jax.Array, Any]:
-            (loss, collections), model_state = self.fn(
-                joined(trained, frozen), state.model_state, batch, key=key, training=True, method="loss"
-            )
-            total = loss + collections.total_loss()
-            return total, (loss, collections, model_state)
-
+        like = self.learner.trained(self.state.params)
+        differentiated = Differentiated(self.fn, self.objective, self.layout, trained, frozen, like)
         with self.layout.active():
-            grads, (loss, collections, model_state) = jax.grad(objective, has_aux=True)(trained)
+            if self.microbatches == 1:
+                found = differentiated.whole(state.model_state, batch, key)
+            else:
+                found = differentiated.accumulated(state.model_state, batch, key, self.microbatches)
         with root(None, key=key, training=True, names=("learner",)) as frame:
             params, optimizer, metrics = self.learner.update(
-                grads, state.optimizer, state.params, state.step, state.total_steps
+                found.grads, state.optimizer, state.params, state.step, state.total_steps
             )
         assert frame.collections is not None
         if frame.collections.losses:
             raise ConfigError(
                 f"{', '.join(frame.collections.losses)}: the learner adds a loss after the gradient is taken"
             )
-        reported = {**collections.losses, **collections.scalars(), **frame.collections.scalars()}
+        collections = found.collections
+        reported = {**collections.weighted_losses(), **collections.scalars(), **frame.collections.scalars()}
         if taken := reported.keys() & {"loss", *metrics}:
             raise ConfigError(f"the model reports {', '.join(taken)}, a name that the trainer uses itself")
-        metrics = {"loss": loss, **metrics, **reported}
+        metrics = {"loss": found.loss.mean(), **metrics, **reported}
+        model_state = joined(found.model_state, found.gradient_state)
         new = TrainState(params, model_state, optimizer, state.step + 1, state.total_steps, state.seed)
         return new, metrics
 
     def eval_step(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """(summed cross-entropy in nats, summed weights) of the targets that count."""
+        """(total, count) of the objective, without what is added to it."""
         with self.layout.active():
-            ((losses, _), _), _ = self.fn(params, model_state, batch, method="token_losses")
-        weights = batch["weights"]
-        return jnp.where(weights == 0, 0.0, losses * weights).sum(), weights.sum()
+            (loss, _), _ = self.fn(params, model_state, batch, method=self.objective)
+        return loss.total, loss.count
 
     def batch_shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of a batch like this one, whose arrays are [batch, seq].
+        """Shapes and shardings of a batch like this one, whose arrays are [batch, seq, ...] or [batch].
 
         Raises:
-            ConfigError: rows or tokens do not divide over the devices that the mesh's rules split them over.
+            ConfigError: its rows do not divide into microbatches over the devices, or its tokens over the devices.
         """
-        sharding = self.layout.sharding("batch", "seq")
-        shape = next(iter(batch.values())).shape
-        for axis, name, size, given in zip(
-            ("batch", "seq"), ("batch_size", "seq_len"), shape, sharding.spec, strict=True
-        ):
-            if size % (ways := self.layout.size_of(given)):
-                raise ConfigError(
-                    f"input.{name}={size} does not divide over the {ways} devices that mesh.rules give to {axis!r}; "
-                    f"make it a multiple of {ways}"
-                )
-        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch.items()}
+        return {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x.shape)) for name, x in batch.items()
+        }
+
+    def _sharding(self, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+        """Of an array of a batch."""
+        names = ("batch", "seq")[: len(shape)]
+        sharding = self.layout.sharding(*names)
+        rows, *tokens = (self.layout.size_of(axes) for axes in sharding.spec)
+        if shape[0] % (rows * self.microbatches):
+            into = f"into microbatches={self.microbatches} " if self.microbatches > 1 else ""
+            raise ConfigError(
+                f"input.batch_size={shape[0]} does not divide {into}over the {rows} devices that mesh.rules give to "
+                f"'batch'; make it a multiple of {rows * self.microbatches}"
+            )
+        if tokens and shape[1] % tokens[0]:
+            raise ConfigError(
+                f"input.seq_len={shape[1]} does not divide over the {tokens[0]} devices that mesh.rules give to 'seq'; "
+                f"make it a multiple of {tokens[0]}"
+            )
+        return sharding
 
     def compile_train(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         """The training step for batches of this (global) form. It donates the state and is never traced again."""
@@ -131,14 +145,19 @@ class Program:
         """This process's rows of a global batch, as part of that batch."""
         if jax.process_count() == 1:
             return batch
-        sharding, count = self.layout.sharding("batch", "seq"), jax.process_count()
-        return {
-            name: jax.make_array_from_process_local_data(sharding, rows, (rows.shape[0] * count, *rows.shape[1:]))
-            for name, rows in batch.items()
-        }
+        count = jax.process_count()
+
+        def whole(rows: Any) -> jax.Array:
+            sharding = self.layout.sharding(*("batch", "seq")[: rows.ndim])
+            shape = (rows.shape[0] * count, *rows.shape[1:])
+            return jax.make_array_from_process_local_data(sharding, rows, shape)
+
+        return {name: whole(rows) for name, rows in batch.items()}
 
 
-def program(model: Config, learner: Config, layout: Layout) -> Program:
+def program(
+    model: Config, learner: Config, layout: Layout, objective: Config = NEXT_TOKEN, microbatches: int = 1
+) -> Program:
     """Builds the shapes of everything and computes nothing.
 
     Raises:
@@ -147,6 +166,8 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
     fn, params, model_state = abstract(model, "model")
     layout.check_rules(fn.logical_axes)
     built: Learner = learner.build(fn.axes)
+    with under("objective"):
+        scored: Objective = objective.build()
     init_model = initializer(model)
 
     def init(seed: jax.Array) -> TrainState:
@@ -187,7 +208,7 @@ def program(model: Config, learner: Config, layout: Layout) -> Program:
     )
     quick = {"out_shardings": shardings, "compiler_options": _QUICK_COMPILE}
     init, start = jax.jit(init, **quick), jax.jit(start, donate_argnums=(0, 1), **quick)
-    return Program(fn, built, layout, state, init, start)
+    return Program(fn, scored, built, layout, state, init, start, microbatches)
 
 
 def _is_masked(node: Any) -> bool:

@@ -30,6 +30,7 @@ from axcore.train.input import Input
 from axcore.train.learner import Learner
 from axcore.train.loop import Loop, TrainingError
 from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
+from axcore.train.objective import CrossEntropy, Objective
 from axcore.train.processes import together
 from axcore.train.progress import Progress
 from axcore.train.report import FinishedRun, Report
@@ -45,7 +46,11 @@ class Trainer(config.Configurable):
     class Config(config.Config):
         model: config.Config = REQUIRED
         input: Input.Config = REQUIRED
+        objective: Objective.Config = CrossEntropy.Config()
         learner: Learner.Config = Learner.Config()
+        microbatches: int = 1
+        """Parts of each batch that are computed one after the other, with the gradients of the whole: less memory for
+        activations."""
         mesh: Mesh = Mesh()
         steps: int | None = None
         minutes: float | None = None
@@ -65,7 +70,7 @@ class Trainer(config.Configurable):
                 f"set one of steps and minutes, not steps={cfg.steps} and minutes={cfg.minutes} (of the command "
                 f"line's --steps and --minutes each clears the other)"
             )
-        at_least(cfg, 1, "steps", "evaluate_every")
+        at_least(cfg, 1, "steps", "evaluate_every", "microbatches")
         if cfg.minutes is not None and not 0 < cfg.minutes < MOST_MINUTES:
             raise ConfigError(f"minutes must be positive and below {MOST_MINUTES:,}, not {cfg.minutes}")
         if not 0 <= cfg.seed < 2**32:
@@ -75,7 +80,7 @@ class Trainer(config.Configurable):
     def program(self) -> Program:
         """The steps that this config describes, as shapes; nothing is computed."""
         cfg = self.config
-        return program(cfg.model, cfg.learner, cfg.mesh.make())
+        return program(cfg.model, cfg.learner, cfg.mesh.make(), cfg.objective, cfg.microbatches)
 
     def run(self, out: str | Path, *, resume: bool = False) -> dict[str, Any]:
         """Trains and returns the summary that is also written to `summary.json`.

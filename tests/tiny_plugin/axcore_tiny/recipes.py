@@ -1,7 +1,7 @@
 """The recipe `tiny`."""
 
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
-from axcore.train import Checkpointer, Learner, Trainer, WarmupStableDecay
+from axcore.train import Checkpointer, CrossEntropy, Learner, Trainer, WarmupStableDecay
 from axcore.train.input import ByteTokenizer, TextFiles, TextInput
 
 
@@ -20,8 +20,8 @@ def tiny():
                 vocab_size=ByteTokenizer.Config().build().vocab_size,
                 dim=16,
                 decoder=Repeat.Config(num_layers=2, layers=layer),
-                z_loss=1e-3,
             ),
+            objective=CrossEntropy.Config(z_loss=1e-3),
             input=TextInput.Config(
                 source=TextFiles.Config(validation_percent=25.0), seq_len=16, batch_size=4, prefetch_batches=0
             ),

@@ -12,7 +12,7 @@ from axcore.train.model_folder import flat
 MOST_SHOWN = 8
 # Parts of paths whose values change no output of an evaluated model.
 WITHOUT_EFFECT = {"balance", "bias_init", "bias_rate", "cache", "dispatch", "dropout", "dtypes", "future"}
-WITHOUT_EFFECT |= {"future_weight", "head_dim", "init", "jitter", "kernel", "loss_chunk", "num_kv_heads", "tags"}
+WITHOUT_EFFECT |= {"future_weight", "head_dim", "init", "jitter", "kernel", "num_kv_heads", "tags"}
 WITHOUT_EFFECT |= {"starving_load", "starving_steps", "z_loss"}
 
 

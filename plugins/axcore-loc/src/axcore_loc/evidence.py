@@ -97,8 +97,8 @@ def _prove(
         if index % 20 == 0:
             progress(f"by shapes: {index} of {len(having)}")
         try:
-            built = proof.build(cfg.model)
-            shaped[pair] = proof.by_shapes(proof.build(without[pair].model), built, found[pair], cfg)
+            built = proof.build(cfg)
+            shaped[pair] = proof.by_shapes(proof.build(without[pair]), built, found[pair], cfg)
             faults[pair] += shaped[pair].faults
         except AxcoreError as error:
             refused = {**refused, pair: str(error)}

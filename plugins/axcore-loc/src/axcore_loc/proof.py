@@ -20,6 +20,7 @@ from jax.interpreters import partial_eval
 
 from axcore.config import Config, get
 from axcore.module import Functional, Tree, abstract, initializer
+from axcore.train import Objective
 from axcore_loc.places import Places
 
 BATCH, SEQ = 2, 12
@@ -74,11 +75,11 @@ class Numbers:
     faults: tuple[str, ...]
 
 
-def build(cfg: Config) -> Built:
-    """Builds a model's shapes and traces its loss."""
-    fn, params, state = abstract(cfg, "model")
+def build(recipe: Any) -> Built:
+    """Builds the shapes of a recipe's model and traces its loss."""
+    fn, params, state = abstract(recipe.model, "model")
     modules = {".".join(map(str, path)): type(module) for path, module in nnx.iter_modules(fn.bind(params, state))}
-    program = jax.make_jaxpr(lambda params, state: _objective(fn, params, state, _batch(cfg)))(params, state)
+    program = jax.make_jaxpr(lambda params, state: _objective(recipe, fn, params, state))(params, state)
     return Built(fn, params, state, modules, program)
 
 
@@ -156,7 +157,7 @@ def _step(recipe: Any, until: Until) -> _Ran:
         _, state = jax.jit(initializer(recipe.model), compiler_options=QUICK_COMPILE)(jax.random.key(0))
 
     def objective(params: Tree) -> jax.Array:
-        return _objective(fn, params, state, _batch(recipe.model))
+        return _objective(recipe, fn, params, state)
 
     def step(params: Tree) -> tuple[jax.Array, Tree, Tree]:
         if until is Until.LOSS:
@@ -172,10 +173,10 @@ def _step(recipe: Any, until: Until) -> _Ran:
     return _Ran(float(loss), _flat(grads), _flat(moved))
 
 
-def _objective(fn: Functional, params: Tree, state: Tree, batch: dict[str, jax.Array]) -> jax.Array:
+def _objective(recipe: Any, fn: Functional, params: Tree, state: Tree) -> jax.Array:
     """The loss that is trained, with all that layers add to it."""
-    (loss, collections), _ = fn(params, state, batch, key=jax.random.key(0), training=True, method="loss")
-    return loss + collections.total_loss()
+    objective: Objective = recipe.objective.build()
+    return objective.value(fn, params, state, _batch(recipe.model), key=jax.random.key(0), training=True)
 
 
 def _batch(model: Any) -> dict[str, jax.Array]:

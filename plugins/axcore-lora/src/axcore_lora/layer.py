@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import axcore as ax
-from axcore.nn import FanIn, Initializer, Zeros
-from axcore.nn.matmul import matmul
+from axcore.nn import FanIn, ForEach, Initializer, Zeros
+from axcore.numerics import Product
 
 
 class LoRA(ax.Layer):
@@ -18,12 +18,18 @@ class LoRA(ax.Layer):
 
     The parameters `a`, [input_dim, rank], and `b`, [rank, output_dim], are the paper's A and B, transposed, for x is a
     row here. B starts at zero, so a fresh adapter changes nothing. Dropout falls on the `x` that A sees.
+
+    Over the weights of groups (`axcore.nn.GroupedLinear`, as in experts) each group has an A and a B of its own, as the
+    first dimension of `a` and `b`.
     """
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
         output_dim: int = ax.REQUIRED
-        axes: tuple[str | None, str | None] | None = None
+        groups: int | None = None
+        """Of a grouped weight; None: the weight is one matrix."""
+        axes: tuple[str | None, ...] | None = None
+        """Of the weight."""
         rank: int = 8
         """At most the smaller width of the weight."""
         alpha: float = 16.0
@@ -35,7 +41,7 @@ class LoRA(ax.Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        ax.at_least(cfg, 1, "input_dim", "output_dim", "rank")
+        ax.at_least(cfg, 1, "input_dim", "output_dim", "groups", "rank")
         if cfg.rank > (most := min(cfg.input_dim, cfg.output_dim)):
             raise ax.ConfigError(
                 f"rank={cfg.rank} is more than the weight [{cfg.input_dim}, {cfg.output_dim}] can have; take at most "
@@ -45,32 +51,40 @@ class LoRA(ax.Layer):
             raise ax.ConfigError(f"alpha must be positive, not {cfg.alpha}")
         if not 0 <= cfg.dropout < 1:
             raise ax.ConfigError(f"dropout must be at least 0 and below 1, not {cfg.dropout}")
-        into, out_of = cfg.axes or (None, None)
-        self.a = self.param("a", (cfg.input_dim, cfg.rank), cfg.init, rngs, axes=(into, None))
-        self.b = self.param("b", (cfg.rank, cfg.output_dim), Zeros(), rngs, axes=(None, out_of))
+        shape, axes = self._group()
+        *_, into, out_of = cfg.axes or (None, None)
+        init = ForEach(init=cfg.init) if cfg.groups else cfg.init
+        self.a = self.param("a", (*shape, cfg.input_dim, cfg.rank), init, rngs, axes=(*axes, into, None))
+        self.b = self.param("b", (*shape, cfg.rank, cfg.output_dim), Zeros(), rngs, axes=(*axes, None, out_of))
 
-    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+    def _group(self) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+        """Shape and logical axes of what is before a matrix."""
+        cfg = self.config
+        return ((), ()) if cfg.groups is None else ((cfg.groups,), (cfg.axes[0] if cfg.axes else None,))
+
+    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array, product: Product) -> jax.Array:
         """Corrects a product.
 
         Args:
             x: [..., input_dim].
             y: [..., output_dim], the product of x and the weight.
-            weight: [input_dim, output_dim].
+            weight: [input_dim, output_dim], or [group, input_dim, output_dim].
+            product: how rows of x meet the matrices of a weight.
 
         Returns:
             The shape and dtype of y.
         """
         del weight
-        return y + self.change(x).astype(y.dtype)
+        return y + self.change(x, product).astype(y.dtype)
 
-    def change(self, x: jax.Array) -> jax.Array:
+    def change(self, x: jax.Array, product: Product) -> jax.Array:
         """`alpha / rank * (x A) B`: [..., input_dim] -> [..., output_dim]."""
         cfg, accumulate = self.config, self.dtypes.accumulate
         if cfg.dropout and self.training:
             kept = jax.random.bernoulli(self.rng("dropout"), 1 - cfg.dropout, x.shape)
             x = jnp.where(kept, x / (1 - cfg.dropout), 0)
-        narrow = matmul(x, self.a[...], accumulate).astype(x.dtype)
-        return scale(cfg) * matmul(narrow, self.b[...], accumulate)
+        narrow = product(x, self.a[...], accumulate).astype(x.dtype)
+        return scale(cfg) * product(narrow, self.b[...], accumulate)
 
 
 class DoRA(LoRA):
@@ -93,15 +107,16 @@ class DoRA(LoRA):
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         super().__init__(cfg, rngs=rngs)
-        axes = (cfg.axes or (None, None))[1:]
-        self.magnitude = self.param("magnitude", (cfg.output_dim,), Zeros(), rngs, axes=axes)
+        shape, axes = self._group()
+        axes = (*axes, (cfg.axes or (None,))[-1])
+        self.magnitude = self.param("magnitude", (*shape, cfg.output_dim), Zeros(), rngs, axes=axes)
 
-    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array, product: Product) -> jax.Array:
         """As of `LoRA`; the rescaling is in float32."""
-        length = lengthening(weight, self.a[...], self.b[...], self.magnitude[...], scale(self.config))
+        length = product.each(lengthening(weight, self.a[...], self.b[...], self.magnitude[...], scale(self.config)))
         whole = y.astype(jnp.float32)
         # Added, and zero in a fresh adapter: the bits stay. As a factor of 1, XLA would round the program otherwise.
-        return (whole + ((length - 1) * whole + length * self.change(x).astype(jnp.float32))).astype(y.dtype)
+        return (whole + ((length - 1) * whole + length * self.change(x, product).astype(jnp.float32))).astype(y.dtype)
 
 
 def scale(cfg: LoRA.Config) -> float:

@@ -38,8 +38,8 @@ class Merged(NamedTuple):
 def merge(cfg: ax.Config, params: Tree) -> Merged:
     """Folds every LoRA and DoRA adapter into its weight: `W + sAB`, and for DoRA each column times its length.
 
-    It computes in float32 and rounds to the dtype of the weight. Where a quantizer computes the product, it quantizes
-    the merged weight. Nothing that is passed in changes.
+    It computes in float32 and rounds to the dtype of the weight. Numerics round the merged weight
+    as they rounded that of the base. Nothing that is passed in changes.
 
     Args:
         cfg: of a model, or of a trainer (whose learner then loses the rates that `freeze=True` gave it).
@@ -114,6 +114,11 @@ def _linear(params: Tree, path: Path) -> tuple[Tree, jax.Array]:
     linear = _at(params, path)
     if not isinstance(linear, dict) or "weight" not in linear:
         raise AxcoreError(f"the parameters have no {dotted((*path, 'weight'))}; they are not those of this config")
+    if isinstance(linear["weight"], dict):
+        raise AxcoreError(
+            f"{dotted((*path, 'weight'))} is stored as {', '.join(linear['weight'])}, and an adapter is merged into "
+            f"floats; merge first and store the merged model with axcore.numerics.stored"
+        )
     return linear, linear["weight"]
 
 

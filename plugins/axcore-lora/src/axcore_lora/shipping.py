@@ -59,10 +59,11 @@ def _load(params: Tree, new: Tree, path: tuple[Any, ...]) -> Tree:
 def _check(linear: Tree, adapter: Tree, path: tuple[Any, ...]) -> None:
     if "weight" not in linear:
         raise AxcoreError(f"{dotted(path)} is an adapter, and the model has no weight beside it: is it of another?")
-    *stack, input_dim, output_dim = linear["weight"].shape
-    rank = adapter["a"].shape[-1]
-    expected = {"a": (*stack, input_dim, rank), "b": (*stack, rank, output_dim), "magnitude": (*stack, output_dim)}
-    check_shapes(adapter, {name: expected[name] for name in adapter}, path)
+    if not isinstance(linear["weight"], dict):  # what is stored as codes may have other shapes
+        *stack, input_dim, output_dim = linear["weight"].shape
+        rank = adapter["a"].shape[-1]
+        expected = {"a": (*stack, input_dim, rank), "b": (*stack, rank, output_dim), "magnitude": (*stack, output_dim)}
+        check_shapes(adapter, {name: expected[name] for name in adapter}, path)
     if SLOT in linear:
         check_shapes(adapter, {name: leaf.shape for name, leaf in linear[SLOT].items()}, path)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from axcore.config import Config, at_least
+from axcore.module import LossSum
 from axcore.parallel import active_layout
 from axcore_moe.routing import Routing
 
@@ -20,27 +21,31 @@ class LoadBalance(Config):
     weight: float
     scope: Literal["sequence", "batch", "global"] = "global"
     """What the means are over: a row (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one shard of the batch, or
-    all rows of the step (Qiu et al. 2025, arXiv 2501.11873). The loss is the mean over them."""
+    all rows of the microbatch (Qiu et al. 2025, arXiv 2501.11873). The loss is the mean over these parts. It is no sum
+    over rows unless the scope is a row: with `Trainer.Config.microbatches`, `batch` and `global` are means over the
+    microbatches of a step. Each layer adds a loss of its own."""
     per_choice: bool = False
     """Whether f is divided by the choices of a token, as in DeepSeek-V3."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight")
 
-    def __call__(self, routing: Routing, rows: int) -> jax.Array:
-        """The loss without its weight, a float32 scalar. The tokens are those of `rows` rows, one after another."""
+    def __call__(self, routing: Routing, rows: int) -> LossSum:
+        """The loss, summed over its parts. The tokens are those of `rows` rows, one after another."""
         tokens, experts = routing.probs.shape
         chosen = jnp.zeros((tokens, experts), jnp.float32).at[routing.token, routing.expert].add(1.0)
         parts = {"sequence": rows, "batch": math.gcd(rows, _shards()), "global": 1}[self.scope]
         fractions = chosen.reshape(parts, -1, experts).mean(axis=1)
         probs = routing.probs.reshape(parts, -1, experts).mean(axis=1)
-        loss = experts * (fractions * probs).sum(axis=-1).mean()
-        return loss / (routing.expert.size / tokens) if self.per_choice else loss
+        total = experts * (fractions * probs).sum()
+        total = total / (routing.expert.size / tokens) if self.per_choice else total
+        return LossSum(total, jnp.float32(parts), self.weight)
 
 
-def z_loss(routing: Routing) -> jax.Array:
-    """The mean squared log-partition of the logits (ST-MoE, arXiv 2202.08906, eq. 5)."""
-    return jnp.square(jax.nn.logsumexp(routing.logits, axis=-1)).mean()
+def z_loss(routing: Routing, weight: float) -> LossSum:
+    """The squared log-partition of the logits, a mean over tokens (ST-MoE, arXiv 2202.08906, eq. 5)."""
+    squares = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
+    return LossSum(squares.sum(), jnp.float32(squares.size), weight)
 
 
 def _shards() -> int:

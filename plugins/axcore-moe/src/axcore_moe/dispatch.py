@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 import axcore as ax
 from axcore.config import Config
+from axcore.nn import Blocks, GroupedMatmul
 from axcore_moe.experts import Experts
-from axcore_moe.matmul import Blocks, GroupedMatmul
 from axcore_moe.routing import Layout, Routing, counts
 
 

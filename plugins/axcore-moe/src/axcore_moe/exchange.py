@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 
 import axcore as ax
 from axcore.module import cond, remat
+from axcore.nn import Blocks, GroupedMatmul
 from axcore.parallel import active_layout, shard_map
 from axcore.parallel.mesh import Layout as MeshLayout, group_of
 from axcore_moe.dispatch import Dispatch, Dropless, by_expert
 from axcore_moe.experts import Experts
-from axcore_moe.matmul import Blocks, GroupedMatmul
 from axcore_moe.routing import Layout, Routing
 
 

@@ -78,9 +78,11 @@ class MoE(ax.Layer):
     def _report(self, routing: Routing, dropped: jax.Array, rows: int) -> None:
         cfg = self.config
         if cfg.balance is not None:
-            self.add_loss("balance", cfg.balance(routing, rows), cfg.balance.weight)
+            loss = cfg.balance(routing, rows)
+            self.add_loss("balance", loss.total, loss.count, loss.weight)
         if cfg.z_loss:
-            self.add_loss("router_z_loss", z_loss(routing), cfg.z_loss)
+            loss = z_loss(routing, cfg.z_loss)
+            self.add_loss("router_z_loss", loss.total, loss.count, loss.weight)
         counts = routing.counts().astype(jnp.float32)
         load = counts / counts.mean()
         steps = jnp.where(load < cfg.starving_load, self.starved[...] + 1, 0)

@@ -96,13 +96,13 @@ def block_of(mixture: Any) -> Any:
 
 
 def expert_paths(dense: Iterable[str], params: Container[str]) -> dict[str, str]:
-    """Path in a dense model -> path of its copies: `ffn.up.weight` -> `ffn.experts.up`, `ffn.up.bias` ->
-    `ffn.experts.up_bias`. Paths that have none in `params` are left out."""
+    """Path in a dense model -> path of its copies: `ffn.up.weight` -> `ffn.experts.up.weight`. Paths that have none in
+    `params` are left out."""
     found = {}
     for path in dense:
         owner, _, kind = path.rpartition(".")
         above, _, linear = owner.rpartition(".")
-        name = join(above, f"experts.{linear}" if kind == "weight" else f"experts.{linear}_{kind}")
+        name = join(above, f"experts.{linear}.{kind}")
         if name in params:
             found[path] = name
     return found
@@ -110,7 +110,7 @@ def expert_paths(dense: Iterable[str], params: Container[str]) -> dict[str, str]
 
 def _rank(name: str) -> int:
     """Dimensions of one expert's array: the axis of experts is before them."""
-    return 1 if name.endswith("_bias") else 2
+    return 1 if name.endswith(".bias") else 2
 
 
 def _copies(leaf: jax.Array, form: Any, rank: int, noise: float, key: jax.Array) -> jax.Array:

@@ -1,96 +1,157 @@
-"""Flash attention by cuDNN, through `jax.nn.dot_product_attention`."""
+"""The kernel that attends with cuDNN."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 import axcore as ax
+from axcore.config import at_least
 from axcore.nn import (
+    LSE,
     And,
     Attention,
+    AttentionInputs,
     AttentionKernel,
     Causal,
+    Contiguous,
     Everything,
+    Heads,
     KernelRequest,
     Mask,
     SameSegment,
     SlidingWindow,
-    TokenInfo,
     put_kernel,
 )
+from axcore_cudnn.fused import attention, attention_backward
+from axcore_cudnn.primitives import Form
 
-LARGEST_HEAD_DIM = 128
+LARGEST_HEAD_DIM = 256
+_BEFORE_HOPPER = ("V100", "T4", "A100", "A800", "A10", "A30", "A40", "L4", "RTX", "GeForce", "TITAN")
+"""Parts of the names of GPUs for which cuDNN has neither packed rows nor heads beyond 128 features."""
 
 
 class CudnnKernel(AttentionKernel):
-    """softmax(q k^T / sqrt(head_dim)) v, forward and backward fused, without the score matrix in memory.
+    """softmax(q k^T) v, forward and backward fused, without the score matrix in memory.
 
-    It takes causal masks, causal sliding windows, and no mask; rows of one document each; bfloat16 and float16.
+    Takes packed rows, causal masks, causal sliding windows and no mask, sinks, and gives the log-sum-exp; in bfloat16
+    and float16. Packed documents must be runs of equal segment ids, as the trainer's batches have them. For remat
+    policies the values `heads` and `lse` are tagged: a policy that saves both saves running the kernel again.
     """
+
+    class Config(AttentionKernel.Config):
+        documents: int = 8
+        """Of packed rows: how many documents a row may have, on average over a device's rows, for the fastest way. The
+        backward pass then takes `8 * documents` bytes for each token, head and feature. Batches with more documents
+        are right, too, but slower."""
+
+    takes = frozenset({"sinks", "lse"})
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        at_least(cfg, 1, "documents")
 
     def supports(self, request: KernelRequest) -> str | None:
         """See `axcore.nn.AttentionKernel`."""
         if request.platform != "gpu":
-            return f"it needs an NVIDIA GPU, and this is {request.platform}"
+            return f"requires an NVIDIA GPU, and this is {request.platform}"
         if request.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"it computes in bfloat16 or float16, not {request.dtype} (the model's dtypes.compute)"
-        if request.head_dim % 8 or request.head_dim > LARGEST_HEAD_DIM:
-            return f"head_dim must be a multiple of 8 up to {LARGEST_HEAD_DIM}, not {request.head_dim}"
-        if request.value_dim != request.head_dim:
-            return f"keys have {request.head_dim} features and values {request.value_dim}; it needs as many"
-        if request.partial or request.query_len != request.key_len:
-            return "it attends over the very tokens that ask, not over a KV cache"
-        if request.query_len % 2:
-            return f"its backward pass needs an even number of tokens in a row, not {request.query_len}"
-        arms = _arms(request.mask)
-        if request.packed and any(isinstance(arm, SameSegment) for arm in arms):
-            return (
-                "it cannot keep packed documents apart; use rows of one document, or "
-                'use("cudnn", across_documents=True)'
-            )
-        known = all(isinstance(arm, SameSegment | Causal | Everything | SlidingWindow) for arm in arms)
-        is_causal = any(isinstance(arm, Causal) for arm in arms)
-        if not known or (not is_causal and any(isinstance(arm, SlidingWindow) for arm in arms)):
-            return f"it takes causal masks and causal windows, not {request.mask!r}"
-        return None
+            return f"computes in bfloat16 or float16, not {request.dtype} (the model's dtypes.compute)"
+        return _shapes(request) or _mask(request)
 
-    def __call__(  # type: ignore[override] # without softcap and sinks: it is never asked for what it does not take
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        mask: Mask,
-        query: TokenInfo,
-        key: TokenInfo,
-        *,
-        scale: float | None = None,
-    ) -> jax.Array:
-        """See `axcore.nn.AttentionKernel`."""
-        arms = _arms(mask)
+    def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+        """See `AttentionKernel`."""
+        kv, segment_ids = inputs.plain, self._documents(inputs)
+        heads, lse = attention(inputs.q, kv.k, kv.v, self._form(inputs), segment_ids=segment_ids, sinks=inputs.sinks)
+        return heads, lse.transpose(0, 2, 1) if inputs.return_lse else None
+
+    def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
+        """See `AttentionKernel`."""
+        kv, segment_ids = inputs.plain, self._documents(inputs)
+        dq, dk, dv = attention_backward(
+            inputs.q,
+            kv.k,
+            kv.v,
+            heads,
+            lse.transpose(0, 2, 1),
+            heads_grad.astype(heads.dtype),
+            self._form(inputs),
+            segment_ids=segment_ids,
+        )
+        nothing = jax.tree.map(lambda _: None, dataclasses.replace(inputs, kv=kv))
+        # Sinks are in the merged lse, and in no part of the keys.
+        sinks = None if inputs.sinks is None else jnp.zeros_like(inputs.sinks)
+        return nothing.replace(q=dq, kv=Contiguous(dk, dv, nothing.plain.tokens), sinks=sinks)
+
+    def _form(self, inputs: AttentionInputs) -> Form:
+        arms = _arms(inputs.mask)
         windows = [arm.size for arm in arms if isinstance(arm, SlidingWindow)]
-        return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            scale=scale,
-            is_causal=any(isinstance(arm, Causal) for arm in arms),
-            local_window_size=(min(windows) - 1, 0) if windows else None,
-            implementation="cudnn",
+        return Form(
+            scale=inputs.scale,
+            causal=any(isinstance(arm, Causal) for arm in arms),
+            window=min(windows, default=None),
+            documents=self.config.documents,
         )
 
+    def _documents(self, inputs: AttentionInputs) -> jax.Array | None:
+        return inputs.query.segment_ids if _keeps_apart(inputs.mask) else None
 
-def use_cudnn(cfg: ax.Config, across_documents: bool = False, where: ax.Where = Attention) -> ax.Config:
+
+def use_cudnn(cfg: ax.Config, documents: int = 8, where: ax.Where = Attention) -> ax.Config:
     """Computes every selected attention with cuDNN.
 
     Args:
-        across_documents: let tokens of packed rows see earlier documents of their row: the mask becomes plainly causal.
-            Without it packed rows are refused.
+        documents: see `CudnnKernel.Config`.
         where: which attentions.
     """
-    if across_documents:
-        cfg = ax.select(cfg, where).set(mask=Causal())
-    return put_kernel(cfg, CudnnKernel.Config(), where)
+    return put_kernel(cfg, CudnnKernel.Config(documents=documents), where)
+
+
+def _shapes(request: KernelRequest) -> str | None:
+    """Why the shapes cannot be done."""
+    head_dim, value_dim = request.head_dim, request.value_dim
+    for name, width in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if width % 8 or not 0 < width <= LARGEST_HEAD_DIM:
+            return f"requires a {name} that is a multiple of 8 up to {LARGEST_HEAD_DIM}, got {width}"
+    if value_dim > head_dim:
+        return f"requires values no wider than keys, got value_dim={value_dim} and head_dim={head_dim}"
+    if any(name in request.device_kind for name in _BEFORE_HOPPER):
+        if request.packed and _keeps_apart(request.mask):
+            return f"requires a Hopper GPU or a later one for packed rows, got {request.device_kind}"
+        if head_dim > 128 or value_dim != head_dim:
+            return (
+                f"requires a Hopper GPU or a later one for head_dim={head_dim}, value_dim={value_dim}, "
+                f"got {request.device_kind}"
+            )
+    if request.partial:
+        return "attends to all keys that it is given, and some of these do not exist, as in a KV cache"
+    size = request.batch * request.query_len * request.num_heads * head_dim
+    if request.packed and size >= 2**31:
+        return f"counts the numbers in q of packed rows in 32 bits, and one device has {size}: use fewer rows a device"
+    return None
+
+
+def _mask(request: KernelRequest) -> str | None:
+    """Why the mask cannot be done."""
+    arms = _arms(request.mask)
+    known = all(isinstance(arm, SameSegment | Causal | Everything | SlidingWindow) for arm in arms)
+    causal = any(isinstance(arm, Causal) for arm in arms)
+    if not known or (not causal and any(isinstance(arm, SlidingWindow) for arm in arms)):
+        return f"takes causal masks and causal windows, not {request.mask!r}"
+    apart = request.packed and _keeps_apart(request.mask)
+    if not request.aligned and (causal or apart):
+        return (
+            f"requires queries and keys that are the same tokens for {request.mask!r}, got {request.query_len} queries "
+            f"and {request.key_len} keys that stand elsewhere"
+        )
+    return None
+
+
+def _keeps_apart(mask: Mask) -> bool:
+    return any(isinstance(arm, SameSegment) for arm in _arms(mask))
 
 
 def _arms(mask: Mask) -> tuple[Mask, ...]:

@@ -127,7 +127,7 @@ class LatentAttention(BaseAttention):
         """The same, as multi-query attention to the latents: `q (W c) = (W^T q) c`."""
         cfg, q = self.config, inputs.q
         up = (cfg.kv_rank, cfg.num_heads, -1)
-        key_up, value_up = _matrix(self.key_up).reshape(up), _matrix(self.value_up).reshape(up)
+        key_up, value_up = self.key_up.matrix().reshape(up), self.value_up.matrix().reshape(up)
         content, position = q[..., : cfg.content_dim], q[..., cfg.content_dim :]
         q = jnp.concatenate([jnp.einsum("bshd,rhd->bshr", content, key_up.astype(q.dtype)), position], axis=-1)
         heads = self.attend(inputs.replace(q=q, kv=Latent(inputs.keys, cfg.kv_rank)))
@@ -137,10 +137,3 @@ class LatentAttention(BaseAttention):
     def _scale(self) -> float:
         cfg = self.config
         return 1 / math.sqrt(cfg.content_dim + cfg.position_dim) if cfg.scale is None else cfg.scale
-
-
-def _matrix(linear: Linear) -> jax.Array:
-    """The matrix that a linear map multiplies with, its adapter and quantizer included."""
-    if linear.adapter is None and linear.quantizer is None:
-        return linear.weight[...]
-    return linear(jnp.eye(linear.config.input_dim, dtype=linear.dtypes.compute))

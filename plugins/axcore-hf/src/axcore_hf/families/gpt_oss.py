@@ -57,18 +57,23 @@ RULES = (
     *ATTENTION,
     rule("decoder.{i}.attention.sinks", f"{LAYER}.self_attn.sinks"),
     *linear("decoder.{i}.ffn.router.linear", f"{LAYER}.mlp.router"),
-    rule((f"{OURS}.gate", f"{OURS}.up"), f"{THEIRS}.gate_up_proj", Interleaved()),
-    rule((f"{OURS}.gate_bias", f"{OURS}.up_bias"), f"{THEIRS}.gate_up_proj_bias", Interleaved()),
-    rule(f"{OURS}.down", f"{THEIRS}.down_proj"),
-    rule(f"{OURS}.down_bias", f"{THEIRS}.down_proj_bias"),
+    rule((f"{OURS}.gate.weight", f"{OURS}.up.weight"), f"{THEIRS}.gate_up_proj", Interleaved()),
+    rule((f"{OURS}.gate.bias", f"{OURS}.up.bias"), f"{THEIRS}.gate_up_proj_bias", Interleaved()),
+    rule(f"{OURS}.down.weight", f"{THEIRS}.down_proj"),
+    rule(f"{OURS}.down.bias", f"{THEIRS}.down_proj_bias"),
     # As they are published: in 4 bits.
     rule(
-        (f"{OURS}.gate", f"{OURS}.up"),
+        (f"{OURS}.gate.weight", f"{OURS}.up.weight"),
         (f"{THEIRS}.gate_up_proj_blocks", f"{THEIRS}.gate_up_proj_scales"),
         MXFP4(Interleaved()),
         can_write=False,
     ),
-    rule(f"{OURS}.down", (f"{THEIRS}.down_proj_blocks", f"{THEIRS}.down_proj_scales"), MXFP4(Plain()), can_write=False),
+    rule(
+        f"{OURS}.down.weight",
+        (f"{THEIRS}.down_proj_blocks", f"{THEIRS}.down_proj_scales"),
+        MXFP4(Plain()),
+        can_write=False,
+    ),
 )
 
 FAMILIES = (Family("gpt-oss", ("gpt_oss",), gpt_oss, fixed(RULES)),)

@@ -192,7 +192,7 @@ def experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """A mixture of experts, each with tensors of its own; the names go on from the layer's."""
     return (
         *linear("decoder.{i}.ffn.router.linear", f"{LAYER}.{router}"),
-        rule("decoder.{i}.ffn.experts.gate", f"{LAYER}.{gate}.weight", Stacked()),
-        rule("decoder.{i}.ffn.experts.up", f"{LAYER}.{up}.weight", Stacked()),
-        rule("decoder.{i}.ffn.experts.down", f"{LAYER}.{down}.weight", Stacked()),
+        rule("decoder.{i}.ffn.experts.gate.weight", f"{LAYER}.{gate}.weight", Stacked()),
+        rule("decoder.{i}.ffn.experts.up.weight", f"{LAYER}.{up}.weight", Stacked()),
+        rule("decoder.{i}.ffn.experts.down.weight", f"{LAYER}.{down}.weight", Stacked()),
     )

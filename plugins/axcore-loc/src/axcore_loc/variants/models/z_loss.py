@@ -1,7 +1,7 @@
 """A z-loss beside the cross-entropy."""
 
 from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, TransformerLayer
-from axcore.train import Trainer
+from axcore.train import CrossEntropy, Trainer
 
 from ..training import pretraining
 
@@ -9,4 +9,4 @@ from ..training import pretraining
 def recipe(attention: BaseAttention.Config) -> Trainer.Config:
     layer = TransformerLayer.Config(attention=attention, ffn=FeedForward.Config(hidden_dim=24))
     decoder = Repeat.Config(num_layers=2, layers=layer)
-    return pretraining(CausalLM.Config(vocab_size=32, dim=32, decoder=decoder, z_loss=1e-3))
+    return pretraining(CausalLM.Config(vocab_size=32, dim=32, decoder=decoder), CrossEntropy.Config(z_loss=1e-3))

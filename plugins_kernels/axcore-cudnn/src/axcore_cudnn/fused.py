@@ -1,0 +1,108 @@
+"""cuDNN attention as functions, with packed rows, sinks, the log-sum-exp and a gradient."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32, Int
+
+from axcore_cudnn.packed import packed_backward, packed_forward
+from axcore_cudnn.primitives import Form, backward, forward
+
+HEADS, LSE = "heads", "lse"
+"""The names that `attention` gives its results for remat policies."""
+
+
+def attention(
+    q: Float[Array, "batch seq head head_dim"],
+    k: Float[Array, "batch kv_seq kv_head head_dim"],
+    v: Float[Array, "batch kv_seq kv_head value_dim"],
+    form: Form,
+    *,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    sinks: Float[Array, " head"] | None = None,
+) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
+    """softmax(scale q k^T) v, and the logarithm of the softmax's denominator.
+
+    The gradient is computed from the saved heads and lse. Both are tagged for remat policies ("heads", "lse"): where a
+    policy saves both, the backward pass does not run the forward kernel again.
+
+    Args:
+        q, k, v: bfloat16 or float16; each kv head serves `head / kv_head` consecutive heads.
+        segment_ids: of packed rows: tokens attend within runs of equal ids. Requires `kv_seq == seq`.
+        sinks: the logit of one more key for each head, which has no value (arXiv 2309.17453).
+
+    Returns:
+        The heads in the dtype of q, and the lse, which includes `sinks`. The lse has no gradient: to differentiate
+        attention that is merged by lse, use `attention_backward` on the merged results.
+    """
+    heads, lse = _attention(form, q, k, v, segment_ids, sinks)
+    return heads, jax.lax.stop_gradient(lse)
+
+
+def attention_backward(
+    q: Float[Array, "batch seq head head_dim"],
+    k: Float[Array, "batch kv_seq kv_head head_dim"],
+    v: Float[Array, "batch kv_seq kv_head value_dim"],
+    heads: Float[Array, "batch seq head value_dim"],
+    lse: Float32[Array, "batch head seq"],
+    heads_grad: Float[Array, "batch seq head value_dim"],
+    form: Form,
+    *,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+) -> tuple[
+    Float[Array, "batch seq head head_dim"],
+    Float[Array, "batch kv_seq kv_head head_dim"],
+    Float[Array, "batch kv_seq kv_head value_dim"],
+]:
+    """Gradients of q, k and v, given the results of attention to these keys and any others.
+
+    Where `heads` and `lse` are merged over several sets of keys, this gives the gradients of one set, and its share of
+    the gradient of q: `p = exp(logits - lse)`, `ds = p * (heads_grad v^T - sum(heads * heads_grad))`.
+    """
+    if segment_ids is None:
+        return backward(form, q, k, v, heads, lse, heads_grad)
+    return packed_backward(form, q, k, v, heads, lse, heads_grad, segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    form: Form, q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None
+) -> tuple[Array, Array]:
+    return _attention_fwd(form, q, k, v, segment_ids, sinks)[0]
+
+
+def _attention_fwd(form: Form, q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None) -> Any:
+    if segment_ids is None:
+        heads, lse = forward(form, q, k, v)
+    else:
+        heads, lse = packed_forward(form, q, k, v, segment_ids)
+    if sinks is not None:
+        total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
+        heads = (heads * jnp.exp(lse - total).transpose(0, 2, 1)[..., None]).astype(heads.dtype)
+        lse = total
+    # Saved as [batch, seq, features], the shape that the output projection reads, so that it is saved once.
+    flat = checkpoint_name(heads.reshape(*heads.shape[:2], -1), HEADS)
+    lse = checkpoint_name(lse, LSE)
+    heads = flat.reshape(heads.shape)
+    return (heads, lse), (q, k, v, segment_ids, sinks, flat, lse)
+
+
+def _attention_bwd(form: Form, saved: Any, grads: tuple[Array, Array]) -> tuple[Array | None, ...]:
+    q, k, v, segment_ids, sinks, flat, lse = saved
+    heads_grad = grads[0]
+    heads = flat.reshape(heads_grad.shape)
+    dq, dk, dv = attention_backward(q, k, v, heads, lse, heads_grad, form, segment_ids=segment_ids)
+    if sinks is None:
+        return dq, dk, dv, None, None
+    # A sink is a key whose value is zero: its gradient is p * (0 - sum(heads * heads_grad)).
+    weight = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)
+    delta = jnp.sum(heads.astype(jnp.float32) * heads_grad.astype(jnp.float32), axis=-1).transpose(0, 2, 1)
+    return dq, dk, dv, None, -jnp.sum(weight * delta, axis=(0, 2)).astype(sinks.dtype)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)

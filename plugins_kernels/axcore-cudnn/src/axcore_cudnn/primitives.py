@@ -1,0 +1,162 @@
+"""One call of cuDNN's attention: forward with the log-sum-exp, and backward from a given log-sum-exp.
+
+jax offers cuDNN's attention as `jax.nn.dot_product_attention`, which casts the log-sum-exp to the dtype of q and drops
+its gradient. These functions call the primitives below it. They are private, so they are looked up by name when this
+module is imported. Each call computes on one device; shard around it with `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+_NAMES = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p", "MaskType", "AttentionLayout")
+
+
+def _private() -> Any:  # a module of jax without type hints
+    try:
+        module = importlib.import_module(_MODULE)
+    except ImportError as error:
+        raise ImportError(f"axcore-cudnn requires {_MODULE}, which jax {jax.__version__} lacks") from error
+    missing = [name for name in _NAMES if not hasattr(module, name)]
+    if missing:
+        raise ImportError(
+            f"axcore-cudnn requires {', '.join(missing)} in {_MODULE}, which jax {jax.__version__} lacks. "
+            "Install jax 0.11.2."
+        )
+    return module
+
+
+_cudnn = _private()
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is static about a call.
+
+    Attributes:
+        scale: of the logits.
+        causal: a query sees the keys up to its own place. Query 0 and key 0 have the same place.
+        window: with `causal`: a query sees itself and the `window - 1` keys before it.
+        documents: of packed rows: how many documents a row may have on average over the batch for the fastest way (see
+            `axcore_cudnn.packed`).
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    documents: int = 8
+
+
+def forward(
+    form: Form,
+    q: Float[Array, "batch seq head head_dim"],
+    k: Float[Array, "batch kv_seq kv_head head_dim"],
+    v: Float[Array, "batch kv_seq kv_head value_dim"],
+    *,
+    bias: Float[Array, "batch 1 seq kv_seq"] | None = None,
+    lengths: tuple[Int32[Array, " batch"], Int32[Array, " batch"]] | None = None,
+    documents: tuple[Int32[Array, "batch list"], Int32[Array, "batch list+1"]] | None = None,
+) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
+    """softmax(scale q k^T + bias) v, and the logarithm of the softmax's denominator.
+
+    Args:
+        bias: in the dtype of q. Requires an even `seq` and `kv_seq`.
+        lengths: how many queries and how many keys exist in each row. What the other queries get is not defined.
+        documents: lengths and offsets of documents: see `axcore_cudnn.ragged`. The lse is that of
+            [documents, head, seq], and has no defined value beyond the end of a document.
+    """
+    if q.shape[1] == k.shape[1] == 1:
+        heads, lse = forward(form, _two(q), _two(k), _two(v), lengths=_ones(q))
+        return heads[:, :1], lse[:, :, :1]
+    operands, params = _arguments(form, q, k, bias, lengths, documents)
+    heads, lse = _call(_cudnn._dot_product_attention_fwd_p, q, k, v, *operands, is_training=True, **params)
+    return heads, lse
+
+
+def backward(
+    form: Form,
+    q: Float[Array, "batch seq head head_dim"],
+    k: Float[Array, "batch kv_seq kv_head head_dim"],
+    v: Float[Array, "batch kv_seq kv_head value_dim"],
+    heads: Float[Array, "batch seq head value_dim"],
+    lse: Float32[Array, "batch head seq"],
+    heads_grad: Float[Array, "batch seq head value_dim"],
+    *,
+    bias: Float[Array, "batch 1 seq kv_seq"] | None = None,
+    lengths: tuple[Int32[Array, " batch"], Int32[Array, " batch"]] | None = None,
+    documents: tuple[Int32[Array, "batch list"], Int32[Array, "batch list+1"]] | None = None,
+) -> tuple[
+    Float[Array, "batch seq head head_dim"],
+    Float[Array, "batch kv_seq kv_head head_dim"],
+    Float[Array, "batch kv_seq kv_head value_dim"],
+]:
+    """Gradients of q, k and v. `heads` and `lse` may include other keys: see `fused.attention_backward`."""
+    if q.shape[1] == k.shape[1] == 1:
+        lse, grad = jnp.pad(lse, ((0, 0), (0, 0), (0, 1))), _two(heads_grad)
+        dq, dk, dv = backward(form, _two(q), _two(k), _two(v), _two(heads), lse, grad, lengths=_ones(q))
+        return dq[:, :1], dk[:, :1], dv[:, :1]
+    operands, params = _arguments(form, q, k, bias, lengths, documents)
+    arrays = (q, k, v, *operands, lse, heads, heads_grad)
+    dq, dk, dv = _call(_cudnn._dot_product_attention_bwd_p, *arrays, **params)
+    return dq, dk, dv
+
+
+def _two(x: Array) -> Array:
+    """With one more token: cuDNN does not take rows of one query and one key."""
+    return jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)])
+
+
+def _ones(q: Array) -> tuple[Array, Array]:
+    return jnp.ones(q.shape[0], jnp.int32), jnp.ones(q.shape[0], jnp.int32)
+
+
+def _call(primitive: Any, *arrays: Array, **params: Any) -> Any:
+    """Binds a primitive. `jax.vmap` runs one call after the other: the primitives have no rule for it."""
+    return jax.custom_batching.sequential_vmap(lambda *arrays: tuple(primitive.bind(*arrays, **params)))(*arrays)
+
+
+def _arguments(
+    form: Form,
+    q: Array,
+    k: Array,
+    bias: Array | None,
+    lengths: tuple[Array, Array] | None,
+    documents: tuple[Array, Array] | None,
+) -> tuple[list[Array], dict[str, Any]]:
+    kinds, unused = _cudnn.MaskType, jnp.zeros(0, q.dtype)
+    if lengths is None and documents is None:
+        kind = kinds.CAUSAL if form.causal else kinds.NO_MASK
+    else:
+        kind = kinds.PADDING_CAUSAL if form.causal else kinds.PADDING
+    query_lengths, key_lengths = lengths or (unused, unused)
+    query_offsets = key_offsets = unused
+    if documents is not None:
+        query_lengths = key_lengths = documents[0]
+        # In elements, as cuDNN expects them.
+        query_offsets, key_offsets = (documents[1] * (x.shape[2] * x.shape[3]) for x in (q, k))
+    operands = [
+        unused if bias is None else bias,
+        query_lengths,
+        key_lengths,
+        query_offsets,
+        key_offsets,
+        unused,
+        unused,
+    ]
+    params = {
+        "scale": form.scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (bias is not None, False),  # with a bias; without its gradient
+        "mask_type": kind,
+        "layout": _cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": form.window,
+    }
+    return operands, params

@@ -1,0 +1,88 @@
+"""Attention of packed rows by cuDNN's own packed layout: one call, which skips what documents do not see.
+
+cuDNN takes a list of documents, each a length and an offset into the tokens of the batch. The list has a static size.
+For each entry, the backward pass takes memory and time as if the document were as long as a row (4 bytes for each
+head, feature and token for the gradient of q alone), so the list must be short: see `axcore_cudnn.packed`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from axcore_cudnn.primitives import Form, backward, forward
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """The documents of a batch, numbered in the order of its tokens, rows one after another.
+
+    Attributes:
+        number: int32 [batch, seq], the document of each token.
+        place: int32 [batch, seq], the place of each token within its document.
+        offsets: int32 [size + 1], the first token of each document in the flattened batch, and the end of the last;
+            unused entries are empty documents at the end of the batch.
+    """
+
+    number: Array
+    place: Array
+    offsets: Array
+
+    @classmethod
+    def of(cls, number: Int32[Array, "batch seq"], size: int) -> Documents:
+        """
+        Args:
+            number: of each token's document in the whole batch, in order. Documents from number `size` on are left out.
+            size: how many documents the list holds.
+        """
+        flat = number.reshape(-1)
+        first = jnp.searchsorted(flat, jnp.arange(size + 1, dtype=jnp.int32), method="compare_all").astype(jnp.int32)
+        token = jnp.arange(flat.size, dtype=jnp.int32).reshape(number.shape)
+        place = token - first.at[number].get(mode="clip")
+        return cls(number, place, first)
+
+    def lists(self, batch: int) -> tuple[Array, Array]:
+        """Lengths [batch, size / batch] and offsets [batch, size / batch + 1], which cuDNN reads as flat lists."""
+        lengths = self.offsets[1:] - self.offsets[:-1]
+        end = jnp.full(batch - 1, self.number.size, jnp.int32)
+        return lengths.reshape(batch, -1), jnp.concatenate([self.offsets, end]).reshape(batch, -1)
+
+    def of_tokens(self, rows: Float32[Array, "size head seq"]) -> Float32[Array, "batch head seq"]:
+        """From one row for each document to one for each row of the batch."""
+        heads = jnp.arange(rows.shape[1])[:, None]
+        return rows.at[self.number[:, None], heads, self.place[:, None]].get(mode="clip")
+
+    def of_documents(self, lse: Float32[Array, "batch head seq"]) -> Float32[Array, "size head seq"]:
+        """The inverse of `of_tokens`; values beyond the end of a document are those of other tokens."""
+        batch, heads, seq = lse.shape
+        token = self.offsets[:-1, None] + jnp.arange(seq, dtype=jnp.int32)
+        flat = lse.transpose(1, 0, 2).reshape(heads, batch * seq)
+        return flat.at[:, token].get(mode="clip").transpose(1, 0, 2)
+
+
+def ragged_forward(
+    form: Form, q: Array, k: Array, v: Array, number: Int32[Array, "batch seq"], size: int
+) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
+    """The heads and the lse, given the number of each token's document in the batch. Right for `size` documents at
+    most; `size` is a multiple of the batch, and at least twice the batch."""
+    documents = Documents.of(number, size)
+    heads, lse = forward(form, q, k, _as_wide(v, q), documents=documents.lists(q.shape[0]))
+    return heads[..., : v.shape[3]], documents.of_tokens(lse)
+
+
+def ragged_backward(
+    form: Form, q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, number: Array, size: int
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v; see `ragged_forward`."""
+    documents = Documents.of(number, size)
+    wide_v, heads, heads_grad = (_as_wide(x, q) for x in (v, heads, heads_grad))
+    lists = documents.lists(q.shape[0])
+    dq, dk, dv = backward(form, q, k, wide_v, heads, documents.of_documents(lse), heads_grad, documents=lists)
+    return dq, dk, dv[..., : v.shape[3]]
+
+
+def _as_wide(x: Array, q: Array) -> Array:
+    """With zeros up to the features of q: one list of offsets serves keys and values, so they must have as many."""
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, q.shape[3] - x.shape[3])])

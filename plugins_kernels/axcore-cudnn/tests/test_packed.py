@@ -1,0 +1,220 @@
+"""Attention of packed rows, assembled from calls that know no documents, against the formula in NumPy float64.
+
+Off the GPU the calls of cuDNN are replaced by the formula in JAX, which puts NaN where cuDNN defines no result.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from axcore_cudnn import chunked, fused, packed, ragged
+from axcore_cudnn.primitives import Form
+
+BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 8, 6
+
+
+def logits_of(form, q, k, bias, lengths):
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    logits = form.scale * jnp.einsum("bthd,bshd->bhts", q, k)
+    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None]
+    allowed = jnp.ones((1, 1, *logits.shape[2:]), bool)
+    if form.causal:
+        allowed &= i >= j
+    if form.window is not None:
+        allowed &= i - j < form.window
+    if lengths is not None:
+        allowed &= (i < lengths[0][:, None, None, None]) & (j < lengths[1][:, None, None, None])
+    if bias is not None:
+        logits = logits + bias
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
+def undefined(x, length):
+    missing = jnp.arange(x.shape[1]) >= length[:, None]
+    return jnp.where(missing.reshape(*missing.shape, *[1] * (x.ndim - 2)), jnp.nan, x)
+
+
+def forward(form, q, k, v, *, bias=None, lengths=None):
+    logits = logits_of(form, q, k, bias, lengths)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])
+    heads = jnp.einsum("bhts,bshd->bthd", weights, jnp.repeat(v, q.shape[2] // v.shape[2], axis=2))
+    if lengths is None:
+        return heads, lse
+    return undefined(heads, lengths[0]), undefined(lse.swapaxes(1, 2), lengths[0]).swapaxes(1, 2)
+
+
+def backward(form, q, k, v, heads, lse, heads_grad, *, bias=None, lengths=None):
+    group = q.shape[2] // k.shape[2]
+    weights = jnp.exp(logits_of(form, q, k, bias, lengths) - lse[..., None])
+    d_weights = jnp.einsum("bthd,bshd->bhts", heads_grad, jnp.repeat(v, group, axis=2))
+    delta = jnp.sum(heads * heads_grad, axis=-1).swapaxes(1, 2)
+    d_logits = form.scale * weights * (d_weights - delta[..., None])
+    dq = jnp.einsum("bhts,bshd->bthd", d_logits, jnp.repeat(k, group, axis=2))
+    dk, dv = jnp.einsum("bhts,bthd->bshd", d_logits, q), jnp.einsum("bhts,bthd->bshd", weights, heads_grad)
+    dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (dk, dv))
+    if lengths is None:
+        return dq, dk, dv
+    return undefined(dq, lengths[0]), undefined(dk, lengths[1]), undefined(dv, lengths[1])
+
+
+def forward_of_documents(form, q, k, v, *, bias=None, lengths=None, documents=None):
+    """cuDNN's packed layout, read as it documents it: flat lists of lengths and offsets."""
+    if documents is None:
+        return forward(form, q, k, v, bias=bias, lengths=lengths)
+    heads, lse = forward(form, *flat(q, k, v), bias=apart(documents, q))
+    rows, offsets = listed(documents)
+    seq = q.shape[1]
+    by_document = jnp.pad(lse[0], ((0, 0), (0, seq)), constant_values=jnp.nan)
+    stats = [jax.lax.dynamic_slice_in_dim(by_document, offsets[i], seq, axis=1) for i in range(rows.size)]
+    stats = undefined(jnp.stack(stats).swapaxes(1, 2), rows).swapaxes(1, 2)
+    return heads.reshape(*q.shape[:3], -1), stats
+
+
+def backward_of_documents(form, q, k, v, heads, lse, heads_grad, *, bias=None, lengths=None, documents=None):
+    if documents is None:
+        return backward(form, q, k, v, heads, lse, heads_grad, bias=bias, lengths=lengths)
+    _, offsets = listed(documents)
+    tokens = q.shape[0] * q.shape[1]
+    number = jnp.searchsorted(offsets, jnp.arange(tokens), side="right") - 1
+    flat_lse = lse[number, :, jnp.arange(tokens) - offsets[number]].T[None]
+    grads = backward(form, *flat(q, k, v, heads), flat_lse, *flat(heads_grad), bias=apart(documents, q))
+    return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+
+
+def flat(*arrays):
+    return [x.reshape(1, -1, *x.shape[2:]) for x in arrays]
+
+
+def listed(documents):
+    lengths, offsets = documents
+    return lengths.ravel(), offsets.ravel()[: lengths.size + 1]
+
+
+def apart(documents, q):
+    lengths, offsets = listed(documents)
+    token = jnp.arange(q.shape[0] * q.shape[1])
+    member = (token[:, None] >= offsets[:-1]) & (token[:, None] < offsets[:-1] + lengths)
+    return jnp.where(member.astype(int) @ member.T.astype(int) > 0, 0.0, -jnp.inf)[None, None]
+
+
+@pytest.fixture(autouse=True)
+def formula(monkeypatch):
+    for module in (chunked, fused, packed, ragged):
+        monkeypatch.setattr(module, "forward", forward_of_documents)
+        monkeypatch.setattr(module, "backward", backward_of_documents)
+    monkeypatch.setattr(chunked, "CHUNK", 8)
+
+
+def reference(q, k, v, grad, allowed, scale, sinks):
+    """NumPy float64: heads, lse, dq, dk, dv, and the gradient of the sinks."""
+    q, k, v, grad, sinks = (np.asarray(x, np.float64) for x in (q, k, v, grad, sinks))
+    group = q.shape[2] // k.shape[2]
+    wide_k, wide_v = (np.repeat(x, group, axis=2) for x in (k, v))
+    logits = np.where(allowed[:, None], scale * np.einsum("bthd,bshd->bhts", q, wide_k), -np.inf)
+    sink = np.broadcast_to(sinks[None, :, None, None], (*logits.shape[:3], 1))
+    lse = np.log(np.exp(logits).sum(-1, keepdims=True) + np.exp(sink))
+    weights = np.exp(logits - lse)
+    heads = np.einsum("bhts,bshd->bthd", weights, wide_v)
+    delta = np.einsum("bthd,bthd->bht", heads, grad)[..., None]
+    d_logits = weights * (np.einsum("bthd,bshd->bhts", grad, wide_v) - delta)
+    dq = scale * np.einsum("bhts,bshd->bthd", d_logits, wide_k)
+    dk = scale * np.einsum("bhts,bthd->bshd", d_logits, q)
+    dv = np.einsum("bhts,bthd->bshd", weights, grad)
+    dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (dk, dv))
+    return heads, lse[..., 0], dq, dk, dv, -(np.exp(sink - lse) * delta).sum((0, 2, 3))
+
+
+def rows(*lengths_of_rows):
+    return np.stack(
+        [np.repeat(np.arange(1, len(lengths) + 1), lengths) for lengths in lengths_of_rows],
+    ).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attend(form, q, k, v, grad, segment_ids, sinks):
+    def call(q, k, v, sinks):
+        return fused.attention(q, k, v, form, segment_ids=segment_ids, sinks=sinks)
+
+    (heads, lse), pull = jax.vjp(call, q, k, v, sinks)
+    return heads, lse, *pull((grad, jnp.zeros_like(lse)))
+
+
+PACKED = {
+    "one document a row": rows([32], [32]),
+    "documents across every boundary": rows([3, 6, 10, 13], [15, 2, 15]),
+    "documents that end at boundaries": rows([16, 8, 4, 4], [4, 28]),
+    "every token": rows([1] * 32, [1] * 31 + [1]),
+    "of length 1 at boundaries": rows([15, 1, 1, 15], [7, 1, 1, 6, 1, 1, 15]),
+    "odd": rows([5, 1, 25], [31]),
+    "two halves only": rows([2, 16], [9, 9]),
+    "padding": np.concatenate([rows([5, 12], [10, 7]), np.zeros((2, 15), np.int32)], axis=1),
+}
+
+
+FORMS = {"causal": Form(0.3), "window": Form(0.3, window=5), "full": Form(0.3, causal=False)}
+CALLS = [(name, form, documents) for form in FORMS for documents in (2, 32) for name in PACKED if name != "odd"]
+
+
+@pytest.mark.parametrize(("name", "form", "documents"), [*CALLS, ("odd", "causal", 2), ("odd", "causal", 8)])
+def test_heads_lse_and_gradients_equal_the_formula(name, form, documents):
+    """Rows with more than `documents` documents on average are attended to in chunks."""
+    form = dataclasses.replace(FORMS[form], documents=documents)
+    segment_ids = PACKED[name]
+    seq = segment_ids.shape[1]
+    rng = np.random.default_rng(0)
+    shapes = [(HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM), (HEADS, VALUE_DIM)]
+    q, k, v, grad = (rng.standard_normal((BATCH, seq, *shape)).astype(np.float32) for shape in shapes)
+    sinks = rng.standard_normal(HEADS).astype(np.float32)
+
+    got = attend(form, q, k, v, grad, segment_ids, sinks)
+    i, j = np.arange(seq)[:, None], np.arange(seq)[None]
+    allowed = segment_ids[:, :, None] == segment_ids[:, None, :]
+    if form.causal:
+        allowed = allowed & (i >= j) & (i - j < (form.window or seq))
+    for have, want in zip(got, reference(q, k, v, grad, allowed, form.scale, sinks), strict=True):
+        np.testing.assert_allclose(have, want, rtol=2e-5, atol=2e-5)
+
+
+def test_rows_are_cut_into_chunks_where_that_is_possible(monkeypatch):
+    monkeypatch.setattr(chunked, "CHUNK", 512)
+    causal = Form(1.0)
+    assert [chunked._chunks(causal, seq) for seq in (511, 512, 1024, 2048, 2050, 8192)] == [1, 1, 2, 4, 1, 16]
+    assert chunked._chunks(Form(1.0, window=4), 2048) == chunked._chunks(Form(1.0, causal=False), 2048) == 1
+
+
+def test_documents_are_listed_in_order():
+    ids = np.array([[7, 7, 2, 2, 2, 0, 0], [0, 0, 0, 5, 0, 0, 1]])
+    keys = [(row, key, len(list(run))) for row in range(2) for key, run in itertools.groupby(ids[row])]
+    lengths = [length for _, _, length in keys]
+    number = packed.document_numbers(jnp.asarray(ids))
+    np.testing.assert_array_equal(number, np.repeat(np.arange(len(keys)), lengths).reshape(ids.shape))
+    documents = ragged.Documents.of(number, 8)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    np.testing.assert_array_equal(documents.offsets, [*starts, ids.size])
+    np.testing.assert_array_equal(documents.place, np.concatenate([np.arange(n) for n in lengths]).reshape(ids.shape))
+    listed_lengths, listed_offsets = documents.lists(2)
+    np.testing.assert_array_equal(listed_lengths.ravel(), [*lengths, 0])
+    assert listed_offsets.shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_lengths_of_the_document_that_crosses_the_middle(name, pairs):
+    ids = PACKED[name]
+    if ids.shape[1] % (2 * pairs):
+        pytest.skip(f"{ids.shape[1]} tokens are not halves of {pairs} pairs")
+    got = chunked.Halves.of(packed.document_numbers(jnp.asarray(ids)), pairs).lengths
+    half = ids.shape[1] // pairs // 2
+    want = []
+    for row, pair in itertools.product(ids, range(pairs)):
+        left, right = row[2 * pair * half :][:half].tolist(), row[(2 * pair + 1) * half :][:half].tolist()
+        queries = len(list(itertools.takewhile(left[-1].__eq__, right)))
+        keys = len(list(itertools.takewhile(left[-1].__eq__, reversed(left))))
+        want.append((queries, keys if queries else 0))
+    np.testing.assert_array_equal(np.stack(got, axis=1), want)

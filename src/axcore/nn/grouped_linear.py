@@ -1,0 +1,100 @@
+"""Linear maps of several groups of rows, such as those of the experts of a mixture."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axcore.config import REQUIRED, ConfigError, at_least, has_field
+from axcore.module import Layer, Rngs, method
+from axcore.nn.grouped_matmul import Batched, Grouped
+from axcore.nn.initializers import FanIn, ForEach, Initializer, Zeros
+from axcore.nn.linear import Linear
+from axcore.nn.weighted import Weighted
+from axcore.numerics import Product
+
+
+class GroupedLinear(Weighted):
+    """A linear map for each of `groups` groups of rows: a weight [group, in, out] and a bias [group, out].
+
+    Each group starts as a `Linear` of its own does: the fan-in of an initializer is that of one. The slots are those of
+    `Linear`. An adapter is offered `groups`, and must declare that field; `axes` has three names.
+    """
+
+    class Config(Weighted.Config):
+        groups: int = REQUIRED
+        input_dim: int = REQUIRED
+        output_dim: int = REQUIRED
+        use_bias: bool = False
+        init: Initializer = FanIn()
+        bias_init: Initializer = Zeros()
+        axes: tuple[str | None, str | None, str | None] | None = None
+        """Logical axes of the weight; None: the parent's, or replicated."""
+        adapter: Layer.Config | None = None
+
+        @classmethod
+        def of(cls, linear: Linear.Config) -> GroupedLinear.Config:
+            """Linear maps of this config, one for each group. A logical axis of the groups stays to be named."""
+            if linear.axes is not None:
+                raise ConfigError(f"axes={linear.axes}: grouped weights have another axis; leave it to the parent")
+            names = (
+                "dtypes",
+                "tags",
+                "numerics",
+                "input_dim",
+                "output_dim",
+                "use_bias",
+                "init",
+                "bias_init",
+                "adapter",
+            )
+            return cls(**{name: getattr(linear, name) for name in names})
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: Rngs):
+        at_least(cfg, 1, "groups", "input_dim", "output_dim")
+        if cfg.adapter is not None and not has_field(cfg.adapter, "groups"):
+            raise ConfigError(
+                f"adapter={cfg.adapter!r} has no field 'groups' and takes no weights of groups; leave these layers out "
+                f"with where="
+            )
+        axes = cfg.axes or (None, None, None)
+        shape = (cfg.groups, cfg.input_dim, cfg.output_dim)
+        self.make_weight(shape, ForEach(init=cfg.init), rngs, axes=axes)
+        self.bias = nnx.data(None)
+        if cfg.use_bias:
+            bias_axes = (axes[0], axes[2])
+            self.bias = self.param("bias", (shape[0], shape[2]), ForEach(init=cfg.bias_init), rngs, axes=bias_axes)
+        widths = {"groups": cfg.groups, "input_dim": cfg.input_dim, "output_dim": cfg.output_dim, "axes": axes}
+        self.adapter = self.child("adapter", cfg.adapter, rngs, **widths)
+
+    @method
+    def grouped(self, x: jax.Array, groups: Grouped) -> jax.Array:
+        """Each row by the map of its group: [rows, input_dim] -> [rows, output_dim]."""
+        return self._mapped(x, groups)
+
+    @method
+    def batched(self, x: jax.Array) -> jax.Array:
+        """The same number of rows for each group: [group, rows, input_dim] -> [group, rows, output_dim]."""
+        return self._mapped(x, Batched())
+
+    def _mapped(self, x: jax.Array, product: Product) -> jax.Array:
+        types = self.dtypes
+        x = x.astype(types.compute)
+        y = self.multiply(x, product)
+        if self.adapter is not None:
+            y = self.adapter(x, y, self.base_matrix, product)
+        if self.bias is not None:
+            y = y + product.each(self.bias[...].astype(y.dtype))
+        return y.astype(types.output or types.compute)
+
+    @method
+    def matrix(self) -> jax.Array:
+        """The matrices [group, input_dim, output_dim] that the layer multiplies with, numerics and adapter included."""
+        weight = self.base_matrix
+        if self.adapter is None:
+            return weight
+        eye = jnp.eye(self.config.input_dim, dtype=self.dtypes.compute)
+        return self.adapter(jnp.broadcast_to(eye, (weight.shape[0], *eye.shape)), weight, weight, Batched())

@@ -1,0 +1,9 @@
+"""In which numbers a layer keeps its weight and multiplies with it."""
+
+import axcore.preflight  # noqa: F401 - before anything below imports flax
+from axcore.numerics.base import Numerics, Weight
+from axcore.numerics.gather import gather
+from axcore.numerics.product import Product
+from axcore.numerics.storing import StoredModel, stored
+
+__all__ = ["Numerics", "Product", "StoredModel", "Weight", "gather", "stored"]

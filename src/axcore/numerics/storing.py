@@ -1,0 +1,75 @@
+"""Turning a trained model into one that holds codes and scales in place of float weights."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from axcore.config import AxcoreError, Config, ConfigError, select, walk
+from axcore.module import Tree, abstract
+from axcore.numerics.base import Numerics
+
+
+class StoredModel(NamedTuple):
+    """A model whose numerics hold stored weights, and its parameters."""
+
+    cfg: Any
+    params: Tree
+
+
+def stored(cfg: Config, params: Tree) -> StoredModel:
+    """The same model with `stored=True` for all numerics that have a stored representation.
+
+    Weights are encoded one at a time, and other parameters are passed on. It can be jitted over `params`. Bias,
+    adapters and state keep their paths, and codes lie below the path of the weight: `...query.weight.codes`.
+
+    Args:
+        cfg: of a model that trained with the numerics, or of any float model into which `use` put them.
+        params: of that model; stacked layers are as they are.
+
+    Raises:
+        ConfigError: no numerics in the config has a stored representation that is not in use yet.
+        AxcoreError: the parameters are not those of this config.
+    """
+    chosen = {path for path, node in walk(cfg) if _can_store(node)}
+    if not chosen:
+        raise ConfigError(
+            "no numerics in the config has a stored representation that is not in use yet; attach one with "
+            "axcore.use(NAME) first"
+        )
+    fn, shapes, state = abstract(cfg)
+    for path, module in nnx.iter_modules(fn.bind(shapes, state)):
+        numerics = getattr(module, "numerics", None)
+        if isinstance(numerics, Numerics) and _can_store(numerics.config):
+            params = _encoded(params, path, numerics, path)
+    return StoredModel(select(cfg, lambda path, _: path in chosen).set(stored=True), params)
+
+
+def _can_store(node: Any) -> bool:
+    if not isinstance(node, Numerics.Config) or node.stored:
+        return False
+    return node.target is not None and node.target.encode is not Numerics.encode
+
+
+def _encoded(params: Tree, rest: tuple[Any, ...], numerics: Numerics, path: tuple[Any, ...]) -> Tree:
+    """A copy of nested dicts with the weight below `rest` encoded."""
+    if rest:
+        below = params.get(rest[0])
+        if not isinstance(below, dict):
+            raise AxcoreError(f"the parameters have nothing at {_dotted(path)}; they are not those of this config")
+        return {**params, rest[0]: _encoded(below, rest[1:], numerics, path)}
+    weight = params.get("weight")
+    shape = numerics.config.shape
+    if weight is None or isinstance(weight, dict) or weight.shape[weight.ndim - len(shape) :] != shape:
+        found = getattr(weight, "shape", "none")
+        raise AxcoreError(f"{_dotted(path)}.weight must be a float array [..., {shape}], and is {found}")
+    encode: Any = numerics.encode
+    for _ in range(weight.ndim - len(shape)):  # stacked layers
+        encode = jax.vmap(encode)
+    return {**params, "weight": jax.jit(encode)(weight)}
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path)) or "the root"

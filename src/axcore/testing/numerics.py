@@ -1,0 +1,296 @@
+"""The conformance suite of numerics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import axcore as ax
+from axcore.module import GradientState, Rngs, functional, maxima, overwritten
+from axcore.nn import Blocks, Embedding, Grouped, GroupedLinear, Linear, RaggedDot, Repeat, Weighted
+from axcore.numerics import Numerics, stored
+from axcore.parallel import Remat
+from axcore.plugin import NumericsOffer, use
+from axcore.testing.models import OBJECTIVE, by_path, loss_and_grads, objective, tiny_batch, tiny_model
+from axcore.testing.offer import OfferSuite, offered_config
+
+ROWS, IN, OUT, GROUPS = 24, 48, 40, 3
+SIZES = (8, 0, 16)
+"""Rows of each group."""
+Array = np.ndarray[Any, np.dtype[Any]]
+KINDS = ("linear", "tied_head", "grouped", "grouped_in_blocks", "batched")
+EVERY_PRODUCT = pytest.mark.parametrize("kind", KINDS)
+
+
+class NumericsSuite(OfferSuite):
+    """Checks of what fills the slot `numerics` of layers with a weight.
+
+    Attributes:
+        error: the largest relative error of a product of normal numbers, as ||found - exact|| / ||exact||.
+        gradient_error: the same of its gradients; None for numerics that only serve inference.
+        model_error: how far the loss of a small model may move, relative.
+        stored_bits: the most bits that the stored representation has for each number of a weight [48, 40], scales
+            included; None for numerics without one.
+    """
+
+    kind = NumericsOffer
+    error: ClassVar[float]
+    gradient_error: ClassVar[float | None] = None
+    model_error: ClassVar[float] = 0.05
+    stored_bits: ClassVar[float | None] = None
+
+    def config(self) -> Any:
+        return ax.pipe(tiny_model(), use(self.name, **self.options))
+
+    def filler(self) -> Any:
+        """The config of the numerics."""
+        return offered_config(self)
+
+    def test_it_is_numerics(self) -> None:
+        assert issubclass(self.filler().target, Numerics)
+
+    @EVERY_PRODUCT
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_product_is_close(self, kind: str, dtype: str) -> None:
+        case = _Case(kind, self.filler(), dtype)
+        found = case.call(case.params, case.x)
+        assert found.dtype == jnp.dtype(dtype)
+        assert _error(found, case.exact(case.params, case.x)) < self.error + (0.01 if dtype == "bfloat16" else 0)
+
+    @pytest.mark.parametrize("widths", [(33, 40), (48, 17)], ids=str)
+    @pytest.mark.parametrize("leading", [(5,), (2, 7), (1,)], ids=str)
+    def test_product_of_odd_shapes_is_close(self, widths: tuple[int, int], leading: tuple[int, ...]) -> None:
+        case = _Case("linear", self.filler(), widths=widths)
+        x = jax.random.normal(jax.random.key(1), (*leading, widths[0]))
+        assert _error(case.call(case.params, x), case.exact(case.params, x)) < self.error
+
+    def test_it_does_round(self) -> None:
+        case = _Case("linear", self.filler())
+        found = case.call(case.params, case.x)
+        assert _error(found, case.exact(case.params, case.x)) > 1e-5, "the product is that of floats"
+
+    @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+    def test_product_does_not_depend_on_the_unit_of_the_weight(self, scale: float) -> None:
+        case = _Case("linear", self.filler())
+        params = {**case.params, "weight": scale * case.params["weight"]}
+        assert _error(case.call(params, case.x), case.exact(params, case.x)) < 1.5 * self.error
+
+    @EVERY_PRODUCT
+    def test_zeros_are_exact_and_nothing_is_nan(self, kind: str) -> None:
+        case = _Case(kind, self.filler())
+        found = case.call(case.params, case.x.at[..., :2, :].set(0.0))
+        assert np.isfinite(found).all()
+        assert not np.any(found[..., :2, :])
+        assert not np.any(case.call(jax.tree.map(jnp.zeros_like, case.params), case.x))
+
+    def test_bias_is_added_after_the_product(self) -> None:
+        case = _Case("linear", self.filler(), use_bias=True)
+        params = {**case.params, "bias": jnp.full(OUT, 1000.0)}
+        np.testing.assert_array_equal(case.call(params, jnp.zeros((2, IN))), np.full((2, OUT), 1000.0))
+
+    def test_gathered_rows_are_close(self) -> None:
+        case = _Case("tied_head", self.filler())
+        ids = jnp.arange(OUT).reshape(2, -1)[:, ::-1]
+        found = case.fn(case.params, case.state, ids)[0][0]
+        assert _error(found, np.asarray(case.params["weight"], np.float64)[np.asarray(ids)]) < self.error
+
+    @EVERY_PRODUCT
+    def test_matrix_is_what_products_multiply_with(self, kind: str) -> None:
+        """Adapters and absorbed projections use it in place of the product."""
+        case = _Case(kind, self.filler())
+        weight = case.matrix(case.params)
+        assert weight.shape == case.params["weight"].shape
+        found = case.call(case.params, case.x)
+        assert _error(found, case.exact({**case.params, "weight": weight}, case.x)) < self.error
+
+    @EVERY_PRODUCT
+    def test_gradients_are_close(self, kind: str) -> None:
+        if self.gradient_error is None:
+            pytest.skip("declared for inference only")
+        case = _Case(kind, self.filler())
+        y_bar = jax.random.normal(jax.random.key(2), case.call(case.params, case.x).shape)
+        gradient = jax.grad(lambda params, x: (case.call(params, x) * y_bar).sum(), argnums=(0, 1))
+        found = jax.jit(gradient)(case.params, case.x)
+        exact = case.exact_gradients(case.params, case.x, y_bar)
+        for name, mine, theirs in zip(("weight", "x"), (found[0]["weight"], found[1]), exact, strict=True):
+            assert _error(mine, theirs) < self.gradient_error, f"the gradient of {name}"
+
+    def test_gradients_of_gathered_rows_add_up(self) -> None:
+        if self.gradient_error is None:
+            pytest.skip("declared for inference only")
+        case = _Case("tied_head", self.filler(), "bfloat16")
+        ids = jnp.zeros((1, 4096), jnp.int32)
+        gradient = jax.grad(lambda params: case.fn(params, case.state, ids)[0][0].astype(jnp.float32).sum())
+        found = jax.jit(gradient)(case.params)["weight"]
+        np.testing.assert_allclose(found[0], 4096, rtol=0.01)
+        assert not np.any(found[1:])
+
+    @EVERY_PRODUCT
+    def test_stored_weights_are_small_and_compute_the_same(self, kind: str) -> None:
+        if self.stored_bits is None:
+            pytest.skip("declared to have no stored representation")
+        case = _Case(kind, self.filler())
+        model, params = stored(case.cfg, case.params)
+        weight, size = params["weight"], case.params["weight"].size
+        assert isinstance(weight, Mapping), "the parameters hold floats still"
+        bits = 8 * sum(leaf.nbytes for leaf in weight.values()) / size
+        assert bits <= self.stored_bits, f"{bits} bits for each number of the weight"
+        wide = [name for name, leaf in by_path(params).items() if _is_float(leaf) and leaf.size >= size]
+        assert not wide, f"{wide} is a float copy"
+        kept = _Case(kind, self.filler().set(stored=True))
+        assert jax.tree.map(_form, kept.params) == jax.tree.map(_form, params), "what is built is not what is encoded"
+        assert kept.cfg == model
+        np.testing.assert_allclose(
+            kept.call(params, case.x), case.call(case.params, case.x), rtol=1e-4, atol=1e-4 * self.error
+        )
+        if kind == "tied_head":
+            ids = jnp.arange(OUT)[None]
+            rows = [each.fn(params, each.state, ids)[0][0] for each, params in ((kept, params), (case, case.params))]
+            assert _error(rows[0], np.asarray(rows[1], np.float64)) < self.error
+
+    def test_a_stored_model_computes_nearly_the_same(self) -> None:
+        if self.stored_bits is None:
+            pytest.skip("declared to have no stored representation")
+        cfg = self.config()
+        fn, params, state = functional(cfg.build(rngs=Rngs(0)))
+        model, codes = stored(cfg, params)
+        kept, form, other = ax.functional(model.build(rngs=Rngs(0)))
+        assert jax.tree.map(_form, form) == jax.tree.map(_form, codes)
+        assert by_path(codes).keys() == by_path(jax.tree.map(len, kept.axes, is_leaf=_is_axes)).keys()
+        ids = tiny_batch()["inputs"]
+        called = jax.jit(lambda fn, params, state: fn(params, state, ids)[0][0], static_argnums=0)
+        logits = [called(*each) for each in ((fn, params, state), (kept, codes, other))]
+        assert _error(logits[1], np.asarray(logits[0], np.float64)) < self.model_error
+
+    def test_a_model_computes_nearly_the_same(self) -> None:
+        loss, grads = loss_and_grads(self.config(), tiny_batch)
+        expected, _ = loss_and_grads(tiny_model(), tiny_batch)
+        np.testing.assert_allclose(loss, expected, rtol=self.model_error)
+        assert loss != expected, "no product of the model was replaced"
+        if self.gradient_error is not None:
+            dead = [path for path, leaf in by_path(grads).items() if not np.any(leaf)]
+            assert not dead, f"no gradient reaches {dead}"
+
+    def test_every_layer_with_a_weight_is_reached(self) -> None:
+        reached = [getattr(node, "numerics", None) is not None for _, node in ax.select(self.config(), Weighted)]
+        assert reached
+        assert all(reached)
+
+    def test_state_moves_by_gradients_alone(self) -> None:
+        """A forward pass writes nothing: recomputed under remat, it would write twice."""
+        fn, params, state = functional(self.config().build(rngs=Rngs(0)))
+        for training in (False, True):
+            run = functools.partial(fn, key=jax.random.key(0), training=training, method=OBJECTIVE.build())
+            found = jax.jit(lambda params, state, run=run: run(params, state, tiny_batch())[1])(params, state)
+            for path, leaf in by_path(found).items():
+                np.testing.assert_array_equal(leaf, by_path(state)[path], err_msg=path)
+
+    def test_state_is_updated_once_a_step_under_scan_and_remat(self) -> None:
+        if self.gradient_error is None or not _gradient_state(self.config()):
+            pytest.skip("it has no state that gradients overwrite")
+        plain, scanned = (self._state_after(unroll, remat) for unroll, remat in ((2, None), (1, Remat())))
+        assert plain.keys() == scanned.keys()
+        for path, leaf in plain.items():
+            assert np.isfinite(leaf).all(), path
+            np.testing.assert_allclose(scanned[path], leaf, rtol=1e-3, err_msg=path)
+        assert any(np.any(leaf != 0) for leaf in plain.values())
+
+    def _state_after(self, unroll: int, remat: Any) -> dict[str, Array]:
+        cfg = ax.select(self.config(), Repeat).set(unroll=unroll, remat=remat)
+        fn, params, state = functional(cfg.build(rngs=Rngs(0)))
+
+        def after(state: Any) -> Any:
+            gradient = jax.grad(lambda state: objective(fn, params, state, tiny_batch()), allow_int=True)
+            return overwritten(gradient(maxima(state)), state)
+
+        return by_path(jax.device_get(jax.jit(after)(state)))
+
+
+class _Case:
+    """One layer with a filler, its parameters, and its products in NumPy."""
+
+    def __init__(
+        self, kind: str, filler: Any, dtype: str = "float32", *, widths: tuple[int, int] = (IN, OUT), **options: Any
+    ):
+        self.kind = kind
+        into, out_of = widths
+        shape: tuple[int, ...] = (2, ROWS // 2, into)
+        if kind == "tied_head":
+            cfg: Any = Embedding.Config(vocab_size=out_of, output_dim=into)
+        elif kind == "linear":
+            cfg = Linear.Config(input_dim=into, output_dim=out_of)
+        else:
+            cfg = GroupedLinear.Config(groups=GROUPS, input_dim=into, output_dim=out_of)
+            shape = (GROUPS, ROWS, into) if kind == "batched" else (ROWS, into)
+        self.cfg = cfg.set(numerics=filler, dtypes=ax.DTypes(compute=dtype), **options)
+        self.fn, self.params, self.state = functional(self.cfg.build(rngs=Rngs(0)))
+        self.x = jax.random.normal(jax.random.key(1), shape, dtype)
+
+    def call(self, params: Any, x: jax.Array) -> jax.Array:
+        run = functools.partial(self.fn, params, self.state)
+        if self.kind == "linear":
+            return run(x)[0][0]
+        if self.kind == "tied_head":
+            return run(x, method="attend")[0][0]
+        if self.kind == "batched":
+            return run(x, method="batched")[0][0]
+        sizes, block = jnp.asarray(SIZES, jnp.int32), 8 if self.kind == "grouped_in_blocks" else 1
+        group = jnp.repeat(jnp.arange(GROUPS), sizes // block, total_repeat_length=ROWS // block)
+        matmul = Blocks(size=block) if block > 1 else RaggedDot()
+        return run(x, Grouped(sizes, group, ROWS, matmul), method="grouped")[0][0]
+
+    def matrix(self, params: Any) -> jax.Array:
+        layer = self.fn.bind(params, self.state)
+        return layer.numerics.matrix(layer.representation)
+
+    def exact(self, params: Any, x: Any) -> Array:
+        x, weight = np.asarray(x, np.float64), np.asarray(params["weight"], np.float64)
+        if self.kind == "tied_head":
+            return x @ weight.T
+        return np.einsum("gni,gio->gno", x, weight) if self.kind == "batched" else self._by_rows(x, weight)
+
+    def _by_rows(self, x: Array, weight: Array) -> Array:
+        if weight.ndim == 2:
+            return x @ weight
+        return np.stack([row @ weight[group] for row, group in zip(x, np.repeat(range(GROUPS), SIZES), strict=True)])
+
+    def exact_gradients(self, params: Any, x: Any, y_bar: Any) -> tuple[Array, Array]:
+        """Of the weight and of x."""
+        x, y_bar, weight = (np.asarray(each, np.float64) for each in (x, y_bar, params["weight"]))
+        if self.kind == "tied_head":
+            return np.einsum("bso,bsi->oi", y_bar, x), y_bar @ weight
+        if self.kind == "linear":
+            return np.einsum("bsi,bso->io", x, y_bar), y_bar @ weight.T
+        if self.kind == "batched":
+            return np.einsum("gni,gno->gio", x, y_bar), np.einsum("gno,gio->gni", y_bar, weight)
+        weight_bar = np.zeros_like(weight)
+        np.add.at(weight_bar, np.repeat(range(GROUPS), SIZES), x[:, :, None] * y_bar[:, None])
+        return weight_bar, self._by_rows(y_bar, weight.swapaxes(1, 2))
+
+
+def _gradient_state(cfg: Any) -> list[Any]:
+    module = nnx.eval_shape(lambda: cfg.build(rngs=Rngs(0)))
+    return [path for path, node in nnx.iter_graph(module) if isinstance(node, GradientState)]
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def _form(leaf: Any) -> tuple[Any, Any]:
+    return leaf.shape, leaf.dtype
+
+
+def _error(found: Any, exact: Array) -> float:
+    return float(np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact))

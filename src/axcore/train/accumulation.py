@@ -1,0 +1,144 @@
+"""Gradients of an objective over a batch, whole or in microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from axcore.config import ConfigError
+from axcore.module import Collections, Functional, LossSum, Tree, fold, maxima, overwritten
+from axcore.parallel import Layout
+from axcore.train.objective import Objective
+from axcore.train.parts import joined, part
+
+Batch = Mapping[str, jax.Array]
+
+
+class Counts(NamedTuple):
+    """What the losses of a whole batch are divided by."""
+
+    loss: jax.Array
+    others: dict[str, jax.Array]
+
+
+class Computed(NamedTuple):
+    """What a batch, or a microbatch, gives.
+
+    Attributes:
+        grads: of the trained parameters, in their dtype.
+        loss: the objective's own.
+        model_state: as the layers wrote it, but for `GradientState`.
+        gradient_state: the `GradientState` leaves alone: their next values.
+    """
+
+    grads: Tree
+    loss: LossSum
+    collections: Collections
+    model_state: Tree
+    gradient_state: Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiated:
+    """An objective as a function of the trained parameters.
+
+    Attributes:
+        trained, frozen: the parameters in two parts.
+        params_like: shapes and shardings in the form of `trained`.
+    """
+
+    fn: Functional
+    objective: Objective
+    layout: Layout
+    trained: Tree
+    frozen: Tree
+    params_like: Tree
+
+    def whole(self, model_state: Tree, batch: Batch, key: jax.Array) -> Computed:
+        """The gradients of a batch at once."""
+        return self._one(model_state, batch, key, None)
+
+    def accumulated(self, model_state: Tree, batch: Batch, key: jax.Array, microbatches: int) -> Computed:
+        """Those of the same batch in microbatches, one after the other: gradients and losses of the whole.
+
+        Gradients are summed in float32. Each microbatch draws PRNG bits of its own, and layers that write Variables
+        write them once a microbatch. Summaries are reduced by their rule, of a `GradientState` the largest value of
+        each element counts.
+        """
+        batches = {name: self._split(x, microbatches) for name, x in batch.items()}
+        numbered = jnp.arange(microbatches), batches
+
+        def key_of(number: jax.Array) -> jax.Array:
+            return fold(fold(key, "microbatch"), number)
+
+        def count(numbered: Any) -> Counts:  # the compiler drops all of this forward pass that no count depends on
+            (loss, collections), _ = self._call(self.trained, model_state, numbered[1], key_of(numbered[0]))
+            return Counts(loss.count, {path: each.count for path, each in collections.losses.items()})
+
+        counts: Counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(count, numbered))
+        old_gradient_state = self._gradient_state(model_state)
+
+        def add(carry: tuple[Tree, Tree], numbered: Any) -> Any:
+            sums, kept = carry
+            found = self._one(joined(kept, old_gradient_state), numbered[1], key_of(numbered[0]), counts)
+            sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, found.grads)
+            return (sums, found.model_state), (found.loss, found.collections, found.gradient_state)
+
+        start = jax.tree.map(self._zeros, self.params_like), self._kept(model_state)
+        (sums, kept), (losses, collections, gradient_state) = jax.lax.scan(add, start, numbered)
+        return Computed(
+            grads=jax.tree.map(lambda total, like: total.astype(like.dtype), sums, self.params_like),
+            loss=jax.tree.map(lambda x: x.sum(axis=0), losses),
+            collections=collections.reduced(),
+            model_state=kept,
+            gradient_state=jax.tree.map(lambda x: x.max(axis=0), gradient_state),
+        )
+
+    def _one(self, model_state: Tree, batch: Batch, key: jax.Array, counts: Counts | None) -> Computed:
+        kept = self._kept(model_state)
+
+        def minimized(trained: Tree, gradient_state: Tree) -> tuple[jax.Array, Any]:
+            (loss, collections), new_state = self._call(trained, joined(kept, gradient_state), batch, key)
+            if counts is None:
+                value = loss.mean() + collections.total_loss()
+            else:
+                value = loss.mean(counts.loss) + collections.total_loss(counts.others)
+            return value, (loss, collections, self._kept(new_state))
+
+        old = self._gradient_state(model_state)
+        differentiate: Callable[..., Any] = jax.grad(minimized, argnums=(0, 1), has_aux=True, allow_int=True)
+        (grads, found), (loss, collections, kept) = differentiate(self.trained, maxima(old))
+        return Computed(grads, loss, collections, kept, overwritten(found, old))
+
+    def _call(self, trained: Tree, model_state: Tree, batch: Batch, key: jax.Array) -> Any:
+        params = joined(trained, self.frozen)
+        result = self.fn(params, model_state, batch, key=key, training=True, method=self.objective)
+        loss = result[0][0]
+        if not isinstance(loss, LossSum) or jnp.shape(loss.total) != () or jnp.shape(loss.count) != ():
+            raise ConfigError(
+                f"objective: {type(self.objective).__name__} must return LossSum(total, count) of two scalars, "
+                f"not {jax.tree.map(jax.typeof, loss)}"
+            )
+        return result
+
+    def _kept(self, model_state: Tree) -> Tree:
+        return part(model_state, self.fn.gradient_state, lambda is_one: not is_one)
+
+    def _gradient_state(self, model_state: Tree) -> Tree:
+        return part(model_state, self.fn.gradient_state, lambda is_one: bool(is_one))
+
+    def _split(self, x: jax.Array, microbatches: int) -> jax.Array:
+        """[batch, ...] -> [microbatches, rows, ...]. Every n-th row, so that each device keeps its own."""
+        x = rearrange(x, "(r k) ... -> k r ...", k=microbatches)
+        if self.layout.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.layout.sharding(None, *("batch", "seq")[: x.ndim - 1]))
+
+    def _zeros(self, like: Any) -> jax.Array:
+        zeros = jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+        return zeros if self.layout.mesh.size == 1 else jax.lax.with_sharding_constraint(zeros, like.sharding)

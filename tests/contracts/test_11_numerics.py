@@ -1,0 +1,224 @@
+"""Contract 11: numerics own the representation of a weight, its products, and state that gradients overwrite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.module import GradientState, functional, invoke, maxima, overwritten
+from axcore.nn import Repeat
+from axcore.numerics import Numerics, stored
+from axcore.parallel import Mesh, Remat
+from axcore.testing import tiny_batch, tiny_model
+from axcore.testing.models import by_path
+from axcore.train import Checkpointer, CrossEntropy, Learner
+from axcore.train.step import program
+
+LAYERS, HISTORY = 2, 3
+SAW = "saw"
+"""What the probe reports: the largest input."""
+
+
+class Delayed(Numerics):
+    """A probe of delayed scaling: products in 255 steps of a scale that comes from the maxima of earlier steps."""
+
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.input = GradientState(jnp.zeros((HISTORY,)), axes=(None,))
+        self.gradient = GradientState(jnp.zeros((HISTORY,)), axes=(None,))
+
+    def __call__(self, x, weight, product):
+        self.add_output(SAW, jnp.abs(x).max())
+        x = rounded(x, self.input[...])
+        return rounded_gradient(product(x, self.matrix(weight)), self.gradient[...])
+
+
+def on_grid(x, history):
+    largest = history.max()
+    scale = jnp.where(largest > 0, largest, 1.0) / 127
+    return jnp.clip(jnp.round(x / scale), -127, 127) * scale
+
+
+def pushed(history, x):
+    return jnp.roll(history, 1).at[0].set(jnp.abs(x).max())
+
+
+@jax.custom_vjp
+def rounded(x, history):
+    return on_grid(x, history)
+
+
+rounded.defvjp(lambda x, history: (on_grid(x, history), pushed(history, x)), lambda new, g: (g, new))
+
+
+@jax.custom_vjp
+def rounded_gradient(y, history):
+    return y
+
+
+rounded_gradient.defvjp(lambda y, history: (y, history), lambda history, g: (on_grid(g, history), pushed(history, g)))
+
+
+def with_probe(model):
+    return ax.select(model, lambda _, node: hasattr(node, "numerics")).set(numerics=Delayed.Config())
+
+
+def step(cfg, state, batch, microbatches=1, chunk=None):
+    """The next state of the training step, from the parameters that seed 0 gives."""
+    layout = Mesh(shape={"data": 1}, rules={}).make(jax.devices()[:1])
+    made = program(cfg, Learner.Config(), layout, CrossEntropy.Config(chunk=chunk), microbatches)
+    before = made.init(jnp.uint32(0))
+    before.model_state = jax.tree.map(jnp.array, state)
+    return jax.device_get(made.compile_train(batch)(before, batch)[0].model_state)
+
+
+def halves(seed):
+    """Two microbatches."""
+    ids = np.random.default_rng(seed).integers(0, 32, (4, 9))
+    rows = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": np.ones((4, 8), np.float32)}
+    return [{name: x[half] for name, x in rows.items()} for half in (slice(2), slice(2, 4))]
+
+
+def whole(microbatches):
+    """The batch that the training step cuts into these: each gets every second row."""
+    return {name: np.stack([each[name] for each in microbatches], 1).reshape(4, -1) for name in microbatches[0]}
+
+
+def largest_seen(fn, params, state, microbatches):
+    """`seen` of a whole step."""
+    each = [seen(fn, params, state, batch) for batch in microbatches]
+    return {path: np.maximum(each[0][path], each[1][path]) for path in each[0]}
+
+
+def seen(fn, params, state, batch):
+    """Path of a linear map -> the largest input that it saw in a forward pass, of each layer."""
+    model = fn.bind(params, state)
+    outputs = invoke(model, batch["inputs"], capture=[f"**.{SAW}"])[1].outputs
+    return {path.replace(".*", "").removesuffix(f".{SAW}"): np.asarray(value) for path, value in outputs.items()}
+
+
+def test_a_history_moves_once_a_step_under_scan_remat_and_microbatches():
+    cfg = ax.select(with_probe(tiny_model()), Repeat).set(remat=Remat())
+    fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    first, second = halves(0), halves(1)
+    one = step(cfg, state, whole(first), microbatches=2)
+    expected = [largest_seen(fn, params, state, first), largest_seen(fn, params, one, second)]
+    two = step(cfg, one, whole(second), microbatches=2)
+    found_one, found_two = by_path(one), by_path(two)
+    inputs = [path for path in found_two if path.endswith(".input") and not path.startswith("embedding.")]
+    assert len(inputs) == 8
+    for path in inputs:
+        first_step, second_step = (each[path.removesuffix(".input")] for each in expected)
+        zero = np.zeros_like(first_step)
+        np.testing.assert_allclose(found_one[path], np.stack([first_step, zero, zero], -1), rtol=1e-5, err_msg=path)
+        history = np.stack([second_step, first_step, zero], -1)
+        np.testing.assert_allclose(found_two[path], history, rtol=1e-3, err_msg=path)
+        gradient = found_two[path.replace(".input", ".gradient")]
+        assert (gradient[..., :2] > 0).all() and not gradient[..., 2].any(), path
+        assert gradient.shape == history.shape
+
+
+def test_the_largest_counts_where_one_layer_is_called_many_times():
+    """A head in chunks of the loss: the sum would be four times as large, and a scale four times as coarse."""
+    cfg = with_probe(tiny_model().set(head=None))
+    state = functional(cfg.build(rngs=ax.Rngs(0)))[2]
+    expected, found = (by_path(step(cfg, state, whole(halves(0)), chunk=chunk)) for chunk in (None, 2))
+    for name in ("embedding.numerics.input", "embedding.numerics.gradient"):
+        assert expected[name][0] > 0
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
+
+
+def test_a_layer_that_no_loss_depends_on_keeps_its_history():
+    _, _, state = functional(with_probe(tiny_model()).build(rngs=ax.Rngs(0)))
+    state = jax.tree.map(jnp.ones_like, state)
+    found = jax.jit(lambda state: overwritten(jax.grad(lambda _: 0.0, allow_int=True)(maxima(state)), state))(state)
+    for leaf in jax.tree.leaves(found):
+        np.testing.assert_array_equal(leaf, np.ones_like(leaf))
+
+
+def test_a_history_survives_the_checkpoint(tmp_path):
+    cfg = with_probe(tiny_model())
+    _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    state = step(cfg, state, whole(halves(0)))
+    with Checkpointer.Config().build(tmp_path) as checkpointer:
+        checkpointer.save(1, {"params": params, "model_state": state}, data=b"", meta={})
+        restored = checkpointer.restore({"params": params, "model_state": state}).state
+    assert by_path(state)["head.numerics.input"][0] > 0
+    for path, leaf in by_path(restored["model_state"]).items():
+        np.testing.assert_array_equal(leaf, by_path(state)[path])
+
+
+class Codes(Numerics):
+    """A probe of weight-only storage: int8 codes and a float32 scale for each output."""
+
+    def encode(self, weight):
+        scales = jnp.abs(weight).max(self.config.input_axis, keepdims=True).astype(jnp.float32) / 127
+        return {"codes": jnp.round(weight / scales).astype(jnp.int8), "scales": scales}
+
+    def decode(self, stored):
+        return stored["codes"] * stored["scales"]
+
+    def __call__(self, x, weight, product):
+        if not isinstance(weight, dict):
+            return product(x, weight)
+        return product(x, weight["codes"]) * product.each(weight["scales"].squeeze(self.config.input_axis))
+
+
+def weight_bytes(params):
+    """Bytes of the arrays below a path `weight`, in all."""
+    return sum(leaf.nbytes for path, leaf in by_path(params).items() if "weight" in path.split("."))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("experts", [False, True])
+def test_codes_are_stored_and_no_float_copy(tied, experts):
+    cfg = tiny_model().set(dim=64)
+    cfg = cfg.set(head=None) if tied else cfg
+    cfg = ax.pipe(cfg, ax.use("moe", num_experts=4)) if experts else cfg
+    cfg = ax.select(cfg, lambda _, node: hasattr(node, "numerics")).set(numerics=Codes.Config())
+    fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    model, codes = stored(cfg, params)
+    kept, _, other = functional(model.build(rngs=ax.Rngs(0)))
+
+    floats = [path for path, leaf in by_path(codes).items() if leaf.dtype != jnp.int8 and "weight" in path.split(".")]
+    assert floats and all(path.endswith("weight.scales") for path in floats)
+    assert weight_bytes(codes) < 0.32 * weight_bytes(params)  # 1/4, and one scale for 16 numbers at the least
+    assert by_path(codes)["embedding.weight.codes"].dtype == jnp.int8
+    if experts:
+        assert by_path(codes)["decoder.layers.ffn.experts.up.weight.codes"].shape == (LAYERS, 4, 64, 24)
+
+    ids = tiny_batch()["inputs"]
+    expected = np.asarray(fn(params, state, ids)[0][0])
+    found = np.asarray(jax.jit(lambda params: kept(params, other, ids)[0][0])(codes))
+    assert 0 < np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def test_decoding_takes_codes_alone():
+    from axcore.infer import Decoder
+    from axcore.nn import ContiguousCache
+
+    cfg = ax.select(tiny_model(), lambda _, node: hasattr(node, "numerics")).set(numerics=Codes.Config())
+    params = functional(cfg.build(rngs=ax.Rngs(0)))[1]
+    model, codes = stored(cfg, params)
+    ids = tiny_batch()["inputs"]
+    decoder, form, state = Decoder.of(
+        model.build(rngs=ax.Rngs(1)), cache=ContiguousCache.Config(), batch_size=2, max_len=8
+    )
+    assert jax.tree.structure(form) == jax.tree.structure(codes)
+    logits, _ = decoder(codes, state, ids, jnp.arange(8, dtype=jnp.int32)[None])
+    fn, _, other = functional(model.build(rngs=ax.Rngs(0)))
+    np.testing.assert_allclose(logits, fn(codes, other, ids)[0][0], rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_stored_says_so():
+    with pytest.raises(ax.ConfigError, match="no numerics in the config has a stored representation"):
+        stored(tiny_model(), {})
+    cfg = with_probe(tiny_model())
+    with pytest.raises(ax.ConfigError, match="no numerics in the config has a stored representation"):
+        stored(cfg, {})
+    with pytest.raises(ax.ConfigError, match=r"stored=True: Delayed has no stored representation"):
+        ax.select(cfg, "head.numerics").set(stored=True).build(rngs=ax.Rngs(0))
+    cfg = ax.select(tiny_model(), "head").set(numerics=Codes.Config())
+    with pytest.raises(ax.AxcoreError, match=r"nothing at head; they are not those of this config"):
+        stored(cfg, {})
