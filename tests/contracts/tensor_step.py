@@ -11,8 +11,7 @@ import numpy as np
 from axcore.config import ConfigError
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
-from axcore.testing.models import by_path
-from axcore.testing.models import OBJECTIVE
+from axcore.testing.models import OBJECTIVE, by_path
 from axcore.train import Learner
 from axcore.train.step import program
 
