@@ -23,7 +23,7 @@ MODULE = '''"""What {name} offers."""
 
 from axcore.plugin import AttentionKernel, Feature, Recipe, hookimpl
 
-axcore_api = 1
+axcore_api = 2
 
 
 @hookimpl

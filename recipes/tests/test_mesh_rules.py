@@ -1,11 +1,14 @@
 """The mesh rules: what they set, and that a step laid out by them is the step of one device."""
 
+import re
+
+import jax.numpy as jnp
 import pytest
 
 import axcore as ax
-from axcore.nn import Attention
+from axcore.nn import Attention, ReferenceKernel
 from axcore.parallel import Remat
-from axcore.plugin import registry
+from axcore.plugin import registry, use_text
 from axcore.testing import ParallelismSuite
 
 
@@ -38,18 +41,41 @@ def kernels(cfg):
     return [node.kernel for _, node in ax.select(cfg, Attention)]
 
 
-def test_on_an_h100_attention_tries_cudnn_first_where_it_is_installed(monkeypatch):
+@pytest.fixture
+def without_cudnn(monkeypatch):
+    pytest.importorskip("axcore_cudnn")
+    monkeypatch.setenv("AXCORE_DISABLE", "cudnn")
+    registry.cache_clear()
+    yield
+    monkeypatch.undo()
+    registry.cache_clear()
+
+
+def test_on_an_h100_attention_is_cudnn_s_alone():
+    """A fallback would train, slowly, and nobody would know."""
     pytest.importorskip("axcore_cudnn")
     recipe = ax.recipe("llama2-7b")
     (kernel,) = kernels(ax.pipe(recipe, ax.target("gpu-h100-8")))
-    assert [type(each).__qualname__ for each in kernel.order] == ["CudnnKernel.Config", "ReferenceKernel.Config"]
+    assert [type(each).__qualname__ for each in kernel.order] == ["CudnnKernel.Config"]
     assert kernels(ax.pipe(recipe, ax.target("gpu-a100-8"))) == kernels(recipe)
     own = ax.select(recipe, Attention).set(kernel=kernel.order[0])
     assert kernels(ax.pipe(own, ax.target("gpu-h100-8"))) == [kernel.order[0]]  # what somebody chose stays
-    monkeypatch.setenv("AXCORE_DISABLE", "cudnn")
-    registry.cache_clear()
-    try:
-        assert kernels(ax.pipe(recipe, ax.target("gpu-h100-8"))) == kernels(recipe)
-    finally:
-        monkeypatch.undo()
-        registry.cache_clear()
+
+
+def test_what_computes_in_float32_keeps_the_reference_kernel():
+    recipe = ax.recipe("quickstart")
+    assert kernels(ax.pipe(recipe, ax.target("gpu-h100-8"))) == kernels(recipe) == [ReferenceKernel.Config()]
+    wide = ax.select(ax.recipe("llama2-7b"), Attention).set(dtypes=ax.DTypes(compute=jnp.float32))
+    assert kernels(ax.pipe(wide, ax.target("gpu-h100-8"))) == [ReferenceKernel.Config()]
+    narrow = ax.select(recipe, Attention).set(dtypes=ax.DTypes(compute=jnp.float16))
+    assert kernels(ax.pipe(narrow, ax.target("gpu-h100-8"))) != [ReferenceKernel.Config()]
+
+
+def test_without_axcore_cudnn_an_h100_is_refused_until_the_reference_kernel_is_allowed(without_cudnn):
+    recipe = ax.recipe("llama2-7b")
+    with pytest.raises(ax.ConfigError, match=r"attention\.kernel: .*Install axcore-cudnn, or allow") as refused:
+        ax.pipe(recipe, ax.target("gpu-h100-8"))
+    allow = re.search(r"--use (\S+) before --target", str(refused.value))
+    (kernel,) = kernels(ax.pipe(recipe, use_text(allow[1]), ax.target("gpu-h100-8")))
+    assert kernel.order == (ReferenceKernel.Config(),)
+    ax.pipe(ax.recipe("quickstart"), ax.target("gpu-h100-8"))

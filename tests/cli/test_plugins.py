@@ -11,13 +11,13 @@ import tomllib
 import pytest
 
 from axcore.cli import doctor
-from axcore.plugin import registry
+from axcore.plugin import API_VERSION, registry
 
 BROKEN = "raise RuntimeError('no good today')\n"
 OLD = """
 from axcore.plugin import Feature, Recipe, hookimpl
 
-axcore_api = 1
+axcore_api = 2
 
 @hookimpl
 def axcore_features():
@@ -57,7 +57,7 @@ def test_json_has_every_plugin_with_every_field(axcore, install):
     done = axcore("plugins", "--json")
     assert (done.code, done.err) == (0, "")
     found = json.loads(done.out)
-    assert (found["schema"], found["api"], found["conflicts"]) == (1, 1, [])
+    assert (found["schema"], found["api"], found["conflicts"]) == (1, API_VERSION, [])
     plugins = {plugin["id"]: plugin for plugin in found["plugins"]}
     assert list(plugins) == sorted(registry().plugins)
     assert plugins["old"] == {
@@ -66,7 +66,7 @@ def test_json_has_every_plugin_with_every_field(axcore, install):
         "version": "2.5",
         "homepage": "https://example.org/old",
         "module": "axcore_thrown_old",
-        "api": 1,
+        "api": API_VERSION,
         "state": "loaded",
         "reason": "",
         "detail": "",
@@ -183,7 +183,7 @@ def test_broken_plugins_conflicts_and_warnings_are_told(axcore, install, light):
     for line in (
         "wrong  plugin        broken (axcore-thrown-broken 1.0) is failed: RuntimeError: no good today",
         "wrong  plugin        newer (axcore-thrown-newer 1.0) is incompatible: it needs plugin API 99; "
-        "this axcore has 1",
+        f"this axcore has {API_VERSION}",
         "note   plugin        absent (axcore-thrown-absent 1.0) is unavailable: no TPU here",
         "note   plugin        old (axcore-thrown-old 1.0): `version` goes in API 2",
     ):

@@ -6,13 +6,14 @@ import pytest
 from flax import nnx
 
 import axcore as ax
-from axcore.infer import Decoder
+from axcore.infer import Decoder, Step
 from axcore.module import abstract
 from axcore.nn import Attention, ContiguousCache, Linear
 from axcore.testing import tiny_batch, tiny_model
+from axcore.testing.models import by_path
 
 IDS = tiny_batch()["inputs"]
-PLACES = jnp.arange(IDS.shape[1], dtype=jnp.int32)[None]
+START = jnp.zeros((2,), jnp.int32)
 
 
 def decoder_of(cfg, max_len=8):
@@ -23,28 +24,44 @@ def test_a_model_that_has_caches_already_gets_them_in_the_right_size():
     filled = ax.select(tiny_model(), Attention).set(cache=ContiguousCache.Config(batch_size=1, max_len=3))
     decoder, params, state = decoder_of(filled)
     plain, _, empty = decoder_of(tiny_model())
-    np.testing.assert_array_equal(decoder(params, state, IDS, PLACES)[0], plain(params, empty, IDS, PLACES)[0])
+    step = Step(IDS, START)
+    np.testing.assert_array_equal(decoder(params, state, step)[0], plain(params, empty, step)[0])
 
 
 @pytest.mark.parametrize(
-    ("ids", "index"),
-    [(IDS[:, :0], PLACES[:, :0]), (IDS, PLACES[0]), (IDS[0], PLACES), (IDS, PLACES[:, :3])],
-    ids=["no token", "index of one dimension", "ids of one dimension", "unequal lengths"],
+    ("changes", "told"),
+    [
+        ({"ids": IDS[:, :0]}, r"ids must be \[batch, width\] with at least one token, got shape \(2, 0\)"),
+        ({"ids": IDS[0]}, r"ids must be \[batch, width\] with at least one token"),
+        ({"start": START[:1]}, r"start must have the shape \(2,\), one number a row; got \(1,\)"),
+        ({"lengths": jnp.ones((2, 1), jnp.int32)}, r"lengths must have the shape \(2,\)"),
+        ({"slots": jnp.arange(3)}, r"slots must have the shape \(2,\)"),
+        ({"logits_at": START}, r"logits_at must be \[batch, logits\], got shape \(2,\)"),
+    ],
+    ids=["no token", "ids of one dimension", "start", "lengths", "slots", "logits_at"],
 )
-def test_what_is_no_batch_of_rows_is_refused(ids, index):
-    decoder, params, state = decoder_of(tiny_model())
-    with pytest.raises(ax.ConfigError, match=r"must be \[batch, seq\] with at least one token"):
-        decoder(params, state, ids, index)
+def test_what_is_no_batch_of_rows_is_refused(changes, told):
+    with pytest.raises(ax.ConfigError, match=rf"Step\.{told}"):
+        Step(**{"ids": IDS, "start": START} | changes)
 
 
 @pytest.mark.parametrize("place", [-1, 8])
 def test_a_place_outside_of_the_row_gives_nan_and_is_stored_nowhere(place):
     decoder, params, state = decoder_of(tiny_model())
-    logits, after = decoder(params, state, IDS[:, :1], jnp.full((1, 1), place, jnp.int32))
+    logits, after = decoder(params, state, Step(IDS[:, :1], jnp.full((2,), place, jnp.int32)))
     assert np.isnan(logits).all()
-    cache = after["decoder"]["layers"]["attention"]["cache"]
-    assert not cache["written"].any()
-    assert not cache["keys"].any()
+    caches = {path: array for path, array in by_path(after["model"]).items() if "cache" in path}
+    assert len(caches) == 4  # keys and values of two layers
+    assert not any(array.any() for array in caches.values())
+
+
+def test_a_step_that_leaves_a_gap_gives_nan_and_one_that_goes_back_does_not():
+    decoder, params, state = decoder_of(tiny_model())
+    expected, state = decoder(params, state, Step(IDS[:, :4], START))
+    gap, _ = decoder(params, state, Step(IDS[:, 5:6], START + 5))
+    again, _ = decoder(params, state, Step(IDS[:, 2:4], START + 2))
+    assert np.isnan(gap).all()
+    np.testing.assert_allclose(again, expected[:, 2:], rtol=0, atol=1e-5)
 
 
 def test_what_nothing_decodes_is_refused():

@@ -3,9 +3,11 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from axcore.module import abstract
+from axcore.nn import AttentionInputs, CachedRows, Contiguous, ContiguousCache, TokenInfo
 from axcore.train import CrossEntropy
 
 shapes = functools.cache(abstract)
@@ -59,3 +61,27 @@ def wide(params):
 
 def layer_of(params, index):
     return jax.tree.map(lambda leaf: leaf[index], params)
+
+
+def inputs(q, k, v, mask, query, key, **options):
+    """What a kernel is called with."""
+    return AttentionInputs(q, Contiguous(k, v, key), query, mask=mask, **{"scale": q.shape[3] ** -0.5, **options})
+
+
+def decoded(cfg, params, x, tokens, pieces, max_len):
+    """What an attention with a cache gives, called for one piece [start, stop) of the rows after the other."""
+    batch, seq = x.shape[:2]
+    fn, _, state = abstract(cfg.set(cache=ContiguousCache.Config(batch_size=batch, max_len=max_len)))
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+    places = np.arange(max_len, dtype=np.int32)[None]
+    positions, segments = tokens.positions, tokens.segment_ids
+    padded = [np.pad(each, ((0, 0), (0, max_len - seq))) for each in (positions, segments)]
+    step, found = jax.jit(fn), []
+    for start, stop in pieces:
+        held = TokenInfo(places, *padded, np.broadcast_to(places < stop, (batch, max_len)))
+        rows = CachedRows(held, np.full((batch,), stop, np.int32), phase="decode" if stop - start == 1 else "prefill")
+        now = (each[:, start:stop] for each in (tokens.index, positions, segments))
+        part = TokenInfo(*now, cached=rows)
+        (heads, _), state = step(params, state, x[:, start:stop], part)
+        found.append(heads)
+    return np.concatenate(found, axis=1)

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.module import abstract
 from axcore.nn import (
     Attention,
     AttentionKernel,
     ChooseKernel,
-    ContiguousCache,
     FeedForward,
     KernelRequest,
     Normal,
@@ -20,9 +18,10 @@ from axcore.nn import (
     TransformerLayer,
     refusal,
 )
+from axcore.nn.attention.choice import recording
 
 from . import reference
-from .support import call, parameters, shapes, wide
+from .support import call, decoded, inputs, parameters, shapes, wide
 
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 2, 7, 4, 2, 8
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]], np.int32)
@@ -98,40 +97,29 @@ def test_the_bias_learns_the_same_whatever_the_chunk():
 def test_while_decoding_the_bias_sees_where_stored_keys_stand():
     cfg = attention()
     params = parameters(cfg)
-    fn, _, state = abstract(cfg.set(cache=ContiguousCache.Config(batch_size=BATCH, max_len=9)))
-    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
-    step = jax.jit(fn)
-    found = []
-    for start, stop in ((0, 4), (4, 5), (5, 7)):
-        tokens = TokenInfo(PACKED.index[:, start:stop], POSITIONS[:, start:stop], SEGMENTS[:, start:stop])
-        (heads, _), state = step(params, state, X[:, start:stop], tokens)
-        found.append(heads)
-    np.testing.assert_allclose(np.concatenate(found, axis=1), by_formula(params), rtol=1e-4, atol=1e-5)
+    found = decoded(cfg, params, X, PACKED, ((0, 4), (4, 5), (5, 7)), max_len=9)
+    np.testing.assert_allclose(found, by_formula(params), rtol=1e-4, atol=1e-5)
 
 
 class Plain(AttentionKernel):
     """A kernel that takes no option."""
 
-    def __call__(self, q, k, v, mask, query, key):
-        return q
+    def __call__(self, inputs):
+        return inputs.q, None
 
 
 class Local(ReferenceKernel):
-    """A kernel that would take a bias, and sees the heads of one device."""
+    """A kernel that takes a bias, and sees the heads of one device."""
 
     local = True
 
 
-@pytest.mark.parametrize(
-    ("kernel", "why"),
-    [(Plain, "it does not take bias"), (Local, "it sees the heads of one device, and a bias is for all heads")],
-)
-def test_kernels_that_cannot_add_a_bias_refuse_with_the_path(kernel, why):
+def test_a_kernel_that_cannot_add_a_bias_refuses_with_the_path():
     layer = TransformerLayer.Config(
-        input_dim=DIM, attention=attention(kernel=kernel.Config()), ffn=FeedForward.Config(hidden_dim=4)
+        input_dim=DIM, attention=attention(kernel=Plain.Config()), ffn=FeedForward.Config(hidden_dim=4)
     )
     params = parameters(layer.set(attention=attention()))
-    with pytest.raises(ax.ConfigError, match=rf"attention\.kernel: {kernel.__name__} cannot do this: {why}"):
+    with pytest.raises(ax.ConfigError, match=r"attention\.kernel: no kernel can attend .*Plain: it does not take bias"):
         call(layer, params, X, PACKED)
 
 
@@ -139,6 +127,11 @@ def test_of_several_kernels_one_that_takes_the_bias_is_chosen():
     order = (Plain.Config(), Local.Config(), ReferenceKernel.Config())
     cfg = attention(kernel=ChooseKernel.Config(order=order))
     params = parameters(cfg)
+    with recording() as choices:
+        jax.eval_shape(shapes(cfg)[0], params, {}, X, PACKED)
+    assert [(type(choice.kernel), [type(kernel) for kernel, _ in choice.refused]) for choice in choices] == [
+        (Local, [Plain])
+    ]
     np.testing.assert_allclose(call(cfg, params, X, PACKED)[0], by_formula(params), rtol=1e-4, atol=1e-5)
 
 
@@ -146,9 +139,9 @@ def test_without_options_the_same_kernels_are_not_refused():
     q, mask = jnp.zeros((1, 2, 2, 4)), Attention.Config().mask
     tokens = TokenInfo.of(jnp.zeros((1, 2), jnp.int32))
     plain, biased = (
-        KernelRequest.of(q, q, q, mask, tokens, tokens, bias=bias) for bias in (None, lambda query, key: 0.0)
+        KernelRequest.of(inputs(q, q, q, mask, tokens, tokens, bias=bias)) for bias in (None, lambda query, key: 0.0)
     )
-    for kernel in (Plain, Local):
+    for kernel, refused in ((Plain, "it does not take bias"), (Local, None)):
         made = kernel.Config(head_dim=4).build(rngs=ax.Rngs(0))
         assert refusal(made, plain) is None
-        assert refusal(made, biased) is not None
+        assert refusal(made, biased) == refused

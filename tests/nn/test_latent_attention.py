@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from axcore.nn.kernel_choice import recording
 
 import axcore as ax
-from axcore.infer import Decoder
-from axcore.module import abstract
+from axcore.infer import Decoder, Step
+from axcore.module import abstract, functional
 from axcore.nn import (
     AttentionKernel,
     CausalLM,
@@ -16,6 +15,7 @@ from axcore.nn import (
     ContiguousCache,
     FeedForward,
     KVCache,
+    Latent,
     LatentAttention,
     Linear,
     Normal,
@@ -26,11 +26,12 @@ from axcore.nn import (
     for_decoding,
     use_kernels,
 )
+from axcore.nn.attention.choice import recording
 from axcore.numerics import Numerics
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch
 
-from . import reference
+from . import reference, support
 from .support import call, minimized, parameters, wide
 
 BATCH, SEQ, DIM, HEADS = 2, 6, 8, 3
@@ -77,18 +78,8 @@ def by_formula(params, **options):
     )
 
 
-def decoded(cfg, params, pieces, cache=None):
-    """What a call for each piece of the rows gives, put together."""
-    cache = ContiguousCache.Config(batch_size=BATCH, max_len=SEQ + 2) if cache is None else cache
-    fn, _, state = abstract(cfg.set(cache=cache))
-    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
-    step = jax.jit(fn)
-    found = []
-    for start, stop in pieces:
-        tokens = TokenInfo(TOKENS.index[:, start:stop], POSITIONS[:, start:stop], SEGMENTS[:, start:stop])
-        (heads, _), state = step(params, state, X[:, start:stop], tokens)
-        found.append(heads)
-    return np.concatenate(found, axis=1)
+def decoded(cfg, params, pieces):
+    return support.decoded(cfg, params, X, TOKENS, pieces, max_len=SEQ + 2)
 
 
 ONE_BY_ONE = [(i, i + 1) for i in range(SEQ)]
@@ -223,11 +214,11 @@ def test_a_scanned_model_decodes_what_it_computes_at_once(compute):
     built = cfg.build(rngs=ax.Rngs(0))
     ids = tiny_batch()["inputs"]
     decoder, params, state = Decoder.of(built, cache=ContiguousCache.Config(), batch_size=2, max_len=ids.shape[1])
-    expected = np.asarray(call(cfg, params, ids)[0])
-    step = jax.jit(lambda params, state, ids, index: decoder(params, state, ids, index))
+    expected = np.asarray(call(cfg, functional(built)[1], ids)[0])
+    step = jax.jit(decoder.__call__)
     found = []
     for start, stop in [(0, 4), *((i, i + 1) for i in range(4, ids.shape[1]))]:
-        logits, state = step(params, state, ids[:, start:stop], jnp.arange(start, stop, dtype=jnp.int32)[None])
+        logits, state = step(params, state, Step(ids[:, start:stop], jnp.full((2,), start, jnp.int32)))
         found.append(logits)
     # Absorbed products round elsewhere: in bfloat16 by a few steps of 2**-8, less than it is off from float32.
     atol = np.abs(expected).max() * (1e-5 if compute == "float32" else 8 * 2**-8)
@@ -248,7 +239,9 @@ class NarrowValues(AttentionKernel):
     def supports(self, request):
         return None if request.value_dim == request.head_dim else "values are as wide as keys here"
 
-    def __call__(self, q, k, v, mask, query, key, *, scale=None):
+    takes = frozenset({"lse"})
+
+    def __call__(self, inputs):
         raise AssertionError("it was not to be called")
 
 
@@ -256,18 +249,14 @@ def test_kernels_are_asked_with_the_widths_of_latent_attention():
     order = (NarrowValues.Config(), ReferenceKernel.Config())
     cfg = latent(kernel=ChooseKernel.Config(order=order))
     params = parameters(cfg)
+    np.testing.assert_allclose(call(cfg, params, X, TOKENS)[0], by_formula(params), rtol=1e-4, atol=1e-5)
     with recording() as choices:
-        np.testing.assert_allclose(
-            jax.jit(lambda x: abstract(cfg)[0](params, {}, x, TOKENS)[0][0])(X),
-            by_formula(params),
-            rtol=1e-4,
-            atol=1e-5,
-        )
+        jax.eval_shape(abstract(cfg)[0], params, {}, X, TOKENS)
     (choice,) = choices
     assert isinstance(choice.kernel, ReferenceKernel)
     assert (choice.request.num_kv_heads, choice.request.head_dim, choice.request.value_dim) == (HEADS, 6, 3)
     alone = latent(kernel=NarrowValues.Config())
-    with pytest.raises(ax.ConfigError, match="NarrowValues cannot do this: values are as wide as keys here"):
+    with pytest.raises(ax.ConfigError, match=r"no kernel can attend .*NarrowValues: values are as wide as keys here"):
         call(alone, params, X, TOKENS)
     assert use_kernels(cfg, ("reference",)).kernel.order == (ReferenceKernel.Config(),)
 
@@ -277,6 +266,8 @@ def test_while_decoding_kernels_are_asked_for_one_key_of_latents():
     with recording() as choices:
         decoded(cfg, parameters(cfg), [(0, 1)])
     (choice,) = choices
+    assert choice.request.phase == "decode"
+    assert choice.request.view is Latent
     assert (choice.request.num_kv_heads, choice.request.head_dim, choice.request.value_dim) == (1, 7, 5)
 
 

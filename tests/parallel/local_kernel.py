@@ -5,14 +5,23 @@ from axcore.parallel import active_layout
 
 
 class LocalKernel(ReferenceKernel):
-    """The reference, under `shard_map`; it refuses to be given more than a device's rows and heads."""
+    """The reference, under `shard_map`; it refuses to be given more than a device's rows, heads and queries."""
+
+    class Config(ReferenceKernel.Config):
+        rows: int = 8
+        num_heads: int = 4
+        num_kv_heads: int = 2
 
     local = True
 
-    def __call__(self, q, k, v, mask, query, key, *, sinks=None):
-        layout = active_layout()
-        parts = 2 if layout is not None and layout.mesh.size > 1 else 1
-        assert (q.shape[0], q.shape[2], k.shape[2]) == (8 // parts**2, 4 // parts, 2 // parts), (q.shape, k.shape)
-        assert query.segment_ids.shape[0] == q.shape[0]
-        assert sinks.shape == (q.shape[2],)
-        return super().__call__(q, k, v, mask, query, key, sinks=sinks)
+    def __call__(self, inputs):
+        cfg, layout = self.config, active_layout()
+        ways = layout.size_of if layout is not None else lambda axis: 1
+        rows, seq, heads = (ways(axis) for axis in ("data", "context", "tensor"))
+        k, query = inputs.plain.k, inputs.query
+        wanted = (cfg.rows // rows, 8 // seq, cfg.num_heads // heads, max(cfg.num_kv_heads // heads, 1))
+        assert (*inputs.q.shape[:3], k.shape[2]) == wanted, (inputs.q.shape, k.shape, wanted)
+        assert k.shape[1] == 8
+        assert query.segment_ids.shape == inputs.q.shape[:2]
+        assert inputs.sinks.shape == inputs.bias.heads.shape == inputs.dropout.heads.shape == (inputs.q.shape[2],)
+        return super().__call__(inputs)

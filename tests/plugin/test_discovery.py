@@ -1,11 +1,14 @@
 """Discovery: every way a plugin can go wrong, and that it harms nobody else."""
 
 import importlib.metadata
+import pathlib
+import re
 
 import pytest
 
 from axcore.plugin import API_VERSION, Feature, KVCache, MeshRule, PluginError, Recipe, State
 
+ROOT = pathlib.Path(__file__).parents[2]
 GOOD = "@hookimpl\ndef axcore_features():\n    return [Feature('good', 'math:sqrt', 'Good.')]\n"
 
 
@@ -232,6 +235,13 @@ def test_a_plugin_for_another_api_is_incompatible_and_says_which(site, needs):
     assert plugin.state is State.INCOMPATIBLE
     assert f"it needs plugin API {needs}; this axcore has {API_VERSION}" in plugin.detail
     assert plugin.offers == ()
+
+
+def test_a_plugin_for_an_older_api_is_told_where_to_read_what_changed(site):
+    site.install("older", f"axcore_api = {API_VERSION - 1}\n{GOOD}")
+    told = site.registry().plugins["older"].reason
+    page = re.search(r"docs/plugins/\w+\.md", told)
+    assert page is not None and (ROOT / page[0]).read_text().startswith(f"# Moving a plugin to API {API_VERSION}\n")
 
 
 def test_a_plugin_for_this_api_is_loaded(site):

@@ -1,12 +1,11 @@
 """Beside other features: the order in which they are attached does not matter, and they work together."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.infer import Decoder
+from axcore.infer import Decoder, Step
 from axcore.nn import ContiguousCache, Repeat
 from axcore.parallel import Remat
 from axcore.plugin import Feature, registry
@@ -53,7 +52,6 @@ def test_a_model_with_many_features_decodes_what_it_computes():
     )
     step, found = jax.jit(decoder.__call__), []
     for start in range(0, SEQ, 3):
-        index = jnp.arange(start, start + 3)[None]
-        logits, state = step(params, state, ids[:, start : start + 3], index)
+        logits, state = step(params, state, Step(ids[:, start : start + 3], np.full((BATCH,), start, np.int32)))
         found.append(logits)
     np.testing.assert_allclose(np.concatenate(found, axis=1), whole, rtol=1e-4, atol=1e-4)

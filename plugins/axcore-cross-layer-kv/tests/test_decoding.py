@@ -3,14 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.infer import Decoder
+from axcore.infer import Decoder, Step
 from axcore.module import abstract, functional
-from axcore.nn import ContiguousCache, KVCache, Sequence, for_decoding
+from axcore.nn import Contiguous, ContiguousCache, KVCache, Sequence, for_decoding
 
 from .reference import BATCH, LAYER, SEQ, batch, listed, loss_and_grads, model, parameters, repeated
 
@@ -34,8 +33,8 @@ def test_prefill_in_pieces_is_the_whole_computed_again(cfg, pieces):
     step, params, state, whole = decoding(cfg)
     found, start = [], 0
     for size in pieces:
-        index = jnp.arange(start, start + size)[None]
-        logits, state = step(params, state, IDS[:, start : start + size], index)
+        tokens = Step(IDS[:, start : start + size], np.full((BATCH,), start, np.int32))
+        logits, state = step(params, state, tokens)
         found.append(logits)
         start += size
     np.testing.assert_allclose(np.concatenate(found, axis=1), whole, rtol=1e-4, atol=1e-5)
@@ -58,8 +57,9 @@ def test_caches_are_fewer_by_the_size_of_a_group(every):
 class Halved(KVCache):
     """Stands for a cache whose keys are not those that it was given, as of a quantized one."""
 
-    def update(self, k, v, tokens):
-        return k / 2, v, tokens
+    def __call__(self, inputs):
+        kv = inputs.plain
+        return inputs.replace(kv=Contiguous(kv.k / 2, kv.v, kv.tokens))
 
 
 def with_cache(cache):
@@ -79,14 +79,14 @@ def test_a_cache_that_the_attention_had_is_kept_for_decoding():
     assert kept(with_cache(Halved.Config())) == {}
 
 
-class Piecewise(KVCache):
-    """Attends to its keys piece by piece."""
+class Reading(KVCache):
+    """Attends by itself."""
 
-    def __call__(self, q, k, v, mask, tokens, attend):
-        return sum(attend(q, k, v, mask, tokens, tokens) for _ in range(2))
+    def __call__(self, inputs):
+        return inputs.q
 
 
-def test_a_cache_that_attends_in_pieces_is_refused_by_path():
-    cfg = with_cache(Piecewise.Config())
-    with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.0\.attention\.cache: Piecewise .* 2 times"):
+def test_a_cache_that_attends_by_itself_is_refused_by_path():
+    cfg = with_cache(Reading.Config())
+    with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.0\.attention\.cache: Reading attends by itself"):
         loss_and_grads(cfg, parameters(cfg), batch())

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.infer import Decoder
+from axcore.infer import Decoder, Step
 from axcore.module import abstract
 from axcore.nn import (
     Attention,
+    AttentionInputs,
     CausalLM,
     ChooseKernel,
+    Contiguous,
     ContiguousCache,
     FeedForward,
     KernelRequest,
@@ -20,6 +22,7 @@ from axcore.nn import (
     SlidingWindow,
     TokenInfo,
     TransformerLayer,
+    refusal,
 )
 from axcore_diff_attention.kernel import DiffAttention, use_diff_attention
 
@@ -34,6 +37,10 @@ def arrays(seed, num_heads, num_kv_heads, dtype=np.float32):
     return [
         random.normal(size=(BATCH, SEQ, count, HEAD_DIM)).astype(dtype) for count in (num_heads, *[num_kv_heads] * 2)
     ]
+
+
+def asked(q, k, v, mask=MASK, **options):
+    return AttentionInputs(q, Contiguous(k, v, TOKENS), TOKENS, scale=HEAD_DIM**-0.5, mask=mask, **options)
 
 
 def built(num_heads, num_kv_heads, **options):
@@ -77,7 +84,8 @@ def seen_by_default():
 def test_it_is_the_difference_of_two_maps_for_every_ratio_of_heads(num_heads, num_kv_heads, lambda_init):
     fn, params = built(num_heads, num_kv_heads, lambda_init=lambda_init)
     q, k, v = arrays(0, num_heads, num_kv_heads)
-    (found, reported), _ = jax.jit(lambda params: fn(params, {}, q, k, v, MASK, TOKENS, TOKENS))(params)
+    ((found, lse), reported), _ = jax.jit(fn)(params, {}, asked(q, k, v))
+    assert lse is None
     assert found.shape == q.shape and found.dtype == q.dtype
     expected = differential(params, q, k, v, seen_by_default(), lambda_init)
     np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=1e-4, atol=1e-5)
@@ -89,7 +97,7 @@ def test_it_is_the_difference_of_two_maps_for_every_ratio_of_heads(num_heads, nu
 def test_the_mask_is_the_attentions():
     fn, params = built(2, 2)
     q, k, v = arrays(0, 2, 2)
-    (found, _), _ = fn(params, {}, q, k, v, MASK & SlidingWindow(size=2), TOKENS, TOKENS)
+    ((found, _), _), _ = fn(params, {}, asked(q, k, v, MASK & SlidingWindow(size=2)))
     window = np.subtract.outer(np.arange(SEQ), np.arange(SEQ)) < 2
     expected = differential(params, q, k, v, seen_by_default() & window, 0.8)
     np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=1e-4, atol=1e-5)
@@ -98,7 +106,7 @@ def test_the_mask_is_the_attentions():
 def test_in_bfloat16_the_difference_is_taken_in_float32():
     fn, params = built(4, 2)
     q, k, v = arrays(0, 4, 2, jnp.bfloat16)
-    (found, _), _ = fn(params, {}, q, k, v, MASK, TOKENS, TOKENS)
+    ((found, _), _), _ = fn(params, {}, asked(q, k, v))
     assert found.dtype == jnp.bfloat16
     expected = differential(params, q, k, v, seen_by_default(), 0.8)
     np.testing.assert_allclose(np.asarray(found, np.float64), expected.reshape(found.shape), atol=0.03)
@@ -107,33 +115,38 @@ def test_in_bfloat16_the_difference_is_taken_in_float32():
 class EqualWidths(ReferenceKernel):
     """A kernel like those on accelerators: q, k and v have one head_dim, in bfloat16, and nothing else is taken."""
 
+    takes = frozenset()
+
     def supports(self, request):
         if request.dtype != jnp.bfloat16:
             return "it computes in bfloat16"
         return None if request.value_dim == request.head_dim else "v must be as wide as q"
 
-    def __call__(self, q, k, v, mask, query, key):
-        assert q.shape[3] == k.shape[3] == v.shape[3] and k.shape == v.shape
-        return super().__call__(q, k, v, mask, query, key)
+    def __call__(self, inputs):
+        kv = inputs.plain
+        assert inputs.q.shape[3] == kv.k.shape[3] and kv.k.shape == kv.v.shape
+        return super().__call__(inputs)
 
 
 def test_the_kernel_inside_sees_equal_widths_and_says_what_is_supported():
     layer = DiffAttention.Config(num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM, kernel=EqualWidths.Config())
     layer = layer.build(rngs=ax.Rngs(0))
     low, full = arrays(0, 4, 2, jnp.bfloat16), arrays(0, 4, 2)
-    assert layer.supports(KernelRequest.of(*low, MASK, TOKENS, TOKENS)) is None
-    assert layer.supports(KernelRequest.of(*full, MASK, TOKENS, TOKENS)) == "it computes in bfloat16"
-    assert "softcap" in layer.supports(KernelRequest.of(*low, MASK, TOKENS, TOKENS, softcap=3.0))
-    with pytest.raises(ax.ConfigError, match="EqualWidths cannot do this: it computes in bfloat16"):
-        ax.invoke(layer, *full, MASK, TOKENS, TOKENS)
-    assert np.isfinite(np.asarray(ax.invoke(layer, *low, MASK, TOKENS, TOKENS)[0], np.float32)).all()
+    assert refusal(layer, KernelRequest.of(asked(*low))) is None
+    assert refusal(layer, KernelRequest.of(asked(*full))) == "it computes in bfloat16"
+    assert "softcap" in refusal(layer, KernelRequest.of(asked(*low, softcap=3.0)))
+    assert "lse" in refusal(layer, KernelRequest.of(asked(*low, return_lse=True)))
+    with pytest.raises(ax.ConfigError, match=r"no kernel can attend .*EqualWidths: it computes in bfloat16"):
+        ax.invoke(layer, asked(*full))
+    (heads, _), _ = ax.invoke(layer, asked(*low))
+    assert np.isfinite(np.asarray(heads, np.float32)).all()
 
 
 def test_a_kernel_may_be_chosen_inside():
     order = (EqualWidths.Config(), ReferenceKernel.Config())
     fn, params = built(4, 2, kernel=ChooseKernel.Config(order=order))
     q, k, v = arrays(0, 4, 2)
-    (found, _), _ = fn(params, {}, q, k, v, MASK, TOKENS, TOKENS)
+    ((found, _), _), _ = fn(params, {}, asked(q, k, v))
     expected = differential(params, q, k, v, seen_by_default(), 0.8)
     np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=1e-4, atol=1e-5)
 
@@ -185,10 +198,10 @@ def test_with_a_kv_cache_tokens_in_pieces_are_tokens_at_once(pieces):
     whole = cfg.build(rngs=ax.Rngs(0))
     ids = np.random.default_rng(0).integers(0, 7, (2, sum(pieces))).astype(np.int32)
     decoder, params, state = Decoder.of(whole, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
-    step, logits, start = jax.jit(decoder), [], 0
+    step, logits, start = jax.jit(decoder.__call__), [], 0
     for piece in pieces:
-        index = np.arange(start, start + piece, dtype=np.int32)[None]
-        found, state = step(params, state, ids[:, start : start + piece], index)
+        tokens = Step(ids[:, start : start + piece], np.full((2,), start, np.int32))
+        found, state = step(params, state, tokens)
         logits.append(found)
         start += piece
     expected, _ = ax.invoke(whole, ids)

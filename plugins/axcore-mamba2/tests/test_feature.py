@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.infer import Decoder
+from axcore.infer import Decoder, Step
 from axcore.module import abstract, initializer
 from axcore.nn import Attention, CausalLM, ContiguousCache, FeedForward, Repeat, Sequence, TransformerLayer, layers_of
 from axcore.testing import tiny_batch, tiny_model
@@ -69,9 +69,9 @@ def test_a_hybrid_decodes_as_it_computes_in_full():
     lm = abstract(cfg)[0].bind(*jax.jit(initializer(cfg))(jax.random.key(0)))
     ids = np.random.default_rng(0).integers(0, 7, (2, 9)).astype(np.int32)
     decoder, params, state = Decoder.of(lm, cache=ContiguousCache.Config(), batch_size=2, max_len=9)
-    step, found = jax.jit(decoder), []
+    step, found = jax.jit(decoder.__call__), []
     for place in range(9):
-        logits, state = step(params, state, ids[:, place : place + 1], np.full((1, 1), place, np.int32))
+        logits, state = step(params, state, Step(ids[:, place : place + 1], np.full((2,), place, np.int32)))
         found.append(logits)
     wanted = jax.jit(lambda ids: ax.invoke(lm, ids)[0])(ids)
     np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-4, atol=1e-5)
@@ -82,10 +82,10 @@ def test_a_row_that_goes_back_to_an_earlier_token_gives_nan_and_one_that_begins_
     decoder, params, state = Decoder.of(
         cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=8
     )
-    ids, places = tiny_batch()["inputs"], jnp.arange(8, dtype=jnp.int32)[None]
-    expected, state = decoder(params, state, ids[:, :3], places[:, :3])
-    gone_back, _ = decoder(params, state, ids[:, 1:4], places[:, 1:4])
-    skipped, _ = decoder(params, state, ids[:, 4:], places[:, 4:])
-    again, _ = decoder(params, state, ids[:, :3], places[:, :3])
+    ids, start = tiny_batch()["inputs"], jnp.zeros((2,), jnp.int32)
+    expected, state = decoder(params, state, Step(ids[:, :3], start))
+    gone_back, _ = decoder(params, state, Step(ids[:, 1:4], start + 1))
+    skipped, _ = decoder(params, state, Step(ids[:, 4:], start + 4))
+    again, _ = decoder(params, state, Step(ids[:, :3], start))
     assert np.isnan(gone_back).all() and np.isnan(skipped).all()
     np.testing.assert_allclose(again, expected, rtol=1e-5, atol=1e-6)

@@ -1,5 +1,6 @@
 """The layer against its formula in NumPy float64; documents, decoding, errors."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract
-from axcore.nn import ContiguousCache, Linear, TokenInfo, for_decoding
+from axcore.nn import CachedRows, ContiguousCache, Linear, TokenInfo, for_decoding
 from axcore_mamba2.initializers import LogRates, StepBias
 from axcore_mamba2.mixer import Mamba2
 from axcore_mamba2.norm import GatedRMSNorm
@@ -42,6 +43,8 @@ def span(start, stop, segments=None, valid=None):
 
 @functools.partial(jax.jit, static_argnames="fn")
 def call(fn, params, state, x, tokens):
+    if jax.tree.leaves(state):  # a Decoder says which rows the tokens continue
+        tokens = dataclasses.replace(tokens, cached=CachedRows(tokens, lengths=tokens.index[:, -1] + 1))
     (y, _), state = fn(params, state, x, tokens)
     return y, state
 
@@ -203,7 +206,7 @@ def test_other_errors_name_the_value():
     with pytest.raises(ax.ConfigError, match="input_dim=6 is not a multiple of num_groups=4"):
         abstract(GatedRMSNorm.Config(input_dim=6, num_groups=4))
     fn, params, state = layer(batch_size=2)
-    with pytest.raises(ax.ConfigError, match="keeps the state of batch_size=2 rows; it was called with 3"):
+    with pytest.raises(ax.ConfigError, match="keeps the state of batch_size=2 rows and was called with 3"):
         call(fn, params, state, inputs(batch=3), span(0, SEQ))
 
 

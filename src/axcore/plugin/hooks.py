@@ -7,7 +7,7 @@ it. Each hook is called once, at discovery.
 ```python
 from axcore.plugin import Feature, hookimpl
 
-axcore_api = 1
+axcore_api = 2
 
 @hookimpl
 def axcore_features():
@@ -42,10 +42,10 @@ from axcore.plugin.offers import (
     Recipe,
 )
 
-API_VERSION = 1
+API_VERSION = 2
 """The version of these specs, apart from the package's. A plugin module may state the one it needs as `axcore_api`."""
 
-SUPPORTED_APIS = range(1, API_VERSION + 1)
+SUPPORTED_APIS = (2,)
 """What a plugin may state and still be loaded."""
 
 PROJECT = "axcore"

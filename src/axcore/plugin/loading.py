@@ -119,7 +119,10 @@ def _module(plugin: Plugin) -> ModuleType:
 
 
 def _other_api(plugin: Plugin) -> str:
-    return f"it needs plugin API {plugin.api}; this axcore has {API_VERSION}"
+    told = f"it needs plugin API {plugin.api}; this axcore has {API_VERSION}"
+    if plugin.api < API_VERSION:
+        return f'{told}. The page "Moving a plugin to API 2" (docs/plugins/api_2.md) says what to change'
+    return told
 
 
 def _hooks(module: ModuleType, manager: Manager) -> Iterator[tuple[Hook, str, Sequence[str]]]:

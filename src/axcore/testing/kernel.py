@@ -173,8 +173,9 @@ class KernelSuite(OfferSuite):
         found = jax.jit(jax.grad(scalar))(arrays)
         for which, exact in formula(case, arrays, heads_grad).grads.items():
             error = np.linalg.norm(np.asarray(found[which], np.float64) - exact)
-            # Where the exact gradient is zero, as that of the only key a query sees, rounding is all there is.
-            size = np.linalg.norm(exact) + 1e-3 * np.sqrt(exact.size)
+            # Where the exact gradient is zero, as that of the only key a query sees, rounding is all there is: in
+            # bfloat16 that of `v . heads_grad`, a sum of head_dim products.
+            size = np.linalg.norm(exact) + 0.1 * np.sqrt(exact.size)
             assert error <= GRADIENT_TOLERANCE[dtype] * size, (
                 f"the gradient of {which} in {dtype} differs by {error / size:.2e} of its norm, allowed are "
                 f"{GRADIENT_TOLERANCE[dtype]:.0e}"

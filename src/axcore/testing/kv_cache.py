@@ -97,8 +97,9 @@ class KVCacheSuite(OfferSuite):
         _, state = step(params, state, Step(ids[:, :3], jnp.zeros(2, jnp.int32)))
         logits, state = step(params, state, Step(ids[1:, 3:5], jnp.asarray([3]), slots=jnp.asarray([1])))
         self._check(logits, expected[1:, 3:5])
-        logits, _ = step(params, state, Step(ids[::-1, 3:6], jnp.asarray([3, 3]), slots=jnp.asarray([1, 0])))
-        self._check(logits, expected[::-1, 3:6])
+        both = jnp.stack([ids[1, 5:7], ids[0, 3:5]])
+        logits, _ = step(params, state, Step(both, jnp.asarray([5, 3]), slots=jnp.asarray([1, 0])))
+        self._check(logits, np.stack([expected[1, 5:7], expected[0, 3:5]]))
 
     def test_tokens_can_be_taken_back(self) -> None:
         """Wrong tokens are verified at once, and the row goes on from before them."""

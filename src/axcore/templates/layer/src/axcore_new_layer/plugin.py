@@ -2,7 +2,7 @@
 
 from axcore.plugin import Feature, hookimpl
 
-axcore_api = 1
+axcore_api = 2
 
 
 @hookimpl

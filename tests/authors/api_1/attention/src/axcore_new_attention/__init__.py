@@ -1,0 +1,1 @@
+"""Attention over blocks of keys with an online softmax, for axcore."""

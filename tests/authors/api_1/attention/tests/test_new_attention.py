@@ -1,0 +1,9 @@
+"""axcore-new-attention computes the formula of attention, or says why it does not."""
+
+from axcore.testing import KernelSuite
+
+
+class TestKernel(KernelSuite):
+    name = "new-attention"
+    options = {"block": 5}  # several blocks even in short rows, and the last one not full
+    lacks = {"softcap", "sinks"}

@@ -1,0 +1,1 @@
+"""A KV cache for sliding-window attention that keeps a window of tokens, for axcore."""

@@ -1,0 +1,1 @@
+"""A learned sigmoid gate on the output of each attention head, for axcore."""

@@ -1,0 +1,47 @@
+"""A gate on the output of each attention head (Qiu et al. 2025, arXiv 2505.06708, the head-wise variant)."""
+
+from __future__ import annotations
+
+import jax
+
+import axcore as ax
+from axcore.nn import Attention, Linear
+
+
+class HeadGate(ax.Layer):
+    """`heads * sigmoid(gate(x))`: each token says how much of each head it wants."""
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        num_heads: int = ax.REQUIRED
+        gate: Linear.Config = Linear.Config(use_bias=True)
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        wide = {"input_dim": cfg.input_dim, "output_dim": cfg.num_heads, "axes": ("embed", "heads")}
+        self.gate = self.child("gate", cfg.gate, rngs, **wide)
+
+    def __call__(self, x: jax.Array, heads: jax.Array) -> jax.Array:
+        """Scales the heads.
+
+        Args:
+            x: [batch, seq, input_dim], what attention was called with.
+            heads: [batch, seq, head, head_dim], what its kernel returned.
+
+        Returns:
+            [batch, seq, head, head_dim] in the dtype of heads.
+        """
+        gate = jax.nn.sigmoid(self.gate(x)).astype(heads.dtype)
+        self.add_summary("mean_gate", gate.mean())
+        return heads * gate[..., None]
+
+
+def use_gate(cfg: ax.Config, where: ax.Where = Attention, use_bias: bool = True) -> ax.Config:
+    """Puts the gate into the output slot of every selected attention.
+
+    Args:
+        where: which attentions.
+        use_bias: whether a gate has a bias beside its weights.
+    """
+    return ax.select(cfg, where).set(output=HeadGate.Config(gate=Linear.Config(use_bias=use_bias)))

@@ -1,0 +1,1 @@
+"""FSDP with tensor parallelism over pairs of GPUs, for axcore."""

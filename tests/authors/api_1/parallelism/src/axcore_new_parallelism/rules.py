@@ -1,0 +1,30 @@
+"""How a config lies on GPUs of which any two of a host are joined closely."""
+
+from __future__ import annotations
+
+import axcore as ax
+from axcore.plugin import Accelerator
+from axcore.train import Trainer
+
+RULES: dict[str, str | tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "embed": "fsdp",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+}
+"""Logical axis of an array -> mesh axes. The heads of attention, the hidden features of feed-forward blocks and the
+vocabulary are split over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3), and what is left of each
+parameter over fsdp."""
+
+
+def pairs(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
+    """Tensor parallelism over two GPUs, FSDP over the rest of the host, data parallelism over hosts.
+
+    Raises:
+        ConfigError: a host has an odd number of GPUs.
+    """
+    if accelerator.per_host % 2:
+        raise ax.ConfigError(f"tensor parallelism in pairs needs an even number of GPUs, not {accelerator.per_host}")
+    shape = {"data": accelerator.hosts, "fsdp": accelerator.per_host // 2, "tensor": 2}
+    return cfg.set(mesh=ax.Mesh(shape=shape, rules=RULES))

@@ -1,0 +1,1 @@
+"""A small language model of Python code, for axcore."""

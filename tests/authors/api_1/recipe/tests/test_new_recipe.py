@@ -1,0 +1,8 @@
+"""axcore-new-recipe is a whole config whose model can be trained."""
+
+from axcore.testing import RecipeSuite
+
+
+class TestRecipe(RecipeSuite):
+    name = "new-recipe"
+    largest = 500_000

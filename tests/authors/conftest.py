@@ -1,0 +1,1 @@
+collect_ignore = ["api_1"]  # plugins of before; test_api_2.py moves and runs them
