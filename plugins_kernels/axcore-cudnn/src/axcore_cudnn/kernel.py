@@ -48,6 +48,7 @@ class CudnnKernel(AttentionKernel):
         number in the queries of a call, which are 2**26 or those of one row: 4 GiB by default."""
 
     takes = frozenset({"sinks", "lse"})
+    tags_heads = True
 
     config: Config
 
