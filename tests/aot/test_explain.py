@@ -32,14 +32,14 @@ def test_the_kernel_slot_lists_every_candidate_with_a_verdict():
     assert found.paths == (f"{ATTENTION}.kernel",)
     assert "float32, 4 heads on 2 of 4, 128 x 128 tokens" in found.request
     assert verdicts["reference"] == "chosen"
-    assert verdicts["cudnn"] == "no: it needs an NVIDIA GPU, and this is cpu"
+    assert verdicts["cudnn"] == "no: requires an NVIDIA GPU, and this is cpu"
 
 
 @pytest.mark.parametrize(
     ("target", "chosen", "other"),
     [
         ("gpu-h100-8", "cudnn", "not needed"),
-        ("tpu-v5p-512", "reference", "no: it needs an NVIDIA GPU, and this is tpu"),
+        ("tpu-v5p-512", "reference", "no: requires an NVIDIA GPU, and this is tpu"),
     ],
 )
 def test_a_target_decides_without_the_hardware(target, chosen, other):
