@@ -15,7 +15,14 @@ import pytest
 from .test_pages import QUICK
 
 API_1 = pathlib.Path(__file__).parent / "api_1"
-LINES = {"attention": (8, 1), "kv_cache": (11, 4), "layer": (2, 0), "parallelism": (3, 0), "recipe": (1, 0)}
+LINES = {
+    "attention": (8, 1),
+    "kv_cache": (11, 4),
+    "layer": (2, 0),
+    "parallelism": (3, 0),
+    "quantizer": (11, 3),
+    "recipe": (1, 0),
+}
 """Lines that change in the plugin and in its tests. A changed line counts once."""
 
 

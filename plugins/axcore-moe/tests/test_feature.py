@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.infer import Decoder
+from axcore.infer import Decoder, Step
 from axcore.module import functional, invoke
 from axcore.nn import ContiguousCache, FeedForward, Repeat, layers_of
 from axcore.parallel import Mesh
@@ -59,9 +59,9 @@ def test_it_decodes_as_it_computes_in_full(dispatch):
     model, ids = cfg.build(rngs=ax.Rngs(0)), tiny_batch()["inputs"]
     full = invoke(model, ids)[0]
     decoder, params, state = Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
-    step, found = jax.jit(decoder), []
+    step, found = jax.jit(decoder.__call__), []
     for place in range(8):
-        logits, state = step(params, state, ids[:, place : place + 1], jnp.full((1, 1), place))
+        logits, state = step(params, state, Step(ids[:, place : place + 1], jnp.full((2,), place)))
         found.append(logits)
     np.testing.assert_allclose(np.concatenate(found, axis=1), full, rtol=1e-4, atol=1e-5)
 

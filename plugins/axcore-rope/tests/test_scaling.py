@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.infer import Decoder
+from axcore.infer import Decoder, Step
 from axcore.module import abstract, functional
 from axcore.nn import ContiguousCache, layers_of
 from axcore.testing import tiny_batch, tiny_model
@@ -95,9 +95,9 @@ def test_token_by_token_is_as_all_at_once(feature, options):
     fn, params, state = functional(model)
     expected = fn(params, state, ids)[0][0]
     decoder, params, state = Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
-    step, found = jax.jit(decoder), []
+    step, found = jax.jit(decoder.__call__), []
     for place in range(8):
-        logits, state = step(params, state, ids[:, place : place + 1], jnp.full((1, 1), place))
+        logits, state = step(params, state, Step(ids[:, place : place + 1], jnp.full((2,), place)))
         found.append(logits)
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
 

@@ -111,7 +111,9 @@ class Decoder:
         if not isinstance(model, Layer):
             raise ConfigError(f"a Decoder is made of a layer that a config built, not of {type(model).__name__}")
         cfg = model.config
-        _, params, held = functional(model)
+        params = functional(model)[1]
+        # What its own caches hold, if it has any, is of other sizes and of other rows.
+        held = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Any(nnx.Param, DecodingState))))
         if unstack:
             params, held = unstack_arrays(cfg, params), unstack_arrays(cfg, held)
             cfg = unstacked(cfg)

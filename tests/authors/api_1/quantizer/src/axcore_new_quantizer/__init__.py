@@ -1,0 +1,1 @@
+"""Matrix products of 8-bit integers, for axcore."""
