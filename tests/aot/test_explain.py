@@ -30,7 +30,7 @@ def test_every_node_has_its_supplier_and_who_put_it_there():
 def test_the_kernel_slot_lists_every_candidate_with_a_verdict():
     found, verdicts = slot(explain(tiny_model()), "attention kernel")
     assert found.paths == (f"{ATTENTION}.kernel",)
-    assert "float32, 4 heads on 2 of 4, 128 x 128 tokens" in found.request
+    assert "cpu, train, float32, 1 rows, 4 heads on 2 of 4, 128 x 128 tokens" in found.request
     assert verdicts["reference"] == "chosen"
     assert verdicts["cudnn"] == "no: requires an NVIDIA GPU, and this is cpu"
 
