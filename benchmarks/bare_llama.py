@@ -29,7 +29,7 @@ class Shape:
     vocab_size: int
     compute: Any = jnp.bfloat16
     attention: str = "reference"
-    """`reference`, or an implementation of `jax.nn.dot_product_attention`."""
+    """`reference`, or `cudnn`: the kernel of axcore-cudnn, so that packed rows are attended alike."""
     unroll: int = 1
     saved: tuple[str, ...] | None = None
     """Names that the backward pass keeps; None: everything."""
@@ -67,7 +67,7 @@ def loss(shape: Shape, params: dict[str, Any], batch: dict[str, jax.Array]) -> j
     """Mean cross-entropy in nats."""
     cast = lambda name, weights: weights[name].astype(shape.compute)  # noqa: E731
     batch_size, seq = batch["inputs"].shape
-    positions = jnp.arange(seq, dtype=jnp.int32)[None]
+    positions, segment_ids = batch["positions"], batch["segment_ids"]
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
@@ -88,7 +88,7 @@ def loss(shape: Shape, params: dict[str, Any], batch: dict[str, jax.Array]) -> j
         k = (h @ cast("key", weights)).reshape(batch_size, seq, shape.num_kv_heads, shape.head_dim)
         v = (h @ cast("value", weights)).reshape(batch_size, seq, shape.num_kv_heads, shape.head_dim)
         q, k, v = checkpoint_name(rope(q), "query"), checkpoint_name(rope(k), "key"), checkpoint_name(v, "value")
-        heads = checkpoint_name(_attend(shape, q, k, v), "heads").reshape(-1, shape.dim)
+        heads = checkpoint_name(_attend(shape, q, k, v, segment_ids), "heads").reshape(-1, shape.dim)
         x = x + (heads @ cast("projection", weights)).reshape(x.shape)
         h = norm(x, weights["ffn_norm"]).reshape(-1, shape.dim)
         gate, up = checkpoint_name(h @ cast("gate", weights), "gate"), checkpoint_name(h @ cast("up", weights), "up")
@@ -107,16 +107,20 @@ def loss(shape: Shape, params: dict[str, Any], batch: dict[str, jax.Array]) -> j
     return jnp.where(weights == 0, 0.0, losses * weights).sum() / jnp.where(weights.sum() == 0, 1.0, weights.sum())
 
 
-def _attend(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention, by a kernel of `jax.nn.dot_product_attention` or written out (`reference`)."""
-    if shape.attention != "reference":
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=shape.attention)
+def _attend(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Causal attention inside documents, by cuDNN or written out (`reference`)."""
+    if shape.attention == "cudnn":
+        from axcore_cudnn.fused import attention
+        from axcore_cudnn.primitives import Form
+
+        return attention(q, k, v, Form(scale=1 / math.sqrt(shape.head_dim)), segment_ids=segment_ids)[0]
     batch_size, seq, _, head_dim = q.shape
-    rows = (q / math.sqrt(head_dim)).reshape(batch_size, seq, shape.num_kv_heads, -1, head_dim)
+    rows = q.reshape(batch_size, seq, shape.num_kv_heads, -1, head_dim)
     rows = rows.transpose(0, 2, 3, 1, 4).reshape(batch_size, shape.num_kv_heads, -1, head_dim)
-    logits = jnp.einsum("bnqd,btnd->bnqt", rows, k, preferred_element_type=jnp.float32)
-    allowed = jnp.arange(seq)[:, None] >= jnp.arange(seq)
-    logits = jnp.where(allowed, logits.reshape(batch_size, shape.num_heads, seq, seq), jnp.finfo(jnp.float32).min)
+    logits = jnp.einsum("bnqd,btnd->bnqt", rows, k, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
+    allowed = (jnp.arange(seq)[:, None] >= jnp.arange(seq)) & (segment_ids[:, :, None] == segment_ids[:, None])
+    logits = logits.reshape(batch_size, shape.num_heads, seq, seq)
+    logits = jnp.where(allowed[:, None], logits, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype).reshape(batch_size, shape.num_kv_heads, -1, seq)
     heads = jnp.einsum("bnqt,btnd->bnqd", weights, v).reshape(batch_size, shape.num_heads, seq, head_dim)
     return heads.transpose(0, 2, 1, 3)

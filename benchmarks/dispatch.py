@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from llama_pair import axcore_program, bare_params, batch
 
 SHAPE = bare_llama.Shape(
-    dim=16, num_layers=32, num_heads=2, num_kv_heads=1, hidden_dim=32, vocab_size=64, compute=jnp.float32
+    dim=16, num_layers=32, num_heads=2, num_kv_heads=1, hidden_dim=32, vocab_size=264, compute=jnp.float32
 )
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     jax.config.update("jax_enable_compilation_cache", False)
 
-    program, data = axcore_program(SHAPE), batch(SHAPE, 2, 8)
+    program, data = axcore_program(SHAPE), batch(2, 8)
     state = program.init(jnp.uint32(0))
     params = jax.tree.map(jnp.copy, bare_params(state.params))
     transformation = bare_llama.optimizer(params)

@@ -12,6 +12,7 @@ from bare_llama import Shape
 
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, TransformerLayer
+from axcore.nn.attention.choice import recording
 from axcore.parallel import Mesh, SaveNames
 from axcore.train import Learner
 from axcore.train.step import Program, program
@@ -45,14 +46,23 @@ def axcore_program(shape: Shape, features: Sequence[str] = ()) -> Program:
     return program(model, learner, Mesh(shape={"data": 1}, rules={}).make(jax.devices()[:1]))
 
 
-def batch(shape: Shape, batch_size: int, seq_len: int) -> dict[str, jax.Array]:
-    """Random tokens, one document a row."""
-    ids = np.random.default_rng(0).integers(0, shape.vocab_size, (batch_size, seq_len + 1)).astype(np.int32)
-    return {
-        "inputs": jnp.asarray(ids[:, :-1]),
-        "targets": jnp.asarray(ids[:, 1:]),
-        "weights": jnp.ones((batch_size, seq_len), jnp.float32),
-    }
+def batch(batch_size: int, seq_len: int) -> dict[str, jax.Array]:
+    """The first batch that the trainer makes of Python's standard library: packed rows of bytes."""
+    cfg = ax.recipe("quickstart").input.set(batch_size=batch_size, seq_len=seq_len, prefetch_batches=0)
+    return {name: jnp.asarray(x) for name, x in next(iter(cfg.build().train_batches())).items()}
+
+
+def documents_per_row(data: dict[str, jax.Array]) -> float:
+    """How many documents a row holds on average."""
+    begins = np.diff(np.asarray(data["segment_ids"]), axis=1) != 0
+    return float(1 + begins.sum(axis=1).mean())
+
+
+def kernels_of(program: Program, data: Any) -> str:
+    """The attention kernels that the step runs for this batch."""
+    with recording() as choices:
+        jax.eval_shape(program.train_step, program.state, data)
+    return ", ".join(sorted({type(choice.kernel).__name__ for choice in choices}))
 
 
 def bare_params(params: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import bare_llama
 import jax
 import jax.numpy as jnp
-from llama_pair import axcore_program, bare_params, batch
+from llama_pair import axcore_program, bare_params, batch, documents_per_row, kernels_of
 
 SAVED = ("query", "key", "value", "heads", "gate", "up")
 
@@ -58,7 +58,7 @@ def main() -> None:
 def compare(name: str, shape: bare_llama.Shape, arguments: argparse.Namespace) -> dict[str, Any]:
     """Times both programs in one form; returns figures named after it."""
     program = axcore_program(shape, [arguments.attention] if arguments.attention == "cudnn" else [])
-    data = batch(shape, arguments.batch, arguments.seq)
+    data = batch(arguments.batch, arguments.seq)
     ours = program.compile_train(data)
     state = program.init(jnp.uint32(0))
     params = jax.tree.map(jnp.copy, bare_params(state.params))
@@ -97,6 +97,8 @@ def compare(name: str, shape: bare_llama.Shape, arguments: argparse.Namespace) -
     ratios = [a / b for a, b in zip(*times.values(), strict=True)]
     memory = ours.memory_analysis(), theirs.memory_analysis()
     return {
+        "kernel": kernels_of(program, data),
+        "documents_per_row": round(documents_per_row(data), 2),
         f"{name}_ratio": round(statistics.median(ratios), 4),
         f"{name}_ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
         f"{name}_axcore_ms": round(1e3 * axcore, 2),

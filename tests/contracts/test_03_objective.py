@@ -45,7 +45,7 @@ class Probe(ax.Layer):
     def __init__(self, cfg, *, rngs):
         self.history = GradientState(jnp.zeros((3,), jnp.float32))
 
-    def __call__(self, x, y, weight):
+    def __call__(self, x, y, weight, product):
         self.add_loss("size", jnp.sum(y.astype(jnp.float32) ** 2), y.shape[0] * y.shape[1], 0.01)
         self.add_summary("largest", jnp.abs(y).max(), ax.Reduce.MAX)
         return observed(y, self.history[...])

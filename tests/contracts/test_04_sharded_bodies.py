@@ -32,7 +32,7 @@ def test_with_the_exchange_the_loss_and_every_gradient_are_those_of_one_device(f
 
 def test_the_routings_are_what_they_are_called(found):
     def fed(routing):
-        gradient = found["one"][routing]["gradients"]["experts.up"]
+        gradient = found["one"][routing]["gradients"]["experts.up.weight"]
         return np.abs(gradient).sum(axis=(1, 2)) > 0
 
     assert fed("random").sum() > 12

@@ -195,20 +195,19 @@ def test_codes_are_stored_and_no_float_copy(tied, experts):
 
 
 def test_decoding_takes_codes_alone():
-    from axcore.infer import Decoder
+    from axcore.infer import Decoder, Step
     from axcore.nn import ContiguousCache
 
     cfg = ax.select(tiny_model(), lambda _, node: hasattr(node, "numerics")).set(numerics=Codes.Config())
-    params = functional(cfg.build(rngs=ax.Rngs(0)))[1]
-    model, codes = stored(cfg, params)
+    model, codes = stored(cfg, functional(cfg.build(rngs=ax.Rngs(0)))[1])
+    fn, _, other = functional(model.build(rngs=ax.Rngs(1)))
+    decoder, params, state = Decoder.of(fn.bind(codes, other), cache=ContiguousCache.Config(), batch_size=2, max_len=8)
+    kinds = {leaf.dtype.name for path, leaf in by_path(params).items() if path.endswith(".codes")}
+    assert kinds == {"int8"} and weight_bytes(params) == weight_bytes(codes)
     ids = tiny_batch()["inputs"]
-    decoder, form, state = Decoder.of(
-        model.build(rngs=ax.Rngs(1)), cache=ContiguousCache.Config(), batch_size=2, max_len=8
-    )
-    assert jax.tree.structure(form) == jax.tree.structure(codes)
-    logits, _ = decoder(codes, state, ids, jnp.arange(8, dtype=jnp.int32)[None])
-    fn, _, other = functional(model.build(rngs=ax.Rngs(0)))
-    np.testing.assert_allclose(logits, fn(codes, other, ids)[0][0], rtol=1e-4, atol=1e-5)
+    logits, _ = jax.jit(decoder)(params, state, Step(ids, start=jnp.zeros((2,), jnp.int32)))
+    expected = jax.jit(lambda codes: fn(codes, other, ids)[0][0])(codes)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_cannot_be_stored_says_so():

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import axcore as ax
-from axcore.module import ContextError
+from axcore.module import ContextError, GradientState, maxima, overwritten
 from axcore.nn import CausalLM, Linear, Sequence
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch, tiny_model
@@ -153,6 +153,39 @@ def test_each_piece_draws_its_own_bits():
 
     losses = jax.vmap(of_each)(np.eye(8, dtype=np.float32)[:, None])
     assert len(np.unique(np.asarray(losses))) == 8
+
+
+@jax.custom_vjp
+def observed(y, largest):
+    return y
+
+
+observed.defvjp(lambda y, largest: (y, y), lambda y, gradient: (gradient, jnp.abs(y).max()))
+
+
+class Watching(ax.Layer):
+    """An adapter whose state becomes the largest absolute output."""
+
+    def __init__(self, cfg, *, rngs):
+        self.largest = GradientState(jnp.zeros((), jnp.float32))
+
+    def __call__(self, x, y, weight, product):
+        return observed(y, self.largest[...])
+
+
+def test_state_that_gradients_overwrite_gets_the_largest_of_all_pieces():
+    cfg = model(head=Linear.Config(adapter=Watching.Config()))
+    fn, _, state = shapes(cfg)
+    state, params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state), parameters(cfg)
+
+    def new_state(chunk):
+        objective = CrossEntropy.Config(chunk=chunk).build()
+        gradient = jax.grad(lambda state: objective.value(fn, params, state, BATCH), allow_int=True)
+        return jax.jit(lambda state: overwritten(gradient(maxima(state)), state))(state)
+
+    whole, pieces = (new_state(chunk)["head"]["adapter"]["largest"] for chunk in (None, 2))
+    assert whole > 0
+    np.testing.assert_allclose(pieces, whole, rtol=1e-6)
 
 
 def reporting(what):

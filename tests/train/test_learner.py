@@ -144,6 +144,33 @@ def test_parameters_keep_their_dtype():
     assert metrics["gradient_norm"].dtype == metrics["learning_rate"].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+def test_moments_and_updates_of_bfloat16_parameters_follow_float64(moment_dtype):
+    cfg = AdamW.Config(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, moment_dtype=moment_dtype)
+    learned = cfg.build().transformation({"weight": ("embed", "mlp")})
+    params = {"weight": jnp.ones((4, 5), jnp.bfloat16)}
+    state, update, random = learned.init(params), jax.jit(learned.update), np.random.default_rng(0)
+    m = v = np.zeros((4, 5))
+    for _ in range(60):
+        grads = {"weight": jnp.asarray(1.0 + 0.1 * random.normal(size=(4, 5)), jnp.bfloat16)}
+        g = np.asarray(grads["weight"], np.float64)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        updates, state = update(grads, state, params)
+    adam = state[0]
+    assert adam.nu["weight"].dtype == updates["weight"].dtype == jnp.float32
+    assert adam.mu["weight"].dtype == jnp.dtype(moment_dtype)
+    rough = 1e-5 if moment_dtype == "float32" else 4e-2
+    expected = m / (1 - 0.9**60) / (np.sqrt(v / (1 - 0.999**60)) + 1e-8)
+    np.testing.assert_allclose(adam.nu["weight"], v, rtol=1e-5)  # in bfloat16 it stops at a fifth of it
+    np.testing.assert_allclose(np.asarray(adam.mu["weight"], np.float64), m, rtol=rough)
+    np.testing.assert_allclose(updates["weight"], expected, rtol=rough)
+
+
+def test_a_moment_dtype_that_is_none_is_refused_when_it_is_written():
+    with pytest.raises(ax.ConfigError, match=r"AdamW\.moment_dtype: 'float17' is not a dtype"):
+        AdamW.Config(moment_dtype="float17")
+
+
 def test_rates_scale_and_freeze_by_path_and_the_last_pattern_counts():
     params, grads = random_tree(0), random_tree(1)
     step = jnp.int32(100), jnp.int32(1000)

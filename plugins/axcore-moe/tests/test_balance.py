@@ -6,8 +6,11 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract
+from axcore.parallel import Mesh
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import OBJECTIVE
+from axcore.train import Learner
+from axcore.train.step import program
 from axcore_moe.balance import LoadBalance, z_loss
 from axcore_moe.router import TopK
 from axcore_moe.routing import Routing
@@ -69,3 +72,19 @@ def test_an_expert_that_starves_is_counted_and_the_run_warns_once(capsys, tmp_pa
         writer.write(step, {"train/decoder.layers.1.ffn.starved": count, "train/loss": 1.0})
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and told.startswith("step 1: 3 experts of decoder.layers.1.ffn have starved")
+
+
+def test_microbatches_give_the_losses_of_the_whole_batch():
+    """Where a row is the scope, balance is a sum over rows; the z-loss is one over tokens."""
+    model = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, balance=0.5, balance_scope="sequence", z_loss=0.1))
+    metrics = []
+    for microbatches in (1, 2):
+        made = program(model, Learner.Config(), Mesh().make(jax.devices()[:1]), OBJECTIVE, microbatches)
+        metrics.append(made.compile_train(tiny_batch(4))(made.init(np.uint32(0)), tiny_batch(4))[1])
+    whole, parts = metrics
+    for name in ("balance", "router_z_loss"):
+        path = f"decoder.layers.*.ffn.{name}"
+        assert np.all(whole[path] > 0)
+        np.testing.assert_allclose(parts[path], whole[path], rtol=1e-5)
+    for name in ("loss", "z_loss", "gradient_norm"):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5)

@@ -58,9 +58,9 @@ def test_noise_tells_the_experts_apart(dense):
     cfg = ax.pipe(base(), ax.use("moe", num_experts=3))
     plain, noisy = (started(dense[0], cfg, noise=noise)[0]["decoder"]["layers"]["ffn"]["experts"] for noise in (0, 0.1))
     for name, leaf in plain.items():
-        added = np.asarray(noisy[name] - leaf)
+        added = np.asarray(noisy[name]["weight"] - leaf["weight"])
         assert not np.allclose(added[:, 0], added[:, 1])
-        np.testing.assert_allclose(added.std() / np.std(leaf[:, 0]), 0.1, rtol=0.25)
+        np.testing.assert_allclose(added.std() / np.std(leaf["weight"][:, 0]), 0.1, rtol=0.25)
 
 
 def test_copies_lie_as_the_experts_do():

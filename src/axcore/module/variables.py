@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -77,14 +79,27 @@ class DecodingState(nnx.Variable[Any]):
         index = layer_index()
         return index[len(index) - stacked :] if 0 < stacked <= len(index) else ()
 
-    def put(self, at: tuple[Any, ...], values: jax.Array, mode: str = "drop") -> None:
+    def put(self, at: tuple[jax.Array, ...], values: jax.Array) -> None:
         """Writes some elements of this layer's part in place: `state[at] = values`, in the dtype of the state.
 
         Args:
-            mode: what becomes of indices beyond the end, as in `jax.Array.at`. Negative ones count from the end.
+            at: integer arrays for the leading dimensions, broadcastable. What is out of range is not written.
+            values: of the shape that `at` broadcasts to, and the other dimensions of the state.
         """
-        whole = self.whole
-        self.set_raw_value(whole.at[(*self.layer, *at)].set(values.astype(whole.dtype), mode=mode))
+        whole, layer = self.whole, self.layer
+        sizes = whole.shape[len(layer) : len(layer) + len(at)]
+        values = values.astype(whole.dtype)
+        if all(jnp.size(index) == 1 for index in at):  # a slice, which is written faster than a scatter
+            first = [jnp.reshape(index, ()) for index in at]
+            start = (*layer, *first, *(0,) * (whole.ndim - len(layer) - len(at)))
+            shape = (*(1,) * (len(layer) + len(at)), *whole.shape[len(layer) + len(at) :])
+            inside = functools.reduce(operator.and_, [(i >= 0) & (i < n) for i, n in zip(first, sizes, strict=True)])
+            kept = jax.lax.dynamic_slice(whole, start, shape)
+            new = jnp.where(inside, values.reshape(shape), kept)
+            self.set_raw_value(jax.lax.dynamic_update_slice(whole, new, start))
+            return
+        at = tuple(jnp.where(index < 0, size, index) for index, size in zip(at, sizes, strict=True))
+        self.set_raw_value(whole.at[(*layer, *at)].set(values, mode="drop"))
 
     def __getitem__(self, key: Any) -> Any:
         layer = self.layer

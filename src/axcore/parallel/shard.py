@@ -73,7 +73,7 @@ def shard_map(
             out_specs=(out_specs, specs[1], PartitionSpec()),
             check_vma=False,
         )
-        output, state, collections = mapped(lifted.params, lifted.state, *args)
+        output, state, collections = mapped(lifted.params, _as_read(lifted.state), *args)
         lifted.finish(state, collections)
         return output
 
@@ -119,6 +119,19 @@ def _refuse_written(lifted: Lifted) -> None:
             f"in {lifted.caller.describe()} a layer writes {', '.join(lost)} inside shard_map, and the Variable does "
             f"not name its axes; make it with axes=(...), or write it outside"
         )
+
+
+def _as_read(state: Any) -> Any:
+    """The values of GradientState as layers read them, outside the mapped function: what the training step holds of
+    them may be of a dtype that collectives do not take."""
+
+    def read(variable: Any) -> Any:
+        if not isinstance(variable, GradientState):
+            return variable
+        value = variable[...]
+        return jax.tree.map(lambda _: value, variable)
+
+    return jax.tree.map(read, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def _keep_largest(state: Any, specs: Any, layout: Layout) -> Any:

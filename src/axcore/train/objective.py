@@ -110,9 +110,7 @@ class CrossEntropy(Objective):
         def scores(model: Any, hidden: jax.Array, targets: jax.Array) -> Any:
             logits = model.logits(hidden)
             log_z = jax.nn.logsumexp(logits, axis=-1)
-            token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-            # A gather would collect a vocabulary that is sharded; a sum leaves it where it is.
-            picked = jnp.where(token == targets[..., None], logits, 0.0).sum(axis=-1)
+            picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
             return log_z - picked, log_z, log_z - _mean_logit(logits) if smooth else None
 
         score = scores if chunk == seq else in_pieces(scores, chunk)

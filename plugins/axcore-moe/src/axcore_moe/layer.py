@@ -19,7 +19,7 @@ from axcore_moe.routing import Routing
 
 
 class StarvedSteps(nnx.Variable[Any]):
-    """int32 [experts]: for how many training steps in a row each expert got almost nothing."""
+    """int32 [experts]: for how many training steps (microbatches) in a row each expert got almost nothing."""
 
 
 class MoE(ax.Layer):

@@ -43,11 +43,12 @@ class CudnnKernel(AttentionKernel):
 
     class Config(AttentionKernel.Config):
         documents: int = 8
-        """Of packed rows: how many documents a row may have, on average over a device's rows, for the fastest way. The
-        backward pass then takes `8 * documents` bytes for each token, head and feature. Batches with more documents
-        are right, too, but slower."""
+        """Of packed rows: how many documents a row may have, on average over the rows of a call, for the fastest way.
+        Rows with more documents are right, too, but slower. The backward pass takes `8 * documents` bytes for each
+        number in the queries of a call, which are 2**26 or those of one row: 4 GiB by default."""
 
     takes = frozenset({"sinks", "lse"})
+    tags_heads = True
 
     config: Config
 
@@ -128,9 +129,9 @@ def _shapes(request: KernelRequest) -> str | None:
             )
     if request.partial:
         return "attends to all keys that it is given, and some of these do not exist, as in a KV cache"
-    size = request.batch * request.query_len * request.num_heads * head_dim
+    size = request.query_len * request.num_heads * head_dim
     if request.packed and size >= 2**31:
-        return f"counts the numbers in q of packed rows in 32 bits, and one device has {size}: use fewer rows a device"
+        return f"counts the numbers in q of a packed row in 32 bits, and a row has {size}"
     return None
 
 

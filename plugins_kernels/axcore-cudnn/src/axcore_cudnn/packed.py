@@ -1,10 +1,13 @@
 """Attention of packed rows: exact for any number of documents, and fast for the usual number.
 
-Batches with at most `documents` documents a row on average take one call of cuDNN's packed layout; batches with more
-take calls in chunks. The choice is made on the device, batch by batch.
+Rows with at most `documents` documents on average take one call of cuDNN's packed layout; rows with more take calls in
+chunks. The choice is made on the device, batch by batch. Large batches are attended to some rows after others, because
+the memory of the backward pass grows with the rows of a call.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,9 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from axcore_cudnn.chunked import chunked_backward, chunked_forward
 from axcore_cudnn.primitives import Form, backward, forward
 from axcore_cudnn.ragged import ragged_backward, ragged_forward
+
+LARGEST_CALL = 2**26
+"""Numbers in q that one call takes: those of 16,384 tokens with 32 heads of 128."""
 
 
 def document_numbers(segment_ids: Int[Array, "batch seq"]) -> Int32[Array, "batch seq"]:
@@ -28,44 +34,69 @@ def packed_forward(
     form: Form, q: Array, k: Array, v: Array, segment_ids: Int[Array, "batch seq"]
 ) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
     """The heads and the lse. Tokens attend within runs of equal segment ids."""
+
+    def some(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array, Array]:
+        number, size = document_numbers(segment_ids), _size(form, q)
+        if size >= number.size:
+            return ragged_forward(form, q, k, v, number, size)
+
+        def few(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            return ragged_forward(form, q, k, v, number, size)
+
+        def many(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            return chunked_forward(form, q, k, v, number)
+
+        heads, lse = jax.lax.cond(number[-1, -1] < size, few, many, q, k, v)
+        return heads, lse
+
     if q.shape[1] == 1:
         return forward(form, q, k, v)
-    number, size = document_numbers(segment_ids), _size(form, q)
-    if size >= number.size:
-        return ragged_forward(form, q, k, v, number, size)
-    return jax.lax.cond(
-        number[-1, -1] < size,
-        lambda q, k, v, number: ragged_forward(form, q, k, v, number, size),
-        lambda q, k, v, number: chunked_forward(form, q, k, v, number),
-        q,
-        k,
-        v,
-        number,
-    )
+    heads, lse = _some_rows_after_others(some, q, k, v, segment_ids)
+    return heads, lse
 
 
 def packed_backward(
     form: Form, q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, segment_ids: Array
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v, given results that may include other keys."""
+
+    def some(
+        q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, segment_ids: Array
+    ) -> tuple[Array, Array, Array]:
+        number, size = document_numbers(segment_ids), _size(form, q)
+        arrays = (q, k, v, heads, lse, heads_grad)
+        if size >= number.size:
+            return ragged_backward(form, *arrays, number, size)
+
+        def few(*arrays: Array) -> tuple[Array, Array, Array]:
+            q, k, v, heads, lse, heads_grad = arrays
+            return ragged_backward(form, q, k, v, heads, lse, heads_grad, number, size)
+
+        def many(*arrays: Array) -> tuple[Array, Array, Array]:
+            q, k, v, heads, lse, heads_grad = arrays
+            return chunked_backward(form, q, k, v, heads, lse, heads_grad, number)
+
+        dq, dk, dv = jax.lax.cond(number[-1, -1] < size, few, many, *arrays)
+        return dq, dk, dv
+
     if q.shape[1] == 1:
         return backward(form, q, k, v, heads, lse, heads_grad)
-    number, size = document_numbers(segment_ids), _size(form, q)
-    if size >= number.size:
-        return ragged_backward(form, q, k, v, heads, lse, heads_grad, number, size)
-
-    def few(*arrays: Array) -> tuple[Array, Array, Array]:
-        q, k, v, heads, lse, heads_grad, number = arrays
-        return ragged_backward(form, q, k, v, heads, lse, heads_grad, number, size)
-
-    def many(*arrays: Array) -> tuple[Array, Array, Array]:
-        q, k, v, heads, lse, heads_grad, number = arrays
-        return chunked_backward(form, q, k, v, heads, lse, heads_grad, number)
-
-    dq, dk, dv = jax.lax.cond(number[-1, -1] < size, few, many, q, k, v, heads, lse, heads_grad, number)
+    dq, dk, dv = _some_rows_after_others(some, q, k, v, heads, lse, heads_grad, segment_ids)
     return dq, dk, dv
 
 
 def _size(form: Form, q: Array) -> int:
     """Entries of the list: a multiple of the rows, and two a row at least, or cuDNN does not take it for packed."""
     return q.shape[0] * max(2, min(form.documents, q.shape[1]))
+
+
+def _some_rows_after_others(fn: Callable[..., tuple[Array, ...]], q: Array, *arrays: Array) -> tuple[Array, ...]:
+    """`fn(q, *arrays)`, of as many rows at once as have no more than `LARGEST_CALL` numbers in q."""
+    batch = q.shape[0]
+    fits = [rows for rows in range(1, batch + 1) if batch % rows == 0 and rows * q[0].size <= LARGEST_CALL]
+    rows = max(fits, default=1)
+    if rows == batch:
+        return fn(q, *arrays)
+    groups = [x.reshape(batch // rows, rows, *x.shape[1:]) for x in (q, *arrays)]
+    found = jax.lax.map(lambda group: fn(*group), groups)
+    return tuple(x.reshape(batch, *x.shape[2:]) for x in found)

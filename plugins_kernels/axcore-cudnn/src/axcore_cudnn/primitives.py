@@ -2,7 +2,7 @@
 
 jax offers cuDNN's attention as `jax.nn.dot_product_attention`, which casts the log-sum-exp to the dtype of q and drops
 its gradient. These functions call the primitives below it. They are private, so they are looked up by name when this
-module is imported. Each call computes on one device; shard around it with `jax.shard_map`.
+module is imported. Each call computes on one device: shard around it with `axcore.parallel.shard_map`.
 """
 
 from __future__ import annotations

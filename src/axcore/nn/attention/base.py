@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from einops import rearrange
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs
@@ -134,7 +133,6 @@ class BaseAttention(Layer):
 
     def project(self, x: jax.Array, heads: jax.Array) -> jax.Array:
         """Heads [batch, seq, head, value_dim] of the input x -> [batch, seq, input_dim]."""
-        heads = checkpoint_name(heads, "heads")
         if self.output is not None:
             heads = self.output(x, heads)
         return self.projection(rearrange(heads, "b s n d -> b s (n d)"))

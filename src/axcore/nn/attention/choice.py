@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import Config, ConfigError, Where, has_field, select
 from axcore.module import Frame, Rngs, current
@@ -104,7 +105,7 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
     refused: list[tuple[AttentionKernel, str]] = []
     request = None
     for kernel in kernels:
-        asked = readable(kernel, inputs)
+        asked, wraps = readable(kernel, inputs), has_field(kernel.config, "kernel")
         request = KernelRequest.of(asked) if shards is None else shards.request(asked)
         if (reason := refusal(kernel, request)) is not None:
             refused.append((kernel, reason))
@@ -112,8 +113,9 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
         if (choices := _choices.get()) is not None:
             choices.append(Choice(path, request, kernel, tuple(refused)))
             # One that wraps another runs, so that what it chooses is recorded, too.
-            return kernel(asked) if has_field(kernel.config, "kernel") else _zeros(inputs)
-        return kernel(asked) if shards is None or not kernel.local else shards.run(kernel, asked)
+            return kernel(asked) if wraps else _zeros(inputs)
+        heads, lse = kernel(asked) if shards is None or not kernel.local else shards.run(kernel, asked)
+        return heads if kernel.tags_heads or wraps else checkpoint_name(heads, "heads"), lse
     assert request is not None
     if (choices := _choices.get()) is not None:
         choices.append(Choice(path, request, None, tuple(refused)))

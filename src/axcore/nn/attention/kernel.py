@@ -24,6 +24,9 @@ class AttentionKernel(Layer):
     views: ClassVar[tuple[type[KVView], ...]] = (Contiguous,)
     """The views of keys and values that it reads. Others are gathered into plain arrays first."""
 
+    tags_heads: ClassVar[bool] = False
+    """Whether it tags its heads as `heads` for remat policies itself, inside a gradient rule of its own."""
+
     local: ClassVar[bool] = True
     """Whether it runs under `shard_map` and sees the rows, heads and queries of one device, with all keys of its rows.
     False for one that the compiler partitions, or that calls another kernel through `attend`."""

@@ -1,0 +1,86 @@
+"""Training throughput of a Llama on every local device, FSDP, on the packed batch that the trainer makes.
+
+Prints one JSON object: tokens/s of a device, and MFU over 989 TFLOP/s, counting the whole attention square.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+from llama_pair import batch, documents_per_row, kernels_of
+
+import axcore as ax
+from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, TransformerLayer
+from axcore.parallel import Mesh, SaveNames
+from axcore.train import CrossEntropy, Learner
+from axcore.train.step import program
+
+PEAK = 989e12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    sizes = {"dim": 4096, "layers": 32, "heads": 32, "kv-heads": 32, "hidden": 11008, "batch": 2, "seq": 4096}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="batch: rows a device" * (name == "batch"))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--unroll", type=int, help="layers in a step of the loop; all, if not given")
+    parser.add_argument("--chunk", type=int, help="places of each row whose logits exist at once")
+    parser.add_argument("--saved", help="names that the backward pass keeps, with commas; everything, if not given")
+    parser.add_argument("--kernel", default="cudnn")
+    given = parser.parse_args()
+    layer = TransformerLayer.Config(
+        attention=Attention.Config(num_heads=given.heads, num_kv_heads=given.kv_heads),
+        ffn=FeedForward.Config(hidden_dim=given.hidden),
+    )
+    remat = SaveNames(names=tuple(given.saved.split(","))) if given.saved else None
+    decoder = Repeat.Config(num_layers=given.layers, layers=layer, unroll=given.unroll or given.layers, remat=remat)
+    model = CausalLM.Config(
+        vocab_size=32_000, dim=given.dim, dtypes=ax.DTypes(compute=jnp.bfloat16), decoder=decoder, head=Linear.Config()
+    )
+    model = ax.select(model, Linear).set(init=Normal(stddev=0.02))
+    model = ax.pipe(model, ax.use("rope"), ax.use("kernels", order=(given.kernel,)))
+    layout = Mesh(shape={"data": 1, "fsdp": -1}).make()
+    made = program(model, Learner.Config(), layout, CrossEntropy.Config(chunk=given.chunk))
+    data = batch(given.batch * jax.device_count(), given.seq)
+    documents, kernels = documents_per_row(data), kernels_of(made, data)
+    began = time.perf_counter()
+    step = made.compile_train(data)
+    compile_seconds = time.perf_counter() - began
+    data = jax.device_put(data, jax.tree.map(lambda shape: shape.sharding, made.batch_shapes(data)))
+    state = made.init(jnp.uint32(0))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    for _ in range(3):
+        state, metrics = step(state, data)
+    jax.block_until_ready(metrics)
+    began = time.perf_counter()
+    for _ in range(given.steps):
+        state, metrics = step(state, data)
+    jax.block_until_ready(metrics)
+    seconds = (time.perf_counter() - began) / given.steps
+    tokens = given.batch * given.seq / seconds
+    flops = 6 * (parameters - 32_000 * given.dim) + 12 * given.layers * given.dim * given.seq
+    memory = step.memory_analysis()
+    figures = {
+        "tokens_per_s_device": round(tokens),
+        "mfu": round(tokens * flops / PEAK, 4),
+        "step_ms": round(1e3 * seconds, 1),
+        "compile_s": round(compile_seconds, 1),
+        "kernel": kernels,
+        "documents_per_row": round(documents, 2),
+        "temp_gib": round(memory.temp_size_in_bytes / 2**30, 1),
+        "arguments_gib": round(memory.argument_size_in_bytes / 2**30, 1),
+        "loss": round(float(metrics["loss"]), 4),
+        "devices": jax.device_count(),
+        "card": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    print(json.dumps(vars(given) | figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
