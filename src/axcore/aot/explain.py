@@ -145,7 +145,10 @@ def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:
         return {}
     objective = (cfg.objective if whole else CrossEntropy.Config()).build()
     if whole:
-        batch = batch_form(cfg.input)
+        batch = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // cfg.microbatches, *leaf.shape[1:]), leaf.dtype),
+            batch_form(cfg.input),
+        )
     else:
         ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
         batch = {"inputs": ids, "targets": ids, "weights": jax.ShapeDtypeStruct(ids.shape, jnp.float32)}
