@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import axcore as ax
+from axcore.aot import explain
 from axcore.nn import Attention, ReferenceKernel
 from axcore.parallel import Remat
 from axcore.plugin import registry, use_text
@@ -79,3 +80,11 @@ def test_without_axcore_cudnn_an_h100_is_refused_until_the_reference_kernel_is_a
     (kernel,) = kernels(ax.pipe(recipe, use_text(allow[1]), ax.target("gpu-h100-8")))
     assert kernel.order == (ReferenceKernel.Config(),)
     ax.pipe(ax.recipe("quickstart"), ax.target("gpu-h100-8"))
+
+
+def test_cudnn_takes_the_packed_rows_that_the_recipe_trains_on():
+    pytest.importorskip("axcore_cudnn")
+    cfg = ax.pipe(ax.recipe("llama2-7b"), ax.target("gpu-h100-8")).set(microbatches=16)
+    (found,) = [each for each in explain(cfg, "gpu-h100-8").slots if each.kind == "attention kernel"]
+    assert "packed rows" in found.request
+    assert {each.name: each.verdict for each in found.candidates}["cudnn"] == "chosen"

@@ -9,6 +9,7 @@ import axcore as ax
 from axcore.aot import explain
 from axcore.nn import Attention, SlidingWindow
 from axcore.testing import tiny_model
+from axcore.train.trainer import batch_form
 
 ATTENTION = "decoder.layers.attention"
 
@@ -30,9 +31,17 @@ def test_every_node_has_its_supplier_and_who_put_it_there():
 def test_the_kernel_slot_lists_every_candidate_with_a_verdict():
     found, verdicts = slot(explain(tiny_model()), "attention kernel")
     assert found.paths == (f"{ATTENTION}.kernel",)
-    assert "float32, 4 heads on 2 of 4, 128 x 128 tokens" in found.request
+    assert "cpu, train, float32, 1 rows, 4 heads on 2 of 4, 128 x 128 tokens" in found.request
     assert verdicts["reference"] == "chosen"
     assert verdicts["cudnn"] == "no: requires an NVIDIA GPU, and this is cpu"
+
+
+def test_a_kernel_is_asked_for_one_device_s_rows_of_a_microbatch():
+    recipe = ax.pipe(ax.recipe("quickstart"), ax.target("cpu-2"))
+    (rows,) = {leaf.shape[0] for leaf in batch_form(recipe.input).values()}
+    for microbatches in (1, 4):
+        found, _ = slot(explain(recipe.set(microbatches=microbatches), "cpu-2"), "attention kernel")
+        assert f", {rows // 2 // microbatches} rows, " in found.request
 
 
 @pytest.mark.parametrize(

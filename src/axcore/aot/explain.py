@@ -19,7 +19,7 @@ from axcore.config.types import conforms, hints
 from axcore.module import Layer, Rngs, abstract
 from axcore.nn import KernelRequest, refusal
 from axcore.nn.attention.choice import Choice, ChooseKernel, recording
-from axcore.parallel import Layout
+from axcore.parallel import Layout, Mesh
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
 from axcore.plugin.hooks import OFFERS
 from axcore.train import CrossEntropy
@@ -119,8 +119,8 @@ def explain(cfg: Any, target: str | None = None) -> Explanation:
     if target is not None:
         accelerator = Accelerator.parse(target)
         platform = accelerator.platform
-        if has_field(cfg, "mesh"):
-            layout = cfg.mesh.abstract(accelerator.count, platform, accelerator.kind)
+        mesh, count = (cfg.mesh, accelerator.count) if has_field(cfg, "mesh") else (Mesh(), 1)
+        layout = mesh.abstract(count, platform, accelerator.kind)
         rule = target + "".join(f", mesh rule {rule.pattern} of {plugin}" for plugin, rule in mesh_rules(target)[:1])
     choices = _choices(cfg, layout)
     nodes = [_node(path, node) for path, node in walk(cfg) if node.target is not None]
@@ -145,7 +145,10 @@ def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:
         return {}
     objective = (cfg.objective if whole else CrossEntropy.Config()).build()
     if whole:
-        batch = batch_form(cfg.input)
+        batch = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // cfg.microbatches, *leaf.shape[1:]), leaf.dtype),
+            batch_form(cfg.input),
+        )
     else:
         ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
         batch = {"inputs": ids, "targets": ids, "weights": jax.ShapeDtypeStruct(ids.shape, jnp.float32)}
