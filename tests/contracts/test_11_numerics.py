@@ -162,7 +162,7 @@ class Codes(Numerics):
     def __call__(self, x, weight, product):
         if not isinstance(weight, dict):
             return product(x, weight)
-        return product(x, weight["codes"]) * product.each(weight["scales"].squeeze(self.config.input_axis))
+        return product(x, weight["codes"]) * product.broadcast(weight["scales"].squeeze(self.config.input_axis))
 
 
 def weight_bytes(params):
