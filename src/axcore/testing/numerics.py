@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import axcore as ax
-from axcore.module import GradientState, Rngs, functional, maxima, overwritten
+from axcore.module import GradientState, Rngs, functional, overwrite_with_gradient, to_fm32
 from axcore.nn import Blocks, Embedding, Grouped, GroupedLinear, Linear, RaggedDot, Repeat, Weighted
 from axcore.numerics import Numerics, stored
 from axcore.parallel import Remat
@@ -208,7 +208,7 @@ class NumericsSuite(OfferSuite):
 
         def after(state: Any) -> Any:
             gradient = jax.grad(lambda state: objective(fn, params, state, tiny_batch()), allow_int=True)
-            return overwritten(gradient(maxima(state)), state)
+            return overwrite_with_gradient(gradient(to_fm32(state)), state)
 
         return by_path(jax.device_get(jax.jit(after)(state)))
 

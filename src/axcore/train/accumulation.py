@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from axcore.config import ConfigError
-from axcore.module import Collections, Functional, LossSum, Tree, fold, maxima, overwritten
+from axcore.module import Collections, Functional, LossSum, Tree, fold, overwrite_with_gradient, to_fm32
 from axcore.parallel import Layout
 from axcore.train.objective import Objective
 from axcore.train.parts import joined, part
@@ -112,8 +112,8 @@ class Differentiated:
 
         old = self._gradient_state(model_state)
         differentiate: Callable[..., Any] = jax.grad(minimized, argnums=(0, 1), has_aux=True, allow_int=True)
-        (grads, found), (loss, collections, kept) = differentiate(self.trained, maxima(old))
-        return Computed(grads, loss, collections, kept, overwritten(found, old))
+        (grads, found), (loss, collections, kept) = differentiate(self.trained, to_fm32(old))
+        return Computed(grads, loss, collections, kept, overwrite_with_gradient(found, old))
 
     def _call(self, trained: Tree, model_state: Tree, batch: Batch, key: jax.Array) -> Any:
         params = joined(trained, self.frozen)
