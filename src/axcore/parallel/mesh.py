@@ -85,8 +85,8 @@ class Layout:
 
     mesh: jax.sharding.Mesh | AbstractMesh
     rules: Mapping[str, MeshAxes]
-    manual: frozenset[str] = frozenset()
-    """Mesh axes that the enclosing `shard_map` maps over. Arrays are local along them."""
+    manual: bool = False
+    """Whether this is inside `shard_map`, where arrays are the shards of one device."""
 
     @property
     def platform(self) -> str:
@@ -114,9 +114,8 @@ class Layout:
         return "" if device is None else str(device.device_kind)
 
     def axes_of(self, name: str | None) -> tuple[str, ...]:
-        """The mesh axes that the rules map a logical axis to, without manual ones."""
-        wanted = self.rules.get(name) if name is not None else None
-        return tuple(axis for axis in group_of(wanted) if axis not in self.manual)
+        """The mesh axes that the rules map a logical axis to; none inside `shard_map`."""
+        return () if name is None or self.manual else group_of(self.rules.get(name))
 
     def size_of(self, axes: MeshAxes) -> int:
         """The number of shards of a dimension that is split over these mesh axes."""
@@ -203,7 +202,7 @@ def active_layout() -> Layout | None:
 def is_sharded() -> bool:
     """Whether activations may be spread over several devices."""
     layout = _layout.get()
-    return layout is not None and any(size > 1 for axis, size in layout.mesh.shape.items() if axis not in layout.manual)
+    return layout is not None and not layout.manual and any(size > 1 for size in layout.mesh.shape.values())
 
 
 def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
@@ -220,8 +219,7 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
         return x
     if len(axes) != x.ndim:
         raise ValueError(f"constrain names {len(axes)} dimensions, {axes}, of an array of shape {x.shape}")
-    mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh  # jax requires the one with manual axes
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec(axes, x.shape)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.spec(axes, x.shape)))
 
 
 def group_of(axes: MeshAxes) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def shard_map(
         if unknown := [axis for axis in gather if axis not in axes]:
             raise ConfigError(f"gather names {', '.join(unknown)}; the mesh has {', '.join(axes)}")
         specs = [_specs(tree, here, frozenset(gather)) for tree in (lifted.params, lifted.state)]
-        inside = dataclasses.replace(here, manual=frozenset(axes))
+        inside = dataclasses.replace(here, manual=True)
 
         def body(params: Any, state: Any, *args: Any) -> Any:
             state = _keep_largest(state, specs[1], here)
