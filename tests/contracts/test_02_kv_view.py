@@ -42,7 +42,7 @@ def model(latent=False, **options):
     cfg = ax.select(tiny_model(), "embedding").set(init=Normal(stddev=1.0))
     if latent:
         attention = LatentAttention.Config(
-            num_heads=4, kv_rank=6, content_dim=4, position_dim=2, value_dim=3, absorb_up_to=2
+            num_heads=4, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, value_dim=3, absorb_up_to=2
         )
         cfg = ax.select(cfg, Attention).map(lambda _, __: attention)
     return ax.select(cfg, BaseAttention).set(**options)

@@ -52,8 +52,8 @@ def attention(x, p, heads, kv_heads, allowed):
     return out.reshape(batch, seq, -1) @ p["projection"]["weight"]
 
 
-def latent_attention(x, p, heads, content_dim, allowed, rotate=lambda x: x, **options):
-    """DeepSeek-V2, eq. 9-19; `rotate` gives features [b, s, n, position_dim] their positions."""
+def latent_attention(x, p, heads, qk_nope_head_dim, allowed, rotate=lambda x: x, **options):
+    """DeepSeek-V2, eq. 9-19; `rotate` gives features [b, s, n, qk_rope_head_dim] their positions."""
     batch, seq, _ = x.shape
 
     def maps(x, name):
@@ -66,7 +66,7 @@ def latent_attention(x, p, heads, content_dim, allowed, rotate=lambda x: x, **op
     q = into_heads(source, "query_up")
     latent = rms_norm(maps(x, "kv_down"), p["kv_norm"]["scale"])
     shared = np.repeat(rotate(maps(x, "position_key")[:, :, None]), heads, axis=2)
-    q = np.concatenate([q[..., :content_dim], rotate(q[..., content_dim:])], axis=-1)
+    q = np.concatenate([q[..., :qk_nope_head_dim], rotate(q[..., qk_nope_head_dim:])], axis=-1)
     k = np.concatenate([into_heads(latent, "key_up"), shared], axis=-1)
     out = attend(q, k, into_heads(latent, "value_up"), allowed, **options)
     return maps(out.reshape(batch, seq, -1), "projection")

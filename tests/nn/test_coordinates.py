@@ -86,7 +86,7 @@ def model(part, remat=None):
 PARTS = {
     "grouped": attention(),
     "latent": LatentAttention.Config(
-        num_heads=HEADS, kv_rank=4, content_dim=2, position_dim=3, value_dim=3, position=Move.Config()
+        num_heads=HEADS, kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=3, value_dim=3, position=Move.Config()
     ),
 }
 

@@ -47,7 +47,9 @@ FFN = FeedForward.Config(hidden_dim=24)
 
 def latent():
     """Latent attention, a token further ahead, a vocabulary that must be padded, and the loss in chunks."""
-    attention = LatentAttention.Config(num_heads=4, kv_rank=6, query_rank=5, content_dim=4, position_dim=2, value_dim=3)
+    attention = LatentAttention.Config(
+        num_heads=4, kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, value_dim=3
+    )
     layer = TransformerLayer.Config(attention=attention, ffn=FFN)
     return CausalLM.Config(
         vocab_size=30,

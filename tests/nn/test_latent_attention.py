@@ -35,7 +35,14 @@ from . import reference, support
 from .support import call, minimized, parameters, wide
 
 BATCH, SEQ, DIM, HEADS = 2, 6, 8, 3
-SIZES = {"num_heads": HEADS, "kv_rank": 5, "query_rank": 7, "content_dim": 4, "position_dim": 2, "value_dim": 3}
+SIZES = {
+    "num_heads": HEADS,
+    "kv_lora_rank": 5,
+    "q_lora_rank": 7,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "value_dim": 3,
+}
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2]], np.int32)
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 0]], np.int32)
 TOKENS = TokenInfo(np.arange(SEQ, dtype=np.int32)[None], POSITIONS, SEGMENTS)
@@ -50,7 +57,7 @@ class Turn(ax.Layer):
         head_dim: int = ax.REQUIRED
 
     def __init__(self, cfg, *, rngs):
-        assert cfg.head_dim == SIZES["position_dim"]
+        assert cfg.head_dim == SIZES["qk_rope_head_dim"]
 
     def __call__(self, q, k, query_positions, key_positions):
         return turned(q, query_positions, jnp), turned(k, key_positions, jnp)
@@ -71,7 +78,7 @@ def by_formula(params, **options):
         X.astype(np.float64),
         wide(params),
         HEADS,
-        SIZES["content_dim"],
+        SIZES["qk_nope_head_dim"],
         ALLOWED,
         lambda x: turned(x, POSITIONS),
         **options,
@@ -88,7 +95,7 @@ IN_PIECES = [(0, 3), (3, 4), (4, 6)]
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"query_rank": None}, {"scale": 0.9}, {"softcap": 0.5}, {"sinks": Normal()}, {"position": None}],
+    [{}, {"q_lora_rank": None}, {"scale": 0.9}, {"softcap": 0.5}, {"sinks": Normal()}, {"position": None}],
     ids=str,
 )
 def test_it_follows_the_formula(changes):
@@ -124,7 +131,7 @@ def test_parameters_have_these_shapes_and_axes():
     assert fn.axes["query_down"]["weight"] == fn.axes["kv_down"]["weight"] == ("embed", None)
     assert fn.axes["key_up"]["weight"] == fn.axes["query_up"]["weight"] == (None, "head")
     assert fn.axes["projection"]["weight"] == ("head", "embed")
-    assert abstract(latent(query_rank=None))[0].axes["query_up"]["weight"] == ("embed", "head")
+    assert abstract(latent(q_lora_rank=None))[0].axes["query_up"]["weight"] == ("embed", "head")
 
 
 @pytest.mark.parametrize("absorb_up_to", [0, 1, 64], ids="absorbed up to {}".format)
@@ -136,7 +143,7 @@ def test_decoding_gives_the_formula_absorbed_or_expanded(pieces, absorb_up_to):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"scale": 0.9}, {"softcap": 0.5}, {"sinks": Normal(stddev=1.0)}, {"query_rank": None}], ids=str
+    "changes", [{"scale": 0.9}, {"softcap": 0.5}, {"sinks": Normal(stddev=1.0)}, {"q_lora_rank": None}], ids=str
 )
 def test_absorbed_decoding_takes_the_options_of_the_config(changes):
     cfg = latent(**changes)
@@ -289,13 +296,13 @@ def test_a_cache_that_cannot_keep_latents_is_refused_where_it_stands():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"kv_rank": 0}, "kv_rank must be at least 1, not 0"),
-        ({"query_rank": 0}, "query_rank must be at least 1, not 0"),
-        ({"position_dim": 0}, "position_dim must be at least 1, not 0"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank must be at least 1, not 0"),
+        ({"q_lora_rank": 0}, "q_lora_rank must be at least 1, not 0"),
+        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim must be at least 1, not 0"),
         ({"value_dim": -1}, "value_dim must be at least 1, not -1"),
         ({"absorb_up_to": -1}, "absorb_up_to must be at least 0, not -1"),
         ({"num_heads": 0}, "num_heads must be at least 1, not 0"),
-        ({"kv_rank": ax.REQUIRED}, "kv_rank is REQUIRED"),
+        ({"kv_lora_rank": ax.REQUIRED}, "kv_lora_rank is REQUIRED"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_where_they_stand(changes, told):

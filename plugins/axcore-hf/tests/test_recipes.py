@@ -191,7 +191,7 @@ def test_a_recipe_is_what_was_published(name):
 def width(attention):
     """Features that queries and keys are compared by."""
     return (
-        getattr(attention, "content_dim", 0) + attention.position_dim
-        if hasattr(attention, "position_dim")
+        getattr(attention, "qk_nope_head_dim", 0) + attention.qk_rope_head_dim
+        if hasattr(attention, "qk_rope_head_dim")
         else attention.head_dim or 128
     )

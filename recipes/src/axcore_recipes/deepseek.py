@@ -11,7 +11,7 @@ from axcore_recipes.blocks import causal_lm, pretraining
 def deepseek_v3() -> Trainer.Config:
     """671B parameters, of which each token uses 37B; and one module that predicts the token after the next."""
     attention = LatentAttention.Config(
-        num_heads=128, query_rank=1536, kv_rank=512, content_dim=128, position_dim=64, value_dim=128
+        num_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, value_dim=128
     )
     dense = TransformerLayer.Config(attention=attention, ffn=FeedForward.Config(hidden_dim=18_432))
     sparse = TransformerLayer.Config(attention=attention, ffn=FeedForward.Config(hidden_dim=2048, tags=("experts",)))

@@ -138,7 +138,7 @@ class KVCacheSuite(OfferSuite):
             pytest.skip("declared not to keep latents")
         mask = next(node.mask for _, node in ax.config.walk(self.model()) if isinstance(node, Attention.Config))
         attention = LatentAttention.Config(
-            num_heads=4, kv_rank=6, content_dim=4, position_dim=2, value_dim=3, mask=mask, absorb_up_to=2
+            num_heads=4, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, value_dim=3, mask=mask, absorb_up_to=2
         )
         cfg = ax.select(self.model(), Attention).map(lambda _, __: attention)
         self._check(self._decoded((3, 1, 3), cfg=cfg), self._recomputed(cfg=cfg))

@@ -25,26 +25,27 @@ class LatentAttention(BaseAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, eq. 9-19): the keys and values of all heads are
     projected from one latent vector per token.
 
-    Queries and keys have `content_dim` features without a position embedding, followed by `position_dim` features with
-    one; the latter are shared by the keys of all heads. The `position` slot is offered `position_dim` as `head_dim`.
+    Queries and keys have `qk_nope_head_dim` features without a position embedding, followed by `qk_rope_head_dim`
+    features with one; the latter are shared by the keys of all heads. The `position` slot is offered `qk_rope_head_dim`
+    as `head_dim`.
 
-    The cache stores the latent and the shared key features as one key of `kv_rank + position_dim` features, without a
-    value, so its config must have the field `value_dim`. With a cache, a call with at most `absorb_up_to` tokens
-    attends to the latents, with `key_up` and `value_up` absorbed into queries and heads (section 2.1.2); a longer one
-    expands the latents to keys and values first.
+    The cache stores the latent and the shared key features as one key of `kv_lora_rank + qk_rope_head_dim` features,
+    without a value, so its config must have the field `value_dim`. With a cache, a call with at most `absorb_up_to`
+    tokens attends to the latents, with `key_up` and `value_up` absorbed into queries and heads (section 2.1.2); a
+    longer one expands the latents to keys and values first.
     """
 
     class Config(BaseAttention.Config):
-        kv_rank: int = REQUIRED
-        """Features of the latent vector (`kv_lora_rank` of DeepSeek)."""
-        query_rank: int | None = None
-        """Features of the latent of the queries (`q_lora_rank`); None: queries are projected from the input."""
-        content_dim: int = 128
-        """Features of a query or key without positions (`qk_nope_head_dim`)."""
-        position_dim: int = 64
-        """Features of a query or key with positions (`qk_rope_head_dim`)."""
+        kv_lora_rank: int = REQUIRED
+        """Features of the latent vector."""
+        q_lora_rank: int | None = None
+        """Features of the latent vector of the queries; None: queries are projected from the input."""
+        qk_nope_head_dim: int = 128
+        """Features of a query or key without a position embedding."""
+        qk_rope_head_dim: int = 64
+        """Features of a query or key with a position embedding."""
         value_dim: int = 128
-        """Features of a value (`v_head_dim`)."""
+        """Features of a value."""
         query_down: Linear.Config = Linear.Config()
         query_norm: Layer.Config = RMSNorm.Config()
         query_up: Linear.Config = Linear.Config()
@@ -59,7 +60,8 @@ class LatentAttention(BaseAttention):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim", "num_heads", "kv_rank", "query_rank", "content_dim", "position_dim", "value_dim")
+        at_least(cfg, 1, "input_dim", "num_heads", "kv_lora_rank", "q_lora_rank")
+        at_least(cfg, 1, "qk_nope_head_dim", "qk_rope_head_dim", "value_dim")
         at_least(cfg, 0, "absorb_up_to")
         if cfg.cache is not None and not has_field(cfg.cache, "value_dim"):
             raise ConfigError(
@@ -69,23 +71,23 @@ class LatentAttention(BaseAttention):
         for name in ("key_up", "value_up"):
             if getattr(cfg, name).use_bias:
                 raise ConfigError(f"{name}.use_bias=True: absorbed weights hold no bias; set it to False")
-        heads, key_dim = cfg.num_heads, cfg.content_dim + cfg.position_dim
+        heads, key_dim = cfg.num_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
         linear = functools.partial(self._linear, rngs)
         source: tuple[int, str | None] = (cfg.input_dim, "embed")
-        if cfg.query_rank is not None:
-            self.query_down = linear("query_down", cfg.input_dim, cfg.query_rank, "embed", None)
-            self.query_norm = self.child("query_norm", cfg.query_norm, rngs, input_dim=cfg.query_rank, axes=(None,))
-            source = (cfg.query_rank, None)
+        if cfg.q_lora_rank is not None:
+            self.query_down = linear("query_down", cfg.input_dim, cfg.q_lora_rank, "embed", None)
+            self.query_norm = self.child("query_norm", cfg.query_norm, rngs, input_dim=cfg.q_lora_rank, axes=(None,))
+            source = (cfg.q_lora_rank, None)
         self.query_up = linear("query_up", source[0], heads * key_dim, source[1], "head")
-        self.kv_down = linear("kv_down", cfg.input_dim, cfg.kv_rank, "embed", None)
-        self.kv_norm = self.child("kv_norm", cfg.kv_norm, rngs, input_dim=cfg.kv_rank, axes=(None,))
-        self.position_key = linear("position_key", cfg.input_dim, cfg.position_dim, "embed", None)
-        self.key_up = linear("key_up", cfg.kv_rank, heads * cfg.content_dim, None, "head")
-        self.value_up = linear("value_up", cfg.kv_rank, heads * cfg.value_dim, None, "head")
+        self.kv_down = linear("kv_down", cfg.input_dim, cfg.kv_lora_rank, "embed", None)
+        self.kv_norm = self.child("kv_norm", cfg.kv_norm, rngs, input_dim=cfg.kv_lora_rank, axes=(None,))
+        self.position_key = linear("position_key", cfg.input_dim, cfg.qk_rope_head_dim, "embed", None)
+        self.key_up = linear("key_up", cfg.kv_lora_rank, heads * cfg.qk_nope_head_dim, None, "head")
+        self.value_up = linear("value_up", cfg.kv_lora_rank, heads * cfg.value_dim, None, "head")
         self.make_slots(
-            rngs, num_kv_heads=heads, head_dim=key_dim, position_dim=cfg.position_dim, value_dim=cfg.value_dim
+            rngs, num_kv_heads=heads, head_dim=key_dim, position_dim=cfg.qk_rope_head_dim, value_dim=cfg.value_dim
         )
-        one = {"num_kv_heads": 1, "head_dim": cfg.kv_rank + cfg.position_dim, "value_dim": 0}
+        one = {"num_kv_heads": 1, "head_dim": cfg.kv_lora_rank + cfg.qk_rope_head_dim, "value_dim": 0}
         self.cache = self.child("cache", cfg.cache, rngs, input_dim=cfg.input_dim, num_heads=heads, **one)
 
     def _linear(self, rngs: Rngs, name: str, input_dim: int, output_dim: int, *axes: str | None) -> Linear:
@@ -94,16 +96,16 @@ class LatentAttention(BaseAttention):
     def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
         """[batch, seq, input_dim] -> the same shape."""
         cfg, flat, shape = self.config, rows(x), x.shape[:2]
-        source = flat if cfg.query_rank is None else self.query_norm(self.query_down(flat))
+        source = flat if cfg.q_lora_rank is None else self.query_norm(self.query_down(flat))
         q = self.query_up(source).reshape(*shape, cfg.num_heads, -1)
         latent = self.kv_norm(self.kv_down(flat)).reshape(*shape, 1, -1)
         position_key = self.position_key(flat).reshape(*shape, 1, -1)
         if self.position is not None:
-            position_query = q[..., cfg.content_dim :]
+            position_query = q[..., cfg.qk_nope_head_dim :]
             position_query, position_key = self.position(
                 position_query, position_key, tokens.positions, tokens.positions
             )
-            q = jnp.concatenate([q[..., : cfg.content_dim], position_query], axis=-1)
+            q = jnp.concatenate([q[..., : cfg.qk_nope_head_dim], position_query], axis=-1)
         q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
         kept = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")
         asked = self.inputs(q, kept, empty_values(kept), tokens, self._scale)
@@ -120,10 +122,10 @@ class LatentAttention(BaseAttention):
     def _expanded(self, inputs: AttentionInputs) -> Heads:
         """Expands the latents to keys and values, and attends to those."""
         cfg, kept = self.config, inputs.plain
-        latent, position_key = kept.k[..., 0, : cfg.kv_rank], kept.k[..., cfg.kv_rank :]
+        latent, position_key = kept.k[..., 0, : cfg.kv_lora_rank], kept.k[..., cfg.kv_lora_rank :]
         shape = (*latent.shape[:2], cfg.num_heads, -1)
         content_key, v = self.key_up(latent).reshape(shape), self.value_up(latent).reshape(shape)
-        position_key = jnp.broadcast_to(position_key, (*shape[:3], cfg.position_dim))
+        position_key = jnp.broadcast_to(position_key, (*shape[:3], cfg.qk_rope_head_dim))
         k = constrain(jnp.concatenate([content_key, position_key], axis=-1), "batch", "seq", "head", None)
         v = constrain(v, "batch", "seq", "head", None)
         return self.attend(inputs.replace(kv=Contiguous(k, v, kept.tokens)))
@@ -131,14 +133,14 @@ class LatentAttention(BaseAttention):
     def _absorbed(self, inputs: AttentionInputs) -> Heads:
         """The same heads, as multi-query attention to the latents: `q (W c) = (W^T q) c`."""
         cfg, q = self.config, inputs.q
-        up = (cfg.kv_rank, cfg.num_heads, -1)
+        up = (cfg.kv_lora_rank, cfg.num_heads, -1)
         key_up, value_up = self.key_up.matrix().reshape(up), self.value_up.matrix().reshape(up)
-        content, position = q[..., : cfg.content_dim], q[..., cfg.content_dim :]
+        content, position = q[..., : cfg.qk_nope_head_dim], q[..., cfg.qk_nope_head_dim :]
         q = jnp.concatenate([jnp.einsum("bshd,rhd->bshr", content, key_up.astype(q.dtype)), position], axis=-1)
-        heads = self.attend(inputs.replace(q=q, kv=Latent(inputs.keys, cfg.kv_rank)))
+        heads = self.attend(inputs.replace(q=q, kv=Latent(inputs.keys, cfg.kv_lora_rank)))
         return jnp.einsum("bshr,rhd->bshd", heads, value_up.astype(heads.dtype))
 
     @property
     def _scale(self) -> float:
         cfg = self.config
-        return 1 / math.sqrt(cfg.content_dim + cfg.position_dim) if cfg.scale is None else cfg.scale
+        return 1 / math.sqrt(cfg.qk_nope_head_dim + cfg.qk_rope_head_dim) if cfg.scale is None else cfg.scale

@@ -49,10 +49,10 @@ def deepseek_v3(fields: Fields) -> Any:
     inner = RMSNorm.Config(eps=1e-6)
     mixer = LatentAttention.Config(
         num_heads=fields("num_attention_heads"),
-        query_rank=fields("q_lora_rank", None),
-        kv_rank=fields("kv_lora_rank"),
-        content_dim=nope,
-        position_dim=rotated,
+        q_lora_rank=fields("q_lora_rank", None),
+        kv_lora_rank=fields("kv_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rotated,
         value_dim=fields("v_head_dim"),
         query_norm=inner,
         kv_norm=inner,
@@ -109,7 +109,7 @@ def rules(cfg: Any) -> Sequence[Rule]:
     from axcore.nn import layers_of
 
     mixer = layers_of(cfg.decoder)[0].config.attention
-    query = "q_b_proj" if mixer.query_rank is not None else "q_proj"
+    query = "q_b_proj" if mixer.q_lora_rank is not None else "q_proj"
     ups = f"{OURS}.key_up.weight", f"{OURS}.value_up.weight"
     up = rule(ups, f"{HEADS}.kv_b_proj.weight", PerHead(mixer.num_heads))
     return fixed((*FIXED, *linear(f"{OURS}.query_up", f"{HEADS}.{query}"), up))(cfg)

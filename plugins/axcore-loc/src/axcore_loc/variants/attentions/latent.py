@@ -4,4 +4,6 @@ from axcore.nn import BaseAttention, LatentAttention
 
 
 def attention() -> BaseAttention.Config:
-    return LatentAttention.Config(num_heads=4, kv_rank=12, query_rank=16, content_dim=8, position_dim=4, value_dim=8)
+    return LatentAttention.Config(
+        num_heads=4, kv_lora_rank=12, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, value_dim=8
+    )
