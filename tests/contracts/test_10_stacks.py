@@ -10,7 +10,7 @@ import pytest
 
 import axcore as ax
 from axcore.config import walk
-from axcore.infer import Decoder
+from axcore.infer import Decoder, Step
 from axcore.module import abstract, scan, stack
 from axcore.nn import (
     ContiguousCache,
@@ -203,8 +203,7 @@ def assert_decodes(module, expected):
     step = jax.jit(decoder.__call__)
     found = []
     for pieces in (slice(0, 3), *(slice(i, i + 1) for i in range(3, length))):
-        index = jnp.arange(length)[None, pieces]
-        out, state = step(params, state, IDS[:, pieces], jnp.broadcast_to(index, (rows, index.shape[1])))
+        out, state = step(params, state, Step(IDS[:, pieces], jnp.full((rows,), pieces.start)))
         found.append(out)
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-4)
 

@@ -91,7 +91,7 @@ class DecodingState(nnx.Variable[Any]):
         values = values.astype(whole.dtype)
         if all(jnp.size(index) == 1 for index in at):  # a slice, which is written faster than a scatter
             first = [jnp.reshape(index, ()) for index in at]
-            start = (*layer, *first, *(0,) * (whole.ndim - len(layer) - len(at)))
+            start: tuple[Any, ...] = (*layer, *first, *(0,) * (whole.ndim - len(layer) - len(at)))
             shape = (*(1,) * (len(layer) + len(at)), *whole.shape[len(layer) + len(at) :])
             inside = functools.reduce(operator.and_, [(i >= 0) & (i < n) for i, n in zip(first, sizes, strict=True)])
             kept = jax.lax.dynamic_slice(whole, start, shape)

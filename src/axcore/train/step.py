@@ -132,9 +132,16 @@ class Program:
 
     def compile_train(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         """The training step for batches of this (global) form. It donates the state and is never traced again."""
+        return self.lower_train(batch).compile()
+
+    def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """The training step, lowered for the layout's platform, be its devices here or not."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
-        return step.lower(self.state, self.batch_shapes(batch)).compile()
+        traced = step.trace(self.state, self.batch_shapes(batch))
+        if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # it has no devices to tell the platform by
+            return traced.lower(lowering_platforms=(self.layout.platform,))
+        return traced.lower()
 
     def compile_eval(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
         """The evaluation step for batches of this (global) form."""

@@ -95,7 +95,7 @@ def attend(kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE
         ConfigError: the kernel cannot do it; the message names the path, what one device asks, and the reason.
     """
     if isinstance(kernel, ChooseKernel):
-        return kernel(inputs)  # type: ignore[no-any-return]
+        return kernel(inputs)
     return _first((kernel,), _path(kernel), inputs)
 
 

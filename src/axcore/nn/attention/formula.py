@@ -5,6 +5,7 @@ Logits and softmax are float32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ def weighted(
 ) -> Float[Array, "batch query head value_dim"]:
     """The sum of values with these weights, after dropout, in float32."""
     if inputs.dropout is not None:
-        kept = inputs.dropout.keep(inputs.query, kv.tokens, weights.shape[:2])
+        kept = inputs.dropout.keep(inputs.query, kv.tokens, (weights.shape[0], weights.shape[1]))
         weights = jnp.where(kept, weights / (1 - inputs.dropout.rate), 0)
     batch, _, seq, _ = weights.shape
     rows = weights.astype(kv.v.dtype).reshape(batch, kv.v.shape[2], -1, kv.v.shape[1])
@@ -119,11 +120,12 @@ def gradients(inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads
 def floating_gradient(fn: Callable[[Any], jax.Array], tree: Any) -> Any:
     """The gradient of a scalar function with respect to every floating-point array of a pytree; None for the others."""
     leaves, form = jax.tree.flatten(tree)
+    rebuilt = functools.partial(jax.tree.unflatten, form)
     floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
 
     def of_floating(chosen: list[jax.Array]) -> jax.Array:
         rest = iter(chosen)
-        return fn(form.unflatten(next(rest) if is_one else leaf for leaf, is_one in zip(leaves, floating, strict=True)))
+        return fn(rebuilt([next(rest) if is_one else leaf for leaf, is_one in zip(leaves, floating, strict=True)]))
 
     found = iter(jax.grad(of_floating)([leaf for leaf, is_one in zip(leaves, floating, strict=True) if is_one]))
-    return form.unflatten(next(found) if is_one else None for is_one in floating)
+    return rebuilt([next(found) if is_one else None for is_one in floating])

@@ -26,7 +26,7 @@ def merged(parts: Sequence[tuple[Heads, LSE]], sinks: jax.Array | None = None) -
     lse = with_sinks(jax.nn.logsumexp(all_lse, axis=0), sinks)
     shares = jnp.exp(all_lse - lse)[..., None]
     heads = sum(share * heads.astype(jnp.float32) for share, (heads, _) in zip(shares, parts, strict=True))
-    return heads.astype(parts[0][0].dtype), lse  # type: ignore[union-attr]
+    return heads.astype(parts[0][0].dtype), lse
 
 
 def attend_in_parts(
