@@ -1,19 +1,10 @@
-"""Every second layer is a mixture of eight experts, each token weighted by a softmax over all."""
+"""Each feed-forward block is a mixture of eight experts, weighted by a softmax over all."""
 
 import jax
 import jax.numpy as jnp
 
 import axcore as ax
-from axcore.nn import (
-    BaseAttention,
-    CausalLM,
-    FeedForward,
-    GroupedLinear,
-    Linear,
-    Repeat,
-    Sequence,
-    TransformerLayer,
-)
+from axcore.nn import BaseAttention, CausalLM, GroupedLinear, Linear, Repeat, TransformerLayer
 from axcore.train import Trainer
 
 from ..training import pretraining
@@ -56,7 +47,6 @@ class Mixture(ax.Layer):
 
 
 def recipe(attention: BaseAttention.Config) -> Trainer.Config:
-    dense = TransformerLayer.Config(attention=attention, ffn=FeedForward.Config(hidden_dim=24))
-    mixture = TransformerLayer.Config(attention=attention, ffn=Mixture.Config())
-    decoder = Repeat.Config(num_layers=2, layers=Sequence.Config(layers=(dense, mixture)))
+    layer = TransformerLayer.Config(attention=attention, ffn=Mixture.Config())
+    decoder = Repeat.Config(num_layers=2, layers=layer)
     return pretraining(CausalLM.Config(vocab_size=32, dim=32, decoder=decoder))
