@@ -8,7 +8,7 @@ from tests.contracts.attention_probes import LocalKernel, SplitKeys
 
 import axcore as ax
 from axcore.module import functional
-from axcore.nn import Attention, Normal, ReferenceKernel, TokenInfo, attend, merged
+from axcore.nn import Attention, Normal, ReferenceKernel, TokenInfo, attend, merge_by_lse
 from axcore.parallel import Mesh
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.attention_cases import CASES, Slopes, arrays_of, formula, inputs_of
@@ -59,7 +59,7 @@ def test_differentiating_the_merge_itself_would_be_wrong():
     def by_autodiff(arrays):
         inputs = inputs_of(case, arrays, return_lse=True)
         parts = [kernel(inputs.replace(kv=inputs.plain.block(start, 8))) for start in (0, 8)]
-        return (merged(parts)[0] * heads_grad).sum()
+        return (merge_by_lse(parts)[0] * heads_grad).sum()
 
     value, grads = jax.jit(jax.value_and_grad(by_autodiff))(arrays)
     exact = formula(case, arrays, heads_grad)

@@ -92,7 +92,7 @@ def test_it_equals_separate_linear_maps_in_values_and_gradients(way, adapter):
 def test_groups_of_any_sizes_are_made_from_sizes_alone():
     found = Grouped.of(jnp.asarray(SIZES, jnp.int32), ROWS)
     np.testing.assert_array_equal(found.group, np.repeat(np.arange(GROUPS), SIZES))
-    np.testing.assert_array_equal(found.each(jnp.arange(6.0).reshape(3, 2))[:, 0], np.repeat([0, 2, 4], SIZES))
+    np.testing.assert_array_equal(found.broadcast(jnp.arange(6.0).reshape(3, 2))[:, 0], np.repeat([0, 2, 4], SIZES))
 
 
 def test_each_group_starts_as_a_linear_map_of_its_own():

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import axcore as ax
-from axcore.module import ContextError, GradientState, maxima, overwritten
+from axcore.module import ContextError, GradientState, overwrite_with_gradient, to_fm32
 from axcore.nn import CausalLM, Linear, Sequence
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch, tiny_model
@@ -181,7 +181,7 @@ def test_state_that_gradients_overwrite_gets_the_largest_of_all_pieces():
     def new_state(chunk):
         objective = CrossEntropy.Config(chunk=chunk).build()
         gradient = jax.grad(lambda state: objective.value(fn, params, state, BATCH), allow_int=True)
-        return jax.jit(lambda state: overwritten(gradient(maxima(state)), state))(state)
+        return jax.jit(lambda state: overwrite_with_gradient(gradient(to_fm32(state)), state))(state)
 
     whole, pieces = (new_state(chunk)["head"]["adapter"]["largest"] for chunk in (None, 2))
     assert whole > 0

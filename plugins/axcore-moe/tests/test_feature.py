@@ -143,7 +143,7 @@ def test_no_block_becomes_a_mixture_twice():
         ({"num_experts": 4, "every": 0}, "every must be at least 1, not 0"),
         (
             {"num_experts": 4, "dispatch": "magic"},
-            "dispatch='magic' is none; give a Dispatch, or one of dropless, exch",
+            "dispatch='magic' is not a dispatch; give a Dispatch, or one of dropless, exch",
         ),
         ({"num_experts": 4, "capacity_factor": 1.0}, "capacity_factor=1.0 needs dispatch='capacity', not 'dropless'"),
         (

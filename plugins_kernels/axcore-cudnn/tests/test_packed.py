@@ -181,7 +181,7 @@ def test_heads_lse_and_gradients_equal_the_formula(name, form, documents):
         np.testing.assert_allclose(have, want, rtol=2e-5, atol=2e-5)
 
 
-def test_large_batches_are_attended_to_some_rows_after_others(monkeypatch):
+def test_large_batches_are_attended_to_in_groups_of_rows(monkeypatch):
     monkeypatch.setattr(packed, "LARGEST_CALL", 32 * HEADS * DIM)
     attend.clear_cache()
     test_heads_lse_and_gradients_equal_the_formula("documents across every boundary", "causal", 2)

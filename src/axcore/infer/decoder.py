@@ -1,4 +1,4 @@
-"""A model that goes on from where its last call ended."""
+"""Incremental decoding with KV caches."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ from axcore.parallel import Layout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Some tokens of some rows, which follow what those rows hold.
+    """One call of a decoder: new tokens for some rows of the decoding state.
 
-    A row may bring a prompt, a part of one, a single token, or several that are to be verified. To take tokens back,
-    start the next step at an earlier place: what the caches hold from there on is no longer part of the row.
+    The tokens of a row may be a prompt, a chunk of one, a single token, or several draft tokens to verify. To roll
+    back, start the next step at an earlier position: cached tokens from there on are dropped.
 
     Attributes:
-        ids: the tokens, padded at the end.
-        start: the place of the first token of each row; 0 starts the row over.
-        lengths: how many of `ids` are tokens; None: all.
-        slots: the slot that each row of the step belongs to, each at most once; None: row i is slot i, and there are
-            as many as slots.
-        logits_at: after which of `ids` logits are wanted, counted from 0; None: after each.
-        pages: the page table of each row, for caches that are told one.
-        phase: None: `decode` where each row brings one token, otherwise `prefill`.
+        ids: int, the tokens, padded at the end.
+        start: int, position in the row of its first token here; 0 starts the row over.
+        lengths: int, number of tokens of each row, without padding; None: the width.
+        slots: int, the slot of each row in the state, without repetition; None: row i has slot i, and every slot has a
+            row.
+        logits_at: int, indices into the width of the tokens whose logits are computed; None: all.
+        pages: int, the page table of each row, for caches that read one.
+        phase: None: `decode` if the width is 1, otherwise `prefill`.
+
+    Raises:
+        ConfigError: the shapes do not match the annotations.
     """
 
     ids: Int[Array, "batch width"]
@@ -46,7 +49,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if not hasattr(self.ids, "ndim"):
-            return  # a pytree of something else than arrays
+            return  # jax unflattens pytrees with leaves other than arrays, such as axes
         batch = self.ids.shape[:1]
         wanted = {"start": batch, "lengths": batch, "slots": batch}
         if self.ids.ndim != 2 or self.ids.shape[1] == 0:
@@ -61,7 +64,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoder:
-    """A causal language model whose layers keep what they computed, as a pure function of arrays.
+    """A causal language model with decoding state, such as KV caches, as a pure function of arrays.
 
     ```python
     decoder, params, state = Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=64)
@@ -69,12 +72,14 @@ class Decoder:
     logits, state = decoder(params, state, Step(token[:, None], start=lengths))
     ```
 
-    Jit it and donate `state`: the caches are then written in place.
+    Jit it and donate `state`, so that the caches are written in place.
 
     Attributes:
         fn: the model.
         state_axes: the logical axes of every array of the state.
-        layout: where parameters and state lie; None: on one device.
+        batch_size: number of rows (slots) in the state.
+        max_len: the most tokens in a row.
+        layout: the mesh and rules that the model runs with; None: a single device.
     """
 
     fn: Functional
@@ -94,25 +99,25 @@ class Decoder:
         layout: Layout | None = None,
         unstack: bool = True,
     ) -> tuple[Decoder, Tree, Tree]:
-        """(decoder, parameters, state before the first token) of a model that was built for training.
+        """(decoder, parameters, initial state) for a model that was built for training.
 
         Args:
-            model: called as `axcore.nn.CausalLM` is.
-            cache: for every attention that has none yet.
-            batch_size: slots: rows that are kept at once.
-            max_len: tokens in a row, prompt included.
-            layout: the mesh that parameters and state lie on.
-            unstack: give each layer arrays of its own, copied out of those of a scanned stack once. A stack that stays
-                stacked compiles faster and decodes slower: each token copies each layer's weights out of it.
+            model: is called like `axcore.nn.CausalLM`.
+            cache: fills every empty cache slot.
+            batch_size: number of rows (slots) in the state.
+            max_len: the most tokens in a row, prompt included.
+            layout: the mesh and rules to run with. The state is created sharded; parameters are not moved.
+            unstack: copies the arrays of scanned stacks once, into separate arrays for each layer. A scanned stack
+                compiles faster and decodes slower, since each token copies the weights of each layer out of it.
 
         Raises:
-            ConfigError: nothing in the model keeps anything between calls.
+            ConfigError: `model` was not built from a config, or no layer of it keeps decoding state.
         """
         if not isinstance(model, Layer):
             raise ConfigError(f"a Decoder is made of a layer that a config built, not of {type(model).__name__}")
         cfg = model.config
         params = functional(model)[1]
-        # What its own caches hold, if it has any, is of other sizes and of other rows.
+        # State other than caches, such as a router's bias; the caches are made anew.
         held = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Any(nnx.Param, DecodingState))))
         if unstack:
             params, held = unstack_arrays(cfg, params), unstack_arrays(cfg, held)
@@ -124,9 +129,11 @@ class Decoder:
         return cls(fn, axes, batch_size, max_len, layout), _those_of(fn.axes, params), state
 
     def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]:
-        """The logits that the step asks for, and the state with its tokens in it.
+        """Runs the model on the tokens of a step.
 
-        Logits after a token that could not be stored (beyond `max_len`), or that leaves a gap in its row, are NaN.
+        Returns:
+            float32 logits, and the new state. Logits are NaN after a token beyond `max_len`, which cannot be stored,
+            and for a step that starts beyond the end of its row.
         """
         width, held = step.ids.shape[1], state["lengths"]
         counts = jnp.full(step.start.shape, width, jnp.int32) if step.lengths is None else step.lengths
@@ -159,10 +166,10 @@ class Decoder:
 
 
 def _empty(cfg: Any, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree]:
-    """The decoding model and its state before the first token, made where it belongs."""
+    """The decoding model and its initial state, created with the shardings of the layout."""
     built: list[Functional] = []
 
-    def empty(key: jax.Array) -> Tree:  # the parameters that are made here are never computed
+    def empty(key: jax.Array) -> Tree:  # XLA removes the parameters, which are not returned
         module = cfg.build(rngs=Rngs(key))
         if not any(isinstance(node, DecodingState) for _, node in nnx.iter_graph(module)):
             raise ConfigError(
@@ -183,7 +190,7 @@ def _empty(cfg: Any, name: str, batch_size: int, layout: Layout | None) -> tuple
 
 
 def _those_of(wanted: Tree, params: Tree) -> Tree:
-    """Of the parameters, those that decoding reads."""
+    """The subtree of the parameters that the decoding model has."""
     return {
         name: _those_of(below, params[name]) if isinstance(below, dict) else params[name]
         for name, below in wanted.items()
@@ -191,7 +198,7 @@ def _those_of(wanted: Tree, params: Tree) -> Tree:
 
 
 def _merged(fresh: Tree, held: Tree) -> Tree:
-    """The state of the decoding model, with what the trained one holds at the same paths."""
+    """The state of the decoding model, with values of the trained model where both have the path."""
     merged: dict[str, Any] = {}
     for name, value in fresh.items():
         if isinstance(value, dict):

@@ -21,10 +21,10 @@ SMALLEST_BUCKET = 16
 
 
 class Generator:
-    """A model that goes on from prompts, one at a time. It compiles for the first prompt of about each length.
+    """Continues prompts with a causal language model, one at a time. It compiles once for each prompt-length bucket.
 
     Args:
-        model: called as `axcore.nn.CausalLM` is.
+        model: is called like `axcore.nn.CausalLM`.
         context: tokens that the model sees at once; no more than it was trained on.
         temperature: divides the logits; 0 takes the likeliest token.
         cache: keeps the keys and values of earlier tokens, as in `cache=ContiguousCache.Config()`; prompt and sample

@@ -8,7 +8,7 @@ from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, vmap, whil
 from axcore.module.pure import Functional, Tree, abstract, functional, initializer, invoke
 from axcore.module.rngs import Rngs, fold
 from axcore.module.transforms import scan, stack
-from axcore.module.variables import DecodingState, GradientState, maxima, overwritten
+from axcore.module.variables import DecodingState, GradientState, overwrite_with_gradient, to_fm32
 
 __all__ = [
     "BuildError",
@@ -36,13 +36,13 @@ __all__ = [
     "initializer",
     "invoke",
     "labelled",
-    "maxima",
     "method",
-    "overwritten",
+    "overwrite_with_gradient",
     "remat",
     "root",
     "scan",
     "stack",
+    "to_fm32",
     "vmap",
     "while_loop",
 ]

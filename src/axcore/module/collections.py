@@ -57,11 +57,11 @@ class Summary:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum and the count that divides it, so that parts of a batch add up whatever their sizes.
+    """A loss as a sum and the count that divides it, so that the losses of parts of a batch can be added.
 
     Attributes:
-        total, count: float32 scalars; in a scanned stack [layer].
-        weight: of `total / count` in the objective.
+        total, count: float32 scalars; [layer] in a scanned stack.
+        weight: factor of `total / count` in the objective.
     """
 
     total: jax.Array
@@ -69,10 +69,10 @@ class LossSum:
     weight: float = dataclasses.field(default=1.0, metadata={"static": True})
 
     def mean(self, count: jax.Array | None = None) -> jax.Array:
-        """`weight * total / count`, and 0 where the count is 0.
+        """`weight * total / count`, or 0 if the count is 0.
 
         Args:
-            count: the count of the whole batch, where this is the sum of a part of it.
+            count: divides instead of `self.count`, such as the count of the whole batch for the sum of a microbatch.
         """
         count = jax.lax.stop_gradient(self.count if count is None else count)
         return self.weight * self.total / jnp.where(count == 0, 1.0, count)
@@ -88,7 +88,7 @@ class Collections:
 
     Attributes:
         summaries: values for people.
-        losses: terms of the objective beside the main loss.
+        losses: terms of the objective besides the main loss.
         outputs: values that `invoke(capture=...)` asked for.
     """
 
@@ -97,8 +97,8 @@ class Collections:
     outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def reduced(self) -> Collections:
-        """Without the leading axis over mapped examples, devices or microbatches: summaries are reduced by their rule,
-        totals and counts of losses add up."""
+        """Reduces the leading axis over examples, devices or microbatches: summaries by their rule, totals and counts
+        of losses by their sum."""
         summaries = {
             path: dataclasses.replace(summary, value=summary.reduce.over(summary.value))
             for path, summary in self.summaries.items()
@@ -114,10 +114,10 @@ class Collections:
         return {path: loss.mean() for path, loss in self.losses.items()}
 
     def total_loss(self, counts: Mapping[str, jax.Array] | None = None) -> jax.Array | float:
-        """The sum of all weighted losses, over stacked layers too.
+        """The sum of all weighted losses, including those of stacked layers.
 
         Args:
-            counts: those of the whole batch, where these losses are of a part of it.
+            counts: path -> count of the whole batch, if these losses are those of a microbatch.
         """
         means = (loss.mean(None if counts is None else counts[path]) for path, loss in self.losses.items())
         return sum((mean.sum() for mean in means), start=0.0)

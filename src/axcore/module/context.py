@@ -87,8 +87,8 @@ class Frame:
         """What was shared last under this name."""
         if name not in self.shared:
             raise ContextError(
-                f"{self.describe()} takes {name!r}, which no layer before it has shared (what is shared inside a "
-                f"scan or another transform, but remat, stays inside). Shared: {', '.join(self.shared) or 'nothing'}"
+                f"{self.describe()} takes {name!r}, which no layer before it has shared (a value shared in a scan "
+                f"or another transform except remat stays inside). Shared: {', '.join(self.shared) or 'nothing'}"
             )
         return self.shared[name]
 
@@ -107,10 +107,10 @@ class Frame:
         """Adds `weight * total / count` to the objective. Requires an `invoke`, since losing a loss changes training.
 
         Args:
-            total: a scalar, the sum of the loss over tokens, rows or whatever it is a mean of.
-            count: a scalar that depends on the batch alone, such as the number of those tokens. Totals and counts of
-                mapped examples, devices and microbatches add up before the division.
-            weight: a number that is known while tracing.
+            total: a scalar, the sum of the loss over tokens, rows or other units.
+            count: a scalar, the number of those units. It must not depend on parameters. Totals and counts of examples,
+                devices and microbatches are added before the division.
+            weight: a Python number.
         """
         if self.collections is None:
             raise ContextError(
@@ -167,7 +167,7 @@ def current() -> Frame:
 
 
 def layer_index() -> tuple[jax.Array, ...]:
-    """The index of the layer that is being called in each scanned stack around it, outermost first."""
+    """The index of the current layer in each enclosing scanned stack, outermost first."""
     index: list[jax.Array] = []
     frame = _stack.get()[-1] if _stack.get() else None
     while frame is not None:

@@ -79,8 +79,8 @@ class Layer(nnx.Module, Configurable):
     Attributes:
         config: the node that it was built from, widths filled in.
         dtypes: the number types in force here.
-        activation_axes: logical axes of activations that it constrains, where they are neither in
-            `axcore.parallel.LOGICAL_AXES` nor an axis of a parameter. Mesh rules may map them.
+        activation_axes: logical axes of activations that are neither in `axcore.parallel.LOGICAL_AXES` nor an axis of
+            a parameter. Declaring them here lets mesh rules map them.
     """
 
     activation_axes: ClassVar[tuple[str, ...]] = ()
@@ -196,7 +196,7 @@ class Layer(nnx.Module, Configurable):
         self.frame.shared[name] = value
 
     def shared(self, name: str) -> Any:
-        """What was shared last under this name. What is shared in a scan or another transform, but remat, stays inside.
+        """The last value shared under this name. Values shared inside a transform other than remat stay inside it.
 
         Raises:
             ContextError: no layer before this one shared it.
@@ -207,11 +207,11 @@ class Layer(nnx.Module, Configurable):
         """Adds `weight * total / count` to the training objective.
 
         Args:
-            total: a scalar, the sum of the loss over tokens, rows or whatever it is a mean of.
-            count: a scalar that depends on the batch alone, such as the number of those tokens. Totals and counts of
-                microbatches add up before the division. A loss that is no such sum reports its value with `count=1`,
-                and is then a mean over microbatches.
-            weight: a number that is known while tracing.
+            total: a scalar, the sum of the loss over tokens, rows or other units.
+            count: a scalar, the number of those units. It must not depend on parameters. Totals and counts of
+                microbatches are added before the division. A loss that is not such a sum uses `count=1`, and is
+                averaged over microbatches.
+            weight: a Python number.
         """
         self.frame.add_loss(name, total, count, weight)
 

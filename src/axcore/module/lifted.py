@@ -93,8 +93,8 @@ class Lifted:
 
 
 def remat(fn: Body, *, policy: Callable[..., bool] | None = None) -> Body:
-    """`jax.checkpoint`: the backward pass keeps what the policy says and computes the rest again. What layers share
-    inside reaches later layers, and is kept."""
+    """`jax.checkpoint`: the backward pass keeps the values that the policy names and recomputes the others. Values that
+    layers share inside reach later layers, and are kept."""
 
     def and_shared(module: nnx.Module, *args: Any) -> Any:
         return fn(module, *args), dict(current().shared.maps[0])
@@ -113,8 +113,8 @@ def remat(fn: Body, *, policy: Callable[..., bool] | None = None) -> Body:
 def vmap(fn: Body, *, in_axes: int | Sequence[Any] | None = 0, out_axes: Any = 0) -> Body:
     """`jax.vmap` over the arguments; the module is the same for all.
 
-    Each example draws PRNG bits of its own. Summaries are reduced over the examples by their rule, totals and
-    counts of losses add up. Writing a Variable is an error: the examples would write different things.
+    Each example draws PRNG bits of its own. Summaries are reduced over the examples by their rule; totals and
+    counts of losses are added. Writing a Variable is an error: the examples would write different things.
     """
     axes = tuple(in_axes) if isinstance(in_axes, Sequence) else in_axes
 

@@ -48,7 +48,7 @@ def scan(
 
     Each layer has a frame of its own, so its PRNG streams are those that it would have unrolled. What the layers report
     comes back under `*` with a leading axis over them, and Variables other than parameters keep what a layer wrote.
-    `DecodingState` goes through the loop whole, so that a layer can write to it in place.
+    `DecodingState` is carried through the loop whole, so that layers can write to it in place.
 
     Args:
         layers: a child of the calling layer, made by `stack`.

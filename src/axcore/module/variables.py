@@ -1,4 +1,4 @@
-"""Kinds of Variables that are no parameters."""
+"""Variables that are not parameters: state that gradients overwrite, and decoding state."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ class GradientState(nnx.Variable[Any]):
     """State whose next value is its gradient, such as the amax history of delayed scaling: float32, any shape.
 
     A custom_vjp rule returns the new value as the cotangent of the old one. The training step differentiates the
-    objective with respect to it, keeps it away from the optimizer, and stores the cotangent in its place.
+    objective with respect to the state, hides it from the optimizer, and replaces it by the cotangent.
 
-    Where a step reads it more than once (a layer that is called several times, an output head in chunks, microbatches)
-    the largest value of each element counts. Where nothing hands it a cotangent it keeps its value.
+    If a step reads it more than once (a layer that is called several times, an output head in chunks, microbatches),
+    the elementwise maximum of the cotangents is stored. State without a cotangent keeps its value.
     """
 
     def get_value(self, **where: Any) -> Any:
-        """What a layer reads: float32, also while the training step differentiates with respect to `maxima`."""
+        """The float32 value, even where the training step holds the state as `fm32`."""
         value = super().get_value(**where)
         return _as_float(value) if getattr(value, "dtype", None) == fm32 else value
 
 
-def maxima(state: Any) -> Any:
-    """The leaves of `GradientState` as a dtype whose cotangents are merged by max, to be differentiated by
-    `jax.grad(..., allow_int=True)`. The dtype is that of flax's FP8 layers (`flax.linen.fp8_ops.fm32`)."""
+def to_fm32(state: Any) -> Any:
+    """Converts the leaves of `GradientState` to `flax.linen.fp8_ops.fm32`, a dtype whose cotangents are accumulated by
+    maximum. Differentiate with `jax.grad(..., allow_int=True)`."""
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fm32), state)
 
 
-def overwritten(gradient: Any, old: Any) -> Any:
-    """The next values: the gradient with respect to `maxima(old)`, and the old value of what has none."""
+def overwrite_with_gradient(gradient: Any, old: Any) -> Any:
+    """The next values of `GradientState`: the gradient with respect to `to_fm32(old)`, or the old value where there is
+    none."""
 
     def new(gradient: jax.Array, old: jax.Array) -> jax.Array:
         found = jax.lax.convert_element_type(gradient, jnp.float32)
@@ -46,7 +47,7 @@ def overwritten(gradient: Any, old: Any) -> Any:
     return jax.tree.map(new, gradient, old)
 
 
-@jax.custom_vjp  # jax's own rule for this conversion has no transpose
+@jax.custom_vjp  # the rule of jax for this conversion has no transpose
 def _as_float(value: Any) -> jax.Array:
     return jax.lax.convert_element_type(value, jnp.float32)
 
@@ -57,39 +58,40 @@ _as_float.defvjp(
 
 
 class DecodingState(nnx.Variable[Any]):
-    """What a layer keeps from one decoding call to the next, such as a KV cache. It is no parameter.
+    """State that a layer keeps between decoding calls, such as a KV cache.
 
-    In a scanned stack the arrays of all layers are one, [layer, ...], which goes through the loop whole and is written
-    in place. Inside a layer `state[...]` reads and writes that layer's part as usual, at the cost of a copy of it;
-    large state is written by `put` and read through `whole` and `layer`, without one.
+    In a scanned stack one array [layer, ...] holds the state of all layers. It is carried through the loop whole and
+    written in place. Inside a layer `state[...]` reads and writes that layer's slice, which copies it; `put` writes,
+    and `whole` and `layer` read, without a copy.
 
-    Its metadata `axes` names the dimensions, as in `DecodingState(zeros, axes=("batch", None, "kv_head", None))`.
+    The metadata `axes` names the dimensions, as in `DecodingState(zeros, axes=("batch", None, "kv_head", None))`.
     """
 
     @property
     def whole(self) -> jax.Array:
-        """The array as it is stored: of all layers, where `layer` is not empty."""
+        """The stored array, which holds all layers of the stack if `layer` is not empty."""
         array: jax.Array = self.get_raw_value()
         return array
 
     @property
     def layer(self) -> tuple[jax.Array, ...]:
-        """The index of the calling layer on the leading axes of `whole`; empty where the array is its own."""
+        """Index of the calling layer on the leading axes of `whole`; empty if the array belongs to one layer."""
         stacked = sum(name == "layer" for name in self.get_metadata().get("axes", ()))
         index = layer_index()
         return index[len(index) - stacked :] if 0 < stacked <= len(index) else ()
 
     def put(self, at: tuple[jax.Array, ...], values: jax.Array) -> None:
-        """Writes some elements of this layer's part in place: `state[at] = values`, in the dtype of the state.
+        """Writes in place to this layer's slice: `state[at] = values`, in the dtype of the state.
 
         Args:
-            at: integer arrays for the leading dimensions, broadcastable. What is out of range is not written.
-            values: of the shape that `at` broadcasts to, and the other dimensions of the state.
+            at: integer arrays for the leading dimensions, which broadcast. Writes out of range are dropped; a negative
+                index is out of range.
+            values: has the shape that `at` broadcasts to, followed by the other dimensions of the state.
         """
         whole, layer = self.whole, self.layer
         sizes = whole.shape[len(layer) : len(layer) + len(at)]
         values = values.astype(whole.dtype)
-        if all(jnp.size(index) == 1 for index in at):  # a slice, which is written faster than a scatter
+        if all(jnp.size(index) == 1 for index in at):  # updating a slice is faster than a scatter
             first = [jnp.reshape(index, ()) for index in at]
             start: tuple[Any, ...] = (*layer, *first, *(0,) * (whole.ndim - len(layer) - len(at)))
             shape = (*(1,) * (len(layer) + len(at)), *whole.shape[len(layer) + len(at) :])

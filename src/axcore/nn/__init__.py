@@ -9,7 +9,7 @@ from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Head
 from axcore.nn.attention.kernel import AttentionKernel, refusal
 from axcore.nn.attention.latent import LatentAttention
 from axcore.nn.attention.masks import And, Causal, Everything, Mask, Or, SameSegment, SlidingWindow, visible
-from axcore.nn.attention.merging import attend_in_parts, merged
+from axcore.nn.attention.merging import attend_in_parts, merge_by_lse
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import KernelRequest
 from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
@@ -112,7 +112,7 @@ __all__ = [
     "edit_layers",
     "for_decoding",
     "layers_of",
-    "merged",
+    "merge_by_lse",
     "put_kernel",
     "refusal",
     "stacked",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs, method
@@ -22,7 +23,7 @@ from axcore.parallel import constrain
 
 Batch = Mapping[str, jax.Array]
 MASKED_LOGIT = -1e30
-"""Of rows that only pad the vocabulary: finite, so that zero times it is zero."""
+"""The logit of vocabulary padding. Finite, so that its product with 0 is 0."""
 
 
 @jax.tree_util.register_dataclass
@@ -32,16 +33,16 @@ class Prediction:
 
     Attributes:
         name: `next`, or `future.0` and so on.
-        hidden: [batch, seq, dim], as `CausalLM.logits` takes them.
-        targets: int [batch, seq]; any number where the weight is 0.
-        weights: float [batch, seq], how much each target counts.
-        loss_weight: of the mean loss of this prediction in the objective.
+        hidden: the argument of `CausalLM.logits`.
+        targets: token ids; arbitrary where the weight is 0.
+        weights: weight of each target in the mean loss.
+        loss_weight: weight of this prediction's mean loss in the objective.
     """
 
     name: str = dataclasses.field(metadata={"static": True})
-    hidden: jax.Array
-    targets: jax.Array
-    weights: jax.Array
+    hidden: Float[Array, "batch seq dim"]
+    targets: Int[Array, "batch seq"]
+    weights: Float[Array, "batch seq"]
     loss_weight: float = dataclasses.field(default=1.0, metadata={"static": True})
 
 
@@ -60,15 +61,16 @@ class CausalLM(Layer):
         embedding: Embedding.Config = Embedding.Config()
         position: Layer.Config | None = None
         dropout: float = 0.0
-        """Chance of each embedded feature to be zeroed while training."""
+        """Probability of zeroing each feature of the embeddings while training."""
         decoder: Layer.Config = Repeat.Config()
         norm: Layer.Config = RMSNorm.Config()
         head: Linear.Config | None = Linear.Config()
-        """None: the embedding serves as head too (tied)."""
+        """None: the head is tied to the embedding."""
         softcap: float | None = None
         """Bounds the logits smoothly: `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
         pad_vocab_to: int = 1
-        """The tables have rows up to the next multiple of this, so that they divide over devices. Nothing sees them."""
+        """Rounds the rows of embedding and head up to a multiple of this, so that they divide over devices. The logits
+        of padding are masked."""
         future: tuple[FutureToken.Config, ...] = ()
         """The first predicts the token after the next, and so on (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
         future_weight: float = 0.3
@@ -109,10 +111,10 @@ class CausalLM(Layer):
         Args:
             ids: int [batch, seq].
             positions, segment_ids: int [batch, seq], for packed rows (see `TokenInfo`).
-            index: int [batch or 1, seq], the places in the rows, where ids go on after those of an earlier call.
-            valid: bool [batch, seq], false at padding, which no token then sees.
-            cached: the rows that the ids continue, while decoding.
-            logits_at: int [batch, logits], the places among `ids` after which logits are wanted; None: after each.
+            index: int [batch or 1, seq], positions in the rows; None: 0, 1, ...
+            valid: bool [batch, seq], false at padding, which no token attends to.
+            cached: the rows that the ids continue while decoding.
+            logits_at: int [batch, logits], indices into `seq` of the tokens whose logits are computed; None: all.
 
         Returns:
             float32 [batch, seq or logits, vocab_size].
@@ -125,18 +127,18 @@ class CausalLM(Layer):
 
     @method
     def predictions(self, batch: Batch) -> tuple[Prediction, ...]:
-        """What an objective scores: the prediction of the next token, then those of `future`.
+        """The predictions that an objective scores: that of the next token, then those of `future`.
 
         Args:
-            batch: `inputs`, `targets` int [batch, seq]; `weights` float [batch, seq], 0 where a target does not count;
-                `positions`, `segment_ids` where rows are packed.
+            batch: `inputs`, `targets`: int [batch, seq]; `weights`: float [batch, seq], 0 for targets to ignore; and,
+                if rows are packed, `positions` and `segment_ids`: int [batch, seq].
         """
         tokens = TokenInfo.of(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
         hidden = self.decoder(self._embed(batch["inputs"], tokens), tokens)
         found = [Prediction("next", self.norm(hidden), batch["targets"], batch["weights"])]
         for ahead, module in enumerate(self.future, 1):
             inputs, targets, counted = (shifted(batch[each], ahead) for each in ("inputs", "targets", "weights"))
-            if tokens.segment_ids is not None:  # no document predicts the next one
+            if tokens.segment_ids is not None:  # targets in the next document are ignored
                 counted = jnp.where(shifted(tokens.segment_ids, ahead) == tokens.segment_ids, counted, 0)
             hidden = module(hidden, self._embed(inputs, tokens), tokens)
             weight = self.config.future_weight / len(self.future)
@@ -145,19 +147,19 @@ class CausalLM(Layer):
 
     @method
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Scores of every row of the tables, those of padding (see `pad_vocab_to`) masked.
+        """Logits over the padded vocabulary (see `pad_vocab_to`).
 
         Args:
             hidden: [batch, seq, dim], of a `Prediction`.
 
         Returns:
-            float32 [batch, seq, vocab_size padded]; `MASKED_LOGIT` from `vocab_size` on.
+            float32 [batch, seq, padded vocab_size]; `MASKED_LOGIT` from index `vocab_size` on.
         """
         cfg = self.config
         logits = (self.embedding.attend(hidden) if self.head is None else self.head(hidden)).astype(jnp.float32)
         if cfg.softcap is not None:
             logits = cfg.softcap * jnp.tanh(logits / cfg.softcap)
-        if logits.shape[-1] > cfg.vocab_size:  # a slice would cut a dimension that may be sharded
+        if logits.shape[-1] > cfg.vocab_size:  # slicing would reshard a sharded dimension
             logits = jnp.where(jnp.arange(logits.shape[-1]) < cfg.vocab_size, logits, MASKED_LOGIT)
         return constrain(logits, "batch", "seq", "vocab")
 

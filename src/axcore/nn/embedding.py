@@ -16,7 +16,7 @@ from axcore.numerics import gather
 class Embedding(Weighted):
     """A vector for each token id.
 
-    The slot `numerics` is empty unless a feature fills it. It represents the table, and computes both uses of it: the
+    The slot `numerics` is empty unless a feature fills it. It represents the table and computes both of its uses: the
     vectors of ids, and the products of `attend`.
     """
 
@@ -35,15 +35,15 @@ class Embedding(Weighted):
         self.make_weight(shape, cfg.init, rngs, axes=("vocab", "embed"), input_axis=-1)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """int [batch, seq] -> [batch, seq, output_dim] in the compute dtype. Its gradient adds up in float32."""
-        weight = self.representation
+        """int [batch, seq] -> [batch, seq, output_dim] in the compute dtype. The gradient of the table is summed in
+        float32."""
         if self.numerics is None:
             x = gather(self.weight[...], ids, self.dtypes.compute or jnp.float32)
         else:
-            x = self.numerics.gather(ids, weight)
+            x = self.numerics.gather(ids, self.representation)
         return x if self.config.scale is None else x * jnp.asarray(self.config.scale, x.dtype)
 
     @method
     def attend(self, x: jax.Array) -> jax.Array:
-        """[..., output_dim] -> [..., vocab_size]: the product with every embedding, for tied output heads."""
+        """[..., output_dim] -> [..., vocab_size]: the product with every embedding, for a tied output head."""
         return self.multiply(x, Transposed())

@@ -1,4 +1,4 @@
-"""Linear maps of several groups of rows, such as those of the experts of a mixture."""
+"""Linear maps of groups of rows, such as those of the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from axcore.numerics import Product
 class GroupedLinear(Weighted):
     """A linear map for each of `groups` groups of rows: a weight [group, in, out] and a bias [group, out].
 
-    Each group starts as a `Linear` of its own does: the fan-in of an initializer is that of one. The slots are those of
-    `Linear`. An adapter is offered `groups`, and must declare that field; `axes` has three names.
+    Each group is initialized like a `Linear`, with its fan-in. The slots are those of `Linear`; an adapter must declare
+    the field `groups`, and is offered `axes` of three names.
     """
 
     class Config(Weighted.Config):
@@ -35,7 +35,11 @@ class GroupedLinear(Weighted):
 
         @classmethod
         def of(cls, linear: Linear.Config) -> GroupedLinear.Config:
-            """Linear maps of this config, one for each group. A logical axis of the groups stays to be named."""
+            """The config of one such linear map per group, with `groups` and `axes` left to the parent.
+
+            Raises:
+                ConfigError: `linear.axes` is given, which has no name for the axis of groups.
+            """
             if linear.axes is not None:
                 raise ConfigError(f"axes={linear.axes}: grouped weights have another axis; leave it to the parent")
             names = (
@@ -72,12 +76,12 @@ class GroupedLinear(Weighted):
 
     @method
     def grouped(self, x: jax.Array, groups: Grouped) -> jax.Array:
-        """Each row by the map of its group: [rows, input_dim] -> [rows, output_dim]."""
+        """Maps each row with the map of its group: [rows, input_dim] -> [rows, output_dim]."""
         return self._mapped(x, groups)
 
     @method
     def batched(self, x: jax.Array) -> jax.Array:
-        """The same number of rows for each group: [group, rows, input_dim] -> [group, rows, output_dim]."""
+        """Maps the same number of rows per group: [group, rows, input_dim] -> [group, rows, output_dim]."""
         return self._mapped(x, Batched())
 
     def _mapped(self, x: jax.Array, product: Product) -> jax.Array:
@@ -87,12 +91,12 @@ class GroupedLinear(Weighted):
         if self.adapter is not None:
             y = self.adapter(x, y, self.base_matrix, product)
         if self.bias is not None:
-            y = y + product.each(self.bias[...].astype(y.dtype))
+            y = y + product.broadcast(self.bias[...].astype(y.dtype))
         return y.astype(types.output or types.compute)
 
     @method
     def matrix(self) -> jax.Array:
-        """The matrices [group, input_dim, output_dim] that the layer multiplies with, numerics and adapter included."""
+        """The effective matrices [group, input_dim, output_dim], including numerics and adapter."""
         weight = self.base_matrix
         if self.adapter is None:
             return weight

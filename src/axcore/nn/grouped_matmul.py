@@ -1,4 +1,4 @@
-"""The product of rows with the matrices of their groups."""
+"""Grouped matrix products: each row of x is multiplied with the matrix of its group."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int
 
 from axcore.config import Config, at_least
 from axcore.numerics import Product
 
 
 class GroupedMatmul(Config):
-    """Base of grouped matrix products."""
+    """Base of the implementations of grouped matrix products."""
 
     def align(self, rows: int, groups: int) -> int:
-        """Groups start at multiples of this, and have so many rows; those that no token fills are zeros.
+        """The multiple that the size of each group is padded to, with rows of zeros.
 
         Args:
-            rows: how many there are, without those.
+            rows: number of rows before padding.
+            groups: number of groups.
         """
         return 1
 
@@ -33,24 +35,30 @@ class GroupedMatmul(Config):
         group: jax.Array,
         accumulate: DTypeLike | None = None,
     ) -> jax.Array:
-        """[rows, in] x [groups, in, out] -> [rows, out], the first `sizes[0]` rows with the first matrix, and so on.
+        """Multiplies the first `sizes[0]` rows with the first matrix, the next `sizes[1]` with the second, and so on.
 
         Args:
-            matrices: in the dtype of x.
-            sizes: int32 [groups], multiples of `align`. Where that is 1 they add up to the number of rows; else there
-                may be more rows, of zeros.
-            group: int32 [rows / align], the group of each `align` rows.
-            accumulate: dtype of the sums and of the result; None: that of x.
+            x: [rows, in].
+            matrices: [groups, in, out], in the dtype of x.
+            sizes: int32 [groups], multiples of `align`. Their sum is `rows` if `align` is 1; otherwise further rows, of
+                zeros, may follow.
+            group: int32 [rows / align], the group of each block of `align` rows.
+            accumulate: dtype of the sums and of the result; None: the dtype of x.
+
+        Returns:
+            [rows, out].
         """
         raise NotImplementedError
 
 
 class Blocks(GroupedMatmul):
-    """Each block of rows with a copy of its group's matrix, in one batched product. It is fast wherever matrix products
-    are; the price is the copies, and rows that are empty: half a block for each group on average."""
+    """Multiplies each block of rows with a copy of its group's matrix, in one batched matrix product.
+
+    It is fast on every backend. It costs the copies of the matrices, and padding of half a block per group on average.
+    """
 
     size: int | None = None
-    """Rows of a block; None: half of what a group has on average, from 8 to 1024, as a power of two."""
+    """Rows of a block; None: about half the average size of a group, as a power of two from 8 to 1024."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "size")
@@ -85,7 +93,7 @@ def _blocks_forward(
 
 
 def _blocks_backward(accumulate: Any, kept: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """The blocks of a group are added up in float32: bfloat16 would lose what each adds."""
+    """Sums the gradients of a group's blocks in float32: a bfloat16 sum would lose small summands."""
     x, matrices, group = kept
     g = g.astype(x.dtype)
     of_block = jnp.einsum("bni,bno->bio", x, g, preferred_element_type=jnp.float32)
@@ -97,7 +105,7 @@ _of_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
 class RaggedDot(GroupedMatmul):
-    """`jax.lax.ragged_dot`: runs on every backend."""
+    """Grouped products by `jax.lax.ragged_dot`."""
 
     def __call__(
         self,
@@ -111,7 +119,7 @@ class RaggedDot(GroupedMatmul):
 
 
 def _dot(x: jax.Array, matrices: jax.Array, sizes: jax.Array, dtype: Any = None) -> jax.Array:
-    @jax.custom_batching.sequential_vmap  # jax maps ragged products over nothing but their first dimension
+    @jax.custom_batching.sequential_vmap  # jax batches ragged products along their first dimension only
     def dot(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(x, matrices, sizes, preferred_element_type=dtype)
 
@@ -120,14 +128,14 @@ def _dot(x: jax.Array, matrices: jax.Array, sizes: jax.Array, dtype: Any = None)
 
 @jax.custom_batching.sequential_vmap
 def _outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The sum of outer products of each group's rows: [rows, in], [rows, out] -> [groups, in, out]."""
+    """Sums the outer products of rows within each group: [rows, in], [rows, out] -> [groups, in, out]."""
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
     return jax.lax.ragged_dot_general(x, y, sizes, dimensions)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))  # since what is mapped in a way of its own has no transpose
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))  # a function with a custom batching rule has no transpose
 def _product(accumulate: Any, x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
     return _dot(x, matrices, sizes, accumulate)
 
@@ -150,30 +158,30 @@ _product.defvjp(_forward, _backward)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Grouped(Product):
-    """Rows of several groups, those of the first group first: [rows, in] x [group, in, out] -> [rows, out].
+    """Rows sorted by group, each times the matrix of its group: [rows, in] x [group, in, out] -> [rows, out].
 
     Attributes:
-        sizes: int32 [groups], the rows of each; see `GroupedMatmul`.
-        group: int32 [blocks] in ascending order, the group of each block of as many rows.
-        rows: how many there are.
-        matmul: computes the products.
+        sizes: number of rows of each group; see `GroupedMatmul`.
+        group: the group of each block of `rows / blocks` rows, in ascending order.
+        rows: number of rows.
+        matmul: the implementation.
     """
 
-    sizes: jax.Array
-    group: jax.Array
+    sizes: Int[Array, " group"]
+    group: Int[Array, " blocks"]
     rows: int = dataclasses.field(metadata={"static": True})
     matmul: GroupedMatmul = dataclasses.field(default=RaggedDot(), metadata={"static": True})
 
     @classmethod
-    def of(cls, sizes: jax.Array, rows: int) -> Grouped:
-        """Groups of any sizes, which add up to `rows`."""
+    def of(cls, sizes: Int[Array, " group"], rows: int) -> Grouped:
+        """Groups of any sizes, whose sum is `rows`, by `RaggedDot`."""
         group = jnp.repeat(jnp.arange(sizes.size, dtype=jnp.int32), sizes, total_repeat_length=rows)
         return cls(sizes, group, rows)
 
     def __call__(self, x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
         return self.matmul(x, weight.astype(x.dtype), self.sizes, self.group, accumulate)
 
-    def each(self, values: jax.Array) -> jax.Array:
+    def broadcast(self, values: jax.Array) -> jax.Array:
         of_block = jnp.broadcast_to(
             values[self.group][:, None], (self.group.size, self.rows // self.group.size, values.shape[1])
         )
@@ -183,10 +191,10 @@ class Grouped(Product):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batched(Product):
-    """As many rows for each group: [group, rows, in] x [group, in, out] -> [group, rows, out]."""
+    """The same number of rows for each group: [group, rows, in] x [group, in, out] -> [group, rows, out]."""
 
     def __call__(self, x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
         return jnp.einsum("gni,gio->gno", x, weight.astype(x.dtype), preferred_element_type=accumulate)
 
-    def each(self, values: jax.Array) -> jax.Array:
+    def broadcast(self, values: jax.Array) -> jax.Array:
         return values[:, None]

@@ -46,7 +46,7 @@ class FanIn(Initializer):
 
 
 class ForEach(Initializer):
-    """Each of the first dimension by `init`, as if it were alone."""
+    """Initializes each slice of the first dimension by `init`, with that slice's fan-in."""
 
     init: Initializer
 

@@ -18,10 +18,10 @@ class Linear(Weighted):
 
     Slots, empty unless a feature fills them:
 
-    - `numerics`: how the weight is represented and multiplied;
-    - `adapter`: `(x, y, weight, product) -> y`, corrects the product, as LoRA does, before the bias is added. It is
-      offered `input_dim`, `output_dim`, `groups` (None) and `axes`. The weight is that which the product used, in
-      floats; `product` multiplies x with another matrix, see `axcore.numerics.Product`.
+    - `numerics`: represents the weight and multiplies with it;
+    - `adapter`: `(x, y, weight, product) -> y`, changes the product y before the bias is added, as LoRA does. It is
+      offered `input_dim`, `output_dim` and `axes`. `weight` is the float weight that y was computed with;
+      `product(x, matrix)` multiplies x with another matrix, see `axcore.numerics.Product`.
     """
 
     class Config(Weighted.Config):
@@ -58,7 +58,7 @@ class Linear(Weighted):
 
     @method
     def matrix(self) -> jax.Array:
-        """The matrix [input_dim, output_dim] that the layer multiplies with, numerics and adapter included."""
+        """The effective matrix [input_dim, output_dim], including numerics and adapter."""
         weight = self.base_matrix
         if self.adapter is None:
             return weight

@@ -1,4 +1,4 @@
-"""Computing over rows in pieces, so that what lies between input and output never exists as a whole."""
+"""Computing over sequences in pieces, so that intermediate arrays such as logits never exist whole."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from axcore.module.lifted import Body, Lifted
 
 
 def in_pieces(fn: Body, size: int) -> Body:
-    """`fn(module, *args)` in pieces of at most `size` places of each row; the backward pass computes each piece again.
+    """Computes `fn(module, *args)` for at most `size` tokens of each row at a time. The backward pass recomputes each
+    piece.
 
-    A piece is every n-th place of a row, so that each device has its share of every piece where rows are sharded.
+    A piece takes every n-th token of a row, so that every piece is spread over all devices if rows are sharded.
 
     Args:
-        fn: takes the module and arrays [batch, seq, ...]; returns a pytree of such arrays, each place of which depends
-            on the same place of the arguments alone. Each piece draws PRNG bits of its own. It may report nothing and
-            write no Variable.
-        size: places of a row that are computed at once.
+        fn: maps the module and arrays [batch, seq, ...] to a pytree of such arrays, token by token. Each piece draws
+            different random numbers. Reporting and writing Variables raise.
+        size: tokens of a row that are computed at once.
+
+    Raises:
+        ContextError: `fn` reports a value or writes a Variable.
     """
 
     def wrapped(module: nnx.Module, *args: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""What a stack of layers is: a layer whose config says which layers it runs, and where their arrays are."""
+"""The protocol of layer stacks: their configs list the layers that they run and where the arrays of those are."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from axcore.module import Layer
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where one layer of a stack is.
+    """The place of one layer in a stack.
 
     Attributes:
-        path: of the layer's parameters, from the stack on; `layers` in a `Repeat`, `layers.3` in a `Sequence`.
-        index: its index on the leading axes of those parameters: one for each axis over which layers are stacked.
-        config: what it is built from.
+        path: path of the layer's parameters, relative to the stack: `layers` in a `Repeat`, `layers.3` in a `Sequence`.
+        index: index of the layer on the leading (stacked) axes of those parameters.
+        config: config of the layer.
         node: path of `config` in the config of the stack; None: the same as `path`.
     """
 
@@ -31,11 +31,11 @@ class Place:
 
 
 class Stack(Layer):
-    """Base of the layers that run many layers in order.
+    """Base of the layers that run other layers in order.
 
-    Its config implements `places` and `restack`. Then its layers have numbers (`layers_of`), features edit them by
-    number (`edit_layers`), and weights move between it and any other stack of the same layers (`by_layer`). A layer of
-    a stack may be a stack: `places` lists the direct layers only.
+    The config implements `places` and `restack`. With these, the layers are numbered (`layers_of`), features edit them
+    by number (`edit_layers`), and weights can be loaded from any other stack of the same layers (`by_layer`). A stack
+    may contain stacks; `places` lists its direct layers only.
 
     ```python
     class Halves(Stack):
@@ -51,7 +51,7 @@ class Stack(Layer):
 
             def restack(self, layers):
                 if any(layer != layers[0] for layer in layers):
-                    raise ax.ConfigError("the layers of Halves are alike")
+                    raise ax.ConfigError("the layers of Halves must be equal")
                 return self.set(block=layers[0], num_layers=len(layers))
     ```
     """
@@ -60,24 +60,24 @@ class Stack(Layer):
         """Fields that every stack has."""
 
         is_sequential: ClassVar[bool] = False
-        """Whether the stack computes what its layers compute one after another: `x = layer(x, *args)`. Decoding then
-        runs them as a `Sequence`, each with arrays of its own. False: decoding runs the stack as it is."""
+        """Whether the stack only applies its layers in order: `x = layer(x, *args)`. If so, decoding replaces it by a
+        `Sequence`, in which each layer has its own arrays; otherwise decoding runs the stack unchanged."""
 
         def places(self) -> tuple[Place, ...]:
-            """The direct layers, in the order in which they run.
+            """The direct layers, in execution order.
 
             Raises:
-                ConfigError: their number is REQUIRED.
+                ConfigError: the number of layers is REQUIRED.
             """
             raise NotImplementedError
 
         def restack(self, layers: tuple[Layer.Config, ...]) -> Layer.Config:
-            """A stack in place of this one that runs these layers, with the other fields as they are.
+            """A replacement for this stack that runs these layers and keeps the other fields.
 
             Args:
-                layers: at least one; usually as many as `places` has, and some edited.
+                layers: at least one; usually those of `places`, some of them edited.
 
             Raises:
-                ConfigError: no stack of this kind can run them.
+                ConfigError: no stack of this kind can run these layers.
             """
             raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The layers of a model by number, whatever stacks they are in."""
+"""Numbering, editing and unstacking the layers of a model, for any `Stack`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from axcore.parallel import Remat
 
 
 def layers_of(decoder: Layer.Config) -> tuple[Place, ...]:
-    """Every layer of a decoder, in the order in which they run, those of stacks in stacks included.
+    """Every layer of a decoder in execution order, including the layers of nested stacks.
 
     Raises:
-        ConfigError: a stack whose number of layers is REQUIRED.
+        ConfigError: the number of layers of a stack is REQUIRED.
     """
     return tuple(_places(Place("", (), decoder, "")))
 
@@ -36,15 +36,16 @@ def _places(place: Place) -> Iterator[Place]:
 
 
 def by_layer(cfg: Config, paths: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Names of a model's arrays that do not depend on how its layers are stacked.
+    """Names for the arrays of a model that do not depend on how its layers are stacked.
 
-    `decoder.layers.attention.query.weight` of a `Repeat` is many arrays: `decoder.0.attention.query.weight` and so on.
+    For example, `decoder.layers.attention.query.weight` of a `Repeat` holds one array for each layer:
+    `decoder.0.attention.query.weight` and so on.
 
     Args:
-        paths: of the arrays, as those of its parameters.
+        paths: paths of the arrays, such as those of the parameters.
 
     Returns:
-        name -> (path, index on the leading axes). What is in no stack has its path as name.
+        name -> (path, index on the leading axes). The name of an array outside all stacks is its path.
     """
     stacks: dict[str, tuple[Place, ...]] = {}
     for path, node in walk(cfg):
@@ -68,17 +69,17 @@ def by_layer(cfg: Config, paths: Iterable[str]) -> dict[str, tuple[str, tuple[in
 
 
 def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int], Any]) -> C:
-    """Edits selected nodes by number: the first in running order is 0, and every layer of a `Repeat` counts.
+    """Edits selected nodes by number: 0 is the first in execution order, and every layer of a `Repeat` is counted.
 
-    Where layers of a stack come out unequal, it is stacked anew (`Stack.Config.restack`): with an edit that changes odd
-    numbers only, a `Repeat` becomes a scan over pairs. Groups stay whole, for layers of one may share values.
+    A stack whose layers become unequal is rebuilt by `Stack.Config.restack`: if an edit changes odd numbers only, a
+    `Repeat` becomes a scan over pairs. Nested stacks are not merged, since their layers may share values.
 
     Args:
-        where: which nodes.
-        edit: `(path, node, number) -> node`; the path is that in `cfg`. Nothing is selected inside a selected node.
+        where: selects nodes. Nodes inside a selected node are not selected.
+        edit: `(path, node, number) -> node`, with the path of the node in `cfg`.
 
     Raises:
-        ConfigError: nothing is selected, a stack whose number of layers is REQUIRED, or one that cannot run the edited
+        ConfigError: nothing is selected, the number of layers of a stack is REQUIRED, or a stack cannot run the edited
             layers.
     """
     chosen = select(cfg, where).paths
@@ -109,9 +110,13 @@ def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int],
 
 
 def use_remat[C: Config](cfg: C, remat: Remat | None, where: Where = Stack) -> C:
-    """Sets what the backward pass keeps of each layer of the selected stacks.
+    """Sets the remat policy of each layer of the selected stacks.
 
-    A stack of stacks, as a `Repeat` of groups, then has none of its own: those inside recompute each layer alone.
+    A stack of stacks, such as a `Repeat` of groups, gets no policy itself, so that each layer is recomputed alone.
+
+    Args:
+        remat: None: the backward pass keeps every intermediate value.
+        where: selects stacks; those without a field `remat` are left as they are.
     """
 
     def edit(_: str, node: Any) -> Any:
@@ -124,9 +129,9 @@ def use_remat[C: Config](cfg: C, remat: Remat | None, where: Where = Stack) -> C
 
 
 def unstacked[C: Config](cfg: C) -> C:
-    """The model with a `Sequence` in place of each stack, so that every layer has arrays of its own.
+    """The model with each stack replaced by a `Sequence`, in which every layer has its own arrays.
 
-    Stacks in stacks are flattened. A stack that says nothing of `is_sequential` stays as it is, with all that is in it.
+    Nested stacks are flattened. A stack that is not `is_sequential` is left unchanged, including the stacks inside it.
     """
     if isinstance(cfg, Stack.Config):
         if not cfg.is_sequential:
@@ -153,17 +158,17 @@ def _flat(stack: Stack.Config) -> Iterator[Layer.Config]:
 
 
 def unstack_arrays(cfg: Config, tree: Tree) -> Tree:
-    """The arrays of a model in the form of `unstacked(cfg)`: each layer's are cut out of their stack.
+    """Converts the arrays of a model to the structure of `unstacked(cfg)`, by slicing stacked arrays into layers.
 
-    It can be jitted, with output shardings. Of donated arrays, XLA reuses those that were in no stack; a stack and the
-    layers cut out of it exist at once, until its last reference is gone.
+    It can be jitted, with output shardings. XLA reuses donated arrays that were not stacked; a stacked array and the
+    slices of it exist at the same time.
 
     Args:
-        cfg: the config that the arrays are of.
-        tree: its parameters, its other state, or any tree in the form of one of them.
+        cfg: config of the model before `unstacked`.
+        tree: its parameters, its other state, or a tree of the same structure.
 
     Raises:
-        ConfigError: a stack that says that it is sequential holds arrays outside its layers.
+        ConfigError: a stack with `is_sequential` holds arrays outside its layers.
     """
     if isinstance(cfg, Stack.Config):
         if not cfg.is_sequential:
@@ -201,5 +206,5 @@ def _is_below(path: str, above: str) -> bool:
 
 
 def _key(name: str) -> Any:
-    """The key of a segment of a path in a tree of arrays: lists have numbers."""
+    """The key of a path segment in a tree of arrays; elements of lists have integer keys."""
     return int(name) if name.isdigit() else name

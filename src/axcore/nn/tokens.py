@@ -1,4 +1,4 @@
-"""Where each token of a batch stands."""
+"""The place, document and validity of each token of a batch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from jaxtyping import Array, Bool, Int
 from axcore.module import DecodingState
 
 Phase = Literal["train", "prefill", "decode"]
-"""`train` includes evaluation: no KV cache. `prefill` brings prompts, `decode` a few tokens after them."""
+"""`train` is any call without a KV cache, evaluation included. `prefill` processes prompts, `decode` a few tokens."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CachedRows:
-    """The rows that KV caches hold, with the tokens of this call already in them. All layers share it.
+    """The rows that KV caches hold, including the tokens of this call. All layers share it.
 
     Attributes:
-        tokens: where every token of each row stands, [batch, max_len]; `valid` is false at places that hold no token.
-        lengths: places of each row up to its last token. What was cached beyond is no longer part of the row.
-        slots: which row of the caches each row of the batch is; None: row i is slot i, and the batch is all of them.
-        pages: the page table of each row, for caches in pages; None: a cache has its own, or no pages.
+        tokens: the cached tokens of each row, [batch or 1, max_len]; `valid` is false at places without a token.
+        lengths: length of each row, including the tokens of this call. Cache contents beyond it are stale.
+        slots: the slot in the caches of each row of the batch; None: row i is in slot i, and every slot has a row.
+        pages: the page table of each row, for paged caches; None: a cache has its own, or no pages.
+        phase: prefill or decoding.
     """
 
     tokens: TokenInfo
@@ -34,12 +35,12 @@ class CachedRows:
     phase: Phase = dataclasses.field(default="decode", metadata={"static": True})
 
     def take(self, state: DecodingState) -> jax.Array:
-        """These rows of a layer's state [slots, ...]: [batch, ...]."""
+        """Reads these rows of a layer's state: [slots, ...] -> [batch, ...]."""
         held: jax.Array = state[...]
         return held if self.slots is None else held[self.slots]
 
     def put(self, state: DecodingState, values: jax.Array) -> None:
-        """Writes these rows of a layer's state."""
+        """Writes values [batch, ...] to these rows of a layer's state, in the dtype of the state."""
         if self.slots is None:
             state[...] = values.astype(state.whole.dtype)
         else:
@@ -49,15 +50,15 @@ class CachedRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenInfo:
-    """What attention knows of tokens besides their values.
+    """What attention knows about tokens besides their features.
 
     Attributes:
-        index: int32, the place in the row; masks are about this.
-        positions: int32, the place in the document; position embeddings see this. Where a place has several
-            coordinates, as in an image, [batch or 1, seq, coordinates].
-        segment_ids: int32, which document of a packed row; None when rows hold one document each.
-        valid: false where there is no token, such as padding; None when all are tokens.
-        cached: the rows that these tokens continue, while decoding; None otherwise.
+        index: int32, the position in the row, which masks compare.
+        positions: int32, the position in the document, for position embeddings. With several coordinates, as in an
+            image, [batch or 1, seq, coordinates].
+        segment_ids: int32, the document of each token of a packed row; None if each row is one document.
+        valid: false at padding; None if every place holds a token.
+        cached: the rows that these tokens continue while decoding; None otherwise.
     """
 
     index: Int[Array, "batch_or_1 seq"]
@@ -69,20 +70,20 @@ class TokenInfo:
     @classmethod
     def of(
         cls,
-        ids: jax.Array,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        index: jax.Array | None = None,
-        valid: jax.Array | None = None,
+        ids: Int[Array, "batch seq"],
+        positions: Int[Array, "batch_or_1 seq *coordinates"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        index: Int[Array, "batch_or_1 seq"] | None = None,
+        valid: Bool[Array, "batch_or_1 seq"] | None = None,
         cached: CachedRows | None = None,
     ) -> TokenInfo:
-        """For ids [batch, seq]. They start their rows, unless `index` says otherwise."""
+        """The tokens of `ids`. `index` defaults to 0, 1, ..., and `positions` to `index`."""
         if index is None:
             index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
         return cls(index, index if positions is None else positions, segment_ids, valid, cached)
 
     def part(self, start: jax.Array | int, size: int) -> TokenInfo:
-        """`size` tokens from `start` on."""
+        """`size` tokens from `start` on, without `cached`."""
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)

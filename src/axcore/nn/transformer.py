@@ -18,7 +18,7 @@ from axcore.nn.tokens import TokenInfo
 from axcore.parallel import Remat, constrain
 
 HIDDEN = ("batch", "seq", "embed_activation")
-"""Logical axes of the hidden stream."""
+"""Logical axes of the residual stream."""
 
 
 class TransformerLayer(Layer):
@@ -134,7 +134,8 @@ class Sequence(Stack):
         input_dim: int = REQUIRED
         layers: tuple[Layer.Config, ...]
         remat: Remat | None = None
-        """Of each layer in which nothing has one of its own. None: the backward pass keeps every intermediate value."""
+        """Policy of each layer without a remat policy inside. None: the backward pass keeps every intermediate
+        value."""
 
         def places(self) -> tuple[Place, ...]:
             return tuple(Place(f"layers.{number}", (), layer) for number, layer in enumerate(self.layers))
@@ -180,10 +181,10 @@ class Repeat(Stack):
             return tuple(Place("layers", (number,), self.layers) for number in range(self.num_layers))
 
         def restack(self, layers: tuple[Layer.Config, ...]) -> Layer.Config:
-            """See `Stack`: one scan if all are equal, otherwise what `stacked` makes of them.
+            """See `Stack.Config.restack`: a single scan if all layers are equal, otherwise the result of `stacked`.
 
             Raises:
-                ConfigError: layers that differ, for a subclass that has no `restack` of its own.
+                ConfigError: the layers differ, and this is a subclass that does not override `restack`.
             """
             if layers and all(layer == layers[0] for layer in layers):
                 return self.set(num_layers=len(layers), layers=layers[0])
@@ -213,17 +214,18 @@ class Repeat(Stack):
 def stacked(
     layers: Iterable[Layer.Config], *, remat: Remat | None = None, unroll: int = 1
 ) -> Repeat.Config | Sequence.Config:
-    """A decoder that runs these layers, with each stretch of equal layers, or of equal groups of layers, in one scan.
+    """A decoder that runs these layers, with a scan over each run of equal layers or equal groups of layers.
 
-    All equal: one `Repeat`. Otherwise a `Repeat` of a `Sequence` (five local layers and a global one, many times), or a
-    `Sequence` of such scans and of the layers that do not repeat (a dense layer, then many with experts).
+    Equal layers give a `Repeat`. A repeating group, such as five local layers and a global one, gives a `Repeat` of a
+    `Sequence`. Other lists, such as a dense layer and many with experts, give a `Sequence` of scans and single layers.
 
     Args:
-        remat: of each layer.
-        unroll: layers in one step of a loop.
+        layers: configs of the layers, in execution order.
+        remat: policy of each layer.
+        unroll: number of layers in one step of a loop.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: `layers` is empty.
     """
     layers = tuple(layers)
     if not layers:
@@ -248,7 +250,7 @@ def stacked(
 
 
 def _longest(layers: tuple[Layer.Config, ...], start: int) -> tuple[int, int]:
-    """(size, count) of the repeated group that covers most layers from `start` on; of those the smallest."""
+    """(size, count) of the smallest repeated group that covers the most layers from `start` on."""
     best = (1, 1)
     for size in range(1, (len(layers) - start) // 2 + 1):
         group, count = layers[start : start + size], 1

@@ -1,4 +1,4 @@
-"""What layers with a weight share: the weight is represented and multiplied by `numerics`, if there are any."""
+"""The base of layers with a weight, which the slot `numerics` represents and multiplies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from axcore.numerics import Numerics, Product, Weight
 
 
 class Weighted(Layer):
-    """Base of layers with one weight, which is at the path `weight`."""
+    """Base of layers with one weight, at the path `weight`."""
 
     class Config(Layer.Config):
         numerics: Numerics.Config | None = None
-        """Represents the weight and computes every product with it; None: floats."""
+        """Represents the weight and computes every product with it; None: a float parameter and float products."""
 
     config: Config
 
@@ -34,6 +34,8 @@ class Weighted(Layer):
         """Makes the attributes `weight` and `numerics`.
 
         Args:
+            shape: shape of the float weight.
+            axes: its logical axes.
             input_axis: the axis of the weight that matrix products sum over.
         """
         widths = {"shape": shape, "axes": axes, "input_axis": input_axis}
@@ -42,7 +44,7 @@ class Weighted(Layer):
         if numerics is None or not numerics.config.stored:
             self.weight: Any = self.param("weight", shape, init, rngs, axes=axes)
             return
-        # Under jit the float array is only as long there as it takes to encode it.
+        # Under jit the float array lives only until it is encoded.
         made = numerics.encode(init(rngs.at("weight").key, shape, self.dtypes.param or jnp.float32))
         self.weight = nnx.Dict(
             {name: nnx.Param(array, axes=_axes_of(array.shape, shape, axes)) for name, array in made.items()}
@@ -50,14 +52,14 @@ class Weighted(Layer):
 
     @property
     def representation(self) -> Weight:
-        """The arrays of the weight: one of floats, or what is stored."""
+        """The float weight, or the arrays that are stored in its place."""
         if isinstance(self.weight, nnx.Dict):
             return {name: variable[...] for name, variable in self.weight.items()}
         return self.weight[...]
 
     @property
     def base_matrix(self) -> jax.Array:
-        """The float weight that products multiply with, without an adapter."""
+        """The float weight that products use, without an adapter."""
         if self.numerics is None:
             matrix: jax.Array = self.weight[...]
             return matrix
@@ -72,7 +74,7 @@ class Weighted(Layer):
 
 
 def _axes_of(stored: tuple[int, ...], shape: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
-    """The logical axes of a stored array: those of the weight, but where one value stands for all."""
+    """The logical axes of a stored array: those of the weight, except where the array has size 1."""
     return tuple(
         None if size == 1 and whole != 1 else axis for size, whole, axis in zip(stored, shape, axes, strict=True)
     )

@@ -1,4 +1,4 @@
-"""In which numbers a layer keeps its weight and multiplies with it."""
+"""Number formats: how a layer represents its weight and multiplies with it."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.numerics.base import Numerics, Weight

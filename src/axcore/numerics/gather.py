@@ -1,4 +1,4 @@
-"""Rows of a table, with a gradient that adds up in float32."""
+"""Gathering rows of a table, with a gradient that is summed in float32."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 
-def gather(table: jax.Array, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`table[ids]` in another dtype: [rows, features], int [...] -> [..., features].
+def gather(
+    table: Float[Array, "rows features"], ids: Int[Array, "*shape"], dtype: DTypeLike
+) -> Float[Array, "*shape features"]:
+    """`table[ids]`, converted to `dtype`.
 
-    The gradient of a row that many ids name is summed in float32 and rounded once, to the dtype of the table. In
-    bfloat16 a sum of equal terms stops growing at 256 of them.
+    The gradient of a row is summed in float32 over all ids that name it, and rounded once, to the dtype of the table. A
+    bfloat16 sum of equal terms would stop growing at 256 of them.
     """
     return _gather(np.dtype(dtype), jax.ShapeDtypeStruct(table.shape, table.dtype), table, ids)
 

@@ -1,4 +1,4 @@
-"""What a product of activations with a weight looks like, whatever numbers it is computed in."""
+"""The kinds of products of activations with a weight, independent of number formats."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from jax.typing import DTypeLike
 
 
 class Product(abc.ABC):
-    """How the rows of x meet the matrices of a weight. Subclasses are pytrees, so one may be an argument of a
-    `jax.custom_vjp` function.
+    """Base of the products that layers compute: which rows of x are multiplied with which matrix of a weight.
 
-    `axcore.nn` has those of its layers: `Plain` (linear maps), `Transposed` (tied heads), `Grouped` and `Batched`
-    (grouped linear maps).
+    Subclasses are pytrees, so that a product can be an argument of a `jax.custom_vjp` function. Those of `axcore.nn`
+    are `Plain` (linear maps), `Transposed` (tied heads), `Grouped` and `Batched` (grouped linear maps).
     """
 
     @abc.abstractmethod
@@ -21,11 +20,10 @@ class Product(abc.ABC):
         """The product: [..., in] -> [..., out].
 
         Args:
-            weight: converted to the dtype of x. Other widths than those of the layer's weight are allowed.
-            accumulate: dtype of the sums and of the result; None: that of x.
+            weight: is converted to the dtype of x. Its widths may differ from those of the layer's weight.
+            accumulate: dtype of the sums and of the result; None: the dtype of x.
         """
 
     @abc.abstractmethod
-    def each(self, values: jax.Array) -> jax.Array:
-        """Values of each output, [out], or of each group and output, [group, out], in a form that broadcasts against
-        the product. [group, 1] stands for one value a group."""
+    def broadcast(self, values: jax.Array) -> jax.Array:
+        """Per-output values [out], or [group, out] or [group, 1], in a shape that broadcasts against the product."""

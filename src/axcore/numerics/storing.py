@@ -1,4 +1,4 @@
-"""Turning a trained model into one that holds codes and scales in place of float weights."""
+"""Converting a trained model to stored weights, such as codes and scales."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from axcore.numerics.base import Numerics
 
 
 class StoredModel(NamedTuple):
-    """A model whose numerics hold stored weights, and its parameters."""
+    """The config of a model with stored weights, and its parameters."""
 
     cfg: Any
     params: Tree
 
 
 def stored(cfg: Config, params: Tree) -> StoredModel:
-    """The same model with `stored=True` for all numerics that have a stored representation.
+    """Sets `stored=True` for all numerics that have a stored representation, and encodes their weights.
 
-    Weights are encoded one at a time, and other parameters are passed on. It can be jitted over `params`. Bias,
-    adapters and state keep their paths, and codes lie below the path of the weight: `...query.weight.codes`.
+    Weights are encoded one at a time; other parameters are passed through. It can be jitted over `params`. Biases,
+    adapters and state keep their paths, and codes are below the path of the weight: `...query.weight.codes`.
 
     Args:
-        cfg: of a model that trained with the numerics, or of any float model into which `use` put them.
-        params: of that model; stacked layers are as they are.
+        cfg: config of a model that was trained with the numerics, or of any float model that `use` added them to.
+        params: parameters of that model; layers may be stacked.
 
     Raises:
-        ConfigError: no numerics in the config has a stored representation that is not in use yet.
-        AxcoreError: the parameters are not those of this config.
+        ConfigError: no numerics in the config can be converted: none has a stored representation, or all are stored.
+        AxcoreError: the parameters do not match the config.
     """
     chosen = {path for path, node in walk(cfg) if _can_store(node)}
     if not chosen:
@@ -54,7 +54,7 @@ def _can_store(node: Any) -> bool:
 
 
 def _encoded(params: Tree, rest: tuple[Any, ...], numerics: Numerics, path: tuple[Any, ...]) -> Tree:
-    """A copy of nested dicts with the weight below `rest` encoded."""
+    """A copy of `params` with the weight at the path `rest` encoded."""
     if rest:
         below = params.get(rest[0])
         if not isinstance(below, dict):

@@ -1,4 +1,4 @@
-"""The logical axes of arrays: the names that layers give to dimensions and that mesh rules map to mesh axes."""
+"""Logical axes: the names of array dimensions that mesh rules map to mesh axes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LOGICAL_AXES: Mapping[str, str] = FrozenDict(
         "head": "query heads, alone or merged with the features of each",
         "kv_head": "heads of keys and values, alone or merged with the features of each",
         "head_dim": "features of a head",
-        "kv_seq": "tokens that are attended to, in decoding state",
+        "kv_seq": "keys, in decoding state",
         "vocab": "rows of an embedding, columns of an output head, logits",
         "expert": "experts of a mixture",
         "layer": "layers of a scanned stack",
     }
 )
-"""The core's vocabulary: name -> what a dimension of this name holds. A parameter may have other names, and a layer
-declares those that only its activations have in `Layer.activation_axes`."""
+"""The axes that the core uses: name -> meaning. Parameters may have others; a layer declares other axes that only its
+activations have in `Layer.activation_axes`."""

@@ -22,7 +22,7 @@ from axcore.parallel.axes import LOGICAL_AXES
 
 MeshAxes = str | tuple[str, ...] | None
 Axis = Any
-"""A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`, whose class jax keeps to itself."""
+"""A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`, whose type is private to jax."""
 
 FSDP_RULES: Mapping[str, MeshAxes] = FrozenDict({"batch": ("data", "fsdp"), "embed": "fsdp"})
 """Batches over data and fsdp, every parameter with an `embed` dimension over fsdp; all else replicated."""
@@ -49,10 +49,10 @@ class Mesh(Config):
         return Layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices), self.rules)
 
     def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
-        """The layout on devices that are not there, for what is only traced.
+        """The layout on `count` devices that this process does not have, for tracing and lowering.
 
         Raises:
-            ConfigError: as `make`.
+            ConfigError: see `make`.
         """
         sizes = self._sizes(count)
         types = (AxisType.Auto,) * len(sizes)
@@ -85,15 +85,15 @@ class Layout:
 
     mesh: jax.sharding.Mesh | AbstractMesh
     rules: Mapping[str, MeshAxes]
-    manual: frozenset[str] = frozenset()
-    """Mesh axes over which the code at hand runs once for each device, inside `shard_map`: arrays are local there."""
+    manual: bool = False
+    """Whether this is inside `shard_map`, where arrays are the shards of one device."""
 
     @property
     def platform(self) -> str:
-        """What the devices are: "cpu", "gpu" or "tpu". They need not be devices of this process.
+        """Platform of the devices: "cpu", "gpu" or "tpu". They need not belong to this process.
 
         Raises:
-            ConfigError: an abstract mesh that does not say.
+            ConfigError: the mesh is abstract and has no `abstract_device`.
         """
         if isinstance(self.mesh, jax.sharding.Mesh):
             return str(self.mesh.devices.flat[0].platform)
@@ -107,28 +107,28 @@ class Layout:
 
     @property
     def device_kind(self) -> str:
-        """As JAX names the devices, such as "NVIDIA H100 80GB HBM3"."""
+        """The devices as JAX names them, such as "NVIDIA H100 80GB HBM3"; empty if unknown."""
         if isinstance(self.mesh, jax.sharding.Mesh):
             return str(self.mesh.devices.flat[0].device_kind)
         device = self.mesh.abstract_device
         return "" if device is None else str(device.device_kind)
 
     def axes_of(self, name: str | None) -> tuple[str, ...]:
-        """The mesh axes that the rules give to a logical axis, without the manual ones."""
-        wanted = self.rules.get(name) if name is not None else None
-        return tuple(axis for axis in group_of(wanted) if axis not in self.manual)
+        """The mesh axes that the rules map a logical axis to; none inside `shard_map`."""
+        return () if name is None or self.manual else group_of(self.rules.get(name))
 
     def size_of(self, axes: MeshAxes) -> int:
-        """Into how many parts these mesh axes split a dimension."""
+        """The number of shards of a dimension that is split over these mesh axes."""
         sizes = dict(self.mesh.shape)
         return math.prod(sizes[axis] for axis in group_of(axes))
 
     def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> PartitionSpec:
-        """Logical axes of one array -> its partition spec. A mesh axis serves the first dimension that asks for it.
+        """The partition spec of an array with these logical axes. A mesh axis is used for the first dimension that maps
+        to it.
 
         Args:
             axes: `PartitionSpec.UNCONSTRAINED` in place of a name leaves the dimension to the compiler.
-            shape: given, a dimension that does not divide over its mesh axes goes without the last of them.
+            shape: if given, trailing mesh axes are dropped from a dimension until it divides.
         """
         taken: set[str] = set()
         dimensions: list[Any] = []
@@ -144,10 +144,10 @@ class Layout:
         return PartitionSpec(*dimensions)
 
     def check_rules(self, declared: Iterable[str]) -> None:
-        """Refuses rules for axes that are neither in `LOGICAL_AXES` nor among those that a model declares.
+        """Checks that every rule is for an axis in `LOGICAL_AXES` or in `declared`, the axes of a model.
 
         Raises:
-            ConfigError: a rule for an unknown axis.
+            ConfigError: a rule is for another axis.
         """
         known = sorted({*LOGICAL_AXES, *declared})
         for name in self.rules:
@@ -195,21 +195,21 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("axcore_
 
 
 def active_layout() -> Layout | None:
-    """The layout whose `active` block this runs in."""
+    """The layout of the enclosing `Layout.active` block; None outside of one."""
     return _layout.get()
 
 
 def is_sharded() -> bool:
     """Whether activations may be spread over several devices."""
     layout = _layout.get()
-    return layout is not None and any(size > 1 for axis, size in layout.mesh.shape.items() if axis not in layout.manual)
+    return layout is not None and not layout.manual and any(size > 1 for size in layout.mesh.shape.values())
 
 
 def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
-    """Tells the compiler how an activation lies on the mesh.
+    """Constrains the sharding of an activation by the rules of the active layout.
 
-    The identity where no layout is active, and inside `shard_map`. A dimension that does not divide over its mesh axes
-    (the one position of a decoding step) stays whole, and so does one named None.
+    It is the identity if no layout is active, and inside `shard_map`. A dimension that is named None or does not divide
+    over its mesh axes, such as the single token of a decoding step, is replicated.
 
     Args:
         axes: the logical axis of each dimension.
@@ -219,8 +219,7 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
         return x
     if len(axes) != x.ndim:
         raise ValueError(f"constrain names {len(axes)} dimensions, {axes}, of an array of shape {x.shape}")
-    mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh  # jax wants to see what is manual
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec(axes, x.shape)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.spec(axes, x.shape)))
 
 
 def group_of(axes: MeshAxes) -> tuple[str, ...]:

@@ -26,25 +26,25 @@ def shard_map(
 ) -> Body:
     """`jax.shard_map` over all axes of the mesh, for `fn(module, *args)`.
 
-    Each device sees its shards of the arguments, of the parameters and of the other Variables. How those of the module
-    lie follows from their logical axes and the rules of the layout, so a parameter that is sharded is never whole on a
-    device, unless its mesh axes are gathered. `check_vma` is off: a gradient that is taken through the call is right,
-    and one that is taken inside `fn` is that of the device's own share.
+    Each device gets its shards of the arguments, parameters and other Variables. Those of the module follow from their
+    logical axes and the rules of the layout, so no device holds a whole sharded parameter, unless its mesh axes are in
+    `gather`. `check_vma` is off: gradients taken through the call are correct; a gradient taken inside `fn` covers the
+    device's shard only.
 
-    Each device draws PRNG bits of its own. Summaries are combined over the devices by their rule; totals and
-    counts of losses add up. A Variable may be written if it names its axes; devices that hold the same part of it must
-    write the same value. Of a `GradientState` the largest value over those devices counts.
+    Each device draws different random numbers. Summaries are reduced over the devices by their rule; totals and counts
+    of losses are added. `fn` may write Variables that have logical axes; devices that hold the same shard must write
+    the same value. The gradients of a `GradientState` are reduced by maximum over the devices that hold the same shard.
 
     Args:
         in_specs: a `PartitionSpec` of mesh axes for each argument, or a tree of them.
-        out_specs: those of the result.
-        gather: mesh axes over which `fn` expects parameters and state whole (`"fsdp"`, as a rule): they are gathered
-            on entry, and gradients are scattered on the way back.
-        layout: None: the active one.
+        out_specs: the same for the result.
+        gather: mesh axes along which `fn` needs whole parameters and state, usually `"fsdp"`. They are all-gathered on
+            entry, and gradients are reduce-scattered.
+        layout: None: the active layout.
 
     Raises:
-        ContextError: no layout is active, the call stands inside another `shard_map`, `fn` hands out captured outputs,
-            or it writes a Variable without axes.
+        ContextError: no layout is active, the call is inside another `shard_map`, or `fn` reports captured outputs or
+            writes a Variable without axes.
         ConfigError: `gather` names an axis that the mesh does not have, or a Variable does not divide.
     """
 
@@ -55,7 +55,7 @@ def shard_map(
         if unknown := [axis for axis in gather if axis not in axes]:
             raise ConfigError(f"gather names {', '.join(unknown)}; the mesh has {', '.join(axes)}")
         specs = [_specs(tree, here, frozenset(gather)) for tree in (lifted.params, lifted.state)]
-        inside = dataclasses.replace(here, manual=frozenset(axes))
+        inside = dataclasses.replace(here, manual=True)
 
         def body(params: Any, state: Any, *args: Any) -> Any:
             state = _keep_largest(state, specs[1], here)
@@ -91,7 +91,7 @@ def _usable(layout: Layout | None, lifted: Lifted) -> Layout:
 
 
 def _specs(variables: Any, layout: Layout, gather: frozenset[str]) -> Any:
-    """How each Variable enters: by its logical axes, but for the mesh axes that are gathered."""
+    """The partition spec of each Variable: that of its logical axes, without the mesh axes in `gather`."""
 
     def spec(path: Any, variable: nnx.Variable[Any]) -> PartitionSpec:
         value = variable.get_raw_value()
@@ -106,13 +106,13 @@ def _specs(variables: Any, layout: Layout, gather: frozenset[str]) -> Any:
 
     def held(path: Any, variable: nnx.Variable[Any]) -> Any:
         found = spec(path, variable)
-        return jax.tree.map(lambda _: found, variable)  # the specs stand below Variables, as the arrays do
+        return jax.tree.map(lambda _: found, variable)  # specs replace the arrays inside the Variables
 
     return jax.tree.map_with_path(held, variables, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 def _refuse_written(lifted: Lifted) -> None:
-    """Refuses writes to Variables that do not say how they lie: the devices would write different values."""
+    """Refuses writes to Variables without logical axes, which devices would overwrite with different values."""
     named = {path for path, variable in nnx.to_flat_state(lifted.state) if variable.get_metadata().get("axes")}
     if lost := sorted(".".join(map(str, path)) for path in lifted.written - named):
         raise ContextError(
@@ -122,8 +122,8 @@ def _refuse_written(lifted: Lifted) -> None:
 
 
 def _as_read(state: Any) -> Any:
-    """The values of GradientState as layers read them, outside the mapped function: what the training step holds of
-    them may be of a dtype that collectives do not take."""
+    """Converts `GradientState` to float32 outside the mapped function: collectives do not support `fm32`, the dtype in
+    which the training step holds it."""
 
     def read(variable: Any) -> Any:
         if not isinstance(variable, GradientState):
@@ -135,7 +135,8 @@ def _as_read(state: Any) -> Any:
 
 
 def _keep_largest(state: Any, specs: Any, layout: Layout) -> Any:
-    """Lets the largest of the devices' gradients be that of each GradientState, where jax would add them up."""
+    """Reduces the gradients of each `GradientState` by maximum over the devices that hold the same shard, instead of
+    adding them as jax does."""
 
     def guarded(variable: Any, spec: Any) -> Any:
         if not isinstance(variable, GradientState):
@@ -157,7 +158,7 @@ def _largest_forward(x: jax.Array, axes: tuple[str, ...], count: int) -> tuple[j
 
 
 def _largest_backward(axes: tuple[str, ...], count: int, _: None, g: jax.Array) -> tuple[jax.Array]:
-    """The transpose of shard_map adds up what the devices hand back, so each hands back its part of the largest."""
+    """The transpose of shard_map adds the gradients of all devices, so each returns an equal share of the maximum."""
     return (jax.lax.pmax(g, axes) / count if axes else g,)
 
 

@@ -1,4 +1,4 @@
-"""Calls of an attention kernel, and what they give by the formula in NumPy float64."""
+"""Attention calls, and their results by the formula in NumPy float64."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ DROPOUT = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of a kernel. `needs` names what is special about it: see `KernelSuite.lacks`."""
+    """One call of a kernel."""
 
     needs: tuple[str, ...] = ()
+    """The capabilities that the call requires; see `KernelSuite.lacks`."""
     mask: Mask = Causal()
     allowed: Allowed = lambda i, j, s, t: i >= j
     query_len: int = 16
     key_len: int = 16
     start: int = 0
-    """The index of the first query."""
+    """Index of the first query in its row."""
     heads: int = 4
     kv_heads: int = 4
     head_dim: int = 64
@@ -52,9 +53,9 @@ class Case:
     """Features of a value; None: head_dim."""
     segments: bool = False
     written: int | None = None
-    """Keys that exist, where not all of `key_len` do."""
+    """Number of valid keys; None: all `key_len` keys."""
     behind: int = 0
-    """Places by which the second row is behind the first."""
+    """Tokens by which the second row is shorter than the first."""
     scale: float = 0.125
     softcap: float | None = None
     sinks: bool = False
@@ -120,7 +121,7 @@ CASES = {
 
 
 class Slopes(ax.Layer):
-    """A bias that falls off with distance, by a learned slope for each head."""
+    """A bias that decreases with distance, with a learned slope for each head."""
 
     class Config(ax.Layer.Config):
         num_heads: int = ax.REQUIRED
@@ -141,7 +142,7 @@ Arrays = dict[str, jax.Array]
 
 @functools.cache
 def arrays_of(case: Case, dtype: str) -> Arrays:
-    """What is differentiated: `q`, `k`, `v`, and `sinks` where the case has them."""
+    """The differentiable inputs: `q`, `k`, `v`, and `sinks` if the case has them."""
     random = np.random.default_rng(1)
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
     shapes = {
@@ -156,7 +157,7 @@ def arrays_of(case: Case, dtype: str) -> Arrays:
 
 
 def inputs_of(case: Case, arrays: Arrays, return_lse: bool = False) -> AttentionInputs:
-    """What the kernel is called with."""
+    """The inputs of the kernel."""
     query, key = _tokens(case)
     bias = None
     if case.bias:
@@ -179,7 +180,13 @@ def inputs_of(case: Case, arrays: Arrays, return_lse: bool = False) -> Attention
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """float64: the heads, the log-sum-exp [batch, query, head], and the gradients of `(heads * heads_grad).sum()`."""
+    """The float64 results.
+
+    Attributes:
+        heads: the heads.
+        lse: the log-sum-exp of each query's logits, sinks included.
+        grads: gradients of `(heads * heads_grad).sum()` by the name of the input; empty without `heads_grad`.
+    """
 
     heads: Float[Array, "batch query head value_dim"]
     lse: Float[Array, "batch query head"]
@@ -187,7 +194,7 @@ class Expected:
 
 
 def formula(case: Case, arrays: Arrays, heads_grad: Numbers | None = None) -> Expected:
-    """softmax(softcap(scale q k^T) + bias, under the mask, sinks beside it) v, and its derivative, in float64."""
+    """Attention with all options of the case, and its gradients, in float64."""
     q, k, v = (np.asarray(arrays[name], np.float64) for name in ("q", "k", "v"))
     group = case.heads // case.kv_heads
     k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
@@ -228,7 +235,7 @@ def formula(case: Case, arrays: Arrays, heads_grad: Numbers | None = None) -> Ex
 
 
 def _segments(case: Case) -> Numbers:
-    """[batch, key_len]: documents of random lengths."""
+    """[batch, key_len]: segment ids of documents of random lengths."""
     starts = np.random.default_rng(3).random((BATCH, case.key_len)) < 0.3
     return np.cumsum(starts, axis=1)
 
@@ -239,7 +246,7 @@ def _places(case: Case) -> Numbers:
 
 
 def _exists(case: Case) -> Numbers:
-    """[batch, key_len]: which keys were written."""
+    """[batch, key_len]: which keys are valid."""
     written = case.key_len if case.written is None else case.written
     return np.arange(case.key_len) < written - np.array([[0], [case.behind]])
 
@@ -255,7 +262,7 @@ def _allowed(case: Case) -> Numbers:
 
 
 def _tokens(case: Case) -> tuple[TokenInfo, TokenInfo]:
-    """Where queries and keys stand; one object for both where they are the same tokens."""
+    """The queries and the keys; a single object for both if they are the same tokens."""
     index = jnp.arange(case.key_len, dtype=jnp.int32)[None]
     segments, places = _segments(case), _places(case)
     written = None if case.written is None else jnp.asarray(_exists(case))

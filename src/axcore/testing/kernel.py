@@ -23,9 +23,9 @@ from axcore.testing.offer import OfferSuite, offered_config
 
 CAPABILITIES = frozenset(need for case in CASES.values() for need in case.needs) | {"gradients", "lse"}
 TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 4e-3}
-"""Of the outputs, against float64 on the same rounded inputs; outputs are of order 1."""
+"""Absolute error of the outputs, which are of order 1, against float64 on the same rounded inputs."""
 GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
-"""Of each gradient: the norm of the difference over the norm of the float64 gradient."""
+"""Relative error of each gradient in the L2 norm, against float64."""
 
 
 class KernelSuite(OfferSuite):
@@ -37,13 +37,13 @@ class KernelSuite(OfferSuite):
         lacks = {"sinks", "softcap"}
     ```
 
-    Every case that the kernel does not lack must be supported and right; every case that it lacks must be refused, by
-    `takes` or by `supports` with a reason, so that another kernel can be chosen.
+    Cases that need none of the capabilities in `lacks` must be supported and correct. All others must be refused, by
+    `takes` or with a reason by `supports`, so that another kernel can be chosen.
 
     Attributes:
-        lacks: capabilities that the kernel does not claim, of `CAPABILITIES`.
-        dtypes: dtypes of q, k and v that it takes.
-        platform: where it runs. Elsewhere only what it supports is checked, and the numbers are skipped.
+        lacks: the members of `CAPABILITIES` that the kernel does not have.
+        dtypes: the dtypes of q, k and v that it supports.
+        platform: the platform that it runs on. On others the suite checks `supports` and skips the numerical checks.
     """
 
     kind = AttentionKernel
@@ -52,7 +52,7 @@ class KernelSuite(OfferSuite):
     platform: ClassVar[str] = "cpu"
 
     def model(self) -> Any:
-        """A model whose attentions the kernel can compute."""
+        """A model whose attention calls the kernel supports."""
         return tiny_model()
 
     def config(self) -> Any:
@@ -144,8 +144,8 @@ class KernelSuite(OfferSuite):
         np.testing.assert_allclose(loss, expected, rtol=TOLERANCE[self.dtypes[0]])
 
     def test_eight_devices_agree_with_one(self) -> None:
-        """Rows over two devices and heads over two; queries over two, or, where the kernel needs as many queries as
-        keys, parameters."""
+        """On a 2 x 2 x 2 mesh over rows, queries and heads. A kernel that lacks `decoding` may require as many queries
+        as keys; for it the mesh is 4 x 2 over rows and heads."""
         self._runnable(CASES["causal"])
         if self.platform != "cpu":
             pytest.skip("eight devices are made of CPU cores")
@@ -165,7 +165,7 @@ class KernelSuite(OfferSuite):
 
     def _check_gradients(self, case: Case, dtype: str, arrays: Arrays, call: Callable[[Arrays], jax.Array]) -> None:
         heads_grad = np.random.default_rng(5).normal(size=formula(case, arrays).heads.shape)
-        heads_grad = np.asarray(jnp.asarray(heads_grad, dtype), np.float64)  # what the kernel sees
+        heads_grad = np.asarray(jnp.asarray(heads_grad, dtype), np.float64)  # rounded as the kernel sees it
 
         def scalar(arrays: Arrays) -> jax.Array:
             return (call(arrays).astype(jnp.float32) * heads_grad).sum()
@@ -173,8 +173,8 @@ class KernelSuite(OfferSuite):
         found = jax.jit(jax.grad(scalar))(arrays)
         for which, exact in formula(case, arrays, heads_grad).grads.items():
             error = np.linalg.norm(np.asarray(found[which], np.float64) - exact)
-            # Where the exact gradient is zero, as that of the only key a query sees, rounding is all there is: in
-            # bfloat16 that of `v . heads_grad`, a sum of head_dim products.
+            # An exact gradient can be zero, as for the only visible key of a query. What remains is the rounding of
+            # `v . heads_grad`, a sum of head_dim products.
             size = np.linalg.norm(exact) + 0.1 * np.sqrt(exact.size)
             assert error <= GRADIENT_TOLERANCE[dtype] * size, (
                 f"the gradient of {which} in {dtype} differs by {error / size:.2e} of its norm, allowed are "

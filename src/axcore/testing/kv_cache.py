@@ -25,7 +25,7 @@ LENGTH = 7
 
 
 class KVCacheSuite(OfferSuite):
-    """Checks that decoding with a KV cache equals computing everything anew, however the tokens are split into steps.
+    """Checks that decoding with a KV cache equals full recomputation, however the tokens are split into steps.
 
     ```python
     class TestRing(KVCacheSuite):
@@ -35,12 +35,12 @@ class KVCacheSuite(OfferSuite):
     ```
 
     Attributes:
-        window: for a cache that forgets: the model attends in a sliding window of this size. None: plainly causal.
-        max_len: of the rows that are decoded.
-        rollback: tokens that can be taken back by starting a step earlier.
-        exact: largest difference of logits (of order 1) from full recomputation; more for a cache that rounds.
-        approximate: a cache that drops keys by design, such as a heavy-hitter cache: its logits are only checked to be
-            finite and to depend on the prompt.
+        window: for a cache that drops old tokens, the size of the model's sliding window. None: causal attention.
+        max_len: length of the rows in the checks.
+        rollback: number of tokens that can be rolled back by starting a step earlier; 0: none.
+        exact: largest difference of logits (of order 1) from full recomputation. Increase it for a cache that rounds.
+        approximate: whether the cache drops visible keys by design, as a heavy-hitter cache does. Logits are then only
+            checked to be finite.
     """
 
     kind = KVCache
@@ -51,7 +51,7 @@ class KVCacheSuite(OfferSuite):
     approximate: ClassVar[bool] = False
 
     def model(self) -> Any:
-        """A model whose tokens depend on all that they may see."""
+        """A model whose logits depend on every visible token."""
         mask: Mask = Causal() & SameSegment()
         if self.window is not None:
             mask = Causal() & SlidingWindow(size=self.window) & SameSegment()
@@ -78,7 +78,7 @@ class KVCacheSuite(OfferSuite):
         assert np.isnan(found[:, -1]).all(), "what cannot be stored must not look like an answer"
 
     def test_rows_may_be_of_different_lengths(self) -> None:
-        """The second row is two tokens behind; in its first step two places are padding."""
+        """The second row is two tokens shorter, so its first step ends with two places of padding."""
         step, params, state = self._decoder()
         ids, expected = _ids(), self._recomputed()
         behind = jnp.stack([ids[0, :5], jnp.concatenate([ids[1, :3], ids[1, :2]])])
@@ -90,7 +90,7 @@ class KVCacheSuite(OfferSuite):
         self._check(logits, np.stack([expected[0, 5:6], expected[1, 3:4]]))
 
     def test_a_step_may_bring_some_of_the_rows(self) -> None:
-        """Row 0 of a step belongs to slot 1, which goes on while slot 0 waits."""
+        """Row 0 of the step is slot 1, which advances while slot 0 waits."""
         step, params, state = self._decoder()
         ids, expected = _ids(), self._recomputed()
         _, state = step(params, state, Step(ids[:, :3], jnp.zeros(2, jnp.int32)))
@@ -101,7 +101,7 @@ class KVCacheSuite(OfferSuite):
         self._check(logits, np.stack([expected[1, 5:7], expected[0, 3:5]]))
 
     def test_tokens_can_be_taken_back(self) -> None:
-        """Wrong tokens are verified at once, and the row goes on from before them."""
+        """Wrong draft tokens are rejected, and the row continues from before them."""
         if not self.rollback:
             pytest.skip("declared to take no token back")
         step, params, state = self._decoder()
@@ -182,7 +182,7 @@ class KVCacheSuite(OfferSuite):
 
     def _decoder(self, cfg: Any = None, unstack: bool = True) -> tuple[Any, Any, Any]:
         made = type(self).__dict__.get("_made")
-        if made is None or cfg is not None or not unstack:  # jitted once for all checks of a class
+        if made is None or cfg is not None or not unstack:  # compiled once per class
             decoder, params, state = Decoder.of(
                 self._model(cfg), cache=offered_config(self), batch_size=2, max_len=self.max_len, unstack=unstack
             )

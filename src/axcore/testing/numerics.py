@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import axcore as ax
-from axcore.module import GradientState, Rngs, functional, maxima, overwritten
+from axcore.module import GradientState, Rngs, functional, overwrite_with_gradient, to_fm32
 from axcore.nn import Blocks, Embedding, Grouped, GroupedLinear, Linear, RaggedDot, Repeat, Weighted
 from axcore.numerics import Numerics, stored
 from axcore.parallel import Remat
@@ -30,14 +30,21 @@ EVERY_PRODUCT = pytest.mark.parametrize("kind", KINDS)
 
 
 class NumericsSuite(OfferSuite):
-    """Checks of what fills the slot `numerics` of layers with a weight.
+    """Checks of layers that fill the slot `numerics`.
+
+    ```python
+    class TestInt8(NumericsSuite):
+        name = "int8"
+        error = 0.02
+        stored_bits = 10.0
+    ```
 
     Attributes:
-        error: the largest relative error of a product of normal numbers, as ||found - exact|| / ||exact||.
-        gradient_error: the same of its gradients; None for numerics that only serve inference.
-        model_error: how far the loss of a small model may move, relative.
-        stored_bits: the most bits that the stored representation has for each number of a weight [48, 40], scales
-            included; None for numerics without one.
+        error: largest relative error of a product of normally distributed numbers, ||found - exact|| / ||exact||.
+        gradient_error: the same for its gradients; None for numerics that only support inference.
+        model_error: largest relative change of the loss of a small model.
+        stored_bits: the most bits per element of a stored weight [48, 40], including scales; None for numerics without
+            a stored representation.
     """
 
     kind = NumericsOffer
@@ -103,7 +110,7 @@ class NumericsSuite(OfferSuite):
 
     @EVERY_PRODUCT
     def test_matrix_is_what_products_multiply_with(self, kind: str) -> None:
-        """Adapters and absorbed projections use it in place of the product."""
+        """Adapters and absorbed projections use `matrix` instead of the product."""
         case = _Case(kind, self.filler())
         weight = case.matrix(case.params)
         assert weight.shape == case.params["weight"].shape
@@ -184,7 +191,7 @@ class NumericsSuite(OfferSuite):
         assert all(reached)
 
     def test_state_moves_by_gradients_alone(self) -> None:
-        """A forward pass writes nothing: recomputed under remat, it would write twice."""
+        """The forward pass must not write state: recomputed under remat, it would write twice."""
         fn, params, state = functional(self.config().build(rngs=Rngs(0)))
         for training in (False, True):
             run = functools.partial(fn, key=jax.random.key(0), training=training, method=OBJECTIVE.build())
@@ -208,13 +215,13 @@ class NumericsSuite(OfferSuite):
 
         def after(state: Any) -> Any:
             gradient = jax.grad(lambda state: objective(fn, params, state, tiny_batch()), allow_int=True)
-            return overwritten(gradient(maxima(state)), state)
+            return overwrite_with_gradient(gradient(to_fm32(state)), state)
 
         return by_path(jax.device_get(jax.jit(after)(state)))
 
 
 class _Case:
-    """One layer with a filler, its parameters, and its products in NumPy."""
+    """One layer with the numerics under test, its parameters, and its products in NumPy."""
 
     def __init__(
         self, kind: str, filler: Any, dtype: str = "float32", *, widths: tuple[int, int] = (IN, OUT), **options: Any

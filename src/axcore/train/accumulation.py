@@ -1,9 +1,9 @@
-"""Gradients of an objective over a batch, whole or in microbatches."""
+"""Gradients of an objective over a batch, at once or accumulated over microbatches."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,29 +11,28 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from axcore.config import ConfigError
-from axcore.module import Collections, Functional, LossSum, Tree, fold, maxima, overwritten
+from axcore.module import Collections, Functional, LossSum, Tree, fold, overwrite_with_gradient, to_fm32
 from axcore.parallel import Layout
-from axcore.train.objective import Objective
+from axcore.train.objective import Batch, Objective
 from axcore.train.parts import joined, part
-
-Batch = Mapping[str, jax.Array]
 
 
 class Counts(NamedTuple):
-    """What the losses of a whole batch are divided by."""
+    """The counts of a whole batch: of the objective, and of each added loss by its path."""
 
     loss: jax.Array
     others: dict[str, jax.Array]
 
 
-class Computed(NamedTuple):
-    """What a batch, or a microbatch, gives.
+class Result(NamedTuple):
+    """Gradients and reports of a batch or microbatch.
 
     Attributes:
-        grads: of the trained parameters, in their dtype.
-        loss: the objective's own.
-        model_state: as the layers wrote it, but for `GradientState`.
-        gradient_state: the `GradientState` leaves alone: their next values.
+        grads: gradients of the trained parameters, in their dtypes.
+        loss: the result of the objective.
+        collections: summaries and added losses.
+        model_state: the new state without `GradientState`.
+        gradient_state: the next values of the `GradientState` leaves.
     """
 
     grads: Tree
@@ -44,12 +43,12 @@ class Computed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Differentiated:
-    """An objective as a function of the trained parameters.
+class ObjectiveGradient:
+    """The gradient of an objective with respect to the trained parameters.
 
     Attributes:
-        trained, frozen: the parameters in two parts.
-        params_like: shapes and shardings in the form of `trained`.
+        trained, frozen: the trained and the frozen parameters.
+        params_like: shapes, dtypes and shardings of `trained`.
     """
 
     fn: Functional
@@ -59,16 +58,15 @@ class Differentiated:
     frozen: Tree
     params_like: Tree
 
-    def whole(self, model_state: Tree, batch: Batch, key: jax.Array) -> Computed:
-        """The gradients of a batch at once."""
+    def whole(self, model_state: Tree, batch: Batch, key: jax.Array) -> Result:
+        """The gradients of a batch, computed at once."""
         return self._one(model_state, batch, key, None)
 
-    def accumulated(self, model_state: Tree, batch: Batch, key: jax.Array, microbatches: int) -> Computed:
-        """Those of the same batch in microbatches, one after the other: gradients and losses of the whole.
+    def accumulated(self, model_state: Tree, batch: Batch, key: jax.Array, microbatches: int) -> Result:
+        """The same gradients and losses, computed one microbatch after another.
 
-        Gradients are summed in float32. Each microbatch draws PRNG bits of its own, and layers that write Variables
-        write them once a microbatch. Summaries are reduced by their rule, of a `GradientState` the largest value of
-        each element counts.
+        Gradients are summed in float32. Each microbatch draws different random numbers, and layers write their
+        Variables once per microbatch. Summaries are reduced by their rule, and `GradientState` by elementwise maximum.
         """
         batches = {name: self._split(x, microbatches) for name, x in batch.items()}
         numbered = jnp.arange(microbatches), batches
@@ -76,7 +74,7 @@ class Differentiated:
         def key_of(number: jax.Array) -> jax.Array:
             return fold(fold(key, "microbatch"), number)
 
-        def count(numbered: Any) -> Counts:  # the compiler drops all of this forward pass that no count depends on
+        def count(numbered: Any) -> Counts:  # XLA removes the parts of this forward pass that no count depends on
             (loss, collections), _ = self._call(self.trained, model_state, numbered[1], key_of(numbered[0]))
             return Counts(loss.count, {path: each.count for path, each in collections.losses.items()})
 
@@ -91,7 +89,7 @@ class Differentiated:
 
         start = jax.tree.map(self._zeros, self.params_like), self._kept(model_state)
         (sums, kept), (losses, collections, gradient_state) = jax.lax.scan(add, start, numbered)
-        return Computed(
+        return Result(
             grads=jax.tree.map(lambda total, like: total.astype(like.dtype), sums, self.params_like),
             loss=jax.tree.map(lambda x: x.sum(axis=0), losses),
             collections=collections.reduced(),
@@ -99,7 +97,7 @@ class Differentiated:
             gradient_state=jax.tree.map(lambda x: x.max(axis=0), gradient_state),
         )
 
-    def _one(self, model_state: Tree, batch: Batch, key: jax.Array, counts: Counts | None) -> Computed:
+    def _one(self, model_state: Tree, batch: Batch, key: jax.Array, counts: Counts | None) -> Result:
         kept = self._kept(model_state)
 
         def minimized(trained: Tree, gradient_state: Tree) -> tuple[jax.Array, Any]:
@@ -112,8 +110,8 @@ class Differentiated:
 
         old = self._gradient_state(model_state)
         differentiate: Callable[..., Any] = jax.grad(minimized, argnums=(0, 1), has_aux=True, allow_int=True)
-        (grads, found), (loss, collections, kept) = differentiate(self.trained, maxima(old))
-        return Computed(grads, loss, collections, kept, overwritten(found, old))
+        (grads, found), (loss, collections, kept) = differentiate(self.trained, to_fm32(old))
+        return Result(grads, loss, collections, kept, overwrite_with_gradient(found, old))
 
     def _call(self, trained: Tree, model_state: Tree, batch: Batch, key: jax.Array) -> Any:
         params = joined(trained, self.frozen)
@@ -133,7 +131,8 @@ class Differentiated:
         return part(model_state, self.fn.gradient_state, lambda is_one: bool(is_one))
 
     def _split(self, x: jax.Array, microbatches: int) -> jax.Array:
-        """[batch, ...] -> [microbatches, rows, ...]. Every n-th row, so that each device keeps its own."""
+        """[batch, ...] -> [microbatches, rows, ...]. A microbatch takes every n-th row, so that no row changes
+        device."""
         x = rearrange(x, "(r k) ... -> k r ...", k=microbatches)
         if self.layout.mesh.size == 1:
             return x

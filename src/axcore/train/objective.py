@@ -1,4 +1,4 @@
-"""What training minimizes: objectives report a sum and a count, so that parts of a batch add up."""
+"""Objectives: training losses as sums and counts, so that those of microbatches and devices can be added."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ Batch = Mapping[str, jax.Array]
 
 
 class Objective(config.Configurable):
-    """Base of objectives: a model and a batch -> the loss.
+    """Base of objectives, which compute the training loss of a model on a batch.
 
-    It runs in the model's own frame: it may call the model's methods, and `axcore.current()` reports further losses
-    (`add_loss`), summaries and draws. The training step minimizes `total / count` of what it returns plus the losses
-    that it and the layers add, each over the whole batch, however many microbatches and devices that is cut into.
+    An objective runs in the frame of the model: it may call the model's methods, and use `axcore.current()` to add
+    losses (`add_loss`), report summaries and draw random numbers. The training step minimizes `total / count` of the
+    result plus the added losses of objective and layers. Totals and counts are those of the whole batch, summed over
+    microbatches and devices.
     """
 
     class Config(config.Config):
@@ -33,40 +34,41 @@ class Objective(config.Configurable):
         self.config = cfg
 
     def __call__(self, model: Any, batch: Batch) -> LossSum:
-        """The loss of the rows of a batch.
+        """The loss of a batch.
 
-        Evaluation calls it too, without `training`, and reports `total` as nats per byte: it should be the negative
-        log-likelihood, and what only helps training belongs into `add_loss`.
+        Evaluation calls it too, without `training`, and reports `total` as nats per byte. So it should be the negative
+        log-likelihood; terms that only help training belong in `add_loss`.
 
         Args:
-            batch: what the trainer's input yields, each [batch, ...].
+            batch: arrays [batch, ...], as the trainer's input yields them.
 
         Returns:
-            Scalars: the sum of the loss, and the count, which depends on the batch alone, not on the parameters.
+            The sum of the loss and its count, both scalars. The count must not depend on parameters.
         """
         raise NotImplementedError
 
     def value(self, fn: Functional, params: Tree, state: Tree, batch: Batch, **options: Any) -> jax.Array:
-        """What a training step of one microbatch minimizes, a float32 scalar; `options` are those of `invoke`."""
+        """The float32 scalar that a training step without microbatches minimizes. `options` go to `axcore.invoke`."""
         (loss, collections), _ = fn(params, state, batch, method=self, **options)
         return loss.mean() + collections.total_loss()
 
 
 class CrossEntropy(Objective):
-    """The mean cross-entropy of the targets that count, in nats. It adds `z_loss`, `label_smoothing`, and the
-    cross-entropy of each token further ahead that the model predicts, as `future.0` and so on.
+    """The weighted mean cross-entropy of the targets, in nats.
 
-    A model offers `predictions(batch)` and `logits(hidden)`, as `CausalLM` does.
+    It adds the losses `z_loss` and `label_smoothing`, and for multi-token prediction the cross-entropy of each token
+    further ahead, as `future.0` and so on. The model must have the methods `predictions(batch)` and `logits(hidden)`,
+    as `CausalLM` has.
     """
 
     class Config(Objective.Config):
         z_loss: float = 0.0
-        """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5); 0 leaves it out."""
+        """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5); 0: none."""
         label_smoothing: float = 0.0
-        """The share of each target that is spread evenly over the vocabulary (Szegedy et al. 2015, arXiv 1512.00567,
-        section 7). `label_smoothing` in the metrics is what this adds to the cross-entropy."""
+        """The share of each target's probability that is spread evenly over the vocabulary (Szegedy et al. 2015, arXiv
+        1512.00567, section 7). The metric `label_smoothing` is the increase of the cross-entropy."""
         chunk: int | None = None
-        """Places of each row whose logits exist at once; the backward pass makes them again. None: all."""
+        """The most tokens of each row whose logits exist at once; the backward pass recomputes them. None: all."""
 
     config: Config
 
@@ -102,8 +104,8 @@ class CrossEntropy(Objective):
         return LossSum(_weighted(losses, main.weights), count)
 
     def _scores(self, model: Any, prediction: Prediction) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """float32 [batch, seq]: the cross-entropy of each target, the log-partition and, where labels are smoothed, the
-        mean cross-entropy of all tokens of the vocabulary."""
+        """float32 [batch, seq]: the cross-entropy of each target, the log-partition and, if labels are smoothed, the
+        mean cross-entropy over the vocabulary."""
         smooth, seq = bool(self.config.label_smoothing), prediction.hidden.shape[1]
         chunk = min(self.config.chunk or seq, seq)
 
@@ -119,12 +121,12 @@ class CrossEntropy(Objective):
 
 
 def _mean_logit(logits: jax.Array) -> jax.Array:
-    """The mean over the vocabulary, its padding left out."""
+    """The mean over the vocabulary without padding."""
     real = logits > MASKED_LOGIT / 2
     return jnp.where(real, logits, 0.0).sum(axis=-1) / real.sum(axis=-1)
 
 
 def _weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
-    """The weighted sum of the losses that count."""
-    # A target that does not count may be any number (-1 or -100 by custom), and its loss means nothing.
+    """The weighted sum of the losses."""
+    # Targets of weight 0 may be any number, such as -100, and their losses may be infinite.
     return jnp.where(weights == 0, 0.0, losses * weights).sum()

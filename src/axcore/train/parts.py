@@ -1,4 +1,4 @@
-"""Parts of a tree of arrays: those that one transformation is about, and the rest."""
+"""Splitting a tree of arrays into two and joining them again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from axcore.module import Tree
 
 
 def part(tree: Tree, marks: Tree, wanted: Callable[[Any], bool]) -> Tree:
-    """The leaves whose mark is wanted, in the dicts that hold one.
+    """The subtree of the leaves whose mark is wanted, without empty dicts.
 
     Args:
-        marks: a tree of the same form.
+        marks: a tree of the same structure.
     """
     found: Tree = {}
     for name, leaf in tree.items():
@@ -26,7 +26,7 @@ def part(tree: Tree, marks: Tree, wanted: Callable[[Any], bool]) -> Tree:
 
 
 def joined(one: Tree, other: Tree) -> Tree:
-    """Two parts of a tree as the whole that they were."""
+    """The union of two subtrees with disjoint leaves."""
     whole = {**one, **other}
     for name in one.keys() & other.keys():
         whole[name] = joined(one[name], other[name])

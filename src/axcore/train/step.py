@@ -14,7 +14,7 @@ import optax
 from axcore.config import Config, ConfigError, under
 from axcore.module import Functional, Tree, abstract, initializer, root
 from axcore.parallel import Layout
-from axcore.train.accumulation import Differentiated
+from axcore.train.accumulation import ObjectiveGradient
 from axcore.train.learner import Learner
 from axcore.train.objective import CrossEntropy, Objective
 from axcore.train.parts import joined
@@ -72,12 +72,12 @@ class Program:
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
         like = self.learner.trained(self.state.params)
-        differentiated = Differentiated(self.fn, self.objective, self.layout, trained, frozen, like)
+        gradient = ObjectiveGradient(self.fn, self.objective, self.layout, trained, frozen, like)
         with self.layout.active():
             if self.microbatches == 1:
-                found = differentiated.whole(state.model_state, batch, key)
+                found = gradient.whole(state.model_state, batch, key)
             else:
-                found = differentiated.accumulated(state.model_state, batch, key, self.microbatches)
+                found = gradient.accumulated(state.model_state, batch, key, self.microbatches)
         with root(None, key=key, training=True, names=("learner",)) as frame:
             params, optimizer, metrics = self.learner.update(
                 found.grads, state.optimizer, state.params, state.step, state.total_steps

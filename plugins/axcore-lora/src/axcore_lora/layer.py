@@ -113,7 +113,9 @@ class DoRA(LoRA):
 
     def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array, product: Product) -> jax.Array:
         """As of `LoRA`; the rescaling is in float32."""
-        length = product.each(lengthening(weight, self.a[...], self.b[...], self.magnitude[...], scale(self.config)))
+        length = product.broadcast(
+            lengthening(weight, self.a[...], self.b[...], self.magnitude[...], scale(self.config))
+        )
         whole = y.astype(jnp.float32)
         # Added, and zero in a fresh adapter: the bits stay. As a factor of 1, XLA would round the program otherwise.
         return (whole + ((length - 1) * whole + length * self.change(x, product).astype(jnp.float32))).astype(y.dtype)

@@ -21,9 +21,9 @@ class LoadBalance(Config):
     weight: float
     scope: Literal["sequence", "batch", "global"] = "global"
     """What the means are over: a row (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one shard of the batch, or
-    all rows of the microbatch (Qiu et al. 2025, arXiv 2501.11873). The loss is the mean over these parts. It is no sum
-    over rows unless the scope is a row: with `Trainer.Config.microbatches`, `batch` and `global` are means over the
-    microbatches of a step. Each layer adds a loss of its own."""
+    all rows of the microbatch (Qiu et al. 2025, arXiv 2501.11873). The loss is the mean over these parts. With
+    `Trainer.Config.microbatches`, the losses of `batch` and `global` are averaged over the microbatches of a step, so
+    they differ from those of the whole batch. Each layer adds its own loss."""
     per_choice: bool = False
     """Whether f is divided by the choices of a token, as in DeepSeek-V3."""
 

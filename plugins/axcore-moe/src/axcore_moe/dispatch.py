@@ -1,4 +1,4 @@
-"""How tokens get to their experts and back."""
+"""Dispatching tokens to their experts and combining the outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import axcore as ax
 from axcore.config import Config
 from axcore.nn import Blocks, GroupedMatmul
 from axcore_moe.experts import Experts
-from axcore_moe.routing import Layout, Routing, counts
+from axcore_moe.routing import Routing, RowAssignment, counts
 
 
 class Dispatch(Config):
-    """Base of dispatches. All compute the same sum; they differ in cost, and in what happens when an expert is full."""
+    """Base of dispatches. All compute the same sum, at different costs; some drop tokens if an expert is over
+    capacity."""
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         """The sum over each token's experts of weight times output.
@@ -24,14 +25,13 @@ class Dispatch(Config):
             x: [tokens, input_dim].
 
         Returns:
-            [tokens, input_dim]; and the share of the pairs that no expert computed, a float32 scalar.
+            [tokens, input_dim]; and the fraction of (token, expert) pairs that were dropped, a float32 scalar.
         """
         raise NotImplementedError
 
 
 class Dense(Dispatch):
-    """Every expert computes every token, and weights choose afterwards: the reference. Its cost grows with the number
-    of experts."""
+    """Applies every expert to every token. This is the reference; its cost grows with the number of experts."""
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         weights = jnp.zeros(routing.probs.shape, jnp.float32).at[routing.token, routing.expert].add(routing.weight)
@@ -40,8 +40,8 @@ class Dense(Dispatch):
 
 
 class Dropless(Dispatch):
-    """Tokens are sorted by expert and multiplied in groups; none is dropped (MegaBlocks, Gale et al. 2022, arXiv
-    2211.15841)."""
+    """Sorts tokens by expert and computes grouped products, without dropping tokens (MegaBlocks, Gale et al. 2022,
+    arXiv 2211.15841)."""
 
     matmul: GroupedMatmul = Blocks()
 
@@ -51,20 +51,20 @@ class Dropless(Dispatch):
 
 
 def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: int, matmul: GroupedMatmul) -> jax.Array:
-    """Each row by its expert, in any order: [rows, input_dim] -> the same shape.
+    """Applies to each row its expert: [rows, input_dim] -> the same shape. Rows may be in any order.
 
     Args:
-        expert: int32 [rows]; `num_experts` where no expert computes the row, which becomes zeros.
+        expert: int32 [rows]; `num_experts` for rows without an expert, whose result is zeros.
     """
     rows = expert.size
     align = matmul.align(rows, num_experts)
     sizes = -(-counts(expert, num_experts) // align) * align
     ends = jnp.cumulative_sum(sizes)
     blocks = rows if align == 1 else -(-rows // align) + min(rows, num_experts)
-    layout = Layout.of(expert, ends - sizes, blocks * align)
+    assignment = RowAssignment.of(expert, ends - sizes, blocks * align)
     of_block = jnp.searchsorted(ends, align * jnp.arange(blocks), side="right")
-    group = jnp.minimum(of_block, num_experts - 1).astype(jnp.int32)  # empty blocks at the end are somebody's
-    return layout.pairs_of(experts.grouped(layout.rows_of(x), group, sizes, matmul))
+    group = jnp.minimum(of_block, num_experts - 1).astype(jnp.int32)  # unused blocks at the end need a valid group
+    return assignment.pairs_of(experts.grouped(assignment.rows_of(x), group, sizes, matmul))
 
 
 class Capacity(Dispatch):
@@ -84,7 +84,7 @@ class Capacity(Dispatch):
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         pairs, count = routing.expert.size, routing.num_experts
         places = min(pairs, max(1, math.ceil(self.factor * pairs / count)))
-        layout = Layout.of(routing.expert, jnp.arange(count) * places, count * places, places)
-        buffer = layout.rows_of(routing.spread(x)).reshape(count, places, -1)
-        y = layout.pairs_of(experts.batched(buffer).reshape(count * places, -1))
-        return routing.summed(y), jnp.mean(layout.row == count * places, dtype=jnp.float32)
+        assignment = RowAssignment.of(routing.expert, jnp.arange(count) * places, count * places, places)
+        buffer = assignment.rows_of(routing.spread(x)).reshape(count, places, -1)
+        y = assignment.pairs_of(experts.batched(buffer).reshape(count * places, -1))
+        return routing.summed(y), jnp.mean(assignment.row == count * places, dtype=jnp.float32)

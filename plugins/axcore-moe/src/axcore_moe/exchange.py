@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens travel to the devices that hold their experts."""
+"""Expert parallelism: tokens are sent to the devices that hold their experts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from jax.sharding import PartitionSpec
 import axcore as ax
 from axcore.module import cond, remat
 from axcore.nn import Blocks, GroupedMatmul
-from axcore.parallel import active_layout, shard_map
-from axcore.parallel.mesh import Layout as MeshLayout, group_of
+from axcore.parallel import Layout, active_layout, shard_map
+from axcore.parallel.mesh import group_of
 from axcore_moe.dispatch import Dispatch, Dropless, by_expert
 from axcore_moe.experts import Experts
-from axcore_moe.routing import Layout, Routing
+from axcore_moe.routing import Routing, RowAssignment
 
 
 class Exchange(Dispatch):
-    """All-to-all over the mesh axes that the rules give to `expert` (GShard, arXiv 2006.16668, section 3.2).
+    """All-to-all over the mesh axes that the rules map `expert` to (GShard, arXiv 2006.16668, section 3.2).
 
-    Each device holds its own experts only; whatever other mesh axes shard them over (`embed` over fsdp) is gathered for
-    the call. Tokens are spread over all devices. Each device has places for `factor` times the fair share of its pairs
-    on every other device. Where the rules do not split `expert`, this is `Dropless`.
+    Each device holds its own experts only. Sharding of the experts over other mesh axes (`embed` over fsdp) is gathered
+    for the call. Tokens are sharded over all devices. Each device can send to every other one `factor` times the fair
+    share of its (token, choice) pairs. If the rules do not shard `expert`, this is `Dropless`.
     """
 
     matmul: GroupedMatmul = Blocks()
     factor: float = 2.0
+    """Capacity of each pair of devices, as a multiple of the fair share."""
     dropless: bool = True
-    """A call in which some device needs more places than that has as many as it can need: one for each token and
-    choice, so it computes about as many times more as there are devices. Both ways are compiled, and the backward pass
-    computes the exchange again. False: what finds no place is dropped, and counted in `dropped`."""
+    """True: a call in which some device exceeds this capacity runs with the largest capacity that can be needed, which
+    costs about as many times more compute as there are devices. Both variants are compiled, and the backward pass
+    recomputes the exchange. False: pairs beyond the capacity are dropped, and counted in `dropped`."""
 
     def __post_init__(self) -> None:
         if self.factor is not ax.REQUIRED and not 0 < self.factor < math.inf:
@@ -79,29 +80,35 @@ class Exchange(Dispatch):
         num_experts: int,
         count: int,
     ) -> tuple[jax.Array, jax.Array]:
-        """On one device: tokens [tokens, input_dim], int32 and float32 [choices, tokens] -> their part of the sum, and
-        the number of pairs, over all devices, that no expert computed.
+        """The body for one device.
 
         Args:
-            axes: mesh axes that the experts are split over, into `count` parts.
+            x: [tokens, input_dim], the tokens of this device.
+            expert: int32 [choices, tokens]; `num_experts` for padding.
+            weight: float32 [choices, tokens].
+            axes: mesh axes that the experts are sharded over, into `count` shards.
             over: all mesh axes.
+
+        Returns:
+            [tokens, input_dim], the weighted sum over each token's experts; and the number of dropped pairs on all
+            devices, a float32 scalar.
         """
         choices, tokens = expert.shape
         held = num_experts // count
         most = tokens * min(choices, held)
         places = min(most, math.ceil(self.factor * choices * tokens / count))
         target = expert.reshape(-1) // held
-        needed = jnp.zeros((count,), jnp.int32).at[target].add(1, mode="drop")  # padding has no target
-        pass_through = functools.partial(_exchanged, matmul=self.matmul, axes=axes, held=held, count=count)
+        needed = jnp.zeros((count,), jnp.int32).at[target].add(1, mode="drop")  # padding is out of range
+        exchanged = functools.partial(_exchanged, matmul=self.matmul, axes=axes, held=held, count=count)
 
-        def way(places: int) -> Callable[..., Any]:
-            return functools.partial(pass_through, places=places)
+        def with_places(places: int) -> Callable[..., Any]:
+            return functools.partial(exchanged, places=places)
 
         if self.dropless and places < most:
-            few = jax.lax.pmax(needed.max(), over) <= places  # all devices take the same way
-            run = cond(few, remat(way(places)), remat(way(most)))
+            few = jax.lax.pmax(needed.max(), over) <= places  # all devices must take the same branch
+            run = cond(few, remat(with_places(places)), remat(with_places(most)))
         else:
-            run = way(places)
+            run = with_places(places)
         lost = jnp.zeros((), jnp.float32)
         if not self.dropless:
             lost = jax.lax.psum(jnp.maximum(needed - places, 0).sum().astype(jnp.float32), over)
@@ -121,19 +128,21 @@ def _exchanged(
     count: int,
     places: int,
 ) -> jax.Array:
-    """[pairs, input_dim], int32 [pairs] -> what the experts, wherever they are, make of each pair.
+    """The output of each pair's expert, on whichever device it is: [pairs, input_dim] -> the same shape.
 
     Args:
-        held: experts of a device.
-        places: how many pairs each device may send to each.
+        expert: int32 [pairs].
+        held: number of experts per device.
+        count: number of shards of the experts.
+        places: number of pairs that each device may send to each shard.
     """
-    layout = Layout.of(expert // held, jnp.arange(count) * places, count * places, places)
-    number = jnp.append(expert % held, held)[layout.pair].astype(jnp.int32)  # on its device; an empty place has none
+    assignment = RowAssignment.of(expert // held, jnp.arange(count) * places, count * places, places)
+    number = jnp.append(expert % held, held)[assignment.pair].astype(jnp.int32)  # local; `held` for an empty place
     swap = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
-    arrived = by_expert(experts, swap(layout.rows_of(x)), swap(number), held, matmul)
-    return layout.pairs_of(swap(arrived))
+    arrived = by_expert(experts, swap(assignment.rows_of(x)), swap(number), held, matmul)
+    return assignment.pairs_of(swap(arrived))
 
 
-def _all_axes(layout: MeshLayout) -> tuple[str, ...]:
-    """Every mesh axis, those of the batch first: the tokens of a device then stay on it."""
+def _all_axes(layout: Layout) -> tuple[str, ...]:
+    """Every mesh axis, those of `batch` and `seq` first, so that tokens stay on their device."""
     return tuple(dict.fromkeys((*layout.axes_of("batch"), *layout.axes_of("seq"), *layout.mesh.axis_names)))

@@ -1,4 +1,4 @@
-"""The experts of one layer, each matrix of theirs in one array."""
+"""The experts of one layer, with their matrices stacked in one array."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from axcore.parallel import constrain
 class Experts(ax.Layer):
     """`num_experts` feed-forward blocks of one config, made of `GroupedLinear` maps [expert, input, output].
 
-    What fills a slot of the block's linear maps, such as `block.up.adapter`, acts in those of all experts.
-
-    For remat policies the values `gate` and `up` are tagged.
+    Slots of the block's linear maps, such as `block.up.adapter`, are filled for all experts. The values `gate` and `up`
+    are tagged for remat policies.
     """
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
         num_experts: int = ax.REQUIRED
         block: FeedForward.Config = FeedForward.Config()
-        """Each expert."""
+        """Config of each expert."""
 
     config: Config
 
@@ -50,12 +49,13 @@ class Experts(ax.Layer):
 
     @ax.method
     def grouped(self, x: jax.Array, expert: jax.Array, sizes: jax.Array, matmul: GroupedMatmul) -> jax.Array:
-        """Each row by its expert.
+        """Applies to each row its expert.
 
         Args:
-            x: [rows, input_dim], the rows of expert 0 first, then those of expert 1, and so on.
-            expert: int32 [blocks], in ascending order: whose each block of as many rows is.
-            sizes: int32 [experts], how many rows each has.
+            x: [rows, input_dim], sorted by expert.
+            expert: int32 [blocks], in ascending order: the expert of each block of `rows / blocks` rows.
+            sizes: int32 [experts], number of rows of each expert.
+            matmul: computes the grouped products.
 
         Returns:
             [rows, input_dim].
@@ -65,13 +65,13 @@ class Experts(ax.Layer):
 
     @ax.method
     def batched(self, x: jax.Array) -> jax.Array:
-        """As many rows for each expert: [expert, rows, input_dim] -> the same shape."""
+        """Applies each expert to the same number of rows: [expert, rows, input_dim] -> the same shape."""
         return self._block(x, lambda linear, x: linear.batched(x))
 
     def _block(self, x: jax.Array, mapped: Callable[[GroupedLinear, jax.Array], jax.Array]) -> jax.Array:
         gate = None if self.gate is None else checkpoint_name(mapped(self.gate, x), "gate")
         up = checkpoint_name(mapped(self.up, x), "up")
         hidden = combined(self.config.block, gate, up)
-        rows = PartitionSpec.UNCONSTRAINED  # which tokens are where is the dispatch's to say
+        rows = PartitionSpec.UNCONSTRAINED  # the dispatch decides how rows are sharded
         hidden = constrain(hidden, *("expert",)[: hidden.ndim - 2], rows, "mlp")
         return mapped(self.down, hidden)

@@ -47,21 +47,21 @@ def use_moe(
     bias_rate: float | None = None,
     where: ax.Where = FeedForward,
 ) -> ax.Config:
-    """Puts a mixture of experts in the place of every, or of every n-th, selected feed-forward block.
+    """Replaces every selected feed-forward block, or every n-th one, by a mixture of experts.
 
-    Each expert is such a block as stood there: with its activation, gating, biases and initializers.
+    Each expert has the config of the block that it replaces: its activation, gating, biases and initializers.
 
     Args:
         num_experts: experts of each mixture.
-        top_k: experts that compute a token.
-        every: of each so many blocks the last becomes a mixture; a `Repeat` then repeats groups of so many layers.
-        hidden_dim: of each expert; None: that of the block.
+        top_k: number of experts of each token.
+        every: the last of each `every` blocks becomes a mixture; a `Repeat` then repeats groups of `every` layers.
+        hidden_dim: hidden features of each expert; None: that of the block.
         score, normalize, scale, groups, top_groups, jitter: of the router, see `TopK.Config`.
         router_bias: whether the router's logits have a bias that is learned.
         expert_choice: experts choose tokens, `top_k` for each on average. It is not causal, see `ExpertChoice`.
-        dispatch: how tokens get to experts; see `Dispatch`.
+        dispatch: how tokens are sent to experts; see `Dispatch`.
         capacity_factor: places of an expert, as a multiple of its fair share; it needs dispatch="capacity".
-        shared_experts: a block of so many times the experts' hidden features computes every token.
+        shared_experts: number of experts that compute every token, as one block of that many times the hidden features.
         balance: weight of the load-balance loss, 0 leaves it out; None: 0.01, or 0 where `bias_rate` or `expert_choice`
             balances.
         balance_scope: see `LoadBalance.scope`.
@@ -70,19 +70,21 @@ def use_moe(
         where: which blocks.
 
     Raises:
-        ConfigError: nothing is selected, or not so many blocks as `every`.
+        ConfigError: nothing is selected, or fewer blocks than `every`.
     """
     if every < 1:
         raise ax.ConfigError(f"every must be at least 1, not {every}")
     router = _router(num_experts, top_k, expert_choice, jitter, score, normalize, scale, groups, top_groups, bias_rate)
     router = router.set(linear=router.linear.set(use_bias=router_bias))
-    way = DISPATCHES.get(dispatch) if isinstance(dispatch, str) else dispatch
-    if not isinstance(way, Dispatch):
-        raise ax.ConfigError(f"dispatch={dispatch!r} is none; give a Dispatch, or one of {', '.join(DISPATCHES)}")
+    chosen = DISPATCHES.get(dispatch) if isinstance(dispatch, str) else dispatch
+    if not isinstance(chosen, Dispatch):
+        raise ax.ConfigError(
+            f"dispatch={dispatch!r} is not a dispatch; give a Dispatch, or one of {', '.join(DISPATCHES)}"
+        )
     if capacity_factor is not None:
-        if not isinstance(way, Capacity):
+        if not isinstance(chosen, Capacity):
             raise ax.ConfigError(f"capacity_factor={capacity_factor} needs dispatch='capacity', not {dispatch!r}")
-        way = way.set(factor=capacity_factor)
+        chosen = chosen.set(factor=capacity_factor)
     if balance is None:
         balance = 0.01 if bias_rate is None and not expert_choice else 0.0
     elif balance and expert_choice:
@@ -108,7 +110,7 @@ def use_moe(
             num_experts=num_experts,
             router=router,
             experts=Experts.Config(block=expert.set(input_dim=ax.REQUIRED)),
-            dispatch=way,
+            dispatch=chosen,
             shared=shared,
             balance=LoadBalance(weight=balance, scope=balance_scope) if balance else None,
             z_loss=z_loss,

@@ -20,8 +20,8 @@ class Routing:
         weight: float32 [pairs], what the expert's output is multiplied with.
         probs: float32 [tokens, experts], non-negative scores that sum to 1 for each token; balance losses see them.
         logits: float32 [tokens, experts].
-        choices: where every token has the same number of pairs, of different experts, that number; the pairs are then
-            the first choice of each token, then the second of each, and so on. None: in any order.
+        choices: number of pairs of each token, if all tokens have equally many, of different experts. The pairs are
+            then the first choices of all tokens, followed by the second choices, and so on. None: in any order.
     """
 
     token: jax.Array
@@ -62,7 +62,7 @@ class Routing:
 
 
 def counts(expert: jax.Array, num_experts: int) -> jax.Array:
-    """int32 [experts]: how many of these int32 [pairs] are each expert; numbers beyond the last are none."""
+    """int32 [pairs] -> int32 [experts]: how often each expert occurs. Numbers from `num_experts` on are ignored."""
     return jnp.zeros((num_experts,), jnp.int32).at[expert].add(1, mode="drop")
 
 
@@ -92,25 +92,26 @@ moved.defvjp(_forward, _backward)
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Pairs in rows, those of an expert together.
+class RowAssignment:
+    """The assignment of (token, expert) pairs to rows that are grouped by expert.
 
     Attributes:
-        pair: int32 [rows], the pair of each row; the number of pairs where the row is empty.
-        row: int32 [pairs], the row of each pair; the number of rows where it has none.
+        pair: int32 [rows], the pair in each row; the number of pairs for an empty row.
+        row: int32 [pairs], the row of each pair; the number of rows for a pair without one.
     """
 
     pair: jax.Array
     row: jax.Array
 
     @classmethod
-    def of(cls, expert: jax.Array, starts: jax.Array, rows: int, places: int | None = None) -> Layout:
-        """The pairs of each expert from its start on, in their order.
+    def of(cls, expert: jax.Array, starts: jax.Array, rows: int, places: int | None = None) -> RowAssignment:
+        """Assigns the pairs of each expert to the rows from its start on, in order.
 
         Args:
-            expert: int32 [pairs]; a pair of the expert number `starts.size` has no row.
+            expert: int32 [pairs]; `starts.size` for pairs without a row.
             starts: int32 [experts].
-            places: rows of each expert; pairs beyond them get none. None: as many as there are pairs.
+            rows: number of rows.
+            places: the most rows of an expert; further pairs get none. None: unlimited.
         """
         pairs = expert.size
         order = jnp.argsort(expert, stable=True)

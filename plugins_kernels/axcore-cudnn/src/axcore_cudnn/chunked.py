@@ -1,10 +1,11 @@
-"""Attention of packed rows with any number of documents, by calls of cuDNN that know no documents.
+"""Attention for packed rows with any number of documents, by cuDNN calls without support for documents.
 
-A row is cut into chunks. Within a chunk, a bias keeps documents apart. A document that goes on beyond its chunk is
-attended to by halves: of two neighbouring chunks, then of two pairs, and so on, the queries of the right half which
-continue the document that ends the left half see all of that document's keys there, a rectangle without a mask. Each
-pair of halves has one such document at most. The parts are merged by their log-sum-exp. So the number of documents is
-not limited, memory is linear in the length of a row, and the work is that of each document's own keys, plus a chunk.
+A row is split into chunks. Within a chunk, a bias separates the documents. Documents that cross chunk boundaries are
+handled by recursive halving: for each pair of neighbouring chunks, then of neighbouring pairs, and so on, the queries
+at the start of the right half that continue the last document of the left half attend to all keys of that document in
+the left half. This is a rectangle without a mask, and there is at most one per pair. The results are merged by
+log-sum-exp. The number of documents is unlimited, memory is linear in the row length, and the work per query is the
+length of its document plus at most one chunk.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from jaxtyping import Array, Float, Float32, Int32
 from axcore_cudnn.primitives import Form, backward, forward
 
 CHUNK = 512
-"""Rows are halved while the halves have at least this many tokens."""
+"""Chunks have at least this many tokens, where a row is long enough to be split."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """Pairs of halves of rows.
+    """The pairs of halves at one level of the recursion.
 
     Attributes:
-        pairs: how many a row has.
-        lengths: int32 [batch * pairs] each: how many queries of the right half continue the document that ends the
-            left half, and how many keys of the left half belong to it; both are 0 where none continues.
+        pairs: number of pairs per row.
+        lengths: (number of queries of the right half that continue the last document of the left half, number of keys
+            of that document in the left half); both 0 if no document crosses the boundary.
     """
 
     pairs: int
-    lengths: tuple[Array, Array]
+    lengths: tuple[Int32[Array, " batch*pairs"], Int32[Array, " batch*pairs"]]
 
     @classmethod
     def of(cls, number: Int32[Array, "batch seq"], pairs: int) -> Halves:
@@ -44,20 +45,20 @@ class Halves:
         return cls(pairs, (queries, jnp.where(queries > 0, keys, 0)))
 
     def queries(self, x: Array) -> Array:
-        """The right halves: the queries that see keys come first."""
+        """The right halves, in which the queries that attend come first."""
         return _split(x, self.pairs)[1]
 
     def keys(self, x: Array) -> Array:
-        """The left halves, last token first: the keys that are seen come first, and their order does not matter."""
+        """The left halves, reversed so that the keys of the last document come first. Their order does not matter."""
         return _split(x, self.pairs)[0][:, ::-1]
 
     def to_queries(self, x: Array, empty: float = 0.0) -> Array:
-        """The inverse of `queries`: values of the queries that see keys, and `empty` for all other tokens."""
+        """The inverse of `queries`: values of the queries that attend, and `empty` for all other tokens."""
         right = _first(x, self.lengths[0], empty)
         return _join(jnp.full_like(right, empty), right, self.pairs)
 
     def to_keys(self, x: Array) -> Array:
-        """The inverse of `keys`: values of the keys that are seen, and 0 for all other tokens."""
+        """The inverse of `keys`: values of the keys that are attended to, and 0 for all other tokens."""
         left = _first(x, self.lengths[1], 0.0)[:, ::-1]
         return _join(left, jnp.zeros_like(left), self.pairs)
 
@@ -65,7 +66,7 @@ class Halves:
 def chunked_forward(
     form: Form, q: Array, k: Array, v: Array, number: Int32[Array, "batch seq"]
 ) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
-    """The heads and the lse, given the number of each token's document."""
+    """The heads and the lse, given the document number of each token. Documents are runs of equal numbers."""
     seq = q.shape[1]
     if seq % 2:
         heads, lse = chunked_forward(form, _even(q), _even(k), _even(v), _even(number, -1))
@@ -88,7 +89,7 @@ def chunked_forward(
 def chunked_backward(
     form: Form, q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, number: Array
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v, given results that may include other keys."""
+    """Gradients of q, k and v; `heads` and `lse` may be merged over further keys."""
     seq = q.shape[1]
     if seq % 2:
         lse = _even(lse.transpose(0, 2, 1)).transpose(0, 2, 1)
@@ -124,7 +125,7 @@ def chunked_backward(
 
 
 def _chunks(form: Form, seq: int) -> int:
-    """Into how many chunks a row is cut: a power of two. A window is not cut: its rectangles would need a mask."""
+    """The number of chunks per row, a power of two. With a window it is 1: the rectangles would need a mask."""
     count = 1
     while form.causal and form.window is None and seq % (count * 4) == 0 and seq // (count * 2) >= CHUNK:
         count *= 2
@@ -137,12 +138,12 @@ def _levels(number: Array, count: int) -> list[Halves]:
 
 def _bias(number: Array, count: int, dtype: Any) -> Array:
     number = _rows(number, count)
-    forbidden = max(-(2.0**41), float(jnp.finfo(dtype).min) / 2)  # finite, or the softmax subtracts infinities
+    forbidden = max(-(2.0**41), float(jnp.finfo(dtype).min) / 2)  # finite: inf - inf in the softmax is NaN
     return jnp.where(number[:, :, None] == number[:, None, :], 0.0, forbidden).astype(dtype)[:, None]
 
 
 def _even(x: Array, value: int = 0) -> Array:
-    """With one more token, a document of its own: cuDNN takes a bias of an even number of tokens only."""
+    """Appends one token, as a separate document: cuDNN requires an even number of tokens with a bias."""
     return jnp.pad(x, [(0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)], constant_values=value)
 
 

@@ -1,4 +1,4 @@
-"""cuDNN attention as functions, with packed rows, sinks, the log-sum-exp and a gradient."""
+"""cuDNN attention with packed rows, sinks, the log-sum-exp and a gradient, as functions of arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axcore_cudnn.packed import packed_backward, packed_forward
 from axcore_cudnn.primitives import Form, backward, forward
 
 HEADS, LSE = "heads", "lse"
-"""The names that `attention` gives its results for remat policies."""
+"""The names of the results of `attention` for remat policies."""
 
 
 def attention(
@@ -28,17 +28,17 @@ def attention(
 ) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
     """softmax(scale q k^T) v, and the logarithm of the softmax's denominator.
 
-    The gradient is computed from the saved heads and lse. Both are tagged for remat policies ("heads", "lse"): where a
-    policy saves both, the backward pass does not run the forward kernel again.
+    The gradient is computed from the heads and the lse. Both are tagged for remat policies ("heads", "lse"); with a
+    policy that saves both, the backward pass does not rerun the forward kernel.
 
     Args:
         q, k, v: bfloat16 or float16; each kv head serves `head / kv_head` consecutive heads.
-        segment_ids: of packed rows: tokens attend within runs of equal ids. Requires `kv_seq == seq`.
+        segment_ids: given for packed rows: tokens attend within runs of equal ids. Requires `kv_seq == seq`.
         sinks: the logit of one more key for each head, which has no value (arXiv 2309.17453).
 
     Returns:
-        The heads in the dtype of q, and the lse, which includes `sinks`. The lse has no gradient: to differentiate
-        attention that is merged by lse, use `attention_backward` on the merged results.
+        The heads in the dtype of q, and the lse, which includes `sinks` and carries no gradient. To differentiate
+        heads that are merged by lse, call `attention_backward` with the merged results.
     """
     heads, lse = _attention(form, q, k, v, segment_ids, sinks)
     return heads, jax.lax.stop_gradient(lse)
@@ -59,10 +59,10 @@ def attention_backward(
     Float[Array, "batch kv_seq kv_head head_dim"],
     Float[Array, "batch kv_seq kv_head value_dim"],
 ]:
-    """Gradients of q, k and v, given the results of attention to these keys and any others.
+    """Gradients of q, k and v, where `heads` and `lse` may be merged over further keys.
 
-    Where `heads` and `lse` are merged over several sets of keys, this gives the gradients of one set, and its share of
-    the gradient of q: `p = exp(logits - lse)`, `ds = p * (heads_grad v^T - sum(heads * heads_grad))`.
+    It gives the gradients of these keys and values and their share of the gradient of q: `p = exp(logits - lse)`,
+    `dlogits = p * (heads_grad v^T - sum(heads * heads_grad))`.
     """
     if segment_ids is None:
         return backward(form, q, k, v, heads, lse, heads_grad)

@@ -1,4 +1,4 @@
-"""The kernel that attends with cuDNN."""
+"""The cuDNN attention kernel."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from axcore_cudnn.primitives import Form
 
 LARGEST_HEAD_DIM = 256
 _BEFORE_HOPPER = ("V100", "T4", "A100", "A800", "A10", "A30", "A40", "L4", "RTX", "GeForce", "TITAN")
-"""Parts of the names of GPUs for which cuDNN has neither packed rows nor heads beyond 128 features."""
+"""Substrings of the names of GPUs on which cuDNN supports neither packed rows nor a head_dim above 128."""
 
 
 class CudnnKernel(AttentionKernel):
-    """softmax(q k^T) v, forward and backward fused, without the score matrix in memory.
+    """Fused flash attention by cuDNN, forward and backward, in bfloat16 and float16.
 
-    Takes packed rows, causal masks, causal sliding windows and no mask, sinks, and gives the log-sum-exp; in bfloat16
-    and float16. Packed documents must be runs of equal segment ids, as the trainer's batches have them. For remat
-    policies the values `heads` and `lse` are tagged: a policy that saves both saves running the kernel again.
+    It supports full attention, causal masks, causal sliding windows, packed rows, sinks and the log-sum-exp. Documents
+    of packed rows must be runs of equal segment ids, as in the trainer's batches. The values `heads` and `lse` are
+    tagged for remat policies; a policy that saves both avoids rerunning the kernel in the backward pass.
     """
 
     class Config(AttentionKernel.Config):
         documents: int = 8
-        """Of packed rows: how many documents a row may have, on average over the rows of a call, for the fastest way.
-        Rows with more documents are right, too, but slower. The backward pass takes `8 * documents` bytes for each
-        number in the queries of a call, which are 2**26 or those of one row: 4 GiB by default."""
+        """The most documents per packed row, averaged over the rows of a call, for the fast path. Rows with more
+        documents take a slower path with the same result. The backward pass of the fast path takes `8 * documents`
+        bytes per element of q. A call has at most 2**26 elements of q, or one row: 4 GiB by default."""
 
     takes = frozenset({"sinks", "lse"})
     tags_heads = True
@@ -83,7 +83,7 @@ class CudnnKernel(AttentionKernel):
             segment_ids=segment_ids,
         )
         nothing = jax.tree.map(lambda _: None, dataclasses.replace(inputs, kv=kv))
-        # Sinks are in the merged lse, and in no part of the keys.
+        # The merge computes the gradient of sinks: they belong to no part of the keys.
         sinks = None if inputs.sinks is None else jnp.zeros_like(inputs.sinks)
         return nothing.replace(q=dq, kv=Contiguous(dk, dv, nothing.plain.tokens), sinks=sinks)
 
@@ -102,17 +102,17 @@ class CudnnKernel(AttentionKernel):
 
 
 def use_cudnn(cfg: ax.Config, documents: int = 8, where: ax.Where = Attention) -> ax.Config:
-    """Computes every selected attention with cuDNN.
+    """Fills the kernel slot of every selected attention with cuDNN.
 
     Args:
         documents: see `CudnnKernel.Config`.
-        where: which attentions.
+        where: selects attentions.
     """
     return put_kernel(cfg, CudnnKernel.Config(documents=documents), where)
 
 
 def _shapes(request: KernelRequest) -> str | None:
-    """Why the shapes cannot be done."""
+    """Why the kernel does not support these shapes; None if it does."""
     head_dim, value_dim = request.head_dim, request.value_dim
     for name, width in (("head_dim", head_dim), ("value_dim", value_dim)):
         if width % 8 or not 0 < width <= LARGEST_HEAD_DIM:
@@ -136,7 +136,7 @@ def _shapes(request: KernelRequest) -> str | None:
 
 
 def _mask(request: KernelRequest) -> str | None:
-    """Why the mask cannot be done."""
+    """Why the kernel does not support this mask; None if it does."""
     arms = _arms(request.mask)
     known = all(isinstance(arm, SameSegment | Causal | Everything | SlidingWindow) for arm in arms)
     causal = any(isinstance(arm, Causal) for arm in arms)

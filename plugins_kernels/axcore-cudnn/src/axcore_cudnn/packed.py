@@ -1,8 +1,8 @@
-"""Attention of packed rows: exact for any number of documents, and fast for the usual number.
+"""Attention for packed rows: exact for any number of documents, with a fast path for few.
 
-Rows with at most `documents` documents on average take one call of cuDNN's packed layout; rows with more take calls in
-chunks. The choice is made on the device, batch by batch. Large batches are attended to some rows after others, because
-the memory of the backward pass grows with the rows of a call.
+If the rows of a call have at most `documents` documents on average, one call with cuDNN's packed layout computes them
+(`ragged`); otherwise several calls do (`chunked`). The device chooses for each batch. Large batches are processed in
+groups of rows, because the memory of the backward pass grows with the rows of a call.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from axcore_cudnn.primitives import Form, backward, forward
 from axcore_cudnn.ragged import ragged_backward, ragged_forward
 
 LARGEST_CALL = 2**26
-"""Numbers in q that one call takes: those of 16,384 tokens with 32 heads of 128."""
+"""The most elements of q in one call, unless a row has more: 16,384 tokens with 32 heads of 128."""
 
 
 def document_numbers(segment_ids: Int[Array, "batch seq"]) -> Int32[Array, "batch seq"]:
-    """The number of each token's document in the batch, from 0, rows one after another.
+    """The document number of each token, counted from 0 through the whole batch, row by row.
 
-    A document is a run of equal segment ids within a row. Padding, whose segment id is 0, is a run like any other.
+    A document is a run of equal segment ids within a row. Padding (segment id 0) is a document too.
     """
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return jnp.cumsum(begins.reshape(-1), dtype=jnp.int32).reshape(segment_ids.shape) - 1
@@ -51,14 +51,14 @@ def packed_forward(
 
     if q.shape[1] == 1:
         return forward(form, q, k, v)
-    heads, lse = _some_rows_after_others(some, q, k, v, segment_ids)
+    heads, lse = _in_groups_of_rows(some, q, k, v, segment_ids)
     return heads, lse
 
 
 def packed_backward(
     form: Form, q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, segment_ids: Array
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v, given results that may include other keys."""
+    """Gradients of q, k and v; `heads` and `lse` may be merged over further keys."""
 
     def some(
         q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, segment_ids: Array
@@ -81,17 +81,17 @@ def packed_backward(
 
     if q.shape[1] == 1:
         return backward(form, q, k, v, heads, lse, heads_grad)
-    dq, dk, dv = _some_rows_after_others(some, q, k, v, heads, lse, heads_grad, segment_ids)
+    dq, dk, dv = _in_groups_of_rows(some, q, k, v, heads, lse, heads_grad, segment_ids)
     return dq, dk, dv
 
 
 def _size(form: Form, q: Array) -> int:
-    """Entries of the list: a multiple of the rows, and two a row at least, or cuDNN does not take it for packed."""
+    """Size of the document list: a multiple of the rows, and at least two per row, as cuDNN requires."""
     return q.shape[0] * max(2, min(form.documents, q.shape[1]))
 
 
-def _some_rows_after_others(fn: Callable[..., tuple[Array, ...]], q: Array, *arrays: Array) -> tuple[Array, ...]:
-    """`fn(q, *arrays)`, of as many rows at once as have no more than `LARGEST_CALL` numbers in q."""
+def _in_groups_of_rows(fn: Callable[..., tuple[Array, ...]], q: Array, *arrays: Array) -> tuple[Array, ...]:
+    """`fn(q, *arrays)` in equal groups of rows with at most `LARGEST_CALL` elements of q each."""
     batch = q.shape[0]
     fits = [rows for rows in range(1, batch + 1) if batch % rows == 0 and rows * q[0].size <= LARGEST_CALL]
     rows = max(fits, default=1)

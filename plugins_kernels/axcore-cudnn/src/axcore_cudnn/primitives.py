@@ -1,8 +1,8 @@
-"""One call of cuDNN's attention: forward with the log-sum-exp, and backward from a given log-sum-exp.
+"""Single calls of cuDNN attention: forward with the log-sum-exp, and backward from a given log-sum-exp.
 
-jax offers cuDNN's attention as `jax.nn.dot_product_attention`, which casts the log-sum-exp to the dtype of q and drops
-its gradient. These functions call the primitives below it. They are private, so they are looked up by name when this
-module is imported. Each call computes on one device: shard around it with `axcore.parallel.shard_map`.
+`jax.nn.dot_product_attention` casts the log-sum-exp of cuDNN to the dtype of q and drops its gradient, so these
+functions bind the primitives below it. Those are private to jax; importing this module checks that they exist. A call
+runs on one device: shard it with `axcore.parallel.shard_map`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _cudnn = _private()
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is static about a call.
+    """The static arguments of a call.
 
     Attributes:
-        scale: of the logits.
-        causal: a query sees the keys up to its own place. Query 0 and key 0 have the same place.
+        scale: multiplies the logits.
+        causal: query i sees keys 0 to i.
         window: with `causal`: a query sees itself and the `window - 1` keys before it.
-        documents: of packed rows: how many documents a row may have on average over the batch for the fastest way (see
+        documents: the most documents per packed row, on average over the batch, for the fast path (see
             `axcore_cudnn.packed`).
     """
 
@@ -68,9 +68,9 @@ def forward(
 
     Args:
         bias: in the dtype of q. Requires an even `seq` and `kv_seq`.
-        lengths: how many queries and how many keys exist in each row. What the other queries get is not defined.
-        documents: lengths and offsets of documents: see `axcore_cudnn.ragged`. The lse is that of
-            [documents, head, seq], and has no defined value beyond the end of a document.
+        lengths: (number of queries, number of keys) of each row. Heads of further queries are undefined.
+        documents: (lengths, offsets) of the documents, see `axcore_cudnn.ragged`. The lse is then
+            [documents, head, seq], and undefined beyond the end of a document.
     """
     if q.shape[1] == k.shape[1] == 1:
         heads, lse = forward(form, _two(q), _two(k), _two(v), lengths=_ones(q))
@@ -97,7 +97,7 @@ def backward(
     Float[Array, "batch kv_seq kv_head head_dim"],
     Float[Array, "batch kv_seq kv_head value_dim"],
 ]:
-    """Gradients of q, k and v. `heads` and `lse` may include other keys: see `fused.attention_backward`."""
+    """Gradients of q, k and v; `heads` and `lse` may be merged over further keys, see `fused.attention_backward`."""
     if q.shape[1] == k.shape[1] == 1:
         lse, grad = jnp.pad(lse, ((0, 0), (0, 0), (0, 1))), _two(heads_grad)
         dq, dk, dv = backward(form, _two(q), _two(k), _two(v), _two(heads), lse, grad, lengths=_ones(q))
@@ -109,7 +109,7 @@ def backward(
 
 
 def _two(x: Array) -> Array:
-    """With one more token: cuDNN does not take rows of one query and one key."""
+    """Appends one token: cuDNN does not support a single query with a single key."""
     return jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)])
 
 
@@ -118,7 +118,7 @@ def _ones(q: Array) -> tuple[Array, Array]:
 
 
 def _call(primitive: Any, *arrays: Array, **params: Any) -> Any:
-    """Binds a primitive. `jax.vmap` runs one call after the other: the primitives have no rule for it."""
+    """Binds a primitive, sequentially under `jax.vmap`, for which the primitives have no rule."""
     return jax.custom_batching.sequential_vmap(lambda *arrays: tuple(primitive.bind(*arrays, **params)))(*arrays)
 
 
@@ -154,7 +154,7 @@ def _arguments(
         "scale": form.scale,
         "seed": 0,
         "dropout_rate": 0.0,
-        "variadic_args": (bias is not None, False),  # with a bias; without its gradient
+        "variadic_args": (bias is not None, False),  # (has bias, has gradient of bias)
         "mask_type": kind,
         "layout": _cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": form.window,

@@ -1,8 +1,8 @@
-"""Attention of packed rows by cuDNN's own packed layout: one call, which skips what documents do not see.
+"""Attention for packed rows by cuDNN's packed layout: one call, which skips pairs of tokens of different documents.
 
-cuDNN takes a list of documents, each a length and an offset into the tokens of the batch. The list has a static size.
-For each entry, the backward pass takes memory and time as if the document were as long as a row (4 bytes for each
-head, feature and token for the gradient of q alone), so the list must be short: see `axcore_cudnn.packed`.
+cuDNN takes a list of documents, each with a length and an offset into the tokens of the batch. The list has a static
+size. For each entry the backward pass takes the memory and time of a document as long as a row (4 bytes per head,
+feature and token for the gradient of q alone), so the list must be short: see `axcore_cudnn.packed`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from axcore_cudnn.primitives import Form, backward, forward
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The documents of a batch, numbered in the order of its tokens, rows one after another.
+    """The documents of a batch, numbered in the order of the tokens of the flattened batch.
 
     Attributes:
-        number: int32 [batch, seq], the document of each token.
-        place: int32 [batch, seq], the place of each token within its document.
-        offsets: int32 [size + 1], the first token of each document in the flattened batch, and the end of the last;
-            unused entries are empty documents at the end of the batch.
+        number: the document of each token.
+        place: the position of each token in its document.
+        offsets: the first token of each document in the flattened batch, and the end of the last; unused entries are
+            empty documents at the end of the batch.
     """
 
-    number: Array
-    place: Array
-    offsets: Array
+    number: Int32[Array, "batch seq"]
+    place: Int32[Array, "batch seq"]
+    offsets: Int32[Array, " size+1"]
 
     @classmethod
     def of(cls, number: Int32[Array, "batch seq"], size: int) -> Documents:
-        """
+        """The documents of a batch.
+
         Args:
-            number: of each token's document in the whole batch, in order. Documents from number `size` on are left out.
-            size: how many documents the list holds.
+            number: the document of each token, in ascending order. Documents from number `size` on are left out.
+            size: number of entries of the list.
         """
         flat = number.reshape(-1)
         first = jnp.searchsorted(flat, jnp.arange(size + 1, dtype=jnp.int32), method="compare_all").astype(jnp.int32)
@@ -44,18 +45,18 @@ class Documents:
         return cls(number, place, first)
 
     def lists(self, batch: int) -> tuple[Array, Array]:
-        """Lengths [batch, size / batch] and offsets [batch, size / batch + 1], which cuDNN reads as flat lists."""
+        """Lengths [batch, size / batch] and offsets [batch, size / batch + 1]. cuDNN reads both as flat lists."""
         lengths = self.offsets[1:] - self.offsets[:-1]
         end = jnp.full(batch - 1, self.number.size, jnp.int32)
         return lengths.reshape(batch, -1), jnp.concatenate([self.offsets, end]).reshape(batch, -1)
 
     def of_tokens(self, rows: Float32[Array, "size head seq"]) -> Float32[Array, "batch head seq"]:
-        """From one row for each document to one for each row of the batch."""
+        """Converts values per document to values per row of the batch."""
         heads = jnp.arange(rows.shape[1])[:, None]
         return rows.at[self.number[:, None], heads, self.place[:, None]].get(mode="clip")
 
     def of_documents(self, lse: Float32[Array, "batch head seq"]) -> Float32[Array, "size head seq"]:
-        """The inverse of `of_tokens`; values beyond the end of a document are those of other tokens."""
+        """The inverse of `of_tokens`. Values beyond the end of a document are those of other tokens."""
         batch, heads, seq = lse.shape
         token = self.offsets[:-1, None] + jnp.arange(seq, dtype=jnp.int32)
         flat = lse.transpose(1, 0, 2).reshape(heads, batch * seq)
@@ -65,8 +66,8 @@ class Documents:
 def ragged_forward(
     form: Form, q: Array, k: Array, v: Array, number: Int32[Array, "batch seq"], size: int
 ) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
-    """The heads and the lse, given the number of each token's document in the batch. Right for `size` documents at
-    most; `size` is a multiple of the batch, and at least twice the batch."""
+    """The heads and the lse, given the document number of each token. Exact for at most `size` documents in the batch;
+    `size` must be a multiple of the batch size, and at least twice it."""
     documents = Documents.of(number, size)
     heads, lse = forward(form, q, k, _as_wide(v, q), documents=documents.lists(q.shape[0]))
     return heads[..., : v.shape[3]], documents.of_tokens(lse)
@@ -84,5 +85,5 @@ def ragged_backward(
 
 
 def _as_wide(x: Array, q: Array) -> Array:
-    """With zeros up to the features of q: one list of offsets serves keys and values, so they must have as many."""
+    """Pads features with zeros to those of q: keys and values share one list of offsets, so their widths must match."""
     return jnp.pad(x, [(0, 0)] * 3 + [(0, q.shape[3] - x.shape[3])])

@@ -1,4 +1,1 @@
-"""Attention: what a kernel is asked, the kernels, how one is chosen, and the layers that attend.
-
-`axcore.nn` exports it.
-"""
+"""Attention: inputs of kernels, masks, kernels and their choice, and attention layers. `axcore.nn` exports it."""

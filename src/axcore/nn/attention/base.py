@@ -1,4 +1,4 @@
-"""What every attention has: slots, a mask, a kernel, and the ways to decode with it."""
+"""The base of attention layers: their slots, mask and kernel."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 from einops import rearrange
 from flax import nnx
+from jaxtyping import Array, Float
 
 from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs
@@ -26,19 +26,20 @@ from axcore.nn.tokens import TokenInfo
 
 
 class BaseAttention(Layer):
-    """Base of attentions: they differ in how queries, keys and values are made.
+    """Base of attention layers. Subclasses make queries, keys and values.
 
     Slots, empty unless a feature fills them:
 
     - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None where
       attention has no keys of its own;
-    - `bias`: `(query, key) -> logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such as ALiBi;
-    - `cache`: `AttentionInputs -> AttentionInputs or heads`, keeps keys and values, or brings them (see `KVCache`);
-    - `output`: `(x, heads) -> heads`, applied to the heads before they are projected.
+    - `bias`: `(query, key) -> summands of the logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such
+      as ALiBi;
+    - `cache`: `AttentionInputs -> AttentionInputs or heads`, stores keys and values, or provides them (see `KVCache`);
+    - `output`: `(x, heads) -> heads`, applied before the output projection.
 
-    For remat policies the values `query`, `key`, `value` and `heads` are tagged.
+    The values `query`, `key`, `value` and `heads` are tagged for remat policies.
 
-    A child is offered `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`, and takes those that it declares.
+    Children are offered `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`, and take those that they declare.
     """
 
     class Config(Layer.Config):
@@ -50,13 +51,13 @@ class BaseAttention(Layer):
         mask: Mask = Causal() & SameSegment()
         kernel: AttentionKernel.Config = ReferenceKernel.Config()
         scale: float | None = None
-        """Of the logits; None: `1 / sqrt(head_dim)`."""
+        """Multiplies the logits; None: `1 / sqrt(head_dim)`."""
         softcap: float | None = None
-        """Bounds the logits smoothly, see `AttentionKernel`; None leaves them."""
+        """Bounds the logits to `softcap * tanh(logits / softcap)`; None: no bound."""
         sinks: Initializer | None = None
-        """Given: each head learns the logit of a key that every query sees and that has no value."""
+        """If given, each head learns an attention sink: the logit of one more key, which has no value."""
         dropout: float = 0.0
-        """Chance of each attention weight to be zeroed while training."""
+        """Probability of zeroing each attention weight while training."""
         output: Layer.Config | None = None
         projection: Linear.Config = Linear.Config()
 
@@ -76,12 +77,12 @@ class BaseAttention(Layer):
         position_dim: int | None = None,
         value_dim: int | None = None,
     ) -> None:
-        """Makes what all attentions have.
+        """Makes the slots and the output projection.
 
         Args:
-            num_kv_heads, head_dim: of keys.
-            position_dim: features of a head that positions act on; None: all.
-            value_dim: features that a head ends as; None: as keys have.
+            num_kv_heads, head_dim: those of the keys.
+            position_dim: features of a head that the position embedding rotates; None: head_dim.
+            value_dim: features of a value; None: head_dim.
         """
         cfg = self.config
         at_least(cfg, 1, "input_dim", "num_heads")
@@ -101,14 +102,18 @@ class BaseAttention(Layer):
         self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("head", "embed"))
 
     def inputs(
-        self, q: jax.Array, k: jax.Array | None, v: jax.Array | None, tokens: TokenInfo, scale: float | None = None
+        self,
+        q: Float[Array, "batch seq head head_dim"],
+        k: Float[Array, "batch seq kv_head head_dim"] | None,
+        v: Float[Array, "batch seq kv_head value_dim"] | None,
+        tokens: TokenInfo,
+        scale: float | None = None,
     ) -> AttentionInputs:
-        """What is asked of the cache, or of the kernel.
+        """The inputs of the cache, or of the kernel where there is none.
 
         Args:
-            q: [batch, seq, head, head_dim].
-            k, v: [batch, seq, kv_head, head_dim or value_dim]; None where the attention has no projections for them.
-            scale: of the logits; None: the config's, or 1 / sqrt(head_dim).
+            k, v: None if the attention has no projections for them.
+            scale: multiplies the logits; None: the config's, or `1 / sqrt(head_dim)`.
         """
         cfg = self.config
         scale = cfg.scale if scale is None else scale
@@ -131,8 +136,8 @@ class BaseAttention(Layer):
         """Runs the kernel."""
         return attend(self.kernel, inputs.replace(cached=None))[0]
 
-    def project(self, x: jax.Array, heads: jax.Array) -> jax.Array:
-        """Heads [batch, seq, head, value_dim] of the input x -> [batch, seq, input_dim]."""
+    def project(self, x: Float[Array, "batch seq input_dim"], heads: Heads) -> Float[Array, "batch seq input_dim"]:
+        """Applies the `output` slot and the output projection; x is the input of the layer."""
         if self.output is not None:
             heads = self.output(x, heads)
         return self.projection(rearrange(heads, "b s n d -> b s (n d)"))

@@ -1,4 +1,4 @@
-"""Choosing a kernel for what an attention asks, and running it."""
+"""Choosing the kernel of an attention call, and running it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from axcore.plugin.slots import put
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which kernel an attention runs.
+    """Which kernel an attention call runs.
 
     Attributes:
-        path: of the kernel slot; a layer of a scanned stack shows as `*`.
-        request: what one device asks.
-        kernel: the layer that runs; None where none can, which is an error unless choices are recorded.
-        refused: why each earlier kernel of the order does not.
+        path: path of the kernel slot; the layer index in a scanned stack is `*`.
+        request: the call on one device.
+        kernel: the chosen kernel; None if no kernel supports the request.
+        refused: the kernels tried before it, each with the reason of its refusal.
     """
 
     path: str
@@ -45,8 +45,8 @@ _choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Choice]]:
-    """Collects the choice of every attention that is traced meanwhile. No kernel runs, and what is traced means
-    nothing: use it with `jax.eval_shape`."""
+    """Records the choice of every attention call traced inside the block. Kernels do not run and heads are zeros, so
+    use it with `jax.eval_shape` only."""
     found: list[Choice] = []
     token = _choices.set(found)
     try:
@@ -56,8 +56,10 @@ def recording() -> Iterator[list[Choice]]:
 
 
 class ChooseKernel(AttentionKernel):
-    """The first kernel of an order that can do what the attention asks. None is an error: nothing falls back to a
-    kernel that the order does not name."""
+    """Runs the first kernel of `order` that supports the call.
+
+    It is an error if none does: the core never falls back to a kernel that is not in the order.
+    """
 
     class Config(AttentionKernel.Config):
         input_dim: int | None = None
@@ -89,10 +91,13 @@ class ChooseKernel(AttentionKernel):
 
 
 def attend(kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
-    """Runs a kernel, or the one that it chooses, on every device of the active layout.
+    """Runs a kernel, or the one that a `ChooseKernel` chooses, on every device of the active layout.
+
+    Returns:
+        The heads, and the log-sum-exp if `inputs.return_lse`.
 
     Raises:
-        ConfigError: the kernel cannot do it; the message names the path, what one device asks, and the reason.
+        ConfigError: no kernel supports the call. The message has the path, the request and the reasons.
     """
     if isinstance(kernel, ChooseKernel):
         return kernel(inputs)
@@ -100,7 +105,7 @@ def attend(kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE
 
 
 def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
-    """Runs the first that can do it."""
+    """Runs the first kernel that supports the call."""
     shards = Shards.of(inputs)
     refused: list[tuple[AttentionKernel, str]] = []
     request = None
@@ -112,7 +117,7 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
             continue
         if (choices := _choices.get()) is not None:
             choices.append(Choice(path, request, kernel, tuple(refused)))
-            # One that wraps another runs, so that what it chooses is recorded, too.
+            # A kernel that wraps another still runs, so that the choice inside it is recorded.
             return kernel(asked) if wraps else _zeros(inputs)
         heads, lse = kernel(asked) if shards is None or not kernel.local else shards.run(kernel, asked)
         return heads if kernel.tags_heads or wraps else checkpoint_name(heads, "heads"), lse
@@ -128,7 +133,7 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
 
 
 def _path(kernel: AttentionKernel) -> str:
-    """Where the kernel stands: below the nearest frame whose module holds it."""
+    """Path of the kernel, found from the nearest frame whose module holds it."""
     frame: Frame | None = current()
     while frame is not None:
         names = locate(frame.module, kernel) if frame.module is not None else None
@@ -139,18 +144,21 @@ def _path(kernel: AttentionKernel) -> str:
 
 
 def _zeros(inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
-    """In the place of heads that nobody computes, because only choices are recorded."""
+    """Placeholders for the results of a kernel, while only choices are recorded."""
     shape = inputs.q.shape[:3]
     lse = jnp.zeros(shape) if inputs.return_lse else None
     return jnp.zeros((*shape, inputs.keys.value_dim), inputs.q.dtype), lse
 
 
 def use_kernels(cfg: Config, order: tuple[str, ...], where: Where | None = None) -> Config:
-    """Gives every selected attention the first kernel of `order` that can do what it asks, in each call.
+    """Makes every selected attention choose, call by call, the first kernel of `order` that supports the call.
 
     Args:
-        order: names of attention kernels that plugins offer; `reference` is the core's and can do everything.
-        where: which attentions; None: all that have a kernel slot.
+        order: names of attention kernels that plugins offer. The core's `reference` supports every call.
+        where: selects attentions; None: every node with a kernel slot.
+
+    Raises:
+        PluginError: no installed plugin offers a kernel of this name.
     """
     found = []
     for name in order:
@@ -163,7 +171,11 @@ def use_kernels(cfg: Config, order: tuple[str, ...], where: Where | None = None)
 
 
 def put_kernel(cfg: Config, kernel: AttentionKernel.Config, where: Where | None = None) -> Config:
-    """Gives every selected attention a kernel. One that wraps another, as differential attention does, goes on
-    wrapping: the kernel goes below it."""
+    """Fills the kernel slot of every selected attention. Where a kernel there wraps another, as differential attention
+    does, the inner slot is filled.
+
+    Args:
+        where: selects attentions; None: every node with a kernel slot.
+    """
     chosen = where if where is not None else lambda _, node: has_field(node, "kernel")
     return select(cfg, chosen).map(lambda _, node: put(node, "kernel", kernel))

@@ -1,4 +1,4 @@
-"""The formula of attention as it stands (Vaswani et al. 2017, arXiv 1706.03762, eq. 1), for one block of keys or all.
+"""The attention formula (Vaswani et al. 2017, arXiv 1706.03762, eq. 1), over all keys at once or block by block.
 
 Logits and softmax are float32.
 """
@@ -19,16 +19,16 @@ from axcore.nn.attention.masks import visible
 from axcore.nn.kv.views import Contiguous
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-"""The logit of what a query does not see. Finite, so that a row without any key gives no NaN."""
+"""The logit of a masked key. Finite, so that a query without visible keys gives no NaN."""
 
 
 def logits(inputs: AttentionInputs, kv: Contiguous) -> Float[Array, "batch head query key"]:
-    """Scaled, capped, biased and masked, in float32; sinks are not in it."""
+    """The float32 logits after scale, softcap, bias and mask, without sinks."""
     q, query = inputs.q, inputs.query
     batch, seq, num_heads, _ = q.shape
-    # The heads that share keys are rows of one product: one batched matrix product, and no copy of k and v.
+    # Heads that share a kv head become rows of one matrix product, so k and v are not repeated.
     rows = rearrange(q, "b s (n g) d -> b n (g s) d", n=kv.k.shape[2])
-    # Scaled after the product: rounding scaled queries to bfloat16 would cost three digits.
+    # Scaling the queries first would round them to bfloat16 once more.
     found = jnp.einsum("bnqd,btnd->bnqt", rows, kv.k, preferred_element_type=jnp.float32) * inputs.scale
     found = found.reshape(batch, num_heads, seq, -1)
     if inputs.softcap is not None:
@@ -38,10 +38,10 @@ def logits(inputs: AttentionInputs, kv: Contiguous) -> Float[Array, "batch head 
     return jnp.where(visible(inputs.mask, query, kv.tokens)[:, None], found, LOWEST)
 
 
-def weighted(
+def weighted_values(
     inputs: AttentionInputs, kv: Contiguous, weights: Float[Array, "batch head query key"]
 ) -> Float[Array, "batch query head value_dim"]:
-    """The sum of values with these weights, after dropout, in float32."""
+    """The float32 sum of the values with these weights, after dropout."""
     if inputs.dropout is not None:
         kept = inputs.dropout.keep(inputs.query, kv.tokens, (weights.shape[0], weights.shape[1]))
         weights = jnp.where(kept, weights / (1 - inputs.dropout.rate), 0)
@@ -51,8 +51,8 @@ def weighted(
     return rearrange(out, "b n (g s) d -> b s (n g) d", s=seq)
 
 
-def attend(inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
-    """All keys at once. A query that sees no key gets a mean over all of them."""
+def dense_attention(inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+    """Attends to all keys at once. A query that sees no key gets the mean of all values."""
     kv = inputs.plain
     scores = logits(inputs, kv)
     if inputs.sinks is not None:
@@ -60,15 +60,15 @@ def attend(inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
         weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
     else:
         weights = jax.nn.softmax(scores, axis=-1)
-    heads = weighted(inputs, kv, weights).astype(inputs.q.dtype)
+    heads = weighted_values(inputs, kv, weights).astype(inputs.q.dtype)
     if not inputs.return_lse:
         return heads, None
     lse = rearrange(jax.nn.logsumexp(scores, axis=-1), "b n s -> b s n")
     return heads, jax.lax.stop_gradient(with_sinks(lse, inputs.sinks))
 
 
-def attend_in_blocks(inputs: AttentionInputs, size: int) -> tuple[Heads, LSE | None]:
-    """A block of keys at a time, as the view brings them; the softmax is computed online (Milakov and Gimelshein 2018,
+def blockwise_attention(inputs: AttentionInputs, size: int) -> tuple[Heads, LSE | None]:
+    """Attends to `size` keys at a time, read by `KVView.block`, with an online softmax (Milakov and Gimelshein 2018,
     arXiv 1805.02867, algorithm 3)."""
     view = inputs.keys
     batch, seq, num_heads, _ = inputs.q.shape
@@ -76,13 +76,13 @@ def attend_in_blocks(inputs: AttentionInputs, size: int) -> tuple[Heads, LSE | N
 
     def step(sums: Any, start: jax.Array) -> tuple[Any, None]:
         highest, total, out = sums
-        first = jnp.minimum(start, key_len - size)  # the last block may begin inside the one before
+        first = jnp.minimum(start, key_len - size)  # the last block may overlap the one before it
         kv = view.block(first, size)
         seen = first + jnp.arange(size) >= start
         scores = jnp.where(seen, logits(inputs, kv), LOWEST)
         now = jnp.maximum(highest, scores.max(-1))
         weights, shrink = jnp.where(seen, jnp.exp(scores - now[..., None]), 0), jnp.exp(highest - now)
-        part = weighted(inputs, kv, weights)
+        part = weighted_values(inputs, kv, weights)
         return (now, total * shrink + weights.sum(-1), out * jnp.moveaxis(shrink, 1, 2)[..., None] + part), None
 
     shape = (batch, num_heads, seq)
@@ -93,16 +93,17 @@ def attend_in_blocks(inputs: AttentionInputs, size: int) -> tuple[Heads, LSE | N
     return (out / divisor[..., None]).astype(inputs.q.dtype), lse if inputs.return_lse else None
 
 
-def with_sinks(lse: LSE, sinks: jax.Array | None) -> LSE:
-    """The log-sum-exp with one more logit for each head."""
+def with_sinks(lse: LSE, sinks: Float[Array, " head"] | None) -> LSE:
+    """The log-sum-exp with the logit of each head's sink added."""
     return lse if sinks is None else jnp.logaddexp(lse, sinks.astype(jnp.float32))
 
 
 def gradients(inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
     """See `AttentionKernel.backward`.
 
-    With p = exp(logits - lse) and D = heads . heads_grad the gradient of the logits is p (v . heads_grad - D). That is
-    the gradient of `sum p (v . heads_grad - D)` with lse and D held fixed, so the options need no rules of their own.
+    With p = exp(logits - lse) and D = heads . heads_grad, the gradient of the logits is p (v . heads_grad - D). That is
+    the gradient of `sum p (v . heads_grad - D)` with lse and D held constant, so softcap, bias and dropout need no
+    rules of their own.
     """
     inputs = inputs.replace(kv=inputs.plain)
     heads_grad = heads_grad.astype(jnp.float32)
@@ -111,14 +112,14 @@ def gradients(inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads
     def surrogate(inputs: AttentionInputs) -> jax.Array:
         kv = inputs.plain
         weights = jnp.exp(logits(inputs, kv) - rearrange(lse, "b s n -> b n s")[..., None])
-        along = (weighted(inputs, kv, weights) * heads_grad).sum()
+        along = (weighted_values(inputs, kv, weights) * heads_grad).sum()
         return along - (weights.sum(-1) * rearrange(fixed, "b s n -> b n s")).sum()
 
-    return floating_gradient(surrogate, inputs)
+    return _floating_gradient(surrogate, inputs)
 
 
-def floating_gradient(fn: Callable[[Any], jax.Array], tree: Any) -> Any:
-    """The gradient of a scalar function with respect to every floating-point array of a pytree; None for the others."""
+def _floating_gradient(fn: Callable[[Any], jax.Array], tree: Any) -> Any:
+    """The gradient of a scalar function with respect to the floating-point leaves of a pytree; None for others."""
     leaves, form = jax.tree.flatten(tree)
     rebuilt = functools.partial(jax.tree.unflatten, form)
     floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Grouped-query attention, as a composition of children."""
+"""Multi-head, grouped-query and multi-query attention."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from axcore.parallel import constrain
 class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 
-    Slots beside those of `BaseAttention`: `query_norm` and `key_norm`, `heads -> heads` [batch, seq, head, head_dim],
-    before positions (Henry et al. 2020, arXiv 2010.04245). They are offered `head_dim` as `input_dim`.
+    It has the slots of `BaseAttention`, and `query_norm` and `key_norm`: `heads -> heads` [batch, seq, head, head_dim],
+    applied before the position embedding (Henry et al. 2020, arXiv 2010.04245). Both are offered `head_dim` as
+    `input_dim`.
     """
 
     class Config(BaseAttention.Config):
         num_kv_heads: int | None = None
-        """None: one for each head."""
+        """None: num_heads."""
         head_dim: int | None = None
         """None: input_dim / num_heads."""
         query: Linear.Config | None = Linear.Config()
         key: Linear.Config | None = Linear.Config()
-        """None, together with `value`: the cache slot brings keys and values."""
+        """None, together with `value`, if the cache provides keys and values."""
         value: Linear.Config | None = Linear.Config()
         qkv: Linear.Config | None = None
-        """One product in place of the three, which are then None. For each kv head it has the columns of its queries,
-        its key and its value, so that tensor parallelism may cut it between kv heads."""
+        """One fused projection in place of the three, which must then be None. Its columns are grouped by kv head
+        (queries, key, value), so that tensor parallelism can split it between kv heads."""
         query_norm: Layer.Config | None = None
         key_norm: Layer.Config | None = None
 
@@ -94,7 +95,7 @@ class Attention(BaseAttention):
         return self.project(x, self.attend(asked) if isinstance(asked, AttentionInputs) else asked)
 
     def _queries_keys_values(self, x: jax.Array) -> tuple[Any, Any, Any]:
-        """[batch, seq, input_dim] -> each [batch, seq, its heads, head_dim], or None."""
+        """[batch, seq, input_dim] -> q, k and v, each [batch, seq, heads, head_dim] or None."""
         flat, shape = rows(x), (*x.shape[:2], -1, self.head_dim)
         if self.qkv is None:
             makers = (self.query, self.key, self.value)
@@ -107,7 +108,7 @@ class Attention(BaseAttention):
 
 
 def _check_projections(cfg: Attention.Config) -> None:
-    """Refuses combinations of projections that do not make queries, keys and values."""
+    """Raises a ConfigError unless the projections make queries, and keys and values, exactly once."""
     apart = [name for name in ("query", "key", "value") if getattr(cfg, name) is not None]
     if cfg.qkv is not None and apart:
         raise ConfigError(f"qkv makes queries, keys and values in one product; set {', '.join(apart)} to None")

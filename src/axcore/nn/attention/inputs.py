@@ -1,4 +1,4 @@
-"""What one attention asks: queries, a view of keys and values, and everything between them and the heads."""
+"""The inputs of attention kernels: queries, a view of keys and values, and the options of the call."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from axcore.nn.attention.masks import Mask
 from axcore.nn.kv.views import Contiguous, KVView
 from axcore.nn.tokens import CachedRows, Phase, TokenInfo
 
-_STATIC: Any = {"static": True}
+_STATIC = {"static": True}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bias:
-    """A layer that adds to the logits, as a pytree: its arrays travel with the inputs into any transform.
+    """A layer that adds to the logits, as a pytree, so that its arrays pass through JAX transforms with the inputs.
 
     Attributes:
-        state: the layer's arrays.
-        heads: which heads these inputs have of all that the layer knows; None: all.
+        state: the arrays of the layer (an `nnx.State`).
+        heads: indices of the heads of this call among all heads of the layer; None: all.
+        graphdef: the `nnx.GraphDef` of the layer.
+        path: path of the layer, for error messages.
     """
 
     state: Any
     heads: Int[Array, " head"] | None
     graphdef: Any = dataclasses.field(metadata=_STATIC)
     path: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
-    """Where the layer is, for errors."""
 
     @classmethod
     def of(cls, layer: nnx.Module, frame: Frame, name: str) -> Bias:
-        """Of a child of the layer whose frame it is."""
+        """The bias computed by `layer`, the child `name` of the layer that `frame` belongs to."""
         graphdef, state = nnx.split(layer)
         return cls(state, None, graphdef, tuple(frame.below(name).split(".")))
 
     def __call__(self, query: TokenInfo, key: TokenInfo) -> Float[Array, "batch_or_1 head query key"]:
-        """Summands of the logits in float32, for any part of the queries and keys."""
+        """The float32 summands of the logits, for any subset of the queries and keys."""
         layer = nnx.merge(self.graphdef, self.state)
         with root(layer, key=None, training=current().training, collect=False, names=self.path):
             found: jax.Array = layer(query, key)
@@ -53,13 +54,13 @@ class Bias:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Which attention weights are zeroed: a function of where query and key stand in the whole batch.
+    """Dropout of attention weights, as a function of the global row, head, query index and key index.
 
-    So the bits do not depend on how rows, heads, queries or keys are spread over devices or cut into blocks.
+    The mask is therefore the same however rows, heads, queries and keys are sharded or split into blocks.
 
     Attributes:
-        rate: the chance of each weight to be zeroed.
-        rows, heads: the numbers of these rows and heads among all; None: counted from 0.
+        rows, heads: global indices of the rows and heads of this call; None: counted from 0.
+        rate: probability of zeroing a weight.
     """
 
     key: PRNGKeyArray
@@ -68,10 +69,10 @@ class Dropout:
     rate: float = dataclasses.field(metadata=_STATIC)
 
     def keep(self, query: TokenInfo, key: TokenInfo, shape: tuple[int, int]) -> Bool[Array, "batch head query key"]:
-        """Which weights are kept; they are to be scaled by `1 / (1 - rate)`.
+        """True for the weights that are kept. The caller scales them by `1 / (1 - rate)`.
 
         Args:
-            shape: (batch, head).
+            shape: (batch, number of heads).
         """
         batch, num_heads = shape
         rows = jnp.arange(batch) if self.rows is None else self.rows
@@ -85,24 +86,24 @@ class Dropout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionInputs:
-    """One call of an attention kernel. A pytree; what is not an array is static.
+    """The inputs of one attention call, as a pytree. Fields that are not arrays are static.
 
     Attributes:
         q: queries, not scaled.
-        kv: keys and values; each kv head serves `head / kv_head` consecutive heads. None where the attention computes
-            none and its cache brings them.
-        query: where the queries stand. Keys stand where `kv.tokens` says.
-        scale: of the logits.
-        mask: which keys a query may see, of those that exist.
-        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2).
+        kv: keys and values; each kv head serves `head / kv_head` consecutive heads. None if the attention computes none
+            and its cache provides them.
+        query: positions and segments of the queries. Those of the keys are `kv.tokens`.
         sinks: the logit of one more key for each head, which has no value (gpt-oss; Xiao et al. 2023, arXiv
             2309.17453).
-        bias: what is added to the logits, after `softcap`.
-        dropout: which weights are zeroed while training.
-        cached: the rows that a KV cache keeps, with their lengths and page tables; None without one. For the cache: a
-            kernel finds all that it needs in the view.
-        phase: what the call is part of.
-        return_lse: whether the log-sum-exp of each query's logits is wanted.
+        bias: added to the logits after `softcap`.
+        dropout: dropout of the attention weights; None while not training.
+        cached: the rows of a KV cache, with their lengths and page tables; None without a cache. Kernels do
+            not need it: the view says where keys stand.
+        scale: multiplies the logits.
+        mask: which of the valid keys a query sees.
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2).
+        phase: training, prefill or decoding.
+        return_lse: whether the kernel returns the log-sum-exp of each query's logits.
     """
 
     q: Float[Array, "batch query head head_dim"]
@@ -120,16 +121,17 @@ class AttentionInputs:
 
     @property
     def keys(self) -> KVView:
-        """`kv` of a call that has keys."""
+        """`kv`, for callers that know that it is not None."""
         assert self.kv is not None
         return self.kv
 
     @property
     def plain(self) -> Contiguous:
-        """`kv` as plain arrays. A kernel that lists no other view gets them without a copy."""
+        """`kv` as plain arrays. For a kernel whose `views` are only `Contiguous` this copies nothing."""
         return self.keys.gathered()
 
     def replace(self, **changes: Any) -> AttentionInputs:
+        """A copy with other values for these fields."""
         return dataclasses.replace(self, **changes)
 
 
@@ -138,7 +140,7 @@ LSE = Float[Array, "batch query head"]
 
 
 def _hash(words: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-    """uint32 bits for each pair of numbers (threefry), of the shape that the two broadcast to."""
+    """uint32 random bits for each pair of integers (threefry), in the broadcast shape of the two."""
     first, second = jnp.broadcast_arrays(first.astype(jnp.uint32), second.astype(jnp.uint32))
     both = threefry_2x32((words[0], words[1]), jnp.concatenate([first.ravel(), second.ravel()]))
     return both[: first.size].reshape(first.shape)

@@ -13,56 +13,62 @@ from axcore.nn.kv.views import Contiguous, KVView
 
 
 class AttentionKernel(Layer):
-    """Base of the layers that fill attention's kernel slot."""
+    """Base of the layers that fill the kernel slot of attention."""
 
     class Config(Layer.Config):
         head_dim: int = REQUIRED
 
     takes: ClassVar[frozenset[str] | set[str]] = frozenset()
-    """Which of `softcap`, `sinks`, `bias`, `dropout` and `lse` it computes. It is never asked for others."""
+    """The options that the kernel supports, of `softcap`, `sinks`, `bias`, `dropout` and `lse`. Calls with other
+    options are refused before `supports`."""
 
     views: ClassVar[tuple[type[KVView], ...]] = (Contiguous,)
-    """The views of keys and values that it reads. Others are gathered into plain arrays first."""
+    """The views of keys and values that it reads. Other views are first gathered into a `Contiguous`."""
 
     tags_heads: ClassVar[bool] = False
-    """Whether it tags its heads as `heads` for remat policies itself, inside a gradient rule of its own."""
+    """Whether the kernel itself tags its heads as `heads` for remat policies, as a custom gradient has to."""
 
     local: ClassVar[bool] = True
-    """Whether it runs under `shard_map` and sees the rows, heads and queries of one device, with all keys of its rows.
-    False for one that the compiler partitions, or that calls another kernel through `attend`."""
+    """Whether it runs under `shard_map`, on the rows, heads and queries of one device and all keys of those rows. False
+    for a kernel that the compiler partitions, or that calls another kernel through `attend`."""
 
     def supports(self, request: KernelRequest) -> str | None:
-        """None if this kernel can do it; else why not, as in "requires a GPU"."""
+        """None if the kernel supports the request, otherwise the reason, such as "requires a GPU"."""
         return None
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
-        """Attends.
+        """Computes the heads.
 
         Returns:
-            The heads, [batch, query, head, value_dim] in the dtype of q; what a query that sees no key gets is not
-            defined. And, if `inputs.return_lse`, the log-sum-exp of the logits of each query, sinks included, float32
-            [batch, query, head]; otherwise None. Gradients flow through the heads only.
+            heads: [batch, query, head, value_dim] in the dtype of q; undefined for a query that sees no key.
+            lse: float32 [batch, query, head], the log-sum-exp of each query's logits, sinks included; None unless
+                `inputs.return_lse`. It carries no gradient.
         """
         raise NotImplementedError
 
     def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
-        """The gradients of one part of the keys, where several calls with parts of the keys were merged into one.
+        """Gradients of a call with some of the keys, whose heads were merged with those of other keys.
 
-        The default computes the logits again by the formula. A fused kernel overrides it.
+        The default recomputes the logits by the formula. A fused kernel overrides it.
 
         Args:
-            inputs: those of the part.
-            heads, lse: merged, over all keys and sinks.
-            heads_grad: the gradient of `heads`.
+            inputs: the inputs of this call.
+            heads, lse: the merged results, over all keys and sinks.
+            heads_grad: the gradient of the merged `heads`.
 
         Returns:
-            `inputs` with the gradient of each array in its place, None where there is none. `kv` is a `Contiguous`.
+            `inputs` with each array replaced by its gradient, or by None if it has none. `kv` is a `Contiguous`.
         """
         return gradients(inputs, heads, lse, heads_grad)
 
 
 def refusal(kernel: AttentionKernel, request: KernelRequest) -> str | None:
-    """Why this kernel cannot do it: an option that it does not take, or what it says itself."""
+    """Why the kernel does not support the request: an option outside `takes`, or the reason that `supports` gives; None
+    if it does.
+
+    Raises:
+        ConfigError: `supports` raised.
+    """
     unknown = [name for name in request.options if name not in kernel.takes]
     if unknown:
         return f"it does not take {' and '.join(unknown)}"

@@ -22,24 +22,29 @@ from axcore.parallel import constrain
 
 
 class LatentAttention(BaseAttention):
-    """Keys and values of all heads are made of one latent vector a token (DeepSeek-V2, arXiv 2405.04434, eq. 9-19).
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, eq. 9-19): the keys and values of all heads are
+    projected from one latent vector per token.
 
-    A query and a key of a head are `content_dim` features without positions, then `position_dim` with: the key's are
-    the same for all heads. The `position` slot sees the latter, as `head_dim`.
+    Queries and keys have `content_dim` features without a position embedding, followed by `position_dim` features with
+    one; the latter are shared by the keys of all heads. The `position` slot is offered `position_dim` as `head_dim`.
 
-    The cache keeps the latent and the key's features with positions, as one key of `kv_rank + position_dim` features,
-    and no value: it must have a field `value_dim`. A call that brings few tokens attends to the latents, with
-    `key_up` and `value_up` absorbed into queries and outputs (section 2.1.2); one that brings many expands them first.
+    The cache stores the latent and the shared key features as one key of `kv_rank + position_dim` features, without a
+    value, so its config must have the field `value_dim`. With a cache, a call with at most `absorb_up_to` tokens
+    attends to the latents, with `key_up` and `value_up` absorbed into queries and heads (section 2.1.2); a longer one
+    expands the latents to keys and values first.
     """
 
     class Config(BaseAttention.Config):
         kv_rank: int = REQUIRED
-        """Features of the latent vector."""
+        """Features of the latent vector (`kv_lora_rank` of DeepSeek)."""
         query_rank: int | None = None
-        """Queries are made of as many features; None: of the input."""
+        """Features of the latent of the queries (`q_lora_rank`); None: queries are projected from the input."""
         content_dim: int = 128
+        """Features of a query or key without positions (`qk_nope_head_dim`)."""
         position_dim: int = 64
+        """Features of a query or key with positions (`qk_rope_head_dim`)."""
         value_dim: int = 128
+        """Features of a value (`v_head_dim`)."""
         query_down: Linear.Config = Linear.Config()
         query_norm: Layer.Config = RMSNorm.Config()
         query_up: Linear.Config = Linear.Config()
@@ -49,7 +54,7 @@ class LatentAttention(BaseAttention):
         key_up: Linear.Config = Linear.Config()
         value_up: Linear.Config = Linear.Config()
         absorb_up_to: int = 64
-        """Tokens of a call that are attended to with absorbed weights, where there is a cache."""
+        """The most tokens of a call with a cache that uses absorbed weights."""
 
     config: Config
 
@@ -113,7 +118,7 @@ class LatentAttention(BaseAttention):
         return self.project(x, heads)
 
     def _expanded(self, inputs: AttentionInputs) -> Heads:
-        """Attends with the keys and values that the latents stand for."""
+        """Expands the latents to keys and values, and attends to those."""
         cfg, kept = self.config, inputs.plain
         latent, position_key = kept.k[..., 0, : cfg.kv_rank], kept.k[..., cfg.kv_rank :]
         shape = (*latent.shape[:2], cfg.num_heads, -1)
@@ -124,7 +129,7 @@ class LatentAttention(BaseAttention):
         return self.attend(inputs.replace(kv=Contiguous(k, v, kept.tokens)))
 
     def _absorbed(self, inputs: AttentionInputs) -> Heads:
-        """The same, as multi-query attention to the latents: `q (W c) = (W^T q) c`."""
+        """The same heads, as multi-query attention to the latents: `q (W c) = (W^T q) c`."""
         cfg, q = self.config, inputs.q
         up = (cfg.kv_rank, cfg.num_heads, -1)
         key_up, value_up = self.key_up.matrix().reshape(up), self.value_up.matrix().reshape(up)

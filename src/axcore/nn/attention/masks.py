@@ -1,4 +1,4 @@
-"""Which keys a query may see, as descriptions: a kernel reads their structure instead of a dense bias."""
+"""Attention masks, as configs whose structure a kernel can read, so that no dense mask has to exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Everything(Mask):
 
 
 class Causal(Mask):
-    """A query sees itself and what came before it in the row."""
+    """A query sees itself and earlier keys of its row."""
 
     def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
         return query.index[:, :, None] >= key.index[:, None, :]
@@ -53,7 +53,7 @@ class SlidingWindow(Mask):
 
 
 class SameSegment(Mask):
-    """A query sees keys of its own document. Where rows hold one document each it sees all."""
+    """A query sees keys of its own document; without segment ids it sees all keys."""
 
     def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
         if query.segment_ids is None or key.segment_ids is None:
@@ -62,7 +62,7 @@ class SameSegment(Mask):
 
 
 class And(Mask):
-    """A query sees what all of these let it see."""
+    """A query sees the keys that all of these masks allow."""
 
     masks: tuple[Mask, ...]
 
@@ -74,7 +74,7 @@ class And(Mask):
 
 
 class Or(Mask):
-    """A query sees what any of these lets it see."""
+    """A query sees the keys that any of these masks allows."""
 
     masks: tuple[Mask, ...]
 
@@ -86,7 +86,7 @@ class Or(Mask):
 
 
 def visible(mask: Mask, query: TokenInfo, key: TokenInfo) -> jax.Array:
-    """bool, broadcastable to [batch, query, key]: what the mask allows, of the keys that exist."""
+    """bool, broadcastable to [batch, query, key]: the valid keys that the mask allows."""
     allowed = mask.allowed(query, key)
     return allowed if key.valid is None else allowed & key.valid[:, None, :]
 

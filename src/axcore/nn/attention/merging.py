@@ -1,4 +1,4 @@
-"""Attention to several parts of the keys, merged by log-sum-exp."""
+"""Attention to several subsets of the keys, merged by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from axcore.module import custom_vjp
 from axcore.nn.attention.formula import LOWEST, with_sinks
@@ -16,11 +17,12 @@ from axcore.nn.attention.kernel import AttentionKernel
 from axcore.nn.kv.views import KVView
 
 
-def merged(parts: Sequence[tuple[Heads, LSE]], sinks: jax.Array | None = None) -> tuple[Heads, LSE]:
-    """Heads and log-sum-exps of disjoint parts of the keys -> those of all keys. Forward only: see `attend_in_parts`.
+def merge_by_lse(parts: Sequence[tuple[Heads, LSE]], sinks: Float[Array, " head"] | None = None) -> tuple[Heads, LSE]:
+    """Merges the results for disjoint subsets of the keys into those for all keys. Do not differentiate it: the parts'
+    log-sum-exps carry no gradient. Use `attend_in_parts`.
 
     Args:
-        sinks: [head], counted once, here and not in the parts.
+        sinks: the sinks of the whole call, which the parts must leave out.
     """
     all_lse = jnp.stack([jnp.maximum(lse, LOWEST) for _, lse in parts])
     lse = with_sinks(jax.nn.logsumexp(all_lse, axis=0), sinks)
@@ -32,14 +34,15 @@ def merged(parts: Sequence[tuple[Heads, LSE]], sinks: jax.Array | None = None) -
 def attend_in_parts(
     kernel: AttentionKernel, inputs: AttentionInputs, parts: Sequence[KVView]
 ) -> tuple[Heads, LSE | None]:
-    """Attends to each part of the keys by one call of a kernel that takes `lse`, and merges.
+    """Attends to disjoint subsets of the keys with one kernel call each, and merges the results.
 
-    The gradient is right: the log-sum-exp that fused kernels return carries none, so the backward pass hands each part
-    the merged heads and log-sum-exp (`AttentionKernel.backward`) instead of differentiating the merge.
+    The backward pass does not differentiate the merge, since the log-sum-exp of fused kernels carries no gradient. It
+    calls `AttentionKernel.backward` for each part with the merged heads and log-sum-exp, which gives exact gradients.
 
     Args:
-        inputs: of the whole; its `kv` is not read.
-        parts: views that together hold the keys, each key once.
+        kernel: must take `lse`.
+        inputs: the inputs of the whole call; `kv` is ignored.
+        parts: views that together hold every key exactly once.
     """
     wanted = inputs.return_lse
     inputs = inputs.replace(kv=None, return_lse=True)
@@ -48,7 +51,7 @@ def attend_in_parts(
         return inputs.replace(kv=view, sinks=None)
 
     def run(inputs: AttentionInputs, *views: KVView) -> Any:
-        return merged([kernel(part(inputs, view)) for view in views], inputs.sinks)  # type: ignore[misc]
+        return merge_by_lse([kernel(part(inputs, view)) for view in views], inputs.sinks)  # type: ignore[misc]
 
     def forward(inputs: AttentionInputs, *views: KVView) -> Any:
         heads, lse = run(inputs, *views)
@@ -70,5 +73,5 @@ def attend_in_parts(
 
 
 def _added(found: list[AttentionInputs]) -> AttentionInputs:
-    """The sums of gradients of the same inputs."""
+    """Gradients of the same inputs, summed leaf by leaf."""
     return jax.tree.map(lambda *each: sum(each[1:], start=each[0]), *found)

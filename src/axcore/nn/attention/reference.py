@@ -1,4 +1,4 @@
-"""The reference kernel: every option, every view, any platform."""
+"""The reference kernel, which supports every option and view on every platform."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from einops import rearrange
 
 from axcore.config import at_least
 from axcore.module import Rngs
-from axcore.nn.attention.formula import attend, attend_in_blocks
+from axcore.nn.attention.formula import blockwise_attention, dense_attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.kernel import AttentionKernel
 from axcore.nn.attention.request import OPTIONS
@@ -18,17 +18,17 @@ from axcore.nn.kv.views import Contiguous, KVView
 
 
 class ReferenceKernel(AttentionKernel):
-    """The formula as it stands, softmax in float32 (Vaswani et al. 2017, arXiv 1706.03762, eq. 1). Runs anywhere.
+    """The attention formula with a float32 softmax (Vaswani et al. 2017, arXiv 1706.03762, eq. 1).
 
-    Long rows are attended a chunk of queries at a time, so memory grows with `chunk * kv_seq`; the backward pass
-    computes each chunk's logits again. Keys in a view other than plain arrays are read a block at a time.
+    Queries are processed in chunks, so memory grows with `chunk * kv_seq`; the backward pass recomputes the logits of
+    each chunk. Views other than `Contiguous` are read a block of keys at a time.
     """
 
     class Config(AttentionKernel.Config):
         chunk: int | None = 1024
-        """Queries that are attended at once; None: all."""
+        """Queries processed at once; None: all."""
         block: int = 256
-        """Keys that are read at once from a cache that does not hold them as plain arrays of one layer."""
+        """Keys read at once from a view that is not `Contiguous`."""
 
     takes = frozenset(OPTIONS)
     views = (KVView,)
@@ -61,5 +61,5 @@ class ReferenceKernel(AttentionKernel):
 
     def _attend(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
         if isinstance(inputs.kv, Contiguous):
-            return attend(inputs)
-        return attend_in_blocks(inputs, min(self.config.block, inputs.keys.shape[1]))
+            return dense_attention(inputs)
+        return blockwise_attention(inputs, min(self.config.block, inputs.keys.shape[1]))

@@ -1,4 +1,4 @@
-"""What a kernel is told before it is asked to run: one shard of a call, without its arrays."""
+"""The static description of one device's share of an attention call, from which kernels are chosen."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from axcore.nn.tokens import Phase
 from axcore.parallel import active_layout
 
 OPTIONS = ("softcap", "sinks", "bias", "dropout", "lse")
-"""What a kernel must list in `takes` to be asked for it."""
+"""The options that a kernel supports only if it lists them in `takes`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelRequest:
-    """What one device asks of a kernel. All of it is known when the call is traced.
+    """One device's share of an attention call. All of it is known at trace time.
 
     Attributes:
-        platform: "cpu", "gpu", "tpu", ...: that of the layout's devices, or of this process where no layout is active.
-        device_kind: as JAX names it, such as "NVIDIA H100 80GB HBM3"; empty where it is not known.
-        dtype: of q, k and v.
-        batch, query_len, key_len, num_heads, num_kv_heads: of one device's shard.
-        value_dim: features of a value; `head_dim` is that of queries and keys.
-        scale: of the logits.
-        packed: whether rows hold several documents.
-        partial: whether some keys do not exist (`TokenInfo.valid` is given).
-        aligned: whether query i and key i stand at the same place, as they do without a KV cache.
-        options: which of `OPTIONS` are used.
-        view: the type of the KV view.
+        platform: "cpu", "gpu" or "tpu": that of the active layout's devices, or of this process without a layout.
+        device_kind: as JAX names it, such as "NVIDIA H100 80GB HBM3"; empty if unknown.
+        dtype: dtype of q.
+        batch, query_len, key_len, num_heads, num_kv_heads: sizes of one device's shard.
+        head_dim: features of a query or key.
+        value_dim: features of a value.
+        scale: multiplies the logits.
+        packed: whether tokens have segment ids.
+        partial: whether some keys may be invalid (`TokenInfo.valid` is given).
+        aligned: whether query i and key i are the same token, as without a KV cache.
+        options: the members of `OPTIONS` that the call uses.
+        view: type of the KV view.
     """
 
     platform: str
@@ -57,7 +58,7 @@ class KernelRequest:
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> KernelRequest:
-        """The request of inputs that lie on one device."""
+        """The request of a call whose inputs are on one device."""
         kv = inputs.keys
         _, key_len, num_kv_heads, head_dim = kv.shape
         used = {
@@ -99,7 +100,7 @@ class KernelRequest:
 
 
 def target_device() -> tuple[str, str]:
-    """(platform, device kind) of what is compiled for: the active layout's devices, or this process's default."""
+    """(platform, device kind) of the devices that are compiled for: the active layout's, or the default device."""
     layout = active_layout()
     if layout is not None:
         return layout.platform, layout.device_kind

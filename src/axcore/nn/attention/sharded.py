@@ -1,4 +1,4 @@
-"""How one attention lies on the devices of a layout, and running a kernel on the shards."""
+"""Sharding an attention call over a layout, and running a kernel on the shards."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from axcore.parallel.mesh import MeshAxes
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The mesh axes of each dimension of one attention. A dimension that does not divide is not spread.
+    """The mesh axes of each dimension of an attention call. A dimension that does not divide is not sharded.
 
     Attributes:
-        kv_head: of the kv heads; None where each device takes those that its heads need out of all.
+        kv_head: None if each device gets all kv heads and selects those of its query heads.
     """
 
     layout: Layout
@@ -33,7 +33,7 @@ class Shards:
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> Shards | None:
-        """None where one device computes all."""
+        """The shards under the active layout; None if a single device computes everything."""
         layout = active_layout()
         if layout is None or not is_sharded():
             return None
@@ -42,7 +42,7 @@ class Shards:
         return cls(layout, batch, seq, head, kv_head if kv_head == head else None)
 
     def request(self, inputs: AttentionInputs) -> KernelRequest:
-        """What one device asks."""
+        """The request of one device."""
         whole, ways = KernelRequest.of(inputs), self.layout.size_of
         heads = whole.num_heads // ways(self.head)
         kv_heads = whole.num_kv_heads // ways(self.kv_head)
@@ -60,7 +60,7 @@ class Shards:
         )
 
     def run(self, kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
-        """Each device attends with its rows, heads and queries to all keys of its rows."""
+        """Runs the kernel under `shard_map`, on each device's rows, heads and queries and all keys of those rows."""
         batch, _, num_heads, _ = inputs.q.shape
         numbers = jnp.arange(num_heads, dtype=jnp.int32)
         group = num_heads // inputs.keys.shape[2]
@@ -89,7 +89,7 @@ class Shards:
         return found if inputs.return_lse else (found[0], None)
 
     def _specs(self, inputs: AttentionInputs) -> Any:
-        """Partition specs in the place of each array."""
+        """`inputs` with each array replaced by its partition spec."""
         mesh_axes = {"batch": self.batch, "seq": self.seq, "head": self.head, "kv_head": self.kv_head, "kv_seq": None}
 
         def placed(axes: PartitionSpec) -> PartitionSpec:
@@ -113,18 +113,18 @@ class Shards:
 
 
 def readable(kernel: AttentionKernel, inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with a view that the kernel reads."""
+    """The inputs, gathered into a `Contiguous` unless the kernel reads their view."""
     views: tuple[type[KVView], ...] = kernel.views
     return inputs if isinstance(inputs.kv, views) else inputs.replace(kv=inputs.plain)
 
 
 def _own_kv_heads(group: int, heads: int) -> int:
-    """How many kv heads a device gets for its heads: one if that serves them all, or else one for each."""
+    """The number of kv heads that a device selects: one if all its query heads share it, else one per query head."""
     return 1 if group % heads == 0 else heads
 
 
 def _own(kv: Contiguous, heads: jax.Array, group: int) -> Contiguous:
-    """The kv heads of these heads, out of all."""
+    """Selects the kv heads of these query heads."""
     own = heads // group
     own = own[:1] if _own_kv_heads(group, heads.size) == 1 else own
     return dataclasses.replace(kv, k=kv.k[:, :, own], v=kv.v[:, :, own])

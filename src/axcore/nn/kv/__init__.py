@@ -1,1 +1,1 @@
-"""Keys and values: how they lie in memory (views), and the caches that keep them. `axcore.nn` exports it."""
+"""Views of keys and values in memory, and the KV caches that return them. `axcore.nn` exports it."""

@@ -1,4 +1,4 @@
-"""The base of KV caches, and decoding configs."""
+"""The base of KV caches, and the config of a model for decoding."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from axcore.config import REQUIRED, Config, ConfigError
 from axcore.config.tree import transform
@@ -15,13 +16,13 @@ from axcore.nn.tokens import CachedRows
 
 
 class KVCache(Layer):
-    """Base of the layers that fill attention's cache slot. A cache owns its layout.
+    """Base of the layers that fill the cache slot of attention. A cache chooses the memory layout of keys and values.
 
-    Its state is `DecodingState`, which `axcore.infer.Decoder` passes in and out as one donated tree.
+    It holds them in `DecodingState`, which `axcore.infer.Decoder` passes in and out as one donated tree.
     """
 
     class Config(Layer.Config):
-        """Fields of the cache; attention offers `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`."""
+        """Fields of the cache. Attention offers `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`."""
 
         def build(self, *args: Any, **kwargs: Any) -> Any:
             """See `Config.build`."""
@@ -34,23 +35,23 @@ class KVCache(Layer):
             return super().build(*args, **kwargs)
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs | jax.Array:
-        """Stores the keys and values of some tokens, and answers for all that are stored.
+        """Stores the keys and values of this call, and returns a view of all that are stored.
 
         Args:
-            inputs: `kv` holds the new keys and values as a `Contiguous` view; it is None where the attention computes
-                none. `mask`, `scale`, `softcap`, `sinks`, `bias` and `dropout` are attention's.
+            inputs: `kv` has the new keys and values as a `Contiguous` view; it is None if the attention computes none.
 
         Returns:
-            `inputs` with a view of all stored keys in `kv`, for attention's kernel; or the heads [batch, query, head,
-            value_dim] of a cache that reads by itself, which then has to honour every option.
+            `inputs` with `kv` replaced by a view of all stored keys and values, which the kernel of the attention
+            reads. A cache that attends itself returns the heads instead, [batch, query, head, value_dim]; it must
+            apply every option of `inputs`.
         """
         raise NotImplementedError
 
     def rows(self, inputs: AttentionInputs) -> CachedRows:
-        """The rows that the tokens of this call continue.
+        """The cached rows that the tokens of this call continue.
 
         Raises:
-            ContextError: the model was not called by a `Decoder`.
+            ContextError: the model was called without a `Decoder`.
         """
         if inputs.cached is None:
             raise ContextError(
@@ -59,13 +60,16 @@ class KVCache(Layer):
             )
         return inputs.cached
 
-    def places(self, inputs: AttentionInputs, size: int) -> tuple[jax.Array, jax.Array]:
-        """Where to write: (slot, place), each int32 [batch, query]. The place of what is no token of the row is `size`,
-        beyond the end, so that writing it is dropped."""
+    def places(self, inputs: AttentionInputs, size: int) -> tuple[Int[Array, "batch query"], Int[Array, "batch query"]]:
+        """Where to write each token: (slot, place), both int32 [batch, query].
+
+        Padding and tokens with a negative index get the place `size`, which is out of range, so that
+        `DecodingState.put` drops them.
+        """
         rows, index = self.rows(inputs), inputs.query.index
         batch = inputs.q.shape[0]
         slots = jnp.arange(batch, dtype=jnp.int32) if rows.slots is None else rows.slots
-        place = jnp.where(index < 0, size, index)  # a negative place would count from the end
+        place = jnp.where(index < 0, size, index)  # JAX would count it from the end
         if inputs.query.valid is not None:
             place = jnp.where(inputs.query.valid, place, size)
         place = jnp.broadcast_to(place, inputs.q.shape[:2])
@@ -73,13 +77,15 @@ class KVCache(Layer):
 
 
 def for_decoding(cfg: Config, *, batch_size: int, max_len: int, cache: KVCache.Config) -> Any:
-    """The config of the same model, with every layer keeping what its next call needs.
+    """The config of the model with layers that keep decoding state, such as KV caches.
 
-    A node takes part by a method `for_decoding(batch_size, max_len, cache) -> Config`, as `Attention.Config` does;
-    parameters keep their paths.
+    Each node that has a method `for_decoding(batch_size, max_len, cache) -> Config`, as `Attention.Config` does, is
+    replaced by what it returns. Paths of parameters do not change.
 
     Args:
-        cache: for every attention whose cache slot is empty.
+        batch_size: rows that the caches hold.
+        max_len: the most tokens in a row.
+        cache: fills every empty cache slot.
     """
     if hasattr(cache, "for_decoding"):
         cache = cache.for_decoding(batch_size, max_len, cache)

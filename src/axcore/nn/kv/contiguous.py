@@ -1,4 +1,4 @@
-"""A KV cache with one place for each token of a row."""
+"""A KV cache in plain arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axcore.nn.kv.views import Contiguous, InCache, KVView
 
 
 class ContiguousCache(KVCache):
-    """Keys and values as [batch, max_len, kv_head, head_dim]."""
+    """Keeps keys and values as [batch_size, max_len, kv_head, head_dim], in the compute dtype."""
 
     class Config(KVCache.Config):
         num_kv_heads: int = REQUIRED
@@ -22,7 +22,7 @@ class ContiguousCache(KVCache):
         """Features of each value; None: head_dim."""
         batch_size: int = REQUIRED
         max_len: int = REQUIRED
-        """Places in a row. What is beyond is not stored."""
+        """The most tokens of a row. Later tokens are not stored."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> KVCache.Config:
             return self.set(batch_size=batch_size, max_len=max_len)
@@ -31,10 +31,8 @@ class ContiguousCache(KVCache):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         at_least(cfg, 1, "num_kv_heads", "head_dim", "batch_size", "max_len")
-        shape, axes = (
-            (cfg.batch_size, cfg.max_len, cfg.num_kv_heads, cfg.head_dim),
-            ("batch", "kv_seq", "kv_head", None),
-        )
+        shape = (cfg.batch_size, cfg.max_len, cfg.num_kv_heads, cfg.head_dim)
+        axes = ("batch", "kv_seq", "kv_head", None)
         value_dim = cfg.head_dim if cfg.value_dim is None else cfg.value_dim
         self.keys = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
         self.values = DecodingState(jnp.zeros((*shape[:3], value_dim), self.dtypes.compute), axes=axes)

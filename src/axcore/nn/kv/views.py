@@ -1,4 +1,4 @@
-"""Views: keys and values as they lie in memory, and where they stand. Kernels read them, caches return them."""
+"""Views of keys and values in memory. Caches return them, and kernels read them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from axcore.nn.tokens import TokenInfo
 
 
 class KVView:
-    """Base of views, each a pytree of arrays. A new layout, such as pages or codes with scales, is a subclass.
+    """Base of views. A view is a pytree; a new memory layout, such as pages or quantized codes, is a subclass.
 
-    A kernel lists the views that it reads in place; for any other the core calls `gathered`. The reference kernel reads
-    every view a block of keys at a time, so a block is all that has to exist as plain arrays.
+    A kernel lists the views that it reads in place; for other views the core calls `gathered`. The reference kernel
+    reads any view through `block`, so that only a block of keys has to exist as plain arrays.
 
     Attributes:
-        tokens: where each key stands; what is not `valid` holds no key.
+        tokens: position and validity of each key.
     """
 
     tokens: TokenInfo
@@ -38,15 +38,15 @@ class KVView:
 
     @property
     def dtype(self) -> DTypeLike:
-        """What `block` returns."""
+        """Dtype of the arrays that `block` returns."""
         raise NotImplementedError
 
     def block(self, start: jax.Array | int, size: int) -> Contiguous:
-        """Keys, values and tokens from `start` on, of which there are at least `size`."""
+        """`size` keys, values and tokens from `start` on. `start + size` is at most `kv_seq`."""
         raise NotImplementedError
 
     def axes(self) -> Self:
-        """The same view with the logical axes of each array, as a `PartitionSpec`, in its place."""
+        """The view with each array replaced by a `PartitionSpec` of its logical axes."""
         raise NotImplementedError
 
     def gathered(self) -> Contiguous:
@@ -57,7 +57,7 @@ class KVView:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Contiguous(KVView):
-    """Plain arrays."""
+    """Keys and values in plain arrays."""
 
     k: Float[Array, "batch kv_seq kv_head head_dim"]
     v: Float[Array, "batch kv_seq kv_head value_dim"]
@@ -92,14 +92,14 @@ class Contiguous(KVView):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InCache(KVView):
-    """Rows of arrays that a cache keeps for all layers of a scanned stack, or for more rows than the batch has.
+    """Rows of cache arrays that also hold other layers of a scanned stack, or other rows.
 
-    A slice of such an array would be a copy of a layer's whole cache; a block of it is small.
+    Slicing such an array would copy a whole layer's cache; `block` copies one block.
 
     Attributes:
-        k, v: of all layers, where there are leading axes.
-        layer: the index on those axes; empty where the arrays are of one layer.
-        slots: the row of the cache that each row of the batch is; None: all of them, in order.
+        k, v: the arrays of the cache; leading axes run over stacked layers.
+        layer: index on those leading axes; empty if there are none.
+        slots: the row of the cache for each row of the batch; None: all rows, in order.
     """
 
     k: Float[Array, "*layer slots kv_seq kv_head head_dim"]
@@ -141,11 +141,11 @@ class InCache(KVView):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Latent(KVView):
-    """Keys whose first features are the values too, as those of latent attention with absorbed weights.
+    """Keys whose first features are also the values, as in multi-head latent attention with absorbed weights.
 
     Attributes:
-        keys: any view; its values are not read.
-        rank: how many features of a key are the value.
+        keys: any view; its values are ignored.
+        rank: number of leading features of a key that form the value.
     """
 
     keys: KVView
@@ -176,7 +176,7 @@ class Latent(KVView):
 
 
 def token_axes(tokens: TokenInfo, seq: str) -> TokenInfo:
-    """The logical axes of each array, in its place. Arrays that are one row for the whole batch have no batch axis."""
+    """`tokens` with each array replaced by its logical axes; an array with one row has no `batch` axis."""
 
     def names(x: jax.Array) -> PartitionSpec:
         return PartitionSpec("batch" if x.shape[0] > 1 else None, seq, *(None,) * (x.ndim - 2))
@@ -184,6 +184,6 @@ def token_axes(tokens: TokenInfo, seq: str) -> TokenInfo:
     return jax.tree.map(names, dataclasses.replace(tokens, cached=None))
 
 
-def empty_values(k: jax.Array) -> jax.Array:
-    """Values without features, for keys that a cache keeps alone."""
+def empty_values(k: Float[Array, "*shape head_dim"]) -> Float[Array, "*shape 0"]:
+    """Values with zero features, for a cache that stores keys only."""
     return jnp.zeros((*k.shape[:-1], 0), k.dtype)

@@ -64,7 +64,7 @@ def integer_product(
     """
     x_codes, x_scales = rounded(x, -1, largest)
     sums = product(x_codes, codes, jnp.int32)
-    return (sums.astype(jnp.float32) * x_scales * product.each(scales)).astype(x.dtype)
+    return (sums.astype(jnp.float32) * x_scales * product.broadcast(scales)).astype(x.dtype)
 
 
 def rounded(x: jax.Array, axis: int, largest: int) -> tuple[jax.Array, jax.Array]:
