@@ -2,6 +2,7 @@
 # All paths are relative, so that a checkout may have spaces in its path.
 BIN := .venv/bin
 PY := $(BIN)/python
+PARALLEL := -n 2 --dist worksteal
 SOURCES = $(wildcard src/axcore plugins/*/src plugins_kernels/*/src recipes/src)
 
 # Compiled JAX programs outlive a run. Absolute, since a test may change its folder.
@@ -9,11 +10,11 @@ export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
 # Where this is set, every process that the tests start would compile the source of jax and flax again: 5 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart weights test lint format types imports golden loc docs lock ci clean
+.PHONY: help setup quickstart weights test test-long test-all lint format types imports golden loc docs lock ci clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | quickstart | weights | test [ARGS=...] | lint | format | types | imports | golden | loc [BASE=REV] | docs | lock | ci | clean"
+	@echo "make setup | quickstart | weights | test [ARGS=...] | test-long | test-all | lint | format | types | imports | golden | loc [BASE=REV] | docs | lock | ci | clean"
 
 setup:
 	@sh tools/setup.sh
@@ -28,7 +29,14 @@ weights: setup
 # Worksteal keeps the tests of a file in one process, where they share fixtures and compiled functions, until a process
 # runs out of work. ARGS go to pytest: make test ARGS="-k config -x"
 test: setup
-	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	$(PY) -m pytest $(PARALLEL) -m "not slow and not long" $(ARGS)
+
+# What CI runs beside `make test`.
+test-long: setup
+	$(PY) -m pytest $(PARALLEL) -m "long and not slow" $(ARGS)
+
+test-all: setup
+	$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

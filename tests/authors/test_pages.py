@@ -56,10 +56,10 @@ def test_the_page_of_a_kind_writes_it_installs_it_tests_it_and_sees_it_loaded(ki
 def test_the_list_of_the_core_s_layers_has_their_fields_and_defaults():
     page = (DOCS / "building_blocks.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", page.partition("## The core's layers")[2], re.MULTILINE)
-    kernels_and_caches = nn.AttentionKernel, nn.KVCache
+    with_pages_of_their_own = nn.AttentionKernel, nn.KVCache, nn.Numerics
     layers = [each for each in map(vars(nn).get, nn.__all__) if isinstance(each, type) and issubclass(each, ax.Layer)]
     assert {name for name, _ in rows} == {
-        each.__name__ for each in layers if not issubclass(each, kernels_and_caches) and each is not nn.Stock
+        each.__name__ for each in layers if not issubclass(each, with_pages_of_their_own) and each is not nn.Stock
     }
     for name, listed in rows:
         cls = getattr(nn, name).Config

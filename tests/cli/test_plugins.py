@@ -103,7 +103,7 @@ def test_the_options_of_a_plugin_are_shown_with_their_defaults(axcore, install):
     found = axcore("plugins", "rope").out
     assert '\n                theta=10000.0, layout="half", rotary_dim=None, scaling=None' in found
     assert "\n                max_len, init=Normal(), where=axcore.nn.causal_lm.CausalLM\n" in found
-    assert "chunk=1024, where=None\n" in axcore("plugins", "core").out  # of what fills a slot: its fields
+    assert "chunk=1024, block=256, where=None\n" in axcore("plugins", "core").out  # of what fills a slot: its fields
     install("old", OLD)
     assert "  its options are not known: " in axcore("plugins", "old").out
 

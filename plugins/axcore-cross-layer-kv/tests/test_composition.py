@@ -47,7 +47,7 @@ def test_a_model_with_many_features_decodes_what_it_computes():
     fn, _, state = shapes(cfg)
     params = parameters(cfg)
     whole = jax.jit(lambda params: fn(params, state, ids)[0][0])(params)
-    decoder, _, state = Decoder.of(
+    decoder, params, state = Decoder.of(
         fn.bind(params, state), cache=ContiguousCache.Config(), batch_size=BATCH, max_len=SEQ
     )
     step, found = jax.jit(decoder.__call__), []

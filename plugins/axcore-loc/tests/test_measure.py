@@ -156,8 +156,8 @@ def test_every_variant_is_another_config():
 
 def test_the_plainest_variant_comes_first_and_too_many_are_refused():
     assert (workspace.names("models")[0], workspace.names("attentions")[0]) == ("small", "mha")
-    with pytest.raises(ax.ConfigError, match=r"there are 23 models, so from 1 to 23 .* not 24"):
-        workspace.names("models", 24)
+    with pytest.raises(ax.ConfigError, match=r"there are 24 models, so from 1 to 24 .* not 25"):
+        workspace.names("models", 25)
 
 
 def test_what_the_core_offers_itself_and_what_nobody_offers(capsys):

@@ -32,6 +32,7 @@ from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import CachedRows, Phase, TokenInfo
 from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer, stacked
 from axcore.nn.weighted import Weighted
+from axcore.numerics import Numerics, Product
 
 __all__ = [
     "LSE",
@@ -77,6 +78,7 @@ __all__ = [
     "Linear",
     "Mask",
     "Normal",
+    "Numerics",
     "Ones",
     "Or",
     "ParallelLayer",
@@ -85,6 +87,7 @@ __all__ = [
     "Plain",
     "PostNormLayer",
     "Prediction",
+    "Product",
     "RMSNorm",
     "RaggedDot",
     "ReferenceKernel",
