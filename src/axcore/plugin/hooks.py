@@ -127,11 +127,11 @@ class ParallelismHooks:
 
 
 class NumericsHooks:
-    """In which numbers a model computes."""
+    """Number formats of weights and products."""
 
     @hookspec
     def axcore_numerics(self, host: Host) -> list[NumericsOffer]:  # type: ignore[empty-body]
-        """How weights are represented and multiplied. `axcore.use(name)` puts one into every layer with a weight.
+        """Representations of weights and products with them. `axcore.use(name)` fills the slot of every layer with a weight.
 
         The target is a subclass of `axcore.numerics.Numerics`.
 

@@ -1,5 +1,5 @@
-"""The two ends of cross-layer attention (Brandon et al. 2024, arXiv 2405.12981): who brings keys and values, and who
-attends with them. Both fill attention's cache slot, since a cache is what decides on which keys attention sees.
+"""The two sides of cross-layer attention (Brandon et al. 2024, arXiv 2405.12981): layers that share keys and values,
+and layers that use them. Both fill the cache slot of attention, since the cache decides which keys the kernel sees.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from axcore.nn import Attention, AttentionInputs, KVCache, KVView
 
 
 class ShareKV(KVCache):
-    """Attends as the attention would without it, and shares the keys and values that were attended to.
+    """Passes attention through unchanged, and shares its keys and values with later layers.
 
-    While decoding these are all that the cache inside holds, so that it serves every layer that borrows them.
+    While decoding it shares the view that the inner cache returns, so that one cache serves the whole group.
     """
 
     class Config(KVCache.Config):
@@ -37,7 +37,7 @@ class ShareKV(KVCache):
         """See `KVCache`.
 
         Raises:
-            ConfigError: no keys to share, or a cache that answers with heads.
+            ConfigError: the attention has no keys, or the inner cache returns heads instead of a view.
         """
         asked = inputs if self.cache is None else self.cache(inputs)
         if not isinstance(asked, AttentionInputs):
@@ -52,7 +52,7 @@ class ShareKV(KVCache):
 
 
 class BorrowKV(KVCache):
-    """Attends with the keys and values that a layer before this one shared. It keeps nothing while decoding."""
+    """Attends with the keys and values that an earlier layer shared. It holds no state while decoding."""
 
     class Config(KVCache.Config):
         num_kv_heads: int = ax.REQUIRED

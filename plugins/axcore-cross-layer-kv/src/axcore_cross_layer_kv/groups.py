@@ -22,19 +22,19 @@ def use_cross_layer_kv(
 ) -> ax.Config:
     """Layers attend with keys and values of the first layer of their group (Brandon et al. 2024, arXiv 2405.12981).
 
-    In each stack, each `every` layers that hold attention are a group; layers of another kind may lie between. A
-    `Repeat` then repeats groups: `layers.attention` becomes `layers.layers.0.attention`, which has keys and values,
+    In each stack, every `every` layers with attention form a group; other layers may lie between them. A `Repeat` then
+    repeats groups: `layers.attention` becomes `layers.layers.0.attention`, which has keys and values,
     `layers.layers.1.attention`, which has none, and so on.
 
-    A stack of which only one layer holds attention counts as a part of the layer around it.
+    A stack with a single layer of attention counts as part of the layer around it.
 
     A layer may hold several attentions: each is paired with the one at the same place in the group's first layer.
 
     Args:
         every: layers in a group; keys and values, and so KV caches, become fewer by this factor.
         where: which attentions.
-        allow_shorter: whether the last group of a stack may have fewer layers, where their number is no multiple of
-            `every`. A `Repeat` then becomes a `Sequence`: the whole groups, and the layers of the last.
+        allow_shorter: whether the last group of a stack may be smaller, if the number of layers is not a multiple of
+            `every`. A `Repeat` then becomes a `Sequence` of the full groups and the layers of the last one.
 
     Raises:
         ConfigError: layers that cannot be divided into such groups, or an attention that is in one already.
@@ -99,14 +99,14 @@ def _grouped(
                 f"layers {first} and {index} would share, but their attentions are at different places: "
                 f"{', '.join(holding[first])} and {', '.join(places)}"
             )
-        # Where every layer takes part, groups follow one another; alike, they can be repeated in a scan.
+        # If every layer takes part, names without the group's number make groups equal, so that they can be scanned.
         name = 0 if count == len(layers) else first
         made[index] = _take_part(layers[index], places, sharing if index == first else borrowing, name)
     return tuple(made)
 
 
 def _take_part[C: ax.Config](layer: C, places: Places, role: Role, first: int) -> C:
-    """The layer, its attentions in this role. What is shared is named after the layer `first`, and the place there."""
+    """The layer with its attentions in this role. Shared values are named by the layer `first` and the place in it."""
     return ax.select(layer, lambda place, _: place in places).map(
         lambda place, attention: role(attention, _join(str(first), place))
     )

@@ -19,17 +19,17 @@ class LoRA(ax.Layer):
     The parameters `a`, [input_dim, rank], and `b`, [rank, output_dim], are the paper's A and B, transposed, for x is a
     row here. B starts at zero, so a fresh adapter changes nothing. Dropout falls on the `x` that A sees.
 
-    Over the weights of groups (`axcore.nn.GroupedLinear`, as in experts) each group has an A and a B of its own, as the
-    first dimension of `a` and `b`.
+    With grouped weights (`axcore.nn.GroupedLinear`, as in experts) each group has its own A and B, along the first
+    dimension of `a` and `b`.
     """
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
         output_dim: int = ax.REQUIRED
         groups: int | None = None
-        """Of a grouped weight; None: the weight is one matrix."""
+        """Number of groups of a grouped weight; None: the weight is one matrix."""
         axes: tuple[str | None, ...] | None = None
-        """Of the weight."""
+        """Logical axes of the weight."""
         rank: int = 8
         """At most the smaller width of the weight."""
         alpha: float = 16.0
@@ -58,7 +58,7 @@ class LoRA(ax.Layer):
         self.b = self.param("b", (*shape, cfg.rank, cfg.output_dim), Zeros(), rngs, axes=(*axes, None, out_of))
 
     def _group(self) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
-        """Shape and logical axes of what is before a matrix."""
+        """Shape and logical axes of the leading group dimension, if there is one."""
         cfg = self.config
         return ((), ()) if cfg.groups is None else ((cfg.groups,), (cfg.axes[0] if cfg.axes else None,))
 
@@ -69,7 +69,7 @@ class LoRA(ax.Layer):
             x: [..., input_dim].
             y: [..., output_dim], the product of x and the weight.
             weight: [input_dim, output_dim], or [group, input_dim, output_dim].
-            product: how rows of x meet the matrices of a weight.
+            product: multiplies x with a matrix, as the layer does.
 
         Returns:
             The shape and dtype of y.

@@ -38,8 +38,8 @@ class Merged(NamedTuple):
 def merge(cfg: ax.Config, params: Tree) -> Merged:
     """Folds every LoRA and DoRA adapter into its weight: `W + sAB`, and for DoRA each column times its length.
 
-    It computes in float32 and rounds to the dtype of the weight. Numerics round the merged weight
-    as they rounded that of the base. Nothing that is passed in changes.
+    It computes in float32 and rounds to the dtype of the weight. Numerics then round the merged weight as they rounded
+    the base weight. The arguments are not modified.
 
     Args:
         cfg: of a model, or of a trainer (whose learner then loses the rates that `freeze=True` gave it).

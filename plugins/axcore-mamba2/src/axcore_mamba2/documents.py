@@ -83,10 +83,10 @@ class Documents:
 
 
 def cached_rows(tokens: TokenInfo | Documents) -> CachedRows:
-    """The rows that these tokens continue.
+    """The cached rows that these tokens continue.
 
     Raises:
-        ContextError: the model was not called by a `Decoder`.
+        ContextError: the model was called without a `Decoder`.
     """
     if tokens.cached is None:
         raise ContextError("a model that keeps the state of its rows is called through axcore.infer.Decoder")
