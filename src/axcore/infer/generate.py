@@ -54,7 +54,7 @@ class Generator:
         self.vocab_size = logits.shape[-1]
         if cache is not None:
             self._decoder, self._params, self._state = Decoder.of(model, cache=cache, batch_size=1, max_len=context)
-        self._sample = jax.jit(self._cached if self.is_cached else self._recomputed)
+        self._sample = jax.jit(self._cached if self.is_cached else self._recomputed, static_argnums=3)
 
     def __call__(self, prompt: ArrayLike, *, num_tokens: int, key: jax.Array) -> np.ndarray:
         """Samples tokens after a prompt.
@@ -83,22 +83,21 @@ class Generator:
         if num_tokens == 0:
             return np.zeros((0,), np.int32)
         start, stop = prompt.size, prompt.size + num_tokens
-        bucket = max(SMALLEST_BUCKET, 1 << (start - 1).bit_length())
+        bucket, length = 0, max(1 << (stop - 1).bit_length(), self.context)
         if self.is_cached:
-            bucket, length = min(bucket, self.context), self.context
-        else:
-            length = max(1 << (stop - 1).bit_length(), self.context)
+            bucket = min(max(SMALLEST_BUCKET, 1 << (start - 1).bit_length()), self.context)
+            length = self.context
         row = np.zeros((length,), np.int32)
         row[:start] = prompt
         bounds = jnp.int32(start), jnp.int32(stop)
-        row, end = self._sample(self._params, self._state, row, np.zeros((bucket,), bool), *bounds, key)
+        row, end = self._sample(self._params, self._state, row, bucket, *bounds, key)
         return np.asarray(row)[start : int(end)]
 
     def _cached(
-        self, params: Tree, state: Tree, row: jax.Array, bucket: jax.Array, start: Any, stop: Any, key: jax.Array
+        self, params: Tree, state: Tree, row: jax.Array, bucket: int, start: Any, stop: Any, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         first = jnp.zeros((1,), jnp.int32)
-        prompt = Step(row[None, : bucket.size], first, lengths=start[None], logits_at=start[None, None] - 1)
+        prompt = Step(row[None, :bucket], first, lengths=start[None], logits_at=start[None, None] - 1)
         logits, state = self._decoder(params, state, prompt)
         row = row.at[start].set(self._pick(logits[0, 0], start, key))
 
@@ -112,7 +111,7 @@ class Generator:
         return jax.lax.while_loop(lambda carry: self._goes_on(carry[1], carry[2], stop), extend, carry)[1:]
 
     def _recomputed(
-        self, params: Tree, state: Tree, row: jax.Array, bucket: jax.Array, start: Any, stop: Any, key: jax.Array
+        self, params: Tree, state: Tree, row: jax.Array, bucket: int, start: Any, stop: Any, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         def extend(carry: Any) -> Any:
             row, at = carry

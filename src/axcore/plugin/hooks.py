@@ -131,7 +131,7 @@ class NumericsHooks:
 
     @hookspec
     def axcore_numerics(self, host: Host) -> list[NumericsOffer]:  # type: ignore[empty-body]
-        """Representations of weights and products with them. `axcore.use(name)` fills the slot of every layer with a weight.
+        """Representations of weights and products with them. `axcore.use(name)` gives one to every layer with a weight.
 
         The target is a subclass of `axcore.numerics.Numerics`.
 
