@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from axcore.config import REQUIRED, ConfigError, at_least, has_field
 from axcore.module import Layer, Rngs, method
@@ -75,13 +76,13 @@ class GroupedLinear(Weighted):
         self.adapter = self.child("adapter", cfg.adapter, rngs, **widths)
 
     @method
-    def grouped(self, x: jax.Array, groups: Grouped) -> jax.Array:
-        """Maps each row with the map of its group: [rows, input_dim] -> [rows, output_dim]."""
+    def grouped(self, x: Float[Array, "rows input_dim"], groups: Grouped) -> Float[Array, "rows output_dim"]:
+        """Maps each row with the map of its group."""
         return self._mapped(x, groups)
 
     @method
-    def batched(self, x: jax.Array) -> jax.Array:
-        """Maps the same number of rows per group: [group, rows, input_dim] -> [group, rows, output_dim]."""
+    def batched(self, x: Float[Array, "group rows input_dim"]) -> Float[Array, "group rows output_dim"]:
+        """Maps the same number of rows per group."""
         return self._mapped(x, Batched())
 
     def _mapped(self, x: jax.Array, product: Product) -> jax.Array:
@@ -95,8 +96,8 @@ class GroupedLinear(Weighted):
         return y.astype(types.output or types.compute)
 
     @method
-    def matrix(self) -> jax.Array:
-        """The effective matrices [group, input_dim, output_dim], including numerics and adapter."""
+    def matrix(self) -> Float[Array, "group input_dim output_dim"]:
+        """The effective matrices, including numerics and adapter."""
         weight = self.base_matrix
         if self.adapter is None:
             return weight

@@ -24,6 +24,8 @@ from axcore.nn.kv.views import Contiguous
 from axcore.nn.linear import Linear
 from axcore.nn.tokens import TokenInfo
 
+Hidden = Float[Array, "batch seq input_dim"]
+
 
 class BaseAttention(Layer):
     """Base of attention layers. Subclasses make queries, keys and values.
@@ -136,7 +138,7 @@ class BaseAttention(Layer):
         """Runs the kernel."""
         return attend(self.kernel, inputs.replace(cached=None))[0]
 
-    def project(self, x: Float[Array, "batch seq input_dim"], heads: Heads) -> Float[Array, "batch seq input_dim"]:
+    def project(self, x: Hidden, heads: Heads) -> Hidden:
         """Applies the `output` slot and the output projection; x is the input of the layer."""
         if self.output is not None:
             heads = self.output(x, heads)

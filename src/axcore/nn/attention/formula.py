@@ -90,7 +90,7 @@ def blockwise_attention(inputs: AttentionInputs, size: int) -> tuple[Heads, LSE 
     (highest, total, out), _ = jax.lax.scan(step, nothing, jnp.arange(0, key_len, size))
     lse = with_sinks(rearrange(highest + jnp.log(total), "b n s -> b s n"), inputs.sinks)
     divisor = jnp.exp(lse - jnp.moveaxis(highest, 1, 2))
-    return (out / divisor[..., None]).astype(inputs.q.dtype), lse if inputs.return_lse else None
+    return (out / divisor[..., None]).astype(inputs.q.dtype), jax.lax.stop_gradient(lse) if inputs.return_lse else None
 
 
 def with_sinks(lse: LSE, sinks: Float[Array, " head"] | None) -> LSE:

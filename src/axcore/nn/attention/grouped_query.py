@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import ConfigError, at_least
 from axcore.module import Layer, Rngs
-from axcore.nn.attention.base import BaseAttention
+from axcore.nn.attention.base import BaseAttention, Hidden
 from axcore.nn.attention.inputs import AttentionInputs
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
@@ -73,8 +73,8 @@ class Attention(BaseAttention):
         widths = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
         self.cache = self.child("cache", cfg.cache, rngs, **widths, head_dim=self.head_dim)
 
-    def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape."""
+    def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
+        """Attends and projects."""
         q, k, v = self._queries_keys_values(x)
         if self.query_norm is not None:
             q = self.query_norm(q)

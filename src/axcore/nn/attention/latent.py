@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from axcore.config import REQUIRED, ConfigError, at_least, has_field
 from axcore.module import Layer, Rngs
-from axcore.nn.attention.base import BaseAttention
+from axcore.nn.attention.base import BaseAttention, Hidden
 from axcore.nn.attention.inputs import AttentionInputs, Heads
 from axcore.nn.kv.views import Contiguous, Latent, empty_values
 from axcore.nn.linear import Linear
@@ -93,8 +92,8 @@ class LatentAttention(BaseAttention):
     def _linear(self, rngs: Rngs, name: str, input_dim: int, output_dim: int, *axes: str | None) -> Linear:
         return self.child(name, getattr(self.config, name), rngs, input_dim=input_dim, output_dim=output_dim, axes=axes)
 
-    def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape."""
+    def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
+        """Attends and projects."""
         cfg, flat, shape = self.config, rows(x), x.shape[:2]
         source = flat if cfg.q_lora_rank is None else self.query_norm(self.query_down(flat))
         q = self.query_up(source).reshape(*shape, cfg.num_heads, -1)

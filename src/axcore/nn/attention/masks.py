@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import operator
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from axcore.config import Config, at_least
 from axcore.nn.tokens import TokenInfo
+
+Allowed = Bool[Array, "#batch #query #key"]
 
 
 class Mask(Config):
     """Base of masks. Combine them with `&` and `|`."""
 
-    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
-        """bool, broadcastable to [batch, query, key]; true where the query may see the key."""
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
+        """True where the query may see the key."""
         raise NotImplementedError
 
     def __and__(self, other: Mask) -> Mask:
@@ -29,14 +31,14 @@ class Mask(Config):
 class Everything(Mask):
     """Every query sees every key."""
 
-    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return jnp.ones((1, query.index.shape[-1], key.index.shape[-1]), bool)
 
 
 class Causal(Mask):
     """A query sees itself and earlier keys of its row."""
 
-    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return query.index[:, :, None] >= key.index[:, None, :]
 
 
@@ -48,14 +50,14 @@ class SlidingWindow(Mask):
     def __post_init__(self) -> None:
         at_least(self, 1, "size")
 
-    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return jnp.abs(query.index[:, :, None] - key.index[:, None, :]) < self.size
 
 
 class SameSegment(Mask):
     """A query sees keys of its own document; without segment ids it sees all keys."""
 
-    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         if query.segment_ids is None or key.segment_ids is None:
             return jnp.ones((1, 1, 1), bool)
         return query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
@@ -66,7 +68,7 @@ class And(Mask):
 
     masks: tuple[Mask, ...]
 
-    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return functools.reduce(operator.and_, (mask.allowed(query, key) for mask in self.masks))
 
     def __repr__(self) -> str:
@@ -78,15 +80,15 @@ class Or(Mask):
 
     masks: tuple[Mask, ...]
 
-    def allowed(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return functools.reduce(operator.or_, (mask.allowed(query, key) for mask in self.masks))
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.masks))
 
 
-def visible(mask: Mask, query: TokenInfo, key: TokenInfo) -> jax.Array:
-    """bool, broadcastable to [batch, query, key]: the valid keys that the mask allows."""
+def visible(mask: Mask, query: TokenInfo, key: TokenInfo) -> Allowed:
+    """True for the valid keys that the mask allows."""
     allowed = mask.allowed(query, key)
     return allowed if key.valid is None else allowed & key.valid[:, None, :]
 
