@@ -1,5 +1,7 @@
 """Contract 1: one frozen `AttentionInputs`, kernels that return the log-sum-exp, and sharding that the core owns."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,12 @@ from tests.contracts.attention_probes import LocalKernel, SplitKeys
 
 import axcore as ax
 from axcore.module import functional
-from axcore.nn import Attention, Normal, ReferenceKernel, TokenInfo, attend, merge_by_lse
+from axcore.nn import Attention, ChooseKernel, Normal, ReferenceKernel, TokenInfo, attend, merge_by_lse
 from axcore.parallel import Mesh
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.attention_cases import CASES, Slopes, arrays_of, formula, inputs_of
 from axcore.testing.devices import steps
+from axcore.testing.models import loss_and_grads
 
 OPTIONS = {"softcap": 3.0, "scale": 0.7, "sinks": Normal(stddev=1.0), "bias": Slopes.Config(), "dropout": 0.25}
 
@@ -47,6 +50,29 @@ def test_halves_of_the_keys_merge_into_one_call_forward_and_backward(chunk):
     for (path, wanted), got in zip(jax.tree.leaves_with_path(exact), jax.tree.leaves(found), strict=True):
         atol = 2e-6 * max(1.0, float(jnp.abs(wanted).max()))
         np.testing.assert_allclose(got, wanted, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def test_of_several_kernels_the_backward_pass_is_that_of_the_chosen_one():
+    class Refusing(ReferenceKernel):
+        def supports(self, request):
+            return "takes nothing at all"
+
+        def backward(self, inputs, heads, lse, heads_grad):
+            raise AssertionError("it did not run forward")
+
+    class Counting(ReferenceKernel):
+        calls: ClassVar[list[int]] = []
+
+        def backward(self, inputs, heads, lse, heads_grad):
+            self.calls.append(inputs.keys.shape[1])
+            return super().backward(inputs, heads, lse, heads_grad)
+
+    order = ChooseKernel.Config(order=(Refusing.Config(), Counting.Config()))
+    cfg = ax.select(tiny_model(), Attention).set(kernel=SplitKeys.Config(kernel=order))
+    _, found = loss_and_grads(cfg, tiny_batch)
+    _, exact = loss_and_grads(tiny_model(), tiny_batch)
+    assert Counting.calls == [4, 4]
+    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6), found, exact)
 
 
 def test_differentiating_the_merge_itself_would_be_wrong():

@@ -106,7 +106,7 @@ class Decoder:
             cache: fills every empty cache slot.
             batch_size: number of rows (slots) in the state.
             max_len: the most tokens in a row, prompt included.
-            layout: the mesh and rules to run with. The state is created sharded; parameters are not moved.
+            layout: the mesh and rules to run with. The state is created there, and parameters are placed there.
             unstack: copies the arrays of scanned stacks once, into separate arrays for each layer. A scanned stack
                 compiles faster and decodes slower, since each token copies the weights of each layer out of it.
 
@@ -125,8 +125,11 @@ class Decoder:
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, state = _empty(cfg, type(model).__name__, batch_size, layout)
         state["model"] = _merged(state["model"], held)
+        params = _those_of(fn.axes, params)
+        if layout is not None:
+            params = jax.device_put(params, layout.shardings(params, fn.axes))
         axes = {"lengths": ("batch",), "model": fn.state_axes}
-        return cls(fn, axes, batch_size, max_len, layout), _those_of(fn.axes, params), state
+        return cls(fn, axes, batch_size, max_len, layout), params, state
 
     def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]:
         """Runs the model on the tokens of a step.

@@ -89,6 +89,14 @@ class ChooseKernel(AttentionKernel):
         """See `AttentionKernel`."""
         return _first(tuple(self.order), self.frame.path, inputs)
 
+    def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
+        """That of the kernel that ran: the first of `order` that supports the call."""
+        for kernel in self.order:
+            if refusal(kernel, KernelRequest.of(readable(kernel, inputs))) is None:
+                gradients: AttentionInputs = kernel.backward(inputs, heads, lse, heads_grad)
+                return gradients
+        raise ConfigError(f"{self.frame.path}: no kernel of order supports ({KernelRequest.of(inputs)})")
+
 
 def attend(kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
     """Runs a kernel, or the one that a `ChooseKernel` chooses, on every device of the active layout.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from axcore.module import custom_vjp
+from axcore.nn.attention.choice import attend
 from axcore.nn.attention.formula import LOWEST, with_sinks
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.kernel import AttentionKernel
@@ -36,6 +37,8 @@ def attend_in_parts(
 ) -> tuple[Heads, LSE | None]:
     """Attends to disjoint subsets of the keys with one kernel call each, and merges the results.
 
+    To be called by a `local` kernel, with the shard of one device.
+
     The backward pass does not differentiate the merge, since the log-sum-exp of fused kernels carries no gradient. It
     calls `AttentionKernel.backward` for each part with the merged heads and log-sum-exp, which gives exact gradients.
 
@@ -43,6 +46,9 @@ def attend_in_parts(
         kernel: must take `lse`.
         inputs: the inputs of the whole call; `kv` is ignored.
         parts: views that together hold every key exactly once.
+
+    Raises:
+        ConfigError: the kernel does not support one of the parts.
     """
     wanted = inputs.return_lse
     inputs = inputs.replace(kv=None, return_lse=True)
@@ -51,7 +57,7 @@ def attend_in_parts(
         return inputs.replace(kv=view, sinks=None)
 
     def run(inputs: AttentionInputs, *views: KVView) -> Any:
-        return merge_by_lse([kernel(part(inputs, view)) for view in views], inputs.sinks)  # type: ignore[misc]
+        return merge_by_lse([attend(kernel, part(inputs, view)) for view in views], inputs.sinks)  # type: ignore[misc]
 
     def forward(inputs: AttentionInputs, *views: KVView) -> Any:
         heads, lse = run(inputs, *views)
