@@ -78,3 +78,74 @@ def test_a_cache_without_sizes_says_that_decoding_sets_them():
         ax.ConfigError, match=r"attention\.cache: batch_size and max_len of the KV cache: decoding sets"
     ):
         abstract(cfg)
+
+
+SLOT_0 = jnp.asarray([0])
+
+
+def row(ids, start, **more):
+    return Step(ids[:1], jnp.asarray([start]), **{"slots": SLOT_0} | more)
+
+
+def test_a_row_after_a_gap_stays_without_an_answer_until_it_is_whole():
+    decoder, params, state = decoder_of(tiny_model())
+    expected, _ = decoder(params, state, row(IDS[:, :6], 0))
+    _, state = decoder(params, state, row(IDS[:, :2], 0))
+    gap, state = decoder(params, state, row(IDS[:, 4:5], 4))
+    after, state = decoder(params, state, row(IDS[:, 5:6], 5))
+    assert np.isnan(gap).all() and np.isnan(after).all()
+    assert state["lengths"].tolist() == [2, 0]
+    filled, _ = decoder(params, state, row(IDS[:, 2:6], 2))
+    np.testing.assert_allclose(filled, expected[:, 2:], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        row(IDS[:, :3], 0, lengths=jnp.asarray([5])),
+        row(IDS[:, :3], 0, lengths=jnp.asarray([-1])),
+        row(IDS[:, :3], -1),
+        row(IDS[:, :3], 0, slots=jnp.asarray([2])),
+        row(IDS[:, :3], 0, slots=jnp.asarray([-1])),
+        Step(IDS[:, :3], jnp.zeros(2, jnp.int32), slots=jnp.asarray([1, 1])),
+    ],
+    ids=[
+        "longer than the width",
+        "negative length",
+        "negative start",
+        "no such slot",
+        "negative slot",
+        "one slot twice",
+    ],
+)
+def test_a_step_that_makes_no_sense_gives_nan_and_leaves_the_rows_as_they_are(step):
+    decoder, params, state = decoder_of(tiny_model())
+    _, state = decoder(params, state, Step(IDS[:, :4], START))
+    expected, _ = decoder(params, state, Step(IDS[:, 4:5], START + 4))
+    logits, after = decoder(params, state, step)
+    assert np.isnan(logits).all()
+    assert after["lengths"].tolist() == [4, 4]
+    if step.slots is not None and (step.lengths is None):
+        np.testing.assert_array_equal(decoder(params, after, Step(IDS[:, 4:5], START + 4))[0], expected)
+
+
+def test_there_are_no_logits_after_padding():
+    decoder, params, state = decoder_of(tiny_model())
+    at = jnp.asarray([[1, 2, -1, 9]])
+    logits, _ = decoder(params, state, row(IDS[:, :4], 0, lengths=jnp.asarray([2]), logits_at=at))
+    assert np.isnan(logits).all(axis=-1).tolist() == [[False, True, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"ids": IDS * 1.0}, "Step.ids must be integers, not float32"),
+        ({"start": 0}, "Step.start must be an array, not 0"),
+        ({"lengths": jnp.ones(2)}, "Step.lengths must be integers"),
+        ({"phase": "prefil"}, "Step.phase must be 'prefill', 'decode' or None"),
+        ({"pages": jnp.zeros(2, jnp.int32)}, r"Step.pages must be \[batch, ...\]"),
+    ],
+)
+def test_steps_of_the_wrong_kind_are_refused(wrong, said):
+    with pytest.raises(ax.ConfigError, match=said):
+        Step(**{"ids": IDS, "start": START} | wrong)

@@ -212,3 +212,20 @@ def test_remat_saves_memory_whether_the_stack_is_a_loop_or_unrolled(unroll):
         return jax.jit(slope).lower(params, x).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(Remat()) < 0.6 * temporaries(None)
+
+
+@pytest.mark.parametrize("name", ["targets", "weights"])
+def test_a_batch_whose_arrays_would_broadcast_is_refused(name):
+    cfg = model()
+    with pytest.raises(ax.ConfigError, match=rf"the batch's {name} have the shape \(2, 1\)"):
+        score(cfg, parameters(cfg), {**BATCH, name: BATCH[name][:, :1]})
+
+
+def test_the_loss_of_a_target_that_is_no_token_is_nan_where_it_counts():
+    cfg = model()
+    targets = np.array(BATCH["targets"])
+    targets[0, 0] = -1
+    assert np.isnan(score(cfg, parameters(cfg), {**BATCH, "targets": targets})[0])
+    weights = np.array(BATCH["weights"])
+    weights[0, 0] = 0
+    assert np.isfinite(score(cfg, parameters(cfg), {**BATCH, "targets": targets, "weights": weights})[0])

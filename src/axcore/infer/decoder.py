@@ -48,18 +48,27 @@ class Step:
     phase: Phase | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        if not hasattr(self.ids, "ndim"):
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "phase"}
+        arrays = {name: array for name, array in given.items() if array is not None}
+        if self.phase not in (None, "prefill", "decode"):
+            raise ConfigError(f"Step.phase must be 'prefill', 'decode' or None, not {self.phase!r}")
+        for name, array in arrays.items():
+            if isinstance(array, int | float | list):
+                raise ConfigError(f"Step.{name} must be an array, not {array!r}")
+        if not all(hasattr(array, "dtype") for array in arrays.values()):
             return  # jax unflattens pytrees with leaves other than arrays, such as axes
         batch = self.ids.shape[:1]
-        wanted = {"start": batch, "lengths": batch, "slots": batch}
-        if self.ids.ndim != 2 or self.ids.shape[1] == 0:
-            raise ConfigError(f"Step.ids must be [batch, width] with at least one token, got shape {self.ids.shape}")
-        for name, shape in wanted.items():
-            array = getattr(self, name)
-            if array is not None and array.shape != shape:
-                raise ConfigError(f"Step.{name} must have the shape {shape}, one number a row; got {array.shape}")
-        if self.logits_at is not None and (self.logits_at.ndim != 2 or self.logits_at.shape[:1] != batch):
-            raise ConfigError(f"Step.logits_at must be [batch, logits], got shape {self.logits_at.shape}")
+        if self.ids.ndim != 2 or 0 in self.ids.shape:
+            raise ConfigError(
+                f"Step.ids must be [batch, width] with at least one row and one token, got shape {self.ids.shape}"
+            )
+        for name, array in arrays.items():
+            if not jnp.issubdtype(array.dtype, jnp.integer):
+                raise ConfigError(f"Step.{name} must be integers, not {array.dtype}")
+            if name in ("start", "lengths", "slots") and array.shape != batch:
+                raise ConfigError(f"Step.{name} must have the shape {batch}, one number a row; got {array.shape}")
+            if name in ("logits_at", "pages") and (array.ndim != 2 or array.shape[:1] != batch):
+                raise ConfigError(f"Step.{name} must be [batch, ...] with two dimensions, got shape {array.shape}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,6 +124,8 @@ class Decoder:
         """
         if not isinstance(model, Layer):
             raise ConfigError(f"a Decoder is made of a layer that a config built, not of {type(model).__name__}")
+        if not isinstance(cache, KVCache.Config):
+            raise ConfigError(f"cache must be the Config of a KV cache, as ContiguousCache.Config(), not {cache!r}")
         cfg = model.config
         params = functional(model)[1]
         # State other than caches, such as a router's bias; the caches are made anew.
@@ -135,18 +146,29 @@ class Decoder:
         """Runs the model on the tokens of a step.
 
         Returns:
-            float32 logits, and the new state. Logits are NaN after a token beyond `max_len`, which cannot be stored,
-            and for a step that starts beyond the end of its row.
+            float32 logits, and the new state. Logits are NaN where there is no right answer: after padding, after a
+            token beyond `max_len`, and for a row that starts beyond its end, has a length outside [0, width], or names
+            a slot that does not exist or that another row names.
         """
         width, held = step.ids.shape[1], state["lengths"]
-        counts = jnp.full(step.start.shape, width, jnp.int32) if step.lengths is None else step.lengths
-        end = step.start + counts
-        index = step.start[:, None] + jnp.arange(width, dtype=jnp.int32)
+        start = step.start.astype(jnp.int32)
+        given = jnp.full(start.shape, width, jnp.int32) if step.lengths is None else step.lengths.astype(jnp.int32)
+        counts, slots = jnp.clip(given, 0, width), None
+        whole = (start >= 0) & (counts == given)
+        if step.slots is not None:
+            slots = step.slots.astype(jnp.int32)
+            alone = (slots[:, None] == slots).sum(axis=1) == 1
+            whole &= (slots >= 0) & (slots < self.batch_size) & alone
+            slots = jnp.where(whole, slots, self.batch_size)  # beyond the end: what is written there is dropped
+        before = held if slots is None else held[slots]
+        whole &= start <= before
+        end = start + counts
+        index = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         places = jnp.arange(self.max_len, dtype=jnp.int32)[None]
         cached = CachedRows(
             tokens=TokenInfo(places, places, valid=places < end[:, None]),
             lengths=end,
-            slots=step.slots,
+            slots=slots,
             pages=step.pages,
             phase=step.phase or ("decode" if width == 1 else "prefill"),
         )
@@ -161,10 +183,11 @@ class Decoder:
                 cached=cached,
                 logits_at=step.logits_at,
             )
-        asked = index if step.logits_at is None else jnp.take_along_axis(index, step.logits_at, axis=1)
-        before = held if step.slots is None else held[step.slots]
-        right = (asked >= 0) & (asked < self.max_len) & (step.start <= before)[:, None]
-        lengths = end if step.slots is None else held.at[step.slots].set(end, mode="drop")
+        at = jnp.arange(width)[None] if step.logits_at is None else step.logits_at
+        asked = start[:, None] + at
+        right = whole[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < self.max_len)
+        end = jnp.where(whole, jnp.minimum(end, self.max_len), before)
+        lengths = end if slots is None else held.at[slots].set(end, mode="drop")
         return jnp.where(right[..., None], logits, jnp.nan), {"lengths": lengths, "model": model}
 
 

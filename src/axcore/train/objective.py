@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,8 +76,8 @@ class CrossEntropy(Objective):
     def __init__(self, cfg: Config):
         if cfg.chunk is not None and cfg.chunk < 1:
             raise config.ConfigError(f"objective.chunk must be at least 1 or None, not {cfg.chunk}")
-        if not cfg.z_loss >= 0:
-            raise config.ConfigError(f"objective.z_loss must be at least 0, not {cfg.z_loss}")
+        if not 0 <= cfg.z_loss < math.inf:
+            raise config.ConfigError(f"objective.z_loss must be at least 0 and finite, not {cfg.z_loss}")
         if not 0 <= cfg.label_smoothing < 1:
             raise config.ConfigError(
                 f"objective.label_smoothing must be at least 0 and below 1, not {cfg.label_smoothing}"
@@ -106,6 +107,12 @@ class CrossEntropy(Objective):
     def _scores(self, model: Any, prediction: Prediction) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """float32 [batch, seq]: the cross-entropy of each target, the log-partition and, if labels are smoothed, the
         mean cross-entropy over the vocabulary."""
+        for name in ("targets", "weights"):
+            if getattr(prediction, name).shape != prediction.hidden.shape[:2]:
+                raise config.ConfigError(
+                    f"objective: the batch's {name} have the shape {getattr(prediction, name).shape}; one for each "
+                    f"input is required, {prediction.hidden.shape[:2]}"
+                )
         smooth, seq = bool(self.config.label_smoothing), prediction.hidden.shape[1]
         chunk = min(self.config.chunk or seq, seq)
 
@@ -113,6 +120,8 @@ class CrossEntropy(Objective):
             logits = model.logits(hidden)
             log_z = jax.nn.logsumexp(logits, axis=-1)
             picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            known = (targets >= 0) & (targets < logits.shape[-1])
+            picked = jnp.where(known, picked, jnp.nan)  # a negative target would count from the end
             return log_z - picked, log_z, log_z - _mean_logit(logits) if smooth else None
 
         score = scores if chunk == seq else in_pieces(scores, chunk)

@@ -14,7 +14,7 @@ from axcore.config import Config, ConfigError, Where, has_field, select
 from axcore.module import Frame, Rngs, current
 from axcore.module.context import locate
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
-from axcore.nn.attention.kernel import AttentionKernel, refusal
+from axcore.nn.attention.kernel import AttentionKernel, checked, refusal
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import OPTIONS, KernelRequest
 from axcore.nn.attention.sharded import Shards, readable
@@ -127,7 +127,8 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
             choices.append(Choice(path, request, kernel, tuple(refused)))
             # A kernel that wraps another still runs, so that the choice inside it is recorded.
             return kernel(asked) if wraps else _zeros(inputs)
-        heads, lse = kernel(asked) if shards is None or not kernel.local else shards.run(kernel, asked)
+        result = kernel(asked) if shards is None or not kernel.local else shards.run(kernel, asked, path)
+        heads, lse = checked(kernel, path, asked, result)
         return heads if kernel.tags_heads or wraps else checkpoint_name(heads, "heads"), lse
     assert request is not None
     if (choices := _choices.get()) is not None:

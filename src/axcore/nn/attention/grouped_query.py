@@ -91,7 +91,7 @@ class Attention(BaseAttention):
             v = checkpoint_name(constrain(v, "batch", "seq", "kv_head", None), "value")
         asked = self.inputs(q, k, v, tokens)
         if self.cache is not None:
-            asked = self.cache(asked)
+            asked = self.cache.answer(asked)
         return self.project(x, self.attend(asked) if isinstance(asked, AttentionInputs) else asked)
 
     def _queries_keys_values(self, x: jax.Array) -> tuple[Any, Any, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
 
 from axcore.config import REQUIRED, ConfigError
 from axcore.module import Layer
 from axcore.nn.attention.formula import gradients
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
-from axcore.nn.attention.request import KernelRequest
+from axcore.nn.attention.request import OPTIONS, KernelRequest
 from axcore.nn.kv.views import Contiguous, KVView
 
 
@@ -31,6 +34,15 @@ class AttentionKernel(Layer):
     local: ClassVar[bool] = True
     """Whether it runs under `shard_map`, on the rows, heads and queries of one device and all keys of those rows. False
     for a kernel that the compiler partitions, or that calls another kernel through `attend`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not isinstance(cls.takes, set | frozenset) or not cls.takes <= set(OPTIONS):
+            raise ConfigError(
+                f"{cls.__name__}.takes must be a set of names out of {', '.join(OPTIONS)}, not {cls.takes!r}"
+            )
+        if not isinstance(cls.views, tuple) or not all(isinstance(each, type) for each in cls.views):
+            raise ConfigError(f"{cls.__name__}.views must be a tuple of view classes, not {cls.views!r}")
 
     def supports(self, request: KernelRequest) -> str | None:
         """None if the kernel supports the request, otherwise the reason, such as "requires a GPU"."""
@@ -73,6 +85,29 @@ def refusal(kernel: AttentionKernel, request: KernelRequest) -> str | None:
     if unknown:
         return f"it does not take {' and '.join(unknown)}"
     try:
-        return kernel.supports(request)
+        reason = kernel.supports(request)
     except Exception as error:
         raise ConfigError(f"{type(kernel).__name__}.supports raised {type(error).__name__}: {error}") from error
+    if reason is not None and not (isinstance(reason, str) and reason):
+        raise ConfigError(f"{type(kernel).__name__}.supports must return None or a reason, not {reason!r}")
+    return reason
+
+
+def checked(kernel: AttentionKernel, path: str, inputs: AttentionInputs, result: Any) -> tuple[Heads, LSE | None]:
+    """What a kernel returned.
+
+    Raises:
+        ConfigError: it is not `(heads, lse)` of the right shapes and dtypes.
+    """
+    shape, q = (*inputs.q.shape[:3], inputs.keys.value_dim), inputs.q
+    wanted = f"heads {shape} in {q.dtype}, and " + (f"a float32 lse {shape[:3]}" if inputs.return_lse else "None")
+    fits = isinstance(result, tuple) and len(result) == 2 and _is_array(result[0], shape, q.dtype)
+    if fits and (_is_array(result[1], shape[:3], jnp.float32) if inputs.return_lse else result[1] is None):
+        heads, lse = result
+        return heads, lse
+    found = jax.tree.map(lambda x: getattr(x, "aval", x), result)
+    raise ConfigError(f"{path}: {type(kernel).__name__} must return ({wanted}), not {found}")
+
+
+def _is_array(x: Any, shape: tuple[int, ...], dtype: Any) -> bool:
+    return getattr(x, "shape", None) == shape and x.dtype == dtype

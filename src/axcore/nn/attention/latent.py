@@ -109,7 +109,7 @@ class LatentAttention(BaseAttention):
         kept = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")
         asked = self.inputs(q, kept, empty_values(kept), tokens, self._scale)
         if self.cache is not None:
-            asked = self.cache(asked)
+            asked = self.cache.answer(asked)
         if not isinstance(asked, AttentionInputs):
             heads = asked
         elif self.cache is not None and shape[1] <= cfg.absorb_up_to:

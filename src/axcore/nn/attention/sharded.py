@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
-from axcore.nn.attention.kernel import AttentionKernel
+from axcore.nn.attention.kernel import AttentionKernel, checked
 from axcore.nn.attention.request import KernelRequest
 from axcore.nn.kv.views import Contiguous, KVView, token_axes
 from axcore.parallel import Layout, active_layout, is_sharded, shard_map
@@ -59,7 +59,7 @@ class Shards:
             view=whole.view if self.kv_head is not None or self.head is None else Contiguous,
         )
 
-    def run(self, kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+    def run(self, kernel: AttentionKernel, inputs: AttentionInputs, path: str) -> tuple[Heads, LSE | None]:
         """Runs the kernel under `shard_map`, on each device's rows, heads and queries and all keys of those rows."""
         batch, _, num_heads, _ = inputs.q.shape
         numbers = jnp.arange(num_heads, dtype=jnp.int32)
@@ -76,7 +76,7 @@ class Shards:
         def body(kernel: Any, inputs: AttentionInputs, numbers: jax.Array) -> tuple[jax.Array, ...]:
             if takes_own:
                 inputs = inputs.replace(kv=_own(inputs.plain, numbers, group))
-            heads, lse = kernel(inputs)
+            heads, lse = checked(kernel, path, inputs, kernel(inputs))
             return (heads,) if lse is None else (heads, lse)
 
         specs = self._specs(inputs)

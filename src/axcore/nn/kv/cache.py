@@ -47,6 +47,30 @@ class KVCache(Layer):
         """
         raise NotImplementedError
 
+    def answer(self, inputs: AttentionInputs) -> AttentionInputs | jax.Array:
+        """Calls the cache and checks what it returns.
+
+        Raises:
+            ConfigError: it is neither heads nor inputs with a view that fits the queries.
+        """
+        found = self(inputs)
+        batch, seq, heads, _ = inputs.q.shape
+        if isinstance(found, AttentionInputs):
+            kv = found.kv
+            if kv is not None:
+                rows, length, kv_heads, _ = kv.shape
+                where = kv.tokens.index.shape
+                if rows == batch and heads % kv_heads == 0 and where[0] in (1, batch) and where[1] == length:
+                    return found
+            shown = "no view" if kv is None else f"{type(kv).__name__} of shape {kv.shape}, tokens {where}"
+            wanted = f"a view of {batch} rows whose kv heads divide {heads}, with one token for each key"
+        elif getattr(found, "shape", ())[:3] == (batch, seq, heads) and jnp.issubdtype(found.dtype, jnp.floating):
+            return found
+        else:
+            shown = str(jax.tree.map(lambda x: getattr(x, "aval", x), found))
+            wanted = f"AttentionInputs, or heads ({batch}, {seq}, {heads}, value_dim)"
+        raise ConfigError(f"{self.frame.path}: the cache {type(self).__name__} must return {wanted}, not {shown}")
+
     def rows(self, inputs: AttentionInputs) -> CachedRows:
         """The cached rows that the tokens of this call continue.
 

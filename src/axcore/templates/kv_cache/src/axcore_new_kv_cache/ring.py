@@ -60,9 +60,9 @@ class RingCache(KVCache):
         slots, place = self.places(inputs, -1)  # -1: no token of the row
         first = inputs.query.index[:, :1]
         held = rows.take(self.index)
-        gone = held - size  # what stood in each place before
-        lost = (held >= first) & (gone < first) & (gone >= jnp.maximum(first - window + 1, 0))
         held = jnp.where(held < first, held, -1)  # what does not come before these tokens was taken back
+        oldest = jnp.maximum(first - window + 1, 0)
+        lost = (held >= oldest).sum(axis=1, keepdims=True) < first - oldest  # overwritten before it was taken back
         keys = jnp.concatenate([rows.take(self.keys), new.k.astype(self.dtypes.compute)], axis=1)
         values = jnp.concatenate([rows.take(self.values), new.v.astype(self.dtypes.compute)], axis=1)
         index = jnp.concatenate([held, place], axis=1)
@@ -73,7 +73,7 @@ class RingCache(KVCache):
         self.index.put(at, place)
         self.keys.put(at, new.k)
         self.values.put(at, new.v)
-        q = jnp.where(lost.any(axis=1)[:, None, None, None], jnp.nan, inputs.q)
+        q = jnp.where(lost[:, :, None, None], jnp.nan, inputs.q)
         return inputs.replace(q=q, kv=Contiguous(keys, values, TokenInfo(index, index, valid=index >= 0)))
 
 
