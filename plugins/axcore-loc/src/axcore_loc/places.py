@@ -85,11 +85,11 @@ def _nearest(path: str, known: Iterable[str]) -> str:
 
 
 def _edited(before: Config, after: Config) -> Iterable[str]:
-    """Nodes that are there before and after, with other values of their own."""
+    """Nodes in whose place there is a node of another class, or with other values of its own."""
     now = dict(walk(after))
     for path, node in walk(before):
         other = now.get(path)
-        if other is not None and _classes(other) == _classes(node) and _values(node) != _values(other):
+        if other is not None and (_classes(other) != _classes(node) or _values(node) != _values(other)):
             yield path
 
 
