@@ -230,7 +230,7 @@ def test_microbatches_that_cannot_be_are_refused(microbatches, told):
     ("fields", "told"),
     [
         ({"chunk": 0}, "objective.chunk must be at least 1 or None, not 0"),
-        ({"z_loss": -1.0}, r"objective.z_loss must be at least 0, not -1\.0"),
+        ({"z_loss": -1.0}, r"objective.z_loss must be at least 0 and finite, not -1\.0"),
         ({"label_smoothing": 1.0}, r"objective.label_smoothing must be at least 0 and below 1, not 1\.0"),
     ],
 )

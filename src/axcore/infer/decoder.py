@@ -55,7 +55,7 @@ class Step:
         for name, array in arrays.items():
             if isinstance(array, int | float | list):
                 raise ConfigError(f"Step.{name} must be an array, not {array!r}")
-        if not all(hasattr(array, "dtype") for array in arrays.values()):
+        if not all(hasattr(array, "dtype") and hasattr(array, "ndim") for array in arrays.values()):
             return  # jax unflattens pytrees with leaves other than arrays, such as axes
         batch = self.ids.shape[:1]
         if self.ids.ndim != 2 or 0 in self.ids.shape:
