@@ -31,12 +31,12 @@ def test_a_model_that_has_caches_already_gets_them_in_the_right_size():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"ids": IDS[:, :0]}, r"ids must be \[batch, width\] with at least one token, got shape \(2, 0\)"),
-        ({"ids": IDS[0]}, r"ids must be \[batch, width\] with at least one token"),
+        ({"ids": IDS[:, :0]}, r"ids must be \[batch, width\] with at least one row and one token, got shape \(2, 0\)"),
+        ({"ids": IDS[0]}, r"ids must be \[batch, width\] with at least one row and one token"),
         ({"start": START[:1]}, r"start must have the shape \(2,\), one number a row; got \(1,\)"),
         ({"lengths": jnp.ones((2, 1), jnp.int32)}, r"lengths must have the shape \(2,\)"),
         ({"slots": jnp.arange(3)}, r"slots must have the shape \(2,\)"),
-        ({"logits_at": START}, r"logits_at must be \[batch, logits\], got shape \(2,\)"),
+        ({"logits_at": START}, r"logits_at must be \[batch, ...\] with two dimensions, got shape \(2,\)"),
     ],
     ids=["no token", "ids of one dimension", "start", "lengths", "slots", "logits_at"],
 )
