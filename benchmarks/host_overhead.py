@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from axcore.plugin import recipe
-from axcore.train import trainer
+from axcore.train.run import trainer
 
 
 def main() -> None:

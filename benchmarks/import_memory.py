@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from axcore.module import abstract
-from axcore.train.model_folder import flat
+from axcore.train.checkpoint.model_folder import flat
 from axcore_hf import exporting, importing
 from axcore_hf.families import by_type
 from axcore_hf.fields import Fields

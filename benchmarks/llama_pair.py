@@ -15,7 +15,7 @@ from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, 
 from axcore.nn.attention.choice import recording
 from axcore.parallel import Mesh, SaveNames
 from axcore.train import Learner
-from axcore.train.step import Program, program
+from axcore.train.step.program import Program, program
 
 
 def axcore_program(shape: Shape, features: Sequence[str] = ()) -> Program:

@@ -17,7 +17,7 @@ import axcore as ax
 from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, TransformerLayer
 from axcore.parallel import Mesh, SaveNames
 from axcore.train import CrossEntropy, Learner
-from axcore.train.step import program
+from axcore.train.step.program import program
 
 PEAK = 989e12
 

@@ -9,7 +9,7 @@ import axcore as ax
 from axcore.cli import main
 from axcore.module import abstract
 from axcore.nn import Attention
-from axcore.train.metrics import read_jsonl
+from axcore.train.callbacks.writers import read_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,11 @@ def axcore_features() -> list[Feature]:
         Feature("fused-qkv", f"{features}:use_fused_qkv", "Queries, keys and values in one product."),
         Feature("kernels", "axcore.nn:use_kernels", "Attention kernels in an order of preference, by backend."),
         Feature("qk-norm", f"{features}:use_qk_norm", "Normalized queries and keys."),
-        Feature("run-weights", "axcore.train.initial:use_run_weights", "Weights of another run or a model folder."),
+        Feature(
+            "run-weights",
+            "axcore.train:use_run_weights",
+            "Weights of another run or a model folder.",
+        ),
         Feature("sliding-window", f"{features}:use_sliding_window", "Attention to near tokens, in all or most layers."),
     ]
 
@@ -30,12 +34,12 @@ def axcore_kv_caches() -> list[KVCache]:
 
 @hookimpl
 def axcore_optimizers() -> list[Optimizer]:
-    return [Optimizer("adamw", "axcore.train.learner:AdamW", "Adam with decoupled weight decay.")]
+    return [Optimizer("adamw", "axcore.train:AdamW", "Adam with decoupled weight decay.")]
 
 
 @hookimpl
 def axcore_input_sources() -> list[InputSource]:
-    return [InputSource("text-files", "axcore.train.input:TextFiles", "The text files below a folder.")]
+    return [InputSource("text-files", "axcore.train.data:TextFiles", "The text files below a folder.")]
 
 
 @hookimpl

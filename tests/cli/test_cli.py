@@ -15,7 +15,7 @@ import pytest
 
 from axcore.plugin import registry
 from axcore.train import Checkpointer
-from axcore.train.metrics import read_jsonl
+from axcore.train.callbacks.writers import read_jsonl
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import axcore as ax
 from axcore.infer import generate
 from axcore.module import abstract
 from axcore.train import Checkpointer, save_model
-from axcore.train.input import ByteTokenizer
+from axcore.train.data import ByteTokenizer
 
 PROMPT = "banana ora"
 

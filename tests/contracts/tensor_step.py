@@ -13,7 +13,7 @@ from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
 from axcore.testing.models import OBJECTIVE, by_path
 from axcore.train import Learner
-from axcore.train.step import program
+from axcore.train.step.program import program
 
 RULES = {"head": "tensor", "kv_head": "tensor", "mlp": "tensor", "vocab": "tensor"}
 HEADS, HEAD_DIM, HIDDEN, VOCAB, DIM, ROWS, SEQ = 8, 3, 40, 56, 10, 2, 16

@@ -15,8 +15,8 @@ from axcore.parallel import Mesh, Remat
 from axcore.testing.devices import steps
 from axcore.testing.models import by_path
 from axcore.train import AdamW, CrossEntropy, Learner, Objective, Trainer, WarmupStableDecay
-from axcore.train.input import ByteTokenizer, TextFiles, TextInput
-from axcore.train.step import program
+from axcore.train.data import ByteTokenizer, TextFiles, TextInput
+from axcore.train.step.program import program
 
 VOCAB, ROWS, SEQ = 13, 8, 8
 TOLERANCE = 1e-6

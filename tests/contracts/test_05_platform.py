@@ -8,7 +8,7 @@ from axcore.nn import Attention, AttentionKernel, ChooseKernel, ReferenceKernel
 from axcore.parallel import Mesh
 from axcore.testing import tiny_batch, tiny_model
 from axcore.train import CrossEntropy, Learner
-from axcore.train.step import program
+from axcore.train.step.program import program
 
 RULES = {"batch": "data", "head": "tensor", "kv_head": "tensor"}
 MESH = Mesh(shape={"data": 4, "tensor": 2}, rules=RULES)

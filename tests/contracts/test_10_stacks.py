@@ -30,8 +30,8 @@ from axcore.nn import (
 )
 from axcore.testing import tiny_batch, tiny_model
 from axcore.train import FromRun, save_model
-from axcore.train.initial import gathered
-from axcore.train.model_folder import flat, like
+from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.model_folder import flat, like
 
 for plugin in ("axcore_cross_layer_kv", "axcore_hf", "axcore_moe"):
     pytest.importorskip(plugin)

@@ -13,7 +13,7 @@ from axcore.parallel import Mesh, Remat
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import by_path
 from axcore.train import Checkpointer, CrossEntropy, Learner
-from axcore.train.step import program
+from axcore.train.step.program import program
 
 LAYERS, HISTORY = 2, 3
 SAW = "saw"

@@ -15,7 +15,7 @@ from axcore.module import abstract
 from axcore.parallel import LOGICAL_AXES, Layout, Mesh, constrain
 from axcore.testing.devices import ask, steps
 from axcore.train import Learner
-from axcore.train.step import program
+from axcore.train.step.program import program
 
 from .tensor_step import HEAD_DIM, HEADS, HIDDEN, MODEL, ROWS, RULES, SEQ, SPLIT, VOCAB, batch
 

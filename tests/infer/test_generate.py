@@ -19,7 +19,7 @@ from axcore.nn import (
     Repeat,
     TransformerLayer,
 )
-from axcore.train.compilations import compilations
+from axcore.train.run.compilations import compilations
 
 VOCAB = 11
 

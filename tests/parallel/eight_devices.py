@@ -18,7 +18,7 @@ from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
 from axcore.train import CrossEntropy, Learner, Optimizer, Schedule
-from axcore.train.step import program
+from axcore.train.step.program import program
 
 from . import sharded
 

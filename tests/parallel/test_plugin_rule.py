@@ -9,7 +9,7 @@ import pytest
 import axcore as ax
 from axcore.plugin import registry
 from axcore.testing import ParallelismSuite
-from axcore.train.metrics import read_jsonl
+from axcore.train.callbacks.writers import read_jsonl
 
 LAB = """
 from axcore.plugin import MeshRule, hookimpl

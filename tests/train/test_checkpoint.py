@@ -16,9 +16,9 @@ import optax
 import pytest
 
 from axcore.config import AxcoreError, ConfigError
-from axcore.train import checkpoint_folder
-from axcore.train.checkpoint import Checkpointer
-from axcore.train.save_policy import SavePolicy
+from axcore.train.checkpoint import folder as checkpoint_folder
+from axcore.train.checkpoint.manager import Checkpointer
+from axcore.train.checkpoint.save_policy import SavePolicy
 
 
 def make_state(seed: int, size: int = 1000):
@@ -177,7 +177,7 @@ KILL = """
     import os, pathlib, random, signal, sys, time, warnings
     import jax, numpy as np
     import orbax.checkpoint
-    from axcore.train.checkpoint import Checkpointer
+    from axcore.train.checkpoint.manager import Checkpointer
     warnings.simplefilter("ignore")  # os.fork: no jax backend runs yet
     folder, rounds = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 
@@ -239,7 +239,7 @@ def test_sigkill_at_any_moment_leaves_whole_checkpoints(folder):
 
 MESH = """
     import pathlib, resource, sys
-    import axcore.train.checkpoint
+    import axcore.train.checkpoint.manager
     assert "orbax" not in sys.modules  # importing it takes a second
     import jax, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P
@@ -247,7 +247,7 @@ MESH = """
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     kernel = NamedSharding(mesh, P("a", "b"))
     keys = NamedSharding(mesh, P())
-    with axcore.train.checkpoint.Checkpointer.Config().build(pathlib.Path(sys.argv[1])) as checkpointer:
+    with axcore.train.checkpoint.manager.Checkpointer.Config().build(pathlib.Path(sys.argv[1])) as checkpointer:
         wanted = {
             "kernel": jax.ShapeDtypeStruct((16, 6), "float32", sharding=kernel),
             "key": jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=keys),
@@ -434,7 +434,7 @@ def test_due_by_steps_and_by_minutes():
 def test_several_processes_agree_on_the_step(monkeypatch):
     told = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr("axcore.train.save_policy.of_first", lambda value: told.append(value) or 30)
+    monkeypatch.setattr("axcore.train.checkpoint.save_policy.of_first", lambda value: told.append(value) or 30)
     policy = SavePolicy(every_steps=None, every_minutes=1.0)
     assert [step for step in range(1, 35) if policy.due(step, 3.0 * step)] == [30]
     assert told == [21]  # 20 steps of 3 s after the first; asked once

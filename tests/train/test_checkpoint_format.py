@@ -11,7 +11,7 @@ import pytest
 import axcore as ax
 from axcore.config import AxcoreError
 from axcore.train import Checkpointer, CheckpointFormat
-from axcore.train.metrics import read_jsonl
+from axcore.train.callbacks.writers import read_jsonl
 
 
 @pytest.fixture
@@ -78,7 +78,10 @@ def test_a_checkpoint_in_another_format_is_refused_by_name(npz, tmp_path):
         assert other.meta() == {"a": 1}  # needs no format
         with pytest.raises(AxcoreError) as error:
             other.restore(abstract(state(1)))
-    for part in ("1 is in the format axcore_tiny.npz.Npz", "checkpointer.format is axcore.train.orbax_format.Orbax"):
+    for part in (
+        "1 is in the format axcore_tiny.npz.Npz",
+        "checkpointer.format is axcore.train.checkpoint.orbax_format.O",
+    ):
         assert part in str(error.value)
 
 

@@ -10,7 +10,7 @@ from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
 from axcore.train import AdamW, Checkpointer, CrossEntropy, Learner, WarmupStableDecay
-from axcore.train.step import program
+from axcore.train.step.program import program
 
 LAYER = TransformerLayer.Config(
     attention=Attention.Config(num_heads=2, num_kv_heads=1), ffn=FeedForward.Config(hidden_dim=48)

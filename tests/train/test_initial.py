@@ -14,8 +14,8 @@ from axcore.nn import Sequence, layers_of
 from axcore.plugin import use_text
 from axcore.testing import tiny_batch, tiny_model
 from axcore.train import Checkpointer, FromRun, Initial, ModelFolder, save_model
-from axcore.train.initial import gathered
-from axcore.train.model_folder import flat, like
+from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.model_folder import flat, like
 
 
 def logits(cfg, params, state):

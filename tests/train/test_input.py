@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from axcore.config import AxcoreError, ConfigError
-from axcore.train.input import ByteTokenizer, Document, TextFiles, TextInput, batch_spec
-from axcore.train.input.order import EpochOrder
-from axcore.train.input.windows import Windows, token_stream
+from axcore.train.data import ByteTokenizer, Document, TextFiles, TextInput, batch_spec
+from axcore.train.data.order import EpochOrder
+from axcore.train.data.windows import Windows, token_stream
 
 SEP = 256
 
@@ -294,7 +294,7 @@ def test_state_fits_another_number_of_processes(cfg):
 def test_resuming_in_a_new_process_is_exact(cfg, tmp_path):
     code = """
 import itertools, json, sys
-from axcore.train.input import TextFiles, TextInput
+from axcore.train.data import TextFiles, TextInput
 job = json.load(open(sys.argv[1]))
 for shard, states in enumerate(job["states"]):
     cfg = TextInput.Config(**{**job["cfg"], "source": TextFiles.Config(**job["source"])})

@@ -7,7 +7,7 @@ import pytest
 
 import axcore as ax
 from axcore.train import AdamW, Learner, WarmupStableDecay
-from axcore.train.learner import matrices
+from axcore.train.step.learner import matrices
 
 AXES = {
     "decoder": {"norm": ("layer", "embed"), "weight": ("layer", "embed", "mlp")},

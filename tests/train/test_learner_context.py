@@ -11,7 +11,7 @@ from axcore.module import current, fold
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
 from axcore.train import Learner, Optimizer
-from axcore.train.step import program
+from axcore.train.step.program import program
 
 SEEN = []
 

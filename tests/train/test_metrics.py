@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from axcore.config import AxcoreError
-from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer, read_jsonl
+from axcore.train.callbacks.writers import JsonlWriter, TensorBoardWriter, Writer, read_jsonl
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_broken_line_that_no_crash_explains_is_an_error(path):
 
 SIGKILLED = """
 import pathlib, sys
-from axcore.train.metrics import JsonlWriter
+from axcore.train.callbacks.writers import JsonlWriter
 writer = JsonlWriter.Config().build(pathlib.Path(sys.argv[1]))
 step = 0
 while True:

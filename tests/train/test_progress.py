@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from axcore.train.progress import Progress
+from axcore.train.callbacks.progress import Progress
 
 
 class Terminal(io.StringIO):

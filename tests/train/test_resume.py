@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from axcore.train import Checkpointer
-from axcore.train.metrics import read_jsonl
+from axcore.train.callbacks.writers import read_jsonl
 
 STEPS = 80
 

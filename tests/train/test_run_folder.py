@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from axcore.config import AxcoreError
-from axcore.train import run_folder
+from axcore.train import files
+from axcore.train.run import folder as run_folder
 
 
 def test_create_makes_parents_and_is_repeatable(tmp_path):
@@ -34,25 +35,25 @@ def test_create_explains(tmp_path):
 
 
 def test_written_content(tmp_path):
-    run_folder.write_bytes(tmp_path / "b", b"\0\r\n")
-    run_folder.write_text(tmp_path / "t", "é\n")
-    run_folder.write_json(tmp_path / "j", {"x": [1, 0.1 + 0.2]})
+    files.write_bytes(tmp_path / "b", b"\0\r\n")
+    files.write_text(tmp_path / "t", "é\n")
+    files.write_json(tmp_path / "j", {"x": [1, 0.1 + 0.2]})
     assert (tmp_path / "b").read_bytes() == b"\0\r\n"
     assert (tmp_path / "t").read_bytes() == "é\n".encode()
     assert json.loads((tmp_path / "j").read_text()) == {"x": [1, 0.1 + 0.2]}
     with pytest.raises(ValueError):
-        run_folder.write_json(tmp_path / "j", {"x": float("nan")})
+        files.write_json(tmp_path / "j", {"x": float("nan")})
     assert sorted(os.listdir(tmp_path)) == ["b", "j", "t"]
 
 
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path):
     path = tmp_path / "summary.json"
-    run_folder.write_bytes(path, b"old")
+    files.write_bytes(path, b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with pytest.raises(AxcoreError, match=r"cannot write .*summary\.json: File too large"):
-            run_folder.write_bytes(path, bytes(100_000))
+            files.write_bytes(path, bytes(100_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == b"old"
@@ -70,7 +71,7 @@ def test_the_new_file_is_whole_before_it_has_its_name(tmp_path, monkeypatch):
     path = tmp_path / "config.txt"
     path.write_bytes(b"old")
     monkeypatch.setattr(os, "replace", watched)
-    run_folder.write_bytes(path, b"new")
+    files.write_bytes(path, b"new")
     assert seen == [(b"new", b"old")] and path.read_bytes() == b"new"
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from axcore.train import WarmupCosine, WarmupStableDecay, budget
-from axcore.train.budget import Budget
-from axcore.train.step import UNKNOWN_STEPS
+from axcore.train.run.budget import Budget
+from axcore.train.step.program import UNKNOWN_STEPS
 
 
 @functools.cache

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from axcore.config import ConfigError, override
-from axcore.train.input import TextFiles
-from axcore.train.input.source import Skip
+from axcore.train.data import TextFiles
+from axcore.train.data.sources import Skip
 
 
 def write(folder, files):

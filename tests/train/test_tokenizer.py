@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from axcore.config import AxcoreError, ConfigError
-from axcore.train.input import ByteTokenizer, Document, Tokenizer
-from axcore.train.input.windows import token_stream
+from axcore.train.data import ByteTokenizer, Document, Tokenizer
+from axcore.train.data.windows import token_stream
 
 
 @given(st.binary(max_size=300))

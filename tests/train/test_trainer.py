@@ -24,9 +24,9 @@ from axcore.train import (
     TrainingError,
     Writer,
 )
-from axcore.train.metrics import read_jsonl
-from axcore.train.run_folder import Lock
-from axcore.train.step import Program
+from axcore.train.callbacks.writers import read_jsonl
+from axcore.train.run.folder import Lock
+from axcore.train.step.program import Program
 
 STEPS = 150
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -263,7 +263,7 @@ def test_a_resume_with_other_plugins_than_the_checkpoint_was_written_with_says_s
     capsys.readouterr()
     ax.fit(cfg, out=tmp_path / "run", resume=True)
     assert "was written with" not in capsys.readouterr().err
-    monkeypatch.setattr("axcore.train.trainer.active", lambda _: {"rope": "axcore-rope 9.9"})
+    monkeypatch.setattr("axcore.train.run.trainer.active", lambda _: {"rope": "axcore-rope 9.9"})
     ax.fit(cfg, out=tmp_path / "run", resume=True)
     told = capsys.readouterr().err
     assert "written with axcore-rope 0.1.0" in told and "this is axcore-rope 9.9, and may go on otherwise" in told
@@ -329,7 +329,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path, steps):
 @pytest.fixture
 def untrained(monkeypatch):
     """Runs do all that comes before training, and no more."""
-    monkeypatch.setattr("axcore.train.trainer._Run.run", lambda run, resume: {"resumed": resume})
+    monkeypatch.setattr("axcore.train.run.trainer._Run.run", lambda run, resume: {"resumed": resume})
 
 
 def test_an_earlier_run_below_the_home_directory_is_moved_aside_too(tiny, tmp_path, monkeypatch, untrained):

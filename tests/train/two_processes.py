@@ -11,7 +11,7 @@ import jax
 
 import axcore as ax
 from axcore.train import Checkpointer
-from axcore.train.metrics import read_jsonl
+from axcore.train.callbacks.writers import read_jsonl
 
 STEPS = 6
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from axcore.module import abstract
 from axcore.parallel import Mesh
-from axcore.train.model_folder import flat
+from axcore.train.checkpoint.model_folder import flat
 from axcore_hf import importing
 from axcore_hf.checkpoint import Checkpoint
 

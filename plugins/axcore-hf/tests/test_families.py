@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 import axcore as ax
 from axcore.module import abstract
 from axcore.nn import layers_of
-from axcore.train.initial import gathered
-from axcore.train.model_folder import flat
+from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.model_folder import flat
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.commands import convert, export
 from axcore_hf.families import family_of, language_part

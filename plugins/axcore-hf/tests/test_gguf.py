@@ -9,7 +9,7 @@ import pytest
 from axcore.config import AxcoreError
 from axcore.module import abstract
 from axcore.train import ModelFolder
-from axcore.train.model_folder import flat
+from axcore.train.checkpoint.model_folder import flat
 from axcore_hf import importing
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.commands import convert, export

@@ -9,7 +9,7 @@ import axcore as ax
 from axcore.config import walk
 from axcore.module import abstract
 from axcore.nn import BaseAttention, RMSNorm, by_layer, layers_of
-from axcore.train.model_folder import flat
+from axcore.train.checkpoint.model_folder import flat
 from axcore_hf.families import family_of
 from axcore_hf.fields import Fields
 

@@ -11,8 +11,8 @@ import pytest
 from axcore.infer import Generator
 from axcore.module import abstract
 from axcore.nn import ContiguousCache
-from axcore.train.initial import gathered
-from axcore.train.model_folder import flat, like
+from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.model_folder import flat, like
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.feature import PublishedTokenizer
 from axcore_hf.initial import FromHF

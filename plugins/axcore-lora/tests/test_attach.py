@@ -10,7 +10,7 @@ from axcore.module import abstract
 from axcore.nn import Attention, Linear
 from axcore.testing import tiny_model
 from axcore.train import Learner, Trainer
-from axcore.train.input import TextFiles, TextInput
+from axcore.train.data import TextFiles, TextInput
 from axcore_lora import DoRA, LoRA
 
 FREEZING = {"**": 0.0, "**.adapter.**": 1.0}

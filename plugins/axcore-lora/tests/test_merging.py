@@ -202,7 +202,7 @@ def test_what_merge_kept_can_be_loaded():
 
 def test_a_trainers_config_loses_the_rates_that_froze_it():
     from axcore.train import Learner, Trainer
-    from axcore.train.input import TextFiles, TextInput
+    from axcore.train.data import TextFiles, TextInput
 
     source = TextInput.Config(source=TextFiles.Config(folder="texts"), seq_len=8, batch_size=2)
     base = Trainer.Config(

@@ -12,8 +12,8 @@ from axcore.config import AxcoreError
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.testing.models import by_path
 from axcore.train import Checkpointer, Learner, Trainer, WarmupStableDecay
-from axcore.train.input import ByteTokenizer, TextFiles, TextInput
-from axcore.train.metrics import JsonlWriter, read_jsonl
+from axcore.train.callbacks.writers import JsonlWriter, read_jsonl
+from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore_lora import adapters
 
 STEPS = 12

@@ -10,7 +10,7 @@ from axcore.parallel import Mesh
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import OBJECTIVE
 from axcore.train import Learner
-from axcore.train.step import program
+from axcore.train.step.program import program
 from axcore_moe.balance import LoadBalance, z_loss
 from axcore_moe.router import TopK
 from axcore_moe.routing import Routing

@@ -16,7 +16,7 @@ from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.devices import steps
 from axcore.testing.models import OBJECTIVE, objective
 from axcore.train import Checkpointer, Learner, Trainer, WarmupStableDecay
-from axcore.train.input import ByteTokenizer, TextFiles, TextInput
+from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore_moe.dispatch import Capacity
 from axcore_moe.layer import MoE
 from axcore_moe.starvation import StarvationWarning

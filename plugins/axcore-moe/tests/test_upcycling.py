@@ -12,8 +12,8 @@ from axcore.module import abstract, initializer
 from axcore.nn import FeedForward, Linear
 from axcore.testing import tiny_batch, tiny_model
 from axcore.train import FromRun, save_model
-from axcore.train.initial import gathered
-from axcore.train.model_folder import flat, like
+from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.model_folder import flat, like
 from axcore_moe.upcycling import Upcycled, upcycled
 
 

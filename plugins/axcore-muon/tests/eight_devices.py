@@ -13,7 +13,7 @@ import numpy as np
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
 from axcore.train import Learner, WarmupStableDecay
-from axcore.train.step import program
+from axcore.train.step.program import program
 from axcore_muon.optimizer import Muon
 
 MESHES = {"one": {"data": 1, "fsdp": 1}, "data=2, fsdp=4": {"data": 2, "fsdp": 4}}

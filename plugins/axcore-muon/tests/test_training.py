@@ -8,8 +8,8 @@ import pytest
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.train import Checkpointer, Learner, Trainer, WarmupStableDecay
-from axcore.train.input import ByteTokenizer, TextFiles, TextInput
-from axcore.train.metrics import read_jsonl
+from axcore.train.callbacks.writers import read_jsonl
+from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 
 STEPS = 12
 

@@ -11,7 +11,7 @@ import axcore as ax
 from axcore.nn import CausalLM, Linear, Normal, RMSNorm, stacked
 from axcore.parallel import SaveNames
 from axcore.train import AdamW, CrossEntropy, Learner, Trainer, WarmupCosine
-from axcore.train.input import TextFiles, TextInput
+from axcore.train.data import TextFiles, TextInput
 
 
 def causal_lm(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Repeat, TransformerLayer, Zeros
 from axcore.train import AdamW, Checkpointer, CrossEntropy, Learner, Trainer, WarmupStableDecay
-from axcore.train.input import ByteTokenizer, TextInput
+from axcore.train.data import ByteTokenizer, TextInput
 from axcore_recipes.corpus import StandardLibrary
 from axcore_recipes.text_reports import CompressionReport, LossPlot, SampleReport
 

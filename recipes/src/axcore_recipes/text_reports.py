@@ -8,7 +8,7 @@ import jax
 
 from axcore.infer import generate
 from axcore.train import FinishedRun, Report
-from axcore.train.run_folder import write_text
+from axcore.train.files import write_text
 from axcore_recipes.reports import compression_bits_per_byte, plot_losses
 
 

@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _model(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """(the model with its weights, its tokenizer)."""
     from axcore.module import DTypes, abstract
-    from axcore.train.initial import FromRun, gathered
-    from axcore.train.model_folder import ModelFolder, flat, like
+    from axcore.train.checkpoint.initial import FromRun, gathered
+    from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
 
     name = arguments.model
     if os.sep in name or (name and pathlib.Path(name).is_dir()):

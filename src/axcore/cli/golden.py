@@ -23,7 +23,8 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from axcore.config import diff_flat, flatten, parse_text, text
     from axcore.plugin import Recipe, recipe, registry
-    from axcore.train.run_folder import create, write_text
+    from axcore.train.files import write_text
+    from axcore.train.run.folder import create
 
     folder = Path(arguments.folder)
     configs = {offer.name: recipe(offer.name) for _, offer in registry().offers(Recipe)}

@@ -53,7 +53,7 @@ def run_diff(arguments: argparse.Namespace) -> None:
 def run_tree(arguments: argparse.Namespace) -> None:
     from axcore.aot import module_tree, tree_page
     from axcore.config import has_field
-    from axcore.train.run_folder import write_text
+    from axcore.train.files import write_text
 
     cfg = compose(arguments.recipe, arguments.edits)
     tree = module_tree(cfg.model, "model") if has_field(cfg, "model") else module_tree(cfg)

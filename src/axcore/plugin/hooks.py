@@ -163,7 +163,7 @@ class TrainingHooks:
     def axcore_input_sources(self, host: Host) -> list[InputSource]:  # type: ignore[empty-body]
         """Sources of documents for the input; `axcore.use(name, **options)` puts one in.
 
-        The target is a subclass of `axcore.train.input.TextSource`.
+        The target is a subclass of `axcore.train.data.TextSource`.
 
         ```python
         @hookimpl

@@ -60,7 +60,7 @@ class Optimizer(Offer):
 
 
 class InputSource(Offer):
-    """A class that reads documents for the source slot of an input: a subclass of `axcore.train.input.TextSource`."""
+    """A class that reads documents for the source slot of an input: a subclass of `axcore.train.data.TextSource`."""
 
     kind = "input source"
     slot = "source"

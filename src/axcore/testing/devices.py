@@ -53,7 +53,7 @@ def _serve() -> None:
 
     from axcore.testing.models import by_path
     from axcore.train import CrossEntropy, Learner, Optimizer, Schedule
-    from axcore.train.step import program
+    from axcore.train.step.program import program
 
     class Descent(Optimizer):
         """Gradients as they are, which it also keeps: a difference of parameters would be rounded."""

@@ -49,7 +49,7 @@ def _step(cfg: Any, start: Any, batch: Any, count: int) -> Any:
     import jax.numpy as jnp
 
     from axcore.testing.models import by_path
-    from axcore.train.step import program
+    from axcore.train.step.program import program
 
     made = program(cfg.model, cfg.learner, cfg.mesh.make(jax.devices()[:count]), cfg.objective, cfg.microbatches)
     start = jax.device_get(made.init(jnp.uint32(0))) if start is None else start

@@ -1,17 +1,17 @@
 """Training: the trainer, the learner, input, checkpoints and metrics."""
 
-from axcore.train.checkpoint import Checkpointer
-from axcore.train.checkpoint_format import CheckpointFormat
-from axcore.train.initial import FromRun, Initial
-from axcore.train.learner import AdamW, Learner, Optimizer
-from axcore.train.loop import TrainingError
-from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
-from axcore.train.model_folder import ModelFolder, save_model
-from axcore.train.objective import CrossEntropy, Objective
-from axcore.train.orbax_format import OrbaxFormat
-from axcore.train.report import FinishedRun, Report
-from axcore.train.schedule import Schedule, WarmupCosine, WarmupStableDecay
-from axcore.train.trainer import Trainer, fit
+from axcore.train.callbacks.report import FinishedRun, Report
+from axcore.train.callbacks.writers import JsonlWriter, TensorBoardWriter, Writer
+from axcore.train.checkpoint.format import CheckpointFormat
+from axcore.train.checkpoint.initial import FromRun, Initial, use_run_weights
+from axcore.train.checkpoint.manager import Checkpointer
+from axcore.train.checkpoint.model_folder import ModelFolder, save_model
+from axcore.train.checkpoint.orbax_format import OrbaxFormat
+from axcore.train.run.loop import TrainingError
+from axcore.train.run.trainer import Trainer, fit
+from axcore.train.step.learner import AdamW, Learner, Optimizer
+from axcore.train.step.objective import CrossEntropy, Objective
+from axcore.train.step.schedule import Schedule, WarmupCosine, WarmupStableDecay
 
 __all__ = [
     "AdamW",
@@ -37,4 +37,5 @@ __all__ = [
     "Writer",
     "fit",
     "save_model",
+    "use_run_weights",
 ]

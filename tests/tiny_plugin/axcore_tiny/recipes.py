@@ -2,7 +2,7 @@
 
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.train import Checkpointer, CrossEntropy, Learner, Trainer, WarmupStableDecay
-from axcore.train.input import ByteTokenizer, TextFiles, TextInput
+from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 
 
 def edit(cfg):

@@ -7,7 +7,7 @@ from typing import Any
 from axcore.config import AxcoreError, diff
 from axcore.module import abstract
 from axcore.nn import by_layer, layers_of
-from axcore.train.model_folder import flat
+from axcore.train.checkpoint.model_folder import flat
 
 MOST_SHOWN = 8
 # Parts of paths whose values change no output of an evaluated model.

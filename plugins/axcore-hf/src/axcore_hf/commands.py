@@ -30,8 +30,8 @@ def convert(arguments: Sequence[str]) -> int:
     from axcore import DTypes
     from axcore.module import abstract
     from axcore.train import save_model
-    from axcore.train.initial import gathered
-    from axcore.train.model_folder import flat, like
+    from axcore.train.checkpoint.initial import gathered
+    from axcore.train.checkpoint.model_folder import flat, like
     from axcore_hf.checkpoint import Checkpoint
     from axcore_hf.initial import FromHF
 
@@ -68,7 +68,7 @@ def export(arguments: Sequence[str]) -> int:
 
     from axcore.module import abstract
     from axcore.train import ModelFolder
-    from axcore.train.model_folder import flat
+    from axcore.train.checkpoint.model_folder import flat
     from axcore_hf import agreement, exporting
     from axcore_hf.checkpoint import TOKENIZER_FILES
     from axcore_hf.families import family_of

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axcore.config import AxcoreError, ConfigError
-from axcore.train.input import Tokenizer
+from axcore.train.data import Tokenizer
 
 FILE = "tokenizer.json"
 

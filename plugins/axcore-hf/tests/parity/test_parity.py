@@ -15,8 +15,8 @@ from safetensors import safe_open
 
 from axcore.module import abstract
 from axcore.train import CrossEntropy, save_model
-from axcore.train.initial import gathered
-from axcore.train.model_folder import flat, like
+from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.model_folder import flat, like
 from axcore_hf import importing
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.commands import PUBLISHED, convert, export

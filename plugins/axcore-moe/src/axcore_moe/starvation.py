@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from axcore.train.metrics import Writer
+from axcore.train.callbacks.writers import Writer
 
 SUMMARY = "starved"
 """What `MoE` reports."""

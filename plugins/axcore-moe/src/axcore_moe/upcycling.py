@@ -14,8 +14,8 @@ from axcore.config import at_least, under
 from axcore.config.tree import join
 from axcore.module import abstract
 from axcore.train import Initial
-from axcore.train.initial import Model
-from axcore.train.model_folder import Forms, flat
+from axcore.train.checkpoint.initial import Model
+from axcore.train.checkpoint.model_folder import Forms, flat
 from axcore_moe.layer import MoE
 
 

@@ -16,7 +16,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 import axcore as ax
 from axcore.module import Tree
 from axcore.train import AdamW, Learner, Optimizer
-from axcore.train.learner import Axes
+from axcore.train.step.learner import Axes
 
 STACKED = ("layer", "expert")
 """Logical axes that number matrices and are no side of one."""

@@ -2,7 +2,7 @@
 
 from axcore.nn import CausalLM
 from axcore.train import CrossEntropy, Learner, Objective, Trainer, WarmupCosine
-from axcore.train.input import ByteTokenizer, TextFiles, TextInput
+from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 
 NEXT_TOKEN = CrossEntropy.Config()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import axcore as ax
 from axcore.nn import Attention, Causal, CausalLM, FeedForward, Repeat, SameSegment, SlidingWindow, TransformerLayer
 from axcore.train import AdamW, Learner, Trainer, WarmupCosine
-from axcore.train.input import ByteTokenizer, TextInput
+from axcore.train.data import ByteTokenizer, TextInput
 from axcore_recipes.corpus import StandardLibrary
 
 

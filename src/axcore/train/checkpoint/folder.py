@@ -7,8 +7,8 @@ import shutil
 import time
 
 from axcore.config import AxcoreError
-from axcore.train import inventory
-from axcore.train.run_folder import os_reason, sync_folder
+from axcore.train.checkpoint import inventory
+from axcore.train.files import os_reason, sync_folder
 
 TEMPORARY = ".tmp"
 """Suffix of a checkpoint that is not committed."""

@@ -13,9 +13,9 @@ import numpy as np
 
 from axcore.config import AxcoreError
 from axcore.module import labelled
-from axcore.train.metrics import Writer
-from axcore.train.progress import Progress
-from axcore.train.step import TrainState
+from axcore.train.callbacks.progress import Progress
+from axcore.train.callbacks.writers import Writer
+from axcore.train.step.program import TrainState
 
 Step = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, dict[str, jax.Array]]]
 

@@ -11,9 +11,9 @@ from axcore import config
 from axcore.config import REQUIRED, AxcoreError
 from axcore.config.tree import matches
 from axcore.module import initializer
-from axcore.train.model_folder import Forms, ModelFolder, assert_finite, flat, like
-from axcore.train.state_layout import listed
-from axcore.train.step import Program, TrainState
+from axcore.train.checkpoint.model_folder import Forms, ModelFolder, assert_finite, flat, like
+from axcore.train.checkpoint.state_layout import listed
+from axcore.train.step.program import Program, TrainState
 
 Model = config.Config
 """The config of a model."""

@@ -20,21 +20,23 @@ from axcore import config
 from axcore.config import REQUIRED, AxcoreError, ConfigError, at_least, diff_flat, flatten, parse_text, under
 from axcore.parallel import Mesh
 from axcore.plugin import active
-from axcore.train import model_folder, run_folder
-from axcore.train.agreement import agree
-from axcore.train.budget import Budget
-from axcore.train.checkpoint import Checkpointer
-from axcore.train.compilations import compilations
-from axcore.train.initial import Initial, begin
-from axcore.train.input import Input
-from axcore.train.learner import Learner
-from axcore.train.loop import Loop, TrainingError
-from axcore.train.metrics import JsonlWriter, TensorBoardWriter, Writer
-from axcore.train.objective import CrossEntropy, Objective
-from axcore.train.processes import together
-from axcore.train.progress import Progress
-from axcore.train.report import FinishedRun, Report
-from axcore.train.step import Program, TrainState, program
+from axcore.runtime.processes import together
+from axcore.train import files
+from axcore.train.callbacks.progress import Progress
+from axcore.train.callbacks.report import FinishedRun, Report
+from axcore.train.callbacks.writers import JsonlWriter, TensorBoardWriter, Writer
+from axcore.train.checkpoint import model_folder
+from axcore.train.checkpoint.initial import Initial, begin
+from axcore.train.checkpoint.manager import Checkpointer
+from axcore.train.data import Input
+from axcore.train.run import folder as run_folder
+from axcore.train.run.agreement import agree
+from axcore.train.run.budget import Budget
+from axcore.train.run.compilations import compilations
+from axcore.train.run.loop import Loop, TrainingError
+from axcore.train.step.learner import Learner
+from axcore.train.step.objective import CrossEntropy, Objective
+from axcore.train.step.program import Program, TrainState, program
 
 CONFIG_FILE = "config.txt"
 MOST_MINUTES = 10_000_000
@@ -105,7 +107,7 @@ class Trainer(config.Configurable):
                 if jax.process_index() == 0:
                     folder = run_folder.create(folder)
                     stack.enter_context(run_folder.Lock(folder))
-                    run_folder.write_text(folder / CONFIG_FILE, self.config.text())
+                    files.write_text(folder / CONFIG_FILE, self.config.text())
                     model_folder.write_config(folder, self.config)
             return _Run(self.config, prepared, source, folder, state).run(resume)
 
@@ -161,7 +163,7 @@ def _holds_run(folder: Path) -> bool:
     try:
         return (folder / CONFIG_FILE).exists()
     except OSError as error:
-        raise AxcoreError(f"cannot use the run folder {folder}: {run_folder.os_reason(error)}") from error
+        raise AxcoreError(f"cannot use the run folder {folder}: {files.os_reason(error)}") from error
 
 
 def batch_form(cfg: Input.Config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -332,7 +334,7 @@ class _Run:
                 finished = FinishedRun(self.cfg, self.folder, model, self.source, summary)
                 summary |= report.build()(finished)
         if self.is_first:
-            run_folder.write_json(self.folder / "summary.json", summary)
+            files.write_json(self.folder / "summary.json", summary)
         return summary
 
 

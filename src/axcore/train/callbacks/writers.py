@@ -13,7 +13,7 @@ from typing import Any
 
 import axcore.config
 from axcore.config import AxcoreError, Configurable
-from axcore.train.run_folder import os_reason, write_bytes
+from axcore.train.files import os_reason, write_bytes
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

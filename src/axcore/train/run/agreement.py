@@ -11,8 +11,8 @@ import jax
 
 from axcore.config import AxcoreError, Config, flatten
 from axcore.plugin import State, registry
-from axcore.train import state_layout
-from axcore.train.processes import gather_bytes
+from axcore.runtime.processes import gather_bytes
+from axcore.train.checkpoint import state_layout
 
 ABSENT = "absent"
 

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axcore import config
-from axcore.train.input.base import Input
-from axcore.train.input.batch import Batch, batch_spec
-from axcore.train.input.iterator import TrainBatches
-from axcore.train.input.order import EpochOrder
-from axcore.train.input.source import TextSource
-from axcore.train.input.tokenizer import ByteTokenizer, Tokenizer
-from axcore.train.input.windows import Windows, fingerprint, token_stream
+from axcore.train.data.base import Input
+from axcore.train.data.batch import Batch, batch_spec
+from axcore.train.data.iterator import TrainBatches
+from axcore.train.data.order import EpochOrder
+from axcore.train.data.sources import TextSource
+from axcore.train.data.tokenizers import ByteTokenizer, Tokenizer
+from axcore.train.data.windows import Windows, fingerprint, token_stream
 
 
 class TextInput(Input):

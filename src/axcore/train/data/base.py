@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from axcore import config
-from axcore.train.input.batch import Batch
+from axcore.train.data.batch import Batch
 
 
 class ResumableBatches(Protocol):

@@ -18,9 +18,9 @@ from axcore.config import AxcoreError, Config, ConfigError, from_json, to_json
 from axcore.module import Tree, abstract
 from axcore.nn import by_layer
 from axcore.plugin import State, active, registry
-from axcore.train.checkpoint import Checkpointer
-from axcore.train.run_folder import os_reason, write_bytes, write_json
-from axcore.train.state_layout import listed
+from axcore.train.checkpoint.manager import Checkpointer
+from axcore.train.checkpoint.state_layout import listed
+from axcore.train.files import os_reason, write_bytes, write_json
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"

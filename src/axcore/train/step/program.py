@@ -14,10 +14,10 @@ import optax
 from axcore.config import Config, ConfigError, under
 from axcore.module import Functional, Tree, abstract, initializer, root
 from axcore.parallel import Layout
-from axcore.train.accumulation import ObjectiveGradient
-from axcore.train.learner import Learner
-from axcore.train.objective import CrossEntropy, Objective
-from axcore.train.parts import joined
+from axcore.train.step.accumulation import ObjectiveGradient
+from axcore.train.step.learner import Learner
+from axcore.train.step.objective import CrossEntropy, Objective
+from axcore.train.step.parts import joined
 
 Metrics = dict[str, jax.Array]
 NEXT_TOKEN = CrossEntropy.Config()

@@ -7,9 +7,9 @@ import json
 import time
 from pathlib import Path
 
-from axcore.train.run_folder import write_text
-from axcore.train.schedule import Schedule
-from axcore.train.step import UNKNOWN_STEPS
+from axcore.train.files import write_text
+from axcore.train.step.program import UNKNOWN_STEPS
+from axcore.train.step.schedule import Schedule
 
 MEASURED_SECONDS = 5.0
 """The shortest stretch of steps that a rate is taken from."""

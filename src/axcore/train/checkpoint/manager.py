@@ -15,13 +15,13 @@ import jax
 
 import axcore.config
 from axcore.config import AxcoreError, ConfigError, Configurable, type_name
-from axcore.train import checkpoint_folder, inventory, state_layout
-from axcore.train.checkpoint_folder import TEMPORARY
-from axcore.train.checkpoint_format import CheckpointFormat
-from axcore.train.orbax_format import OrbaxFormat
-from axcore.train.processes import gather_bytes
-from axcore.train.run_folder import os_reason
-from axcore.train.save_policy import SavePolicy
+from axcore.runtime.processes import gather_bytes
+from axcore.train.checkpoint import folder as checkpoint_folder, inventory, state_layout
+from axcore.train.checkpoint.folder import TEMPORARY
+from axcore.train.checkpoint.format import CheckpointFormat
+from axcore.train.checkpoint.orbax_format import OrbaxFormat
+from axcore.train.checkpoint.save_policy import SavePolicy
+from axcore.train.files import os_reason
 
 RECORD = "record.json"
 """The file that holds all of a checkpoint but the arrays."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axcore.config import AxcoreError
-from axcore.train.input.batch import Batch, unstack
+from axcore.train.data.batch import Batch, unstack
 
 _TOKENS_PER_READ = 2**16
 _ENDLESS = 2**42

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from axcore import config
 from axcore.module import Tree
-from axcore.train.parts import joined, part
-from axcore.train.schedule import Schedule, WarmupCosine
+from axcore.train.step.parts import joined, part
+from axcore.train.step.schedule import Schedule, WarmupCosine
 
 Axes = tuple[str | None, ...]
 

@@ -13,8 +13,8 @@ from einops import rearrange
 from axcore.config import ConfigError
 from axcore.module import Collections, Functional, LossSum, Tree, fold, overwrite_with_gradient, to_fm32
 from axcore.parallel import Layout
-from axcore.train.objective import Batch, Objective
-from axcore.train.parts import joined, part
+from axcore.train.step.objective import Batch, Objective
+from axcore.train.step.parts import joined, part
 
 
 class Counts(NamedTuple):

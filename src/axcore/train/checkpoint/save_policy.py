@@ -7,7 +7,7 @@ import math
 import jax
 
 from axcore.config import ConfigError
-from axcore.train.processes import of_first
+from axcore.runtime.processes import of_first
 
 STEPS_BEFORE_PACE = 10
 """Steps after which several processes agree on the step of the next timed checkpoint."""

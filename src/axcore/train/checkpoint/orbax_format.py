@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from axcore.train.checkpoint_format import CheckpointFormat
+from axcore.train.checkpoint.format import CheckpointFormat
 
 TIMEOUT_SECONDS = 24 * 3600
 """A slow disk is no error."""

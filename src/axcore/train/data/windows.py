@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axcore.config import AxcoreError
-from axcore.train.input.batch import Batch
-from axcore.train.input.source import Document
-from axcore.train.input.tokenizer import Tokenizer
+from axcore.train.data.batch import Batch
+from axcore.train.data.sources import Document
+from axcore.train.data.tokenizers import Tokenizer
 
 
 def token_stream(documents: Iterable[Document], tokenizer: Tokenizer) -> NDArray[np.integer]:

@@ -1,28 +1,21 @@
-"""A run's folder on disk: making it, writing files in it that are never seen half-written, and locking it."""
+"""The folder of a run: making it, moving an earlier run aside, and locking it."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import pathlib
 import socket
 import warnings
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from axcore.config import AxcoreError
+from axcore.train.files import os_reason
 
 if os.name == "posix":
     import fcntl
-
-
-def os_reason(error: BaseException) -> str:
-    """What the operating system said, as in `No space left on device`; for any other error its first line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def create(folder: str | os.PathLike[str]) -> pathlib.Path:
@@ -57,47 +50,6 @@ def move_aside(folder: pathlib.Path) -> pathlib.Path:
         return folder.rename(aside)
     except OSError as error:
         raise AxcoreError(f"cannot move {folder} aside, to {aside}: {os_reason(error)}") from error
-
-
-def write_bytes(path: pathlib.Path, content: bytes) -> None:
-    """Puts `content` at `path` in one step: whoever reads sees the old file or the new one, also after a
-    crash.
-
-    Raises:
-        AxcoreError: it could not be written; what was at `path` is still there.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise AxcoreError(f"cannot write {path}: {os_reason(error)}") from error
-
-
-def write_text(path: pathlib.Path, content: str) -> None:
-    """`write_bytes` of UTF-8 text."""
-    write_bytes(path, content.encode())
-
-
-def write_json(path: pathlib.Path, content: Any) -> None:
-    """`write_bytes` of indented JSON. A non-finite float has no JSON form and is a ValueError."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def sync_folder(folder: pathlib.Path) -> None:
-    """Makes the names in a folder survive a power cut; a file system that cannot is left as it is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Lock:

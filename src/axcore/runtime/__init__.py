@@ -1,0 +1,1 @@
+"""Processes of one run: what they tell each other, signals, exit codes."""

@@ -1,0 +1,1 @@
+"""Checkpoints, weights to start from, model folders."""

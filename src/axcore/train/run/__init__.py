@@ -1,0 +1,1 @@
+"""A run: the trainer, its loop, its length, its folder."""

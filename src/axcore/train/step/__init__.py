@@ -1,0 +1,1 @@
+"""One training step: the program, objective, learner, accumulation."""
