@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axcore.train import WarmupCosine, WarmupStableDecay, budget
+from axcore.train import WarmupCosine, WarmupStableDecay
+from axcore.train.run import budget
 from axcore.train.run.budget import Budget
 from axcore.train.step.program import UNKNOWN_STEPS
 

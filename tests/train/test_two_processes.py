@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.train import agreement
+from axcore.train.run import agreement
 
 from ..conftest import TINY_PLUGIN
 from .two_processes import STEPS, config, losses
