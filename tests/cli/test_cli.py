@@ -16,6 +16,8 @@ from axcore.plugin import registry
 from axcore.train import Checkpointer
 from axcore.train.callbacks.writers import read_jsonl
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def train(axcore, corpus, tmp_path):

@@ -10,6 +10,8 @@ from axcore.module import abstract
 from axcore.train import Checkpointer, save_model
 from axcore.train.data import ByteTokenizer
 
+pytestmark = pytest.mark.long
+
 PROMPT = "banana ora"
 
 

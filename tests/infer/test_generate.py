@@ -181,13 +181,14 @@ def cached(generator):
     return generator(context=40, temperature=0, cache=ContiguousCache.Config())
 
 
-@pytest.mark.parametrize("prompt_len", [1, 16, 17, 30])
+@pytest.mark.parametrize("prompt_len", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (16, 17, 30))])
 def test_a_padded_prompt_and_a_cache_change_nothing(cached, logits_of, prompt_len):
     prompt = np.random.default_rng(prompt_len).integers(0, VOCAB, prompt_len)
     found = cached(prompt, num_tokens=6, key=KEY)
     assert found.size == 6 and found.tolist() == naive_greedy(logits_of, [*prompt, *found], prompt_len, context=40)
 
 
+@pytest.mark.long
 def test_twenty_prompts_of_as_many_lengths_and_goals_are_compiled_twice(model):
     before = compilations("_cached")
     generator = Generator(model, context=32, temperature=0, cache=ContiguousCache.Config())
@@ -196,6 +197,7 @@ def test_twenty_prompts_of_as_many_lengths_and_goals_are_compiled_twice(model):
     assert compilations("_cached") - before == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("context", "cache"), [(8, None), (40, ContiguousCache.Config())], ids=["recomputed", "cached"]
 )

@@ -152,6 +152,7 @@ def test_values_gradients_draws_reports_and_variables_are_those_of_the_plain_cod
     assert_same(measure(holder(transformed)), measure(holder(plain)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_in_a_scanned_stack(name):
     plain, transformed = SAME[name]
@@ -256,6 +257,7 @@ def rows_of(array):
     return {tuple(row) for row in np.asarray(array).reshape(-1, 2).tolist()}
 
 
+@pytest.mark.long
 def test_draws_of_examples_rounds_and_places_are_all_different_and_depend_on_the_path_alone():
     def run(self, x):
         def round_(self, carry):
@@ -411,6 +413,7 @@ def test_a_variable_that_nobody_writes_is_no_obstacle_to_a_transform_in_vmap(inn
 # Rules of derivatives.
 
 
+@pytest.mark.long
 def test_rules_know_the_path_and_draw_the_same_bits_and_bits_of_their_own_place():
     """Dropout whose backward rule draws the mask again."""
     seen = []

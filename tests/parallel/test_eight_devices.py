@@ -9,6 +9,8 @@ import sys
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.long
+
 MESHES = ["data=8", "fsdp=8", "data=2, fsdp=4"]
 
 

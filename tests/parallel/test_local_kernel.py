@@ -12,6 +12,8 @@ from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.attention_cases import Slopes
 from axcore.testing.devices import steps
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1], ids="{} kv heads".format)
 def test_on_eight_devices_a_local_kernel_sees_its_shards_and_gives_the_gradients_of_one(num_kv_heads):

@@ -11,6 +11,8 @@ from axcore.plugin import registry
 from axcore.testing import ParallelismSuite
 from axcore.train.callbacks.writers import read_jsonl
 
+pytestmark = pytest.mark.long
+
 LAB = """
 from axcore.plugin import MeshRule, hookimpl
 

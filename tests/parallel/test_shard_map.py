@@ -6,6 +6,8 @@ import pytest
 from .sharded import X
 from .test_eight_devices import results  # noqa: F401 - one subprocess for both files
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def found(results):  # noqa: F811
