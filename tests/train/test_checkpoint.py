@@ -20,6 +20,8 @@ from axcore.train.checkpoint import folder as checkpoint_folder
 from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.checkpoint.save_policy import SavePolicy
 
+pytestmark = pytest.mark.long
+
 
 def make_state(seed: int, size: int = 1000):
     """Every kind of leaf and container that a training state has."""

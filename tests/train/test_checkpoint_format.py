@@ -13,6 +13,8 @@ from axcore.config import AxcoreError
 from axcore.train import Checkpointer, CheckpointFormat
 from axcore.train.callbacks.writers import read_jsonl
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def npz(tiny_on_path):
