@@ -50,7 +50,7 @@ def dumped(page, tmp_path):
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     command += ["--disable-component-update", "--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path}/profile"]
     command += ["--dump-dom", f"file://{tmp_path}/page.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

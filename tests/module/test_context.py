@@ -299,7 +299,7 @@ def test_invoke_inside_a_call_starts_a_context_of_its_own_and_restores_the_outer
 
 
 def test_threads_have_contexts_of_their_own(holder):
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=600)
     seen = {}
 
     def reach(holder):
@@ -313,7 +313,7 @@ def test_threads_have_contexts_of_their_own(holder):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=600)
     assert seen == {True: ("plain", True), False: ("plain", False)}
 
 
@@ -329,7 +329,7 @@ def test_a_thread_started_inside_a_call_does_not_see_the_callers_frame(holder):
     def reach(holder):
         thread = threading.Thread(target=look)
         thread.start()
-        thread.join(timeout=20)
+        thread.join(timeout=600)
         return holder.plain
 
     invoke(holder, reach)
