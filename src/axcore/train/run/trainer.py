@@ -102,7 +102,7 @@ class Trainer(config.Configurable):
         agree(self.config)
         folder = Path(out).expanduser().absolute()
         with contextlib.ExitStack() as stack:
-            with together():
+            with together("preparing the run"):
                 prepared, source, state = self._prepare(folder, resume)
                 if jax.process_index() == 0:
                     folder = run_folder.create(folder)
