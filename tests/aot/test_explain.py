@@ -9,7 +9,7 @@ import axcore as ax
 from axcore.aot import explain
 from axcore.nn import Attention, SlidingWindow
 from axcore.testing import tiny_model
-from axcore.train.run.trainer import batch_form
+from axcore.train.data.form import batch_form
 
 ATTENTION = "decoder.layers.attention"
 

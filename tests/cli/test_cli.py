@@ -70,7 +70,7 @@ def test_a_wrong_name_is_refused_and_the_right_one_is_shown(axcore, nothing_writ
         ("model.dmi=3", ["'model.dmi'", "Did you mean 'model.dim'?"]),
         ("num_kv_heads=3", ["'num_kv_heads'", "model.decoder.layers.attention.num_kv_heads"]),
         ("moddel=3", ["'moddel'", "Did you mean 'model'?"]),
-        ("writers.7.file=x", ["'writers.7'"]),
+        ("callbacks.metric.file=x", ["'callbacks.metric'"]),
         ("steps", ["--set takes path=value, not 'steps'"]),
         ("=3", ["--set takes path=value, not '=3'"]),
         ("", ["--set takes path=value, not ''"]),
@@ -84,7 +84,7 @@ def test_a_wrong_name_is_refused_and_the_right_one_is_shown(axcore, nothing_writ
         ("model.dim=none", ["model.dim must be int"]),
         ("model.decoder=3", ["model.decoder", "node"]),
         ("model.decoder.layers.ffn.activation=relu", ["model.decoder.layers.ffn.activation"]),
-        ("reports=none", ["reports"]),
+        ("callbacks=none", ["callbacks"]),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else None,
 )
@@ -122,7 +122,7 @@ def test_an_override_that_does_not_fit_is_refused_by_path(train, nothing_written
         (["--set", "model.decoder.layers.attention.num_heads=0"], "num_heads"),
         (["--set", "model.dim=0"], "dim"),
         (["--set", "checkpointer.keep=0"], "checkpointer.keep"),
-        (["--set", "checkpointer.every_steps=-1"], "checkpointer.every_steps"),
+        (["--set", "callbacks.saving.every_steps=-1"], "callbacks.saving.every_steps"),
         (["--set", "mesh.shape={'data': 7}"], "mesh.shape"),
         (["--set", "learner.clip_norm=-1"], "clip_norm"),
     ],
@@ -263,7 +263,7 @@ def fill(folder, leave):
 @pytest.fixture
 def sabotaged(edit, monkeypatch):
     """Has something happen when step 25 is reported and the checkpoint of step 20 is on the disk."""
-    from axcore_tiny import writers
+    from axcore_tiny import callbacks
 
     def when(action):
         def after_the_checkpoint(folder):
@@ -271,8 +271,8 @@ def sabotaged(edit, monkeypatch):
                 time.sleep(0.01)
             action(folder)
 
-        monkeypatch.setattr(writers, "sabotage", after_the_checkpoint)
-        edit(lambda cfg: cfg.set(writers=(*cfg.writers, writers.Saboteur.Config(step=25))))
+        monkeypatch.setattr(callbacks, "sabotage", after_the_checkpoint)
+        edit(lambda cfg: cfg.set(callbacks=cfg.callbacks | {"saboteur": callbacks.Saboteur.Config(at=25)}))
 
     return when
 

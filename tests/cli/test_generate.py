@@ -17,7 +17,7 @@ PROMPT = "banana ora"
 def trained(tiny, tmp_path_factory):
     """The folder of a run."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    ax.fit(tiny.set(steps=30, writers=()), out=folder)
+    ax.fit(tiny.set(steps=30, callbacks={}), out=folder)
     return folder
 
 

@@ -8,7 +8,7 @@ import axcore as ax
 from axcore.aot.explain import explain
 from axcore.module import abstract
 from axcore.nn import Attention, ChooseKernel
-from axcore.train.run.trainer import batch_form
+from axcore.train.data.form import batch_form
 
 TARGET = "gpu-h100-8"
 

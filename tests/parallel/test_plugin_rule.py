@@ -98,6 +98,6 @@ def test_a_whole_run_on_the_target_has_the_losses_of_one_device(lab, processes, 
     one, expected = run("one", 1)
     eight, found = run("eight", 8, "--target", "cpu-8")
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    np.testing.assert_allclose(eight["val_bits_per_byte"], one["val_bits_per_byte"], rtol=1e-5)
+    np.testing.assert_allclose(eight["validation/bits_per_byte"], one["validation/bits_per_byte"], rtol=1e-5)
     assert len(found) == 3 and eight["devices"].startswith("8 x ") and one["devices"].startswith("1 x ")
     assert 'mesh.shape: {"data": 2, "fsdp": 4}\n' in (tmp_path / "eight" / "config.txt").read_text()

@@ -9,7 +9,7 @@ import axcore as ax
 from axcore.module import abstract
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Mesh
-from axcore.train import AdamW, Checkpointer, CrossEntropy, Learner, WarmupStableDecay
+from axcore.train import AdamW, Checkpointer, CrossEntropy, Learner, Saving, WarmupStableDecay
 from axcore.train.step.program import program
 
 LAYER = TransformerLayer.Config(
@@ -127,7 +127,7 @@ def test_a_factor_that_is_no_factor_is_an_error_that_names_the_pattern(factor):
 
 def test_a_run_with_frozen_parameters_resumes_to_the_same_bits(tiny, tmp_path):
     cfg = ax.override(tiny, ['learner.rates={"**": 0.0, "decoder.layers.ffn.**": 1.0}', "steps=8"])
-    cfg = cfg.set(checkpointer=Checkpointer.Config(every_steps=4), writers=())
+    cfg = cfg.set(callbacks={"saving": Saving.Config(every_steps=4)})
     form = cfg.build().program().state
 
     def saved(*, resume):

@@ -72,7 +72,7 @@ def test_they_train_to_the_losses_of_one_process(agreeing, corpus, tiny_on_path,
         np.testing.assert_allclose(each["straight"], expected, rtol=1e-5)
     alone = json.loads((tmp_path / "one/summary.json").read_text())
     shared = json.loads((folder / "run/summary.json").read_text())
-    np.testing.assert_allclose(shared["val_bits_per_byte"], alone["val_bits_per_byte"], rtol=1e-5)
+    np.testing.assert_allclose(shared["validation/bits_per_byte"], alone["validation/bits_per_byte"], rtol=1e-5)
     assert shared["tokens"] == alone["tokens"]
 
 
@@ -81,7 +81,7 @@ def test_they_resume_from_a_common_checkpoint_to_the_same_losses(agreeing, folde
     assert [each["steps"] for each in agreeing] == [[3], [3]]
     for each in agreeing:
         assert each["resumed"] == each["straight"]
-    assert agreeing[0]["summary"]["val_bits_per_byte"] == agreeing[1]["summary"]["val_bits_per_byte"]
+    assert agreeing[0]["summary"]["validation/bits_per_byte"] == agreeing[1]["summary"]["validation/bits_per_byte"]
     assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == ["3", "6"]
 
 

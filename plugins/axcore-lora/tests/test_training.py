@@ -42,8 +42,7 @@ def plain(tmp_path):
         ),
         learner=Learner.Config(schedule=WarmupStableDecay(peak=0.05, warmup_steps=2)),
         steps=STEPS,
-        checkpointer=Checkpointer.Config(every_minutes=None),
-        writers=(JsonlWriter.Config(),),
+        callbacks={"metrics": JsonlWriter.Config()},
     )
 
 

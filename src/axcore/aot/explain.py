@@ -23,7 +23,7 @@ from axcore.parallel import Layout, Mesh
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
 from axcore.plugin.hooks import OFFERS
 from axcore.train import CrossEntropy
-from axcore.train.run.trainer import batch_form
+from axcore.train.data.form import batch_form
 
 CORE = f"axcore {axcore.__version__}"
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from axcore.train import Trainer
-from axcore.train.run.trainer import batch_form
+from axcore.train.data.form import batch_form
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ from axcore.config.node import REQUIRED, Config, Configurable, FrozenDict, has_f
 from axcore.config.override import override
 from axcore.config.select import Where, select, tagged
 from axcore.config.serial import content_hash, from_json, to_json
-from axcore.config.text import diff, diff_flat, flatten, parse_text, text
+from axcore.config.text import Diff, diff, diff_flat, flatten, parse_text, text
 from axcore.config.tree import get, matches, put, walk
 from axcore.config.types import parse
 
@@ -20,6 +20,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Configurable",
+    "Diff",
     "FrozenDict",
     "MissingError",
     "Modifier",

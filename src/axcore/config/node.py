@@ -80,6 +80,10 @@ class Config:
     target: ClassVar[Any] = None
     """The class that `build` makes, or None for a plain value."""
 
+    layout_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of this class that change how or where something is computed, or what is recorded, but not the result:
+    a mesh, a kernel, rematerialization. A run may be resumed with other values of them."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = inspect.get_annotations(cls)

@@ -131,6 +131,7 @@ class Sequence(Stack):
 
     class Config(Stack.Config):
         is_sequential: ClassVar[bool] = True
+        layout_fields = ("remat",)
         input_dim: int = REQUIRED
         layers: tuple[Layer.Config, ...]
         remat: Remat | None = None
@@ -165,6 +166,7 @@ class Repeat(Stack):
 
     class Config(Stack.Config):
         is_sequential: ClassVar[bool] = True
+        layout_fields = ("remat", "unroll")
         input_dim: int = REQUIRED
         num_layers: int = REQUIRED
         layers: Layer.Config = TransformerLayer.Config()

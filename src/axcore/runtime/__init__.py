@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from axcore.runtime.cluster import Cluster as Cluster, detect as detect
-    from axcore.runtime.errors import (
-        PeerFailed as PeerFailed,
-        RunStopped as RunStopped,
-        RuntimeTimeout as RuntimeTimeout,
-    )
+    from axcore.runtime.errors import PeerFailed as PeerFailed, RuntimeTimeout as RuntimeTimeout
     from axcore.runtime.exit_codes import ExitCode as ExitCode
     from axcore.runtime.initialize import start as start
     from axcore.runtime.processes import (
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "cluster": "Cluster detect",
-    "errors": "PeerFailed RunStopped RuntimeTimeout",
+    "errors": "PeerFailed RuntimeTimeout",
     "exit_codes": "ExitCode",
     "processes": "barrier broadcast count gather index together",
     "requests": "Requests",

@@ -9,14 +9,11 @@ import time
 from types import TracebackType
 from typing import Self
 
-from axcore.runtime import signals
 from axcore.runtime.errors import RuntimeTimeout
 from axcore.runtime.processes import default_timeout
 from axcore.runtime.watcher import peer_failure
 from axcore.runtime.world import World, world
 
-STOP = "stop"
-"""The request that a signal makes (see `axcore.runtime.signals.graceful`)."""
 POLL_SECONDS = 0.25
 
 _made = 0
@@ -37,8 +34,6 @@ class Requests:
     evaluation. With one process a request is due at the next call. With several, `due` costs a lock while nobody asks
     for anything. On a request, each process posts the number of its next call, in the background, also while its main
     thread waits for a device; the request is due at the highest of them, and no process runs ahead meanwhile.
-
-    A signal inside `signals.graceful` makes the request "stop".
     """
 
     def __init__(self) -> None:
@@ -51,7 +46,7 @@ class Requests:
             self._calls = 0
             self._round = 0
             self._posted = False
-            self._agreed: tuple[int, frozenset[str]] | None = None
+            self._agreed: tuple[int, set[str]] | None = None
             self._closed = threading.Event()
             self._thread = threading.Thread(
                 target=self._negotiate, args=(self._world,), name="axcore-requests", daemon=True
@@ -63,18 +58,16 @@ class Requests:
         with self._lock:
             self._made.add(name)
 
-    def due(self) -> frozenset[str]:
+    def due(self) -> set[str]:
         """The requests to act on now; the same ones on every process.
 
         Raises:
             PeerFailed: another process failed.
             RuntimeTimeout: another process did not answer in time.
         """
-        if signals.stop_requested() is not None:
-            self.make(STOP)
         if self._world is None:
             with self._lock:
-                due, self._made = frozenset(self._made), set()
+                due, self._made = self._made, set()
             return due
         if (failure := peer_failure()) is not None:
             raise failure
@@ -83,7 +76,7 @@ class Requests:
                 self._wait_for_agreement(self._world)
             call, self._calls = self._calls, self._calls + 1
             if self._agreed is None or self._agreed[0] != call:
-                return frozenset()
+                return set()
             due, self._agreed = self._agreed[1], None
             self._made -= due
             self._round, self._posted = self._round + 1, False
@@ -135,6 +128,6 @@ class Requests:
                     answers = here.store.key_value_dir_get_bytes(self._key())
                 if self._agreed is None and len(answers) == here.count:
                     found = [json.loads(value) for _, value in answers]
-                    names = frozenset(name for each in found for name in each["names"])
+                    names = {name for each in found for name in each["names"]}
                     self._agreed = (max(each["call"] for each in found), names)
                     self._lock.notify_all()

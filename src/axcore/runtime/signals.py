@@ -40,7 +40,7 @@ def stop_requested() -> signal.Signals | None:
 def graceful() -> Iterator[None]:
     """While it is active, a signal does not end the process; `stop_requested` returns it.
 
-    Whoever enters it asks `stop_requested` regularly and raises `RunStopped`. A second signal kills the process. A
+    Whoever enters it asks `stop_requested` regularly and stops. A second signal kills the process. A
     signal that nobody acted on takes effect at the end. Outside the main thread, and inside another `graceful`, it
     does nothing.
     """

@@ -45,6 +45,7 @@ class BaseAttention(Layer):
     """
 
     class Config(Layer.Config):
+        layout_fields = ("cache", "kernel")
         input_dim: int = REQUIRED
         num_heads: int = REQUIRED
         position: Layer.Config | None = None

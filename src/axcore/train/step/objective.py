@@ -63,6 +63,7 @@ class CrossEntropy(Objective):
     """
 
     class Config(Objective.Config):
+        layout_fields = ("chunk",)
         z_loss: float = 0.0
         """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5); 0: none."""
         label_smoothing: float = 0.0
