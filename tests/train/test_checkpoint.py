@@ -434,10 +434,12 @@ def test_due_by_steps_and_by_minutes():
 def test_several_processes_agree_on_the_step(monkeypatch):
     told = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr("axcore.train.checkpoint.save_policy.of_first", lambda value: told.append(value) or 30)
+    monkeypatch.setattr(
+        "axcore.train.checkpoint.save_policy.broadcast", lambda name, value: told.append(value) or b"30"
+    )
     policy = SavePolicy(every_steps=None, every_minutes=1.0)
     assert [step for step in range(1, 35) if policy.due(step, 3.0 * step)] == [30]
-    assert told == [21]  # 20 steps of 3 s after the first; asked once
+    assert told == [b"21"]  # 20 steps of 3 s after the first; asked once
 
 
 def test_bad_policy_is_a_config_error(folder):

@@ -15,7 +15,7 @@ import jax
 
 import axcore.config
 from axcore.config import AxcoreError, ConfigError, Configurable, type_name
-from axcore.runtime.processes import gather_bytes
+from axcore.runtime.processes import barrier, gather
 from axcore.train.checkpoint import folder as checkpoint_folder, inventory, state_layout
 from axcore.train.checkpoint.folder import TEMPORARY
 from axcore.train.checkpoint.format import CheckpointFormat
@@ -117,7 +117,7 @@ class Checkpointer(Configurable):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 checkpoint_folder.clear_leftovers(self.folder)
                 partial.mkdir()
-            record["data"] = [base64.b64encode(part).decode() for part in gather_bytes(data)]
+            record["data"] = [base64.b64encode(part).decode() for part in gather(f"saving step {step}", data)]
             # From here on every process finds the folder, since all have met.
             if self._is_first:
                 (partial / RECORD).write_text(json.dumps(record))
@@ -194,7 +194,7 @@ class Checkpointer(Configurable):
             for later in self.steps():
                 if later > step:
                     checkpoint_folder.remove(self.folder, later)
-        gather_bytes(b"")  # the others go on when they are gone
+        barrier("removing checkpoints")  # the others go on when they are gone
         self._saved_step = None
 
     def wait(self) -> None:

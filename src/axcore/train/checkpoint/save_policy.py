@@ -7,7 +7,7 @@ import math
 import jax
 
 from axcore.config import ConfigError
-from axcore.runtime.processes import of_first
+from axcore.runtime.processes import broadcast
 
 STEPS_BEFORE_PACE = 10
 """Steps after which several processes agree on the step of the next timed checkpoint."""
@@ -49,5 +49,6 @@ class SavePolicy:
             if step - since_step < STEPS_BEFORE_PACE:
                 return False
             pace = max(now - since, 1e-6) / (step - since_step)
-            self._agreed_step = of_first(max(step, since_step + math.ceil(self.every_seconds / pace)))
+            own = max(step, since_step + math.ceil(self.every_seconds / pace))
+            self._agreed_step = int(broadcast("the step of the next checkpoint", str(own).encode()))
         return step >= self._agreed_step
