@@ -1,6 +1,6 @@
 """What the core itself offers, through the same hooks as everyone else. Imports neither jax nor flax."""
 
-from axcore.plugin import AttentionKernel, CheckpointFormat, Feature, InputSource, KVCache, Optimizer, hookimpl
+from axcore.plugin import AttentionKernel, Feature, InputSource, KVCache, Optimizer, hookimpl
 
 axcore_api = 2
 
@@ -40,8 +40,3 @@ def axcore_optimizers() -> list[Optimizer]:
 @hookimpl
 def axcore_input_sources() -> list[InputSource]:
     return [InputSource("text-files", "axcore.train.data:TextFiles", "The text files below a folder.")]
-
-
-@hookimpl
-def axcore_checkpoint_formats() -> list[CheckpointFormat]:
-    return [CheckpointFormat("orbax", "axcore.train:OrbaxFormat", "Orbax folders, written in the background.")]

@@ -136,7 +136,7 @@ def test_a_run_with_frozen_parameters_resumes_to_the_same_bits(tiny, tmp_path):
         ax.fit(cfg, tmp_path, resume=resume)
         with Checkpointer.Config().build(tmp_path / "checkpoints") as checkpointer:
             state = by_path(checkpointer.restore(form, 8).state)
-            checkpointer.rewind(4)
+            checkpointer.delete_after(4)
         return state
 
     straight, resumed = saved(resume=False), saved(resume=True)

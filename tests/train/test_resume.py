@@ -86,7 +86,7 @@ def bits_of_state(tiny, folder):
 
 
 def saving(folder):
-    return any((folder / "checkpoints").glob("*.tmp"))
+    return any((folder / "checkpoints").glob("*.orbax-checkpoint-tmp"))
 
 
 @pytest.fixture(scope="module")

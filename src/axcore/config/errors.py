@@ -8,7 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class AxcoreError(Exception):
-    """What the user asked for cannot be done. The message is complete: the command line prints it alone."""
+    """What the user asked for cannot be done. The message is complete: the command line prints it alone.
+
+    Attributes:
+        exit_code: of a command that it ends; see `axcore.runtime.ExitCode`. A usage error by default.
+    """
+
+    exit_code: int = 2
 
 
 class ConfigError(AxcoreError):

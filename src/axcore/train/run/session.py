@@ -105,7 +105,7 @@ class Session:
         """Closes everything. The error that ended the run takes precedence over errors of closing."""
         failed: list[AxcoreError] = []
         self.callbacks.close()
-        for part in (self.batches, self.checkpointer):
+        for part in (self.requests, self.batches, self.checkpointer):
             try:
                 part.close()
             except AxcoreError as error:
@@ -178,7 +178,7 @@ class Session:
             self.requests.make("signal")
         if self.callbacks.failure is not None:
             self.requests.make("failure")
-        now = self.requests.due(loop.done)
+        now = self.requests.due()
         if self.asked:
             loop.flush()  # a callback that reads the metrics of the last step may ask for more
             now |= self._granted()
