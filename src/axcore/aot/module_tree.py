@@ -121,9 +121,11 @@ def _node(name: str, module: Any) -> ModuleNode:
 
 def _settings(module: Any) -> dict[str, str]:
     cfg = getattr(module, "config", None)
+    if not isinstance(cfg, Config):
+        return {}
     return {
         name: render(value)
-        for name, value in (fields(cfg) if isinstance(cfg, Config) else ())
+        for name, value in fields(cfg)
         if not (name.endswith("dim") or name in ("axes", "dtypes"))  # shapes, axes and dtypes of the parameters
         and not isinstance(value, Layer.Config)  # a child
         and not (isinstance(value, tuple) and any(isinstance(each, Layer.Config) for each in value))
