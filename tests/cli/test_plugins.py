@@ -235,7 +235,7 @@ def test_a_bad_pair_is_told_and_nothing_heavy_is_tried(axcore, install, monkeypa
     done = axcore("doctor")
     assert done.code == 1
     (line,) = lines(done, "jax and flax")
-    assert line.startswith("wrong") and "flax 0.12.8 are installed; axcore needs" in line
+    assert line.startswith("wrong") and "flax 0.12.8 are installed, but axcore requires" in line
 
 
 def test_a_backend_that_does_not_start_and_an_offer_that_is_not_there_are_reported(install, monkeypatch):
