@@ -57,7 +57,7 @@ def dumped(page, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH")
-def test_subtrees_fold_and_the_search_box_filters(tmp_path):
+def test_subtrees_collapse_and_the_search_box_filters(tmp_path):
     page = tree_page(TREE, title="tiny").replace("</html>", REPORT + "</html>")
     report = html.unescape(re.search("<pre>(.*)</pre>", dumped(page, tmp_path), re.DOTALL)[1])
     assert dict(line.split(": ") for line in report.splitlines()) == {
