@@ -1,11 +1,12 @@
 """`use` of what fills a slot, and the guard over what another plugin has put into one."""
 
 import sys
+from collections.abc import Mapping
 
 import pytest
 
 import axcore as ax
-from axcore.config import Config, ConfigError, Configurable
+from axcore.config import Config, ConfigError, Configurable, FrozenDict
 from axcore.plugin import PluginError, registry, use, use_text
 from axcore.plugin.slots import guard
 
@@ -44,6 +45,22 @@ class Wrapper(Config):
     inner: Config | None = None
 
 
+class Callback(Configurable):
+    class Config(Config):
+        every: int = 1
+
+
+class Run(Config):
+    callbacks: Mapping[str, Callback.Config] = FrozenDict(progress=Callback.Config())
+    evaluation: Config | None = None
+
+
+class Hooked(Config):
+    """Has a field by the name of a mapping slot, of another type."""
+
+    callbacks: tuple[str, ...] = ()
+
+
 CODE = """
 import tests_of_slots
 import axcore as ax
@@ -53,6 +70,10 @@ class Ring(tests_of_slots.Cache):
         size: int = 8
         window: float | None = None
         shape: tuple[int, ...] = (1,)
+
+class Stop(tests_of_slots.Callback):
+    class Config(tests_of_slots.Callback.Config):
+        patience: int = 3
 
 class Choosy(tests_of_slots.Cache):
     class Config(tests_of_slots.Cache.Config):
@@ -110,11 +131,11 @@ def special(cfg, depth=0):
 """
 
 OFFERS = """
-from axcore.plugin import Feature, KVCache, NumericsOffer, hookimpl
+from axcore.plugin import CallbackOffer, EvaluatorOffer, Feature, KVCacheOffer, NumericsOffer, hookimpl
 
 @hookimpl
 def axcore_kv_caches():
-    return [KVCache(name, f"thrown_{id}.code:{{target}}", "A cache.") for name, target in {caches!r}.items()]
+    return [KVCacheOffer(name, f"thrown_{id}.code:{{target}}", "A cache.") for name, target in {caches!r}.items()]
 
 @hookimpl
 def axcore_features():
@@ -237,6 +258,62 @@ def test_two_kinds_of_one_plugin_by_one_name_are_ambiguous_too(plugin):
     plugin("one", caches={"ring": "Ring"}, more=numerics)
     with pytest.raises(PluginError, match=r"kv cache by one .* and numerics by one"):
         use("ring")
+
+
+# Adding an entry to a mapping.
+
+
+@pytest.fixture
+def stop(plugin):
+    """Plugins `one` and `two`, each with a callback `NAME-stop`; `one` has an evaluator, `two` claims `progress`."""
+    hook = """
+@hookimpl
+def axcore_callbacks():
+    return [CallbackOffer(name, "thrown_{id}.code:Stop", "A callback.") for name in {names}]
+"""
+    evaluators = """
+@hookimpl
+def axcore_evaluators():
+    return [EvaluatorOffer("bits", "thrown_one.code:Stop", "An evaluator.")]
+"""
+    plugin("one", more=hook.format(id="one", names=["stop", "one-stop"]) + evaluators)
+    plugin("two", more=hook.format(id="two", names=["two-stop", "progress"]))
+
+
+def test_a_callback_is_added_under_its_name_to_every_mapping_that_takes_it(stop):
+    cfg = Run(evaluation=Wrapper(inner=Run(callbacks={}, evaluation=Hooked())))
+    new = use("stop", patience=5)(cfg)
+    assert list(new.callbacks) == ["progress", "stop"] and list(new.evaluation.inner.callbacks) == ["stop"]
+    assert new.callbacks["stop"].patience == new.evaluation.inner.callbacks["stop"].patience == 5
+    assert new.evaluation.inner.evaluation == Hooked()  # the same name, another type
+    assert "use:stop of ax-one 0.1(patience=5)" in str(new.history("callbacks.stop"))
+    assert ax.override(new, ["callbacks.stop.every=7"]).callbacks["stop"].every == 7
+
+
+def test_where_says_which_mappings(stop):
+    cfg = Run(evaluation=Run())
+    assert list(use_text("stop:where=evaluation")(cfg).callbacks) == ["progress"]
+    with pytest.raises(
+        ConfigError, match=r"callback 'stop' \(ax-one 0\.1\): at evaluation: .*Hooked\.callbacks must be"
+    ):
+        use("stop", where="evaluation")(Run(evaluation=Hooked()))
+    with pytest.raises(ConfigError, match=r"evaluator 'bits' \(ax-one 0\.1\): no node has a field 'evaluators' for it"):
+        use("bits")(cfg)
+
+
+def test_the_same_offer_replaces_its_entry_and_another_class_does_not(stop):
+    cfg = use("stop", patience=5)(use("stop")(Run()))
+    assert cfg.callbacks["stop"].patience == 5
+    with pytest.raises(
+        ConfigError, match=r"callbacks\.progress is .*Callback already; remove it before adding another"
+    ):
+        use("progress")(Run())
+    foreign = cfg.set(callbacks={**cfg.callbacks, "two-stop": cfg.callbacks["stop"]})
+    with pytest.raises(
+        ConfigError, match=r"callbacks\.two-stop is thrown_one\.code\.Stop of one \(ax-one 0\.1\) already"
+    ):
+        use("two-stop")(foreign)
+    assert list(use("two-stop")(cfg).callbacks) == ["progress", "stop", "two-stop"]
 
 
 # What another plugin has put there.

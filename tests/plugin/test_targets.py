@@ -124,7 +124,7 @@ def test_two_rules_of_equal_strength_are_an_error_that_names_both(rules):
 
 def test_no_rule_is_an_error_that_lists_those_there_are(rules):
     rules("one", **{"gpu-h100-*": "plain", "tpu-*": "plain"})
-    with pytest.raises(PluginError, match="no mesh rule is for the target 'trn2-16'") as error:
+    with pytest.raises(PluginError, match="no mesh rule matches the target 'trn2-16'") as error:
         target("trn2-16")
     assert "gpu-h100-* (one), tpu-* (one)" in str(error.value)
 
@@ -176,5 +176,5 @@ def test_on_the_command_line_it_is_applied_in_order_with_use_and_set(axcore):
     assert mesh("--set", "mesh.shape.fsdp=16", "--target", "gpu-h100-8x4") == 'mesh.shape: {"data": 4, "fsdp": 8}'
     assert "mesh.shape" in axcore("diff", "quickstart", "quickstart", "--target", "cpu-8").out
     assert "Known: " in axcore("tree", "quickstart", "--target", "trn1-16").message
-    assert "is no accelerator" in axcore("aot", "quickstart", "--target", "h100").message
-    assert "is no accelerator" in axcore("train", "quickstart", "--target", "h100").message
+    assert "is not an accelerator" in axcore("aot", "quickstart", "--target", "h100").message
+    assert "is not an accelerator" in axcore("train", "quickstart", "--target", "h100").message

@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
     plugins = commands.add_parser(
         "plugins",
         help="list the installed plugins",
-        description="Lists installed plugins, or shows one with its offers, their options, warnings and traceback.",
+        description="Lists installed plugins, or shows one with its offers, their options and traceback.",
     )
     plugins.add_argument("name", nargs="?", metavar="NAME", help="the id of a plugin, or its distribution")
     form = plugins.add_mutually_exclusive_group()
@@ -86,7 +86,6 @@ def _as_json(plugin: Plugin) -> dict[str, Any]:
         "state": str(plugin.state),
         "reason": plugin.reason,
         "detail": plugin.detail,
-        "warnings": list(plugin.warnings),
         "offers": [
             {"kind": offer.kind, "name": offer.name, "summary": offer.summary, "target": offer.target}
             for offer in plugin.offers
@@ -101,7 +100,6 @@ def _describe(plugin: Plugin) -> None:
         ("module", plugin.module),
         ("plugin API", plugin.api),
         ("state", f"{plugin.state}: {plugin.reason}" if plugin.reason else str(plugin.state)),
-        *(("warning", warning) for warning in plugin.warnings),
         *(row for offer in plugin.offers for row in _describe_offer(plugin, offer)),
     ]
     _table(("plugin", plugin.id), [(name, str(value)) for name, value in rows if value is not None], "")

@@ -51,3 +51,7 @@ __all__ = [
     "under",
     "walk",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -12,7 +12,7 @@ import optax
 import axcore as ax
 from axcore.module import Rngs, functional
 from axcore.nn import Linear
-from axcore.plugin import Optimizer
+from axcore.plugin import OptimizerOffer
 from axcore.testing.models import by_path, objective, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 from axcore.train import Learner, Schedule
@@ -35,7 +35,7 @@ class OptimizerSuite(OfferSuite):
         steps: in which the loss of a small model must fall by a tenth.
     """
 
-    kind = Optimizer
+    kind = OptimizerOffer
     rate: ClassVar[float] = 1e-2
     steps: ClassVar[int] = 20
 
