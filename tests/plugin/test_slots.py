@@ -75,10 +75,6 @@ class Stop(tests_of_slots.Callback):
     class Config(tests_of_slots.Callback.Config):
         patience: int = 3
 
-class Choosy(tests_of_slots.Cache):
-    class Config(tests_of_slots.Cache.Config):
-        where: str = "top"
-
 class Stranger(ax.config.Configurable):
     pass
 
@@ -199,7 +195,7 @@ def test_options_from_text_are_typed_by_the_fields(plugin):
         ({"size": "x"}, r"kv cache 'ring' \(ax-ring 0\.1\): .*Ring\.size must be int, not 'x'"),
         ({"where": "nowhere"}, r"kv cache 'ring' \(ax-ring 0\.1\): nothing in the config matches 'nowhere'"),
         ({"where": "disk"}, r"at disk: .*Disk\.cache must be str, not Config\(\)"),
-        ({"where": "attention.kernel"}, r"no node has a field 'cache' for it"),
+        ({"where": "attention.kernel"}, r"no node has a field 'cache' that takes"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_name_and_plugin(plugin, options, told):
@@ -210,11 +206,9 @@ def test_what_does_not_fit_is_refused_with_its_name_and_plugin(plugin, options, 
 
 def test_a_config_without_the_slot_is_refused(plugin):
     plugin("ring", caches={"ring": "Ring", "stranger": "Stranger"})
-    with pytest.raises(ConfigError, match=r"kv cache 'ring' \(.*\): no node has a field 'cache' for it"):
+    with pytest.raises(ConfigError, match=r"kv cache 'ring' \(.*\): no node has a field 'cache' that takes"):
         use("ring")(Position())
-    with pytest.raises(
-        ConfigError, match=r"attention\.cache must be Cache\.Config or None, not thrown_ring\.code\.Stranger"
-    ):
+    with pytest.raises(ConfigError, match=r"no node has a field 'cache' that takes thrown_ring\.code\.Stranger"):
         use("stranger")(Layer())
 
 
@@ -223,12 +217,6 @@ def test_a_target_that_builds_nothing_is_a_plugin_error(plugin, target):
     plugin("ring", caches={"ring": target})
     with pytest.raises(PluginError, match=r"kv cache 'ring' of ax-ring 0\.1 must name a class with a Config"):
         use("ring")
-
-
-def test_a_field_that_an_option_of_use_would_hide_is_a_plugin_error(plugin):
-    plugin("choosy", caches={"choosy": "Choosy"})
-    with pytest.raises(PluginError, match=r"kv cache 'choosy' of ax-choosy 0\.1 has a field 'where'"):
-        use("choosy")
 
 
 def test_an_unknown_name_suggests_what_fills_slots_too(plugin):
@@ -297,7 +285,7 @@ def test_where_says_which_mappings(stop):
         ConfigError, match=r"callback 'stop' \(ax-one 0\.1\): at evaluation: .*Hooked\.callbacks must be"
     ):
         use("stop", where="evaluation")(Run(evaluation=Hooked()))
-    with pytest.raises(ConfigError, match=r"evaluator 'bits' \(ax-one 0\.1\): no node has a field 'evaluators' for it"):
+    with pytest.raises(ConfigError, match=r"evaluator 'bits' \(ax-one 0\.1\): no node has a field 'evaluators'"):
         use("bits")(cfg)
 
 
@@ -340,12 +328,12 @@ def test_a_slot_that_another_plugin_filled_is_not_taken_over(two):
     assert type(use("two-position")(emptied).attention.position).__module__ == "thrown_two.code"
 
 
-def test_a_slot_that_cannot_be_empty_names_what_was_there_first(two):
+def test_a_slot_that_cannot_be_empty_says_how_to_set_another(two):
     def fill(cfg, plugin):
         return ax.select(cfg, Attention).set(kernel=use(f"{plugin}-ring")(cfg).attention.cache)
 
     before, after = fill(Layer(), "one"), fill(Layer(), "two")
-    with pytest.raises(ConfigError, match=r"axcore\.select\(cfg, 'attention'\)\.set\(kernel=Cache\.Config\(\)\)"):
+    with pytest.raises(ConfigError, match=r"axcore\.select\(cfg, 'attention'\)\.set\(kernel=\.\.\.\)"):
         guard(registry().plugins["two"], before, after)
 
 

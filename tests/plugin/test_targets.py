@@ -140,12 +140,12 @@ def test_without_any_rule_the_error_says_what_to_install(alone):
         target("cpu-8")
 
 
-@pytest.mark.parametrize(("name", "words"), [("needs_more", "missing .* 'width'"), ("absent", "load")])
-def test_a_rule_that_cannot_be_called_is_an_error_before_anything_is_edited(rules, name, words):
-    rules("bench", **{"cpu-*": name})
-    with pytest.raises(PluginError, match=words) as error:
+def test_a_rule_that_cannot_be_loaded_or_called_names_its_plugin(rules):
+    rules("bench", **{"cpu-*": "absent", "gpu-*": "needs_more"})
+    with pytest.raises(PluginError, match=r"the mesh rule 'bench-0' of ax-bench 0\.1 could not be loaded"):
         target("cpu-8")
-    assert "bench-0" in str(error.value) and "ax-bench 0.1" in str(error.value)
+    with pytest.raises(PluginError, match=r"rule 'gpu-\*' \(ax-bench 0\.1\) failed: TypeError: .* missing .* 'width'"):
+        ax.pipe(node(), target("gpu-h100-8"))
 
 
 def test_an_error_of_the_rule_names_the_target_the_pattern_and_the_plugin(rules):

@@ -14,19 +14,16 @@ write to the folders that Python imports from: a `.pth` file or a cached `.pyc` 
 from __future__ import annotations
 
 import base64
-import csv
 import dataclasses
 import hashlib
-import json
 import re
 import tomllib
-from collections.abc import Iterable
 from importlib.metadata import Distribution
 from pathlib import Path
 
 from axcore.plugin.attribution import described
 from axcore.plugin.loading import specs
-from axcore.plugin.states import CORE, Plugin, PluginError
+from axcore.plugin.states import Plugin, PluginError
 
 VARIABLE = "AXCORE_ALLOWLIST"
 
@@ -71,51 +68,23 @@ class Allowlist:
         return reason
 
 
-def write(plugins: Iterable[Plugin], file: Path) -> dict[str, str]:
-    """Writes an allowlist of the distributions that are installed now.
-
-    Returns:
-        The name of each distribution that cannot be listed, with the reason.
-
-    Raises:
-        PluginError: the file cannot be written.
-    """
-    listed: dict[str, str] = {}
-    left_out: dict[str, str] = {}
-    for plugin in plugins:
-        if plugin.id == CORE:
-            continue
-        reason = why_unverified(plugin)
-        if reason or plugin.point.dist is None:
-            left_out[plugin.distribution] = reason
-            continue
-        values = {"name": plugin.distribution, "version": plugin.version, "record": record_hash(plugin.point.dist)}
-        lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]
-        listed[plugin.distribution] = "".join(["\n[[distribution]]\n", *lines])
-    tables = [table for name, table in sorted(listed.items()) if name not in left_out]
-    try:
-        file.write_text("".join(["# Distributions whose axcore plugins may be imported.\n", *tables]), encoding="utf-8")
-    except OSError as error:
-        raise PluginError(f"cannot write {file}: {error}") from None
-    return left_out
-
-
 def why_unverified(plugin: Plugin) -> str:
     """Why the files of a plugin are not those that its installer recorded; `""` if all are."""
     dist = plugin.point.dist
-    record = _record(dist) if dist is not None else None
-    if dist is None or record is None:
+    if dist is None or _record(dist) is None:
         return f"{plugin} has no RECORD"
-    recorded: set[str] = set()
-    for path, digest, *_ in csv.reader(record.read_text(encoding="utf-8").splitlines()):
-        location = Path(str(dist.locate_file(path)))
-        if digest and _hash(location, digest.partition("=")[0]) != digest:
-            return f"{path} of {plugin} does not have the hash in its RECORD"
-        if not digest and not path.endswith((".pyc", ".dist-info/RECORD")):
-            return f"the RECORD of {plugin} has no hash of {path}"
-        recorded.add(str(location.resolve()))
+    verified: set[Path] = set()
+    for file in dist.files or ():
+        location = Path(str(file.locate()))
+        if file.hash is not None and file.hash.mode in ("sha256", "sha384", "sha512"):
+            digest = hashlib.new(file.hash.mode, location.read_bytes()).digest()
+            if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+                return f"{file} of {plugin} does not have the hash in its RECORD"
+            verified.add(location.resolve())
+        elif file.suffix != ".pyc" and file.name != "RECORD":
+            return f"the RECORD of {plugin} has no SHA-2 hash of {file}"
     for spec in specs(plugin.module):
-        if spec.has_location and spec.origin and str(Path(spec.origin).resolve()) not in recorded:
+        if spec.has_location and spec.origin and Path(spec.origin).resolve() not in verified:
             return f"{spec.name} would be imported from {spec.origin}, which the RECORD of {plugin} does not list"
     return ""
 
@@ -127,16 +96,7 @@ def record_hash(dist: Distribution) -> str:
 
 
 def _record(dist: Distribution) -> Path | None:
-    names = (file for file in dist.files or () if file.name == "RECORD" and file.parent.name.endswith(".dist-info"))
-    return next((Path(str(file.locate())) for file in names), None)
-
-
-def _hash(file: Path, algorithm: str) -> str:
-    """The hash of a file in the form of RECORD; `""` if the file is missing or the algorithm is weak."""
-    if algorithm not in ("sha256", "sha384", "sha512") or not file.is_file():
-        return ""
-    digest = hashlib.new(algorithm, file.read_bytes()).digest()
-    return f"{algorithm}={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}"
+    return next((Path(str(file.locate())) for file in dist.files or () if file.name == "RECORD"), None)
 
 
 def _normalized(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,36 +12,27 @@ from axcore.plugin.states import CORE, Plugin, PluginError
 VARIABLES = ("AXCORE_DISABLE", "AXCORE_PLUGINS", ALLOWLIST, "AXCORE_STRICT")
 
 
-@dataclasses.dataclass(frozen=True)
 class Controls:
     """Which plugins may be loaded. The core's own offers always are.
 
-    Attributes:
-        disabled: AXCORE_DISABLE, ids separated by commas: these are excluded.
-        only: AXCORE_PLUGINS, ids separated by commas: all others are excluded; None if it is not set.
-        allowlist: AXCORE_ALLOWLIST, a file: what it does not list, or what has changed, is excluded.
-        strict: AXCORE_STRICT=1: a broken plugin is an error at discovery.
+    - AXCORE_DISABLE, ids separated by commas: these are excluded.
+    - AXCORE_PLUGINS, ids separated by commas: all others are excluded.
+    - AXCORE_ALLOWLIST, a file: what it does not list, or what has changed, is excluded.
+    - AXCORE_STRICT=1: a broken plugin is an error at discovery.
+
+    Raises:
+        PluginError: a variable names a plugin that is not installed, has an invalid value, or names a bad file.
     """
 
-    disabled: frozenset[str] = frozenset()
-    only: frozenset[str] | None = None
-    allowlist: Allowlist | None = None
-    strict: bool = False
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str], known: Mapping[str, Plugin]) -> Controls:
-        """
-        Raises:
-            PluginError: a variable names a plugin that is not installed, has an invalid value, or names a bad file.
-        """
-        disabled, only = _ids(environ, "AXCORE_DISABLE", known), _ids(environ, "AXCORE_PLUGINS", known)
-        if CORE in disabled:
+    def __init__(self, environ: Mapping[str, str], known: Mapping[str, Plugin]):
+        self.disabled, only = _ids(environ, "AXCORE_DISABLE", known), _ids(environ, "AXCORE_PLUGINS", known)
+        self.only = only if "AXCORE_PLUGINS" in environ else None
+        if CORE in self.disabled:
             raise PluginError(f"AXCORE_DISABLE names {CORE!r}, which is axcore itself and cannot be disabled")
-        strict = environ.get("AXCORE_STRICT") or "0"
-        if strict not in ("0", "1"):
+        if (strict := environ.get("AXCORE_STRICT", "0")) not in ("0", "1"):
             raise PluginError(f"AXCORE_STRICT must be 0 or 1, not {strict!r}")
-        allowlist = Allowlist.read(Path(environ[ALLOWLIST])) if ALLOWLIST in environ else None
-        return cls(disabled, only if "AXCORE_PLUGINS" in environ else None, allowlist, strict == "1")
+        self.strict = strict == "1"
+        self.allowlist = Allowlist.read(Path(environ[ALLOWLIST])) if ALLOWLIST in environ else None
 
     def why_disabled(self, plugin: Plugin) -> str:
         """Why a plugin is excluded; `""` if it is not."""

@@ -11,19 +11,12 @@ from platform import machine, python_version
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """The argument `host` of every hook. It starts no backend and imports no jax.
+    """The argument `host` of every hook. It starts no backend and imports no jax."""
 
-    Attributes:
-        api: the version of the plugin API.
-        python: the version of the interpreter, such as `3.12.4`.
-        platform: the operating system, `sys.platform`: `linux`, `darwin`, `win32`.
-        machine: the processor, such as `x86_64` or `aarch64`.
-    """
-
-    api: int
-    python: str = python_version()
-    platform: str = sys.platform
-    machine: str = machine()
+    api: int  # the version of the plugin API
+    python: str = python_version()  # of the interpreter, such as `3.12.4`
+    platform: str = sys.platform  # the operating system: `linux`, `darwin`, `win32`
+    machine: str = machine()  # the processor, such as `x86_64` or `aarch64`
 
     @property
     def axcore(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import itertools
 import pathlib
 import re
 import sys
@@ -117,10 +118,8 @@ def specs(module: str) -> list[ModuleSpec]:
     """Where a module and the packages above it would be imported from, outermost first, without importing them."""
     found: list[ModuleSpec] = []
     path = None
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        name = ".".join(parts[:depth])
-        spec = next((s for finder in sys.meta_path if (s := finder.find_spec(name, path)) is not None), None)
+    for name in itertools.accumulate(module.split("."), "{}.{}".format):
+        spec = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
         if spec is None:
             break
         found.append(spec)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 from axcore.config import Config, acting, did_you_mean
 from axcore.plugin.attribution import attributed
 from axcore.plugin.offers import Recipe
@@ -25,10 +23,6 @@ def recipe(name: str) -> Config:
         raise PluginError(f"there is no recipe {name!r}.{did_you_mean(name, names)} {listed}{registry().not_loaded()}")
     plugin, offer = found
     compose = resolve(plugin, offer)
-    try:
-        inspect.signature(compose).bind()
-    except TypeError as error:
-        raise PluginError(f"recipe {name!r} ({plugin}) must be callable without arguments: {error}") from None
     with acting(f"recipe {name}"), attributed(f"recipe {name!r} ({plugin})"):
         cfg = compose()
     if not isinstance(cfg, Config):

@@ -38,14 +38,14 @@ class Registry:
         self.plugins: dict[str, Plugin] = {}
         for point in sorted(points, key=lambda point: (point.name, point.value)):
             self._add(point)
-        self.controls = Controls.of(environ, self.plugins)
+        self.controls = Controls(environ, self.plugins)
         hooks = manager()
         for plugin in self.plugins.values():
             if reason := self.controls.why_disabled(plugin):
                 plugin.state, plugin.detail = State.DISABLED, reason
             elif plugin.state is State.DISCOVERED:
                 load(plugin, hooks)
-        if self.controls.strict and (faults := self.faults()):
+        if self.controls.strict and (faults := self._faults()):
             raise PluginError("\n- ".join(["AXCORE_STRICT=1 does not allow these plugins:", *faults]))
 
     def _add(self, point: EntryPoint) -> None:
@@ -69,22 +69,23 @@ class Registry:
         """
         found = [(plugin, offer) for plugin, offer in self.offers(kind) if offer.name == name]
         if len(found) > 1:
-            raise PluginError(_conflict(kind, name, [plugin for plugin, _ in found]))
+            raise PluginError(self._conflict(kind, name))
         return found[0] if found else None
 
     def conflicts(self) -> list[str]:
         """A sentence about every name that two plugins offer as the same kind."""
-        claims: dict[tuple[type[Offer], str], list[Plugin]] = {}
-        for plugin in self.plugins.values():
-            for offer in plugin.offers:
-                claims.setdefault((type(offer), offer.name), []).append(plugin)
-        return [_conflict(kind, name, plugins) for (kind, name), plugins in claims.items() if len(plugins) > 1]
+        claims = [(type(offer), offer.name) for plugin in self.plugins.values() for offer in plugin.offers]
+        return [self._conflict(*claim) for claim in dict.fromkeys(claims) if claims.count(claim) > 1]
 
-    def faults(self) -> list[str]:
+    def _conflict(self, kind: type[Offer], name: str) -> str:
+        plugins = [plugin for plugin, offer in self.offers(kind) if offer.name == name]
+        listed = " and ".join(f"{plugin.id} ({plugin})" for plugin in plugins)
+        return f"the {kind.kind} {name!r} is offered by {listed}; uninstall one, or set {ways_out(plugins)}"
+
+    def _faults(self) -> list[str]:
         """A sentence about everything that AXCORE_STRICT does not allow: broken plugins and conflicts."""
         bad = [plugin for plugin in self.plugins.values() if plugin.state in (State.FAILED, State.INCOMPATIBLE)]
-        told = [f"plugin {plugin.id!r} ({plugin}) is {plugin.state}: {plugin.reason}" for plugin in bad]
-        return [*told, *self.conflicts()]
+        return [f"plugin {each.id!r} ({each}) is {each.state}: {each.reason}" for each in bad] + self.conflicts()
 
     def why_missing(self, name: str) -> str:
         """The state of a plugin of this name that is installed and not loaded, as text; `""` if there is none."""
@@ -136,11 +137,6 @@ def _is_in(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
-def _conflict(kind: type[Offer], name: str, claims: list[Plugin]) -> str:
-    names = " and ".join(f"{plugin.id} ({plugin})" for plugin in claims)
-    return f"the {kind.kind} {name!r} is offered by {names}; uninstall one, or set {ways_out(claims)}"
-
-
 class _Discovery:
     """Builds the registry at the first call, once in a process."""
 
@@ -157,11 +153,11 @@ class _Discovery:
                     "registry() at import or in a hook; call them in the target of an offer"
                 )
             if self._found is None:
+                points = [*importlib.metadata.entry_points(group=GROUP)]
+                if not any(point.value == CORE_MODULE for point in points):
+                    points.append(CORE_POINT)
                 self._running = True
                 try:
-                    points = [*importlib.metadata.entry_points(group=GROUP)]
-                    if not any(point.value == CORE_MODULE for point in points):
-                        points.append(CORE_POINT)
                     self._found = Registry(points, os.environ)
                 finally:
                     self._running = False
@@ -184,10 +180,7 @@ def resolve(plugin: Plugin, offer: Offer) -> Any:
     """
     module, _, attribute = offer.target.partition(":")
     try:
-        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-        if not callable(found):
-            raise TypeError(f"it is {type(found).__name__}, which cannot be called")
-        return found
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except (Exception, SystemExit) as error:
         raise PluginError(
             f"the {offer.kind} {offer.name!r} of {plugin} could not be loaded from {offer.target!r}: {described(error)}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 
-from axcore.config import REQUIRED, Config, ConfigError, Configurable, Where, get, has_field, select, type_name, walk
+from axcore.config import Config, ConfigError, Configurable, Where, get, has_field, select, type_name, walk
 from axcore.config.node import default, field_names
 from axcore.config.tree import NESTING, join, parts
-from axcore.config.types import conforms, describe, hints
+from axcore.config.types import conforms, hints
 from axcore.plugin.attribution import attributed
 from axcore.plugin.offers import Feature, Offer
 from axcore.plugin.registry import supplier
@@ -22,16 +22,11 @@ def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
     accepts the value. In a wrapper, the innermost slot is filled. The signature lists the fields of `cls.Config`.
 
     Raises:
-        PluginError: `cls` has no Config, or its Config has a field `where`.
+        PluginError: `cls` has no Config.
     """
     if not (isinstance(cls, type) and issubclass(cls, Configurable)) or not hasattr(cls, "Config"):
         raise PluginError(f"the {offer.kind} {offer.name!r} of {plugin} must name a class with a Config, not {cls!r}")
     slot, node_type = offer.slot, cls.Config
-    if "where" in field_names(node_type):
-        raise PluginError(
-            f"the {offer.kind} {offer.name!r} of {plugin} has a field 'where', which is an option of axcore.use; "
-            "rename the field"
-        )
 
     def fill(cfg: Config, /, *, where: Where | None = None, **options: object) -> Config:
         new: Config = node_type(**options)
@@ -41,7 +36,7 @@ def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
         # Without `where`, a field of the same name and another type is passed over.
         chosen = {path for path, node in has_slot if where is not None or conforms(value, _hint(node, slot))}
         if not chosen:
-            raise ConfigError(_no_slot(slot, new, has_slot))
+            raise ConfigError(f"no node has a field {slot!r} that takes {type_name(node_type)}")
         edit = _add if offer.keyed else put
         name = join(slot, offer.name) if offer.keyed else slot
         return select(cfg, lambda path, _: path in chosen).map(lambda _, node: edit(node, name, new))
@@ -78,13 +73,6 @@ def _add(node: Config, entry: str, new: Config) -> Config:
 
 def _hint(node: Config, field: str) -> object:
     return hints(type(node)).get(field, object)
-
-
-def _no_slot(slot: str, new: Config, has_slot: list[tuple[str, Config]]) -> str:
-    if not has_slot:
-        return f"no node has a field {slot!r} for it"
-    path, node = has_slot[0]
-    return f"{join(path, slot)} must be {describe(_hint(node, slot))}, not {type_name(type(new))}"
 
 
 def guarded(plugin: Plugin, owner: str, edit: Callable[[Config], Config]) -> Callable[[Config], Config]:
@@ -149,13 +137,9 @@ def _claimant(node: object) -> Plugin | None:
 
 
 def _remedy(root: Config, path: str) -> str:
-    """How a user empties a slot, or resets it to its default."""
+    """How a user empties a slot, or one that cannot be empty."""
     above, _, name = path.rpartition(".")
     parent = get(root, above)
     if not isinstance(parent, Config) or conforms(None, _hint(parent, name)):
         return f"empty the slot with axcore.select(cfg, {path!r}).remove()"
-    declared = default(type(parent), name)
-    if declared is REQUIRED:
-        return f"set another {name} with axcore.select(cfg, {above!r}).set({name}=...)"
-    value = f"{type(declared).__qualname__}({repr(declared).partition('(')[2]}"
-    return f"reset the slot with axcore.select(cfg, {above!r}).set({name}={value})"
+    return f"set another {name} with axcore.select(cfg, {above!r}).set({name}=...)"

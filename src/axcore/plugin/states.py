@@ -28,18 +28,12 @@ class Unavailable(Exception):
 class State(enum.StrEnum):
     """The state of a plugin."""
 
-    DISCOVERED = "discovered"
-    """The entry point is known; the module is not imported yet."""
-    DISABLED = "disabled"
-    """AXCORE_DISABLE, AXCORE_PLUGINS or AXCORE_ALLOWLIST excludes it."""
-    INCOMPATIBLE = "incompatible"
-    """It requires another version of the plugin API."""
-    UNAVAILABLE = "unavailable"
-    """It raised `Unavailable` at import."""
-    LOADED = "loaded"
-    """Its hooks were called and its offers can be used."""
-    FAILED = "failed"
-    """It raised an error, or does not match the hook specifications."""
+    DISCOVERED = "discovered"  # the entry point is known; the module is not imported yet
+    DISABLED = "disabled"  # AXCORE_DISABLE, AXCORE_PLUGINS or AXCORE_ALLOWLIST excludes it
+    INCOMPATIBLE = "incompatible"  # it requires another version of the plugin API
+    UNAVAILABLE = "unavailable"  # it raised `Unavailable` at import
+    LOADED = "loaded"  # its hooks were called, and its offers can be used
+    FAILED = "failed"  # it raised an error, or does not match the hook specifications
 
 
 class Plugin:
@@ -77,13 +71,6 @@ class Plugin:
     @functools.cached_property
     def version(self) -> str:
         return self.metadata.get("Version") or installed(self.distribution) or "?"
-
-    @property
-    def homepage(self) -> str | None:
-        """The home page in the metadata, if any."""
-        urls = [entry.partition(",") for entry in self.metadata.get_all("Project-URL") or ()]
-        named = {label.strip().lower(): url.strip() for label, _, url in urls}
-        return self.metadata.get("Home-page") or named.get("homepage") or named.get("repository")
 
     @property
     def package(self) -> str:

@@ -106,13 +106,6 @@ def strength(pattern: str) -> int:
 
 def bound(plugin: Plugin, rule: MeshRule, accelerator: Accelerator) -> Callable[[Config], Config]:
     """The rule's function of a config, with the accelerator bound if it takes one."""
-    fn = resolve(plugin, rule)
-    try:
-        signature = inspect.signature(fn)
-        offered = {"accelerator": accelerator} if "accelerator" in signature.parameters else {}
-        signature.bind(None, **offered)
-    except TypeError as error:
-        raise PluginError(
-            f"the mesh rule {rule.name!r} ({plugin}) must be a function of (cfg) or of (cfg, accelerator): {error}"
-        ) from None
-    return functools.partial(fn, **offered)
+    fn: Callable[..., Config] = resolve(plugin, rule)
+    takes = "accelerator" in inspect.signature(fn).parameters
+    return functools.partial(fn, accelerator=accelerator) if takes else fn
