@@ -119,7 +119,9 @@ def test_a_kernel_that_cannot_add_a_bias_refuses_with_the_path():
         input_dim=DIM, attention=attention(kernel=Plain.Config()), ffn=FeedForward.Config(hidden_dim=4)
     )
     params = parameters(layer.set(attention=attention()))
-    with pytest.raises(ax.ConfigError, match=r"attention\.kernel: no kernel supports the call .*Plain: does not take bias"):
+    with pytest.raises(
+        ax.ConfigError, match=r"attention\.kernel: no kernel supports the call .*Plain: does not take bias"
+    ):
         call(layer, params, X, PACKED)
 
 

@@ -175,7 +175,10 @@ def test_arguments_that_are_nodes_are_built_before_the_module():
     [
         (lambda: ax.stock(nnx.Linear, in_feature=3), "takes no argument 'in_feature'. Did you mean 'in_features'"),
         (lambda: ax.stock(nnx.Linear, widths={"in_feature": "input_dim"}), "Did you mean 'in_features'"),
-        (lambda: ax.stock(nnx.Linear, widths={"in_features": "input_dm"}), "'input_dm' is not a width that a parent passes. Did you mean"),
+        (
+            lambda: ax.stock(nnx.Linear, widths={"in_features": "input_dm"}),
+            "'input_dm' is not a width that a parent passes. Did you mean",
+        ),
         (lambda: ax.stock(nnx.Linear, widths=WIDTHS, in_features=3), "the parent sets in_features"),
         (lambda: ax.stock(nnx.Linear, widths=WIDTHS, use_bias="maybe"), "use_bias must be bool, not 'maybe'"),
         (lambda: ax.stock(3), "has no name"),

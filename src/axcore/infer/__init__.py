@@ -5,3 +5,7 @@ from axcore.infer.decoder import Decoder, Step
 from axcore.infer.generate import Generator, generate
 
 __all__ = ["Decoder", "Generator", "Step", "generate"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,3 +7,7 @@ from axcore.numerics.product import Product
 from axcore.numerics.storing import StoredModel, stored
 
 __all__ = ["Numerics", "Product", "StoredModel", "Weight", "gather", "stored"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -24,3 +24,7 @@ __all__ = [
     "tiny_batch",
     "tiny_model",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -17,7 +17,7 @@ from axcore.config import Config
 from axcore.module import Rngs
 from axcore.nn import Contiguous, KernelRequest, attend_in_parts, refusal
 from axcore.parallel import Mesh
-from axcore.plugin import AttentionKernel, use
+from axcore.plugin import AttentionKernelOffer, use
 from axcore.testing.attention_cases import CASES, Arrays, Case, arrays_of, formula, inputs_of
 from axcore.testing.devices import steps
 from axcore.testing.models import loss_and_grads, tiny_batch, tiny_model
@@ -48,7 +48,7 @@ class KernelSuite(OfferSuite):
         platform: the platform that it runs on. On others the suite checks `supports` and skips the numerical checks.
     """
 
-    kind = AttentionKernel
+    kind = AttentionKernelOffer
     lacks: ClassVar[frozenset[str] | set[str]] = frozenset()
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     platform: ClassVar[str] = "cpu"

@@ -20,7 +20,7 @@ from axcore.config import Config, has_field
 from axcore.infer import Decoder, Step, generate
 from axcore.module import Rngs, Tree, functional
 from axcore.nn import Attention, Causal, LatentAttention, Mask, Normal, SameSegment, SlidingWindow
-from axcore.plugin import KVCache
+from axcore.plugin import KVCacheOffer
 from axcore.testing.attention_cases import Slopes
 from axcore.testing.models import VOCAB_SIZE, by_path, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
@@ -49,7 +49,7 @@ class KVCacheSuite(OfferSuite):
             require finite logits.
     """
 
-    kind = KVCache
+    kind = KVCacheOffer
     window: ClassVar[int | None] = None
     max_len: ClassVar[int] = 12
     rollback: ClassVar[int] = 3

@@ -14,7 +14,7 @@ import axcore as ax
 from axcore import train
 from axcore.module import Rngs, Tree, functional
 from axcore.nn import Linear
-from axcore.plugin import Optimizer
+from axcore.plugin import OptimizerOffer
 from axcore.testing.models import by_path, objective, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 from axcore.train import Learner, Schedule
@@ -37,7 +37,7 @@ class OptimizerSuite(OfferSuite):
         steps: number of steps in which the loss of a small model must fall by 10%.
     """
 
-    kind = Optimizer
+    kind = OptimizerOffer
     rate: ClassVar[float] = 1e-2
     steps: ClassVar[int] = 20
 

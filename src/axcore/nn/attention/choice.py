@@ -19,7 +19,7 @@ from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import OPTIONS, KernelRequest
 from axcore.nn.attention.sharded import Shards, readable
 from axcore.nn.kv.views import KVView
-from axcore.plugin import AttentionKernel as Offer, PluginError, registry, resolve
+from axcore.plugin import AttentionKernelOffer as Offer, PluginError, registry, resolve
 from axcore.plugin.slots import put
 
 

@@ -19,8 +19,8 @@ from axcore.runtime import processes
 from axcore.runtime.errors import PeerFailed
 from axcore.train.checkpoint import inventory
 from axcore.train.checkpoint.inventory import TEMPORARY
-from axcore.train.checkpoint.state_layout import ArrayLike
 from axcore.train.checkpoint.quiet import quiet
+from axcore.train.checkpoint.state_layout import ArrayLike
 from axcore.train.files import os_reason
 
 if TYPE_CHECKING:
