@@ -58,7 +58,9 @@ class ParallelismSuite(OfferSuite):
         plugin, offer = self.found()
         if not isinstance(offer, MeshRule):
             return ax.pipe(cfg, use(self.name, **self.options))
-        return ax.pipe(cfg, bound(plugin, offer, Accelerator.parse(self.accelerator)))
+        edited = bound(plugin, offer, Accelerator.parse(self.accelerator))(cfg)
+        assert isinstance(edited, Trainer.Config)
+        return edited
 
     def trainer(self) -> Trainer.Config:
         """The argument of `modify`: the config of a trainer without an input."""

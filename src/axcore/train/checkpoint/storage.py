@@ -1,4 +1,4 @@
-"""Orbax's CheckpointManager for one folder, with checksums in each checkpoint and barriers that notice a failed peer."""
+"""Orbax's CheckpointManager for one folder, with checksums and with barriers that notice a failed peer."""
 
 from __future__ import annotations
 
