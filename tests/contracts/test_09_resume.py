@@ -54,7 +54,7 @@ def test_one_eight_and_two_by_four_devices_continue_one_run(corpus, tmp_path):
 
 
 FREE = [
-    "mesh.shape={data: 8}",
+    'mesh.shape={"data": 8}',
     "microbatches=2",
     "steps=99",
     "callbacks.saving.every_minutes=3.0",
