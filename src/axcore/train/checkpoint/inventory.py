@@ -46,7 +46,7 @@ def of_process(folder: epath.Path, process: int) -> Entries:
 def write(folder: epath.Path, entries: Entries) -> None:
     """Writes the list."""
     with (folder / NAME).open("w") as file:
-        json.dump(entries, file)
+        json.dump({"checksum": _of_list(entries), "files": entries}, file)
         file.flush()
         if is_local(folder):
             os.fsync(file.fileno())
@@ -56,12 +56,12 @@ def read(folder: epath.Path) -> Entries:
     """The list.
 
     Raises:
-        OSError, ValueError: it is missing or unreadable.
+        OSError, ValueError, LookupError: it is missing or damaged.
     """
     content = json.loads((folder / NAME).read_bytes())
-    if not isinstance(content, dict):
-        raise ValueError("not a list of files")
-    return {name: (int(size), int(checksum)) for name, (size, checksum) in content.items()}
+    if content["checksum"] != _of_list(content["files"]):
+        raise ValueError("its checksum differs")
+    return {name: (size, checksum) for name, (size, checksum) in content["files"].items()}
 
 
 def damage(folder: epath.Path, entries: Entries, names: Iterable[str]) -> str | None:
@@ -82,6 +82,10 @@ def damage(folder: epath.Path, entries: Entries, names: Iterable[str]) -> str | 
 def is_local(path: epath.Path) -> bool:
     """Whether a path is in a file system, and not in an object store."""
     return "://" not in str(path)
+
+
+def _of_list(entries: Entries) -> int:
+    return zlib.crc32(json.dumps(entries).encode())
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:

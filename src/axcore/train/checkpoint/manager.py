@@ -296,7 +296,7 @@ class Checkpointer(Configurable):
             entries = inventory.read(folder)
             if only is not None and only not in entries:
                 raise ValueError(f"{only} is not listed")
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise self._damaged(step, f"{inventory.NAME}: {os_reason(error)}") from error
         first, count = share
         try:

@@ -19,8 +19,8 @@ from axcore.runtime import processes
 from axcore.runtime.errors import PeerFailed
 from axcore.train.checkpoint import inventory
 from axcore.train.checkpoint.inventory import TEMPORARY
-from axcore.train.checkpoint.state_layout import ArrayLike
 from axcore.train.checkpoint.quiet import quiet
+from axcore.train.checkpoint.state_layout import ArrayLike
 from axcore.train.files import os_reason
 
 if TYPE_CHECKING:
@@ -162,21 +162,24 @@ class _Saving:
         self._failure: str | None = None
 
     def meet(self, key: str, timeout: float) -> None:
-        """A barrier of Orbax. Raises if a process failed: that one comes to the barrier after the one it missed, since
-        Orbax meets once more when a save ends, with the error in flight."""
+        """A barrier of Orbax. Raises if another process failed.
+
+        A process that failed misses a barrier, but Orbax meets once more at the end of each save, in a `finally` block:
+        there the process tells the others, which wait at the barrier that it missed.
+        """
         if jax.process_count() == 1:
             return
+        error = None if threading.get_ident() == self._caller else sys.exception()
         if self._failure is None:
-            self._failure = self._exchange(key, timeout)
-        if self._failure is not None:
+            self._failure = self._exchange(key, timeout, error)
+        if self._failure is not None and error is None:
             raise PeerFailed(self._failure)
 
     def write_inventory(self) -> None:
         """For the first process, when all arrays are written and nothing is committed."""
         inventory.write(self.folder, {**self._of_peers, **inventory.of_process(self.folder, 0)})
 
-    def _exchange(self, key: str, timeout: float) -> str | None:
-        error = None if threading.get_ident() == self._caller else sys.exception()
+    def _exchange(self, key: str, timeout: float, error: BaseException | None) -> str | None:
         news: dict[str, object] = {"key": key, "error": error and os_reason(_os_error(error) or error)}
         rank = jax.process_index()
         try:
@@ -188,7 +191,7 @@ class _Saving:
         for number, each in enumerate(told):
             if each["error"]:
                 return f"process {number} of {len(told)} failed: {each['error']}"
-            self._of_peers |= {name: tuple(entry) for name, entry in each.get("files", {}).items()}
+            self._of_peers |= each.get("files", {})
         if len({each["key"] for each in told}) > 1:
             return f"the processes are at different points of the save: {', '.join(each['key'] for each in told)}"
         return None
