@@ -8,6 +8,8 @@ import axcore as ax
 from axcore.nn import Ones
 from axcore.testing import LayerSuite
 
+pytestmark = pytest.mark.long
+
 
 class Pair(ax.Layer):
     """`(scale * x, y ** 2)`, as a layer in a position slot returns two arrays."""

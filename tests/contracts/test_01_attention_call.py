@@ -17,6 +17,8 @@ from axcore.testing.attention_cases import CASES, Slopes, arrays_of, formula, in
 from axcore.testing.devices import steps
 from axcore.testing.models import loss_and_grads
 
+pytestmark = pytest.mark.long
+
 OPTIONS = {"softcap": 3.0, "scale": 0.7, "sinks": Normal(stddev=1.0), "bias": Slopes.Config(), "dropout": 0.25}
 
 

@@ -27,6 +27,8 @@ from axcore.testing import tiny_model
 from axcore.testing.attention_cases import Slopes
 from axcore.testing.models import by_path
 
+pytestmark = pytest.mark.long
+
 IDS = jax.random.randint(jax.random.key(4), (2, 11), 0, 32)
 TABLE = jnp.asarray([[7, 2, 19, 11], [4, 23, 0, 13]])  # pages of a shared pool, in no order
 EVERY_OPTION = {

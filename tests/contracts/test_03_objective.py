@@ -18,6 +18,8 @@ from axcore.train import AdamW, CrossEntropy, Learner, Objective, Trainer, Warmu
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore.train.step.program import program
 
+pytestmark = pytest.mark.long
+
 VOCAB, ROWS, SEQ = 13, 8, 8
 TOLERANCE = 1e-6
 

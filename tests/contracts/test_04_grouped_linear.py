@@ -13,6 +13,8 @@ from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import by_path, objective
 from axcore_lora import DoRA, LoRA, merge, unmerge
 
+pytestmark = pytest.mark.long
+
 GROUPS, INPUT, OUTPUT, ROWS = 3, 6, 5, 16
 SIZES = (4, 0, 12)
 RANK = 2

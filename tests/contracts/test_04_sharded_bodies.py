@@ -7,6 +7,8 @@ from axcore.testing.devices import ask
 
 from .bodies import DIM, EXPERTS, HIDDEN, MESHES, ROUTINGS
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("axcore_moe")
 
 PARTS = {"expert=8": 8, "expert=4, data=2": 4, "expert=4, fsdp=2": 8}

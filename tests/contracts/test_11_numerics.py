@@ -15,6 +15,8 @@ from axcore.testing.models import by_path
 from axcore.train import Checkpointer, CrossEntropy, Learner
 from axcore.train.step.program import program
 
+pytestmark = pytest.mark.long
+
 LAYERS, HISTORY = 2, 3
 SAW = "saw"
 """What the probe reports: the largest input."""

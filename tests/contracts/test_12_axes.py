@@ -19,6 +19,8 @@ from axcore.train.step.program import program
 
 from .tensor_step import HEAD_DIM, HEADS, HIDDEN, MODEL, ROWS, RULES, SEQ, SPLIT, VOCAB, batch
 
+pytestmark = pytest.mark.long
+
 EIGHT = AbstractMesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 

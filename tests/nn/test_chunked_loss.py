@@ -16,6 +16,8 @@ from axcore.train import CrossEntropy
 from . import reference
 from .support import minimized, parameters, shapes, wide
 
+pytestmark = pytest.mark.long
+
 VOCAB, DIM, ROWS, SEQ = 11, 4, 2, 7
 RANDOM = np.random.default_rng(0)
 BATCH = {

@@ -30,6 +30,8 @@ from axcore.train import CrossEntropy
 
 from .support import parameters, shapes
 
+pytestmark = pytest.mark.long
+
 RATE, DIM = 0.25, 8
 KEY = jax.random.key(3)
 TOKENS = TokenInfo.of(jnp.zeros((2, 6), jnp.int32))

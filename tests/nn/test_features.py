@@ -10,6 +10,8 @@ from axcore.module import functional
 from axcore.nn import AcrossHeads, Attention, Linear, RMSNorm, SlidingWindow, layers_of
 from axcore.testing import FeatureSuite, tiny_batch, tiny_model
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.slow
 class TestDropout(FeatureSuite):

@@ -34,6 +34,8 @@ from axcore.testing import tiny_batch
 from . import reference, support
 from .support import call, minimized, parameters, wide
 
+pytestmark = pytest.mark.long
+
 BATCH, SEQ, DIM, HEADS = 2, 6, 8, 3
 SIZES = {
     "num_heads": HEADS,

@@ -104,6 +104,7 @@ def loss_of(decoder, params_of=None):
     return CrossEntropy.Config().build().value(fn, params, state, tiny_batch()), params
 
 
+@pytest.mark.long
 def test_a_sequence_in_a_scan_is_a_sequence_of_all_its_layers():
     """Layers of unequal width, repeated in pairs."""
     scanned, params = loss_of(Repeat.Config(num_layers=2, layers=Sequence.Config(layers=(layer(8), layer(12)))))

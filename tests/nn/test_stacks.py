@@ -31,6 +31,8 @@ from axcore.testing import tiny_model
 
 from .support import call, parameters
 
+pytestmark = pytest.mark.long
+
 DIM = 4
 
 

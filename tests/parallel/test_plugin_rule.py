@@ -11,6 +11,8 @@ from axcore.plugin import registry
 from axcore.testing import ParallelismSuite
 from axcore.train.callbacks.writers import read_jsonl
 
+pytestmark = pytest.mark.long
+
 LAB = """
 from axcore.plugin import MeshRule, hookimpl
 
@@ -61,13 +63,13 @@ class Wrong(ParallelismSuite):
     remat = packed = tied = False
 
 
-def test_of_two_plugins_the_more_specific_rule_is_taken(lab):
+def test_the_more_specific_rule_of_two_plugins_applies(lab):
     mesh = ax.pipe(ax.recipe("quickstart"), ax.target("cpu-8")).mesh
     assert mesh.shape == {"data": 2, "fsdp": 4}  # axcore-recipes has a rule for cpu-*
     assert ax.pipe(ax.recipe("quickstart"), ax.target("cpu-4")).mesh.shape == {"data": 1, "fsdp": 4}
 
 
-def test_the_suite_finds_a_rule_that_shards_no_parameter_or_changes_the_objective(lab):
+def test_the_suite_detects_a_rule_that_shards_no_parameter_or_changes_the_objective(lab):
     suite = Wrong()
     suite.test_the_batch_is_spread_over_devices()
     for check in (
@@ -80,7 +82,7 @@ def test_the_suite_finds_a_rule_that_shards_no_parameter_or_changes_the_objectiv
 
 
 @pytest.mark.slow
-def test_a_whole_run_on_the_target_has_the_losses_of_one_device(lab, processes, corpus, tmp_path):
+def test_a_run_on_the_target_has_the_losses_of_one_device(lab, processes, corpus, tmp_path):
     def run(name, devices, *flags):
         settings = (f"input.source.folder={corpus}", "input.batch_size=8", "steps=3")
         arguments = [part for each in settings for part in ("--set", each)]

@@ -164,6 +164,7 @@ def failing(cls, checks):
     return found
 
 
+@pytest.mark.long
 def test_what_keeps_the_contract_passes():
     assert not failing(Right, [*CHECKS, ("test_state_is_updated_once_a_step_under_scan_and_remat",)])
 

@@ -12,6 +12,8 @@ from axcore.parallel import Mesh
 from axcore.train import AdamW, Checkpointer, CrossEntropy, Learner, Saving, WarmupStableDecay
 from axcore.train.step.program import program
 
+pytestmark = pytest.mark.long
+
 LAYER = TransformerLayer.Config(
     attention=Attention.Config(num_heads=2, num_kv_heads=1), ffn=FeedForward.Config(hidden_dim=48)
 )

@@ -17,6 +17,8 @@ from axcore.train import Checkpointer, FromRun, Initial, ModelFolder, save_model
 from axcore.train.checkpoint.initial import gathered
 from axcore.train.checkpoint.model_folder import flat, like
 
+pytestmark = pytest.mark.long
+
 
 def logits(cfg, params, state):
     return functional(cfg.build(rngs=ax.Rngs(0)))[0](params, state, tiny_batch()["inputs"])[0][0]

@@ -14,6 +14,8 @@ import pytest
 from axcore.train import Checkpointer
 from axcore.train.callbacks.writers import read_jsonl
 
+pytestmark = pytest.mark.long
+
 STEPS = 80
 
 SLOW = """

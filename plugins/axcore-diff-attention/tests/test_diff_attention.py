@@ -26,6 +26,8 @@ from axcore.nn import (
 )
 from axcore_diff_attention.kernel import DiffAttention, use_diff_attention
 
+pytestmark = pytest.mark.long
+
 BATCH, SEQ, HEAD_DIM = 2, 7, 4
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 2, 2]], np.int32)
 TOKENS = TokenInfo(np.arange(SEQ, dtype=np.int32)[None], np.arange(SEQ, dtype=np.int32)[None], SEGMENTS)

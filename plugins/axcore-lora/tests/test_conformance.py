@@ -2,7 +2,11 @@
 
 from typing import Any, ClassVar
 
+import pytest
+
 from axcore.testing import FeatureSuite
+
+pytestmark = pytest.mark.long
 
 
 class TestLora(FeatureSuite):

@@ -15,15 +15,13 @@ from axcore.config import ConfigError, content_hash, from_json, parse_text, text
 from axcore.plugin import Offer, Plugin, State, registry, resolve
 
 _PROBE = """
-import json, sys, time
+import json, sys
 import axcore.plugin
-before = time.process_time()
 import {module}
-seconds = time.process_time() - before
 heavy = [name for name in ("jax", "flax") if name in sys.modules]
 import {target}
 from jax._src import xla_bridge
-print(json.dumps([seconds, heavy, xla_bridge.backends_are_initialized()]))
+print(json.dumps([heavy, xla_bridge.backends_are_initialized()]))
 """
 
 
@@ -34,13 +32,11 @@ class OfferSuite:
         kind: the class of the offer.
         name: what `axcore.use` knows it by.
         options: for `axcore.use`, or for the Config of what is offered.
-        import_seconds: the most CPU time that importing the plugin's entry-point module may take.
     """
 
     kind: ClassVar[type[Offer]]
     name: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
-    import_seconds: ClassVar[float] = 0.2
 
     def found(self) -> tuple[Plugin, Any]:
         """The plugin and the offer."""
@@ -60,9 +56,8 @@ class OfferSuite:
 
     def test_manifest_is_light_and_starts_no_backend(self) -> None:
         plugin, offer = self.found()
-        seconds, heavy, started = _probe(plugin.module, offer.target.partition(":")[0])
+        heavy, started = _probe(plugin.module, offer.target.partition(":")[0])
         assert heavy == [], f"{plugin.module} imports {heavy}; describe there, and import where the target is"
-        assert seconds < self.import_seconds, f"importing {plugin.module} took {seconds:.2f} s of CPU time"
         assert not started, f"importing {offer.target} starts a jax backend; compute nothing at import"
 
     def test_loading_again_is_harmless(self) -> None:
@@ -95,13 +90,13 @@ class OfferSuite:
 
 
 @functools.cache
-def _probe(module: str, target: str) -> tuple[float, list[str], bool]:
-    """(CPU seconds of the import, heavy modules it brought, whether the target's import started a backend)."""
+def _probe(module: str, target: str) -> tuple[list[str], bool]:
+    """(heavy modules that the import brings, whether the target's import started a backend)."""
     code = _PROBE.format(module=module, target=target)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    seconds, heavy, started = json.loads(done.stdout)
-    return seconds, heavy, started
+    heavy, started = json.loads(done.stdout)
+    return heavy, started
 
 
 def offered_config(suite: OfferSuite, **widths: Any) -> Any:
