@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -90,7 +89,7 @@ def test_a_commit_that_failed_is_not_the_latest_and_the_step_can_be_saved_again(
     with monkeypatch.context() as patch:
         patch.setattr(storage.inventory, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
         checkpointer.save(2, state(2), data=None, meta={})
-        with pytest.raises(AxcoreError, match="cannot write checkpoint .*/2: No space left"):
+        with pytest.raises(AxcoreError, match=r"cannot write checkpoint .*/2: No space left"):
             checkpointer.wait()
     assert checkpointer.latest() == 1
     checkpointer.save(2, state(2), data=None, meta={})

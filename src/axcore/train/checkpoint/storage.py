@@ -1,9 +1,10 @@
-"""Orbax's CheckpointManager for one folder, with checksums in each checkpoint and barriers that notice a failed peer."""
+"""Orbax's CheckpointManager for one folder, with checksums in each checkpoint and failures told to all processes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from axcore.runtime import processes
@@ -46,7 +49,7 @@ class Storage:
         self._saving = _Saving(folder, 0)
         self._quiet = contextlib.ExitStack()
 
-    def save(self, step: int, arrays: Mapping[str, ArrayLike], record: object) -> None:
+    def save(self, step: int, named: Mapping[str, ArrayLike], record: object) -> None:
         """Begins to write a checkpoint. When it returns, the arrays may be donated. `wait` must follow."""
         self._quiet.close()
         self._quiet.enter_context(quiet())
@@ -54,8 +57,8 @@ class Storage:
 
         self._saving = _Saving(self.folder, step)
         items = {RECORD: ocp.args.JsonSave(record)}
-        if arrays:
-            items[STATE] = ocp.args.PyTreeSave({_key(path): array for path, array in arrays.items()})
+        if arrays := _stored(named):
+            items[STATE] = ocp.args.PyTreeSave(arrays)
         with _plain_errors():
             # Orbax would refuse, without an error, a step that is not its next.
             self._open().save(step, args=ocp.args.Composite(**items), force=True)
@@ -68,19 +71,27 @@ class Storage:
             _remove(self.folder / REMOVED)
         self._quiet.close()
 
-    def restore(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Reads arrays in the shapes, dtypes and shardings of `wanted`."""
-        if not wanted:
-            return {}
-        with quiet(), _plain_errors():
-            import orbax.checkpoint as ocp
+    def restore(self, step: int, wanted: Mapping[str, ArrayLike]) -> dict[str, jax.Array]:
+        """Reads arrays in the shapes and dtypes of `wanted`, and to its shardings; without one, to where jax puts new
+        arrays."""
+        default = jnp.zeros(()).sharding
+        forms = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default)
+            for path, leaf in wanted.items()
+        }
+        read: Mapping[str, jax.Array] = {}
+        if item := _stored(forms):
+            with quiet(), _plain_errors():
+                import orbax.checkpoint as ocp
 
-            item = {_key(path): form for path, form in wanted.items()}
-            args = ocp.args.PyTreeRestore(
-                item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-            )
-            read = self._open().restore(step, args=ocp.args.Composite(**{STATE: args}))[STATE]
-            return {path: read[_key(path)] for path in wanted}
+                args = ocp.args.PyTreeRestore(
+                    item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+                )
+                read = self._open().restore(step, args=ocp.args.Composite(**{STATE: args}))[STATE]
+        return {
+            path: read[_key(path)] if form.size else jax.device_put(np.zeros(form.shape, form.dtype), form.sharding)
+            for path, form in forms.items()
+        }
 
     def reset(self) -> None:
         """Forgets what a failed save left in memory, and what Orbax knows of the folder."""
@@ -195,6 +206,11 @@ class _Saving:
         if len({each["key"] for each in told}) > 1:
             return f"the processes are at different points of the save: {', '.join(each['key'] for each in told)}"
         return None
+
+
+def _stored[T: ArrayLike](named: Mapping[str, T]) -> dict[str, T]:
+    """What Orbax stores; it refuses arrays of zero size."""
+    return {_key(path): leaf for path, leaf in named.items() if math.prod(leaf.shape)}
 
 
 def _key(path: str) -> str:
