@@ -6,9 +6,9 @@ WHOLE_BY_DAY = ("tests/testing/", "tests/parallel/")
 AT_NIGHT = (
     "test_eight_devices_agree_with_one",  # a process that compiles twice
     "test_bfloat16_is_close_to_float32",
-    "test_recomputing_activations_changes_nothing",
-    "test_mapped_examples_agree_with_single_ones",
-    "test_rows_of_a_batch_do_not_mix",
+    "test_remat_does_not_change_results",
+    "test_vmap_agrees_with_single_examples",
+    "test_rows_of_a_batch_are_independent",
 )
 """Checks of the conformance suites that compile a model once more: slow, except in the folders above."""
 

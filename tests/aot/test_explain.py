@@ -63,7 +63,7 @@ def test_a_config_without_a_suitable_kernel_is_explained():
     cfg = ax.pipe(tiny_model(), ax.use("cudnn"))
     cfg = ax.select(cfg, Attention).set(mask=SlidingWindow(size=3), softcap=2.0)
     _, verdicts = slot(explain(cfg, "gpu-h100-8"), "attention kernel")
-    assert verdicts["cudnn"] == "no: it does not take softcap"
+    assert verdicts["cudnn"] == "no: does not take softcap"
     assert verdicts["reference"].startswith("possible")
 
 

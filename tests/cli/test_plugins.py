@@ -70,7 +70,6 @@ def test_json_has_every_plugin_with_every_field(axcore, install):
         "state": "loaded",
         "reason": "",
         "detail": "",
-        "warnings": [],
         "offers": [
             {"kind": "feature", "name": "old", "summary": "An old feature.", "target": "axcore_thrown_old:absent"}
         ],
@@ -106,17 +105,6 @@ def test_the_options_of_a_plugin_are_shown_with_their_defaults(axcore, install):
     assert "chunk=1024, block=256, where=None\n" in axcore("plugins", "core").out  # of what fills a slot: its fields
     install("old", OLD)
     assert "  the options are unknown: " in axcore("plugins", "old").out
-
-
-def test_warnings_are_shown_only_with_their_plugin(axcore, install):
-    install("old", OLD)
-    registry().plugins["old"].warnings = ("`version` goes in API 2",)
-    assert any(
-        line.split(maxsplit=1) == ["warning", "`version` goes in API 2"]
-        for line in axcore("plugins", "old").out.splitlines()
-    )
-    done = axcore("plugins")
-    assert "API 2" not in done.out + done.err
 
 
 def test_an_unknown_plugin_suggests_one(axcore):
@@ -171,13 +159,12 @@ def test_a_valid_installation_has_no_wrong_findings(axcore, light, monkeypatch):
     assert found["ok"] == all(finding["status"] != "wrong" for finding in found["findings"])
 
 
-def test_broken_plugins_conflicts_and_warnings_are_reported(axcore, install, light):
+def test_broken_plugins_and_conflicts_are_reported(axcore, install, light):
     install("broken", BROKEN)
     install("newer", "axcore_api = 99\n")
     install("absent", "from axcore.plugin import Unavailable\nraise Unavailable('no TPU here')\n")
     for id in ("old", "older"):
         install(id, OLD)
-    registry().plugins["old"].warnings = ("`version` goes in API 2",)
     done = axcore("doctor")
     assert (done.code, done.err) == (1, "")
     for line in (
@@ -185,7 +172,6 @@ def test_broken_plugins_conflicts_and_warnings_are_reported(axcore, install, lig
         "wrong  plugin        newer (axcore-thrown-newer 1.0) is incompatible: it needs plugin API 99; "
         f"this axcore has {API_VERSION}",
         "note   plugin        absent (axcore-thrown-absent 1.0) is unavailable: no TPU here",
-        "note   plugin        old (axcore-thrown-old 1.0): `version` goes in API 2",
     ):
         assert line in done.out.splitlines()
     assert any("'old' is offered by old" in line and line.startswith("wrong") for line in lines(done, "plugins"))

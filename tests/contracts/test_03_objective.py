@@ -250,5 +250,5 @@ class Mean(Objective):
 
 def test_an_objective_that_returns_a_mean_is_told_what_to_return():
     made = program(PLAIN, LEARNER, Mesh().make(jax.devices()[:1]), Mean.Config())
-    with pytest.raises(ax.ConfigError, match=r"objective: Mean must return LossSum\(total, count\)"):
+    with pytest.raises(ax.ConfigError, match=r"objective: Mean must return a LossSum of two scalars"):
         made.compile_train(batch())

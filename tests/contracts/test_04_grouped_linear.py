@@ -126,7 +126,7 @@ def test_an_adapter_that_knows_no_groups_is_refused():
     cfg = GroupedLinear.Config(groups=2, input_dim=3, output_dim=4, adapter=Linear.Config())
     with pytest.raises(ax.ConfigError, match=r"adapter=.* has no field 'groups'"):
         cfg.build(rngs=ax.Rngs(0))
-    with pytest.raises(ax.ConfigError, match=r"axes=.*grouped weights have another axis"):
+    with pytest.raises(ax.ConfigError, match=r"axes=.*grouped weights have three axes"):
         GroupedLinear.Config.of(Linear.Config(axes=("embed", "mlp")))
 
 

@@ -42,9 +42,9 @@ def test_a_model_that_has_caches_already_gets_them_in_the_right_size(tiny_decode
     [
         ({"ids": IDS[:, :0]}, r"ids must be \[batch, width\] with at least one row and one token, got shape \(2, 0\)"),
         ({"ids": IDS[0]}, r"ids must be \[batch, width\] with at least one row and one token"),
-        ({"start": START[:1]}, r"start must have the shape \(2,\), one number a row; got \(1,\)"),
-        ({"lengths": jnp.ones((2, 1), jnp.int32)}, r"lengths must have the shape \(2,\)"),
-        ({"slots": jnp.arange(3)}, r"slots must have the shape \(2,\)"),
+        ({"start": START[:1]}, r"start must have shape \(2,\), one number for each row; got shape \(1,\)"),
+        ({"lengths": jnp.ones((2, 1), jnp.int32)}, r"lengths must have shape \(2,\)"),
+        ({"slots": jnp.arange(3)}, r"slots must have shape \(2,\)"),
         ({"logits_at": START}, r"logits_at must be \[batch, ...\] with two dimensions, got shape \(2,\)"),
     ],
     ids=["no token", "ids of one dimension", "start", "lengths", "slots", "logits_at"],
@@ -148,9 +148,9 @@ def test_there_are_no_logits_after_padding(tiny_decoder):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"ids": IDS * 1.0}, "Step.ids must be integers, not float32"),
+        ({"ids": IDS * 1.0}, "Step.ids must have an integer dtype, not float32"),
         ({"start": 0}, "Step.start must be an array, not 0"),
-        ({"lengths": jnp.ones(2)}, "Step.lengths must be integers"),
+        ({"lengths": jnp.ones(2)}, "Step.lengths must have an integer dtype"),
         ({"phase": "prefil"}, "Step.phase must be 'prefill', 'decode' or None"),
         ({"pages": jnp.zeros(2, jnp.int32)}, r"Step.pages must be \[batch, ...\]"),
     ],

@@ -212,7 +212,7 @@ def test_a_sample_ends_with_the_first_token_that_ends_it(generator, context, cac
 
 def test_with_a_cache_all_must_fit_into_the_context(cached):
     assert cached([1] * 30, num_tokens=10, key=KEY).size == 10
-    with pytest.raises(AxcoreError, match=r"30 tokens of prompt and 11 more do not fit into context=40"):
+    with pytest.raises(AxcoreError, match=r"prompt of 30 tokens and num_tokens=11 exceed context=40"):
         cached([1] * 30, num_tokens=11, key=KEY)
 
 

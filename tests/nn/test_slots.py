@@ -64,7 +64,7 @@ def test_filling_the_slots_moves_no_parameter():
 
 def test_keys_and_values_are_given_both_or_come_from_the_cache():
     for changes in ({"key": None}, {"value": None}, {"key": None, "value": None}):
-        with pytest.raises(ax.ConfigError, match="key and value are given both or neither"):
+        with pytest.raises(ax.ConfigError, match="key and value must both be given"):
             Attention.Config(input_dim=8, num_heads=2, **changes).build(rngs=ax.Rngs(0))
 
 

@@ -175,7 +175,7 @@ def test_layers_that_do_not_repeat_are_recomputed_alone():
 
 
 def test_a_decoder_needs_a_layer():
-    with pytest.raises(ax.ConfigError, match="a decoder needs at least one layer"):
+    with pytest.raises(ax.ConfigError, match="stacked requires at least one layer"):
         stacked([])
 
 

@@ -71,11 +71,11 @@ def test_the_more_specific_rule_of_two_plugins_applies(lab):
 
 def test_the_suite_detects_a_rule_that_shards_no_parameter_or_changes_the_objective(lab):
     suite = Wrong()
-    suite.test_the_batch_is_spread_over_devices()
+    suite.test_the_batch_is_sharded()
     for check in (
-        suite.test_parameters_and_optimizer_state_are_spread_over_devices,
-        suite.test_the_loss_and_every_metric_equal_those_of_one_device,
-        suite.test_every_gradient_equals_that_of_one_device,
+        suite.test_parameters_and_optimizer_state_are_sharded,
+        suite.test_loss_and_metrics_equal_one_device,
+        suite.test_gradients_equal_one_device,
     ):
         with pytest.raises(AssertionError, match="plain: "):
             check()

@@ -138,7 +138,7 @@ def test_the_kernel_inside_sees_equal_widths_and_says_what_is_supported():
     assert refusal(layer, KernelRequest.of(asked(*full))) == "it computes in bfloat16"
     assert "softcap" in refusal(layer, KernelRequest.of(asked(*low, softcap=3.0)))
     assert "lse" in refusal(layer, KernelRequest.of(asked(*low, return_lse=True)))
-    with pytest.raises(ax.ConfigError, match=r"no kernel can attend .*EqualWidths: it computes in bfloat16"):
+    with pytest.raises(ax.ConfigError, match=r"no kernel supports the call .*EqualWidths: it computes in bfloat16"):
         ax.invoke(layer, asked(*full))
     (heads, _), _ = ax.invoke(layer, asked(*low))
     assert np.isfinite(np.asarray(heads, np.float32)).all()

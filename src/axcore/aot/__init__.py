@@ -2,7 +2,7 @@
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.aot.explain import Explanation, explain
-from axcore.aot.module_tree import ModuleNode, Parameter, module_tree
+from axcore.aot.module_tree import ModuleNode, Parameter, module_tree, tree
 from axcore.aot.report import StepReport, compile_step
 from axcore.aot.tree_page import tree_page
 
@@ -14,5 +14,10 @@ __all__ = [
     "compile_step",
     "explain",
     "module_tree",
+    "tree",
     "tree_page",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -22,7 +22,7 @@ from axcore.nn import KernelRequest, refusal
 from axcore.nn.attention.choice import Choice, ChooseKernel, recording
 from axcore.parallel import Layout, Mesh
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
-from axcore.plugin.hooks import OFFERS
+from axcore.plugin.offers import OFFERS
 from axcore.train import CrossEntropy
 from axcore.train.data.form import batch_form
 
@@ -181,7 +181,7 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Ite
     """The slots for one kind of offers, grouped by their verdicts."""
     groups: dict[tuple[str, tuple[Candidate, ...]], list[str]] = {}
     for path, node in walk(cfg):
-        if not has_field(node, kind.slot) or not isinstance(value := getattr(node, kind.slot), Config | None):
+        if not has_field(node, kind.slot) or not isinstance(value := getattr(node, kind.slot), Config | Mapping | None):
             continue
         where = join(path, kind.slot)
         choice = choices.get(where)
@@ -192,9 +192,12 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Ite
         yield Slot(kind.kind, tuple(paths), request, candidates)
 
 
-def _candidates(kind: type[Offer], value: Config | None, choice: Choice | None) -> Iterator[Candidate]:
-    order = value.order if isinstance(value, ChooseKernel.Config) else (value,)
-    held = {type(node) for node in order if node is not None}
+def _candidates(
+    kind: type[Offer], value: Config | Mapping[str, object] | None, choice: Choice | None
+) -> Iterator[Candidate]:
+    entries = value.values() if isinstance(value, Mapping) else (value,)
+    order = value.order if isinstance(value, ChooseKernel.Config) else entries
+    held = {type(node) for node in order if isinstance(node, Config)}
     named: set[type] = set()
     for plugin, offer in registry().offers(kind):
         try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import jax
 from flax import nnx
 
-from axcore.config import Config, ConfigError
+from axcore.config import Config, ConfigError, get, has_field
 from axcore.config.codec import render
 from axcore.config.node import default, fields
 from axcore.module import Layer, abstract
@@ -98,6 +98,15 @@ def module_tree(cfg: Config, path: str = "") -> ModuleNode:
         raise ConfigError(f"{path or 'the root'} is {cfg!r}, which is not the config of a module")
     fn, params, state = abstract(cfg, path)
     return _node("", fn.bind(params, state))
+
+
+def tree(cfg: Config) -> ModuleNode:
+    """The module tree of a model's config, or of the model in a trainer's config, as `axcore tree` prints it.
+
+    Raises:
+        ConfigError: the config builds no module.
+    """
+    return module_tree(get(cfg, "model"), "model") if has_field(cfg, "model") else module_tree(cfg)
 
 
 def size(count: float) -> str:

@@ -100,7 +100,6 @@ def _plugin(plugin: Plugin) -> Iterator[Finding]:
         status = "wrong"
     why = f": {plugin.reason}" if plugin.reason else ""
     yield Finding("plugin", status, f"{plugin.id} ({plugin}) is {plugin.state}{why}")
-    yield from (Finding("plugin", "note", f"{plugin.id} ({plugin}): {warning}") for warning in plugin.warnings)
 
 
 def _requirements() -> Iterator[Finding]:

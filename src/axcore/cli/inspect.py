@@ -52,15 +52,13 @@ def run_diff(arguments: argparse.Namespace) -> None:
 
 
 def run_tree(arguments: argparse.Namespace) -> None:
-    from axcore.aot import module_tree, tree_page
-    from axcore.config import has_field
+    from axcore.aot import tree, tree_page
     from axcore.train.files import write_text
 
-    cfg = compose(arguments.recipe, arguments.edits)
-    tree = module_tree(cfg.model, "model") if has_field(cfg, "model") else module_tree(cfg)
+    modules = tree(compose(arguments.recipe, arguments.edits))
     if arguments.html is None:
-        print(tree)
+        print(modules)
         return
     page = Path(arguments.html or f"{arguments.recipe}.html").absolute()
-    write_text(page, tree_page(tree, title=arguments.recipe))
+    write_text(page, tree_page(modules, title=arguments.recipe))
     print(page)

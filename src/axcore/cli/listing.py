@@ -11,7 +11,7 @@ from pathlib import Path
 from axcore.cli.compose import Commands
 from axcore.config import AxcoreError, did_you_mean
 from axcore.plugin import API_VERSION, Offer, Plugin, PluginError, Recipe, registry
-from axcore.plugin.allowlist import write
+from axcore.plugin.allowlist import record_hash, why_unverified
 from axcore.plugin.features import ATTACHABLE, options_of
 
 SCHEMA = 1
@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     plugins = commands.add_parser(
         "plugins",
         help="list the installed plugins",
-        description="Lists the installed plugins, or shows one with its offers, options, warnings and traceback.",
+        description="Lists installed plugins, or shows one with its offers, their options and traceback.",
     )
     plugins.add_argument("name", nargs="?", metavar="NAME", help="the id of a plugin, or its distribution")
     form = plugins.add_mutually_exclusive_group()
@@ -40,7 +40,7 @@ def list_plugins(arguments: argparse.Namespace) -> None:
     if arguments.name is not None:
         plugins = [_named(arguments.name, plugins)]
     if arguments.write_allowlist is not None:
-        for name, reason in write(plugins, Path(arguments.write_allowlist)).items():
+        for name, reason in write_allowlist(plugins, Path(arguments.write_allowlist)).items():
             print(f"axcore: left out {name}: {reason}", file=sys.stderr)
         print(arguments.write_allowlist)
     elif arguments.json:
@@ -80,13 +80,12 @@ def _as_json(plugin: Plugin) -> dict[str, object]:
         "id": plugin.id,
         "distribution": plugin.distribution,
         "version": plugin.version,
-        "homepage": plugin.homepage,
+        "homepage": _homepage(plugin),
         "module": plugin.module,
         "api": plugin.api,
         "state": str(plugin.state),
         "reason": plugin.reason,
         "detail": plugin.detail,
-        "warnings": list(plugin.warnings),
         "offers": [
             {"kind": offer.kind, "name": offer.name, "summary": offer.summary, "target": offer.target}
             for offer in plugin.offers
@@ -97,11 +96,10 @@ def _as_json(plugin: Plugin) -> dict[str, object]:
 def _describe(plugin: Plugin) -> None:
     rows = [
         ("distribution", str(plugin)),
-        ("homepage", plugin.homepage),
+        ("homepage", _homepage(plugin)),
         ("module", plugin.module),
         ("plugin API", plugin.api),
         ("state", f"{plugin.state}: {plugin.reason}" if plugin.reason else str(plugin.state)),
-        *(("warning", warning) for warning in plugin.warnings),
         *(row for offer in plugin.offers for row in _describe_offer(plugin, offer)),
     ]
     _table(("plugin", plugin.id), [(name, str(value)) for name, value in rows if value is not None], "")
@@ -120,6 +118,41 @@ def _describe_offer(plugin: Plugin, offer: Offer) -> Iterator[tuple[str, str]]:
         return
     if options:
         yield "", "  " + ", ".join(f"{name}={value}" if value else name for name, value in options.items())
+
+
+def write_allowlist(plugins: Iterable[Plugin], file: Path) -> dict[str, str]:
+    """Writes an allowlist of the distributions that are installed now.
+
+    Returns:
+        The name of each distribution that cannot be listed, with the reason.
+
+    Raises:
+        PluginError: the file cannot be written.
+    """
+    tables: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    for plugin in plugins:
+        if plugin.id == "core":
+            continue
+        if reason := why_unverified(plugin):
+            left_out[plugin.distribution] = reason
+        elif plugin.point.dist is not None:
+            values = {"name": plugin.distribution, "version": plugin.version, "record": record_hash(plugin.point.dist)}
+            lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]
+            tables[plugin.distribution] = "".join(["\n[[distribution]]\n", *lines])
+    listed = [table for name, table in sorted(tables.items()) if name not in left_out]
+    try:
+        file.write_text("".join(["# Distributions whose axcore plugins may be imported.\n", *listed]), encoding="utf-8")
+    except OSError as error:
+        raise PluginError(f"cannot write {file}: {error}") from None
+    return left_out
+
+
+def _homepage(plugin: Plugin) -> str | None:
+    """The home page in the metadata of its distribution, if any."""
+    urls = [entry.partition(",") for entry in plugin.metadata.get_all("Project-URL") or ()]
+    named = {label.strip().lower(): url.strip() for label, _, url in urls}
+    return plugin.metadata.get("Home-page") or named.get("homepage") or named.get("repository")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:

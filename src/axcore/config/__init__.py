@@ -55,3 +55,7 @@ __all__ = [
     "under",
     "walk",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

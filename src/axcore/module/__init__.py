@@ -46,3 +46,7 @@ __all__ = [
     "vmap",
     "while_loop",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

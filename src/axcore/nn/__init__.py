@@ -123,3 +123,7 @@ __all__ = [
     "use_remat",
     "visible",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
