@@ -51,7 +51,7 @@ def test_series_are_read_by_step(metrics):
     path = metrics(
         [
             {"step": 20, "train/loss": 2},
-            {"step": 10, "train/loss": 3.0, "eval/bits_per_byte": 4.0},
+            {"step": 10, "train/loss": 3.0, "validation/bits_per_byte": 4.0},
             "",
             {"step": 30, "train/loss": float("nan")},
             {"step": 40, "train/lr": 0.1, "train/loss": None},
@@ -59,7 +59,7 @@ def test_series_are_read_by_step(metrics):
         ]
     )
     assert read_series(path, "train/loss") == [(10, 3.0), (20, 1.5)]
-    assert read_series(path, "eval/bits_per_byte") == [(10, 4.0)]
+    assert read_series(path, "validation/bits_per_byte") == [(10, 4.0)]
 
 
 def test_a_last_line_that_was_cut_off_is_left_out(metrics):
@@ -81,7 +81,8 @@ def test_smoothing_is_a_mean_of_neighbours():
 
 def run_of(count):
     return [
-        {"step": i, "train/loss": (1.5 + 6 / i) * math.log(2)} | ({"eval/bits_per_byte": 1.7} if i % 50 == 0 else {})
+        {"step": i, "train/loss": (1.5 + 6 / i) * math.log(2)}
+        | ({"validation/bits_per_byte": 1.7} if i % 50 == 0 else {})
         for i in range(1, count + 1)
     ]
 
@@ -130,7 +131,7 @@ def test_labels_do_not_overlap(metrics, tmp_path, drawn):
 
 @pytest.mark.parametrize(
     "entries",
-    [[{"step": 1, "train/loss": 2.0}], [{"step": 0, "eval/bits_per_byte": 3.0}], run_of(3), run_of(60)],
+    [[{"step": 1, "train/loss": 2.0}], [{"step": 0, "validation/bits_per_byte": 3.0}], run_of(3), run_of(60)],
     ids=["one step", "only validation", "short", "no baselines"],
 )
 def test_runs_of_any_length_are_drawn(metrics, tmp_path, entries):

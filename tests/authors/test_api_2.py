@@ -14,6 +14,8 @@ import pytest
 
 from .test_pages import QUICK
 
+pytestmark = pytest.mark.long
+
 API_1 = pathlib.Path(__file__).parent / "api_1"
 LINES = {
     "attention": (11, 1),

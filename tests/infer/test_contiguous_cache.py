@@ -5,6 +5,8 @@ import pytest
 
 from axcore.testing import KVCacheSuite
 
+pytestmark = pytest.mark.long
+
 
 class TestContiguous(KVCacheSuite):
     name = "contiguous"

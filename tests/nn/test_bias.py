@@ -119,7 +119,7 @@ def test_a_kernel_that_cannot_add_a_bias_refuses_with_the_path():
         input_dim=DIM, attention=attention(kernel=Plain.Config()), ffn=FeedForward.Config(hidden_dim=4)
     )
     params = parameters(layer.set(attention=attention()))
-    with pytest.raises(ax.ConfigError, match=r"attention\.kernel: no kernel can attend .*Plain: it does not take bias"):
+    with pytest.raises(ax.ConfigError, match=r"attention\.kernel: no kernel supports the call .*Plain: does not take bias"):
         call(layer, params, X, PACKED)
 
 
@@ -141,7 +141,7 @@ def test_without_options_the_same_kernels_are_not_refused():
     plain, biased = (
         KernelRequest.of(inputs(q, q, q, mask, tokens, tokens, bias=bias)) for bias in (None, lambda query, key: 0.0)
     )
-    for kernel, refused in ((Plain, "it does not take bias"), (Local, None)):
+    for kernel, refused in ((Plain, "does not take bias"), (Local, None)):
         made = kernel.Config(head_dim=4).build(rngs=ax.Rngs(0))
         assert refusal(made, plain) is None
         assert refusal(made, biased) == refused

@@ -11,6 +11,8 @@ from axcore.parallel import Remat, SaveMatmuls
 from . import reference
 from .support import call, layer_of, minimized, parameters, score, shapes, wide
 
+pytestmark = pytest.mark.long
+
 VOCAB, DIM, HEADS, KV_HEADS = 7, 4, 2, 1
 LAYER = TransformerLayer.Config(
     attention=Attention.Config(num_heads=HEADS, num_kv_heads=KV_HEADS), ffn=FeedForward.Config(hidden_dim=6)

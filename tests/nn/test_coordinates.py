@@ -25,6 +25,8 @@ from axcore.testing import tiny_batch
 from . import reference
 from .support import call, minimized, parameters, wide
 
+pytestmark = pytest.mark.long
+
 BATCH, SEQ, DIM, HEADS = 2, 8, 6, 2
 COORDINATES = np.random.default_rng(0).integers(0, 5, (BATCH, SEQ, 3)).astype(np.int32)
 TOKENS = TokenInfo(np.arange(SEQ, dtype=np.int32)[None], COORDINATES)

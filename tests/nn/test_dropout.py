@@ -30,6 +30,8 @@ from axcore.train import CrossEntropy
 
 from .support import parameters, shapes
 
+pytestmark = pytest.mark.long
+
 RATE, DIM = 0.25, 8
 KEY = jax.random.key(3)
 TOKENS = TokenInfo.of(jnp.zeros((2, 6), jnp.int32))
@@ -222,7 +224,7 @@ def test_a_kernel_without_dropout_refuses_while_training_and_serves_otherwise():
     params = parameters(cfg)
     trained(cfg, X, TOKENS, params=params, training=False)
     with pytest.raises(
-        ax.ConfigError, match=r"attention\.kernel: no kernel can attend .*Undropped: it does not take dropout"
+        ax.ConfigError, match=r"attention\.kernel: no kernel supports the call .*Undropped: does not take dropout"
     ):
         trained(cfg, X, TOKENS, params=params)
 

@@ -28,6 +28,8 @@ from axcore.testing import tiny_batch
 from axcore.testing.devices import steps
 from axcore.train import CrossEntropy
 
+pytestmark = pytest.mark.long
+
 FSDP = Mesh(shape={"data": 2, "fsdp": 4})
 ONE = Mesh(shape={"data": 1, "fsdp": 1})
 TENSOR = Mesh(

@@ -12,6 +12,8 @@ from axcore.nn.attention.formula import logits
 from axcore.testing import KernelSuite
 from axcore.testing.attention_cases import CASES, arrays_of, formula, inputs_of
 
+pytestmark = pytest.mark.long
+
 
 class TestReference(KernelSuite):
     name = "reference"

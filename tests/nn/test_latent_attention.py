@@ -34,6 +34,8 @@ from axcore.testing import tiny_batch
 from . import reference, support
 from .support import call, minimized, parameters, wide
 
+pytestmark = pytest.mark.long
+
 BATCH, SEQ, DIM, HEADS = 2, 6, 8, 3
 SIZES = {
     "num_heads": HEADS,
@@ -270,7 +272,7 @@ def test_kernels_are_asked_with_the_widths_of_latent_attention():
     assert isinstance(choice.kernel, ReferenceKernel)
     assert (choice.request.num_kv_heads, choice.request.head_dim, choice.request.value_dim) == (HEADS, 6, 3)
     alone = latent(kernel=NarrowValues.Config())
-    with pytest.raises(ax.ConfigError, match=r"no kernel can attend .*NarrowValues: values are as wide as keys here"):
+    with pytest.raises(ax.ConfigError, match=r"no kernel supports the call .*NarrowValues: values are as wide as keys here"):
         call(alone, params, X, TOKENS)
     assert use_kernels(cfg, ("reference",)).kernel.order == (ReferenceKernel.Config(),)
 
@@ -295,7 +297,7 @@ class Narrow(KVCache):
 
 def test_a_cache_that_cannot_keep_latents_is_refused_where_it_stands():
     with pytest.raises(
-        ax.ConfigError, match=r"layers\.attention: cache=.*Narrow.* has no field value_dim and cannot keep latents"
+        ax.ConfigError, match=r"layers\.attention: cache=.*Narrow.* has no field value_dim, which storing latents requires"
     ):
         abstract(for_decoding(model(), batch_size=1, max_len=4, cache=Narrow.Config()))
 

@@ -14,6 +14,8 @@ from axcore.train import CrossEntropy
 from . import reference
 from .support import call, layer_of, parameters, score, shapes, wide
 
+pytestmark = pytest.mark.long
+
 VOCAB, DIM, HEADS, ROWS, SEQ = 7, 4, 2, 2, 6
 LAYER = TransformerLayer.Config(attention=Attention.Config(num_heads=HEADS), ffn=FeedForward.Config(hidden_dim=6))
 SEGMENTS = np.array([[0, 0, 0, 0, 1, 1], [3, 3, 4, 4, 4, 4]], np.int32)

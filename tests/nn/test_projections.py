@@ -138,11 +138,11 @@ LINEAR = Linear.Config()
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"qkv": LINEAR}, "qkv makes queries, keys and values in one product; set query, key, value to None"),
+        ({"qkv": LINEAR}, "qkv computes queries, keys and values in one product; set query, key, value to None"),
         ({"qkv": LINEAR, "key": None, "value": None}, "set query to None"),
-        (APART, "nothing makes queries: give query, or qkv"),
-        ({"key": None}, "key and value are given both or neither"),
-        ({"query": None}, "nothing makes queries"),
+        (APART, "query and qkv are both None; give query, or qkv"),
+        ({"key": None}, "key and value must both be given"),
+        ({"query": None}, "query and qkv are both None"),
     ],
 )
 def test_projections_that_do_not_make_all_three_are_refused_where_they_stand(changes, told):

@@ -24,6 +24,8 @@ from axcore.testing import tiny_batch
 from . import reference
 from .support import call, minimized, parameters, wide
 
+pytestmark = pytest.mark.long
+
 BATCH, SEQ, DIM, HEADS = 2, 5, 4, 2
 X = np.random.default_rng(5).normal(size=(BATCH, SEQ, DIM)).astype(np.float32)
 TOKENS = TokenInfo(np.arange(SEQ, dtype=np.int32)[None], np.arange(SEQ, dtype=np.int32)[None])

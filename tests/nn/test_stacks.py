@@ -31,6 +31,8 @@ from axcore.testing import tiny_model
 
 from .support import call, parameters
 
+pytestmark = pytest.mark.long
+
 DIM = 4
 
 
@@ -173,7 +175,7 @@ def test_layers_that_do_not_repeat_are_recomputed_alone():
 
 
 def test_a_decoder_needs_a_layer():
-    with pytest.raises(ax.ConfigError, match="a decoder needs at least one layer"):
+    with pytest.raises(ax.ConfigError, match="stacked requires at least one layer"):
         stacked([])
 
 

@@ -12,6 +12,8 @@ from axcore.nn import Attention, CausalLM, Embedding, FeedForward, Linear, Norma
 from . import reference
 from .support import call, layer_of, minimized, parameters, score, shapes, wide
 
+pytestmark = pytest.mark.long
+
 VOCAB, DIM, HEADS = 7, 4, 2
 LAYER = TransformerLayer.Config(attention=Attention.Config(num_heads=HEADS), ffn=FeedForward.Config(hidden_dim=6))
 IDS = np.array([[1, 5, 0, 6, 2], [3, 3, 4, 1, 0]], np.int32)

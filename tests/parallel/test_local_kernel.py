@@ -12,9 +12,11 @@ from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.attention_cases import Slopes
 from axcore.testing.devices import steps
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1], ids="{} kv heads".format)
-def test_on_eight_devices_a_local_kernel_sees_its_shards_and_gives_the_gradients_of_one(num_kv_heads):
+def test_a_local_kernel_on_eight_devices_receives_shards_and_returns_the_gradients_of_one_device(num_kv_heads):
     """With documents, sinks, a bias and dropout; fewer kv heads than devices for them; queries over two devices."""
     plain = ax.select(tiny_model(), Attention).set(
         num_kv_heads=num_kv_heads, sinks=Normal(stddev=1.0), bias=Slopes.Config(), dropout=0.25

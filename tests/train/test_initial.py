@@ -17,6 +17,8 @@ from axcore.train import Checkpointer, FromRun, Initial, ModelFolder, save_model
 from axcore.train.checkpoint.initial import gathered
 from axcore.train.checkpoint.model_folder import flat, like
 
+pytestmark = pytest.mark.long
+
 
 def logits(cfg, params, state):
     return functional(cfg.build(rngs=ax.Rngs(0)))[0](params, state, tiny_batch()["inputs"])[0][0]
@@ -122,7 +124,7 @@ class Tied(Initial):
 
 
 def test_an_array_may_be_given_for_several_parameters(tiny, tmp_path):
-    assert np.isfinite(ax.fit(tiny.set(steps=2, initial=Tied.Config()), out=tmp_path / "a")["val_bits_per_byte"])
+    assert np.isfinite(ax.fit(tiny.set(steps=2, initial=Tied.Config()), out=tmp_path / "a")["validation/bits_per_byte"])
 
 
 def test_numbers_that_are_not_finite_and_arrays_that_do_not_fit_are_refused():
@@ -139,20 +141,22 @@ def test_a_run_starts_from_another_and_resumes_from_its_own(tiny, tmp_path):
     cfg = tiny.set(steps=3, initial=FromRun.Config(folder=str(tmp_path / "a")))
     assert ax.pipe(tiny.set(steps=3), use_text(f"run-weights:folder={tmp_path / 'a'}")) == cfg
     second = ax.fit(cfg, out=tmp_path / "b")
-    assert second["val_bits_per_byte"] < first["val_bits_per_byte"]
+    assert second["validation/bits_per_byte"] < first["validation/bits_per_byte"]
     fresh = ax.fit(tiny.set(steps=3), out=tmp_path / "c")
-    assert second["val_bits_per_byte"] < fresh["val_bits_per_byte"]
-    assert ax.fit(cfg, out=tmp_path / "b", resume=True)["val_bits_per_byte"] == second["val_bits_per_byte"]
+    assert second["validation/bits_per_byte"] < fresh["validation/bits_per_byte"]
+    assert (
+        ax.fit(cfg, out=tmp_path / "b", resume=True)["validation/bits_per_byte"] == second["validation/bits_per_byte"]
+    )
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_given_weights_again(tiny, tmp_path):
     ax.fit(tiny.set(steps=4), out=tmp_path / "a")
     cfg = tiny.set(steps=3, initial=FromRun.Config(folder=str(tmp_path / "a")))
-    expected = ax.fit(cfg, out=tmp_path / "b")["val_bits_per_byte"]
+    expected = ax.fit(cfg, out=tmp_path / "b")["validation/bits_per_byte"]
     for step in (tmp_path / "b" / "checkpoints").iterdir():
         shutil.rmtree(step)
-    (tmp_path / "b" / "checkpoints" / "2.tmp").mkdir()
-    assert ax.fit(cfg, out=tmp_path / "b", resume=True)["val_bits_per_byte"] == expected
+    (tmp_path / "b" / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir()
+    assert ax.fit(cfg, out=tmp_path / "b", resume=True)["validation/bits_per_byte"] == expected
 
 
 def test_a_run_that_cannot_start_leaves_an_earlier_one_where_it_is(tiny, tmp_path):

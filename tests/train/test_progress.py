@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from axcore.train.callbacks.progress import Progress
+from axcore.train.callbacks.progress import ProgressDisplay
 
 
 class Terminal(io.StringIO):
@@ -35,7 +35,7 @@ def clock():
 
 def test_lines_now_and_then_when_it_is_no_terminal(clock):
     out = io.StringIO()
-    with Progress(1000, stream=out, clock=clock) as progress:
+    with ProgressDisplay(1000, stream=out, clock=clock) as progress:
         for step in range(1, 101):
             clock.now += 0.5
             progress.update(step, 3.14159 if step in (1, 21, 41, 61, 81, 100) else NotToBeTouched(), 12345.6)
@@ -53,7 +53,7 @@ def test_lines_now_and_then_when_it_is_no_terminal(clock):
 
 def test_time_left_counts_from_where_the_process_began(clock):
     out = io.StringIO()
-    with Progress(1100, start=1000, stream=out, clock=clock) as progress:
+    with ProgressDisplay(1100, start=1000, stream=out, clock=clock) as progress:
         clock.now += 100.0
         progress.update(1010, None, None)
     assert out.getvalue() == "step 1010/1100  15:00 left\n"  # 90 steps of 10 s
@@ -61,7 +61,7 @@ def test_time_left_counts_from_where_the_process_began(clock):
 
 def test_total_may_come_later_or_never(clock):
     out = io.StringIO()
-    with Progress(stream=out, clock=clock) as progress:
+    with ProgressDisplay(stream=out, clock=clock) as progress:
         progress.update(1, 1.0, None)
         progress.set_total(7201)
         clock.now += 20
@@ -72,7 +72,7 @@ def test_total_may_come_later_or_never(clock):
 def test_bar_on_a_terminal_redraws_ten_times_a_second(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     out = Terminal()
-    with Progress(1000, stream=out, clock=clock) as progress:
+    with ProgressDisplay(1000, stream=out, clock=clock) as progress:
         drawn = 0
         for step in range(1, 1001):
             clock.now += 0.001
@@ -87,7 +87,7 @@ def test_bar_on_a_terminal_redraws_ten_times_a_second(clock, monkeypatch):
 def test_notes_stay_above_the_bar_and_are_taken_as_they_are(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     for out in (Terminal(), io.StringIO()):
-        with Progress(10, stream=out, clock=clock) as progress:
+        with ProgressDisplay(10, stream=out, clock=clock) as progress:
             progress.update(1, 1.0, 1.0)
             progress.note("saved [bold]checkpoints/1[/bold] in a rather long line of text")
         assert "saved [bold]checkpoints/1[/bold] in a rather long line of text\n" in out.getvalue()
@@ -95,7 +95,7 @@ def test_notes_stay_above_the_bar_and_are_taken_as_they_are(clock, monkeypatch):
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(clock):
     for out in (Terminal(), io.StringIO()):
-        with Progress(10, stream=out, clock=clock) as progress:
+        with ProgressDisplay(10, stream=out, clock=clock) as progress:
             progress.update(1, 1.0, 1.0)
             out.close()
             clock.now += 60
@@ -104,7 +104,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(clock):
 
 
 def test_writes_to_stderr(capsys):
-    with Progress(10) as progress:
+    with ProgressDisplay(10) as progress:
         progress.update(1, 1.0, 1.0)
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("step 1/10")
@@ -112,7 +112,7 @@ def test_writes_to_stderr(capsys):
 
 def test_an_error_passes_through_and_stdout_comes_back(clock):
     before = sys.stdout
-    with pytest.raises(KeyError), Progress(10, stream=Terminal(), clock=clock) as progress:
+    with pytest.raises(KeyError), ProgressDisplay(10, stream=Terminal(), clock=clock) as progress:
         progress.update(1, 1.0, 1.0)
         raise KeyError
     assert sys.stdout is before
@@ -120,13 +120,13 @@ def test_an_error_passes_through_and_stdout_comes_back(clock):
 
 def test_output_that_goes_into_a_file_stays_there(clock, capsys):
     out = Terminal()
-    with Progress(10, stream=out, clock=clock):
+    with ProgressDisplay(10, stream=out, clock=clock):
         print("result")
     assert capsys.readouterr().out == "result\n" and "result" not in out.getvalue()
 
 
 def test_an_update_is_cheap():
-    with Progress(10**9, stream=Terminal()) as progress:
+    with ProgressDisplay(10**9, stream=Terminal()) as progress:
         progress.update(0, 1.0, 1.0)
         began = time.perf_counter()
         for step in range(200_000):

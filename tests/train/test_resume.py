@@ -14,14 +14,17 @@ import pytest
 from axcore.train import Checkpointer
 from axcore.train.callbacks.writers import read_jsonl
 
+pytestmark = pytest.mark.long
+
 STEPS = 80
 
 SLOW = """
 import time
 
 import axcore as ax
-from axcore.train import Checkpointer, WarmupStableDecay, budget
-from axcore_tiny import recipes, writers
+from axcore.train import Checkpointer, Evaluation, WarmupStableDecay
+from axcore.train.run import budget
+from axcore_tiny import callbacks, recipes
 
 budget.MEASURED_SECONDS = 0.2
 if {pace}:  # for the budget every step lasts that many seconds, however fast the machine is
@@ -38,8 +41,7 @@ recipes.edit = lambda cfg: ax.pipe(
     cfg.set(
         steps={steps},
         minutes={minutes},
-        evaluate_every=25,
-        writers=(*cfg.writers, writers.Pace.Config(seconds=0.01)),
+        callbacks=cfg.callbacks | {{"evaluation": Evaluation.Config(every_steps=25), "pace": callbacks.Pace.Config()}},
     ),
     ax.use("rope"),
 )
@@ -70,7 +72,7 @@ def losses(folder):
 
 
 def evaluations(folder):
-    return [(r["step"], r["eval/loss"]) for r in read_jsonl(folder / "metrics.jsonl") if "eval/loss" in r]
+    return [(r["step"], r["validation/loss"]) for r in read_jsonl(folder / "metrics.jsonl") if "validation/loss" in r]
 
 
 def bits_of_state(tiny, folder):
@@ -84,7 +86,7 @@ def bits_of_state(tiny, folder):
 
 
 def saving(folder):
-    return any((folder / "checkpoints").glob("*.tmp"))
+    return any((folder / "checkpoints").glob("*.orbax-checkpoint-tmp"))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +163,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished_when_resume
     done = train(copied, "--resume").wait()
     assert done.code == 0, done.err
     ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (copied, whole))
-    assert ours["val_bits_per_byte"] == theirs["val_bits_per_byte"] and ours["steps"] == theirs["steps"]
+    assert ours["validation/bits_per_byte"] == theirs["validation/bits_per_byte"] and ours["steps"] == theirs["steps"]
     assert losses(copied) == losses(whole) and evaluations(copied) == evaluations(whole)
     assert bits_of_state(tiny, copied) == bits_of_state(tiny, whole)
 
@@ -179,9 +181,9 @@ def test_a_checkpoint_of_another_config_is_refused_and_the_difference_is_shown(a
     before = snapshot(whole)
     flags = ("--set", f"input.source.folder={corpus}", "--set", "model.dim=32", "--seed", "3", "--resume")
     message = axcore("train", "tiny", *flags, "--out", whole).message
-    assert f"the run in {whole} has another config" in message
+    assert f"the run in {whole} computes something else" in message
     assert "~ model.dim: 16 -> 32" in message and "~ seed: 0 -> 3" in message
-    assert "~ evaluate_every: 25 -> None" in message
+    assert "callbacks" not in message
     assert "input.source.folder" not in message
     assert snapshot(whole) == before
 

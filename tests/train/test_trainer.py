@@ -16,10 +16,12 @@ import pytest
 import axcore as ax
 from axcore.config import AxcoreError
 from axcore.train import (
+    Callback,
     Checkpointer,
+    Evaluation,
     FinishedRun,
     JsonlWriter,
-    Report,
+    Saving,
     Schedule,
     TrainingError,
     Writer,
@@ -28,6 +30,8 @@ from axcore.train.callbacks.writers import read_jsonl
 from axcore.train.run.folder import Lock
 from axcore.train.step.program import Program
 
+pytestmark = pytest.mark.long
+
 STEPS = 150
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -35,10 +39,10 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 class Log(Writer):
     """Notes in `Log.events` what happens, in order."""
 
-    events: ClassVar[list] = []
+    class Config(Writer.Config):
+        """No fields of its own."""
 
-    def __init__(self, cfg, folder):
-        pass
+    events: ClassVar[list] = []
 
     def write(self, step, values):
         self.events.append((step, sorted(values)))
@@ -53,12 +57,15 @@ class Log(Writer):
         self.events.append("close")
 
 
-class Peek(Report):
+class Peek(Callback):
     """Hands the finished run to the test, and adds to the summary."""
+
+    class Config(Callback.Config):
+        """No fields of its own."""
 
     runs: ClassVar[list] = []
 
-    def __call__(self, run: FinishedRun):
+    def end(self, run: FinishedRun):
         self.runs.append(run)
         return {"peeked": run.summary["steps"]}
 
@@ -69,10 +76,13 @@ def trained(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "deep" / "run"
     cfg = tiny.set(
         steps=STEPS,
-        evaluate_every=50,
-        checkpointer=Checkpointer.Config(every_steps=40, every_minutes=None),
-        writers=(*tiny.writers, Log.Config()),
-        reports=(Peek.Config(),),
+        callbacks=tiny.callbacks
+        | {
+            "evaluation": Evaluation.Config(every_steps=50),
+            "saving": Saving.Config(every_steps=40),
+            "log": Log.Config(),
+            "peek": Peek.Config(),
+        },
     )
     events, traces = Log.events, collections.Counter()
     step = Program.train_step
@@ -102,7 +112,7 @@ def trained(tiny, tmp_path_factory):
         events=list(events),
         traces=traces,
         train=[line for line in metrics if "train/loss" in line],
-        evals=[line for line in metrics if "eval/bits_per_byte" in line],
+        evals=[line for line in metrics if "validation/bits_per_byte" in line],
         metrics=metrics,
     )
 
@@ -118,7 +128,7 @@ def test_it_learns_more_than_how_frequent_each_byte_is(trained):
     assert 3 < unigrams < 4  # otherwise this test says little
     last = np.mean([line["train/loss"] for line in trained.train[-20:]]) / math.log(2)
     assert last < unigrams - 1
-    assert trained.summary["val_bits_per_byte"] < unigrams - 1
+    assert trained.summary["validation/bits_per_byte"] < unigrams - 1
     assert trained.train[0]["train/loss"] > math.log(256) - 0.5  # it knew nothing at first
 
 
@@ -164,7 +174,7 @@ def test_bits_per_byte_equal_those_computed_from_the_logits_of_every_validation_
     log_z = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
     nats = log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
     bits = nats[scored].sum() / math.log(2) / sum(map(len, texts))
-    assert trained.summary["val_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert trained.summary["validation/bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
 def test_metrics_hold_each_step_once_and_in_order(trained):
@@ -194,8 +204,8 @@ def test_z_loss_pulls_the_partition_but_is_not_counted_as_loss(trained):
 
 def test_evaluations_come_on_schedule_and_at_the_end_once(trained):
     assert [line["step"] for line in trained.evals] == [50, 100, 150]
-    bits = [line["eval/bits_per_byte"] for line in trained.evals]
-    assert bits == sorted(bits, reverse=True) and bits[-1] == trained.summary["val_bits_per_byte"]
+    bits = [line["validation/bits_per_byte"] for line in trained.evals]
+    assert bits == sorted(bits, reverse=True) and bits[-1] == trained.summary["validation/bits_per_byte"]
 
 
 def test_the_train_step_is_traced_once_and_compiled_once_and_never_after_the_first_step(trained):
@@ -232,16 +242,16 @@ def test_the_folder_holds_what_the_run_was(trained):
 def thrice(tiny, tmp_path_factory, snapshot):
     """Three short runs in one folder, one after the other, the last with another seed; what each had left."""
     folder = tmp_path_factory.mktemp("thrice") / "run"
-    short = tiny.set(steps=3, writers=(JsonlWriter.Config(),))
+    short = tiny.set(steps=3, callbacks={"metrics": JsonlWriter.Config(), "evaluation": Evaluation.Config()})
     runs = []
     for cfg in (short, short, short.set(seed=1)):
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stderr(printed):
             summary = ax.fit(cfg, out=folder)
         lines = read_jsonl(folder / "metrics.jsonl")
         losses = [line["train/loss"] for line in lines if "train/loss" in line]
         runs.append(
-            types.SimpleNamespace(summary=summary, losses=losses, files=snapshot(folder), out=printed.getvalue())
+            types.SimpleNamespace(summary=summary, losses=losses, files=snapshot(folder), err=printed.getvalue())
         )
     return folder, runs
 
@@ -258,15 +268,15 @@ def test_each_run_in_one_process_counts_its_own_compilations(thrice):
 
 
 def test_a_resume_with_other_plugins_than_the_checkpoint_was_written_with_says_so(tiny, tmp_path, capsys, monkeypatch):
-    cfg = tiny.set(steps=1, writers=())
+    cfg = tiny.set(steps=1, callbacks={})
     ax.fit(cfg, out=tmp_path / "run")
     capsys.readouterr()
     ax.fit(cfg, out=tmp_path / "run", resume=True)
     assert "was written with" not in capsys.readouterr().err
-    monkeypatch.setattr("axcore.train.run.trainer.active", lambda _: {"rope": "axcore-rope 9.9"})
+    monkeypatch.setattr("axcore.train.run.session.active", lambda _: {"rope": "axcore-rope 9.9"})
     ax.fit(cfg, out=tmp_path / "run", resume=True)
     told = capsys.readouterr().err
-    assert "written with axcore-rope 0.1.0" in told and "this is axcore-rope 9.9, and may go on otherwise" in told
+    assert "written with axcore-rope 0.1.0" in told and "this run has axcore-rope 9.9" in told
 
 
 def test_an_earlier_run_is_moved_aside_and_not_lost(thrice, snapshot):
@@ -274,8 +284,8 @@ def test_an_earlier_run_is_moved_aside_and_not_lost(thrice, snapshot):
     without_lock = lambda files: {name: file for name, file in files.items() if name != ".lock"}  # noqa: E731
     for number, run in ((1, first), (2, second)):
         assert without_lock(snapshot(f"{folder}.{number}")) == without_lock(run.files)
-    assert f"{folder} held an earlier run; it is now {folder}.2" in third.out
-    assert "moved" not in first.out and "earlier run" not in first.out
+    assert f"moved the earlier run in {folder} to {folder}.2" in third.err
+    assert "earlier run" not in first.err
     assert "seed: 1\n" in (folder / "config.txt").read_text()
     assert len(read_jsonl(folder / "metrics.jsonl")) == 4  # three steps and the evaluation
 
@@ -291,8 +301,8 @@ class Poison(Schedule):
 
 def poisoned(tiny, *, steps, every_steps):
     """The update of step 15 breaks the parameters, so that the loss of step 16 is the first that is not finite."""
-    checkpointer = Checkpointer.Config(every_steps=every_steps, every_minutes=None)
-    return tiny.set(learner=tiny.learner.set(schedule=Poison(at=14)), steps=steps, checkpointer=checkpointer)
+    callbacks = tiny.callbacks | {"saving": Saving.Config(every_steps=every_steps)}
+    return tiny.set(learner=tiny.learner.set(schedule=Poison(at=14)), steps=steps, callbacks=callbacks)
 
 
 def finite_checkpoints(cfg, folder):
@@ -307,7 +317,7 @@ def finite_checkpoints(cfg, folder):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_earlier_checkpoints_stay(tiny, tmp_path):
     cfg = poisoned(tiny, steps=30, every_steps=4)
-    with pytest.raises(TrainingError, match=r"earlier checkpoints are kept"):
+    with pytest.raises(TrainingError, match="earlier checkpoints are unchanged"):
         ax.fit(cfg, out=tmp_path / "run")
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     steps = [line["step"] for line in lines]
@@ -321,7 +331,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_earlier_checkpoints_stay(ti
 def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path, steps):
     """The step whose update breaks the parameters has a finite loss itself, and a checkpoint may follow it."""
     cfg = poisoned(tiny, steps=steps, every_steps=5)
-    with pytest.raises(TrainingError, match="earlier checkpoints are kept"):
+    with pytest.raises(TrainingError, match="earlier checkpoints are unchanged"):
         ax.fit(cfg, out=tmp_path / "run")
     assert finite_checkpoints(cfg, tmp_path / "run") == [5, 10]
 
@@ -329,7 +339,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path, steps):
 @pytest.fixture
 def untrained(monkeypatch):
     """Runs do all that comes before training, and no more."""
-    monkeypatch.setattr("axcore.train.run.trainer._Run.run", lambda run, resume: {"resumed": resume})
+    monkeypatch.setattr("axcore.train.run.trainer.Session.run", lambda run, resume: {"resumed": resume})
 
 
 def test_an_earlier_run_below_the_home_directory_is_moved_aside_too(tiny, tmp_path, monkeypatch, untrained):
@@ -357,14 +367,14 @@ def test_a_folder_that_another_run_holds_is_refused(tiny, tmp_path, snapshot, un
     "broken",
     [
         {"checkpointer": Checkpointer.Config(keep=0)},
-        {"checkpointer": Checkpointer.Config(every_steps=0)},
+        {"callbacks": {"saving": Saving.Config(every_steps=0)}},
+        {"callbacks": {"saving": Saving.Config(every_minutes=float("nan"))}},
         {"steps": 0},
         {"steps": None, "minutes": float("nan")},
         {"steps": None, "minutes": float("inf")},
         {"steps": None, "minutes": 0.0},
         {"seed": -1},
-        {"evaluate_every": 0},
-        {"evaluate_every": -5},
+        {"callbacks": {"evaluation": Evaluation.Config(every_steps=0)}},
     ],
     ids=str,
 )
@@ -383,15 +393,18 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tiny, tmp_path, unt
         ax.fit(ax.override(tiny, ["model.vocab_size=200"]), out=tmp_path / "run")
 
 
-class Failing(Report):
-    def __call__(self, run):
+class Failing(Callback):
+    class Config(Callback.Config):
+        """No fields of its own."""
+
+    def end(self, run):
         raise AxcoreError("the report failed")
 
 
-def test_a_report_that_fails_does_not_cost_the_trained_model(tiny, tmp_path):
-    cfg = tiny.set(steps=2, reports=(Failing.Config(),), writers=())
+def test_a_callback_that_fails_at_the_end_does_not_cost_the_trained_model(tiny, tmp_path):
+    cfg = tiny.set(steps=2, callbacks={"failing": Failing.Config()})
     with pytest.raises(AxcoreError, match="the report failed"):
         ax.fit(cfg, out=tmp_path / "run")
     with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
         assert checkpointer.latest() == 2
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "checkpoints", "config.json", "config.txt"}
+    assert (tmp_path / "run" / "summary.json").exists()

@@ -17,6 +17,8 @@ from axcore.train.run import agreement
 from ..conftest import TINY_PLUGIN
 from .two_processes import STEPS, config, losses
 
+pytestmark = pytest.mark.long
+
 CONFIG_LINES = [
     "  learner.clip_norm: 1.0 on process 0; 2.0 on process 1",
     "  seed: 0 on process 0; 1 on process 1",
@@ -72,7 +74,7 @@ def test_they_train_to_the_losses_of_one_process(agreeing, corpus, tiny_on_path,
         np.testing.assert_allclose(each["straight"], expected, rtol=1e-5)
     alone = json.loads((tmp_path / "one/summary.json").read_text())
     shared = json.loads((folder / "run/summary.json").read_text())
-    np.testing.assert_allclose(shared["val_bits_per_byte"], alone["val_bits_per_byte"], rtol=1e-5)
+    np.testing.assert_allclose(shared["validation/bits_per_byte"], alone["validation/bits_per_byte"], rtol=1e-5)
     assert shared["tokens"] == alone["tokens"]
 
 
@@ -81,7 +83,7 @@ def test_they_resume_from_a_common_checkpoint_to_the_same_losses(agreeing, folde
     assert [each["steps"] for each in agreeing] == [[3], [3]]
     for each in agreeing:
         assert each["resumed"] == each["straight"]
-    assert agreeing[0]["summary"]["val_bits_per_byte"] == agreeing[1]["summary"]["val_bits_per_byte"]
+    assert agreeing[0]["summary"]["validation/bits_per_byte"] == agreeing[1]["summary"]["validation/bits_per_byte"]
     assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == ["3", "6"]
 
 
@@ -97,7 +99,7 @@ def test_with_another_config_both_stop_with_the_difference_and_nothing_is_writte
 @pytest.mark.slow
 def test_what_stops_one_before_training_stops_both(agreeing):
     first, second = (each["folder"] for each in agreeing)
-    assert "is a file" in first and second == f"process 0 of 2 cannot start: {first}"
+    assert "is a file" in first and second == f"process 0 of 2 failed: {first}"
     for each in agreeing:
         assert "minutes=1.0 needs a run of one process" in each["minutes"]
 

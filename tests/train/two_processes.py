@@ -10,7 +10,7 @@ import sys
 import jax
 
 import axcore as ax
-from axcore.train import Checkpointer
+from axcore.train import Checkpointer, Saving
 from axcore.train.callbacks.writers import read_jsonl
 
 STEPS = 6
@@ -20,7 +20,9 @@ def config(corpus):
     """The recipe `tiny`, with the batch over all devices."""
     cfg = ax.pipe(ax.recipe("tiny"), ax.use("rope"))
     cfg = ax.override(cfg, [f"input.source.folder={corpus}", f"steps={STEPS}"])
-    return cfg.set(checkpointer=Checkpointer.Config(every_steps=3), mesh=ax.Mesh(shape={"data": 1, "fsdp": -1}))
+    return cfg.set(
+        callbacks=cfg.callbacks | {"saving": Saving.Config(every_steps=3)}, mesh=ax.Mesh(shape={"data": 1, "fsdp": -1})
+    )
 
 
 def losses(folder):
@@ -49,7 +51,7 @@ def main(process, port, corpus, folder):
         blocked.touch()
     found["folder"] = told(lambda: ax.fit(cfg, folder / "blocked-0"))
     with Checkpointer.Config().build(folder / "run/checkpoints") as checkpointer:
-        checkpointer.rewind(3)
+        checkpointer.delete_after(3)
     found["steps"] = checkpointer.steps()
     straight = losses(folder / "run")
     summary = ax.fit(cfg, folder / "run", resume=True)

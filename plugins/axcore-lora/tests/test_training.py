@@ -16,6 +16,8 @@ from axcore.train.callbacks.writers import JsonlWriter, read_jsonl
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore_lora import adapters
 
+pytestmark = pytest.mark.long
+
 STEPS = 12
 LORA = ax.use("lora", rank=4, dora=True)
 
@@ -42,8 +44,7 @@ def plain(tmp_path):
         ),
         learner=Learner.Config(schedule=WarmupStableDecay(peak=0.05, warmup_steps=2)),
         steps=STEPS,
-        checkpointer=Checkpointer.Config(every_minutes=None),
-        writers=(JsonlWriter.Config(),),
+        callbacks={"metrics": JsonlWriter.Config()},
     )
 
 

@@ -15,11 +15,13 @@ from axcore.parallel import Mesh
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.devices import steps
 from axcore.testing.models import OBJECTIVE, objective
-from axcore.train import Checkpointer, Learner, Trainer, WarmupStableDecay
+from axcore.train import Learner, Trainer, WarmupStableDecay
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore_moe.dispatch import Capacity
 from axcore_moe.layer import MoE
 from axcore_moe.starvation import StarvationWarning
+
+pytestmark = pytest.mark.long
 
 
 def test_every_nth_block_becomes_a_mixture_of_such_blocks():
@@ -111,10 +113,9 @@ def test_a_run_learns_and_warns_of_an_expert_that_starves(tmp_path, capsys):
         input=TextInput.Config(source=source, seq_len=16, batch_size=4, prefetch_batches=0),
         learner=Learner.Config(schedule=WarmupStableDecay(peak=1e-2, warmup_steps=2)),
         steps=12,
-        checkpointer=Checkpointer.Config(every_minutes=None),
     )
     cfg = ax.pipe(cfg, ax.use("moe", num_experts=4, bias_rate=0.001))
-    assert StarvationWarning.Config() in cfg.writers
+    assert cfg.callbacks["starvation"] == StarvationWarning.Config()
     # So high a threshold calls the idlest expert of any step starved.
     cfg = ax.select(cfg, MoE).set(starving_load=3.9, starving_steps=3)
     ax.fit(cfg, out=tmp_path / "run")

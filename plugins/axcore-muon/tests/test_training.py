@@ -7,7 +7,7 @@ import pytest
 
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FeedForward, Repeat, TransformerLayer
-from axcore.train import Checkpointer, Learner, Trainer, WarmupStableDecay
+from axcore.train import JsonlWriter, Learner, Saving, Trainer, WarmupStableDecay
 from axcore.train.callbacks.writers import read_jsonl
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 
@@ -35,7 +35,7 @@ def config(tmp_path_factory):
         ),
         learner=Learner.Config(schedule=WarmupStableDecay(peak=0.02, warmup_steps=2)),
         steps=STEPS,
-        checkpointer=Checkpointer.Config(every_steps=STEPS // 2, every_minutes=None),
+        callbacks={"metrics": JsonlWriter.Config(), "saving": Saving.Config(every_steps=STEPS // 2)},
     )
     return ax.use("muon", steps=3)(plain)
 

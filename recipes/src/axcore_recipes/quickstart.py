@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Repeat, TransformerLayer, Zeros
-from axcore.train import AdamW, Checkpointer, CrossEntropy, Learner, Trainer, WarmupStableDecay
+from axcore.train import AdamW, CrossEntropy, Learner, Saving, Trainer, WarmupStableDecay
 from axcore.train.data import ByteTokenizer, TextInput
 from axcore_recipes.corpus import StandardLibrary
 from axcore_recipes.text_reports import CompressionReport, LossPlot, SampleReport
@@ -36,7 +36,12 @@ def quickstart() -> Trainer.Config:
             schedule=WarmupStableDecay(peak=2e-3, warmup_steps=50, decay=0.4),
         ),
         minutes=3.6,
-        checkpointer=Checkpointer.Config(every_minutes=0.5),
-        reports=(CompressionReport.Config(), LossPlot.Config(), SampleReport.Config()),
     )
-    return ax.pipe(cfg, ax.use("rope"))
+    callbacks = {
+        **cfg.callbacks,
+        "saving": Saving.Config(every_minutes=0.5),
+        "compressors": CompressionReport.Config(),
+        "loss_plot": LossPlot.Config(),
+        "sample": SampleReport.Config(),
+    }
+    return ax.pipe(cfg.set(callbacks=callbacks), ax.use("rope"))

@@ -47,7 +47,7 @@ def plot_losses(
 
     Args:
         metrics_jsonl: one JSON object a line, with `step` and any of `train/loss` (nats per token) and
-            `eval/bits_per_byte`. Values that are not finite and a last line that is cut off are left out.
+            `validation/bits_per_byte`. Values that are not finite and a last line that is cut off are left out.
         png: the file to write; its folder must exist.
         title: above the picture.
         baselines: `compression_bits_per_byte` of the validation text, or any `NAME_bits_per_byte` -> value.
@@ -62,9 +62,9 @@ def plot_losses(
 
     nats = read_series(metrics_jsonl, "train/loss")
     train = [(step, loss / math.log(2) / bytes_per_token) for step, loss in nats]
-    validation = read_series(metrics_jsonl, "eval/bits_per_byte")
+    validation = read_series(metrics_jsonl, "validation/bits_per_byte")
     if not train and not validation:
-        raise ValueError(f"{metrics_jsonl} holds neither train/loss nor eval/bits_per_byte")
+        raise ValueError(f"{metrics_jsonl} holds neither train/loss nor validation/bits_per_byte")
 
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,44 +1,61 @@
-"""End-of-run reports of a text model: compressors beside it, a loss plot, a sample."""
+"""Callbacks for the end of a run on text: compressors for comparison, a loss plot, a sample."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 
 from axcore.infer import generate
-from axcore.train import FinishedRun, Report
-from axcore.train.files import write_text
+from axcore.train import Callback, FinishedRun
+from axcore.train.files import Json, write_text
 from axcore_recipes.reports import compression_bits_per_byte, plot_losses
 
 
-class CompressionReport(Report):
+class CompressionReport(Callback):
     """What zlib and lzma reach on the bytes that the model was evaluated on."""
 
-    def __call__(self, run: FinishedRun) -> dict[str, Any]:
+    class Config(Callback.Config):
+        """No fields of its own."""
+
+    first_process_only = True
+
+    def end(self, run: FinishedRun) -> Mapping[str, Json]:
         return compression_bits_per_byte(run.input.validation_bytes)
 
 
-class LossPlot(Report):
-    """`loss.png`: losses over the steps, with what compressors reach where a `CompressionReport` came before."""
+class LossPlot(Callback):
+    """`loss.png`: the losses of each step, and what compressors reach if a `CompressionReport` ran before."""
 
-    def __call__(self, run: FinishedRun) -> dict[str, Any]:
-        compressors = "zlib_bits_per_byte", "lzma_bits_per_byte"
-        baselines: dict[str, float] = {name: run.summary[name] for name in compressors if name in run.summary}
+    class Config(Callback.Config):
+        order: int = 1
+
+    first_process_only = True
+
+    def end(self, run: FinishedRun) -> Mapping[str, Json]:
+        baselines = {name: float(v) for name, v in run.summary.items() if name in COMPRESSORS and isinstance(v, float)}
         plot_losses(run.folder / "metrics.jsonl", run.folder / "loss.png", title=run.folder.name, baselines=baselines)
         return {}
 
 
-class SampleReport(Report):
-    """`sample.txt`: text that the model goes on with after a prompt."""
+COMPRESSORS = "zlib_bits_per_byte", "lzma_bits_per_byte"
 
-    class Config(Report.Config):
+
+class SampleReport(Callback):
+    """`sample.txt`: how the model continues a prompt. Left out in a run of several processes."""
+
+    class Config(Callback.Config):
+        order: int = 1
         prompt: str = "def read_file(path):\n"
         num_tokens: int = 400
         temperature: float = 0.7
         seed: int = 0
 
-    def __call__(self, run: FinishedRun) -> dict[str, Any]:
+    config: Config
+
+    def end(self, run: FinishedRun) -> Mapping[str, Json]:
+        if jax.process_count() > 1:
+            return {}
         cfg = self.config
         tokenizer = run.input.tokenizer
         prompt = [tokenizer.separator_id, *tokenizer.encode(cfg.prompt.encode())]

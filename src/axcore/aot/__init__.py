@@ -1,4 +1,4 @@
-"""Before anything runs: the module tree of a config, why it is as it is, and what its compiled step needs."""
+"""Analysis of a config without running it: its module tree, explanations, and the cost of its compiled step."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.aot.explain import Explanation, explain

@@ -1,4 +1,4 @@
-"""The `axcore` command. Every failure that a user can mend is one message on stderr and exit code 2."""
+"""The `axcore` command. An AxcoreError is one message on stderr, and ends it with the exit code of the error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from axcore import __version__
-from axcore.cli import aot, doctor, explain, generate, golden, inspect, listing, new_plugin, train
+from axcore.cli import aot, doctor, explain, generate, golden, inspect, launch, listing, new_plugin, train
 from axcore.config import AxcoreError
 from axcore.plugin import Command, Plugin, PluginError, attributed, registry, resolve
-
-USAGE_ERROR = 2
-INTERRUPTED = 130
+from axcore.runtime import failures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,10 +48,8 @@ def _run(arguments: list[str]) -> int:
         return int(parsed.run(parsed) or 0)
     except AxcoreError as error:
         print(f"axcore: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        print("axcore: interrupted; what was saved can be resumed with --resume", file=sys.stderr)
-        return INTERRUPTED
+        failures.record(error)
+        return int(error.exit_code)
 
 
 def _offered(plugin: Plugin, command: Command, arguments: list[str]) -> int:
@@ -79,6 +75,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Any]:
     parser = argparse.ArgumentParser(prog="axcore", description="Compose, train and inspect large models.")
     parser.add_argument("--version", action="version", version=f"axcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for builtin in (train, generate, aot, inspect, explain, golden, listing, new_plugin, doctor):
+    for builtin in (train, launch, generate, aot, inspect, explain, golden, listing, new_plugin, doctor):
         builtin.add(commands)
     return parser, commands

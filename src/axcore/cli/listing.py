@@ -7,31 +7,31 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from axcore.cli.compose import Commands
 from axcore.config import AxcoreError, did_you_mean
 from axcore.plugin import API_VERSION, Offer, Plugin, PluginError, Recipe, registry
 from axcore.plugin.allowlist import record_hash, why_unverified
 from axcore.plugin.features import ATTACHABLE, options_of
 
 SCHEMA = 1
-"""The version of the JSON form of `axcore plugins`; fields may be added within one."""
+"""The version of the JSON form of `axcore plugins`. New fields do not change the version."""
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     plugins = commands.add_parser(
         "plugins",
         help="list the installed plugins",
-        description="Lists installed plugins, or shows one with its offers, their options and traceback.",
+        description="Lists the installed plugins, or shows one with its offers, options and traceback.",
     )
     plugins.add_argument("name", nargs="?", metavar="NAME", help="the id of a plugin, or its distribution")
     form = plugins.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="as JSON")
+    form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument(
-        "--write-allowlist", metavar="FILE", help="write what is installed now as a file for AXCORE_ALLOWLIST"
+        "--write-allowlist", metavar="FILE", help="write the installed plugins to a file for AXCORE_ALLOWLIST"
     )
     plugins.set_defaults(run=list_plugins)
-    recipes = commands.add_parser("recipes", help="list the recipes", description="Lists recipes that plugins bring.")
+    recipes = commands.add_parser("recipes", help="list the recipes", description="Lists the recipes of all plugins.")
     recipes.set_defaults(run=list_recipes)
 
 
@@ -63,7 +63,7 @@ def list_plugins(arguments: argparse.Namespace) -> None:
 
 def list_recipes(_: argparse.Namespace) -> None:
     rows = [(offer.name, offer.summary, plugin.distribution) for plugin, offer in registry().offers(Recipe)]
-    none = "" if rows else f"no plugin that is loaded brings recipes; {registry().advice('recipes')}"
+    none = "" if rows else f"no loaded plugin offers recipes; {registry().advice('recipes')}"
     _table(("recipe", "summary", "from"), rows, none)
 
 
@@ -75,7 +75,7 @@ def _named(name: str, plugins: list[Plugin]) -> Plugin:
     raise AxcoreError(f"no plugin {name!r} is installed.{did_you_mean(name, known)} See: axcore plugins")
 
 
-def _as_json(plugin: Plugin) -> dict[str, Any]:
+def _as_json(plugin: Plugin) -> dict[str, object]:
     return {
         "id": plugin.id,
         "distribution": plugin.distribution,
@@ -113,8 +113,8 @@ def _describe_offer(plugin: Plugin, offer: Offer) -> Iterator[tuple[str, str]]:
         return
     try:
         options = options_of(plugin, offer)
-    except PluginError as error:  # such as a package that it needs and that is not installed; the rest is still told
-        yield "", f"  its options are not known: {error}"
+    except PluginError as error:  # for example, a package that the plugin imports is not installed
+        yield "", f"  the options are unknown: {error}"
         return
     if options:
         yield "", "  " + ", ".join(f"{name}={value}" if value else name for name, value in options.items())

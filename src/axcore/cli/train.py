@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any
 
+from axcore import runtime
 from axcore.cli.compose import add_edits, compose
 
 
@@ -26,6 +27,12 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    runtime.start()
+    with runtime.watch():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     cfg = compose(arguments.recipe, arguments.edits)
     if arguments.minutes is not None:
         cfg = cfg.set(minutes=arguments.minutes, steps=arguments.steps)

@@ -1,4 +1,7 @@
-"""The config tree: immutable typed nodes, selection, pure edits, text form, overrides. Imports neither jax nor flax."""
+"""The config tree: immutable typed nodes, selection, pure edits, a text form and overrides.
+
+This package imports neither jax nor flax.
+"""
 
 from axcore.config.checks import at_least
 from axcore.config.codec import Codec, register, register_codec
@@ -9,7 +12,7 @@ from axcore.config.node import REQUIRED, Config, Configurable, FrozenDict, has_f
 from axcore.config.override import override
 from axcore.config.select import Where, select, tagged
 from axcore.config.serial import content_hash, from_json, to_json
-from axcore.config.text import diff, diff_flat, flatten, parse_text, text
+from axcore.config.text import Diff, diff, diff_flat, flatten, parse_text, text
 from axcore.config.tree import get, matches, put, walk
 from axcore.config.types import parse
 
@@ -20,6 +23,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Configurable",
+    "Diff",
     "FrozenDict",
     "MissingError",
     "Modifier",

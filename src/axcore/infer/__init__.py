@@ -1,4 +1,4 @@
-"""Inference: decoding step by step, and sampling from a trained model."""
+"""Inference: incremental decoding and text generation."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.infer.decoder import Decoder, Step

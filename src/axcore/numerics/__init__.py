@@ -1,4 +1,4 @@
-"""Number formats: how a layer represents its weight and multiplies with it."""
+"""Number formats: the representation of a layer's weight, and products with it."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.numerics.base import Numerics, Weight

@@ -1,54 +1,123 @@
-"""What the processes of one run tell each other outside of jit. With one process, nothing."""
+"""What the processes of a run tell each other outside of jit, with time-outs. With one process, nothing.
+
+Messages go through the coordination service's key-value store and touch no device, so they also work while devices
+compute, and a process that waits can end when another one fails. Every process makes the same calls with the same
+names in the same order. Meant for small values at a few moments of a run, not for every step.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import os
+import time
 from collections.abc import Iterator
 
-import jax
-import numpy as np
-
 from axcore.config import AxcoreError
+from axcore.runtime.errors import PeerFailed, RuntimeTimeout
+from axcore.runtime.watcher import board
+from axcore.runtime.world import World, count as count, index as index, world
+
+TIMEOUT = "AXCORE_TIMEOUT"
+"""Environment variable: seconds that a process waits for the others, unless the caller says otherwise."""
+DEFAULT_TIMEOUT = 600.0
+SLICE_SECONDS = 0.5
+"""How often a waiting process looks for failures of the others."""
+
+_calls: collections.Counter[str] = collections.Counter()
 
 
-def gather_bytes(data: bytes) -> list[bytes]:
-    """Every process's bytes, in the order of processes. All must call it."""
-    if jax.process_count() == 1:
-        return [data]
-    from jax.experimental.multihost_utils import process_allgather
-
-    lengths = process_allgather(np.array(len(data))).reshape(-1)
-    padded = np.zeros(max(int(lengths.max()), 1), np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = process_allgather(padded).reshape(len(lengths), -1)
-    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+def default_timeout() -> float:
+    """Seconds that a process waits for the others: `AXCORE_TIMEOUT`, or 600."""
+    text = os.environ.get(TIMEOUT, "")
+    if not text:
+        return DEFAULT_TIMEOUT
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) > 0:
+            return seconds
+    raise AxcoreError(f"{TIMEOUT}={text!r} must be a positive number of seconds")
 
 
-def of_first(value: int) -> int:
-    """The first process's value, on every process. All must call it."""
-    if jax.process_count() == 1:
-        return value
-    from jax.experimental.multihost_utils import broadcast_one_to_all
+def gather(name: str, value: bytes, timeout: float | None = None) -> list[bytes]:
+    """The values of all processes, in the order of processes.
 
-    return int(broadcast_one_to_all(np.array(value)))
+    Args:
+        name: of the meeting point, for messages. It may be used any number of times.
+        value: of this process.
+        timeout: seconds to wait for the others; None: `AXCORE_TIMEOUT`, or 600.
+
+    Raises:
+        PeerFailed: another process failed.
+        RuntimeTimeout: a process did not arrive in time.
+    """
+    here = world()
+    if here is None:
+        return [value]
+    seconds = default_timeout() if timeout is None else timeout
+    number = _calls[name]
+    _calls[name] += 1
+    here.store.key_value_set_bytes(f"{_key(name, number)}/{here.index}", value)
+    deadline = time.monotonic() + seconds
+    values = [_get(here, name, number, process, deadline, seconds) for process in range(here.count)]
+    if number:  # all have arrived here, so all have read the values of the previous call
+        here.store.key_value_delete(f"{_key(name, number - 1)}/{here.index}")
+    return values
+
+
+def broadcast(name: str, value: bytes, timeout: float | None = None) -> bytes:
+    """The value of process 0, on every process. Raises like `gather`."""
+    return gather(name, value if index() == 0 else b"", timeout)[0]
+
+
+def barrier(name: str, timeout: float | None = None) -> None:
+    """Returns when every process has come here. Raises like `gather`."""
+    gather(name, b"", timeout)
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """An AxcoreError that one process meets inside is raised on all, so that none waits for it.
+def together(name: str, timeout: float | None = None) -> Iterator[None]:
+    """An error that one process meets inside is raised on all of them: its own there, `PeerFailed` on the others.
 
-    All must come here. Inside, a process may not ask the others anything.
+    Inside, a process must not wait for the others. Raises like `gather` at the end.
     """
-    failure: AxcoreError | None = None
+    failure: Exception | None = None
     try:
         yield
-    except AxcoreError as error:
-        if jax.process_count() == 1:
+    except Exception as error:
+        if world() is None:
             raise
         failure = error
-    told = gather_bytes(str(failure or "").encode())
+    text = "" if failure is None else str(failure) if isinstance(failure, AxcoreError) else repr(failure)
+    found = gather(name, text.encode(), timeout)
     if failure is not None:
         raise failure
-    for number, text in enumerate(told):
-        if text:
-            raise AxcoreError(f"process {number} of {len(told)} cannot start: {text.decode()}")
+    for process, told in enumerate(found):
+        if told:
+            raise PeerFailed(f"process {process} of {len(found)} failed: {told.decode()}")
+
+
+def _key(name: str, number: int) -> str:
+    return f"axcore/meet/{name}/{number}"
+
+
+def _get(here: World, name: str, number: int, process: int, deadline: float, seconds: float) -> bytes:
+    from jax.errors import JaxRuntimeError
+
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            wait = max(0.001, min(SLICE_SECONDS, left))
+            return here.store.blocking_key_value_get_bytes(f"{_key(name, number)}/{process}", int(1000 * wait))
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        failures = board()
+        if failures is not None and (failure := failures.read()) is not None:
+            raise failure.seen_from(here)
+        if left <= 0:
+            arrived = {int(key.rpartition("/")[2]) for key, _ in here.store.key_value_dir_get_bytes(_key(name, number))}
+            missing = ", ".join(str(each) for each in range(here.count) if each not in arrived)
+            raise RuntimeTimeout(
+                f"{here.named(here.index)} waited {seconds:g} s at {name!r} for process(es) {missing}, which did not "
+                f"arrive. See what they print; set {TIMEOUT} to more seconds if they are only slow"
+            )

@@ -1,4 +1,4 @@
-"""Suites that plugin authors subclass and run."""
+"""Conformance suites that plugin authors subclass."""
 
 from axcore.testing.feature import FeatureSuite
 from axcore.testing.kernel import KernelSuite

@@ -1,13 +1,16 @@
-"""Training: the trainer, the learner, input, checkpoints and metrics."""
+"""Training: the trainer, the learner, input, checkpoints and callbacks."""
 
-from axcore.train.callbacks.report import FinishedRun, Report
-from axcore.train.callbacks.writers import JsonlWriter, TensorBoardWriter, Writer
-from axcore.train.checkpoint.format import CheckpointFormat
+from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
+from axcore.train.callbacks.evaluation import BitsPerByte, Evaluation, Evaluator, ValidationLoss
+from axcore.train.callbacks.progress import Progress
+from axcore.train.callbacks.saving import Saving
+from axcore.train.callbacks.snapshot import Snapshot
+from axcore.train.callbacks.tensorboard import TensorBoardWriter
+from axcore.train.callbacks.writers import JsonlWriter, Writer
 from axcore.train.checkpoint.initial import FromRun, Initial, use_run_weights
 from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.checkpoint.model_folder import ModelFolder, save_model
-from axcore.train.checkpoint.orbax_format import OrbaxFormat
-from axcore.train.run.loop import TrainingError
+from axcore.train.errors import RunStopped, TrainingError
 from axcore.train.run.trainer import Trainer, fit
 from axcore.train.step.learner import AdamW, Learner, Optimizer
 from axcore.train.step.objective import CrossEntropy, Objective
@@ -15,9 +18,12 @@ from axcore.train.step.schedule import Schedule, WarmupCosine, WarmupStableDecay
 
 __all__ = [
     "AdamW",
-    "CheckpointFormat",
+    "BitsPerByte",
+    "Callback",
     "Checkpointer",
     "CrossEntropy",
+    "Evaluation",
+    "Evaluator",
     "FinishedRun",
     "FromRun",
     "Initial",
@@ -26,12 +32,18 @@ __all__ = [
     "ModelFolder",
     "Objective",
     "Optimizer",
-    "OrbaxFormat",
-    "Report",
+    "Progress",
+    "Request",
+    "RunInfo",
+    "RunStopped",
+    "Saving",
     "Schedule",
+    "Snapshot",
+    "StepInfo",
     "TensorBoardWriter",
     "Trainer",
     "TrainingError",
+    "ValidationLoss",
     "WarmupCosine",
     "WarmupStableDecay",
     "Writer",

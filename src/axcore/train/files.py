@@ -6,9 +6,12 @@ import contextlib
 import json
 import os
 import pathlib
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from axcore.config import AxcoreError
+
+type Json = bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None
+"""A value that JSON can hold."""
 
 
 def os_reason(error: BaseException) -> str:
@@ -44,7 +47,7 @@ def write_text(path: pathlib.Path, content: str) -> None:
     write_bytes(path, content.encode())
 
 
-def write_json(path: pathlib.Path, content: Any) -> None:
+def write_json(path: pathlib.Path, content: Json) -> None:
     """`write_bytes` of indented JSON. A non-finite float has no JSON form and is a ValueError."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 

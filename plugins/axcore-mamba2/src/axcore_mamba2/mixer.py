@@ -35,6 +35,7 @@ class Mamba2(ax.Layer):
         input_dim: int = ax.REQUIRED
         state_dim: int = 128
         """Numbers that each feature of a head keeps."""
+        layout_fields = ("chunk",)
         head_dim: int = 64
         expand: int = 2
         """The heads have `expand * input_dim` features together."""

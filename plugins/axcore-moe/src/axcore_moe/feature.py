@@ -119,8 +119,8 @@ def use_moe(
     edited = edit_layers(cfg, where, edit)
     if not changed:
         raise ax.ConfigError(f"every={every} is more than the feed-forward blocks that were selected, so none changed")
-    if isinstance(edited, Trainer.Config) and StarvationWarning.Config() not in edited.writers:
-        edited = edited.set(writers=(*edited.writers, StarvationWarning.Config()))
+    if isinstance(edited, Trainer.Config):
+        edited = edited.set(callbacks={**edited.callbacks, "starvation": StarvationWarning.Config()})
     return edited
 
 

@@ -8,17 +8,51 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from axcore.train.callbacks.base import Callback, RunInfo, StepInfo
+
 REDRAW_SECONDS = 0.1
 """Least time between two drawings of the bar."""
 LINE_SECONDS = 10.0
 """Least time between two plain lines."""
 
 
-class Progress:
+class Progress(Callback):
+    """Shows steps, loss, tokens per second and the time left, on stderr."""
+
+    class Config(Callback.Config):
+        """No fields of its own."""
+
+    first_process_only = True
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self._display: ProgressDisplay | None = None
+
+    def start(self, run: RunInfo) -> None:
+        self._display = ProgressDisplay(run.total_steps, start=run.step).__enter__()
+
+    def step(self, info: StepInfo) -> None:
+        if self._display is not None:
+            if info.total_steps != self._display.total:
+                self._display.set_total(info.total_steps)
+            self._display.update(info.step, info.metrics["loss"], info.metrics.get("tokens_per_second"))
+
+    def failure(self, error: BaseException) -> None:
+        display, self._display = self._display, None
+        if display is not None:
+            display.__exit__(type(error), error, None)
+
+    def close(self) -> None:
+        display, self._display = self._display, None
+        if display is not None:
+            display.__exit__(None, None, None)
+
+
+class ProgressDisplay:
     """Shows steps, loss, tokens per second and the time left, on stderr.
 
     ```python
-    with Progress(total=1000) as progress:
+    with ProgressDisplay(total=1000) as progress:
         for step in range(1000):
             progress.update(step + 1, loss, tokens_per_second)
     ```

@@ -1,4 +1,4 @@
-"""Metrics of a run, written as they come: one JSON object a line, and TensorBoard scalars."""
+"""Metrics as JSON lines, and the base of all callbacks that record metrics."""
 
 from __future__ import annotations
 
@@ -11,37 +11,55 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import axcore.config
-from axcore.config import AxcoreError, Configurable
+from axcore.config import AxcoreError
+from axcore.train.callbacks.base import Callback, RunInfo, StepInfo
 from axcore.train.files import os_reason, write_bytes
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-class Writer(Configurable, abc.ABC):
-    """Where a run's metrics go. Built as `cfg.build(folder)` with the run folder, on one process only.
+Record = dict[str, Any]
+"""A line of a metrics file: `step`, `time` and metrics; a test or plot reads what it knows to be there."""
 
-    Building one touches no file, so that a reader may build it too.
+
+class Writer(Callback, abc.ABC):
+    """Base of callbacks that record metrics. Only process 0 has them.
+
+    The training metrics of a step are named `train/NAME`; those of an evaluation have the evaluator's name in front.
     """
 
-    class Config(axcore.config.Config):
-        """Subclasses add what they need."""
+    class Config(Callback.Config):
+        """Subclasses add their fields."""
+
+    first_process_only = True
+    folder: pathlib.Path
+    """The run folder."""
+
+    def start(self, run: RunInfo) -> None:
+        self.folder = run.folder
+        if run.resumed:
+            self.rewind(run.step)
+
+    def step(self, info: StepInfo) -> None:
+        self.write(info.step, {f"train/{name}": value for name, value in info.metrics.items()})
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.write(step, metrics)
+
+    def checkpoint(self, step: int) -> None:
+        self.flush()
 
     @abc.abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Records values of one step. Cheap: it is called in the train loop."""
+        """Records values of one step. Must be quick, since the train loop waits for it."""
 
     @abc.abstractmethod
     def rewind(self, step: int) -> None:
-        """Forgets everything after `step`: the run resumes there and will write those steps again."""
+        """Removes everything after `step`: the run resumes there and writes those steps again."""
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Makes all that was written survive a power cut. The trainer calls it with every checkpoint."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Flushes and lets go of the files."""
+        """Makes everything written so far survive a power cut. Called before each checkpoint."""
 
 
 class JsonlWriter(Writer):
@@ -61,14 +79,20 @@ class JsonlWriter(Writer):
         file: str = "metrics.jsonl"
         """Path inside the run folder."""
 
-    def __init__(self, cfg: Config, folder: pathlib.Path):
-        self.path = folder / cfg.file
+    config: Config
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
         self._descriptor: int | None = None
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.folder / self.config.file
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if "step" in values or "time" in values:
             raise AxcoreError("a metric cannot be named 'step' or 'time': those are the line's own")
-        record: dict[str, Any] = {"step": int(step), "time": time.time()}
+        record: dict[str, float | int | str] = {"step": int(step), "time": time.time()}
         for name, value in values.items():
             record[name] = _number(value)
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
@@ -110,7 +134,7 @@ class JsonlWriter(Writer):
         return AxcoreError(f"cannot write metrics to {self.path}: {os_reason(error)}")
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
     """The records of a `JsonlWriter` file, in order; non-finite values are floats again.
 
     A last line that a crash tore is left out.
@@ -129,87 +153,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-class TensorBoardWriter(Writer):
-    """Scalars for TensorBoard, one event a step.
-
-    A rewind starts a new event file that tells TensorBoard to drop the steps after it. What was written in
-    the last `flush_seconds` may be lost when the process is killed; what preceded a checkpoint never is.
-
-    Raises:
-        AxcoreError: the folder cannot be written (full disk, permissions).
-    """
-
-    class Config(Writer.Config):
-        folder: str = "tensorboard"
-        """Path inside the run folder."""
-        flush_seconds: float = 30.0
-        """Longest time, in seconds, between a value and the disk, as long as values keep coming."""
-
-    def __init__(self, cfg: Config, folder: pathlib.Path):
-        self.folder = folder / cfg.folder
-        self._flush_seconds = cfg.flush_seconds
-        self._flushed_at = 0.0
-        self._events: Any = None
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        now = time.time()
-        scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
-        try:
-            if self._events is None:
-                self._open()
-            self._events.write_event(Event(wall_time=now, step=int(step), summary=Summary(value=scalars)))
-        except OSError as error:
-            raise self._failed(error) from error
-        if now - self._flushed_at >= self._flush_seconds:
-            self.flush()
-
-    def rewind(self, step: int) -> None:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-        self.close()
-        if not any(self.folder.glob("*.tfevents.*")):
-            return
-        try:
-            self._open()
-            start = SessionLog(status=SessionLog.START)
-            self._events.write_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
-        except OSError as error:
-            raise self._failed(error) from error
-        self.flush()
-
-    def flush(self) -> None:
-        if self._events is not None:
-            self._flushed_at = time.time()
-            try:
-                self._events.flush()
-            except OSError as error:
-                raise self._failed(error) from error
-
-    def close(self) -> None:
-        events, self._events = self._events, None
-        if events is not None:
-            try:
-                events.close()
-            except OSError as error:
-                raise self._failed(error) from error
-
-    def _open(self) -> None:
-        # Not SummaryWriter: its thread dies of a full disk, and the queue to it then blocks the train loop
-        # for good.
-        from tensorboardX.event_file_writer import EventsWriter
-
-        self.folder.mkdir(parents=True, exist_ok=True)
-        suffix = f".{time.time_ns()}"  # the name has seconds, and TensorBoard reads files in the order of names
-        self._events = EventsWriter(str(self.folder / "events"), suffix)
-
-    def _failed(self, error: OSError) -> AxcoreError:
-        return AxcoreError(f"cannot write TensorBoard events to {self.folder}: {os_reason(error)}")
-
-
-def _number(value: Any) -> float | int | str:
+def _number(value: float) -> float | int | str:
     if type(value) is int:
         return value
     value = float(value)
@@ -218,7 +162,7 @@ def _number(value: Any) -> float | int | str:
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Record | None:
     """The record of a whole line, or None."""
     if not line.endswith(b"\n"):
         return None

@@ -11,7 +11,7 @@ import jax
 
 from axcore.config import AxcoreError, Config, flatten
 from axcore.plugin import State, registry
-from axcore.runtime.processes import gather_bytes
+from axcore.runtime.processes import gather
 from axcore.train.checkpoint import state_layout
 
 ABSENT = "absent"
@@ -28,8 +28,8 @@ def agree(cfg: Config) -> None:
     if jax.process_count() == 1:
         return
     own = json.dumps(facts(cfg)).encode()
-    if len(set(gather_bytes(hashlib.sha256(own).digest()))) > 1:
-        found = [json.loads(each) for each in gather_bytes(own)]
+    if len(set(gather("the hash of the config", hashlib.sha256(own).digest()))) > 1:
+        found = [json.loads(each) for each in gather("the config", own)]
         raise AxcoreError(
             f"the {len(found)} processes of this run do not run the same; nothing was trained. Give all of them the "
             f"same packages and the same command. They differ in:{state_layout.listed(differences(found))}"

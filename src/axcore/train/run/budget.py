@@ -11,6 +11,7 @@ from axcore.train.files import write_text
 from axcore.train.step.program import UNKNOWN_STEPS
 from axcore.train.step.schedule import Schedule
 
+PLAN_FILE = "plan.json"
 MEASURED_SECONDS = 5.0
 """The shortest stretch of steps that a rate is taken from."""
 BETWEEN_SECONDS = 0.02
@@ -32,7 +33,7 @@ class Budget:
         """
         self._seconds = minutes * 60.0
         self._settle_at = schedule.settled() * self._seconds
-        self._file = folder / "plan.json"
+        self._file = folder / PLAN_FILE
         self._began = began
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=2000)
         self._expected: int | None = None

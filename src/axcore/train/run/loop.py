@@ -1,47 +1,42 @@
-"""The loop over steps: dispatches a step, and only then looks at what the step before it reported."""
+"""Dispatches steps, and reports the metrics of each one step later."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
 
-from axcore.config import AxcoreError
 from axcore.module import labelled
-from axcore.train.callbacks.progress import Progress
-from axcore.train.callbacks.writers import Writer
+from axcore.train.callbacks.snapshot import Batch
+from axcore.train.errors import TrainingError
 from axcore.train.step.program import TrainState
 
-Step = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, dict[str, jax.Array]]]
-
-
-class TrainingError(AxcoreError):
-    """Training cannot go on."""
+Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+Report = Callable[[int, Mapping[str, float]], None]
 
 
 @dataclasses.dataclass
 class Loop:
-    """Runs steps and reports each.
+    """Runs steps.
 
-    The metrics of a step are fetched after the next step was dispatched, so the device is never idle while Python
-    writes them. `flush` fetches what is outstanding.
+    The metrics of a step are fetched after the next step is dispatched, so the device is not idle while Python
+    reports them. `flush` fetches what is outstanding.
 
     Attributes:
-        done: steps done.
+        done: the number of steps dispatched.
+        report: called with the number of each finished step and its metrics.
         host_seconds: for each step, the time that Python spent outside the step call and not waiting for the device.
     """
 
     step: Step
     state: TrainState
-    batches: Iterator[Mapping[str, Any]]
-    tokens_per_batch: int
-    writers: Sequence[Writer]
-    progress: Progress
+    batches: Iterator[Batch]
+    tokens_per_step: int
+    report: Report
     done: int
     host_seconds: list[float] = dataclasses.field(default_factory=list)
     _pending: tuple[int, dict[str, jax.Array]] | None = None
@@ -50,7 +45,7 @@ class Loop:
     _left: float | None = None
 
     def advance(self) -> None:
-        """One step."""
+        """Dispatches one step and reports the step before it."""
         batch = next(self.batches)
         now = time.perf_counter()
         if self._left is not None:
@@ -62,7 +57,7 @@ class Loop:
         self._pending = (self.done, metrics)
 
     def flush(self) -> None:
-        """Reports the newest step, if it was not reported yet.
+        """Waits for the last step and reports it.
 
         Raises:
             TrainingError: its loss is not finite.
@@ -77,23 +72,21 @@ class Loop:
         self._waited += now - began
         values = _values(metrics)
         if self._reported is not None and step > self._reported[0]:
-            values["tokens_per_second"] = self.tokens_per_batch * (step - self._reported[0]) / (now - self._reported[1])
+            values["tokens_per_second"] = self.tokens_per_step * (step - self._reported[0]) / (now - self._reported[1])
         self._reported = (step, now)
-        for writer in self.writers:
-            writer.write(step, {f"train/{name}": value for name, value in values.items()})
-        self.progress.update(step, values["loss"], values.get("tokens_per_second"))
+        self.report(step, values)
         if not math.isfinite(values["loss"]):
             raise TrainingError(
-                f"the loss of step {step} is {values['loss']}; earlier checkpoints are kept. A lower "
-                f"learner.schedule.peak or a longer warmup is the usual cure"
+                f"the loss of step {step} is {values['loss']}; earlier checkpoints are unchanged. Try a lower "
+                f"learner.schedule.peak or a longer warmup"
             )
 
     def pause(self) -> None:
-        """Call after time was spent on something else than steps, so that it does not count as theirs."""
+        """Excludes the time since the last step from the measured speed. Call it after an evaluation or a save."""
         self._left = self._reported = None
 
 
 def _values(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Scalars of a step that is done, one for each layer where a stack reported."""
+    """The scalars of a finished step, one for each layer where a stack reported."""
     # np.asarray of a ready array is several times cheaper than jax.device_get of the dict.
     return {name: float(value) for name, value in labelled({k: np.asarray(v) for k, v in metrics.items()}).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class TrainState:
         step: int32 scalar, steps done.
         total_steps: int32 scalar, steps that there will be.
         seed: uint32 scalar; the PRNG of each step derives from it and the step.
+        callbacks: by name, the arrays that callbacks keep on the devices.
     """
 
     params: Tree
@@ -49,6 +50,15 @@ class TrainState:
     step: jax.Array
     total_steps: jax.Array
     seed: jax.Array
+    callbacks: dict[str, Tree] = dataclasses.field(default_factory=dict)
+
+
+class DeviceState(Protocol):
+    """What a callback computes in the training step; see `axcore.train.Callback`."""
+
+    def device_init(self, params: Tree) -> Tree: ...
+
+    def device_update(self, state: Tree, params: Tree, step: jax.Array) -> Tree: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +75,9 @@ class Program:
     """A jitted function of the seed that makes the first state where it belongs."""
     start: Callable[[Tree, Tree, jax.Array | np.ndarray], TrainState]
     """The same of given parameters and other Variables, which it takes over."""
+    start_callbacks: Callable[[Tree], dict[str, Tree]]
+    """A jitted function of the parameters: the first arrays of each callback, where they belong."""
+    callbacks: Mapping[str, DeviceState] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
 
     def train_step(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
@@ -93,8 +106,9 @@ class Program:
             raise ConfigError(f"the model reports {', '.join(taken)}, a name that the trainer uses itself")
         metrics = {"loss": found.loss.mean(), **metrics, **reported}
         model_state = joined(found.model_state, found.gradient_state)
-        new = TrainState(params, model_state, optimizer, state.step + 1, state.total_steps, state.seed)
-        return new, metrics
+        done = state.step + 1
+        kept = {name: self.callbacks[name].device_update(own, params, done) for name, own in state.callbacks.items()}
+        return TrainState(params, model_state, optimizer, done, state.total_steps, state.seed, kept), metrics
 
     def eval_step(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(total, count) of the objective, without what is added to it."""
@@ -163,9 +177,17 @@ class Program:
 
 
 def program(
-    model: Config, learner: Config, layout: Layout, objective: Config = NEXT_TOKEN, microbatches: int = 1
+    model: Config,
+    learner: Config,
+    layout: Layout,
+    objective: Config = NEXT_TOKEN,
+    microbatches: int = 1,
+    callbacks: Mapping[str, DeviceState] | None = None,
 ) -> Program:
     """Builds the shapes of everything and computes nothing.
+
+    Args:
+        callbacks: by name, those that may keep arrays on the devices.
 
     Raises:
         ConfigError: the mesh has a rule for an axis that is not one of the model's, or a parameter does not divide.
@@ -182,7 +204,11 @@ def program(
 
     def start(params: Tree, model_state: Tree, seed: jax.Array) -> TrainState:
         zero, total = jnp.zeros((), jnp.int32), jnp.full((), UNKNOWN_STEPS, jnp.int32)
-        return TrainState(params, model_state, built.init(params), zero, total, seed)
+        return TrainState(params, model_state, built.init(params), zero, total, seed, start_callbacks(params))
+
+    def start_callbacks(params: Tree) -> dict[str, Tree]:
+        made = {name: callback.device_init(params) for name, callback in (callbacks or {}).items()}
+        return {name: tree for name, tree in made.items() if tree}
 
     shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.uint32))
     placed = layout.shardings(params, fn.axes)
@@ -209,13 +235,36 @@ def program(
         step=everywhere,  # type: ignore[arg-type]
         total_steps=everywhere,  # type: ignore[arg-type]
         seed=everywhere,  # type: ignore[arg-type]
+        callbacks=_like_params(shapes.callbacks, params, placed, everywhere),
     )
     state = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
     )
     quick = {"out_shardings": shardings, "compiler_options": _QUICK_COMPILE}
-    init, start = jax.jit(init, **quick), jax.jit(start, donate_argnums=(0, 1), **quick)
-    return Program(fn, scored, built, layout, state, init, start, microbatches)
+    return Program(
+        fn=fn,
+        objective=scored,
+        learner=built,
+        layout=layout,
+        state=state,
+        init=jax.jit(init, **quick),
+        start=jax.jit(start, donate_argnums=(0, 1), **quick),
+        start_callbacks=jax.jit(start_callbacks, out_shardings=shardings.callbacks),
+        callbacks=callbacks or {},
+        microbatches=microbatches,
+    )
+
+
+def _like_params(tree: Tree, params: Tree, placed: Tree, everywhere: jax.sharding.Sharding) -> Tree:
+    """Shardings for the arrays of callbacks: a subtree with the structure of the parameters is sharded like them."""
+    if jax.tree.map(lambda _: 0, tree) == jax.tree.map(lambda _: 0, params):
+        return jax.tree.map(
+            lambda leaf, param, sharding: sharding if leaf.shape == param.shape else everywhere, tree, params, placed
+        )
+    return {
+        name: _like_params(part, params, placed, everywhere) if isinstance(part, dict) else everywhere
+        for name, part in tree.items()
+    }
 
 
 def _is_masked(node: Any) -> bool:

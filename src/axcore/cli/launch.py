@@ -1,0 +1,37 @@
+"""`axcore launch --processes N -- train RECIPE ...`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from axcore.config import AxcoreError
+from axcore.runtime.launch import launch
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "launch",
+        help="run a command in several processes",
+        description="Runs an axcore command in several processes of this machine, as one run: "
+        "axcore launch --processes 2 -- train quickstart --steps 20",
+    )
+    parser.add_argument("--processes", type=int, required=True, help="how many")
+    parser.add_argument(
+        "--timeout", type=float, help="seconds that a process waits for the others before the run ends (default: 600)"
+    )
+    parser.add_argument("--devices-per-process", type=int, help="devices that each process uses (default: 1)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="such as: -- train tiny")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        raise AxcoreError("axcore launch needs a command after --, such as: -- train quickstart --steps 20")
+    return launch(
+        command,
+        processes=arguments.processes,
+        timeout=arguments.timeout,
+        devices_per_process=arguments.devices_per_process,
+    )

@@ -1,0 +1,18 @@
+"""Errors of a run of several processes."""
+
+from __future__ import annotations
+
+from axcore.config import AxcoreError
+from axcore.runtime.exit_codes import ExitCode
+
+
+class PeerFailed(AxcoreError):
+    """Another process failed. The message names it and quotes its error."""
+
+    exit_code = ExitCode.PEER_FAILED
+
+
+class RuntimeTimeout(AxcoreError):
+    """Another process did not arrive in time. The message names the missing ones."""
+
+    exit_code = ExitCode.TIMED_OUT

@@ -1,0 +1,89 @@
+"""The failure of a process: told to the other processes, and to the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+import traceback
+
+from axcore.config import AxcoreError
+from axcore.runtime.cluster import PROCESS_ID
+from axcore.runtime.errors import PeerFailed
+from axcore.runtime.exit_codes import ExitCode
+from axcore.runtime.world import World
+
+ERROR_FILE = "AXCORE_ERROR_FILE"
+"""Environment variable: where a process started by `axcore launch` writes its failure."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a process ends.
+
+    Attributes:
+        index: the number of the process.
+        message: its error, complete.
+        code: its exit code.
+        time: seconds since the epoch, on its host.
+    """
+
+    index: int
+    message: str
+    code: int
+    time: float
+
+    @classmethod
+    def of(cls, error: BaseException, index: int) -> Failure:
+        if isinstance(error, AxcoreError):
+            return cls(index, str(error), int(error.exit_code), time.time())
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        text = "".join(traceback.format_exception_only(error)).strip()
+        return cls(index, f"{text}{where}", ExitCode.FAILED, time.time())
+
+    def to_json(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Failure:
+        return cls(**json.loads(text))
+
+    @property
+    def is_cause(self) -> bool:
+        """False if it only follows from the failure of another process."""
+        return self.code != ExitCode.PEER_FAILED
+
+    def seen_from(self, world: World) -> PeerFailed:
+        return PeerFailed(f"{world.named(self.index)} failed: {self.message}")
+
+
+def first(found: list[Failure]) -> Failure | None:
+    """The failure that the others follow from."""
+    # A process killed by a signal comes first: the others may notice before the launcher does.
+    return min(found, key=lambda each: (not each.is_cause, each.code <= 128, each.time), default=None)
+
+
+def record(error: BaseException) -> None:
+    """Writes the failure for `axcore launch`, if it started this process. The first failure of a process counts."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        with contextlib.suppress(OSError), open(path, "xb") as file:
+            file.write(Failure.of(error, int(os.environ.get(PROCESS_ID, "0"))).to_json())
+
+
+class Board:
+    """Where the processes that take part in one `watch` post their failures."""
+
+    def __init__(self, world: World, number: int):
+        self._world, self._key = world, f"axcore/failures/{number}"
+
+    def post(self, failure: Failure) -> None:
+        self._world.store.key_value_set_bytes(f"{self._key}/{self._world.index}", failure.to_json(), True)
+
+    def read(self) -> Failure | None:
+        """The first failure of another process."""
+        posted = [Failure.from_json(value) for _, value in self._world.store.key_value_dir_get_bytes(self._key)]
+        return first([each for each in posted if each.index != self._world.index])

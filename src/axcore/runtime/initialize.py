@@ -1,0 +1,72 @@
+"""Joins the other processes of the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from axcore.config import AxcoreError
+from axcore.runtime import cluster, signals
+from axcore.runtime.errors import RuntimeTimeout
+from axcore.runtime.exit_codes import ExitCode
+from axcore.runtime.failures import record
+from axcore.runtime.processes import default_timeout
+
+HEARTBEAT_SECONDS = 30.0
+"""A process that sent no sign of life for that long has failed; jax then ends the others."""
+START_SECONDS = 120.0
+
+
+def start() -> None:
+    """Initializes `jax.distributed` as the environment says (see `cluster.detect`). With one process it does nothing.
+
+    Call it before anything that uses a jax device. It waits for all processes; a process that waits too long prints
+    for whom it waits and ends with `ExitCode.TIMED_OUT`, since jax would abort it.
+
+    Raises:
+        AxcoreError: the environment is incomplete or contradicts itself.
+    """
+    seconds = default_timeout()
+    here = cluster.detect(os.environ)
+    if here is None:
+        return
+    import jax
+
+    if jax.distributed.is_initialized():
+        return
+    others = f"{here.count - 1} other{'s' if here.count > 2 else ''}"
+    place = f"process {here.index} of {here.count} ({here.kind})"
+    print(f"{place}: waiting for {others}", file=sys.stderr, flush=True)
+    if here.port is not None:
+        os.environ.setdefault("JAX_COORDINATOR_PORT", str(here.port))
+    jax.config.update("jax_enable_preemption_service", False)  # it would replace the handler of SIGTERM
+    start_seconds = min(seconds, START_SECONDS)
+    timer = threading.Timer(start_seconds, _give_up, [f"{place} waited {start_seconds:g} s for {others}"])
+    timer.daemon = True
+    timer.start()
+    explicit = here.kind == "axcore"
+    try:
+        with signals.default():  # Python cannot handle a signal while it waits for the others
+            jax.distributed.initialize(
+                here.coordinator,
+                here.count,
+                here.index,
+                cluster_detection_method="deactivate" if explicit else None,
+                initialization_timeout=int(start_seconds) + 60,
+                heartbeat_timeout_seconds=max(1, int(min(seconds, HEARTBEAT_SECONDS))),
+                shutdown_timeout_seconds=max(1, int(start_seconds)),
+            )
+    except (RuntimeError, ValueError) as error:  # of jax's detection, or a port that is in use
+        raise AxcoreError(f"{place} cannot join the others: {error}") from error
+    finally:
+        timer.cancel()
+
+
+def _give_up(waited: str) -> None:
+    error = RuntimeTimeout(
+        f"{waited}, which did not come. Start them with the same command, or set {cluster.PROCESSES}=1 to run alone"
+    )
+    print(f"axcore: {error}", file=sys.stderr, flush=True)
+    record(error)
+    os._exit(ExitCode.TIMED_OUT)

@@ -1,0 +1,133 @@
+"""When all processes do what one of them asked for: stop after a signal, save after some minutes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+from axcore.runtime.errors import RuntimeTimeout
+from axcore.runtime.processes import default_timeout
+from axcore.runtime.watcher import peer_failure
+from axcore.runtime.world import World, world
+
+POLL_SECONDS = 0.25
+
+_made = 0
+
+
+class Requests:
+    """Agreement among processes on the moment at which all act on a request of one.
+
+    ```python
+    with Requests() as requests:
+        for step in range(steps):
+            if "stop" in requests.due():
+                break  # on every process before the same step
+            state = train_step(state)
+    ```
+
+    Every process makes one, and calls `due` at the same points of its work: between steps, between the batches of an
+    evaluation. With one process a request is due at the next call. With several, `due` costs a lock while nobody asks
+    for anything. On a request, each process posts the number of its next call, in the background, also while its main
+    thread waits for a device; the request is due at the highest of them, and no process runs ahead meanwhile.
+    """
+
+    def __init__(self) -> None:
+        global _made
+        self._made: set[str] = set()
+        self._lock = threading.Condition()
+        self._world = world()
+        if self._world is not None:
+            self._number, _made = _made, _made + 1
+            self._calls = 0
+            self._round = 0
+            self._posted = False
+            self._agreed: tuple[int, set[str]] | None = None
+            self._closed = threading.Event()
+            self._thread = threading.Thread(
+                target=self._negotiate, args=(self._world,), name="axcore-requests", daemon=True
+            )
+            self._thread.start()
+
+    def make(self, name: str) -> None:
+        """Asks all processes to act on `name`. May be called from any thread, at any time, any number of times."""
+        with self._lock:
+            self._made.add(name)
+
+    def due(self) -> set[str]:
+        """The requests to act on now; the same ones on every process.
+
+        Raises:
+            PeerFailed: another process failed.
+            RuntimeTimeout: another process did not answer in time.
+        """
+        if self._world is None:
+            with self._lock:
+                due, self._made = self._made, set()
+            return due
+        if (failure := peer_failure()) is not None:
+            raise failure
+        with self._lock:
+            if self._posted:
+                self._wait_for_agreement(self._world)
+            call, self._calls = self._calls, self._calls + 1
+            if self._agreed is None or self._agreed[0] != call:
+                return set()
+            due, self._agreed = self._agreed[1], None
+            self._made -= due
+            self._round, self._posted = self._round + 1, False
+            return due
+
+    def close(self) -> None:
+        """Ends the background thread. Processes that still wait for an agreement get an answer first."""
+        if self._world is None or self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join(timeout=5)
+        with self._lock, contextlib.suppress(Exception):  # the others may be gone
+            self._post(self._world)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait_for_agreement(self, here: World) -> None:
+        seconds = default_timeout()
+        deadline = time.monotonic() + seconds
+        while self._agreed is None:
+            self._lock.wait(POLL_SECONDS)
+            if (failure := peer_failure()) is not None:
+                raise failure
+            if time.monotonic() > deadline:
+                raise RuntimeTimeout(f"{here.named(here.index)} waited {seconds:g} s for an answer to a request")
+
+    def _key(self) -> str:
+        return f"axcore/requests/{self._number}/{self._round}"
+
+    def _post(self, here: World) -> None:
+        if not self._posted:
+            answer = {"call": self._calls, "names": sorted(self._made)}
+            here.store.key_value_set_bytes(f"{self._key()}/{here.index}", json.dumps(answer).encode())
+            self._posted = True
+
+    def _negotiate(self, here: World) -> None:
+        """In the background: posts this process's answer when there is a request, and reads the others'."""
+        while not self._closed.wait(POLL_SECONDS):
+            with self._lock, contextlib.suppress(Exception):  # without the service jax ends the process itself
+                answers = here.store.key_value_dir_get_bytes(self._key())
+                if (self._made or answers) and self._agreed is None:
+                    self._post(here)
+                    answers = here.store.key_value_dir_get_bytes(self._key())
+                if self._agreed is None and len(answers) == here.count:
+                    found = [json.loads(value) for _, value in answers]
+                    names = {name for each in found for name in each["names"]}
+                    self._agreed = (max(each["call"] for each in found), names)
+                    self._lock.notify_all()

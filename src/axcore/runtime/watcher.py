@@ -1,0 +1,130 @@
+"""Ends this process when another process of the run has failed, whatever it waits for."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import NoReturn
+
+from axcore.config import AxcoreError
+from axcore.runtime.exit_codes import ExitCode
+from axcore.runtime.failures import Board, Failure, record
+from axcore.runtime.world import World, world
+
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 5.0
+"""How long a process may take to end by itself after the failure of another. A device computation that needs the
+failed process never ends."""
+LEFT = "axcore/left"
+
+_watcher: _Watcher | None = None
+_watches = 0
+_failed: Failure | None = None
+
+
+def board() -> Board | None:
+    """Where the processes of the current `watch` post failures; None outside of one."""
+    return None if _watcher is None else _watcher.board
+
+
+def peer_failure() -> AxcoreError | None:
+    """The failure of another process, as far as this one has heard. Asks nobody."""
+    if _watcher is None or _watcher.heard is None:
+        return None
+    return _watcher.heard.seen_from(_watcher.world)
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[None]:
+    """While it is active, the failure of one process ends all of them. Nesting does nothing.
+
+    An exception that leaves it is told to the other processes. They raise `PeerFailed` where they next look
+    (`gather`, `Requests.due`), or end with its message and `ExitCode.PEER_FAILED` if they do not look in time,
+    because they wait for a device. With one process it does nothing.
+    """
+    global _watcher, _watches, _failed
+    here = world()
+    if here is None or _watcher is not None:
+        yield
+        return
+    if _watches == 0:
+        atexit.register(_leave_after_uncaught_error)
+    _watches, _failed = _watches + 1, None
+    _watcher = _Watcher(here, Board(here, _watches))
+    _watcher.start()
+    try:
+        yield
+    except BaseException as error:
+        heard = _watcher.board.read()
+        if heard is not None and not isinstance(error, AxcoreError):
+            consequence = heard.seen_from(here)  # such as "connection closed" from a device computation
+            _tell(_watcher, consequence)
+            raise consequence from error
+        _tell(_watcher, error)
+        raise
+    finally:
+        _watcher.stop.set()
+        _watcher = None
+
+
+def _tell(watcher: _Watcher, error: BaseException) -> None:
+    global _failed
+    record(error)
+    _failed = Failure.of(error, watcher.world.index)
+    watcher.board.post(_failed)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process with an exit code.
+
+    A process that fails does not go through Python's exit: there jax waits for the other processes, and aborts. Process
+    0 hosts the coordination service, so it waits a moment for the others to leave.
+    """
+    here = world()
+    if here is None or code == ExitCode.DONE:
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    with contextlib.suppress(Exception):  # the service may be gone
+        here.store.key_value_set_bytes(f"{LEFT}/{here.index}", b"", True)
+        deadline = time.monotonic() + 2 * GRACE_SECONDS
+        while here.index == 0 and time.monotonic() < deadline:
+            if len(here.store.key_value_dir_get_bytes(LEFT)) == here.count:
+                break
+            time.sleep(0.05)
+    os._exit(code)
+
+
+def _leave_after_uncaught_error() -> None:
+    """At exit, for scripts: jax's own handler would wait for processes that have gone."""
+    if _failed is not None and getattr(sys, "last_exc", None) is not None:
+        leave(_failed.code)
+
+
+class _Watcher(threading.Thread):
+    """Looks for failures of the other processes."""
+
+    def __init__(self, world: World, board: Board):
+        super().__init__(name="axcore-watch", daemon=True)
+        self.world, self.board = world, board
+        self.stop = threading.Event()
+        self.heard: Failure | None = None
+
+    def run(self) -> None:
+        while not self.stop.wait(POLL_SECONDS):
+            with contextlib.suppress(Exception):  # without the service jax ends the process itself
+                self.heard = self.board.read()
+            if self.heard is not None:
+                break
+        if self.heard is None or self.stop.wait(GRACE_SECONDS):
+            return
+        error = self.heard.seen_from(self.world)
+        print(f"axcore: {error}", file=sys.stderr)
+        record(error)
+        leave(error.exit_code)

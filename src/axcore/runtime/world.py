@@ -1,0 +1,57 @@
+"""Which processes take part, and the key-value store that they share (jax's coordination service)."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Protocol
+
+
+class Store(Protocol):
+    """The methods used here of jax's coordination-service client, which process 0 hosts."""
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None: ...
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes: ...
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]: ...
+    def key_value_delete(self, key: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The processes of this run.
+
+    Attributes:
+        index: the number of this process.
+        count: how many there are; at least 2.
+        store: shared by all.
+    """
+
+    index: int
+    count: int
+    store: Store
+
+    def named(self, index: int) -> str:
+        return f"process {index} of {self.count}"
+
+
+def world() -> World | None:
+    """The processes of this run, or None for a single one. Also after the caller initialized `jax.distributed`."""
+    if "jax" not in sys.modules:
+        return None
+    from jax._src.distributed import global_state  # jax has no public access to its client
+
+    if global_state.client is None or global_state.num_processes == 1:
+        return None
+    return World(global_state.process_id, global_state.num_processes, global_state.client)
+
+
+def index() -> int:
+    """The number of this process. Does not initialize jax's devices, unlike `jax.process_index`."""
+    here = world()
+    return 0 if here is None else here.index
+
+
+def count() -> int:
+    """The number of processes. Does not initialize jax's devices, unlike `jax.process_count`."""
+    here = world()
+    return 1 if here is None else here.count

@@ -1,0 +1,108 @@
+"""Evaluation: when it happens, and the evaluators that compute metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from axcore import config
+from axcore.config import ConfigError, FrozenDict, at_least, under
+from axcore.train.callbacks.base import Callback, Request
+from axcore.train.callbacks.snapshot import Snapshot
+from axcore.train.errors import TrainingError
+
+
+class Evaluator(config.Configurable):
+    """Base of evaluators: a function from a model to metrics, for the mapping `evaluators` of `Evaluation`.
+
+    ```python
+    class Accuracy(Evaluator):
+        def __call__(self, model):
+            model_fn = jax.jit(lambda ids: model.model()(ids))
+            ...
+            return {"accuracy": correct / total}
+    ```
+    """
+
+    class Config(config.Config):
+        """Subclasses add their fields."""
+
+    def __init__(self, cfg: Config):
+        self.config = cfg
+
+    def __call__(self, model: Snapshot) -> Mapping[str, float]:
+        """Metric names and values. A metric is reported as `EVALUATOR/METRIC`, for instance `validation/loss`."""
+        raise NotImplementedError
+
+
+class ValidationLoss(Evaluator):
+    """`loss`: the objective, in nats per token, over the validation batches."""
+
+    class Config(Evaluator.Config):
+        weights: str | None = None
+        """A callback that keeps parameters on the devices, such as an average; None: the parameters themselves."""
+
+    config: Config
+
+    def __call__(self, model: Snapshot) -> Mapping[str, float]:
+        total, count = self.sums(model)
+        return {"loss": total / count}
+
+    def sums(self, model: Snapshot) -> tuple[float, float]:
+        """Total and count of the objective over all validation batches."""
+        name = self.config.weights
+        if name is not None and "params" not in model.state.callbacks.get(name, {}):
+            raise ConfigError(
+                f"weights={name!r} is not a callback that keeps parameters; those that do: "
+                f"{', '.join(key for key, kept in model.state.callbacks.items() if 'params' in kept) or 'none'}"
+            )
+        params, total, count = model.params(name), 0.0, 0.0
+        for batch in model.validation_batches():
+            summed, weights = model.loss(batch, params)
+            total, count = total + float(summed), count + float(weights)
+        if not math.isfinite(total):
+            raise TrainingError(
+                f"the validation loss after step {model.step} is {total}; earlier checkpoints are unchanged"
+            )
+        return total, count
+
+
+class BitsPerByte(ValidationLoss):
+    """`loss`, and `bits_per_byte`: bits to encode the validation text, divided by its number of bytes."""
+
+    class Config(ValidationLoss.Config):
+        """The fields of `ValidationLoss`."""
+
+    def __call__(self, model: Snapshot) -> Mapping[str, float]:
+        total, count = self.sums(model)
+        return {"loss": total / count, "bits_per_byte": total / math.log(2) / model.input.validation_byte_count}
+
+
+class Evaluation(Callback):
+    """Runs evaluators every few steps and at the end of the run."""
+
+    class Config(Callback.Config):
+        every_steps: int | None = None
+        """None: only at the end."""
+        evaluators: Mapping[str, Evaluator.Config] = FrozenDict(validation=BitsPerByte.Config())
+
+    config: Config
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        at_least(cfg, 1, "every_steps")
+        self.evaluators: dict[str, Evaluator] = {}
+        for name, evaluator in cfg.evaluators.items():
+            with under(f"evaluators.{name}"):
+                self.evaluators[name] = evaluator.build()
+
+    def due(self, step: int) -> Request | None:
+        every = self.config.every_steps
+        return Request(evaluate=True, deterministic=True) if every and step % every == 0 else None
+
+    def evaluate(self, model: Snapshot) -> Mapping[str, float]:
+        return {
+            f"{name}/{metric}": value
+            for name, evaluator in self.evaluators.items()
+            for metric, value in evaluator(model).items()
+        }

@@ -1,0 +1,129 @@
+"""The callbacks of one run: called in order, and protected from each other's errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping
+
+import jax
+
+from axcore.config import AxcoreError
+from axcore.plugin import attributed
+from axcore.runtime import signals
+from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
+from axcore.train.callbacks.snapshot import Snapshot
+from axcore.train.errors import TrainingError
+from axcore.train.files import Json
+
+ENDS_THE_RUN = (TrainingError,)
+"""Errors that a callback raises on purpose."""
+
+
+class Callbacks:
+    """Calls every callback of a run.
+
+    Attributes:
+        failure: the error of the first callback that failed and may not be left out; the run ends with it.
+    """
+
+    def __init__(self, cfgs: Mapping[str, Callback.Config]):
+        self._callbacks: dict[str, Callback] = {}
+        for name, cfg in sorted(cfgs.items(), key=lambda item: (item[1].order, item[0])):
+            if jax.process_index() == 0 or not cfg.target.first_process_only:
+                with attributed(f"callbacks.{name}"):
+                    self._callbacks[name] = cfg.build()
+        self._states: dict[str, Mapping[str, Json]] = {}
+        self.failure: AxcoreError | None = None
+
+    def on_device(self) -> dict[str, Callback]:
+        """Those that keep arrays on the devices."""
+        own = Callback.device_init
+        return {name: each for name, each in self._callbacks.items() if type(each).device_init is not own}
+
+    def start(self, run: RunInfo) -> None:
+        self._each(lambda callback: callback.start(run))
+
+    def due(self, step: int) -> list[tuple[str, Request]]:
+        return self._requests(lambda callback: callback.due(step))
+
+    def step(self, info: StepInfo) -> list[tuple[str, Request]]:
+        return self._requests(lambda callback: callback.step(info))
+
+    def evaluate(self, model: Snapshot) -> dict[str, float]:
+        """The metrics of all callbacks."""
+        found: dict[str, float] = {}
+        for _, metrics in self._each(lambda callback: callback.evaluate(model)):
+            found |= metrics
+        return found
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, Request]]:
+        return self._requests(lambda callback: callback.evaluation(step, metrics))
+
+    def checkpoint(self, step: int) -> None:
+        self._each(lambda callback: callback.checkpoint(step))
+
+    def fail(self, error: BaseException) -> None:
+        self._each(lambda callback: callback.failure(error))
+
+    def end(self, run: FinishedRun) -> dict[str, Json]:
+        """Entries for `summary.json`. A callback sees those of the callbacks before it."""
+        summary = dict(run.summary)
+        for name in list(self._callbacks):
+            if jax.process_count() == 1 and signals.stop_requested() is not None:
+                break
+            seen = dataclasses.replace(run, summary=dict(summary))
+            for _, entries in self._each(functools.partial(_end, run=seen), only=name):
+                summary |= entries
+        return summary
+
+    def close(self) -> None:
+        self._each(lambda callback: callback.close())
+
+    def states(self) -> dict[str, Mapping[str, Json]]:
+        """The state of each callback, by name; also of those that are no longer configured or were disabled."""
+        return self._states | {name: state for name, state in self._each(lambda callback: callback.state()) if state}
+
+    def set_states(self, states: Mapping[str, Mapping[str, Json]]) -> None:
+        """Continues each callback from its state in a checkpoint."""
+        self._states = dict(states)
+        for name, state in states.items():
+            if name not in self._callbacks:
+                print(f"callbacks: keeping the state of {name!r}, which this run does not have", file=sys.stderr)
+            else:
+                self._each(functools.partial(_set_state, state=state), only=name)
+        for name, callback in self._callbacks.items():
+            if name not in states and callback.state():
+                print(f"callbacks.{name}: the checkpoint has no state of it, so it starts afresh", file=sys.stderr)
+
+    def _requests(self, call: Callable[[Callback], Request | None]) -> list[tuple[str, Request]]:
+        return [(name, request) for name, request in self._each(call) if request is not None]
+
+    def _each[R](self, call: Callable[[Callback], R], only: str | None = None) -> list[tuple[str, R]]:
+        names: Iterable[str] = list(self._callbacks) if only is None else [only]
+        found: list[tuple[str, R]] = []
+        for name in names:
+            try:
+                with attributed(f"callbacks.{name}"):
+                    found.append((name, call(self._callbacks[name])))
+            except ENDS_THE_RUN:
+                raise
+            except AxcoreError as error:
+                self._failed(name, error)
+        return found
+
+    def _failed(self, name: str, error: AxcoreError) -> None:
+        if self._callbacks[name].config.on_error == "disable":
+            print(f"{error}\ncallbacks.{name} is disabled for the rest of this run", file=sys.stderr)
+            del self._callbacks[name]
+        elif self.failure is None:
+            self.failure = error
+
+
+def _end(callback: Callback, run: FinishedRun) -> Mapping[str, Json]:
+    return callback.end(run)
+
+
+def _set_state(callback: Callback, state: Mapping[str, Json]) -> None:
+    callback.set_state(state)

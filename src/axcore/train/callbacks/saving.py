@@ -1,0 +1,42 @@
+"""When checkpoints are written."""
+
+from __future__ import annotations
+
+import time
+
+from axcore.config import ConfigError, at_least
+from axcore.train.callbacks.base import Callback, Request, RunInfo
+
+
+class Saving(Callback):
+    """Asks for a checkpoint every few steps, every few minutes, or both. The last step is always saved.
+
+    The trainer's `checkpointer` says where checkpoints go and which are kept.
+    """
+
+    class Config(Callback.Config):
+        every_steps: int | None = None
+        every_minutes: float | None = 10.0
+        """Minutes since the last checkpoint that this callback asked for."""
+
+    config: Config
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        at_least(cfg, 1, "every_steps")
+        if cfg.every_minutes is not None and not cfg.every_minutes > 0:  # NaN too
+            raise ConfigError(f"every_minutes={cfg.every_minutes} must be positive, or None for never")
+        self._since = time.monotonic()
+
+    def start(self, run: RunInfo) -> None:
+        self._since = time.monotonic()
+
+    def due(self, step: int) -> Request | None:
+        steps, minutes = self.config.every_steps, self.config.every_minutes
+        if steps and step % steps == 0:
+            self._since = time.monotonic()
+            return Request(save=True, deterministic=True)
+        if minutes and time.monotonic() - self._since >= 60 * minutes:
+            self._since = time.monotonic()
+            return Request(save=True)
+        return None

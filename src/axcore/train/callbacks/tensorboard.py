@@ -1,0 +1,98 @@
+"""Metrics as TensorBoard scalars."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from axcore.config import AxcoreError
+from axcore.train.callbacks.base import RunInfo
+from axcore.train.callbacks.writers import Writer
+from axcore.train.files import os_reason
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+
+
+class TensorBoardWriter(Writer):
+    """Scalars for TensorBoard, one event a step.
+
+    A rewind starts a new event file that tells TensorBoard to drop the steps after it. What was written in
+    the last `flush_seconds` may be lost when the process is killed; what preceded a checkpoint never is.
+
+    Raises:
+        AxcoreError: the folder cannot be written (full disk, permissions).
+    """
+
+    class Config(Writer.Config):
+        folder: str = "tensorboard"
+        """Path inside the run folder."""
+        flush_seconds: float = 30.0
+        """Longest time, in seconds, between a value and the disk, as long as values keep coming."""
+
+    config: Config
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self._flushed_at = 0.0
+        self._events: EventsWriter | None = None
+
+    def start(self, run: RunInfo) -> None:
+        self._events_folder = run.folder / self.config.folder
+        super().start(run)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        now = time.time()
+        scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        try:
+            self._open().write_event(Event(wall_time=now, step=int(step), summary=Summary(value=scalars)))
+        except OSError as error:
+            raise self._failed(error) from error
+        if now - self._flushed_at >= self.config.flush_seconds:
+            self.flush()
+
+    def rewind(self, step: int) -> None:
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self.close()
+        if not any(self._events_folder.glob("*.tfevents.*")):
+            return
+        try:
+            start = SessionLog(status=SessionLog.START)
+            self._open().write_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
+        except OSError as error:
+            raise self._failed(error) from error
+        self.flush()
+
+    def flush(self) -> None:
+        if self._events is not None:
+            self._flushed_at = time.time()
+            try:
+                self._events.flush()
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def close(self) -> None:
+        events, self._events = self._events, None
+        if events is not None:
+            try:
+                events.close()
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def _open(self) -> EventsWriter:
+        # Not SummaryWriter: its thread dies of a full disk, and the queue to it then blocks the train loop for good.
+        from tensorboardX.event_file_writer import EventsWriter
+
+        if self._events is None:
+            self._events_folder.mkdir(parents=True, exist_ok=True)
+            suffix = f".{time.time_ns()}"  # the name has seconds, and TensorBoard reads files in the order of names
+            self._events = EventsWriter(str(self._events_folder / "events"), suffix)
+        return self._events
+
+    def _failed(self, error: OSError) -> AxcoreError:
+        return AxcoreError(f"cannot write TensorBoard events to {self._events_folder}: {os_reason(error)}")

@@ -1,0 +1,27 @@
+"""Errors that end a run."""
+
+from __future__ import annotations
+
+import signal
+
+from axcore.config import AxcoreError
+
+
+class TrainingError(AxcoreError):
+    """Training cannot continue: a loss or the parameters are not finite. Nothing is saved after it."""
+
+    exit_code = 82
+
+
+class RunStopped(AxcoreError):
+    """A signal ended the run after a step, and its state is saved.
+
+    Attributes:
+        signal: the signal, SIGINT or SIGTERM.
+        step: steps done.
+    """
+
+    def __init__(self, message: str, number: signal.Signals, step: int):
+        super().__init__(message)
+        self.signal, self.step = number, step
+        self.exit_code = 130 if number == signal.SIGINT else 75

@@ -1,0 +1,49 @@
+"""Which changes of a config a resumed run may have."""
+
+from __future__ import annotations
+
+from axcore.config import Config, ConfigError, Diff, diff_flat, flatten, walk
+
+
+def layout_paths(cfg: Config) -> list[str]:
+    """The paths of all fields that leave the mathematics of a run unchanged; see `Config.layout_fields`."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, node in walk(cfg)
+        for kind in type(node).__mro__
+        for name in vars(kind).get("layout_fields", ())
+    ]
+
+
+def changes(old: dict[str, str], cfg: Config) -> tuple[Diff, Diff]:
+    """How a config differs from the text of an earlier one.
+
+    Returns:
+        The changes to the mathematics (model, data, objective, optimizer, seed, ...), and all others (mesh, kernels,
+        rematerialization, microbatches, callbacks, retention, length of the run, ...).
+    """
+    new, free = flatten(cfg), layout_paths(cfg)
+
+    def is_free(path: str) -> bool:
+        return any(path == start or path.startswith(f"{start}.") for start in free)
+
+    found = diff_flat(old, new)
+    return Diff(each for each in found if not is_free(each.path)), Diff(each for each in found if is_free(each.path))
+
+
+def check(old: dict[str, str], cfg: Config, folder: object) -> Diff:
+    """Refuses to resume with other mathematics.
+
+    Returns:
+        The changes that are allowed.
+
+    Raises:
+        ConfigError: lists the changes that are not.
+    """
+    refused, allowed = changes(old, cfg)
+    if refused:
+        raise ConfigError(
+            f"the run in {folder} computes something else, so it cannot be resumed with this config. To start a new "
+            f"run from its weights: --use run-weights:folder={folder}. Changes:\n{refused}"
+        )
+    return allowed

@@ -1,0 +1,102 @@
+"""The newest checkpoint of a run, as the state of this attempt."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TypedDict, cast
+
+import jax
+
+from axcore.config import AxcoreError
+from axcore.train.checkpoint.manager import Checkpointer
+from axcore.train.checkpoint.state_layout import listed, named_leaves
+from axcore.train.data import Input
+from axcore.train.files import Json
+from axcore.train.step.program import Program, TrainState
+
+
+class Evaluated(TypedDict, total=False):
+    """The last evaluation; empty before the first."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class Meta(TypedDict):
+    """The metadata of a run's checkpoint.
+
+    Attributes:
+        seconds: training time so far, in all attempts.
+        config: the text of the config.
+        plugins: the active plugins and their versions.
+        input: what the batches depend on; see `Input.identity`.
+        callbacks: the state of each callback.
+    """
+
+    seconds: float
+    evaluated: Evaluated
+    config: str
+    plugins: dict[str, str]
+    input: dict[str, Json]
+    callbacks: dict[str, Mapping[str, Json]]
+
+
+def restore(checkpointer: Checkpointer, program: Program, source: Input) -> tuple[TrainState, int, Json, Meta]:
+    """The newest checkpoint, on the mesh of `program`, whatever mesh and number of processes wrote it.
+
+    Callbacks that the checkpoint does not know start from the restored parameters; arrays of callbacks that are no
+    longer configured are not read. Both are told on stderr.
+
+    Returns:
+        The state, the number of steps done, the position in the data, and the metadata.
+
+    Raises:
+        AxcoreError: the checkpoint is damaged, does not fit, or comes from other data.
+    """
+    meta = cast(Meta, checkpointer.meta())
+    check_input(meta["input"], source.identity())
+    held = checkpointer.layout()
+    fits = {name for name, tree in program.state.callbacks.items() if _fits(held, name, tree)}
+    unread = {path.split(".")[1] for path in held if path.startswith("callbacks.")} - fits
+    wanted = dataclasses.replace(
+        program.state, callbacks={name: tree for name, tree in program.state.callbacks.items() if name in fits}
+    )
+    found = checkpointer.restore(wanted, subset=bool(unread))
+    state: TrainState = found.state
+    for name in sorted(unread):
+        _say(f"callbacks.{name}: the arrays in the checkpoint do not fit this run and are not read")
+    if missing := program.state.callbacks.keys() - fits:
+        for name in sorted(missing):
+            _say(f"callbacks.{name}: starts from the restored parameters")
+        made = program.start_callbacks(state.params)
+        state = dataclasses.replace(state, callbacks=state.callbacks | {name: made[name] for name in missing})
+    return state, found.step, found.data, meta
+
+
+def check_input(old: dict[str, Json], new: dict[str, Json]) -> None:
+    """Refuses other data than the run was trained on.
+
+    Raises:
+        AxcoreError: lists what differs.
+    """
+    lines = [f"{name}: {old.get(name)} -> {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]
+    if lines:
+        raise AxcoreError(
+            f"the input is not the one that the run was trained on, so the run cannot be resumed. Restore the data, or "
+            f"start a new run from its weights with the feature run-weights. Changes:{listed(lines)}"
+        )
+
+
+def _fits(held: Mapping[str, tuple[str, Sequence[int]]], name: str, tree: object) -> bool:
+    leaves = named_leaves({"callbacks": {name: tree}})
+    wanted = {path: (str(leaf.dtype), tuple(leaf.shape)) for path, leaf in leaves.items()}
+    return wanted == {
+        path: (dtype, tuple(shape)) for path, (dtype, shape) in held.items() if path.startswith(f"callbacks.{name}.")
+    }
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr)
