@@ -7,7 +7,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract
-from axcore.nn import Attention, Causal, Everything, ReferenceKernel, SameSegment, SlidingWindow, TokenInfo
+from axcore.nn import Attention, Causal, Full, ReferenceKernel, SameSegment, SlidingWindow, TokenInfo
 
 from . import reference
 from .support import call, inputs, parameters, wide
@@ -39,7 +39,7 @@ def allowed(rule, seq, kv_seq):
 
 
 MASKS = {
-    "everything": (Everything(), None, lambda b, i, t: True),
+    "everything": (Full(), None, lambda b, i, t: True),
     "causal": (Causal(), None, lambda b, i, t: t <= i),
     "window": (Causal() & SlidingWindow(size=2), None, lambda b, i, t: i - 2 < t <= i),
     "packed": (Causal() & SameSegment(), SEGMENTS, lambda b, i, t: t <= i and SEGMENTS[b, i] == SEGMENTS[b, t]),
@@ -140,7 +140,7 @@ class Gate(ax.Layer):
 
 def test_the_position_slot_receives_packed_positions_and_the_output_slot_the_input():
     cfg = Attention.Config(
-        input_dim=4, num_heads=2, num_kv_heads=1, position=Shift.Config(), output=Gate.Config(), mask=Everything()
+        input_dim=4, num_heads=2, num_kv_heads=1, position=Shift.Config(), output=Gate.Config(), mask=Full()
     )
     params = parameters(cfg)
     assert params["output"]["weight"].shape == (4,)

@@ -11,8 +11,8 @@ from axcore.nn import (
     Attention,
     AttentionKernel,
     CausalLM,
-    Everything,
     FeedForward,
+    Full,
     Linear,
     Ones,
     ParallelLayer,
@@ -139,7 +139,7 @@ def test_embeddings_are_dropped():
 def test_each_chunk_of_queries_draws_different_bits():
     """One-hot values show the attention weights; all queries of a row see the same keys."""
     seq = 6
-    cfg = attention(0.5, chunk=2).set(mask=Everything(), num_heads=1, input_dim=seq)
+    cfg = attention(0.5, chunk=2).set(mask=Full(), num_heads=1, input_dim=seq)
     params = {
         "query": {"weight": jnp.zeros((seq, seq))},
         "key": {"weight": jnp.zeros((seq, seq))},

@@ -12,10 +12,10 @@ from axcore.nn import (
     CausalLM,
     ClampedSwiGLU,
     FeedForward,
-    FutureToken,
     LatentAttention,
     LayerNorm,
     Linear,
+    MultiTokenPrediction,
     Normal,
     ParallelLayer,
     Repeat,
@@ -57,7 +57,7 @@ def latent():
         vocab_size=30,
         dim=16,
         decoder=Repeat.Config(num_layers=2, layers=layer),
-        future=(FutureToken.Config(layer=layer),),
+        future=(MultiTokenPrediction.Config(layer=layer),),
         pad_vocab_to=8,
     )
 

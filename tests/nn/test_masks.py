@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from axcore.config import AxcoreError
-from axcore.nn import And, Causal, Everything, Or, SameSegment, SlidingWindow, TokenInfo
+from axcore.nn import And, Causal, Full, Or, SameSegment, SlidingWindow, TokenInfo
 
 BATCH, SEQ, KV_SEQ = 2, 4, 6
 QUERY = TokenInfo(
@@ -32,7 +32,7 @@ def by_loops(rule, query=QUERY, key=KEY):
 
 
 RULES = [
-    (Everything(), lambda i, t, a, b: True),
+    (Full(), lambda i, t, a, b: True),
     (Causal(), lambda i, t, a, b: t <= i),
     (SlidingWindow(size=1), lambda i, t, a, b: t == i),
     (SlidingWindow(size=2), lambda i, t, a, b: -2 < t - i < 2),

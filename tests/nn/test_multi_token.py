@@ -7,7 +7,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract
-from axcore.nn import Attention, CausalLM, FeedForward, FutureToken, Repeat, TransformerLayer
+from axcore.nn import Attention, CausalLM, FeedForward, MultiTokenPrediction, Repeat, TransformerLayer
 from axcore.parallel import Remat
 from axcore.train import CrossEntropy
 
@@ -32,7 +32,7 @@ PACKED = BATCH | {"segment_ids": SEGMENTS}
 
 def model(ahead=2, **options):
     decoder = Repeat.Config(num_layers=2, layers=LAYER)
-    future = (FutureToken.Config(layer=LAYER),) * ahead
+    future = (MultiTokenPrediction.Config(layer=LAYER),) * ahead
     return CausalLM.Config(**{"vocab_size": VOCAB, "dim": DIM, "decoder": decoder, "future": future} | options)
 
 
@@ -153,6 +153,6 @@ def test_parameters_of_a_module_have_the_axes_of_the_model():
 
 
 def test_an_invalid_module_raises_with_its_path():
-    cfg = model().set(future=(FutureToken.Config(), FutureToken.Config(layer=LAYER)))
+    cfg = model().set(future=(MultiTokenPrediction.Config(), MultiTokenPrediction.Config(layer=LAYER)))
     with pytest.raises(ax.ConfigError, match=r"future\.0\.layer\..*REQUIRED"):
         abstract(cfg)

@@ -14,7 +14,7 @@ from axcore.nn import (
     Causal,
     CausalLM,
     FeedForward,
-    FutureToken,
+    MultiTokenPrediction,
     Place,
     Repeat,
     Sequence,
@@ -240,7 +240,7 @@ def test_a_rebuilt_stack_keeps_dtypes_and_tags():
 
 
 def test_layer_numbers_continue_in_multi_token_prediction_modules():
-    cfg = tiny_model().set(future=(FutureToken.Config(layer=tiny_model().decoder.layers),))
+    cfg = tiny_model().set(future=(MultiTokenPrediction.Config(layer=tiny_model().decoder.layers),))
     edited, told = numbered(cfg)
     assert [path.partition(".")[0] for _, path in told] == ["decoder", "decoder", "future"]
     assert edited.future[0].layer.ffn.hidden_dim == 102
