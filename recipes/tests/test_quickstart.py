@@ -3,13 +3,16 @@
 import json
 import math
 
+import jax
 import pytest
 
 import axcore as ax
 from axcore.cli import main
 from axcore.module import abstract
-from axcore.nn import Attention
+from axcore.nn import Attention, TransformerLayer
+from axcore.train import AdamW
 from axcore.train.callbacks.writers import read_jsonl
+from axcore_recipes.short_conv import ConvTransformerLayer
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,22 @@ def test_it_is_as_long_as_the_first_page_of_the_readme_says(quickstart):
     assert quickstart.steps is None and 3 <= quickstart.minutes < 4  # the command takes under four minutes
 
 
+def test_every_layer_begins_with_a_short_convolution(quickstart):
+    found = ax.select(quickstart.model, TransformerLayer)
+    assert {type(node) for _, node in found} == {ConvTransformerLayer.Config}
+
+
+def test_muon_moves_the_matrices_of_the_layers_and_adamw_everything_else(quickstart):
+    assert type(quickstart.learner.optimizer.others) is AdamW.Config
+    state = quickstart.build().program().state.optimizer
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    names = ("attention", "query"), ("attention", "key"), ("attention", "value"), ("attention", "projection")
+    moved = [path for path in paths if ".trace" in path]
+    assert len(moved) == 6
+    for block, name in (*names, ("ffn", "up"), ("ffn", "down")):
+        assert sum(f"['{block}']['{name}']" in path for path in moved) == 1
+
+
 def test_rope_is_in_every_attention(quickstart):
     found = [node for _, node in ax.select(quickstart.model, Attention)]
     assert found
@@ -35,7 +54,7 @@ def test_rope_is_in_every_attention(quickstart):
 def test_its_model_builds_and_has_the_size_that_it_says(quickstart):
     fn, params, state = abstract(quickstart.model)
     sizes = [math.prod(leaf.shape) for leaf in _leaves(params)]
-    assert 0.7e6 < sum(sizes) < 0.9e6
+    assert 0.5e6 < sum(sizes) < 0.55e6
     assert not state
     layers = quickstart.model.decoder.num_layers
     stacked = [leaf for leaf, axes in zip(_leaves(params), _leaves(fn.axes), strict=True) if axes[0] == "layer"]
@@ -61,19 +80,19 @@ def _leaves(tree):
 @pytest.mark.slow
 def test_a_short_run_leaves_picture_sample_summary_and_config(tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", "quickstart", "--set", "steps=20", "--set", "minutes=none", "--out", str(out)]) == 0
+    assert main(["train", "quickstart", "--set", "steps=40", "--set", "minutes=none", "--out", str(out)]) == 0
     names = {path.name for path in out.iterdir()}
     assert {"loss.png", "sample.txt", "summary.json", "config.txt", "metrics.jsonl", "checkpoints"} <= names
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "sample.txt").read_text().startswith("def read_file(path):\n")
     assert len((out / "sample.txt").read_text()) > 200
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["steps"] == 20 and summary["plugins"].keys() == {"recipes", "rope"}
+    assert summary["steps"] == 40 and summary["plugins"].keys() == {"muon", "recipes", "rope"}
     assert 1 < summary["lzma_bits_per_byte"] < summary["zlib_bits_per_byte"] < 3
     assert summary["zlib_bits_per_byte"] < summary["validation/bits_per_byte"] < 8
     config = (out / "config.txt").read_text()
-    assert "steps: 20\n" in config and "axcore_rope.rotary.Rotary" in config
+    assert "steps: 40\n" in config and "axcore_rope.rotary.Rotary" in config
     steps = [line["step"] for line in read_jsonl(out / "metrics.jsonl") if "train/loss" in line]
-    assert steps == list(range(1, 21))
+    assert steps == list(range(1, 41))
     shown = capsys.readouterr().out
     assert "validation/bits_per_byte" in shown and str(out) in shown

@@ -17,7 +17,7 @@ def axcore_recipes() -> list[Recipe]:
         Recipe("llama3-8b", f"{here}.llama:llama3_8b", "Llama 3 8B."),
         Recipe("llama3-70b", f"{here}.llama:llama3_70b", "Llama 3 70B."),
         Recipe("mixtral-8x7b", f"{here}.mixtral:mixtral_8x7b", "Mixtral, 46.7B parameters, 12.9B for each token."),
-        Recipe("quickstart", f"{here}.quickstart:quickstart", "A small byte-level Llama on Python's source."),
+        Recipe("quickstart", f"{here}.quickstart:quickstart", "A small byte-level language model on Python's source."),
         Recipe("qwen3-0.6b", f"{here}.qwen3:qwen3_0_6b", "Qwen3 0.6B."),
         Recipe("qwen3-8b", f"{here}.qwen3:qwen3_8b", "Qwen3 8B."),
         Recipe("qwen3-30b-a3b", f"{here}.qwen3:qwen3_30b_a3b", "Qwen3, 30.5B parameters, 3.3B for each token."),

@@ -1,39 +1,51 @@
-"""quickstart: a small byte-level Llama, trained on the standard library of the Python that runs it."""
+"""quickstart: a small byte-level language model, trained on the standard library of the Python that runs it."""
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
 import axcore as ax
-from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Repeat, TransformerLayer, Zeros
+from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Repeat, Zeros
 from axcore.train import AdamW, CrossEntropy, Learner, Saving, Trainer, WarmupStableDecay
 from axcore.train.data import ByteTokenizer, TextInput
 from axcore_recipes.corpus import StandardLibrary
+from axcore_recipes.short_conv import ConvTransformerLayer
 from axcore_recipes.text_reports import CompressionReport, LossPlot, SampleReport
 
 
-def quickstart() -> Trainer.Config:
-    """A decoder of 0.8M parameters that two CPU cores train in four minutes.
+@ax.register
+def squared_relu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`max(x, 0) ** 2` (So et al. 2021, arXiv 2109.08668, section 4.2)."""
+    return jnp.square(jax.nn.relu(x))
 
-    It is small because at this budget tokens are worth more than parameters, and its rows are short because attention
-    over them is what a CPU spends most time on.
+
+def quickstart() -> Trainer.Config:
+    """A decoder of 0.5M parameters that two CPU cores train to below the bits per byte of `zlib -9` in four minutes.
+
+    At this budget tokens are worth more than parameters, so everything in it is chosen for what it costs on a CPU: few
+    layers, one head of attention, a feed-forward block without a gate. Rows of 256 bytes let the model copy from what
+    it has read, and the short convolutions let it learn to within the first minute. Muon needs fewer tokens than AdamW.
     """
     tokenizer = ByteTokenizer.Config()
     into, out_of = Linear.Config(init=FanIn()), Linear.Config(init=Zeros())  # each layer starts as the identity
-    layer = TransformerLayer.Config(
-        attention=Attention.Config(num_heads=2, num_kv_heads=1, query=into, key=into, value=into, projection=out_of),
-        ffn=FeedForward.Config(hidden_dim=384, gate=into, up=into, down=out_of),
+    layer = ConvTransformerLayer.Config(
+        attention=Attention.Config(num_heads=1, head_dim=64, query=into, key=into, value=into, projection=out_of),
+        ffn=FeedForward.Config(hidden_dim=512, activation=squared_relu, gate=None, up=into, down=out_of),
     )
     cfg = Trainer.Config(
         model=CausalLM.Config(
             vocab_size=tokenizer.build().vocab_size,
             dim=128,
-            decoder=Repeat.Config(num_layers=4, layers=layer, unroll=4),
+            decoder=Repeat.Config(num_layers=3, layers=layer, unroll=3),
             head=None,
         ),
         objective=CrossEntropy.Config(z_loss=1e-4),
-        input=TextInput.Config(source=StandardLibrary.Config(), tokenizer=tokenizer, seq_len=128, batch_size=8),
+        input=TextInput.Config(source=StandardLibrary.Config(), tokenizer=tokenizer, seq_len=256, batch_size=8),
         learner=Learner.Config(
             optimizer=AdamW.Config(weight_decay=0.1),
-            schedule=WarmupStableDecay(peak=2e-3, warmup_steps=50, decay=0.4),
+            schedule=WarmupStableDecay(peak=6e-3, warmup_steps=50, decay=0.4),
         ),
         minutes=3.6,
     )
@@ -44,4 +56,5 @@ def quickstart() -> Trainer.Config:
         "loss_plot": LossPlot.Config(),
         "sample": SampleReport.Config(),
     }
-    return ax.pipe(cfg.set(callbacks=callbacks), ax.use("rope"))
+    # On a CPU the iteration of Muon is no faster in bfloat16, and in float32 it does not depend on the layout.
+    return ax.pipe(cfg.set(callbacks=callbacks), ax.use("rope"), ax.use("muon", dtype="float32"))

@@ -1,0 +1,91 @@
+"""A transformer layer that first mixes each token with the few before it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import axcore as ax
+from axcore.config import at_least
+from axcore.module import ContextError
+from axcore.nn import DecodingState, Initializer, KVCache, TokenInfo, TransformerLayer, Zeros
+
+Hidden = Float[Array, "batch seq input_dim"]
+
+
+class ShortConv(ax.Layer):
+    """`y_t = x_t + sum_k weight_k x_{t - k}`, each feature by itself, inside a document.
+
+    It starts as the identity. Attention finds what stood after an earlier occurrence of the present text only once a
+    token knows its predecessors, which such a convolution provides at once (Allen-Zhu 2025, Physics of Language Models
+    4.1, "Canon layers").
+    """
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        width: int = 4
+        """Tokens that are mixed, the present one included."""
+        init: Initializer = Zeros()
+        batch_size: int | None = None
+        """Rows that are decoded together; the last tokens of each are kept for the next call. None: none are."""
+
+        def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> ShortConv.Config:
+            return self.set(batch_size=batch_size)
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        at_least(cfg, 1, "input_dim", "width", "batch_size")
+        self.weight = self.param("weight", (cfg.width, cfg.input_dim), cfg.init, rngs, axes=(None, "embed"))
+        self.past = nnx.data(None)
+        if cfg.batch_size is not None:
+            shape = (cfg.batch_size, cfg.width - 1, cfg.input_dim)
+            self.past = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=("batch", None, "embed"))
+
+    def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
+        """Mixes each token with those before it."""
+        (batch, seq, dim), reach = x.shape, self.config.width - 1
+        if self.past is None:
+            past = jnp.zeros((batch, reach, dim), x.dtype)
+        elif tokens.cached is None:
+            raise ContextError("a model that keeps the state of its rows is called through axcore.infer.Decoder")
+        else:
+            past = tokens.cached.take(self.past).astype(x.dtype)
+        row = jnp.concatenate([past, x], axis=1)
+        y = x
+        for lag, weight in enumerate(self.weight[...].astype(x.dtype)):
+            before = row[:, reach - lag : reach - lag + seq]
+            same = (tokens.positions >= lag)[..., None]  # the token so far back belongs to this document
+            y = y + jnp.where(same, before, 0) * weight
+        if self.past is not None and tokens.cached is not None:
+            tokens.cached.put(self.past, _last(row, reach, tokens.valid))
+        return y
+
+
+class ConvTransformerLayer(TransformerLayer):
+    """A transformer layer with a short convolution of the residual stream before it."""
+
+    class Config(TransformerLayer.Config):
+        conv: ShortConv.Config = ShortConv.Config()
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.conv = self.child("conv", cfg.conv, rngs, input_dim=cfg.input_dim)
+
+    def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
+        """Convolution, attention and feed-forward block."""
+        return super().__call__(self.conv(x, tokens), tokens)
+
+
+def _last(row: Hidden, reach: int, valid: jax.Array | None) -> Hidden:
+    """The last `reach` tokens of a row that begins with as many of the call before; padding at its end is left out."""
+    seq = row.shape[1] - reach
+    if valid is None:
+        return row[:, seq:]
+    count = jnp.max(jnp.where(valid, jnp.arange(1, seq + 1), 0), axis=1)
+    count = jnp.broadcast_to(count, row.shape[:1])
+    return jax.vmap(lambda tokens, start: jax.lax.dynamic_slice_in_dim(tokens, start, reach))(row, count)
