@@ -173,9 +173,13 @@ def test_choosing_what_is_no_matrix_names_it():
         Muon.Config(orthogonalizes=lambda path, axes: "norm" in path).build().transformation(AXES)
 
 
-def test_choosing_nothing_is_an_error_and_no_silent_adamw():
-    with pytest.raises(ax.ConfigError, match=r"learner\.optimizer\.orthogonalizes chooses no parameter"):
-        Muon.Config().build().transformation({"bias": ("mlp",)})
+def test_where_nothing_is_chosen_the_other_optimizer_trains_everything():
+    params, grads = {"bias": jnp.ones((4,))}, {"bias": jnp.arange(4.0)}
+    found, wanted = (
+        optimizer.build().transformation({"bias": ("mlp",)}) for optimizer in (Muon.Config(), Muon.Config().others)
+    )
+    found, wanted = (each.update(grads, each.init(params), params)[0] for each in (found, wanted))
+    np.testing.assert_array_equal(found["bias"], wanted["bias"])
 
 
 @pytest.mark.parametrize(

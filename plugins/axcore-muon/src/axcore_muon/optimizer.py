@@ -62,7 +62,8 @@ class Muon(Optimizer):
         weight_decay: float = 0.1
         """Of the matrices, times the learning rate (eq. 3 of the same)."""
         orthogonalizes: Callable[[str, Axes], bool] = hidden_matrices
-        """Which parameters, by path and logical axes, are such matrices."""
+        """Which parameters, by path and logical axes, are such matrices. Where it chooses none, as when LoRA freezes
+        them all, `others` trains everything."""
         others: Optimizer.Config = AdamW.Config()
         """The optimizer of all other parameters."""
 
@@ -86,7 +87,7 @@ class Muon(Optimizer):
         """See `Optimizer.transformation`.
 
         Raises:
-            ConfigError: `orthogonalizes` chooses no parameter, or one that is not a matrix.
+            ConfigError: `orthogonalizes` chooses a parameter that is not a matrix.
         """
         cfg = self.config
 
@@ -99,12 +100,6 @@ class Muon(Optimizer):
         labels = jax.tree.map(
             lambda node: "others" if isinstance(node, optax.MaskedNode) else "muon", matrices, is_leaf=_is_tuple
         )
-        if "muon" not in jax.tree.leaves(labels):
-            raise ax.ConfigError(
-                "learner.optimizer.orthogonalizes chooses no parameter of the model that is trained (rates of 0 "
-                "freeze, as those of lora do), so there is nothing for Muon; "
-                "give a function of (path, logical axes), which `axcore tree` shows"
-            )
         muon = optax.chain(
             optax.trace(cfg.momentum, cfg.nesterov),
             self._orthogonalize(matrices),
