@@ -22,7 +22,7 @@ setup:
 quickstart: setup
 	@echo "quickstart: trains a byte-level language model of 0.5M parameters on the standard library of this Python;"
 	@echo "3.6 minutes of training on two CPU cores, a few seconds more for evaluation and reports. Expect about 1.65 bits per"
-	@echo "byte on the validation text, 1.8 on a machine half as fast; zlib -9 reaches 1.86 and lzma 1.61 (Python 3.12)."
+	@echo "byte on the validation text, more on a slow or busy machine; zlib -9 reaches 1.86 and lzma 1.61 (Python 3.12)."
 	$(BIN)/axcore train quickstart --out runs/quickstart
 
 # The weights of the recipe smollm2-135m, in a package whose own dependency (llama-cpp-python) nobody needs here.
