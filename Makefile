@@ -31,7 +31,7 @@ weights: setup
 test: setup
 	$(PY) -m pytest $(PARALLEL) -m "not slow and not long" $(ARGS)
 
-# What CI runs beside `make test`.
+# What CI runs beside `make test`; CONTRIBUTING.md says which tests that are.
 test-long: setup
 	$(PY) -m pytest $(PARALLEL) -m "long and not slow" $(ARGS)
 

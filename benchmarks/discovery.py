@@ -21,7 +21,7 @@ from typing import Any
 
 MODULE = '''"""What {name} offers."""
 
-from axcore.plugin import AttentionKernel, Feature, Recipe, hookimpl
+from axcore.plugin import AttentionKernelOffer, Feature, Recipe, hookimpl
 
 axcore_api = 2
 
@@ -33,7 +33,7 @@ def axcore_features(host):
 
 @hookimpl
 def axcore_attention_kernels():
-    return [AttentionKernel("{name}", "bench_{number}.kernel:Kernel", "A kernel.")]
+    return [AttentionKernelOffer("{name}", "bench_{number}.kernel:Kernel", "A kernel.")]
 
 
 @hookimpl

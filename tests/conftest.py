@@ -126,7 +126,7 @@ class Process:
             self.code = self._server.ask({"wait": self.pid})["status"]
         return self.code
 
-    def wait(self, seconds=90):
+    def wait(self, seconds=600):
         deadline = time.monotonic() + seconds
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -142,7 +142,7 @@ class Process:
         while self.poll() is None:
             time.sleep(0.002)
 
-    def kill_when(self, condition, seconds=90):
+    def kill_when(self, condition, seconds=600):
         """Kills it as soon as `condition()` holds. Returns whether that came before its end."""
         deadline = time.monotonic() + seconds
         while self.poll() is None:

@@ -1,83 +1,151 @@
 """axcore: a plugin framework for training and serving large models on Flax NNX.
 
-Names are imported when they are first used: `import axcore` itself loads neither jax nor flax.
+Names and submodules are imported when they are first used: `import axcore` itself loads neither jax nor flax.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from axcore import aot, config, infer, module, nn, numerics, parallel, plugin, runtime, testing, train
+    from axcore.aot import tree
+    from axcore.config import (
+        REQUIRED,
+        AxcoreError,
+        Codec,
+        Config,
+        ConfigError,
+        Configurable,
+        Modifier,
+        Where,
+        acting,
+        at_least,
+        content_hash,
+        from_json,
+        override,
+        pipe,
+        register,
+        register_codec,
+        select,
+        tagged,
+        to_json,
+    )
+    from axcore.module import (
+        DTypes,
+        Layer,
+        Reduce,
+        Rngs,
+        cond,
+        current,
+        custom_jvp,
+        custom_vjp,
+        functional,
+        invoke,
+        method,
+        remat,
+        scan,
+        stack,
+        vmap,
+        while_loop,
+    )
+    from axcore.nn import call, stock
+    from axcore.parallel import Mesh, shard_map
+    from axcore.plugin import recipe, target, use
+    from axcore.train import Trainer, fit
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from axcore.config import (
-        REQUIRED as REQUIRED,
-        AxcoreError as AxcoreError,
-        Codec as Codec,
-        Config as Config,
-        ConfigError as ConfigError,
-        Configurable as Configurable,
-        Modifier as Modifier,
-        Where as Where,
-        acting as acting,
-        at_least as at_least,
-        content_hash as content_hash,
-        from_json as from_json,
-        override as override,
-        pipe as pipe,
-        register as register,
-        register_codec as register_codec,
-        select as select,
-        tagged as tagged,
-        to_json as to_json,
-    )
-    from axcore.module import (
-        DTypes as DTypes,
-        Layer as Layer,
-        Reduce as Reduce,
-        Rngs as Rngs,
-        cond as cond,
-        current as current,
-        custom_jvp as custom_jvp,
-        custom_vjp as custom_vjp,
-        functional as functional,
-        invoke as invoke,
-        method as method,
-        remat as remat,
-        scan as scan,
-        stack as stack,
-        vmap as vmap,
-        while_loop as while_loop,
-    )
-    from axcore.nn import call as call, stock as stock
-    from axcore.parallel import Mesh as Mesh, shard_map as shard_map
-    from axcore.plugin import recipe as recipe, target as target, use as use
-    from axcore.train import fit as fit
+__all__ = [
+    "REQUIRED",
+    "AxcoreError",
+    "Codec",
+    "Config",
+    "ConfigError",
+    "Configurable",
+    "DTypes",
+    "Layer",
+    "Mesh",
+    "Modifier",
+    "Reduce",
+    "Rngs",
+    "Trainer",
+    "Where",
+    "__version__",
+    "acting",
+    "aot",
+    "at_least",
+    "call",
+    "cond",
+    "config",
+    "content_hash",
+    "current",
+    "custom_jvp",
+    "custom_vjp",
+    "fit",
+    "from_json",
+    "functional",
+    "infer",
+    "invoke",
+    "method",
+    "module",
+    "nn",
+    "numerics",
+    "override",
+    "parallel",
+    "pipe",
+    "plugin",
+    "recipe",
+    "register",
+    "register_codec",
+    "remat",
+    "runtime",
+    "scan",
+    "select",
+    "shard_map",
+    "stack",
+    "stock",
+    "tagged",
+    "target",
+    "testing",
+    "to_json",
+    "train",
+    "tree",
+    "use",
+    "vmap",
+    "while_loop",
+]
 
-_HOMES = {
+_NAMES = {
+    "axcore.aot": "tree",
     "axcore.config": (
-        "REQUIRED AxcoreError Codec Config ConfigError Configurable Modifier Where acting at_least "
-        "content_hash from_json override pipe register register_codec select tagged to_json "
+        "REQUIRED AxcoreError Codec Config ConfigError Configurable Modifier Where acting at_least content_hash "
+        "from_json override pipe register register_codec select tagged to_json"
     ),
     "axcore.module": (
-        "DTypes Layer Reduce Rngs cond current custom_jvp custom_vjp functional invoke method remat scan "
-        "stack vmap while_loop "
+        "DTypes Layer Reduce Rngs cond current custom_jvp custom_vjp functional invoke method remat scan stack "
+        "vmap while_loop"
     ),
     "axcore.nn": "call stock",
     "axcore.parallel": "Mesh shard_map",
     "axcore.plugin": "recipe target use",
-    "axcore.train": "fit",
+    "axcore.train": "Trainer fit",
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'axcore' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
-    return value
+if not TYPE_CHECKING:  # a type checker reads the imports above, and reports every other name
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name not in __all__:
+            raise AttributeError(f"module 'axcore' has no attribute {name!r}")
+        if name not in _HOMES:
+            return import_module(f"axcore.{name}")
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return __all__

@@ -1,6 +1,6 @@
-"""What the core itself offers, through the same hooks as everyone else. Imports neither jax nor flax."""
+"""The core's own offers, made through the same hooks as those of plugins. Imports neither jax nor flax."""
 
-from axcore.plugin import AttentionKernel, CheckpointFormat, Feature, InputSource, KVCache, Optimizer, hookimpl
+from axcore.plugin import AttentionKernelOffer, Feature, KVCacheOffer, OptimizerOffer, SourceOffer, hookimpl
 
 axcore_api = 2
 
@@ -23,25 +23,22 @@ def axcore_features() -> list[Feature]:
 
 
 @hookimpl
-def axcore_attention_kernels() -> list[AttentionKernel]:
-    return [AttentionKernel("reference", "axcore.nn:ReferenceKernel", "The formula of attention, exact, anywhere.")]
+def axcore_attention_kernels() -> list[AttentionKernelOffer]:
+    return [
+        AttentionKernelOffer("reference", "axcore.nn:ReferenceKernel", "The formula of attention, on any platform.")
+    ]
 
 
 @hookimpl
-def axcore_kv_caches() -> list[KVCache]:
-    return [KVCache("contiguous", "axcore.nn:ContiguousCache", "All keys and values in one array per layer.")]
+def axcore_kv_caches() -> list[KVCacheOffer]:
+    return [KVCacheOffer("contiguous", "axcore.nn:ContiguousCache", "All keys and values in one array per layer.")]
 
 
 @hookimpl
-def axcore_optimizers() -> list[Optimizer]:
-    return [Optimizer("adamw", "axcore.train:AdamW", "Adam with decoupled weight decay.")]
+def axcore_optimizers() -> list[OptimizerOffer]:
+    return [OptimizerOffer("adamw", "axcore.train:AdamW", "Adam with decoupled weight decay.")]
 
 
 @hookimpl
-def axcore_input_sources() -> list[InputSource]:
-    return [InputSource("text-files", "axcore.train.data:TextFiles", "The text files below a folder.")]
-
-
-@hookimpl
-def axcore_checkpoint_formats() -> list[CheckpointFormat]:
-    return [CheckpointFormat("orbax", "axcore.train:OrbaxFormat", "Orbax folders, written in the background.")]
+def axcore_input_sources() -> list[SourceOffer]:
+    return [SourceOffer("text-files", "axcore.train.data:TextFiles", "The text files below a folder.")]

@@ -1,7 +1,7 @@
-"""Refuses a jax and a flax that do not work together, in one sentence. Imported before flax is.
+"""Checks that the installed versions of jax and flax work together. Imported before flax.
 
-Some pairs that an installer resolves fail deep inside `import flax.nnx`: flax 0.12.8 on jax 0.11.2 does not find
-`hijax.HiPrimitive`. Reading two versions costs a millisecond, and importing jax a second.
+Installers resolve some pairs that fail deep inside `import flax.nnx`: flax 0.12.8 with jax 0.11.2 does not find
+`hijax.HiPrimitive`. Reading two versions takes a millisecond; importing jax takes a second.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import re
 from axcore.config.errors import AxcoreError
 
 OLDEST = {"jax": "0.11.1", "flax": "0.12.9"}
-"""The oldest versions that work with each other and with axcore; each newer pair up to now does too."""
+"""The oldest versions that work with each other and with axcore. All newer pairs so far work too."""
 
 
 def bad_pair() -> str:
-    """What is wrong with the installed jax and flax, and how to mend it; `""` when nothing is."""
+    """An error message if the installed jax and flax are too old, with the command that upgrades them; else `""`."""
     found = {name: _version(name) for name in OLDEST}
     if all(version is not None and _numbers(version) >= _numbers(OLDEST[name]) for name, version in found.items()):
         return ""
     here = " and ".join(f"{name} {version}" if version else f"no {name}" for name, version in found.items())
     wanted = [f"{name}>={version}" for name, version in OLDEST.items()]
-    return f"{here} are installed; axcore needs {' with '.join(wanted)}: pip install -U {' '.join(map(repr, wanted))}"
+    command = f"pip install -U {' '.join(map(repr, wanted))}"
+    return f"{here} are installed, but axcore requires {' and '.join(wanted)}: {command}"
 
 
 def _version(distribution: str) -> str | None:

@@ -14,10 +14,12 @@ import pytest
 
 from .test_pages import QUICK
 
+pytestmark = pytest.mark.long
+
 API_1 = pathlib.Path(__file__).parent / "api_1"
 LINES = {
-    "attention": (8, 1),
-    "kv_cache": (10, 3),
+    "attention": (11, 1),
+    "kv_cache": (13, 3),
     "layer": (2, 0),
     "parallelism": (3, 0),
     "quantizer": (10, 3),

@@ -10,6 +10,8 @@ import pytest
 from axcore.cli import new_plugin
 from axcore.cli.new_plugin import KINDS, TEMPLATES
 
+pytestmark = pytest.mark.long
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 

@@ -13,6 +13,8 @@ from axcore.config.node import default, field_names
 
 from .pages import DOCS, Command, File, Machine, steps
 
+pytestmark = pytest.mark.long
+
 AT_NIGHT = ("gradients", "eight_devices", "bfloat16", "recomputed", "recomputing", "unrolled", "mapped", "rows")
 QUICK = f"-k '{' and '.join(f'not {each}' for each in AT_NIGHT)}'"
 """What pytest leaves out of a plugin's own tests by day: most of their time. At night they run whole."""

@@ -10,12 +10,14 @@ from axcore.module import abstract
 from axcore.train import Checkpointer, save_model
 from axcore.train.data import ByteTokenizer
 
+pytestmark = pytest.mark.long
+
 PROMPT = "banana ora"
 
 
 @pytest.fixture(scope="module")
 def trained(tiny, tmp_path_factory):
-    """The folder of a run."""
+    """The run folder of a trained model."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     ax.fit(tiny.set(steps=30, callbacks={}), out=folder)
     return folder
@@ -23,7 +25,7 @@ def trained(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tiny, trained):
-    """The model of its last checkpoint."""
+    """The model of the last checkpoint of `trained`."""
     with Checkpointer.Config().build(trained / "checkpoints") as checkpointer:
         state = checkpointer.restore(tiny.build().program().state).state
     return abstract(tiny.model)[0].bind(state.params, state.model_state)
@@ -36,25 +38,25 @@ def expected(model, prompt, **arguments):
     return prompt + bytes(found[found < 256].tolist()).decode(errors="replace") + "\n"
 
 
-def test_a_folder_goes_on_from_the_prompt_as_the_model_does_without_a_cache(axcore, trained, model):
+def test_a_folder_continues_the_prompt_like_the_model_without_a_cache(axcore, trained, model):
     for prompt in (PROMPT, ""):
         done = axcore("generate", trained, "--prompt", prompt, "--tokens", "9")
         assert (done.code, done.err) == (0, "")
         assert done.out == expected(model, prompt)
 
 
-def test_bytes_that_are_no_text_are_shown_as_such(axcore, trained):
+def test_bytes_that_are_not_text_are_replaced(axcore, trained):
     done = axcore("generate", trained, "--prompt", "ab\udcff", "--tokens", "1")
     assert done.code == 0 and done.out.startswith("ab\ufffd"), done
 
 
-def test_a_recipe_brings_its_weights(axcore, trained, corpus, model):
+def test_a_recipe_provides_its_weights(axcore, trained, corpus, model):
     use = ("--set", f"input.source.folder={corpus}", "--use", "rope", "--use", f"run-weights:folder={trained}")
     done = axcore("generate", "tiny", *use, "--prompt", PROMPT, "--tokens", "9")
     assert done.out == expected(model, PROMPT), done
 
 
-def test_the_seed_decides_what_is_drawn(axcore, trained, model):
+def test_the_seed_determines_the_sampled_tokens(axcore, trained, model):
     drawn = [
         axcore("generate", trained, "--prompt", PROMPT, "--tokens", 9, "--temperature", 1.5, "--seed", seed).out
         for seed in (1, 2)
@@ -62,20 +64,20 @@ def test_the_seed_decides_what_is_drawn(axcore, trained, model):
     assert drawn[0] != drawn[1] == expected(model, PROMPT, temperature=1.5, key=jax.random.key(2))
 
 
-def test_another_number_type(axcore, trained):
+def test_another_dtype(axcore, trained):
     done = axcore("generate", trained, "--prompt", PROMPT, "--tokens", 3, "--dtype", "bfloat16")
     assert done.code == 0 and done.out.startswith(PROMPT)
-    assert "'b16' is no number type" in axcore("generate", trained, "--prompt", "a", "--dtype", "b16").message
+    assert "'b16' is not a dtype" in axcore("generate", trained, "--prompt", "a", "--dtype", "b16").message
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["tiny"], r"the recipe 'tiny' brings no weights: give the folder of a run of it (axcore train tiny)"),
-        (["tinny"], "there is no folder 'tinny', and as a recipe: there is no recipe 'tinny'"),
-        ([""], "there is no folder '', and as a recipe: there is no recipe ''"),
+        (["tiny"], r"the recipe 'tiny' has no weights. Pass the folder of a trained run (axcore train tiny)"),
+        (["tinny"], "'tinny' is not a folder, and not a recipe: there is no recipe 'tinny'"),
+        ([""], "'' is not a folder, and not a recipe: there is no recipe ''"),
         (["./tiny"], "/tiny holds no model: config.json: No such file or directory"),
-        (["RUN", "--set", "steps=3"], "a folder's model is as it is"),
+        (["RUN", "--set", "steps=3"], "--use, --target and --set require a recipe, but this is a folder"),
         (["RUN", "--tokens", "0"], "--tokens must be from 1 to 2**31 - 1, not 0"),
         (["RUN", "--tokens", "1000000000000"], "--tokens must be from 1 to 2**31 - 1"),
         (["RUN", "--seed", "-1"], "--seed must be from 0"),
@@ -85,12 +87,12 @@ def test_another_number_type(axcore, trained):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_cannot_be_done_is_refused(axcore, trained, argv, message):
+def test_invalid_arguments_fail_with_a_message(axcore, trained, argv, message):
     argv = [str(trained) if each == "RUN" else each for each in argv]
     assert message in axcore("generate", *argv, "--prompt", "a").message
 
 
-def test_a_text_beyond_what_the_model_knows_is_refused(axcore, tiny, tmp_path):
+def test_a_text_longer_than_the_positions_of_the_model_fails(axcore, tiny, tmp_path):
     cfg = ax.pipe(tiny.model, ax.use("learned-positions", max_len=8))
     folder = saved(tmp_path / "short", cfg, ByteTokenizer.Config())
     message = axcore("generate", folder, "--prompt", "abcd", "--tokens", "4").message
@@ -103,11 +105,11 @@ def saved(folder, cfg, tokenizer):
     return save_model(folder, cfg, *filled, tokenizer=tokenizer)
 
 
-def test_a_folder_without_a_tokenizer_and_one_whose_vocabulary_is_too_small_are_refused(axcore, tiny, tmp_path):
+def test_a_folder_without_a_tokenizer_and_one_with_too_small_a_vocabulary_fail(axcore, tiny, tmp_path):
     cfg = tiny.model.set(vocab_size=260)
     for name, tokenizer, message in (
-        ("none", None, "nobody says which tokenizer the model's text has"),
-        ("small", ByteTokenizer.Config(), "the tokenizer has 264 ids, and model.vocab_size=260"),
+        ("none", None, "the model has no tokenizer"),
+        ("small", ByteTokenizer.Config(), "the tokenizer has 264 ids, but model.vocab_size=260"),
     ):
         folder = saved(tmp_path / name, cfg, tokenizer)
         assert message in axcore("generate", folder, "--prompt", "a").message

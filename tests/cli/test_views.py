@@ -71,7 +71,7 @@ ROW = re.compile(
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "llama2-7b"])
-def test_tree_totals_are_those_of_the_parameters(axcore, recipe):
+def test_tree_totals_equal_the_number_of_parameters(axcore, recipe):
     params = jax.tree.leaves(abstract(ax.recipe(recipe).model)[1])
     head, *_ = lines(axcore("tree", recipe))
     row = ROW.match(head)
@@ -80,7 +80,7 @@ def test_tree_totals_are_those_of_the_parameters(axcore, recipe):
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
     assert row["size"] == {"tiny": f"{size / 1024:.1f} KiB", "llama2-7b": f"{size / 1024**3:.1f} GiB"}[recipe]
     if recipe == "llama2-7b":
-        assert row["count"] == "6,738,415,616"  # as Meta's checkpoint
+        assert row["count"] == "6,738,415,616"  # equal to Meta's checkpoint
 
 
 def test_tree_shows_shapes_axes_bytes_and_suppliers(axcore):
@@ -92,7 +92,7 @@ def test_tree_shows_shapes_axes_bytes_and_suppliers(axcore):
     assert all(ROW.match(line)["supplier"] in ("axcore",) for line in shown if "Linear" in line)
 
 
-def test_tree_shows_what_is_set_and_not_what_its_other_lines_say(axcore):
+def test_tree_shows_settings_without_repeating_other_lines(axcore):
     shown = lines(axcore("tree", "tiny", "--use", "rope:theta=5.0", "--use", "sliding-window:size=7"))
     settings = {line.split("─ ")[-1].split()[0]: ROW.match(line)["settings"] for line in shown if ROW.match(line)}
     assert settings["position"] == "  theta=5.0"
@@ -118,7 +118,7 @@ def test_tree_of_a_recipe_that_is_a_model(axcore, edit):
     assert lines(axcore("tree", "tiny"))[0].startswith("CausalLM ")
 
 
-def test_tree_of_a_model_that_lacks_a_value_names_it(axcore, edit):
+def test_tree_of_a_model_with_a_required_value_names_it(axcore, edit):
     edit(lambda cfg: cfg.set(model=cfg.model.set(dim=ax.REQUIRED)))
     assert "model.dim is REQUIRED" in axcore("tree", "tiny").message
     edit(lambda cfg: cfg.set(model=ax.REQUIRED))
@@ -146,15 +146,15 @@ def golden(axcore, tmp_path):
     return tmp_path / "golden"
 
 
-def test_golden_update_writes_a_file_for_each_recipe_and_check_agrees(axcore, golden):
+def test_golden_update_writes_a_file_for_each_recipe_and_check_passes(axcore, golden):
     assert (golden / "tiny.txt").read_text() == text(ax.recipe("tiny"))
     count = len(list(golden.iterdir()))
-    assert axcore("golden", "check").out == f"{count} recipes are as golden says\n"
+    assert axcore("golden", "check").out == f"{count} recipes match golden\n"
     assert lines(axcore("golden", "update", "--folder", "other/deep")) == [f"{count} golden files in other/deep"]
     assert axcore("golden", "check", "--folder", "other/deep").code == 0
 
 
-def test_golden_check_shows_what_changed(axcore, golden, edit):
+def test_golden_check_shows_the_changes(axcore, golden, edit):
     edit(lambda cfg: cfg.set(steps=31))
     message = axcore("golden", "check").message
     assert "axcore golden update" in message and "tiny:\n~ steps: 30 -> 31" in message
@@ -165,7 +165,7 @@ def test_golden_check_shows_what_changed(axcore, golden, edit):
 def test_golden_check_names_a_missing_a_stale_and_a_broken_file(axcore, golden):
     (golden / "tiny.txt").rename(golden / "old.txt")
     message = axcore("golden", "check").message
-    assert "tiny: it has no golden file" in message and "old: no recipe of that name any more" in message
+    assert "tiny: the golden file does not exist" in message and "old: the recipe does not exist" in message
     assert "old.txt: no installed plugin" in axcore("golden", "update").out
     assert (golden / "old.txt").exists()
     (golden / "old.txt").unlink()
@@ -176,13 +176,13 @@ def test_golden_check_names_a_missing_a_stale_and_a_broken_file(axcore, golden):
     assert "tiny:\n" in axcore("golden", "check").message
 
 
-def test_golden_update_where_nothing_can_be_written_is_refused(axcore, tmp_path):
+def test_golden_update_of_a_folder_that_cannot_be_written_fails(axcore, tmp_path):
     (tmp_path / "file").touch()
     assert "file" in axcore("golden", "update", "--folder", "file").message
     assert "file/below" in axcore("golden", "update", "--folder", "file/below").message
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_golden_update_where_nothing_can_be_written_is_refused(axcore, tmp_path)
         (["--use", ""], "feature ''"),
         (["--use", ":"], "feature ''"),
         (["--use"], "expected one argument"),
-        (["--set", "steps"], "--set takes path=value"),
-        (["--set", "=3"], "--set takes path=value"),
+        (["--set", "steps"], "--set requires path=value"),
+        (["--set", "=3"], "--set requires path=value"),
         (["--set", "step=3"], "Did you mean 'steps'?"),
         (["--set", "steps=many"], "steps must be int"),
         (["--set", "model=3"], "model is a node"),
@@ -207,7 +207,7 @@ def test_golden_update_where_nothing_can_be_written_is_refused(axcore, tmp_path)
     ids=" ".join,
 )
 @pytest.mark.parametrize("command", [["show", "tiny"], ["diff", "tiny", "tiny"], ["tree", "tiny"]], ids=" ".join)
-def test_edits_that_cannot_be_made_are_one_message_and_exit_code_2(axcore, command, flags, expected):
+def test_invalid_edits_fail_with_one_message_and_exit_code_2(axcore, command, flags, expected):
     assert expected in axcore(*command, *flags).message
 
 

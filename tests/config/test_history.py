@@ -1,4 +1,4 @@
-"""Who set what, and where."""
+"""The edit history of config nodes."""
 
 import inspect
 import re
@@ -24,12 +24,12 @@ def shown(cfg, path=""):
     return str(cfg.history(path)).splitlines()
 
 
-def test_a_node_says_where_it_was_made():
+def test_a_node_records_where_it_was_made():
     cfg, where = Leaf(value=3), line()
     assert shown(cfg) == [f"python: made ({where})"]
 
 
-def test_a_value_says_who_set_it_in_what_order():
+def test_history_lists_the_edits_of_a_value_in_order():
     cfg = Leaf()
     assert str(cfg.history("value")) == "as declared"
     cfg, first = cfg.set(value=1), line()
@@ -52,7 +52,7 @@ def test_modifiers_and_actors_nest_outermost_first():
     assert cfg.set(tag="b").history("tag")[-1].actor == "python"
 
 
-def test_an_actor_that_fails_leaves_no_trace():
+def test_the_actor_is_reset_after_an_exception():
     def fail(cfg):
         raise ValueError
 
@@ -61,7 +61,7 @@ def test_an_actor_that_fails_leaves_no_trace():
     assert Leaf(value=1).history()[-1].actor == "python"
 
 
-def test_a_recipe_a_feature_and_an_override_are_named(tiny_on_path, fresh_registry):
+def test_recipes_features_and_overrides_are_recorded_as_actors(tiny_on_path, fresh_registry):
     base = recipe("tiny")
     cfg = override(ax.use("rope", theta=3e4)(base), [f"{ATTENTION}.num_heads=4"])
     assert all(event.actor == "recipe tiny" for event in base.history(ATTENTION))
@@ -73,7 +73,7 @@ def test_a_recipe_a_feature_and_an_override_are_named(tiny_on_path, fresh_regist
     assert heads.where.startswith(__file__)
 
 
-def test_a_swap_names_what_stood_there_and_who_put_the_new_node():
+def test_a_swap_records_the_replaced_type_and_its_actor():
     cfg = Branch(left=Leaf(), right=Leaf())
     cfg, where = select(cfg, "left").swap(Other()), line()
     *_, last = shown(cfg, "left")
@@ -81,7 +81,7 @@ def test_a_swap_names_what_stood_there_and_who_put_the_new_node():
     assert "in place of" not in str(cfg.history("right"))
 
 
-def test_events_come_oldest_first():
+def test_events_are_ordered_oldest_first():
     child = Leaf()
     cfg = Branch(left=child)
     cfg = select(cfg, Leaf).set(value=3)
@@ -91,7 +91,7 @@ def test_events_come_oldest_first():
     assert [action for action, _ in actions] == ["made", "made", "set value", "set note", "set left"]
 
 
-def test_ancestors_and_siblings_are_not_blamed():
+def test_edits_of_ancestors_and_siblings_are_excluded():
     cfg = Branch(left=Branch(left=Leaf(), right=Leaf()))
     before = {path: shown(cfg, path) for path in ("", "left", "left.right", "left.tag")}
     with acting("culprit"):
@@ -100,7 +100,7 @@ def test_ancestors_and_siblings_are_not_blamed():
             assert "culprit" in str(changed.history("left.left"))
 
 
-def test_edits_leave_the_old_tree_as_it_was():
+def test_edits_do_not_change_the_old_tree():
     cfg = Branch(left=Leaf(), items=(Leaf(), Other()))
     before, told = text(cfg), {path: shown(cfg, path) for path in ("", "left", "items.0", "items")}
     select(cfg, Leaf).set(value=9)
@@ -112,18 +112,18 @@ def test_edits_leave_the_old_tree_as_it_was():
     assert {path: shown(cfg, path) for path in told} == told
 
 
-def test_history_counts_for_nothing_in_equality_and_text():
+def test_equality_and_text_ignore_history():
     assert Leaf().set(value=1).set(value=0) == Leaf()
     assert text(Leaf().set(value=1).set(value=0)) == text(Leaf())
     assert hash(Leaf().set(value=1).set(value=0)) == hash(Leaf())
 
 
-def test_a_path_that_is_not_there_is_refused():
+def test_history_of_an_unknown_path_raises():
     with pytest.raises(ConfigError, match=r"no 'lefd'.*Did you mean 'left'"):
         Branch(left=Leaf()).history("lefd")
 
 
-def test_the_line_is_outside_of_this_package_however_deep_the_edit():
+def test_the_recorded_line_is_outside_the_config_package():
     class Holder(Config):
         leaf: Leaf = Leaf()
 

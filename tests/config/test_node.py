@@ -1,4 +1,4 @@
-"""Config nodes: frozen, typed, keyword-only, and what they build."""
+"""Config nodes: immutability, types, keyword-only fields and building."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ class Norm(Config):
 
 class Engine(Configurable):
     class Config(Config):
-        """What an engine needs."""
+        """The config of an engine."""
 
         width: int = REQUIRED
         depth: int = 2
@@ -70,13 +70,13 @@ def test_fields_cannot_be_assigned_or_deleted():
     assert cfg == Norm(eps=1e-5)
 
 
-def test_fields_are_given_by_name_only():
+def test_positional_arguments_raise():
     with pytest.raises(ConfigError, match=r"Norm takes its fields by name"):
         Norm(1e-5)
 
 
 @pytest.mark.parametrize("make", [lambda: Norm(epz=1.0), lambda: Norm().set(epz=1.0), lambda: Norm().fill(epz=1.0)])
-def test_a_misspelt_field_is_an_error_that_suggests_the_name(make):
+def test_a_misspelt_field_raises_and_suggests_the_name(make):
     with pytest.raises(ConfigError, match=r"Norm has no field 'epz'\. Did you mean 'eps'\?"):
         make()
 
@@ -86,7 +86,7 @@ def test_a_misspelt_attribute_suggests_the_name():
         _ = Norm().epz
 
 
-def test_a_field_without_default_is_a_config_error_when_it_is_left_out():
+def test_a_missing_field_without_default_raises_at_build():
     class Window(Config):
         size: int
 
@@ -128,7 +128,7 @@ def test_a_field_without_default_is_a_config_error_when_it_is_left_out():
         ("nodes", Norm()),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_with_field_and_value_named(field, value):
+def test_a_value_of_the_wrong_type_raises_and_names_field_and_value(field, value):
     with pytest.raises(ConfigError) as in_constructor:
         Everything(**{field: value})
     with pytest.raises(ConfigError) as in_set:
@@ -161,7 +161,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_field_and_value_named(field, 
         ("integer", REQUIRED),
     ],
 )
-def test_a_value_of_the_right_type_is_kept(field, value):
+def test_a_value_of_the_right_type_is_accepted(field, value):
     assert getattr(Everything(**{field: value}), field) == value
     assert getattr(Everything().set(**{field: value}), field) == value
 
@@ -171,7 +171,7 @@ def test_the_error_of_a_literal_lists_the_choices():
         Everything(mode="medium")
 
 
-def test_defaults_are_checked_as_given_values_are():
+def test_defaults_are_checked_like_given_values():
     with pytest.raises(ConfigError, match="size"):
 
         class Wrong(Config):
@@ -180,7 +180,7 @@ def test_defaults_are_checked_as_given_values_are():
         Wrong()
 
 
-def test_a_default_factory_gives_a_frozen_value():
+def test_the_value_of_a_default_factory_is_frozen():
     class Lists(Config):
         items: tuple[int, ...] = dataclasses.field(default_factory=list)
 
@@ -188,7 +188,7 @@ def test_a_default_factory_gives_a_frozen_value():
     hash(Lists())
 
 
-def test_overriding_a_default_without_annotation_takes_effect_or_is_refused():
+def test_overriding_a_default_without_an_annotation_raises():
     try:
 
         class Wide(Norm):
@@ -209,24 +209,24 @@ def test_required_is_one_object_and_cannot_be_used_as_a_truth_value():
         bool(cfg.width)
 
 
-def test_build_names_what_is_still_required():
+def test_build_names_the_fields_that_are_still_required():
     with pytest.raises(ConfigError, match=r"width is REQUIRED \(.*Engine\)"):
         Engine.Config().build()
 
 
-def test_build_makes_the_class_that_nests_the_config():
+def test_build_instantiates_the_enclosing_class():
     built = Engine.Config(width=3).build("x")
     assert type(built) is Engine
     assert built.cfg.width == 3
     assert built.extra == "x"
 
 
-def test_a_plain_value_builds_nothing():
+def test_building_a_plain_value_raises():
     with pytest.raises(ConfigError, match="plain value"):
         Norm().build()
 
 
-def test_a_subclass_without_config_gets_its_own_with_the_same_fields():
+def test_a_subclass_without_a_config_gets_its_own_with_the_same_fields():
     assert Turbo.Config is not Engine.Config
     assert issubclass(Turbo.Config, Engine.Config)
     assert type(Turbo.Config(width=1).build()) is Turbo
@@ -251,13 +251,13 @@ def test_a_nested_config_must_be_a_config():
                 pass
 
 
-def test_has_field_knows_inherited_fields_only():
+def test_has_field_includes_inherited_fields():
     assert has_field(Racing.Config(), "width")
     assert not has_field(Engine.Config(), "boost")
     assert not has_field(Engine.Config(), "build")
 
 
-def test_set_returns_a_copy_and_shares_what_it_did_not_touch():
+def test_set_returns_a_copy_that_shares_unchanged_fields():
     old = Engine.Config(width=1)
     new = old.set(depth=5)
     assert (old.depth, new.depth) == (2, 5)
@@ -265,7 +265,7 @@ def test_set_returns_a_copy_and_shares_what_it_did_not_touch():
     assert type(new) is type(old)
 
 
-def test_set_runs_what_the_constructor_runs_after_the_fields():
+def test_set_runs_post_init():
     class Canonical(Config):
         word: str = "a"
 
@@ -276,13 +276,13 @@ def test_set_runs_what_the_constructor_runs_after_the_fields():
     assert Canonical().set(word="b") == Canonical(word="b")
 
 
-def test_fill_gives_what_is_required_or_none_and_accepts_the_same_value():
+def test_fill_sets_required_and_none_fields_and_accepts_equal_values():
     assert Engine.Config().fill(width=4).width == 4
     assert Everything().fill(maybe="x").maybe == "x"
     assert Engine.Config(width=4).fill(width=4).width == 4
 
 
-def test_fill_refuses_to_contradict_what_the_child_says():
+def test_fill_of_a_field_with_another_value_raises():
     with pytest.raises(ConfigError, match=r"width=3 is set on .*Engine.*parent passes width=4"):
         Engine.Config(width=3).fill(width=4)
 
@@ -301,7 +301,7 @@ def test_equal_configs_hash_alike():
     assert len({one, two}) == 1
 
 
-def test_configs_that_are_equal_in_another_key_order_hash_alike():
+def test_the_hash_ignores_key_order():
     one, two = Everything(table={"a": 1, "b": 2}), Everything(table={"b": 2, "a": 1})
     assert one != two or hash(one) == hash(two)
 
@@ -338,7 +338,7 @@ def test_nested_lists_and_dicts_are_frozen_too():
     ],
     ids=lambda cfg: type_name(type(cfg)).rpartition(".")[2],
 )
-def test_pickling_and_deepcopy_give_an_equal_config(cfg):
+def test_pickle_and_deepcopy_return_an_equal_config(cfg):
     for again in (pickle.loads(pickle.dumps(cfg)), copy.deepcopy(cfg), copy.copy(cfg)):
         assert again == cfg
         assert type(again) is type(cfg)
@@ -347,12 +347,12 @@ def test_pickling_and_deepcopy_give_an_equal_config(cfg):
     assert pickle.loads(pickle.dumps(Engine.Config())).width is REQUIRED
 
 
-def test_repr_shows_the_class_and_what_differs_from_the_defaults():
+def test_repr_shows_the_class_and_non_default_fields():
     assert repr(Engine.Config(width=3)) == "Engine(width=3)"
     assert repr(Norm()) == "Norm()"
 
 
-def test_a_name_that_only_the_type_checker_sees_accepts_everything():
+def test_an_annotation_that_only_type_checkers_resolve_accepts_every_value():
     class Lazy(Config):
         thing: "NotImportedHere" = None  # noqa: F821
         size: int = 1

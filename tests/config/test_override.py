@@ -1,4 +1,4 @@
-"""`path=value` overrides, typed by the field."""
+"""`path=value` overrides."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -104,7 +104,7 @@ ROOT = Values()
         ("full=none", None),
     ],
 )
-def test_a_value_is_read_by_the_type_of_its_field(assignment, expected):
+def test_a_value_is_parsed_by_the_annotation_of_its_field(assignment, expected):
     path = assignment.partition("=")[0].strip()
     value = override(ROOT, [assignment])
     for name in path.split("."):
@@ -157,19 +157,19 @@ def test_an_unknown_path_suggests_the_nearest(path, suggestion):
 
 
 @pytest.mark.parametrize("assignment", ["integer", "", "=3", "integer:3"])
-def test_what_is_no_assignment_is_a_config_error(assignment):
+def test_an_override_that_is_not_an_assignment_raises(assignment):
     with pytest.raises(AxcoreError, match="path=value"):
         override(ROOT, [assignment])
 
 
 @pytest.mark.parametrize("path", [" ", ".", "integer.", ".integer", "integer.x", "empty.width", "nodes.2.width"])
-def test_a_path_that_leads_nowhere_is_a_config_error(path):
+def test_a_path_that_does_not_exist_raises(path):
     with pytest.raises(AxcoreError):
         override(ROOT, [f"{path}=3"])
 
 
 @pytest.mark.parametrize("assignment", ["inner=3", "inner=Inner", "full=3", "nodes.0=1"])
-def test_a_node_cannot_be_set_from_text_and_the_error_points_to_its_fields(assignment):
+def test_overriding_a_node_raises_and_points_to_its_fields(assignment):
     path = assignment.partition("=")[0]
     with pytest.raises(ConfigError) as error:
         override(ROOT, [assignment])
@@ -179,12 +179,12 @@ def test_a_node_cannot_be_set_from_text_and_the_error_points_to_its_fields(assig
         assert "Inner" in str(error.value)
 
 
-def test_a_node_that_is_not_optional_cannot_be_emptied():
+def test_a_required_node_cannot_be_set_to_none():
     with pytest.raises(ConfigError, match=r"inner must be Inner, not 'none'"):
         override(ROOT, ["inner=none"])
 
 
-def test_an_empty_slot_cannot_be_filled_from_text():
+def test_an_empty_slot_cannot_be_set_from_text():
     with pytest.raises(ConfigError, match=r"empty must be Inner or None, not 'Inner'"):
         override(ROOT, ["empty=Inner"])
 
@@ -207,7 +207,7 @@ def test_one_item_of_a_tuple_can_be_set_but_not_added():
             override(cfg, [f"{path}=1"])
 
 
-def test_setting_one_item_keeps_the_nones_beside_it():
+def test_setting_one_item_keeps_items_that_are_none():
     class Axes(Config):
         axes: tuple[str | None, ...] = ("embed", None, "mlp")
         rules: Mapping[str, str | None] = FrozenDict({"embed": "fsdp", "mlp": None})
@@ -216,7 +216,7 @@ def test_setting_one_item_keeps_the_nones_beside_it():
     assert override(Axes(), ["rules.embed=data"]).rules == {"embed": "data", "mlp": None}
 
 
-def test_none_is_a_value_that_an_item_can_be_set_to():
+def test_an_item_can_be_set_to_none():
     class Axes(Config):
         axes: tuple[str | None, ...] = ("embed", "mlp")
         rules: Mapping[str, str | None] = FrozenDict({"embed": "fsdp"})
@@ -225,7 +225,7 @@ def test_none_is_a_value_that_an_item_can_be_set_to():
     assert override(Axes(), ["rules.embed=none"]).rules == {"embed": None}
 
 
-def test_assignments_apply_in_order_and_leave_the_old_tree_alone():
+def test_assignments_apply_in_order_to_a_copy():
     before = text(ROOT)
     new = override(ROOT, ["integer=1", "inner.width=2", "integer=3"])
     assert (new.integer, new.inner.width) == (3, 2)

@@ -1,4 +1,4 @@
-"""Selecting nodes and editing them."""
+"""Selections and edits of nodes."""
 
 import pickle
 
@@ -64,7 +64,7 @@ def test_a_path_a_type_with_its_subclasses_or_a_predicate_selects(where, expecte
     assert len(selection) == len(expected)
 
 
-def test_expect_passes_on_the_right_number_and_names_the_paths_on_another():
+def test_expect_checks_the_number_of_matches():
     assert len(select(ROOT, Leaf, expect=2)) == 2
     with pytest.raises(ConfigError) as error:
         select(ROOT, Leaf, expect=1)
@@ -73,14 +73,14 @@ def test_expect_passes_on_the_right_number_and_names_the_paths_on_another():
     assert "items.1" in str(error.value)
 
 
-def test_zero_matches_of_a_path_suggest_the_nearest():
+def test_no_match_of_a_path_suggests_the_nearest():
     with pytest.raises(ConfigError, match=r"nothing in the config matches 'lefd'.*Did you mean 'left'"):
         select(ROOT, "lefd")
     with pytest.raises(ConfigError, match=r"Did you mean 'left.inner'"):
         select(ROOT, "left.iner")
 
 
-def test_zero_matches_of_a_type_name_it_and_what_the_tree_holds():
+def test_no_match_of_a_type_lists_the_types_in_the_tree():
     class Absent(Configurable):
         pass
 
@@ -91,7 +91,7 @@ def test_zero_matches_of_a_type_name_it_and_what_the_tree_holds():
         assert held in str(error.value)
 
 
-def test_zero_matches_of_a_predicate_are_an_error():
+def test_no_match_of_a_predicate_raises():
     with pytest.raises(ConfigError, match="nothing in the config matches"):
         select(ROOT, lambda path, node: False)
 
@@ -102,19 +102,19 @@ def test_set_changes_every_selected_node():
     assert [node.width for _, node in select(ROOT, Layer)] == [2, 1, 3]
 
 
-def test_set_of_a_wrong_value_names_the_path():
+def test_setting_a_wrong_value_names_the_path():
     with pytest.raises(ConfigError, match=r"at left: .*width must be int, not 'x'"):
         select(ROOT, "left").set(width="x")
     with pytest.raises(ConfigError, match=r"at left: .*no field 'widht'\. Did you mean 'width'"):
         select(ROOT, "left").set(widht=2)
 
 
-def test_an_error_at_the_root_says_so():
+def test_an_error_at_the_root_names_the_root():
     with pytest.raises(ConfigError, match=r"at the root: "):
         select(ROOT, "").set(nothing=1)
 
 
-def test_map_gives_the_path_and_the_node():
+def test_map_passes_the_path_and_the_node():
     new = select(ROOT, Layer).map(lambda path, node: node.set(width=len(path)))
     assert [(path, node.width) for path, node in select(new, Layer)] == [("left", 4), ("left.inner", 10), ("right", 5)]
 
@@ -128,7 +128,7 @@ def test_map_edits_children_before_parents():
     assert new.left.width == 30
 
 
-def test_map_that_does_not_return_a_config_is_an_error_that_names_the_path():
+def test_an_edit_that_does_not_return_a_config_raises_and_names_the_path():
     with pytest.raises(ConfigError, match="left"):
         select(ROOT, "left").map(lambda path, node: "not a node")
 
@@ -139,7 +139,7 @@ def test_swap_replaces_nodes():
     assert ROOT.left.inner == Sparse.Config()
 
 
-def test_swap_refuses_to_lose_a_set_field_and_names_it():
+def test_swap_that_would_lose_a_set_field_raises_and_names_it():
     with pytest.raises(ConfigError, match=r"at right: .*would lose width=3"):
         select(ROOT, "right").swap(Sparse.Config())
 
@@ -153,24 +153,24 @@ def test_swap_keeps_drops_or_takes_a_new_value():
     assert anew.right.width == 7
 
 
-def test_swap_keep_of_a_field_that_the_new_node_lacks_is_a_config_error():
+def test_keeping_a_field_that_the_new_node_lacks_raises():
     with pytest.raises(ConfigError, match=r"at left.inner: .*no field 'experts'"):
         select(ROOT, "left.inner").swap(Wide.Config(), keep=("experts",))
 
 
-def test_swap_keep_of_a_field_that_the_old_node_lacks_is_a_config_error():
+def test_keeping_a_field_that_the_old_node_lacks_raises():
     with pytest.raises(AxcoreError, match=r"widht"):
         select(ROOT, "right").swap(Sparse.Config(), keep=("widht",))
 
 
-def test_swap_for_a_type_that_the_slot_refuses_names_the_path():
+def test_swap_for_a_type_that_does_not_fit_the_slot_names_the_path():
     with pytest.raises(ConfigError) as error:
         select(Branch(left=Typed()), "left.slot").swap(Leaf())
     assert "Typed.slot must be" in str(error.value)
     assert "left" in str(error.value)
 
 
-def test_a_swap_of_the_root_returns_the_new_node():
+def test_swapping_the_root_returns_the_new_node():
     assert select(Layer.Config(), "").swap(Sparse.Config()) == Sparse.Config()
 
 
@@ -205,7 +205,7 @@ def test_setting_by_type_changes_exactly_the_nodes_of_that_type(tree, value):
 
 
 @given(trees)
-def test_subtrees_without_a_match_are_shared_by_identity(tree):
+def test_subtrees_without_a_match_are_shared(tree):
     assume(any(isinstance(node, Other) for node in nodes(tree).values()))
     new = select(tree, Other).set(value=50)
 
@@ -227,7 +227,7 @@ def test_pipe_applies_modifiers_from_left_to_right():
     assert pipe(Layer.Config(width=3)).width == 3
 
 
-def test_pipe_names_the_modifier_that_forgot_to_return():
+def test_pipe_names_a_modifier_that_returns_none():
     def forgetful(cfg):
         cfg.set(width=2)
 
@@ -237,18 +237,18 @@ def test_pipe_names_the_modifier_that_forgot_to_return():
         pipe(Layer.Config(), Modifier("named", lambda cfg: 3))
 
 
-def test_a_modifier_prints_its_name_and_options():
+def test_the_text_of_a_modifier_shows_its_name_and_options():
     assert str(Modifier("moe", lambda cfg: cfg, {"num_experts": 8, "mode": "x"})) == "moe(num_experts=8, mode='x')"
 
 
-def test_an_empty_slot_is_no_match_and_the_message_says_how_to_fill_it():
+def test_selecting_an_empty_slot_raises_and_explains_how_to_fill_it():
     from axcore.testing import tiny_model
 
     with pytest.raises(ConfigError, match=r"empty slot: select 'decoder\.layers\.attention' and set position="):
         select(tiny_model(), "decoder.layers.attention.position")
 
 
-def test_an_edit_that_reads_a_field_of_another_class_is_a_config_error_with_the_path():
+def test_an_edit_that_reads_an_unknown_field_raises_and_names_the_path():
     from axcore.nn import FeedForward
     from axcore.testing import tiny_model
 

@@ -1,4 +1,4 @@
-"""Edits of selected nodes: wrap, remove, insert, tags, and what they refuse."""
+"""Edits of selected nodes: wrap, remove, insert, tags, and their errors."""
 
 import pytest
 from hypothesis import assume, given, strategies as st
@@ -36,14 +36,14 @@ def test_wrap_puts_each_node_into_the_wrapper():
     assert ROOT.left == Leaf(value=1)
 
 
-def test_wrap_of_the_root_and_of_nested_nodes():
+def test_wrap_works_on_the_root_and_on_nested_nodes():
     assert select(Leaf(), "").wrap(Wrapper(), "inner") == Wrapper(inner=Leaf())
     nested = Wrapper(inner=Wrapper(inner=Leaf()))
     new = select(nested, Wrapper, expect=2).wrap(Wrapper(factor=3.0), "inner")
     assert [path for path, _ in select(new, Wrapper)] == ["", "inner", "inner.inner", "inner.inner.inner"]
 
 
-def test_wrap_into_a_slot_that_is_not_there_or_does_not_fit_names_the_path():
+def test_wrap_into_a_missing_or_unsuitable_slot_names_the_path():
     with pytest.raises(ConfigError, match=r"at left: .*no field 'iner'. Did you mean 'inner'"):
         select(ROOT, "left").wrap(Wrapper(), "iner")
     with pytest.raises(ConfigError, match=r"at items.1: .*leaf must be Leaf"):
@@ -52,7 +52,7 @@ def test_wrap_into_a_slot_that_is_not_there_or_does_not_fit_names_the_path():
         select(Strict(), "leaf").wrap(Wrapper(), "inner")
 
 
-def test_remove_takes_items_and_entries_out_and_empties_slots():
+def test_remove_deletes_items_and_entries_and_empties_slots():
     new = select(ROOT, Leaf).remove()
     assert new == Branch(items=(Other(),), table={"yy": Other()})
     assert select(ROOT, "items.*").remove().items == ()
@@ -60,20 +60,20 @@ def test_remove_takes_items_and_entries_out_and_empties_slots():
     assert len(ROOT.items) == 3
 
 
-def test_remove_from_a_slot_that_may_not_be_empty_is_refused():
+def test_remove_from_a_required_slot_raises():
     with pytest.raises(ConfigError, match=r"at the root: .*Strict.needed must be Leaf, not None"):
         select(Strict(), "needed").remove()
     with pytest.raises(ConfigError, match=r"at left: .*Strict.pair must be"):
         select(Branch(left=Strict()), "left.pair.0").remove()
 
 
-def test_remove_of_a_node_and_what_is_below_it():
+def test_remove_works_on_a_node_and_its_descendant():
     tree = Branch(left=Branch(left=Leaf(), right=Other()))
     assert select(tree, lambda path, _: path.startswith("left")).remove() == Branch()
 
 
 @given(trees, st.data())
-def test_remove_leaves_what_was_not_selected(tree, data):
+def test_remove_keeps_nodes_that_are_not_selected(tree, data):
     by_path = {segments: node for segments, node in nodes(tree).items() if segments}
     assume(by_path)
     segments = data.draw(st.sampled_from(list(by_path)))
@@ -95,17 +95,17 @@ def test_insert_adds_at_the_end_or_before_an_index(at, expected):
     assert len(tree.items) == 2
 
 
-def test_insert_works_on_every_selected_node_and_refuses_what_is_no_tuple():
+def test_insert_works_on_every_selected_node_and_requires_a_tuple():
     tree = Branch(left=Branch(), right=Branch(items=(Other(),)))
     new = select(tree, Branch).insert("items", Leaf())
     assert [len(node.items) for _, node in select(new, Branch)] == [1, 1, 2]
-    with pytest.raises(ConfigError, match=r"at left: insert adds to a tuple, and tag is str"):
+    with pytest.raises(ConfigError, match=r"at left: insert requires a tuple, but tag is str"):
         select(tree, "left").insert("tag", Leaf())
     with pytest.raises(ConfigError, match=r"at left: .*items must be"):
         select(tree, "left").insert("items", "no node")
 
 
-def test_tags_select():
+def test_tagged_selects_by_tag():
     tree = Branch(
         left=Layer.Config(tags=("frozen", "a"), inner=Layer.Config(tags=("a",))), right=Layer.Config(), items=(Leaf(),)
     )
@@ -116,23 +116,23 @@ def test_tags_select():
 
 
 @pytest.mark.parametrize("result", [None, 3, Leaf, (Leaf(),)], ids=repr)
-def test_map_refuses_what_is_no_config(result):
+def test_map_requires_a_config(result):
     with pytest.raises(ConfigError, match=r"at items.1: the edit returned .*, not a config"):
         select(ROOT, "items.1").map(lambda path, node: result)
 
 
-def test_map_names_the_path_of_an_edit_that_fails_and_of_a_node_that_does_not_fit():
+def test_map_names_the_path_of_a_failing_edit_and_of_a_node_that_does_not_fit():
     with pytest.raises(ConfigError, match=r"at table.x: .*no field 'nothing'"):
         select(ROOT, "table.x").map(lambda path, node: node.set(nothing=1))
     with pytest.raises(ConfigError, match=r"at left: .*Strict.leaf must be Leaf"):
         select(Branch(left=Strict()), "left.leaf").map(lambda path, node: Other())
 
 
-def test_other_errors_of_an_edit_come_through():
+def test_other_exceptions_of_an_edit_propagate():
     with pytest.raises(ZeroDivisionError):
         select(ROOT, "left").map(lambda path, node: 1 / 0)
 
 
-def test_expect_of_none_found_is_still_an_error():
+def test_expect_zero_raises_as_well():
     with pytest.raises(ConfigError, match="nothing in the config matches"):
         select(ROOT, "nowhere", expect=0)

@@ -75,11 +75,11 @@ def name(cls):
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# What comes back.
+# Round trips.
 
 
 @given(trees)
-def test_a_tree_comes_back_equal_with_the_same_text_hash_and_types(tree):
+def test_a_round_trip_preserves_values_text_hash_and_types(tree):
     again = returned(tree)
     assert again == tree and type(again) is type(tree)
     assert text(again) == text(tree) and content_hash(again) == content_hash(tree)
@@ -94,14 +94,14 @@ json_like = st.recursive(
 
 
 @given(json_like)
-def test_any_nesting_of_tuples_mappings_numbers_and_text_comes_back(value):
+def test_a_round_trip_preserves_nested_tuples_mappings_numbers_and_text(value):
     cfg = Values(anything=value)
     assert returned(cfg) == cfg
     assert text(returned(cfg)) == text(cfg)
     assert returned(Values(anything={"$type": value})) == Values(anything={"$type": value})
 
 
-def test_every_registered_recipe_comes_back(tiny_on_path, fresh_registry):
+def test_a_round_trip_preserves_every_registered_recipe(tiny_on_path, fresh_registry):
     names = [offer.name for _, offer in registry().offers(Recipe)]
     assert {"quickstart", "llama2-7b", "tiny"} <= set(names)
     for each in names:
@@ -139,9 +139,9 @@ def test_every_registered_recipe_comes_back(tiny_on_path, fresh_registry):
         {"number": 5e-324},
         {"number": 1e300},
     ],
-    ids=lambda change: re.sub(r" at 0x\w+", "", ascii(change)),  # alike in every worker
+    ids=lambda change: re.sub(r" at 0x\w+", "", ascii(change)),  # the same in every worker
 )
-def test_a_value_comes_back(change):
+def test_a_round_trip_preserves_each_kind_of_value(change):
     ax.register(len)
     ax.register(Other)
     cfg = Values(**change)
@@ -151,40 +151,40 @@ def test_a_value_comes_back(change):
     json.loads(to_json(cfg), parse_constant=pytest.fail)  # strict JSON: no NaN, no Infinity
 
 
-def test_nan_comes_back_as_nan():
+def test_a_round_trip_preserves_nan():
     assert math.isnan(returned(Values(number=math.nan)).number)
     assert text(returned(Values(number=math.nan))) == text(Values(number=math.nan))
 
 
-def test_identities_come_back():
+def test_a_round_trip_preserves_identity():
     again = returned(Values(color=Color.BLUE, anything=REQUIRED))
     assert again.color is Color.BLUE and again.function is doubled and again.kind is Leaf
     assert again.anything is REQUIRED
 
 
-def test_a_member_of_an_enum_that_is_a_default_brings_its_siblings():
+def test_an_enum_member_as_default_registers_all_members():
     assert returned(Values(color=Color.BLUE)).color is Color.BLUE
 
 
-def test_functions_of_one_factory_are_told_apart():
+def test_functions_of_one_factory_have_different_names():
     one, two = Values(function=jax.nn.initializers.normal(0.1)), Values(function=jax.nn.initializers.normal(0.2))
     assert content_hash(one) != content_hash(two)
     assert content_hash(one) == content_hash(Values(function=jax.nn.initializers.normal(0.1)))
 
 
-def test_what_could_not_be_read_back_is_not_written():
+def test_writing_a_value_that_cannot_be_read_back_raises():
     def local(x):
         return x
 
     for value in (local, lambda x: x, {1}, object(), np.int64(3), jax.nn.initializers.normal(0.3)):
         with pytest.raises(ConfigError, match=r"^table\.a\.1: .*cannot be written"):
             to_json(Values(table={"a": (0, value)}))
-    with pytest.raises(ConfigError, match=r"axcore\.register it first"):
+    with pytest.raises(ConfigError, match=r"Register it with axcore\.register"):
         to_json(Values(function=local))
     assert returned(Values(function=ax.register(local))).function is local
 
 
-def test_a_registered_name_may_be_given():
+def test_register_accepts_a_name():
     def scale(x):
         return x
 
@@ -193,7 +193,7 @@ def test_a_registered_name_may_be_given():
     assert returned(Values(function=scale)).function is scale
 
 
-def test_a_codec_of_a_users_class_serves_its_subclasses():
+def test_a_codec_also_applies_to_subclasses():
     class Point:
         def __init__(self, x):
             self.x = x
@@ -207,17 +207,26 @@ def test_a_codec_of_a_users_class_serves_its_subclasses():
     assert message.startswith("anything: not a config value")
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ({"$type": "os.system"}, ["the root: no config type 'os.system'", "Import the module"]),
+        ({"$type": "os.system"}, ["the root: 'os.system' is not a config type", "Import the module"]),
         ({"$type": f"{name(Leaf)}s"}, [f"Did you mean '{name(Leaf)}'?"]),
-        ({"$type": name(Branch), "left": {"$type": "subprocess.Popen"}}, ["left: no config type 'subprocess.Popen'"]),
-        ({"$type": name(Branch), "items": [{"$type": name(Leaf)}, {"$type": "nope"}]}, ["items.1: no config type"]),
-        ({"$type": name(Branch), "table": {"$map": [["x", {"$type": "nope"}]]}}, ["table.x: no config type"]),
+        (
+            {"$type": name(Branch), "left": {"$type": "subprocess.Popen"}},
+            ["left: 'subprocess.Popen' is not a config type"],
+        ),
+        (
+            {"$type": name(Branch), "items": [{"$type": name(Leaf)}, {"$type": "nope"}]},
+            ["items.1: 'nope' is not a config type"],
+        ),
+        (
+            {"$type": name(Branch), "table": {"$map": [["x", {"$type": "nope"}]]}},
+            ["table.x: 'nope' is not a config type"],
+        ),
         ({"$type": name(Leaf), "valeu": 3}, [f"the root: {name(Leaf)} has no field 'valeu'", "Did you mean 'value'?"]),
         ({"$type": name(Leaf), "value": "x"}, ["the root: ", ".value must be int, not 'x'"]),
         ({"$type": name(Branch), "left": {"$type": name(Leaf), "value": True}}, ["left: ", "value must be int"]),
@@ -226,8 +235,11 @@ def test_a_codec_of_a_users_class_serves_its_subclasses():
         ({"$type": name(Values), "function": {"$name": "builtins.eval"}}, ["function: 'builtins.eval'"]),
         ({"$type": name(Values), "function": {"$name": f"{__name__}.doubldd"}}, ["Did you mean"]),
         ({"$type": name(Values), "color": {"$name": f"{name(Color)}.GREEN"}}, ["color: ", "is not registered"]),
-        ({"$type": name(Values), "anything": {"$nme": "len"}}, ["anything: no codec for '$nme'", "Did you mean"]),
-        ({"$type": name(Values), "anything": {"dtype": "float32"}}, ["anything: no codec for 'dtype'"]),
+        (
+            {"$type": name(Values), "anything": {"$nme": "len"}},
+            ["anything: no codec is registered for '$nme'", "Did you mean"],
+        ),
+        ({"$type": name(Values), "anything": {"dtype": "float32"}}, ["anything: no codec is registered for 'dtype'"]),
         ({"$type": name(Values), "anything": {"$dtype": "float33"}}, ["anything: not a config value"]),
         ({"$type": name(Values), "anything": {"$float": "three"}}, ["anything: not a config value"]),
         ({"$type": name(Values), "anything": {"$float": [1]}}, ["anything: not a config value"]),
@@ -240,7 +252,7 @@ def test_a_codec_of_a_users_class_serves_its_subclasses():
         ({"$type": name(Values), "anything": [0, {"a": 1, "b": 2}]}, ["anything.1: not a config value"]),
         ({"$type": name(Leaf), "self": 1}, ["the root: "]),
         ({"$type": ["x"]}, ["the root: "]),
-        ({"$type": None}, ["the root: no config type None"]),
+        ({"$type": None}, ["the root: None is not a config type"]),
         ({"$type": {"$type": name(Leaf)}}, ["the root: "]),
         ({"$map": []}, ["the outermost JSON value is not a config"]),
         ({}, ["the root: not a config value"]),
@@ -250,13 +262,13 @@ def test_a_codec_of_a_users_class_serves_its_subclasses():
     ],
     ids=lambda value: json.dumps(value)[:60] if not isinstance(value, list) or value == [] else "",
 )
-def test_what_is_no_config_is_refused_by_its_path(data, expected):
+def test_reading_an_invalid_value_raises_and_names_its_path(data, expected):
     message = refused(data)
     assert all(part in message for part in expected), message
     assert message.count("the root") <= 1
 
 
-def test_a_path_that_a_message_happens_to_begin_with_is_named_all_the_same():
+def test_the_path_is_added_even_if_the_message_starts_with_the_same_text():
     class Short(Config):
         t: Any = None
 
@@ -269,11 +281,11 @@ def test_a_path_that_a_message_happens_to_begin_with_is_named_all_the_same():
     ["[" * 100_000, '{"$type":' * 100_000, '{"$map":[["a",' * 5_000, "[" * 900 + "]" * 900],
     ids=["lists", "types", "maps", "whole lists"],
 )
-def test_deep_nesting_is_refused(content):
+def test_deep_nesting_raises(content):
     assert "nested too deeply" in refused(content)
 
 
-def test_every_truncation_and_every_trailing_text_is_refused():
+def test_truncated_text_and_trailing_text_raise():
     content = to_json(Branch(left=Leaf(value=3), items=(Other(),), table={"x": Leaf()}))
     for cut in range(len(content) - 1):
         assert "JSON" in refused(content[:cut])
@@ -283,7 +295,7 @@ def test_every_truncation_and_every_trailing_text_is_refused():
 
 
 @given(json_like, st.sampled_from(["$type", "$name", "$map", "$dtype", "$spec", "$float", "$required"]))
-def test_whatever_stands_in_a_file_the_answer_is_a_config_or_a_config_error(data, tag):
+def test_reading_random_json_returns_a_config_or_raises_config_error(data, tag):
     for content in (data, {tag: data}, {"$type": name(Values), "anything": {tag: data}}):
         with contextlib.suppress(ConfigError):
             assert isinstance(from_json(json.dumps(content)), Config)
@@ -306,7 +318,7 @@ print(sorted(set(sys.modules) - before), said)
 """
 
 
-def test_nothing_is_imported_because_a_file_names_it():
+def test_reading_never_imports_a_module():
     done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[] []"
@@ -334,7 +346,7 @@ def test_the_hash_is_the_same_in_every_process():
 
 
 @given(trees, trees)
-def test_hashes_are_equal_exactly_where_texts_are(one, two):
+def test_hashes_are_equal_if_and_only_if_texts_are(one, two):
     assert (content_hash(one) == content_hash(two)) == (text(one) == text(two))
 
 
@@ -346,11 +358,11 @@ def test_a_change_of_one_value_changes_the_hash():
 
 
 @given(trees)
-def test_a_pickle_comes_back_with_its_history(tree):
+def test_pickling_preserves_history(tree):
     again = pickle.loads(pickle.dumps(tree))
     assert again == tree and str(again.history()) == str(tree.history())
 
 
-def test_pickles_of_recipes_come_back():
+def test_recipes_can_be_pickled():
     cfg = recipe("llama2-7b")
     assert pickle.loads(pickle.dumps(cfg)) == cfg

@@ -1,4 +1,4 @@
-"""The text form and the structural difference."""
+"""The text form, and the difference of two trees."""
 
 import enum
 import functools
@@ -82,7 +82,7 @@ AWKWARD = [
 ]
 
 
-def test_text_has_one_line_a_value_in_declaration_order():
+def test_text_has_one_line_per_value_in_declaration_order():
     assert text(Values()).splitlines() == [
         ".: tests.config.test_text.Values",
         "integer: 3",
@@ -104,7 +104,7 @@ def test_text_has_one_line_a_value_in_declaration_order():
     ]
 
 
-def test_text_of_a_tree_gives_each_node_its_type_and_its_children_below():
+def test_text_shows_the_type_of_a_node_before_its_children():
     tree = Branch(left=Layer.Config(), items=(Leaf(value=1),), table={"x": Other()})
     assert text(tree).splitlines() == [
         ".: tests.config.trees.Branch",
@@ -122,7 +122,7 @@ def test_text_of_a_tree_gives_each_node_its_type_and_its_children_below():
     assert tree.text() == text(tree)
 
 
-def test_a_required_field_shows_as_such():
+def test_text_shows_required_fields():
     class Open(Config):
         from axcore.config import REQUIRED
 
@@ -143,26 +143,26 @@ def test_a_tree_has_as_many_lines_as_nodes_and_values(tree):
 
 
 @given(trees)
-def test_parse_text_gives_back_the_flat_form(tree):
+def test_parse_text_inverts_text(tree):
     assert parse_text(text(tree)) == flatten(tree)
 
 
 @pytest.mark.parametrize("word", AWKWARD, ids=ascii)
-def test_parse_text_gives_back_awkward_strings(word):
+def test_parse_text_inverts_text_of_unusual_strings(word):
     cfg = Leaf(note=word)
     assert parse_text(text(cfg)) == flatten(cfg)
     assert text(cfg).count("\n") == 3
 
 
 @given(st.text(), st.text())
-def test_two_strings_have_the_same_text_only_when_they_are_equal(one, two):
+def test_two_strings_have_the_same_text_only_if_they_are_equal(one, two):
     same = parse_text(text(Leaf(note=one))) == parse_text(text(Leaf(note=two)))
     assert same == (one == two)
 
 
 @pytest.mark.parametrize("key", ["a: b", "line\nbreak", "a.b", "\u2028", ""], ids=ascii)
 @pytest.mark.parametrize("value", [1, Leaf()], ids=["value", "node"])
-def test_parse_text_gives_back_awkward_mapping_keys(key, value):
+def test_parse_text_inverts_text_of_unusual_mapping_keys(key, value):
     class Holder(Config):
         table: Mapping[str, Any] = FrozenDict()
 
@@ -176,7 +176,7 @@ def test_parse_text_gives_back_awkward_mapping_keys(key, value):
     assert diff(renamed, cfg)
 
 
-def test_a_value_whose_repr_has_several_lines_still_takes_one():
+def test_a_value_with_a_multiline_repr_is_one_line_of_text():
     class Matrix:
         def __repr__(self):
             return "Matrix([1, 2],\n       [3, 4])"
@@ -218,14 +218,14 @@ def test_text_is_the_same_in_every_process():
     assert run("1", 10) == run("2", 50_000)
 
 
-def test_no_value_shows_its_address():
+def test_text_never_contains_a_memory_address():
     class Holder(Config):
         function: Callable[..., Any] = functools.partial(max, 1)
 
     assert " at 0x" not in text(Holder())
 
 
-def test_two_different_lambdas_are_refused_or_do_not_look_the_same():
+def test_two_different_lambdas_raise_or_have_different_text():
     class Holder(Config):
         function: Callable[[float], float] = abs
 
@@ -276,7 +276,7 @@ def test_diff_shows_a_filled_slot_and_an_emptied_one():
 
 
 @given(trees, trees)
-def test_a_diff_applied_to_the_old_flat_form_gives_the_new_one(old, new):
+def test_applying_a_diff_to_the_old_flat_form_yields_the_new_one(old, new):
     result = flatten(old)
     for change in diff(old, new):
         assert result.get(change.path) == change.old
@@ -288,7 +288,7 @@ def test_a_diff_applied_to_the_old_flat_form_gives_the_new_one(old, new):
 
 
 @given(trees, trees)
-def test_a_diff_is_empty_only_between_equal_trees(old, new):
+def test_a_diff_is_empty_only_for_equal_trees(old, new):
     assert (not diff(old, new)) == (flatten(old) == flatten(new))
     assert not diff_flat(parse_text(text(old)), flatten(old))
     assert (old == new) == (not diff(old, new)) or type(old) is not type(new)

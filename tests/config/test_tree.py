@@ -18,7 +18,7 @@ ROOT = Branch(
 
 
 def reference_match(pattern, path):
-    """The documented rule, segment by segment: `*` stays within one, `**` stands for any number, also none."""
+    """The documented rule, segment by segment: `*` matches within one, `**` matches zero or more."""
     if not pattern:
         return not path
     first, *rest = pattern
@@ -30,7 +30,7 @@ def reference_match(pattern, path):
     return re.fullmatch(expression, path[0]) is not None and reference_match(rest, path[1:])
 
 
-def test_walk_goes_through_tuples_and_mappings_parents_first():
+def test_walk_visits_tuples_and_mappings_parents_first():
     assert [(path, type(node)) for path, node in walk(ROOT)] == [
         ("", Branch),
         ("left", Branch),
@@ -60,7 +60,7 @@ def test_get_reads_nodes_values_items_and_entries():
         ("extra", "right.extra"),
     ],
 )
-def test_an_unknown_path_is_named_whole_with_the_nearest(path, suggestion):
+def test_an_unknown_path_raises_and_suggests_the_nearest(path, suggestion):
     with pytest.raises(ConfigError) as error:
         get(ROOT, path)
     assert f"no {path!r}" in str(error.value)
@@ -70,7 +70,7 @@ def test_an_unknown_path_is_named_whole_with_the_nearest(path, suggestion):
 @pytest.mark.parametrize(
     "path", ["left.items.2", "table.y", "right.value.deeper", "left.left.tag", ".", "left.", ".left"]
 )
-def test_a_path_that_leads_nowhere_is_an_error_for_get_and_put(path):
+def test_get_and_put_of_a_missing_path_raise(path):
     with pytest.raises(ConfigError):
         get(ROOT, path)
     with pytest.raises(ConfigError):
@@ -86,7 +86,7 @@ def test_walk_finds_every_node_under_the_path_that_get_reads(tree):
 
 
 @given(trees, st.data())
-def test_put_equals_a_tree_made_by_hand_and_leaves_the_old_one_alone(tree, data):
+def test_put_equals_a_tree_made_by_hand_and_keeps_the_old_one(tree, data):
     segments = data.draw(st.sampled_from(list(nodes(tree))))
     before = text(tree)
     new = put(tree, ".".join(segments), Leaf(value=99))
@@ -95,7 +95,7 @@ def test_put_equals_a_tree_made_by_hand_and_leaves_the_old_one_alone(tree, data)
 
 
 @given(trees, st.data())
-def test_put_shares_everything_off_the_path(tree, data):
+def test_put_shares_everything_outside_the_path(tree, data):
     segments = data.draw(st.sampled_from(list(nodes(tree))))
     new = put(tree, ".".join(segments), Leaf(value=99))
     old_part, new_part = tree, new

@@ -1,7 +1,4 @@
-"""Sharded bodies on eight CPU devices, beside one device. `python -m tests.contracts.bodies` prints pickled numbers."""
-
-import pickle
-import sys
+"""Sharded bodies on eight CPU devices and on one; `axcore.testing.devices.on_devices` runs `main`."""
 
 import jax
 import jax.numpy as jnp
@@ -140,8 +137,4 @@ def main():
     found |= {name: gradients(mixture(Exchange()), mesh.make()) for name, mesh in MESHES.items()}
     bounded = mixture(Exchange(factor=1.0, dropless=False))
     found["bounded"] = gradients(bounded, MESHES["expert=8"].make())
-    sys.stdout.buffer.write(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -16,8 +16,8 @@ from axcore.nn import (
     CausalLM,
     ContiguousCache,
     FeedForward,
-    FutureToken,
     LatentAttention,
+    MultiTokenPrediction,
     Normal,
     Repeat,
     SlidingWindow,
@@ -26,6 +26,8 @@ from axcore.nn import (
 from axcore.testing import tiny_model
 from axcore.testing.attention_cases import Slopes
 from axcore.testing.models import by_path
+
+pytestmark = pytest.mark.long
 
 IDS = jax.random.randint(jax.random.key(4), (2, 11), 0, 32)
 TABLE = jnp.asarray([[7, 2, 19, 11], [4, 23, 0, 13]])  # pages of a shared pool, in no order
@@ -104,7 +106,7 @@ def test_each_layer_has_arrays_of_its_own_and_modules_for_training_none():
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=4, num_kv_heads=2), ffn=FeedForward.Config(hidden_dim=24)
     )
-    cfg = tiny_model().set(future=(FutureToken.Config(layer=layer),))
+    cfg = tiny_model().set(future=(MultiTokenPrediction.Config(layer=layer),))
     _, params, state = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=8)
     paths = by_path(params)
     assert paths["decoder.layers.1.attention.query.weight"].shape == (16, 16)
@@ -128,8 +130,10 @@ def test_a_gap_or_a_place_beyond_the_row_gives_nan_and_only_asked_logits_exist()
 
 
 def test_decoding_on_a_mesh_equals_one_device():
-    from axcore.testing.devices import ask
+    from axcore.testing.devices import on_devices
 
-    found = ask("tests.contracts.decode_on_mesh", None)
+    from . import decode_on_mesh
+
+    found = on_devices(decode_on_mesh.main)
     np.testing.assert_allclose(found["eight"], found["one"], rtol=0, atol=2e-6)
-    assert found["cache_parts"] == 8, "rows and kv heads of the cache are spread over the devices"
+    assert found["cache_shards"] == 8, "rows and kv heads of the cache are spread over the devices"

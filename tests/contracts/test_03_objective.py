@@ -10,13 +10,15 @@ import pytest
 
 import axcore as ax
 from axcore.module import GradientState, LossSum, current
-from axcore.nn import Attention, CausalLM, FeedForward, FutureToken, Linear, Repeat, TransformerLayer
+from axcore.nn import Attention, CausalLM, FeedForward, Linear, MultiTokenPrediction, Repeat, TransformerLayer
 from axcore.parallel import Mesh, Remat
 from axcore.testing.devices import steps
 from axcore.testing.models import by_path
 from axcore.train import AdamW, CrossEntropy, Learner, Objective, Trainer, WarmupStableDecay
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore.train.step.program import program
+
+pytestmark = pytest.mark.long
 
 VOCAB, ROWS, SEQ = 13, 8, 8
 TOLERANCE = 1e-6
@@ -60,7 +62,7 @@ PLAIN = CausalLM.Config(
     dim=8,
     decoder=Repeat.Config(num_layers=2, layers=LAYER, remat=Remat()),
     pad_vocab_to=8,
-    future=(FutureToken.Config(layer=LAYER),),
+    future=(MultiTokenPrediction.Config(layer=LAYER),),
 )
 MODEL = ax.select(PLAIN, "decoder").set(layers=PROBED)
 LOSS = CrossEntropy.Config(z_loss=0.1, label_smoothing=0.1, chunk=3)
@@ -248,5 +250,5 @@ class Mean(Objective):
 
 def test_an_objective_that_returns_a_mean_is_told_what_to_return():
     made = program(PLAIN, LEARNER, Mesh().make(jax.devices()[:1]), Mean.Config())
-    with pytest.raises(ax.ConfigError, match=r"objective: Mean must return LossSum\(total, count\)"):
+    with pytest.raises(ax.ConfigError, match=r"objective: Mean must return a LossSum of two scalars"):
         made.compile_train(batch())

@@ -13,6 +13,8 @@ from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import by_path, objective
 from axcore_lora import DoRA, LoRA, merge, unmerge
 
+pytestmark = pytest.mark.long
+
 GROUPS, INPUT, OUTPUT, ROWS = 3, 6, 5, 16
 SIZES = (4, 0, 12)
 RANK = 2
@@ -124,7 +126,7 @@ def test_an_adapter_that_knows_no_groups_is_refused():
     cfg = GroupedLinear.Config(groups=2, input_dim=3, output_dim=4, adapter=Linear.Config())
     with pytest.raises(ax.ConfigError, match=r"adapter=.* has no field 'groups'"):
         cfg.build(rngs=ax.Rngs(0))
-    with pytest.raises(ax.ConfigError, match=r"axes=.*grouped weights have another axis"):
+    with pytest.raises(ax.ConfigError, match=r"axes=.*grouped weights have three axes"):
         GroupedLinear.Config.of(Linear.Config(axes=("embed", "mlp")))
 
 

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from axcore.testing.devices import ask
+from axcore.testing.devices import on_devices
 
-from .bodies import DIM, EXPERTS, HIDDEN, MESHES, ROUTINGS
+from .bodies import DIM, EXPERTS, HIDDEN, MESHES, ROUTINGS, main
+
+pytestmark = pytest.mark.long
 
 pytest.importorskip("axcore_moe")
 
@@ -14,7 +16,7 @@ PARTS = {"expert=8": 8, "expert=4, data=2": 4, "expert=4, fsdp=2": 8}
 
 @pytest.fixture(scope="module")
 def found():
-    return ask("tests.contracts.bodies", None)
+    return on_devices(main)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -56,6 +56,8 @@ def test_what_the_target_cannot_run_is_refused_though_this_host_could():
         def supports(self, request):
             return None if request.platform == "cpu" else f"requires a CPU, and this is {request.platform}"
 
-    told = r"attention\.kernel: no kernel can attend \(tpu, .* 2 rows, 2 heads on 1 of 4.*CpuKernel: requires a CPU"
+    told = (
+        r"attention\.kernel: no kernel supports the call \(tpu, .* 2 rows, 2 heads on 1 of 4.*CpuKernel: requires a CPU"
+    )
     with pytest.raises(ax.ConfigError, match=told):
         lowered(MESH.abstract(8, "tpu"), kernel=CpuKernel.Config())

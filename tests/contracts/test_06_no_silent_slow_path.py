@@ -35,8 +35,8 @@ def traced(cfg):
 def test_what_the_fused_kernel_refuses_is_an_error_unless_the_order_names_another():
     cfg = ax.pipe(ax.recipe("llama-1b"), ax.target(TARGET))
     capped = ax.select(cfg, Attention).set(softcap=50.0)
-    refused = "CudnnKernel: it does not take softcap"
-    told = rf"attention\.kernel: no kernel can attend \(gpu, .* packed rows, softcap, .*{refused}"
+    refused = "CudnnKernel: does not take softcap"
+    told = rf"attention\.kernel: no kernel supports the call \(gpu, .* packed rows, softcap, .*{refused}"
     with pytest.raises(ax.ConfigError, match=told):
         traced(capped)
     assert not any(isinstance(node, ChooseKernel.Config) and len(node.order) > 1 for _, node in ax.config.walk(cfg))

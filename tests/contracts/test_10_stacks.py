@@ -33,6 +33,8 @@ from axcore.train import FromRun, save_model
 from axcore.train.checkpoint.initial import gathered
 from axcore.train.checkpoint.model_folder import flat, like
 
+pytestmark = pytest.mark.long
+
 for plugin in ("axcore_cross_layer_kv", "axcore_hf", "axcore_moe"):
     pytest.importorskip(plugin)
 

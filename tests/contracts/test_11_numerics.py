@@ -15,6 +15,8 @@ from axcore.testing.models import by_path
 from axcore.train import Checkpointer, CrossEntropy, Learner
 from axcore.train.step.program import program
 
+pytestmark = pytest.mark.long
+
 LAYERS, HISTORY = 2, 3
 SAW = "saw"
 """What the probe reports: the largest input."""
@@ -221,5 +223,5 @@ def test_what_cannot_be_stored_says_so():
     with pytest.raises(ax.ConfigError, match=r"stored=True: Delayed has no stored representation"):
         ax.select(cfg, "head.numerics").set(stored=True).build(rngs=ax.Rngs(0))
     cfg = ax.select(tiny_model(), "head").set(numerics=Codes.Config())
-    with pytest.raises(ax.AxcoreError, match=r"nothing at head; they are not those of this config"):
+    with pytest.raises(ax.AxcoreError, match=r"no entry at head; pass the parameters of a model with this config"):
         stored(cfg, {})

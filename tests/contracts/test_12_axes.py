@@ -13,11 +13,13 @@ import axcore as ax
 from axcore.config import ConfigError
 from axcore.module import abstract
 from axcore.parallel import LOGICAL_AXES, Layout, Mesh, constrain
-from axcore.testing.devices import ask, steps
+from axcore.testing.devices import on_devices, steps
 from axcore.train import Learner
 from axcore.train.step.program import program
 
-from .tensor_step import HEAD_DIM, HEADS, HIDDEN, MODEL, ROWS, RULES, SEQ, SPLIT, VOCAB, batch
+from .tensor_step import HEAD_DIM, HEADS, HIDDEN, MODEL, ROWS, RULES, SEQ, SPLIT, VOCAB, batch, main
+
+pytestmark = pytest.mark.long
 
 EIGHT = AbstractMesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
@@ -52,7 +54,7 @@ class Codebook(ax.Layer):
 
 @pytest.fixture(scope="module")
 def found():
-    return ask("tests.contracts.tensor_step", None)
+    return on_devices(main)
 
 
 def test_a_rule_for_an_unknown_axis_is_an_error_that_lists_the_known_and_suggests_the_nearest(monkeypatch):

@@ -1,5 +1,6 @@
-"""What a Decoder refuses, and what it makes of a model that has caches already."""
+"""Invalid arguments of `Decoder` and `Step`, and models that already have caches."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,14 +17,22 @@ IDS = tiny_batch()["inputs"]
 START = jnp.zeros((2,), jnp.int32)
 
 
-def decoder_of(cfg, max_len=8):
-    return Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=max_len)
+def decoder_of(cfg):
+    """(compiled decoder, params, state) of a model, for two rows of eight tokens."""
+    decoder, *trees = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=8)
+    return jax.jit(decoder), *trees
 
 
-def test_a_model_that_has_caches_already_gets_them_in_the_right_size():
+@pytest.fixture(scope="module")
+def tiny_decoder():
+    """One for all tests, which share what it compiles; its state is never changed in place."""
+    return decoder_of(tiny_model())
+
+
+def test_a_model_that_has_caches_already_gets_them_in_the_right_size(tiny_decoder):
     filled = ax.select(tiny_model(), Attention).set(cache=ContiguousCache.Config(batch_size=1, max_len=3))
     decoder, params, state = decoder_of(filled)
-    plain, _, empty = decoder_of(tiny_model())
+    plain, _, empty = tiny_decoder
     step = Step(IDS, START)
     np.testing.assert_array_equal(decoder(params, state, step)[0], plain(params, empty, step)[0])
 
@@ -33,21 +42,21 @@ def test_a_model_that_has_caches_already_gets_them_in_the_right_size():
     [
         ({"ids": IDS[:, :0]}, r"ids must be \[batch, width\] with at least one row and one token, got shape \(2, 0\)"),
         ({"ids": IDS[0]}, r"ids must be \[batch, width\] with at least one row and one token"),
-        ({"start": START[:1]}, r"start must have the shape \(2,\), one number a row; got \(1,\)"),
-        ({"lengths": jnp.ones((2, 1), jnp.int32)}, r"lengths must have the shape \(2,\)"),
-        ({"slots": jnp.arange(3)}, r"slots must have the shape \(2,\)"),
+        ({"start": START[:1]}, r"start must have shape \(2,\), one number for each row; got shape \(1,\)"),
+        ({"lengths": jnp.ones((2, 1), jnp.int32)}, r"lengths must have shape \(2,\)"),
+        ({"slots": jnp.arange(3)}, r"slots must have shape \(2,\)"),
         ({"logits_at": START}, r"logits_at must be \[batch, ...\] with two dimensions, got shape \(2,\)"),
     ],
     ids=["no token", "ids of one dimension", "start", "lengths", "slots", "logits_at"],
 )
-def test_what_is_no_batch_of_rows_is_refused(changes, told):
+def test_a_step_of_invalid_shape_raises(changes, told):
     with pytest.raises(ax.ConfigError, match=rf"Step\.{told}"):
         Step(**{"ids": IDS, "start": START} | changes)
 
 
 @pytest.mark.parametrize("place", [-1, 8])
-def test_a_place_outside_of_the_row_gives_nan_and_is_stored_nowhere(place):
-    decoder, params, state = decoder_of(tiny_model())
+def test_a_position_outside_the_row_gives_nan_and_is_not_stored(tiny_decoder, place):
+    decoder, params, state = tiny_decoder
     logits, after = decoder(params, state, Step(IDS[:, :1], jnp.full((2,), place, jnp.int32)))
     assert np.isnan(logits).all()
     caches = {path: array for path, array in by_path(after["model"]).items() if "cache" in path}
@@ -55,8 +64,8 @@ def test_a_place_outside_of_the_row_gives_nan_and_is_stored_nowhere(place):
     assert not any(array.any() for array in caches.values())
 
 
-def test_a_step_that_leaves_a_gap_gives_nan_and_one_that_goes_back_does_not():
-    decoder, params, state = decoder_of(tiny_model())
+def test_a_step_after_a_gap_gives_nan_and_a_rollback_does_not(tiny_decoder):
+    decoder, params, state = tiny_decoder
     expected, state = decoder(params, state, Step(IDS[:, :4], START))
     gap, _ = decoder(params, state, Step(IDS[:, 5:6], START + 5))
     again, _ = decoder(params, state, Step(IDS[:, 2:4], START + 2))
@@ -64,7 +73,7 @@ def test_a_step_that_leaves_a_gap_gives_nan_and_one_that_goes_back_does_not():
     np.testing.assert_allclose(again, expected[:, 2:], rtol=0, atol=1e-5)
 
 
-def test_what_nothing_decodes_is_refused():
+def test_a_model_without_decoding_state_raises():
     with pytest.raises(ax.ConfigError, match="not of Linear"):
         Decoder.of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), cache=ContiguousCache.Config(), batch_size=1, max_len=2)
     layer = Linear.Config(input_dim=2, output_dim=2).build(rngs=ax.Rngs(0))
@@ -72,7 +81,7 @@ def test_what_nothing_decodes_is_refused():
         Decoder.of(layer, cache=ContiguousCache.Config(), batch_size=1, max_len=2)
 
 
-def test_a_cache_without_sizes_says_that_decoding_sets_them():
+def test_building_a_cache_without_sizes_raises():
     cfg = ax.pipe(tiny_model(), ax.use("contiguous"))
     with pytest.raises(
         ax.ConfigError, match=r"attention\.cache: batch_size and max_len of the KV cache: decoding sets"
@@ -87,8 +96,8 @@ def row(ids, start, **more):
     return Step(ids[:1], jnp.asarray([start]), **{"slots": SLOT_0} | more)
 
 
-def test_a_row_after_a_gap_stays_without_an_answer_until_it_is_whole():
-    decoder, params, state = decoder_of(tiny_model())
+def test_logits_after_a_gap_are_nan_until_the_row_is_complete(tiny_decoder):
+    decoder, params, state = tiny_decoder
     expected, _ = decoder(params, state, row(IDS[:, :6], 0))
     _, state = decoder(params, state, row(IDS[:, :2], 0))
     gap, state = decoder(params, state, row(IDS[:, 4:5], 4))
@@ -118,8 +127,8 @@ def test_a_row_after_a_gap_stays_without_an_answer_until_it_is_whole():
         "one slot twice",
     ],
 )
-def test_a_step_that_makes_no_sense_gives_nan_and_leaves_the_rows_as_they_are(step):
-    decoder, params, state = decoder_of(tiny_model())
+def test_an_invalid_step_gives_nan_and_does_not_change_rows(tiny_decoder, step):
+    decoder, params, state = tiny_decoder
     _, state = decoder(params, state, Step(IDS[:, :4], START))
     expected, _ = decoder(params, state, Step(IDS[:, 4:5], START + 4))
     logits, after = decoder(params, state, step)
@@ -129,8 +138,8 @@ def test_a_step_that_makes_no_sense_gives_nan_and_leaves_the_rows_as_they_are(st
         np.testing.assert_array_equal(decoder(params, after, Step(IDS[:, 4:5], START + 4))[0], expected)
 
 
-def test_there_are_no_logits_after_padding():
-    decoder, params, state = decoder_of(tiny_model())
+def test_logits_at_padding_are_nan(tiny_decoder):
+    decoder, params, state = tiny_decoder
     at = jnp.asarray([[1, 2, -1, 9]])
     logits, _ = decoder(params, state, row(IDS[:, :4], 0, lengths=jnp.asarray([2]), logits_at=at))
     assert np.isnan(logits).all(axis=-1).tolist() == [[False, True, True, True]]
@@ -139,13 +148,13 @@ def test_there_are_no_logits_after_padding():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"ids": IDS * 1.0}, "Step.ids must be integers, not float32"),
+        ({"ids": IDS * 1.0}, "Step.ids must have an integer dtype, not float32"),
         ({"start": 0}, "Step.start must be an array, not 0"),
-        ({"lengths": jnp.ones(2)}, "Step.lengths must be integers"),
+        ({"lengths": jnp.ones(2)}, "Step.lengths must have an integer dtype"),
         ({"phase": "prefil"}, "Step.phase must be 'prefill', 'decode' or None"),
         ({"pages": jnp.zeros(2, jnp.int32)}, r"Step.pages must be \[batch, ...\]"),
     ],
 )
-def test_steps_of_the_wrong_kind_are_refused(wrong, said):
+def test_invalid_steps_raise(wrong, said):
     with pytest.raises(ax.ConfigError, match=said):
         Step(**{"ids": IDS, "start": START} | wrong)

@@ -19,7 +19,7 @@ KEY = jax.random.key(0)
 
 
 class Probe(ax.Layer):
-    """Returns what it sees of the context."""
+    """Returns what the context provides."""
 
     class Config(ax.Layer.Config):
         pass
@@ -39,7 +39,7 @@ class Probe(ax.Layer):
 
 
 class Holder(ax.Layer):
-    """Holds a probe in every way a layer can be held."""
+    """Contains a probe in every kind of container."""
 
     class Config(ax.Layer.Config):
         pass
@@ -80,20 +80,20 @@ def build(cfg):
         (lambda holder: holder.data[0], "data.0"),
     ],
 )
-def test_a_child_has_the_path_of_the_attributes_that_lead_to_it(holder, reach, path):
+def test_the_path_of_a_child_consists_of_attribute_names(holder, reach, path):
     assert invoke(holder, reach)[0][0] == path
 
 
-def test_layers_of_layers_join_their_paths():
+def test_nested_layers_join_their_paths():
     inner = Parent.Config(children=(("b", Probe.Config()),))
     assert invoke(build(Parent.Config(children=(("a", inner),))), "a", "b")[0][0] == "a.b"
 
 
-def test_the_root_has_the_empty_path(holder):
+def test_the_path_of_the_root_is_empty(holder):
     assert invoke(holder.plain)[0] == ("", False)
 
 
-def test_training_is_what_invoke_says_all_the_way_down(holder):
+def test_training_reaches_all_layers(holder):
     assert invoke(holder, lambda holder: holder.plain, training=True)[0] == ("plain", True)
     assert invoke(holder, lambda holder: holder.plain)[0] == ("plain", False)
 
@@ -103,7 +103,7 @@ def test_a_layer_called_without_invoke_is_a_root_that_does_not_train(holder):
     assert holder(lambda holder: holder.plain) == ("plain", False)
 
 
-def test_a_marked_method_runs_in_its_layers_frame(holder):
+def test_a_method_runs_in_the_frame_of_its_layer(holder):
     assert invoke(holder, lambda holder: holder.plain.other)[0] == ("plain", False)
     assert invoke(holder, lambda holder: holder.plain.unmarked)[0] == ""
 
@@ -112,7 +112,7 @@ def test_invoke_runs_a_named_method(holder):
     assert invoke(holder.plain, method="other", training=True)[0] == ("", True)
 
 
-def test_a_draw_without_a_key_names_the_layer_and_what_to_do():
+def test_a_draw_without_a_key_raises_and_names_the_layer():
     parent = build(Parent.Config(children=(("d", Draw.Config()),)))
     with pytest.raises(ContextError, match=r"d \(Draw\) drew from the PRNG stream 'a'.*axcore\.invoke\(module, .*key="):
         invoke(parent, "d")
@@ -120,12 +120,12 @@ def test_a_draw_without_a_key_names_the_layer_and_what_to_do():
         parent("d")
 
 
-def test_current_without_any_call_is_an_error():
+def test_current_outside_of_a_call_raises():
     with pytest.raises(ContextError, match=r"axcore\.invoke"):
         current()
 
 
-def test_a_summary_carries_the_path_and_is_dropped_when_nobody_collects():
+def test_a_summary_has_the_path_and_is_dropped_without_invoke():
     parent = build(Parent.Config(children=(("p", Plain.Config(width=3, summary=True)),)))
     output, collections = invoke(parent, "p", ONES)
     assert list(collections.summaries) == ["p.mean"]
@@ -151,9 +151,9 @@ def test_a_loss_is_weighted_and_summed():
     assert Collections().total_loss() == 0.0
 
 
-def test_a_loss_without_invoke_is_an_error_that_names_the_layer():
+def test_a_loss_without_invoke_raises_and_names_the_layer():
     parent = build(Parent.Config(children=(("p", Plain.Config(width=3, loss_weight=1.0)),)))
-    with pytest.raises(ContextError, match=r"p \(Plain\) adds the loss 'square', but nobody collects losses"):
+    with pytest.raises(ContextError, match=r"p \(Plain\) adds the loss 'square', but the call does not collect losses"):
         parent("p", ONES)
 
 
@@ -163,7 +163,7 @@ class Twice(Parent):
 
 
 @pytest.mark.parametrize("reports", [{"summary": True}, {"loss_weight": 1.0}])
-def test_reporting_twice_under_one_name_is_an_error_that_names_the_layer(reports):
+def test_reporting_twice_under_one_name_raises_and_names_the_layer(reports):
     model = build(Twice.Config(children=(("p", Plain.Config(width=3, **reports)),)))
     with pytest.raises(ContextError, match=r"p \(Plain\) reports '(mean|square)' twice"):
         invoke(model, ONES)
@@ -181,13 +181,13 @@ class ScannedTwice(ax.Layer):
 
 
 @pytest.mark.parametrize("reports", [{"summary": True}, {"loss_weight": 1.0}])
-def test_a_stack_scanned_twice_does_not_lose_what_the_first_scan_reported(reports):
+def test_scanning_a_stack_twice_keeps_the_reports_of_the_first_scan(reports):
     model = build(ScannedTwice.Config(layer=Plain.Config(width=3, **reports)))
     with pytest.raises(ContextError, match=r"layers.*twice"):
         invoke(model, ONES)
 
 
-def test_a_layer_called_twice_in_one_call_draws_anew_or_is_refused():
+def test_a_layer_called_twice_draws_different_bits_or_raises():
     class DrawsTwice(Parent):
         def __call__(self):
             return self.d(), self.d()
@@ -200,7 +200,7 @@ def test_a_layer_called_twice_in_one_call_draws_anew_or_is_refused():
     assert not np.array_equal(one, two)
 
 
-def test_a_layer_that_its_caller_does_not_hold_is_an_error_that_names_both(holder):
+def test_calling_a_layer_that_the_caller_does_not_contain_raises_and_names_both(holder):
     stranger = build(Probe.Config())
     with pytest.raises(ContextError, match=r"Probe was called inside plain|Probe was called inside Holder"):
         invoke(holder, lambda holder: stranger)
@@ -214,7 +214,7 @@ def test_a_merged_copy_is_not_the_child(holder):
         invoke(holder, copy)
 
 
-def test_a_layer_that_an_ancestor_passes_down_keeps_the_ancestors_path():
+def test_a_layer_passed_down_by_an_ancestor_keeps_its_path():
     class Caller(Parent):
         def __call__(self, other):
             return other()
@@ -244,7 +244,7 @@ class Derived(Base):
         return path, bits, self.frame.path, jax.random.key_data(self.rng("a"))
 
 
-def test_super_call_stays_in_the_same_frame_and_goes_on_drawing():
+def test_super_call_stays_in_the_same_frame_and_continues_its_draws():
     model = build(Parent.Config(children=(("x", Derived.Config()),)))
     (inner_path, first, path, second), _ = invoke(model, "x", key=KEY)
     assert inner_path == path == "x"
@@ -262,7 +262,7 @@ class Raises(ax.Layer):
         raise ValueError("inside")
 
 
-def test_an_exception_leaves_the_stack_clean():
+def test_an_exception_restores_the_stack():
     model = build(Parent.Config(children=(("r", Raises.Config()), ("probe", Probe.Config()))))
     for call in (lambda: invoke(model, "r"), lambda: model("r")):
         with pytest.raises(ValueError, match="inside"):
@@ -272,7 +272,7 @@ def test_an_exception_leaves_the_stack_clean():
     assert invoke(model, "probe")[0][0] == "probe"
 
 
-def test_an_exception_that_a_layer_catches_leaves_its_own_frame_on_top():
+def test_an_exception_that_a_layer_catches_restores_its_frame():
     class Catches(Parent):
         def __call__(self):
             try:
@@ -285,7 +285,7 @@ def test_an_exception_that_a_layer_catches_leaves_its_own_frame_on_top():
     assert invoke(model, "c")[0] == ("c", ("c.probe", False))
 
 
-def test_invoke_inside_a_call_starts_a_context_of_its_own_and_restores_the_outer(holder):
+def test_invoke_inside_a_call_starts_a_new_context_and_restores_the_outer(holder):
     class Nested(Parent):
         def __call__(self):
             _, collections = invoke(self.p, ONES, key=KEY)
@@ -298,8 +298,8 @@ def test_invoke_inside_a_call_starts_a_context_of_its_own_and_restores_the_outer
     assert not collections.summaries
 
 
-def test_threads_have_contexts_of_their_own(holder):
-    barrier = threading.Barrier(2, timeout=20)
+def test_each_thread_has_its_own_context(holder):
+    barrier = threading.Barrier(2, timeout=600)
     seen = {}
 
     def reach(holder):
@@ -313,11 +313,11 @@ def test_threads_have_contexts_of_their_own(holder):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=600)
     assert seen == {True: ("plain", True), False: ("plain", False)}
 
 
-def test_a_thread_started_inside_a_call_does_not_see_the_callers_frame(holder):
+def test_a_thread_started_inside_a_call_does_not_inherit_the_frame(holder):
     found = []
 
     def look():
@@ -329,7 +329,7 @@ def test_a_thread_started_inside_a_call_does_not_see_the_callers_frame(holder):
     def reach(holder):
         thread = threading.Thread(target=look)
         thread.start()
-        thread.join(timeout=20)
+        thread.join(timeout=600)
         return holder.plain
 
     invoke(holder, reach)
@@ -350,12 +350,12 @@ def test_code_outside_any_layer_reads_the_current_frame():
     assert list(collections.summaries) == ["c.from_helper"]
 
 
-def test_a_stock_module_as_root_gives_its_layers_their_paths():
+def test_layers_inside_a_plain_nnx_module_have_paths():
     root = nnx.Sequential(build(Probe.Config()))
     assert invoke(root)[0][0] == "layers.0"
 
 
-def test_labelled_spells_out_scanned_and_doubly_scanned_entries():
+def test_labelled_splits_scanned_and_doubly_scanned_entries():
     entries = {"a": 1, "b.*.c": [1, 2], "d.*.e.*.f": [[1, 2], [3, 4]], "g*.h": 5}
     assert labelled(entries) == {
         "a": 1,
@@ -383,7 +383,7 @@ class Leaks(ax.Layer):
         return x * self.weight[...]
 
 
-def test_a_tracer_that_a_layer_keeps_is_an_error_that_names_the_layer():
+def test_keeping_a_tracer_raises_and_names_the_layer():
     model = build(Parent.Config(children=(("leaky", Leaks.Config()),)))
     fn, params, state = functional(model)
     with pytest.raises(Exception, match="leaky"):

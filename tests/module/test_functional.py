@@ -47,7 +47,7 @@ def leaves(tree):
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def test_parameters_and_state_are_plain_nested_dicts_apart(parts, model):
+def test_parameters_and_state_are_separate_nested_dicts(parts, model):
     _, params, state = parts
     assert params.keys() == {"first", "second"}
     assert params["first"].keys() == {"scale"}
@@ -56,19 +56,19 @@ def test_parameters_and_state_are_plain_nested_dicts_apart(parts, model):
     np.testing.assert_array_equal(params["first"]["scale"], model.first.scale[...])
 
 
-def test_axes_have_the_form_of_the_parameters(parts):
+def test_axes_have_the_structure_of_the_parameters(parts):
     fn, params, _ = parts
     assert fn.axes == {"first": {"scale": ("embed",)}, "second": {"scale": ("embed",)}}
     assert jax.tree.structure(fn.axes, is_leaf=lambda node: isinstance(node, tuple)) == jax.tree.structure(params)
 
 
-def test_a_functional_hashes_by_identity_so_that_jit_can_close_over_it(parts):
+def test_a_functional_hashes_by_identity(parts):
     fn = parts[0]
     assert hash(fn) == hash(fn)
     assert {fn: 1}[fn] == 1
 
 
-def test_a_compiled_call_gives_what_invoke_gives(parts):
+def test_a_compiled_call_equals_invoke(parts):
     fn, params, state = parts
     fresh = CFG.build(rngs=ax.Rngs(0))
     output, collections = invoke(fresh, X, key=KEY)
@@ -81,7 +81,7 @@ def test_a_compiled_call_gives_what_invoke_gives(parts):
     np.testing.assert_array_equal(new_state["first"]["calls"], fresh.first.calls[...])
 
 
-def test_a_call_changes_neither_the_module_nor_the_state_it_was_given(parts, model):
+def test_a_call_changes_neither_the_module_nor_its_arguments(parts, model):
     fn, params, state = parts
     before = int(state["first"]["calls"])
     _, new_state = fn(params, state, X, key=KEY)
@@ -96,7 +96,7 @@ def test_a_named_method_gets_its_arguments(parts, model):
     np.testing.assert_allclose(output, 2.0 * np.asarray(X) * np.asarray(model.first.scale[...]), rtol=1e-6)
 
 
-def test_gradients_are_those_of_the_formula(parts):
+def test_gradients_equal_the_formula(parts):
     fn, params, state = parts
 
     def objective(params):
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_formula(parts):
     np.testing.assert_array_equal(grads["second"]["scale"], np.zeros(WIDTH))
 
 
-def test_vmap_over_inputs_equals_calls_one_by_one(parts):
+def test_vmap_over_inputs_equals_separate_calls(parts):
     fn, params, state = parts
     xs = jnp.stack([X, 2 * X])
 
@@ -142,7 +142,7 @@ STACKED = Model.Config(
 
 
 @pytest.mark.parametrize("cfg", [CFG, STACKED], ids=["plain", "stacked"])
-def test_abstract_has_the_shapes_dtypes_and_axes_of_the_real_one(cfg):
+def test_abstract_has_the_shapes_dtypes_and_axes_of_functional(cfg):
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     abstract_fn, abstract_params, abstract_state = abstract(cfg)
     assert abstract_fn.axes == fn.axes
@@ -160,7 +160,7 @@ def test_an_abstract_function_runs_on_real_arrays(parts):
     np.testing.assert_array_equal(output, expected)
 
 
-def test_abstract_takes_no_memory():
+def test_abstract_allocates_no_arrays():
     fn, params, state = abstract(Linear.Config(input_dim=2**21, output_dim=2**21))  # 16 TiB
     assert params["weight"].shape == (2**21, 2**21)
     assert fn.axes == {"weight": (None, None)}
@@ -168,7 +168,7 @@ def test_abstract_takes_no_memory():
 
 
 @pytest.mark.parametrize("cfg", [CFG, STACKED], ids=["plain", "stacked"])
-def test_a_compiled_initializer_gives_what_an_eager_build_gives(cfg):
+def test_a_compiled_initializer_equals_an_eager_build(cfg):
     _, params, state = functional(cfg.build(rngs=ax.Rngs(3)))
     made_params, made_state = jax.jit(initializer(cfg))(jax.random.key(3))
     for real, made in ((params, made_params), (state, made_state)):
@@ -180,7 +180,7 @@ def test_a_compiled_initializer_gives_what_an_eager_build_gives(cfg):
             )
 
 
-def test_a_functional_that_is_called_twice_is_traced_once(parts):
+def test_calling_a_functional_twice_traces_it_once(parts):
     fn, params, state = parts
     traces = []
 

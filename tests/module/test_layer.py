@@ -1,4 +1,4 @@
-"""Building layers: slots, widths, dtypes and errors with a path."""
+"""Building layers: slots, widths, dtypes and errors with paths."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from .layers import Parent, Plain, ones
 
 
 class Block(ax.Layer):
-    """Two slots and a width that it hands down."""
+    """Two slots, and a width that both children receive."""
 
     class Config(ax.Layer.Config):
         dim: int = ax.REQUIRED
@@ -48,20 +48,20 @@ def build(cfg):
     return cfg.build(rngs=ax.Rngs(0))
 
 
-def test_a_child_gets_the_widths_that_it_declares_and_no_others():
+def test_a_child_takes_only_the_widths_that_it_declares():
     block = build(Block.Config(dim=5, ffn=Linear.Config(), extra=Plain.Config()))
     assert (block.ffn.config.input_dim, block.ffn.config.output_dim) == (5, 5)
     assert block.ffn.weight.shape == (5, 5)
     assert block.extra.config.width == 5
 
 
-def test_a_child_keeps_its_config_with_widths_filled_in():
+def test_a_child_stores_its_completed_config():
     cfg = Block.Config(dim=5, ffn=Linear.Config(use_bias=True))
     assert build(cfg).ffn.config.use_bias is True
     assert cfg.ffn.input_dim is ax.REQUIRED
 
 
-def test_a_width_that_contradicts_the_parent_is_an_error_that_begins_with_the_path():
+def test_a_width_that_contradicts_the_parent_raises_and_names_the_path():
     with pytest.raises(BuildError, match=r"^ffn: input_dim=7 is set on .*Linear.*parent passes input_dim=5"):
         build(Block.Config(dim=5, ffn=Linear.Config(input_dim=7)))
     assert build(Block.Config(dim=5, ffn=Linear.Config(input_dim=5))).ffn.weight.shape == (5, 5)
@@ -97,7 +97,7 @@ def test_an_error_of_a_child_begins_with_its_config_path(cfg, start):
     assert ax.select(cfg, path)  # the message can be pasted into an edit
 
 
-def test_an_error_of_another_kind_tells_the_path_too():
+def test_other_exceptions_have_a_note_with_the_path():
     class Broken(Plain):
         def __init__(self, cfg, *, rngs):
             raise RuntimeError("no luck")
@@ -109,7 +109,7 @@ def test_an_error_of_another_kind_tells_the_path_too():
     assert "block.ffn" in told
 
 
-def test_a_parameter_whose_axes_do_not_fit_its_shape_is_an_error_that_names_it():
+def test_axes_that_do_not_match_the_shape_raise_and_name_the_parameter():
     class Wrong(ax.Layer):
         class Config(ax.Layer.Config):
             pass
@@ -123,7 +123,7 @@ def test_a_parameter_whose_axes_do_not_fit_its_shape_is_an_error_that_names_it()
         build(Wrong.Config())
 
 
-def test_an_initializer_that_gives_another_shape_is_an_error_that_names_the_parameter():
+def test_an_initializer_that_returns_another_shape_raises_and_names_the_parameter():
     class Wrong(ax.Layer):
         class Config(ax.Layer.Config):
             pass
@@ -159,7 +159,7 @@ def test_an_empty_slot_is_none_and_can_be_filled_later():
     assert list(collections.summaries) == ["block.extra.mean"]
 
 
-def test_dtypes_come_from_the_parent_unless_the_child_has_its_own():
+def test_dtypes_are_inherited_unless_the_child_sets_its_own():
     low, high = ax.DTypes(param="bfloat16", compute="bfloat16"), ax.DTypes(param="float32", compute="bfloat16")
     cfg = Deep.Config(dtypes=low, block=Block.Config(dim=3, ffn=Linear.Config(dtypes=high), extra=Plain.Config()))
     model = build(cfg)
@@ -182,7 +182,7 @@ def test_dtypes_reach_the_layers_of_a_stack():
 
 @pytest.mark.parametrize("name", ["param", "compute"])
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.dtype("bfloat16")], ids=repr)
-def test_a_dtype_is_one_value_however_it_is_spelt(name, dtype):
+def test_all_spellings_of_a_dtype_are_equal(name, dtype):
     for made in (ax.DTypes(**{name: dtype}), ax.DTypes().set(**{name: dtype})):
         assert made == ax.DTypes(**{name: jnp.bfloat16})
         assert hash(made) == hash(ax.DTypes(**{name: jnp.bfloat16}))
@@ -195,12 +195,12 @@ def test_a_dtype_can_be_overridden_from_text():
     assert cfg.dtypes == ax.DTypes(compute="bfloat16")
 
 
-def test_an_unknown_dtype_is_a_config_error():
+def test_an_unknown_dtype_raises():
     with pytest.raises(ax.ConfigError, match="bfloat17"):
         ax.DTypes(compute="bfloat17")
 
 
-def test_a_stack_of_stock_modules_can_be_built():
+def test_a_stack_of_plain_nnx_modules_can_be_built():
     class Stock(ax.Layer):
         class Config(ax.Layer.Config):
             pass
@@ -220,7 +220,7 @@ def test_a_stack_of_stock_modules_can_be_built():
     np.testing.assert_allclose(model(jnp.asarray(x)), expected, rtol=1e-5)
 
 
-def test_graph_mode_and_tree_mode_of_nnx_give_the_same_numbers():
+def test_graph_mode_and_tree_mode_of_nnx_agree():
     root = pathlib.Path(__file__).parents[2]
     environ = {
         **os.environ,

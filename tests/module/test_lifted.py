@@ -1,4 +1,4 @@
-"""Transforms that carry the context, against the same code without them."""
+"""Transforms of functions that call layers, compared with the same code without transforms."""
 
 import threading
 
@@ -36,7 +36,7 @@ FULL = Plain.Config(width=WIDTH, drop=True, summary=True, loss_weight=0.3, count
 
 
 def holder(run, child=FULL):
-    """The config of a layer that computes `run(self, x)` and holds `child` and a `draw`."""
+    """The config of a layer that computes `run(self, x)` and has the children `child` and `draw`."""
 
     class Holder(Parent):
         def __call__(self, x):
@@ -54,7 +54,7 @@ def in_a_parent(run, child=FULL):
 
 
 def measure(cfg, x=X):
-    """Everything that one training call gives, compiled as one program, gradients of parameters and inputs too."""
+    """All results of one compiled training call, including gradients of parameters and inputs."""
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
 
     def objective(params, x):
@@ -98,8 +98,8 @@ def bits(key):
     return jax.random.key_data(key).ravel()
 
 
-# What does the same with and without the transform: a run of the holding layer, and the same run transformed. `self`
-# and `child` say what the transform is given.
+# Pairs of functions with equal results: without the transform and with it. `self` and `child` are the module that the
+# transform receives.
 
 SAME = {
     "remat, self": (call_inner, lambda self, x: remat(call_inner)(self, x)),
@@ -147,25 +147,26 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_values_gradients_draws_reports_and_variables_are_those_of_the_plain_code(name):
+def test_values_gradients_draws_reports_and_variables_equal_the_plain_code(name):
     plain, transformed = SAME[name]
     assert_same(measure(holder(transformed)), measure(holder(plain)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAME)
-def test_the_same_in_a_scanned_stack(name):
+def test_they_equal_the_plain_code_in_a_scanned_stack(name):
     plain, transformed = SAME[name]
     found = measure(Stacked.Config(layer=holder(transformed), count=2))
     assert_same(found, measure(Stacked.Config(layer=holder(plain), count=2)))
     assert list(found["summaries"]) == ["layers.*.inner.mean"]
 
 
-def test_without_jit_and_without_invoke_too():
+def test_transforms_work_without_jit_and_without_invoke():
     model, plain = build(SAME["remat, self"][1], QUIET), build(call_inner, QUIET)
     np.testing.assert_allclose(model(X), plain(X), rtol=1e-6)
 
 
-def test_code_in_the_body_and_repeated_calls_draw_and_report_as_without_remat():
+def test_remat_does_not_change_draws_and_reports():
     def body(self, x):
         current().add_summary("here", x.mean(), Reduce.MAX)
         return (
@@ -220,7 +221,7 @@ def square_rows(self, x):
     ],
 )
 @pytest.mark.parametrize("stacked", [False, True], ids=["alone", "stacked"])
-def test_vmap_gives_the_rows_and_reduces_reports_by_their_mean(run, stacked):
+def test_vmap_equals_separate_calls_and_averages_reports(run, stacked):
     def wrap(cfg):
         return Stacked.Config(layer=cfg, count=2) if stacked else cfg
 
@@ -256,7 +257,8 @@ def rows_of(array):
     return {tuple(row) for row in np.asarray(array).reshape(-1, 2).tolist()}
 
 
-def test_draws_of_examples_rounds_and_places_are_all_different_and_depend_on_the_path_alone():
+@pytest.mark.long
+def test_draws_differ_between_examples_iterations_and_places_and_depend_only_on_the_path():
     def run(self, x):
         def round_(self, carry):
             index, found = carry
@@ -283,7 +285,7 @@ def test_draws_of_examples_rounds_and_places_are_all_different_and_depend_on_the
     np.testing.assert_array_equal(found, draws(neighbours))
 
 
-def test_draws_of_examples_are_not_those_of_scanned_layers():
+def test_draws_of_examples_differ_from_draws_of_scanned_layers():
     stack = Stacked.Config(layer=Draws.Config(), count=3)
 
     def run(self, x):
@@ -300,14 +302,14 @@ def test_draws_of_examples_are_not_those_of_scanned_layers():
 
 
 class Draws(ax.Layer):
-    """Writes the bits that it draws into the next free row."""
+    """Writes the drawn bits into the next free row."""
 
     def __call__(self, found):
         index = found[3, 0].astype(jnp.int32)
         return found.at[index].set(bits(self.rng("a"))).at[3, 0].add(1)
 
 
-def test_draws_after_cond_are_not_those_of_its_branches_whichever_draws_more():
+def test_draws_after_cond_differ_from_draws_in_its_branches():
     def run(self, x):
         def draws(self, _):
             return two_draws(self), bits(self.rng("a"))
@@ -327,7 +329,7 @@ def test_draws_after_cond_are_not_those_of_its_branches_whichever_draws_more():
         assert len(rows_of(found)) == count
 
 
-def test_both_branches_of_cond_draw_what_plain_code_would():
+def test_both_branches_of_cond_draw_the_same_bits_as_plain_code():
     def run(self, x, predicate):
         return jnp.concatenate([bits(self.rng("a")), cond(predicate, two_draws, two_draws)(self, x)])
 
@@ -350,7 +352,7 @@ def rounds(body, count=3):
     ],
     ids=["self", "child", "of remat"],
 )
-def test_while_loop_does_the_rounds_of_a_python_loop_and_carries_variables(run, stacked):
+def test_while_loop_equals_a_python_loop_and_carries_variables(run, stacked):
     def loop(self, x):
         for _ in range(3):
             x = self.inner(x)
@@ -373,7 +375,7 @@ def test_while_loop_does_the_rounds_of_a_python_loop_and_carries_variables(run, 
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_variables_change_in_place_when_the_module_itself_is_called():
+def test_a_call_of_the_module_changes_variables_in_place():
     for run in (SAME["remat, self"][1], SAME["cond, child"][1]):
         model = build(run, Plain.Config(width=WIDTH, counts=True))
         model(X)
@@ -403,7 +405,7 @@ def test_only_one_branch_of_cond_may_write_a_variable():
     ],
     ids=["remat", "cond", "while_loop", "vmap"],
 )
-def test_a_variable_that_nobody_writes_is_no_obstacle_to_a_transform_in_vmap(inner):
+def test_an_unwritten_variable_does_not_prevent_a_transform_in_vmap(inner):
     model = build(lambda self, x: vmap(inner)(self, x), Plain.Config(width=WIDTH, counts=True))
     assert jax.jit(lambda x: model(x))(X).shape == X.shape
 
@@ -411,7 +413,8 @@ def test_a_variable_that_nobody_writes_is_no_obstacle_to_a_transform_in_vmap(inn
 # Rules of derivatives.
 
 
-def test_rules_know_the_path_and_draw_the_same_bits_and_bits_of_their_own_place():
+@pytest.mark.long
+def test_rules_have_the_path_and_draw_the_bits_of_their_call():
     """Dropout whose backward rule draws the mask again."""
     seen = []
 
@@ -482,7 +485,7 @@ def test_rules_may_report_summaries_of_any_type(kind, differentiated):
     assert int(summaries["top.count"].value) == int((X > 1).sum())
 
 
-def test_a_loss_in_a_rule_is_refused_since_it_would_have_no_gradient():
+def test_a_loss_in_a_rule_raises():
     def value(x):
         current().add_loss("aux", x.sum(), 1)
         return x
@@ -495,7 +498,7 @@ def test_a_loss_in_a_rule_is_refused_since_it_would_have_no_gradient():
             invoke(in_a_parent(run), "top", X)
 
 
-def test_a_backward_rule_that_reports_names_the_layer():
+def test_a_report_in_a_backward_rule_raises_and_names_the_layer():
     def bwd(_, g):
         current().add_summary("gradient", g.max())
         return (g,)
@@ -505,7 +508,7 @@ def test_a_backward_rule_that_reports_names_the_layer():
         jax.grad(lambda x: invoke(model, "top", x)[0].sum())(X)
 
 
-# What is refused.
+# Errors.
 
 
 def over(transform):
@@ -518,16 +521,16 @@ def over(transform):
 
 
 @pytest.mark.parametrize("transform", ["remat", "vmap", "cond", "while_loop"])
-def test_a_module_that_the_caller_does_not_hold_is_refused(transform):
+def test_a_module_that_the_caller_does_not_contain_raises(transform):
     stranger = build(call_inner).inner
-    with pytest.raises(ContextError, match=rf"top \(Holder\) runs {transform} on a Plain that it does not hold"):
+    with pytest.raises(ContextError, match=rf"top \(Holder\) runs {transform} on a Plain that it does not contain"):
         invoke(in_a_parent(lambda self, x: over(transform)(stranger)), "top", X)
     with ax.module.root(None, key=None, training=False), pytest.raises(ContextError, match="outside any layer runs"):
         over(transform)(stranger)
 
 
 @pytest.mark.parametrize("run", [lambda s, x: vmap(call_inner)(s, x), lambda s, x: vmap(lambda c, x: c(x))(s.inner, x)])
-def test_a_variable_written_in_vmap_is_refused(run):
+def test_writing_a_variable_in_vmap_raises(run):
     model = in_a_parent(run, Plain.Config(width=WIDTH, counts=True))
     with pytest.raises(ContextError, match=r"top \(Holder\) a layer writes a Variable inside vmap"):
         invoke(model, "top", X)
@@ -536,26 +539,26 @@ def test_a_variable_written_in_vmap_is_refused(run):
         invoke(within, "top", X, key=KEY)
 
 
-def test_branches_that_report_different_things_are_refused():
+def test_branches_with_different_reports_raise():
     model = in_a_parent(lambda self, x: cond(x[0, 0] > 0, call_inner, lambda self, x: x)(self, x), SUMS)
     with pytest.raises(ContextError, match=r"in top \(Holder\) one branch of cond reports .*top\.inner\.square"):
         invoke(model, "top", X)
 
 
-def test_branches_that_return_different_things_name_the_layer():
+def test_branches_with_different_results_raise_and_name_the_layer():
     model = in_a_parent(lambda self, x: cond(x[0, 0] > 0, call_inner, lambda self, x: x[0])(self, x), QUIET)
     with pytest.raises(TypeError) as error:
         invoke(model, "top", X)
     assert "top (Holder)" in message(error)
 
 
-def test_reporting_in_while_loop_is_refused():
+def test_reporting_in_while_loop_raises():
     model = in_a_parent(rounds(lambda self, carry: (carry[0] + 1, self.inner(carry[1]))), SUMS)
     with pytest.raises(ContextError, match=r"top\.inner\.mean, top\.inner\.square: .*while_loop"):
         invoke(model, "top", X)
 
 
-def test_a_draw_in_a_transform_without_a_key_names_the_layer():
+def test_a_draw_without_a_key_in_a_transform_raises_and_names_the_layer():
     model = in_a_parent(SAME["remat, child"][1])
     with pytest.raises(ContextError, match=r"top\.inner \(Plain\) drew from the PRNG stream 'dropout'"):
         invoke(model, "top", X)
@@ -565,7 +568,7 @@ def test_a_draw_in_a_transform_without_a_key_names_the_layer():
 
 
 @pytest.mark.parametrize("wrap", [lambda body: body, remat, vmap], ids=["plain", "remat", "vmap"])
-def test_a_traced_value_kept_as_an_attribute_is_refused(wrap):
+def test_keeping_a_traced_value_in_an_attribute_raises(wrap):
     def keeps(self, x):
         self.kept = x
         return x
@@ -575,7 +578,7 @@ def test_a_traced_value_kept_as_an_attribute_is_refused(wrap):
         jax.jit(lambda x: fn(params, state, "top", x)[0][0])(X)
 
 
-def test_a_shared_module_and_a_shared_variable_are_refused():
+def test_shared_modules_and_shared_variables_raise():
     class Shares(Parent):
         def __init__(self, cfg, *, rngs):
             super().__init__(cfg, rngs=rngs)
@@ -588,14 +591,14 @@ def test_a_shared_module_and_a_shared_variable_are_refused():
 
     for kind, name in ((Shares, "Plain"), (SharesVariable, "Param")):
         model = kind.Config(children=(("child_", QUIET),)).build(rngs=ax.Rngs(0))
-        with pytest.raises(ContextError, match=rf"child_.*are one {name}"):
+        with pytest.raises(ContextError, match=rf"child_.*are the same {name}"):
             functional(model)
 
 
 # Collections.
 
 
-def test_labelled_spells_out_summaries_of_nested_stacks():
+def test_labelled_splits_summaries_of_nested_stacks():
     cfg = Stacked.Config(layer=Stacked.Config(layer=holder(SAME["remat, child"][1], SUMS), count=2), count=3)
     summaries = jax.jit(lambda: invoke(cfg.build(rngs=ax.Rngs(0)), X, key=KEY)[1])().summaries
     whole = summaries["layers.*.layers.*.inner.mean"].value
@@ -605,7 +608,7 @@ def test_labelled_spells_out_summaries_of_nested_stacks():
     np.testing.assert_array_equal([float(each) for each in spelled.values()], whole.ravel())
 
 
-def test_labelled_takes_only_whole_segments_for_stacks():
+def test_labelled_splits_only_at_whole_segments():
     assert labelled({"p*q.*.r": [1, 2]}) == {"p*q.0.r": 1, "p*q.1.r": 2}
     pair = labelled({"a.*.b": (jnp.arange(2), {"c": jnp.arange(4).reshape(2, 2)})})
     assert list(pair) == ["a.0.b", "a.1.b"]
@@ -615,7 +618,7 @@ def test_labelled_takes_only_whole_segments_for_stacks():
 @pytest.mark.parametrize(
     "values", [np.random.default_rng(0).normal(size=101), np.zeros(5), np.arange(12).reshape(3, 4)]
 )
-def test_a_histogram_is_that_of_numpy(values):
+def test_a_histogram_equals_numpy(values):
     counts, edges = np.histogram(values.astype(np.float32), bins=30)
     found = histogram(jnp.asarray(values))
     assert found.dtype == jnp.float32
@@ -634,7 +637,7 @@ CAPTURING["cond"] = lambda s, x: cond(x[0, 0] > 0, shows, shows)(s, x)
 
 
 @pytest.mark.parametrize("name", CAPTURING)
-def test_outputs_are_captured_by_pattern(name):
+def test_capture_selects_outputs_by_pattern(name):
     model = in_a_parent(CAPTURING[name], QUIET)
     output, reported = jax.jit(lambda x: invoke(model, "top", x, capture=["**.inner", "top.half"]))(X)
     assert sorted(reported.outputs) == ["top.half", "top.inner"]
@@ -644,7 +647,7 @@ def test_outputs_are_captured_by_pattern(name):
 
 
 @pytest.mark.parametrize("name", CAPTURING)
-def test_outputs_of_a_scanned_stack_are_captured_layer_by_layer(name):
+def test_capture_collects_the_outputs_of_each_scanned_layer(name):
     model = Stacked.Config(layer=holder(CAPTURING[name], QUIET), count=2).build(rngs=ax.Rngs(0))
     output, reported = jax.jit(lambda x: invoke(model, x, capture=["**.inner", "**.half"]))(X)
     assert sorted(reported.outputs) == ["layers.*.half", "layers.*.inner"]
@@ -653,8 +656,8 @@ def test_outputs_of_a_scanned_stack_are_captured_layer_by_layer(name):
     np.testing.assert_allclose(spelled["layers.1.half"], spelled["layers.0.inner"] / 2, rtol=1e-6)
 
 
-def test_threads_that_trace_at_once_report_apart():
-    barrier, found = threading.Barrier(2, timeout=20), {}
+def test_concurrent_traces_have_separate_reports():
+    barrier, found = threading.Barrier(2, timeout=600), {}
 
     def work(number):
         def body(self, x):
@@ -669,5 +672,5 @@ def test_threads_that_trace_at_once_report_apart():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=40)
+        thread.join(timeout=600)
     assert found == {number: ["inner.mean", f"of_{number}"] for number in range(2)}

@@ -1,4 +1,4 @@
-"""PRNG keys derive from paths."""
+"""PRNG keys derived from paths."""
 
 import hashlib
 
@@ -21,7 +21,7 @@ def build(cfg, seed=0):
     return cfg.build(rngs=ax.Rngs(seed))
 
 
-def test_fold_is_the_documented_hash_and_a_number_folds_as_itself():
+def test_fold_hashes_names_and_folds_numbers_directly():
     key = jax.random.key(0)
     word = int.from_bytes(hashlib.sha256(b"dropout").digest()[:4], "big")
     np.testing.assert_array_equal(bits(fold(key, "dropout")), bits(jax.random.fold_in(key, word)))
@@ -30,7 +30,7 @@ def test_fold_is_the_documented_hash_and_a_number_folds_as_itself():
     np.testing.assert_array_equal(bits(fold(key, jnp.asarray(3))), bits(jax.random.fold_in(key, 3)))
 
 
-def test_rngs_know_the_path_and_fold_each_name():
+def test_rngs_have_the_path_and_fold_each_name():
     rngs = ax.Rngs(5)
     below = rngs.at("decoder").at("norm")
     assert (rngs.path, below.path) == ("", "decoder.norm")
@@ -38,7 +38,7 @@ def test_rngs_know_the_path_and_fold_each_name():
     assert not np.array_equal(bits(below.key), bits(rngs.at("norm").at("decoder").key))
 
 
-def test_index_of_a_stack_equals_the_name_of_that_number():
+def test_the_index_of_a_stack_folds_like_the_name_of_that_number():
     rngs = ax.Rngs(0).at("layers")
     np.testing.assert_array_equal(bits(rngs.index(jnp.asarray(2)).key), bits(rngs.at("2").key))
     assert rngs.index(jnp.asarray(2)).path == "layers"
@@ -49,7 +49,7 @@ def test_rngs_accept_a_key_or_a_seed():
     np.testing.assert_array_equal(bits(ax.Rngs(np.int32(3)).key), bits(ax.Rngs(3).key))
 
 
-def test_a_new_sibling_moves_neither_parameters_nor_streams():
+def test_a_new_sibling_changes_neither_parameters_nor_draws():
     plain, draw = Plain.Config(width=3), Draw.Config()
     few = build(Parent.Config(children=(("a", plain), ("d", draw))))
     many = build(Parent.Config(children=(("new", plain), ("a", plain), ("other", draw), ("d", draw))))
@@ -58,7 +58,7 @@ def test_a_new_sibling_moves_neither_parameters_nor_streams():
     np.testing.assert_array_equal(invoke(few, "d", key=key)[0], invoke(many, "d", key=key)[0])
 
 
-def test_siblings_of_one_config_start_and_draw_differently():
+def test_siblings_with_one_config_have_different_parameters_and_draws():
     plain, draw = Plain.Config(width=3), Draw.Config()
     parent = build(Parent.Config(children=(("a", plain), ("b", plain), ("c", draw), ("d", draw))))
     assert not np.allclose(parent.a.scale[...], parent.b.scale[...])
@@ -66,7 +66,7 @@ def test_siblings_of_one_config_start_and_draw_differently():
     assert not np.array_equal(invoke(parent, "c", key=key)[0], invoke(parent, "d", key=key)[0])
 
 
-def test_draws_of_one_call_differ_and_repeat_in_the_next_call():
+def test_draws_of_one_call_differ_and_the_next_call_repeats_them():
     draw = build(Draw.Config())
     drawn = invoke(draw, key=jax.random.key(1))[0]
     assert len(np.unique(drawn, axis=0)) == 3
@@ -84,7 +84,7 @@ def test_a_draw_equals_the_key_folded_along_the_path():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_stack_starts_as_its_layers_would_alone(count):
+def test_a_stack_has_the_initial_parameters_of_separate_layers(count):
     layer = Plain.Config(width=4)
     stacked, unrolled = (
         build(Stacked.Config(layer=layer, count=count)),
@@ -105,7 +105,7 @@ def test_a_stack_names_its_new_axis():
     assert build(Stacked.Config(layer=Plain.Config(width=4))).layers.scale.get_metadata()["axes"] == ("layer", "embed")
 
 
-def test_nnx_rngs_of_a_stock_module_follow_the_path():
+def test_the_nnx_rngs_of_a_plain_module_depend_on_the_path():
     one, two = ax.Rngs(0).at("a").nnx(), ax.Rngs(0).at("b").nnx()
     assert not np.array_equal(bits(one.params()), bits(two.params()))
     np.testing.assert_array_equal(bits(ax.Rngs(0).at("a").nnx().params()), bits(ax.Rngs(0).at("a").nnx().params()))

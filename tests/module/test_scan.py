@@ -1,4 +1,4 @@
-"""A scanned stack computes, draws and reports what the same layers do one by one."""
+"""A scanned stack, compared with separate calls of the same layers."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def scanned(request):
     return run(Stacked.Config(layer=LAYER, count=COUNT, **request.param))
 
 
-def test_values_and_gradients_are_those_of_the_layers_called_one_by_one(scanned, by_hand):
+def test_values_and_gradients_equal_separate_calls_of_the_layers(scanned, by_hand):
     np.testing.assert_allclose(scanned[0], by_hand[0], rtol=1e-6)
     np.testing.assert_allclose(scanned[2], by_hand[2], rtol=1e-6)
     assert jax.tree.structure(sliced(scanned[1])) == jax.tree.structure(by_hand[1])
@@ -79,7 +79,7 @@ def test_losses_and_summaries_are_labelled_by_layer(scanned, by_hand):
             np.testing.assert_allclose(np.asarray(spelled[path]), np.asarray(value), rtol=1e-6, err_msg=path)
 
 
-def test_mutable_variables_keep_what_each_layer_wrote(scanned, by_hand):
+def test_mutable_variables_keep_the_values_that_each_layer_wrote(scanned, by_hand):
     counts = scanned[4]["layers"]["calls"]
     assert counts.shape == (COUNT,)
     assert counts.sum() > 0
@@ -114,7 +114,7 @@ def test_a_stack_of_stacks_equals_loops_in_loops():
     np.testing.assert_allclose(list(spelled.values()), list(looped[3].weighted_losses().values()), rtol=1e-5)
 
 
-def test_variables_change_in_place_when_the_module_itself_is_called():
+def test_a_call_of_the_module_changes_variables_in_place():
     model = Stacked.Config(layer=Plain.Config(width=WIDTH, counts=True), count=2).build(rngs=ax.Rngs(0))
     model(X)
     first = np.asarray(model.layers.calls[...])
@@ -123,19 +123,19 @@ def test_variables_change_in_place_when_the_module_itself_is_called():
     np.testing.assert_array_equal(model.layers.calls[...], 2 * first)
 
 
-def test_parameters_are_as_they_were_after_a_scan(stacked_params):
+def test_a_scan_does_not_change_parameters(stacked_params):
     model = Stacked.Config(layer=LAYER, count=COUNT).build(rngs=ax.Rngs(0))
     invoke(model, X, key=KEY)
     np.testing.assert_array_equal(model.layers.scale[...], stacked_params["layers"]["scale"])
 
 
-def test_a_draw_without_key_names_the_stack():
+def test_a_draw_without_a_key_raises_and_names_the_stack():
     model = Stacked.Config(layer=Plain.Config(width=WIDTH, drop=True), count=2).build(rngs=ax.Rngs(0))
     with pytest.raises(ContextError, match=r"layers\.\* \(Plain\) drew from the PRNG stream 'dropout'"):
         model(X)
 
 
-def test_scanning_a_stack_that_the_caller_does_not_hold_is_an_error():
+def test_scanning_a_stack_that_the_caller_does_not_contain_raises():
     stranger = Stacked.Config(layer=Plain.Config(width=WIDTH), count=2).build(rngs=ax.Rngs(0)).layers
 
     class Borrower(Parent):
@@ -143,7 +143,7 @@ def test_scanning_a_stack_that_the_caller_does_not_hold_is_an_error():
             return scan(stranger, x, count=2)
 
     model = Parent.Config(children=(("b", Borrower.Config()),)).build(rngs=ax.Rngs(0))
-    with pytest.raises(ContextError, match=r"b \(Borrower\) scans a Plain that it does not hold"):
+    with pytest.raises(ContextError, match=r"b \(Borrower\) scans a Plain that it does not contain"):
         invoke(model, "b", X)
 
 
@@ -162,14 +162,14 @@ class Widening(Plain):
     [Miscounting.Config(layer=Plain.Config(width=WIDTH), count=2), Stacked.Config(layer=Widening.Config(width=WIDTH))],
     ids=["a count that is not the stack's", "a layer that changes the shape of the carry"],
 )
-def test_a_scan_that_cannot_run_names_the_stack(cfg):
+def test_a_failing_scan_names_the_stack(cfg):
     model = Parent.Config(children=(("decoder", cfg),)).build(rngs=ax.Rngs(0))
     with pytest.raises(Exception) as error:
         invoke(model, "decoder", X)
     assert "decoder.layers" in "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
 
-def test_a_layer_that_keeps_a_traced_value_is_refused_inside_the_scan():
+def test_keeping_a_traced_value_inside_a_scan_raises():
     class Keeps(ax.Layer):
         def __call__(self, x):
             self.kept = x

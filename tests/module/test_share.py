@@ -1,4 +1,4 @@
-"""Values that a layer hands to later ones, through transforms too."""
+"""Values that a layer shares with later layers, also through transforms."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class Taker(ax.Layer):
 
 
 class Both(ax.Layer):
-    """A giver, then a taker, so that each pass through it hands on its own."""
+    """A layer that shares a value and a layer that takes it."""
 
     class Config(ax.Layer.Config):
         parts: tuple[ax.Layer.Config, ...] = (Giver.Config(), Taker.Config())
@@ -62,41 +62,41 @@ def run(cfg, x=1.0):
     return float(jax.jit(lambda x: invoke(module, x)[0])(jnp.float32(x)))
 
 
-def test_a_later_layer_takes_what_an_earlier_one_shared():
+def test_a_later_layer_receives_a_shared_value():
     assert run(Both.Config()) == 3.0
 
 
-def test_the_last_one_counts():
+def test_the_last_shared_value_wins():
     parts = (Giver.Config(), Giver.Config(factor=10.0), Taker.Config())
     assert run(Both.Config(parts=parts)) == 11.0
 
 
-def test_before_anything_is_shared_it_is_an_error_that_names_the_layer():
-    with pytest.raises(ContextError, match=r"parts\.0 \(Taker\) takes 'value', which no layer before it has shared"):
+def test_taking_a_value_that_is_not_shared_raises_and_names_the_layer():
+    with pytest.raises(ContextError, match=r"parts\.0 \(Taker\) takes 'value', which no earlier layer has shared"):
         run(Both.Config(parts=(Taker.Config(), Giver.Config())))
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_the_body_of_a_scan_hands_on_within_itself(remat):
+def test_layers_share_values_within_the_body_of_a_scan(remat):
     assert run(Stacked.Config(remat=remat)) == 27.0  # each of three layers adds twice its input
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_the_body_of_a_scan_reads_what_came_before_it(remat):
+def test_the_body_of_a_scan_reads_earlier_values(remat):
     cfg = Stacked.Config(each=Taker.Config(), remat=remat)
     assert run(cfg) == 7.0  # 1 + 3 * 2
     module = cfg.build(rngs=ax.Rngs(0))
     assert jax.grad(lambda x: invoke(module, x)[0])(jnp.float32(1.0)) == 7.0
 
 
-def test_nothing_leaves_the_body_of_a_scan():
+def test_values_shared_in_a_scan_stay_inside():
     assert run(Stacked.Config(after=Taker.Config())) == 29.0  # 27 + what the layer before the stack shared
 
     class Quiet(ax.Layer):
         def __call__(self, x):
             return x
 
-    with pytest.raises(ContextError, match="stays inside"):
+    with pytest.raises(ContextError, match="stay inside"):
         run(Stacked.Config(before=Quiet.Config(), after=Taker.Config()))
 
 
@@ -121,13 +121,13 @@ class Mapped(ax.Layer):
 
 
 @pytest.mark.parametrize("transform", ["vmap", "remat", "cond"])
-def test_bodies_of_other_transforms_read_it_too(transform):
+def test_the_bodies_of_other_transforms_read_earlier_values(transform):
     module = Mapped.Config(transform=transform).build(rngs=ax.Rngs(0))
     found = jax.jit(lambda x: invoke(module, x)[0])(jnp.float32(1.0))
     np.testing.assert_array_equal(found, np.full(found.shape, 3.0))
 
 
-def test_what_is_shared_in_remat_reaches_later_layers_and_carries_gradients():
+def test_values_shared_in_remat_reach_later_layers_and_carry_gradients():
     class Recomputed(Both):
         class Config(Both.Config):
             pass
@@ -142,7 +142,7 @@ def test_what_is_shared_in_remat_reaches_later_layers_and_carries_gradients():
     assert jax.grad(lambda x: invoke(module, x)[0])(jnp.float32(1.0)) == 3.0
 
 
-def test_each_call_starts_with_nothing_shared():
+def test_each_call_starts_without_shared_values():
     class Maybe(ax.Layer):
         class Config(ax.Layer.Config):
             giver: ax.Layer.Config = Giver.Config()

@@ -1,4 +1,4 @@
-"""A training step on meshes of eight devices gives what it gives on one."""
+"""A training step on meshes of eight devices, compared with one device."""
 
 import json
 import os
@@ -8,6 +8,8 @@ import sys
 
 import numpy as np
 import pytest
+
+pytestmark = pytest.mark.long
 
 MESHES = ["data=8", "fsdp=8", "data=2, fsdp=4"]
 
@@ -24,7 +26,7 @@ def results():
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_loss_and_every_gradient_are_those_of_one_device(results, mesh):
+def test_the_loss_and_all_gradients_equal_one_device(results, mesh):
     one, many = results["one"], results[mesh]
     assert many["metrics"].keys() == one["metrics"].keys() >= {"loss", "z_loss", "gradient_norm"}
     for name, value in one["metrics"].items():
@@ -35,7 +37,7 @@ def test_the_loss_and_every_gradient_are_those_of_one_device(results, mesh):
         assert np.abs(gradient).max() > 1e-4, path
 
 
-def test_the_step_descends_the_whole_objective_z_loss_included(results):
+def test_the_step_minimizes_the_whole_objective_including_z_loss(results):
     one = results["one"]
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in results["without a trainer"].values()))
     np.testing.assert_allclose(one["metrics"]["gradient_norm"], norm, rtol=1e-5)
@@ -43,7 +45,7 @@ def test_the_step_descends_the_whole_objective_z_loss_included(results):
         np.testing.assert_allclose(one["gradients"][path], gradient, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
-def test_initial_parameters_are_made_in_place_and_do_not_depend_on_the_mesh(results):
+def test_initial_parameters_are_created_in_place_and_do_not_depend_on_the_mesh(results):
     one, many = results["initial"]["one"], results["initial"]["data=2, fsdp=4"]
     assert one.keys() == many.keys()
     for path, (values, shard) in many.items():
@@ -52,7 +54,7 @@ def test_initial_parameters_are_made_in_place_and_do_not_depend_on_the_mesh(resu
 
 
 @pytest.mark.parametrize(("mesh", "parts"), [("data=8", 1), ("fsdp=8", 8), ("data=2, fsdp=4", 4)])
-def test_each_device_holds_its_part_of_every_parameter_after_the_step(results, mesh, parts):
+def test_each_device_holds_its_shard_of_every_parameter_after_the_step(results, mesh, parts):
     found = results[mesh]
     for path, shape in found["shapes"].items():
         held = found["shards"][path]
@@ -63,16 +65,16 @@ def test_each_device_holds_its_part_of_every_parameter_after_the_step(results, m
 
 
 @pytest.mark.parametrize(("mesh", "rows"), [("one", 8), ("data=8", 1), ("fsdp=8", 1), ("data=2, fsdp=4", 1)])
-def test_batches_are_split_over_data_and_fsdp(results, mesh, rows):
+def test_batches_are_sharded_over_data_and_fsdp(results, mesh, rows):
     assert results[mesh]["rows"] == rows
 
 
-def test_a_free_axis_takes_the_devices_that_are_left(results):
+def test_a_free_axis_takes_the_remaining_devices(results):
     assert results["data=8"]["mesh"] == {"data": 8, "fsdp": 1}
     assert results["fsdp=8"]["mesh"] == {"data": 1, "fsdp": 8}
 
 
-def test_a_batch_that_does_not_divide_is_a_config_error_that_says_so(results):
+def test_a_batch_that_does_not_divide_raises(results):
     kind, message = results["odd batch"]
     assert kind == "ConfigError"
     assert "batch" in message
@@ -80,7 +82,7 @@ def test_a_batch_that_does_not_divide_is_a_config_error_that_says_so(results):
     assert "8" in message
 
 
-def test_a_parameter_that_does_not_divide_is_a_config_error_that_names_it(results):
+def test_a_parameter_that_does_not_divide_raises_and_is_named(results):
     kind, message = results["narrow model"]
     assert kind == "ConfigError"
     assert "does not divide" in message

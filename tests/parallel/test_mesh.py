@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from axcore.config import ConfigError
 from axcore.parallel import FSDP_RULES, Layout, Mesh, Remat, SaveMatmuls, SaveNames, constrain, is_sharded
 
-EIGHT = jax.devices()[:1] * 8  # enough for shapes that are refused before anything is placed
+EIGHT = jax.devices()[:1] * 8  # no array is placed on them
 
 
 def layout(rules=FSDP_RULES, **sizes):
@@ -33,25 +33,27 @@ def layout(rules=FSDP_RULES, **sizes):
     ],
     ids=str,
 )
-def test_a_shape_that_does_not_fill_the_devices_is_an_error_with_both_numbers(shape):
+def test_a_shape_that_does_not_fill_the_devices_raises(shape):
     with pytest.raises(ConfigError, match=r"mesh\.shape: .*8 devices"):
         Mesh(shape=shape, rules={}).make(EIGHT)
 
 
-def test_a_rule_to_an_unknown_mesh_axis_is_an_error_that_lists_the_axes():
-    with pytest.raises(ConfigError, match=r"mesh\.rules: 'mlp' maps to 'tensor'; the mesh has data, fsdp"):
+def test_a_rule_to_an_unknown_mesh_axis_raises_and_lists_the_axes():
+    with pytest.raises(
+        ConfigError, match=r"mesh\.rules: 'mlp' maps to 'tensor', which is not an axis of the mesh: data, fsdp"
+    ):
         Mesh(rules={"mlp": "tensor"}).make(jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"'batch' maps to 'expert'"):
         Mesh(rules={"batch": ("data", "expert")}).make(jax.devices()[:1])
 
 
 @pytest.mark.parametrize("shape", [{"data": "8"}, {"data": 1.5}, {"data": True}, [1]], ids=str)
-def test_a_shape_of_the_wrong_type_is_refused(shape):
+def test_a_shape_of_the_wrong_type_raises(shape):
     with pytest.raises(ConfigError, match=r"Mesh\.shape must be"):
         Mesh(shape=shape)
 
 
-def test_one_mesh_axis_twice_in_a_rule_is_an_error():
+def test_a_rule_with_a_mesh_axis_twice_raises():
     with pytest.raises(ConfigError, match="fsdp"):
         Mesh(rules={"batch": ("fsdp", "fsdp")}).make(jax.devices()[:1])
 
@@ -78,7 +80,7 @@ def test_the_default_mesh_works_on_one_device():
     ],
     ids=str,
 )
-def test_logical_axes_map_to_mesh_axes_each_of_which_serves_once(axes, spec):
+def test_logical_axes_map_to_mesh_axes_that_are_used_once(axes, spec):
     assert layout().spec(axes) == spec
 
 
@@ -97,7 +99,7 @@ def test_a_parameter_that_does_not_divide_is_named_with_shape_axes_and_mesh():
         assert part in str(error.value)
 
 
-def test_constrain_is_the_identity_without_a_layout_and_on_one_device():
+def test_constrain_does_nothing_without_a_layout_and_on_one_device():
     x = jnp.ones((2, 3))
     assert constrain(x, "batch", "embed") is x
     with Mesh().make(jax.devices()[:1]).active():
@@ -105,7 +107,7 @@ def test_constrain_is_the_identity_without_a_layout_and_on_one_device():
         assert constrain(x, "batch", "embed") is x
 
 
-def test_a_layout_is_active_only_inside_its_block_also_when_that_raises():
+def test_a_layout_is_active_only_inside_its_block_even_after_an_exception():
     assert not is_sharded()
     with pytest.raises(RuntimeError, match="inside"), layout().active():
         assert is_sharded()
@@ -116,7 +118,7 @@ def test_a_layout_is_active_only_inside_its_block_also_when_that_raises():
 @pytest.mark.parametrize(
     ("remat", "recomputed"), [(None, 1), (Remat(), 2), (SaveMatmuls(), 1), (SaveNames(names=("kept",)), 1)], ids=repr
 )
-def test_a_remat_policy_decides_how_often_a_product_is_computed(remat, recomputed):
+def test_a_remat_policy_determines_how_often_a_product_is_computed(remat, recomputed):
     def block(x, w):
         return jnp.sin(checkpoint_name(jnp.sin(x) @ w, "kept"))
 
@@ -125,7 +127,7 @@ def test_a_remat_policy_decides_how_often_a_product_is_computed(remat, recompute
     assert jaxpr.count("dot_general[") - 1 == recomputed  # one product belongs to the gradient of x
 
 
-def test_save_names_keeps_nothing_under_other_names():
+def test_save_names_keeps_only_the_given_names():
     def block(x, w):
         return jnp.sin(checkpoint_name(jnp.sin(x) @ w, "kept"))
 

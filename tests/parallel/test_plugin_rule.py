@@ -1,4 +1,4 @@
-"""A mesh rule that a plugin outside the core supplies lays a run out over eight CPU devices."""
+"""A mesh rule of a plugin applies to a run on eight CPU devices."""
 
 import json
 import os
@@ -10,6 +10,8 @@ import axcore as ax
 from axcore.plugin import registry
 from axcore.testing import ParallelismSuite
 from axcore.train.callbacks.writers import read_jsonl
+
+pytestmark = pytest.mark.long
 
 LAB = """
 from axcore.plugin import MeshRule, hookimpl
@@ -34,7 +36,7 @@ def wrong(cfg, accelerator):
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """The folder that the plugin `lab` is installed in."""
+    """The folder in which the plugin `lab` is installed."""
     folder = tmp_path_factory.mktemp("lab")
     (folder / "lab_plugin.py").write_text(LAB)
     (folder / "lab_rules.py").write_text(RULES)
@@ -61,26 +63,26 @@ class Wrong(ParallelismSuite):
     remat = packed = tied = False
 
 
-def test_of_two_plugins_the_more_specific_rule_is_taken(lab):
+def test_the_more_specific_rule_of_two_plugins_applies(lab):
     mesh = ax.pipe(ax.recipe("quickstart"), ax.target("cpu-8")).mesh
     assert mesh.shape == {"data": 2, "fsdp": 4}  # axcore-recipes has a rule for cpu-*
     assert ax.pipe(ax.recipe("quickstart"), ax.target("cpu-4")).mesh.shape == {"data": 1, "fsdp": 4}
 
 
-def test_the_suite_finds_a_rule_that_shards_no_parameter_or_changes_the_objective(lab):
+def test_the_suite_detects_a_rule_that_shards_no_parameter_or_changes_the_objective(lab):
     suite = Wrong()
-    suite.test_the_batch_is_spread_over_devices()
+    suite.test_the_batch_is_sharded()
     for check in (
-        suite.test_parameters_and_optimizer_state_are_spread_over_devices,
-        suite.test_the_loss_and_every_metric_equal_those_of_one_device,
-        suite.test_every_gradient_equals_that_of_one_device,
+        suite.test_parameters_and_optimizer_state_are_sharded,
+        suite.test_loss_and_metrics_equal_one_device,
+        suite.test_gradients_equal_one_device,
     ):
         with pytest.raises(AssertionError, match="plain: "):
             check()
 
 
 @pytest.mark.slow
-def test_a_whole_run_on_the_target_has_the_losses_of_one_device(lab, processes, corpus, tmp_path):
+def test_a_run_on_the_target_has_the_losses_of_one_device(lab, processes, corpus, tmp_path):
     def run(name, devices, *flags):
         settings = (f"input.source.folder={corpus}", "input.batch_size=8", "steps=3")
         arguments = [part for each in settings for part in ("--set", each)]

@@ -1,10 +1,12 @@
-"""A sharded function gives what the whole one gives, draws on each device, and reduces what devices report."""
+"""`shard_map`, compared with the unsharded function: results, random numbers and reduced reports."""
 
 import numpy as np
 import pytest
 
 from .sharded import X
 from .test_eight_devices import results  # noqa: F401 - one subprocess for both files
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def found(results):  # noqa: F811
         ("stacked own shards", "stacked plain"),
     ],
 )
-def test_values_gradients_and_means_of_reports_are_those_of_the_whole(found, name, plain):
+def test_values_gradients_and_mean_reports_equal_the_unsharded_call(found, name, plain):
     assert found[name].keys() == found[plain].keys()
     for part in ("value", "output"):
         np.testing.assert_allclose(found[name][part], found[plain][part], rtol=1e-5, err_msg=part)
@@ -42,7 +44,7 @@ def test_summaries_are_reduced_over_devices_by_their_rule(found):
     np.testing.assert_allclose(found["rules"]["spread"][1], edges[1:], rtol=1e-5)
 
 
-def test_each_device_and_each_place_draws_its_own_bits(found):
+def test_each_device_and_each_place_draws_different_bits(found):
     assert len({tuple(row) for row in found["draws"]}) == len(found["draws"]) == 18
     assert found["draws"] == found["draws without jit"]
 
@@ -50,21 +52,21 @@ def test_each_device_and_each_place_draws_its_own_bits(found):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("stranger", "top (Holder) runs shard_map on a Plain that it does not hold"),
+        ("stranger", "top (Holder) runs shard_map on a Plain that it does not contain"),
         (
             "written",
-            "in top (Holder) a layer writes inner.calls inside shard_map, and the Variable does not name its axes; "
-            "make it with axes=(...), or write it outside",
+            "in top (Holder) a layer writes inner.calls inside shard_map, but the Variable has no axes. "
+            "Create it with axes=(...), or write it outside",
         ),
-        ("no layout", "top (Holder) runs shard_map, and no layout is active; call it inside `layout.active()`"),
-        ("nested", "top (Holder) runs shard_map inside another, where the mesh is in use already"),
+        ("no layout", "top (Holder) runs shard_map, but no layout is active. Call it inside `layout.active()`"),
+        ("nested", "top (Holder) runs shard_map inside another shard_map"),
         ("captured", "top.inner: outputs cannot be captured inside shard_map"),
     ],
 )
-def test_what_is_refused_names_the_layer(found, case, words):
+def test_errors_name_the_layer(found, case, words):
     assert found["messages"][case] == f"ContextError: {words}"
 
 
-def test_axes_that_cannot_be_gathered_or_divided_are_config_errors(found):
-    assert found["messages"]["gathers"] == "ConfigError: gather names fsdp; the mesh has data, tensor"
+def test_axes_that_cannot_be_gathered_or_divided_raise(found):
+    assert found["messages"]["gathers"] == "ConfigError: gather names fsdp, but the axes of the mesh are data, tensor"
     assert "ConfigError: scale of shape (6,) does not divide over" in found["messages"]["does not divide"]

@@ -9,7 +9,7 @@ import pytest
 from axcore.plugin import Registry, registry
 
 HEAD = """
-from axcore.plugin import Feature, KVCache, MeshRule, Recipe, Unavailable, hookimpl
+from axcore.plugin import Feature, KVCacheOffer, MeshRule, Recipe, Unavailable, hookimpl
 """
 
 

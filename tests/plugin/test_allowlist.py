@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from axcore.cli.listing import write_allowlist
 from axcore.plugin import PluginError, State
-from axcore.plugin.allowlist import Allowlist, write
+from axcore.plugin.allowlist import Allowlist
 
 GOOD = "@hookimpl\ndef axcore_features():\n    return [Feature('good', 'math:sqrt', 'Good.')]\n"
 
@@ -73,22 +74,11 @@ def shadow_module(site):
     (package / "__init__.py").write_text("from axcore.plugin import *\n" + GOOD)
 
 
-def make_editable(site):
-    info = site.folder / "ax_good-0.1.dist-info"
-    (info / "direct_url.json").write_text('{"url": "file:///src", "dir_info": {"editable": true}}')
-
-
 TAMPERING = {
-    "changed source": (change_source, "thrown_ax_good.py of ax-good 0.1 is not as its RECORD says"),
-    "changed source and RECORD": (change_record, "the RECORD of ax-good 0.1 is another than"),
-    "no source": (lambda site: (site.folder / "thrown_ax_good.py").unlink(), "is not as its RECORD says"),
+    "changed source": (change_source, "thrown_ax_good.py of ax-good 0.1 does not have the hash in its RECORD"),
+    "changed source and RECORD": (change_record, "the RECORD of ax-good 0.1 is not the one that"),
     "no RECORD": (lambda site: (site.folder / "ax_good-0.1.dist-info" / "RECORD").unlink(), "has no RECORD"),
     "module from elsewhere": (shadow_module, "which the RECORD of ax-good 0.1 does not list"),
-    "editable": (make_editable, "is an editable install"),
-    "odd direct_url.json": (
-        lambda site: (site.folder / "ax_good-0.1.dist-info" / "direct_url.json").write_text("[]"),
-        "is an editable install",
-    ),
 }
 
 
@@ -112,8 +102,8 @@ def test_another_version_is_not_imported(site, allow):
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ("thrown_extra.py,,", "has no hash of thrown_extra.py"),
-        ("thrown_extra.py,md5=rL0Y20zC-Fzt72VPzMSk2A,3", "thrown_extra.py of ax-good 0.1 is not as its RECORD says"),
+        ("thrown_extra.py,,", "has no SHA-2 hash of thrown_extra.py"),
+        ("thrown_extra.py,md5=rL0Y20zC-Fzt72VPzMSk2A,3", "has no SHA-2 hash of thrown_extra.py"),
         ("__pycache__/thrown_ax_good.cpython-312.pyc,,", ""),
     ],
 )
@@ -135,22 +125,19 @@ def test_the_other_lists_win(site, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    "text",
     [
-        ("[[distribution]\n", "cannot be read, so no plugin is imported"),
-        ("other = 1\n", "[[distribution]] tables and nothing else"),
-        ("[distribution]\nname = 'x'\n", "[[distribution]] tables and nothing else"),
-        ("[[distribution]]\nname = 'x'\nversion = '1'\n", "distribution 1 must have the texts name, version, record"),
-        (table() + "[[distribution]]\nname = 'x'\nversion = 1\nrecord = ''\n", "distribution 2 must have the texts"),
-        (table(record="sha256:12"), "record of 'ax-good' must be 'sha256:' and 64"),
-        (table() + table(name="AX.good"), "lists 'AX.good' twice"),
+        "[[distribution]\n",
+        "[distribution]\nname = 'x'\n",
+        "[[distribution]]\nname = 'x'\nversion = '1'\n",
     ],
 )
-def test_a_bad_file_is_an_error_and_nothing_is_imported(site, allow, text, told):
+def test_a_bad_file_is_an_error_and_nothing_is_imported(site, allow, text):
     site.install("good", GOOD)
     with pytest.raises(PluginError) as error:
         allow(text)
-    assert told in str(error.value) and "allow.toml" in str(error.value)
+    for part in ("allow.toml cannot be read, so no plugin is imported", "tables with name, version and record"):
+        assert part in str(error.value)
     assert "thrown_ax_good" not in sys.modules
 
 
@@ -158,7 +145,7 @@ def test_a_bad_file_is_an_error_and_nothing_is_imported(site, allow, text, told)
 def test_a_file_that_cannot_be_read_is_an_error_and_nothing_is_imported(site, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     site.install("good", GOOD)
-    with pytest.raises(PluginError, match=r"AXCORE_ALLOWLIST(=.* cannot be read, so no plugin is| is set and empty)"):
+    with pytest.raises(PluginError, match=r"AXCORE_ALLOWLIST=.* cannot be read, so no plugin is"):
         site.registry({"AXCORE_ALLOWLIST": name})
     assert "thrown_ax_good" not in sys.modules
 
@@ -176,12 +163,12 @@ def test_what_is_written_allows_what_is_installed_and_says_what_it_left_out(site
     record(site, "edited")
     (site.folder / "thrown_ax_edited.py").write_text("evil = 1\n")
     file = tmp_path / "allow.toml"
-    left_out = write(site.registry().plugins.values(), file)
+    left_out = write_allowlist(site.registry().plugins.values(), file)
     assert sorted(left_out) == ["ax-bare", "ax-edited"]
-    assert "has no RECORD" in left_out["ax-bare"] and "not as its RECORD says" in left_out["ax-edited"]
+    assert "has no RECORD" in left_out["ax-bare"] and "does not have the hash" in left_out["ax-edited"]
     assert Allowlist.read(file).entries["ax-good"] == ("0.1", digest)
     states = {id: plugin.state for id, plugin in site.registry({"AXCORE_ALLOWLIST": str(file)}).plugins.items()}
     allowed = {id for id, state in states.items() if state is State.LOADED}
     assert allowed == {"good", "other"}
     with pytest.raises(PluginError, match="cannot write"):
-        write([], tmp_path / "no" / "such" / "folder.toml")
+        write_allowlist([], tmp_path / "no" / "such" / "folder.toml")

@@ -1,53 +1,47 @@
-"""The hook specs: their documentation, what they are given, and how they may change without breaking a plugin."""
+"""The hooks: one for each kind of offer, what they are given, and the version of the plugin API."""
 
 import importlib.metadata
-import inspect
-import re
+import pathlib
 import sys
-import typing
-import warnings
 
 import pytest
 
-from axcore.plugin import API_VERSION, Feature, Host, Registry, State
-from axcore.plugin.hooks import FAMILIES, OFFERS, hookspec
+from axcore import plugin as public
+from axcore.plugin import API_VERSION, Host, MeshRule, Offer, State
+from axcore.plugin.offers import OFFERS
 
-SPECS = {name: spec for family in FAMILIES for name, spec in vars(family).items() if name.startswith("axcore_")}
+INDEX = pathlib.Path(__file__).parents[2] / "docs/plugins/index.md"
 
 
 def features(argument="", *, name="axcore_features", mark="@hookimpl", summary="'A feature.'", id="good"):
     return f"{mark}\ndef {name}({argument}):\n    return [Feature({id!r}, 'math:sqrt', {summary})]\n"
 
 
-def registry_of(installed, families=FAMILIES, **arguments):
-    found = importlib.metadata.distributions(path=[str(installed.folder)])
-    points = [point for dist in found for point in dist.entry_points]
-    return Registry(points, {}, families=families, arguments=arguments)
-
-
-def test_every_kind_of_offer_has_a_spec_and_every_spec_a_kind():
-    assert set(SPECS) == set(OFFERS)
-    assert len(set(OFFERS.values())) == len(OFFERS)
+def test_every_kind_of_offer_is_public_and_has_a_hook_and_a_slot_of_its_own():
+    kinds = {each for each in vars(public).values() if isinstance(each, type) and issubclass(each, Offer)}
+    assert set(OFFERS.values()) == kinds - {Offer}
+    assert len({kind.kind for kind in OFFERS.values()}) == len(OFFERS) == 11
     slots = [kind.slot for kind in OFFERS.values() if kind.slot]
-    assert len(set(slots)) == len(slots) == 6
+    assert len(set(slots)) == len(slots) == 7
 
 
 @pytest.mark.parametrize("hook", OFFERS)
-def test_a_spec_is_typed(hook):
-    hints = typing.get_type_hints(SPECS[hook])
-    assert hints == {"host": Host, "return": list[OFFERS[hook]]}
+def test_a_hook_returns_its_kind_of_offer_and_no_other(site, hook):
+    kind = OFFERS[hook]
+    more = ", 'cpu-*'" if kind is MeshRule else ""
+    head = "from axcore.plugin import *\n@hookimpl\n"
+    for number, name in enumerate((kind.__name__, "Recipe" if kind.__name__ != "Recipe" else "Command")):
+        offer = f"{name}('x', 'a:b', 'An example.'{more if not number else ''})"
+        site.install(f"p{number}", f"{head}def {hook}(host):\n    return [{offer}]\n")
+    plugins = site.registry().plugins
+    assert [type(offer) for offer in plugins["p0"].offers] == [kind], plugins["p0"].detail
+    assert plugins["p1"].state is State.FAILED and f"must return a list of {kind.__name__}" in plugins["p1"].reason
 
 
-@pytest.mark.parametrize("hook", OFFERS)
-def test_the_example_of_a_spec_is_a_plugin(site, hook):
-    example = re.search(r"```python\n(.*?)```", inspect.getdoc(SPECS[hook]), re.DOTALL)[1]
-    site.install("example", f"from axcore.plugin import Host, {OFFERS[hook].__name__}\n{example}")
-    plugin = site.registry().plugins["example"]
-    assert plugin.state is State.LOADED, plugin.detail
-    assert [type(offer) for offer in plugin.offers] == [OFFERS[hook]]
-    if sys.platform != "linux":
-        return
-    assert "." in plugin.offers[0].target and plugin.offers[0].summary.endswith(".")
+def test_the_page_of_plugins_lists_every_hook_with_its_offer():
+    page = INDEX.read_text()
+    for hook, kind in OFFERS.items():
+        assert f"| `{hook}` | `{kind.__name__}(" in page
 
 
 # What a hook is given.
@@ -77,67 +71,10 @@ def test_an_argument_with_a_default_is_the_plugins_own(site):
     assert site.registry().plugins["good"].offers[0].summary == "3"
 
 
-@pytest.mark.parametrize("argument", ["host=None", "*, host", "host, /", "*, host=None, **more"])
-def test_the_host_is_given_however_it_is_taken(site, argument):
-    site.install("good", features(argument, summary="host.python"))
-    plugin = site.registry().plugins["good"]
-    assert plugin.state is State.LOADED, plugin.detail
-    assert plugin.offers[0].summary == sys.version.split()[0]
-
-
-# How specs change.
-
-
-class GrownHooks:
-    """`axcore_features` after it gained an argument."""
-
-    @hookspec
-    def axcore_features(self, host, site):
-        """Features."""
-
-
-class FadingHooks:
-    """`axcore_features` with an argument on its way out, and a hook on its way out."""
-
-    @hookspec(warn_on_impl_args={"version": DeprecationWarning("`version` goes in API 2; take `host`")})
-    def axcore_features(self, host, version):
-        """Features."""
-
-    @hookspec(warn_on_impl=DeprecationWarning("`axcore_commands` goes in API 2"))
-    def axcore_commands(self):
-        """Commands."""
-
-
-def test_a_new_argument_breaks_no_plugin_that_does_not_know_it(site):
-    site.install("older", features(id="older"))
-    site.install("old", features("host", id="old"))
-    site.install("new", features("site, host", id="new", summary="site"))
-    registry = registry_of(site, [GrownHooks], site="the site")
-    assert {plugin.state for plugin in registry.plugins.values()} == {State.LOADED}
-    assert registry.find(Feature, "new")[1].summary == "the site"
-    assert registry.find(Feature, "old") and registry.find(Feature, "older")
-
-
 def test_an_argument_that_was_taken_away_fails_the_plugin_that_has_it_and_names_it(site):
     site.install("old", features("site"))
-    plugin = registry_of(site).plugins["old"]
+    plugin = site.registry().plugins["old"]
     assert plugin.state is State.FAILED and "'site'" in plugin.detail
-
-
-@pytest.mark.parametrize("filters", ["default", "error"])
-def test_deprecated_arguments_and_hooks_are_kept_as_warnings_and_not_printed(site, filters):
-    site.install("old", features("version", summary="version"))
-    site.install("older", "@hookimpl\ndef axcore_commands():\n    return []\n")
-    site.install("good", features("host"))
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter(filters)
-        registry = registry_of(site, [FadingHooks], version="0.1")
-    assert not shown
-    assert {plugin.state for plugin in registry.plugins.values()} == {State.LOADED}
-    assert registry.plugins["old"].warnings == ("`version` goes in API 2; take `host`",)
-    assert registry.plugins["older"].warnings == ("`axcore_commands` goes in API 2",)
-    assert registry.plugins["good"].warnings == ()
-    assert registry.plugins["old"].offers[0].summary == "0.1"
 
 
 def test_a_hook_of_a_newer_axcore_may_be_implemented_as_optional(site):
@@ -152,7 +89,7 @@ def test_a_hook_may_have_a_name_of_its_own(site):
     assert [offer.name for offer in site.registry().plugins["good"].offers] == ["good"]
 
 
-def test_a_marked_function_that_is_no_hook_fails_whatever_it_is_called(site):
+def test_a_marked_function_that_is_not_a_hook_fails(site):
     site.install("bad", features(name="features"))
     plugin = site.registry().plugins["bad"]
     assert plugin.state is State.FAILED and "unknown hook 'features'" in plugin.detail

@@ -41,14 +41,14 @@ def test_good_pairs(versions, jax, flax):
 def test_bad_pairs_are_one_sentence_with_versions_and_the_command_that_mends_them(versions, jax, flax):
     versions(jax=jax, flax=flax)
     assert preflight.bad_pair() == (
-        f"jax {jax} and flax {flax} are installed; axcore needs jax>=0.11.1 with flax>=0.12.9: "
+        f"jax {jax} and flax {flax} are installed, but axcore requires jax>=0.11.1 and flax>=0.12.9: "
         "pip install -U 'jax>=0.11.1' 'flax>=0.12.9'"
     )
 
 
 def test_what_is_not_installed_is_told_too(monkeypatch):
     monkeypatch.setattr("importlib.metadata.Distribution.from_name", staticmethod(_absent))
-    assert preflight.bad_pair().startswith("no jax and no flax are installed; axcore needs ")
+    assert preflight.bad_pair().startswith("no jax and no flax are installed, but axcore requires ")
 
 
 def _absent(name):

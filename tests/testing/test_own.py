@@ -1,6 +1,7 @@
-"""The suites, applied to what the core and the recipes bring."""
+"""The suites, applied to classes of the core and the recipes."""
 
 import numpy as np
+import pytest
 
 import axcore as ax
 from axcore.nn import FeedForward, Linear, Repeat, RMSNorm
@@ -31,14 +32,17 @@ class TestLinear(LayerSuite):
         return x @ params["weight"] + params["bias"]
 
 
+@pytest.mark.long
 class TestAdamW(OptimizerSuite):
     name = "adamw"
 
 
+@pytest.mark.long
 class TestQuickstart(RecipeSuite):
     name = "quickstart"
 
 
+@pytest.mark.long
 class TestLlama2(RecipeSuite):
     name = "llama2-7b"
 

@@ -17,6 +17,8 @@ from axcore.train import Checkpointer, FromRun, Initial, ModelFolder, save_model
 from axcore.train.checkpoint.initial import gathered
 from axcore.train.checkpoint.model_folder import flat, like
 
+pytestmark = pytest.mark.long
+
 
 def logits(cfg, params, state):
     return functional(cfg.build(rngs=ax.Rngs(0)))[0](params, state, tiny_batch()["inputs"])[0][0]
@@ -153,7 +155,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_given
     expected = ax.fit(cfg, out=tmp_path / "b")["validation/bits_per_byte"]
     for step in (tmp_path / "b" / "checkpoints").iterdir():
         shutil.rmtree(step)
-    (tmp_path / "b" / "checkpoints" / "2.tmp").mkdir()
+    (tmp_path / "b" / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir()
     assert ax.fit(cfg, out=tmp_path / "b", resume=True)["validation/bits_per_byte"] == expected
 
 

@@ -14,6 +14,8 @@ import pytest
 from axcore.train import Checkpointer
 from axcore.train.callbacks.writers import read_jsonl
 
+pytestmark = pytest.mark.long
+
 STEPS = 80
 
 SLOW = """
@@ -84,7 +86,7 @@ def bits_of_state(tiny, folder):
 
 
 def saving(folder):
-    return any((folder / "checkpoints").glob("*.tmp"))
+    return any((folder / "checkpoints").glob("*.orbax-checkpoint-tmp"))
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,8 @@ from axcore.train.callbacks.writers import read_jsonl
 from axcore.train.run.folder import Lock
 from axcore.train.step.program import Program
 
+pytestmark = pytest.mark.long
+
 STEPS = 150
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -17,6 +17,8 @@ from axcore.train.run import agreement
 from ..conftest import TINY_PLUGIN
 from .two_processes import STEPS, config, losses
 
+pytestmark = pytest.mark.long
+
 CONFIG_LINES = [
     "  learner.clip_norm: 1.0 on process 0; 2.0 on process 1",
     "  seed: 0 on process 0; 1 on process 1",

@@ -51,7 +51,7 @@ def main(process, port, corpus, folder):
         blocked.touch()
     found["folder"] = told(lambda: ax.fit(cfg, folder / "blocked-0"))
     with Checkpointer.Config().build(folder / "run/checkpoints") as checkpointer:
-        checkpointer.rewind(3)
+        checkpointer.delete_after(3)
     found["steps"] = checkpointer.steps()
     straight = losses(folder / "run")
     summary = ax.fit(cfg, folder / "run", resume=True)

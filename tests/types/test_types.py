@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("mypy")
 
 HERE = pathlib.Path(__file__).parent

@@ -1,8 +1,12 @@
 """axcore-cross-layer-kv keeps to what every feature must."""
 
+import pytest
+
 import axcore as ax
 from axcore.nn import Repeat
 from axcore.testing import FeatureSuite
+
+pytestmark = pytest.mark.long
 
 
 class TestCrossLayerKV(FeatureSuite):

@@ -24,6 +24,8 @@ from .reference import (
     shapes,
 )
 
+pytestmark = pytest.mark.long
+
 PACKED = reference.batch(SEGMENTS, POSITIONS)
 
 

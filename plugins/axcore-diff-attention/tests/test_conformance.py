@@ -1,8 +1,12 @@
 """axcore-diff-attention keeps to what every feature must."""
 
+import pytest
+
 import axcore as ax
 from axcore.nn import Attention
 from axcore.testing import FeatureSuite
+
+pytestmark = pytest.mark.long
 
 
 class TestDiffAttention(FeatureSuite):

@@ -26,6 +26,8 @@ from axcore.nn import (
 )
 from axcore_diff_attention.kernel import DiffAttention, use_diff_attention
 
+pytestmark = pytest.mark.long
+
 BATCH, SEQ, HEAD_DIM = 2, 7, 4
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 2, 2]], np.int32)
 TOKENS = TokenInfo(np.arange(SEQ, dtype=np.int32)[None], np.arange(SEQ, dtype=np.int32)[None], SEGMENTS)
@@ -136,7 +138,7 @@ def test_the_kernel_inside_sees_equal_widths_and_says_what_is_supported():
     assert refusal(layer, KernelRequest.of(asked(*full))) == "it computes in bfloat16"
     assert "softcap" in refusal(layer, KernelRequest.of(asked(*low, softcap=3.0)))
     assert "lse" in refusal(layer, KernelRequest.of(asked(*low, return_lse=True)))
-    with pytest.raises(ax.ConfigError, match=r"no kernel can attend .*EqualWidths: it computes in bfloat16"):
+    with pytest.raises(ax.ConfigError, match=r"no kernel supports the call .*EqualWidths: it computes in bfloat16"):
         ax.invoke(layer, asked(*full))
     (heads, _), _ = ax.invoke(layer, asked(*low))
     assert np.isfinite(np.asarray(heads, np.float32)).all()

@@ -4,6 +4,10 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 
 def test_weights_arrive_in_the_shardings_of_the_model():
     script = pathlib.Path(__file__).with_name("eight_devices.py")

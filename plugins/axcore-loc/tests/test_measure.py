@@ -15,6 +15,7 @@ from axcore_loc.measure import measure
 from axcore_loc.report import as_json, as_text
 
 
+@pytest.mark.long
 def test_rope_is_constant_and_costs_no_line_in_models(rope):
     found = as_json(rope)
     assert (found["order"], found["lines_in_models"], found["variants"]) == ("O(1)", 0, 4)
@@ -138,6 +139,7 @@ def test_a_plugin_that_patches_the_core_is_found_out(wrong, monkeypatch):
     assert replaced(before, core_objects()) == ["axcore.nn.linear.Linear.__call__"]
 
 
+@pytest.mark.long
 def test_numbers_find_a_gradient_that_stops(wrong):
     cut = proof.Shapes(("decoder.layers.attention.query.weight", "head.weight"), ())
     with workspace.installed(workspace.sources(["small"], ["mha"])):

@@ -11,6 +11,8 @@ from axcore.nn import FeedForward, Linear, Repeat, Sequence, TransformerLayer
 from axcore.testing.models import by_path, tiny_batch, tiny_model
 from axcore_lora import adapters, load, merge, unmerge
 
+pytestmark = pytest.mark.long
+
 KINDS = pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 RANK, ALPHA = 2, 5.0
 

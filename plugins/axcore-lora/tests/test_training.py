@@ -16,6 +16,8 @@ from axcore.train.callbacks.writers import JsonlWriter, read_jsonl
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore_lora import adapters
 
+pytestmark = pytest.mark.long
+
 STEPS = 12
 LORA = ax.use("lora", rank=4, dora=True)
 

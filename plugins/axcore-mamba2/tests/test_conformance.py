@@ -1,6 +1,10 @@
 """axcore-mamba2 keeps to what every feature must."""
 
+import pytest
+
 from axcore.testing import FeatureSuite
+
+pytestmark = pytest.mark.long
 
 
 class TestMamba2(FeatureSuite):

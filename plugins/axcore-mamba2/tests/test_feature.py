@@ -13,6 +13,8 @@ from axcore.testing import tiny_batch, tiny_model
 from axcore_mamba2.feature import use_mamba2
 from axcore_mamba2.mixer import Mamba2
 
+pytestmark = pytest.mark.long
+
 LAYER = TransformerLayer.Config(attention=Attention.Config(num_heads=2), ffn=FeedForward.Config(hidden_dim=8))
 OPTIONS = {"head_dim": 4, "state_dim": 3}
 

@@ -93,6 +93,7 @@ def test_documents_of_a_packed_row_are_as_in_rows_of_their_own():
             np.testing.assert_allclose(packed[row, found], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_document_has_no_gradient_from_another():
     fn, params, state = layer()
     second = SEGMENTS[0] == 8

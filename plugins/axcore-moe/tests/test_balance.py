@@ -18,6 +18,8 @@ from axcore_moe.starvation import StarvationWarning
 
 from .support import call, mixture, parameters, to_first, tokens
 
+pytestmark = pytest.mark.long
+
 
 def routing_of(logits, top_k=2):
     probs = jax.nn.softmax(logits, axis=-1)

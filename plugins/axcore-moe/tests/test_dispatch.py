@@ -16,6 +16,8 @@ from axcore_moe.router import TopK
 
 from .support import DIM, HIDDEN, call, compiled, expected, mixture, parameters, shapes, to_first, tokens
 
+pytestmark = pytest.mark.long
+
 SHAPES = [(1, 1, 1), (1, 5, 5), (7, 4, 2)]
 """(tokens, experts, choices of a token)."""
 DISPATCHES = {

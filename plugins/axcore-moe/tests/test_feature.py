@@ -21,6 +21,8 @@ from axcore_moe.dispatch import Capacity
 from axcore_moe.layer import MoE
 from axcore_moe.starvation import StarvationWarning
 
+pytestmark = pytest.mark.long
+
 
 def test_every_nth_block_becomes_a_mixture_of_such_blocks():
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=5)

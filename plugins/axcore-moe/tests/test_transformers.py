@@ -17,6 +17,8 @@ from axcore_moe.layer import MoE
 from axcore_moe.router import TopK
 from axcore_moe.routing import Routing
 
+pytestmark = pytest.mark.long
+
 RECORDED = np.load(pathlib.Path(__file__).parent / "transformers.npz")
 DIM, HIDDEN, EXPERTS = 8, 6, 8
 

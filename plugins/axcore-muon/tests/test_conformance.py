@@ -3,14 +3,14 @@
 import pytest
 
 import axcore as ax
-from axcore.plugin import Feature, Optimizer, use_text
+from axcore.plugin import Feature, OptimizerOffer, use_text
 from axcore.testing.offer import OfferSuite
 from axcore.train import AdamW, Learner
 from axcore_muon.optimizer import Muon
 
 
 class TestOptimizer(OfferSuite):
-    kind = Optimizer
+    kind = OptimizerOffer
     name = "muon"
 
     def config(self):

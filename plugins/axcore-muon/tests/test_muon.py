@@ -188,5 +188,5 @@ def test_a_bad_option_names_its_path_and_value(name, value):
 
 
 def test_a_dtype_that_is_none_is_refused_when_it_is_written():
-    with pytest.raises(ax.ConfigError, match="'float17' is no number type"):
+    with pytest.raises(ax.ConfigError, match="'float17' is not a dtype"):
         Muon.Config(dtype="float17")

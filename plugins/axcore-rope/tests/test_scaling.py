@@ -15,6 +15,8 @@ from axcore_rope.published import from_rope_parameters, scaling_of
 from axcore_rope.rotary import Rotary
 from axcore_rope.scaling import DynamicNTK, Linear, Llama3, LongRoPE, Scaling, YaRN
 
+pytestmark = pytest.mark.long
+
 POSITIONS = np.array([[0, 1, 2, 0, 1]], np.int32)
 
 

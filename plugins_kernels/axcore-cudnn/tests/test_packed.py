@@ -15,6 +15,8 @@ import pytest
 from axcore_cudnn import chunked, fused, packed, ragged
 from axcore_cudnn.primitives import Form
 
+pytestmark = pytest.mark.long
+
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 8, 6
 
 

@@ -12,7 +12,7 @@ from axcore.config.tree import get
 from axcore.module.layer import DEFAULT_DTYPES
 from axcore.nn import ReferenceKernel, Stack, use_remat
 from axcore.parallel import Remat
-from axcore.plugin import Accelerator, AttentionKernel, registry
+from axcore.plugin import Accelerator, AttentionKernelOffer, registry
 from axcore.train import Trainer
 
 SMALL_MEMORY = {"v2", "v3", "v5e", "v6e"}
@@ -47,7 +47,7 @@ def h100(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     path = next((path for path, node in walk(cfg) if wants_cudnn(path, node)), None)
     if path is None:
         return cfg
-    if registry().find(AttentionKernel, "cudnn") is None:
+    if registry().find(AttentionKernelOffer, "cudnn") is None:
         raise ConfigError(
             f"{path}.kernel: H100s attend with cuDNN, and no installed plugin offers the kernel 'cudnn'. Install "
             f"axcore-cudnn, or allow the slower reference kernel: --use kernels:order=(reference,) before --target"

@@ -1,8 +1,8 @@
-"""Before anything runs: the module tree of a config, why it is as it is, and what its compiled step needs."""
+"""Analysis of a config without running it: its module tree, explanations, and the cost of its compiled step."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.aot.explain import Explanation, explain
-from axcore.aot.module_tree import ModuleNode, Parameter, module_tree
+from axcore.aot.module_tree import ModuleNode, Parameter, module_tree, tree
 from axcore.aot.report import StepReport, compile_step
 from axcore.aot.tree_page import tree_page
 
@@ -14,5 +14,10 @@ __all__ = [
     "compile_step",
     "explain",
     "module_tree",
+    "tree",
     "tree_page",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

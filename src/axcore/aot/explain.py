@@ -1,4 +1,4 @@
-"""Why a config is as it is: who supplied each node, and what else could fill each slot."""
+"""Explanations of a config: the supplier of each node, and the candidates for each slot."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray, PyTree
 
 import axcore
 from axcore.config import Config, has_field, type_name, walk
 from axcore.config.node import fields
-from axcore.config.tree import join
+from axcore.config.tree import get, join
 from axcore.config.types import conforms, hints
 from axcore.module import Layer, Rngs, abstract
 from axcore.nn import KernelRequest, refusal
 from axcore.nn.attention.choice import Choice, ChooseKernel, recording
 from axcore.parallel import Layout, Mesh
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
-from axcore.plugin.hooks import OFFERS
+from axcore.plugin.offers import OFFERS
 from axcore.train import CrossEntropy
 from axcore.train.data.form import batch_form
 
@@ -33,9 +34,9 @@ class Node:
     """One node of a config.
 
     Attributes:
-        kind: the class that it builds.
-        supplier: the distribution that the class comes from.
-        by: who put it there, where that was not its parent's default.
+        kind: The class that the node builds.
+        supplier: The distribution that provides the class.
+        by: The actor that set the node; empty if it is the default of its parent.
     """
 
     path: str
@@ -46,11 +47,11 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """What could fill a slot.
+    """A class that could fill a slot.
 
     Attributes:
-        name: of the offer, or the class where nobody offers it by name.
-        verdict: `chosen`, or why not.
+        name: The name of the offer, or the name of the class if no plugin offers it.
+        verdict: `chosen`, or the reason why the candidate is not chosen.
     """
 
     name: str
@@ -60,12 +61,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A field that offers of one kind can fill, wherever its candidates are judged alike.
+    """Fields that offers of one kind can fill and whose candidates have the same verdicts.
 
     Attributes:
-        kind: of the offers.
-        paths: where it is.
-        request: what is asked of the filler, where that decides.
+        kind: The kind of the offers.
+        paths: The config paths of the fields.
+        request: The request that a kernel must support; empty for other kinds of slots.
     """
 
     kind: str
@@ -76,11 +77,11 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; prints as tables, and `to_json` has the same content.
+    """The result of `explain`. Its text is a set of tables; `to_json` has the same content.
 
     Attributes:
-        target: the accelerator that was asked about, with the mesh rule for it; empty for this machine.
-        empty: slots that features may fill and none has.
+        target: The accelerator and its mesh rule; empty for this machine.
+        empty: The paths of empty slots that features may fill.
     """
 
     platform: str
@@ -97,29 +98,29 @@ class Explanation:
         plugins = ", ".join(self.plugins.values()) or "none"
         lines = [f"platform: {self.platform}{self.target and f' ({self.target})'}", f"active plugins: {plugins}", ""]
         rows = [(node.path or "(root)", node.kind, node.supplier, node.by) for node in self.nodes]
-        lines += _table(("node", "builds", "from", "put there by"), rows)
+        lines += _table(("node", "builds", "from", "set by"), rows)
         for slot in self.slots:
             where = slot.paths[0] if len(slot.paths) == 1 else f"{slot.paths[0]} and {len(slot.paths) - 1} more"
             lines += ["", f"{slot.kind}: {where}" + (f"  ({slot.request})" if slot.request else "")]
             listed = [(f"  {each.name}", each.supplier, each.verdict) for each in slot.candidates]
-            lines += _table((), listed) or ["  (no installed plugin offers one)"]
+            lines += _table((), listed) or ["  (no installed plugin has an offer)"]
         if self.empty:
             lines += ["", f"slots that features may fill: {', '.join(self.empty)}"]
         return "\n".join(lines)
 
 
-def explain(cfg: Any, target: str | None = None) -> Explanation:
-    """Explains a config. The model is traced for its kernels' choices, and nothing is computed.
+def explain(cfg: Config, target: str | None = None) -> Explanation:
+    """Explains a config. Traces the model to record which kernels it chooses, but computes nothing.
 
     Args:
-        cfg: a trainer config, or that of a model.
-        target: an accelerator that the config was laid out for, as in `gpu-h100-8`; None: this machine.
+        cfg: The config of a trainer or of a model.
+        target: The accelerator of the config, as in `gpu-h100-8`; by default this machine.
     """
     platform, rule, layout = jax.default_backend(), "", None
     if target is not None:
         accelerator = Accelerator.parse(target)
         platform = accelerator.platform
-        mesh, count = (cfg.mesh, accelerator.count) if has_field(cfg, "mesh") else (Mesh(), 1)
+        mesh, count = (get(cfg, "mesh"), accelerator.count) if has_field(cfg, "mesh") else (Mesh(), 1)
         layout = mesh.abstract(count, platform, accelerator.kind)
         rule = target + "".join(f", mesh rule {rule.pattern} of {plugin}" for plugin, rule in mesh_rules(target)[:1])
     choices = _choices(cfg, layout)
@@ -137,7 +138,7 @@ def _empty(cfg: Config) -> Iterator[str]:
                 yield join(path, name)
 
 
-def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:
+def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:  # Any: the config of a trainer or of a model
     """The choice of each kernel slot, by its path in the config."""
     whole = has_field(cfg, "model")
     model, prefix = (cfg.model, "model") if whole else (cfg, "")
@@ -154,7 +155,7 @@ def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:
         batch = {"inputs": ids, "targets": ids, "weights": jax.ShapeDtypeStruct(ids.shape, jnp.float32)}
     fn, params, state = abstract(model, prefix)
 
-    def loss(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:
+    def loss(params: PyTree, state: PyTree, batch: PyTree, key: PRNGKeyArray) -> PyTree:
         return objective.value(fn, params, state, batch, key=key, training=True)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -164,7 +165,7 @@ def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:
 
 
 def _config_path(path: str, prefix: str) -> str:
-    """A frame's path in a config: without the numbers of scanned layers."""
+    """The config path of a frame, which has no segments for scanned layers."""
     below = ".".join(name for name in path.split(".") if name != "*")
     return join(prefix, below) if prefix else below
 
@@ -177,10 +178,10 @@ def _node(path: str, node: Config) -> Node:
 
 
 def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Iterator[Slot]:
-    """The slots for one kind of offers, those with equal verdicts together."""
-    groups: dict[Any, list[str]] = {}
+    """The slots for one kind of offers, grouped by their verdicts."""
+    groups: dict[tuple[str, tuple[Candidate, ...]], list[str]] = {}
     for path, node in walk(cfg):
-        if not has_field(node, kind.slot) or not isinstance(value := getattr(node, kind.slot), Config | None):
+        if not has_field(node, kind.slot) or not isinstance(value := getattr(node, kind.slot), Config | Mapping | None):
             continue
         where = join(path, kind.slot)
         choice = choices.get(where)
@@ -191,14 +192,17 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Ite
         yield Slot(kind.kind, tuple(paths), request, candidates)
 
 
-def _candidates(kind: type[Offer], value: Config | None, choice: Choice | None) -> Iterator[Candidate]:
-    order = value.order if isinstance(value, ChooseKernel.Config) else (value,)
-    held = {type(node) for node in order if node is not None}
+def _candidates(
+    kind: type[Offer], value: Config | Mapping[str, object] | None, choice: Choice | None
+) -> Iterator[Candidate]:
+    entries = value.values() if isinstance(value, Mapping) else (value,)
+    order = value.order if isinstance(value, ChooseKernel.Config) else entries
+    held = {type(node) for node in order if isinstance(node, Config)}
     named: set[type] = set()
     for plugin, offer in registry().offers(kind):
         try:
             node_type = resolve(plugin, offer).Config
-        except Exception as error:  # a broken target is one of the things to explain
+        except Exception as error:  # the explanation includes broken offers
             yield Candidate(offer.name, _name(plugin), f"no: {error}")
             continue
         named.add(node_type)
@@ -218,13 +222,13 @@ def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: C
     if node_type.target in refused:
         return f"no: {refused[node_type.target]}"
     if node_type in held:
-        return "not needed: an earlier one of the order serves"
+        return "not needed: an earlier kernel of the order is chosen"
     reason = _refusal(node_type, choice.request)
-    return f"no: {reason}" if reason else f'could serve; use("kernels", order=("{name}", ...))'
+    return f"no: {reason}" if reason else f'possible; use("kernels", order=("{name}", ...))'
 
 
 def _refusal(node_type: type[Config], request: KernelRequest) -> str | None:
-    """Why a kernel that is not in the config could not do it."""
+    """The reason why a kernel that is not in the config does not support the request; None if it does."""
     widths = {
         "input_dim": request.num_heads * request.head_dim,
         "num_heads": request.num_heads,

@@ -1,15 +1,15 @@
-"""The module tree of a config: what it will hold, built from shapes alone."""
+"""The module tree of a config, built from shapes without arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+import jax
 from flax import nnx
 
-from axcore.config import Config, ConfigError
+from axcore.config import Config, ConfigError, get, has_field
 from axcore.config.codec import render
 from axcore.config.node import default, fields
 from axcore.module import Layer, abstract
@@ -18,10 +18,11 @@ from axcore.plugin import registry
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter, or other Variable, of a module; only parameters are counted.
+    """A parameter or another Variable of a module.
 
     Attributes:
-        kind: its class, such as `Param` or `BatchStat`.
+        kind: The class of the Variable, such as `Param` or `BatchStat`.
+        count: The number of elements of a parameter; 0 for other Variables.
     """
 
     name: str
@@ -40,15 +41,16 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleNode:
-    """One module.
+    """A module.
 
     Attributes:
-        name: the attribute that its parent holds it under.
-        kind: its class.
-        supplier: the distribution that the class comes from.
-        settings: name -> value, as text, of what its config sets; without what the rest of the tree shows.
-        count: of the numbers in all parameters in it and below.
-        bytes: of all Variables in it and below.
+        name: The attribute under which the parent stores the module.
+        kind: The class of the module.
+        supplier: The distribution that provides the class.
+        settings: Fields of the config that differ from their defaults, as text, except those that other lines of the
+            tree show.
+        count: The number of elements of all parameters, including descendants.
+        bytes: The size of all Variables, including descendants.
     """
 
     name: str
@@ -73,7 +75,7 @@ class ModuleNode:
         head = f"{first}{self.name}  {self.kind}" if self.name else f"{first}{self.kind}"
         settings = "".join(f"  {name}={value}" for name, value in self.settings.items())
         yield f"{head:64} {self.count:>16,}  {size(self.bytes):>10}  {self.supplier}{settings}"
-        below: list[Any] = [*self.parameters, *self.children]
+        below: list[Parameter | ModuleNode] = [*self.parameters, *self.children]
         for index, item in enumerate(below):
             last = index == len(below) - 1
             start, indent = rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  ")
@@ -84,22 +86,31 @@ class ModuleNode:
 
 
 def module_tree(cfg: Config, path: str = "") -> ModuleNode:
-    """The tree that a model's config builds. No memory is taken: arrays are shapes.
+    """The module tree of a model's config. Allocates no arrays.
 
     Args:
-        path: where `cfg` stands in a larger config; errors begin with it.
+        path: The path of `cfg` in a larger config, for error messages.
 
     Raises:
-        ConfigError: it builds no module.
+        ConfigError: `cfg` is not a config that builds a module.
     """
     if not isinstance(cfg, Config):
-        raise ConfigError(f"{path or 'the root'} is {cfg!r}, which builds no module")
+        raise ConfigError(f"{path or 'the root'} is {cfg!r}, which is not the config of a module")
     fn, params, state = abstract(cfg, path)
     return _node("", fn.bind(params, state))
 
 
+def tree(cfg: Config) -> ModuleNode:
+    """The module tree of a model's config, or of the model in a trainer's config, as `axcore tree` prints it.
+
+    Raises:
+        ConfigError: the config builds no module.
+    """
+    return module_tree(get(cfg, "model"), "model") if has_field(cfg, "model") else module_tree(cfg)
+
+
 def size(count: float) -> str:
-    """Bytes for people."""
+    """A number of bytes as text for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -107,7 +118,7 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _node(name: str, module: Any) -> ModuleNode:
+def _node(name: str, module: object) -> ModuleNode:
     parameters, children = [], []
     for key, value in _entries(module):
         if isinstance(value, nnx.Variable):
@@ -119,11 +130,13 @@ def _node(name: str, module: Any) -> ModuleNode:
     return ModuleNode(name, type(module).__name__, supplier, tuple(parameters), tuple(children), _settings(module))
 
 
-def _settings(module: Any) -> dict[str, str]:
+def _settings(module: object) -> dict[str, str]:
     cfg = getattr(module, "config", None)
+    if not isinstance(cfg, Config):
+        return {}
     return {
         name: render(value)
-        for name, value in (fields(cfg) if isinstance(cfg, Config) else ())
+        for name, value in fields(cfg)
         if not (name.endswith("dim") or name in ("axes", "dtypes"))  # shapes, axes and dtypes of the parameters
         and not isinstance(value, Layer.Config)  # a child
         and not (isinstance(value, tuple) and any(isinstance(each, Layer.Config) for each in value))
@@ -131,14 +144,14 @@ def _settings(module: Any) -> dict[str, str]:
     }
 
 
-def _entries(module: Any) -> list[tuple[str, Any]]:
+def _entries(module: object) -> list[tuple[str, object]]:
     if isinstance(module, nnx.List):
         return [(str(index), item) for index, item in enumerate(module)]
-    entries: Mapping[str, Any] = module if isinstance(module, Mapping) else vars(module)
+    entries: Mapping[str, object] = module if isinstance(module, Mapping) else vars(module)
     return [(str(key), value) for key, value in entries.items()]
 
 
-def _parameter(name: str, variable: nnx.Variable[Any]) -> Parameter:
+def _parameter(name: str, variable: nnx.Variable[jax.Array]) -> Parameter:
     value = variable.get_value()
     axes = variable.get_metadata().get("axes") or (None,) * len(value.shape)
     count = math.prod(value.shape)

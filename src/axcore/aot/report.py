@@ -1,4 +1,4 @@
-"""What the training step of a config will need, from the compiler, without running it."""
+"""The memory and FLOPs of a compiled training step, as reported by the compiler."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ class StepReport:
     """The compiled training step of one config on the devices of this process.
 
     Attributes:
-        parameters: of the whole model.
-        arguments, temporaries, outputs: bytes for each device; outputs that reuse donated arguments are not counted.
-        flops: floating-point operations of one step on one device, as XLA counts them (loop bodies once, custom calls
-            not at all).
-        compile_seconds: what compilation took here.
+        parameters: The number of parameters of the whole model.
+        arguments: Bytes of arguments on each device.
+        temporaries: Bytes of temporaries on each device.
+        outputs: Bytes of outputs on each device, without outputs that reuse donated arguments.
+        flops: Floating-point operations of one step on one device. XLA counts loop bodies once and custom calls not at
+            all.
+        compile_seconds: The duration of the compilation.
     """
 
     parameters: int
@@ -35,7 +37,7 @@ class StepReport:
 
     @property
     def peak(self) -> int:
-        """Bytes for each device while the step runs."""
+        """Bytes on each device while the step runs."""
         return self.arguments + self.temporaries + self.outputs
 
     def __str__(self) -> str:
@@ -52,14 +54,14 @@ class StepReport:
 
 
 def compile_step(cfg: Trainer.Config) -> StepReport:
-    """Compiles the very step that `Trainer.run` would run, for the devices of this process."""
+    """Compiles the step that `Trainer.run` would run, for the devices of this process."""
     program = cfg.build().program()
     batch = batch_form(cfg.input)
     began = time.monotonic()
     compiled = program.compile_train(batch)
     seconds = time.monotonic() - began
-    memory: Any = compiled.memory_analysis()
-    cost: Any = compiled.cost_analysis()
+    memory: Any = compiled.memory_analysis()  # Any: untyped in jax
+    cost = compiled.cost_analysis() or {}
     return StepReport(
         parameters=sum(leaf.size for leaf in jax.tree.leaves(program.state.params)),
         arguments=memory.argument_size_in_bytes,

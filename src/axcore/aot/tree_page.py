@@ -1,4 +1,4 @@
-"""The module tree as one HTML page, with nothing loaded from elsewhere."""
+"""The module tree as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ filter();
 
 
 def tree_page(tree: ModuleNode, *, title: str) -> str:
-    """A page in which subtrees fold and a search box filters by path, class, supplier, settings, shape and axes."""
+    """A page with collapsible subtrees and a search box that filters by path, class, supplier, settings, shape and
+    axes."""
     title = html.escape(title)
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"

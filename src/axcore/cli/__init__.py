@@ -12,8 +12,7 @@ from typing import Any
 from axcore import __version__
 from axcore.cli import aot, doctor, explain, generate, golden, inspect, launch, listing, new_plugin, train
 from axcore.config import AxcoreError
-from axcore.plugin import Command, Plugin, PluginError, registry, resolve
-from axcore.plugin.faults import blaming
+from axcore.plugin import Command, Plugin, PluginError, attributed, registry, resolve
 from axcore.runtime import failures
 
 
@@ -56,7 +55,7 @@ def _run(arguments: list[str]) -> int:
 def _offered(plugin: Plugin, command: Command, arguments: list[str]) -> int:
     """Runs the command of a plugin."""
     run = resolve(plugin, command)
-    with blaming(f"command {command.name!r} ({plugin})", SystemExit, BrokenPipeError):
+    with attributed(f"command {command.name!r} ({plugin})", SystemExit, BrokenPipeError):
         code = run(arguments)
         if code is not None and not isinstance(code, int):
             raise PluginError(f"command {command.name!r} ({plugin}) returned {type(code).__name__}, not an exit code")

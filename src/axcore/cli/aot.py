@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from axcore.cli.compose import add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "aot",
-        help="compile a recipe's training step and report what it needs",
+        help="compile the training step of a recipe and report its cost",
         description="Compiles the training step for the devices of this machine and reports memory and FLOPs.",
     )
-    parser.add_argument("recipe", help="as `axcore recipes` lists it")
+    parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
     add_edits(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from axcore.aot import compile_step  # brings jax along: not before it is needed
+    from axcore.aot import compile_step  # imports jax, so only when needed
 
     print(compile_step(compose(arguments.recipe, arguments.edits)))

@@ -1,4 +1,4 @@
-"""The arguments that every command shares which takes a recipe, and what they compose."""
+"""The arguments shared by all commands that take a recipe, and the config that they compose."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+type Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+"""The subcommands of a parser. Each module of this package adds its commands with `add(commands)`."""
+
 
 class _InOrder(argparse.Action):
-    """Collects `--use`, `--target` and `--set` in one list: later edits see what earlier ones did."""
+    """Collects `--use`, `--target` and `--set` in one list, in the order of the command line."""
 
     def __call__(
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,
+        values: str | Sequence[object] | None,
         option_string: str | None = None,
     ) -> None:
         namespace.edits = [*getattr(namespace, "edits", ()), ((option_string or "").lstrip("-"), values)]
 
 
 def add_edits(parser: argparse.ArgumentParser) -> None:
-    """`--use`, `--target` and `--set`, which may be repeated and are applied in the order in which they stand."""
+    """Adds `--use`, `--target` and `--set`, which may be repeated and are applied in the given order."""
     parser.add_argument(
         "--use", action=_InOrder, metavar="FEATURE[:KEY=VALUE,...]", help="attach a feature, as axcore.use does"
     )
     parser.add_argument(
-        "--target", action=_InOrder, metavar="ACCELERATOR", help="lay it out for hardware such as gpu-h100-8x4"
+        "--target",
+        action=_InOrder,
+        metavar="ACCELERATOR",
+        help="apply the mesh rules of hardware such as gpu-h100-8",
     )
     parser.add_argument("--set", action=_InOrder, metavar="PATH=VALUE", help="override one value")
     parser.set_defaults(edits=[])
 
 
-def compose(recipe: str, edits: Sequence[tuple[str, str]]) -> Any:
+def compose(recipe: str, edits: Sequence[tuple[str, str]]) -> Any:  # Any: each recipe has a config class of its own
     """The config of a recipe with edits from the command line applied."""
     from axcore.config import override, pipe
     from axcore.plugin import recipe as find_recipe, target, use_text

@@ -1,4 +1,4 @@
-"""`axcore doctor`: whether what is installed works together. Imports neither jax nor flax itself."""
+"""`axcore doctor`: checks the installation. This module imports neither jax nor flax."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
-from typing import Any, Literal
+from typing import Literal
 
+from axcore.cli.compose import Commands
 from axcore.config import AxcoreError
 from axcore.plugin import Plugin, State, registry
 from axcore.plugin.controls import VARIABLES
 from axcore.plugin.host import installed
 
-PATIENCE_S = 120
-"""How long the process that starts a backend may take."""
+TIMEOUT_S = 120
+"""The time limit of the process that starts a backend."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report. Whatever is `wrong` makes the exit code 1; a `note` may be meant so."""
+    """One line of the report. A finding that is `wrong` makes the exit code 1; a `note` may be intended."""
 
     check: str
     status: Literal["ok", "note", "wrong"]
     message: str
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check this installation",
         description="Checks Python, jax and flax, the backends, every plugin and its offers, and required versions. "
-        "The exit code is 1 when something is wrong.",
+        "The exit code is 1 if something is wrong.",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
@@ -56,14 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that is known of this installation."""
+    """All findings about this installation."""
     yield Finding("python", "ok", f"{platform.python_version()} on {sys.platform} {platform.machine()}")
     pair = _jax_and_flax()
     yield pair
     yield from _controls()
     try:
         found = registry()
-    except AxcoreError as error:  # as AXCORE_STRICT and a bad AXCORE_ALLOWLIST make it
+    except AxcoreError as error:  # because of AXCORE_STRICT or an invalid AXCORE_ALLOWLIST
         yield Finding("plugins", "wrong", str(error))
         return
     for plugin in found.plugins.values():
@@ -71,7 +72,7 @@ def examine() -> Iterator[Finding]:
     yield from (Finding("plugins", "wrong", sentence) for sentence in found.conflicts())
     yield from _requirements()
     if pair.status == "ok":
-        yield from _heavy()
+        yield from _backends_and_offers()
 
 
 def _jax_and_flax() -> Finding:
@@ -86,7 +87,7 @@ def _jax_and_flax() -> Finding:
 def _controls() -> Iterator[Finding]:
     for variable in VARIABLES:
         if variable in os.environ:
-            empty = " (set and empty: no plugin is loaded)" if variable == "AXCORE_PLUGINS" else ""
+            empty = " (empty: no plugin is loaded)" if variable == "AXCORE_PLUGINS" else ""
             value = os.environ[variable]
             yield Finding("environment", "note", f"{variable}={value or empty}")
 
@@ -99,11 +100,10 @@ def _plugin(plugin: Plugin) -> Iterator[Finding]:
         status = "wrong"
     why = f": {plugin.reason}" if plugin.reason else ""
     yield Finding("plugin", status, f"{plugin.id} ({plugin}) is {plugin.state}{why}")
-    yield from (Finding("plugin", "note", f"{plugin.id} ({plugin}): {warning}") for warning in plugin.warnings)
 
 
 def _requirements() -> Iterator[Finding]:
-    """What axcore and the distributions of plugins require, against what is installed."""
+    """Compares the requirements of axcore and of plugins with the installed versions."""
     try:
         from packaging.requirements import InvalidRequirement, Requirement
     except ImportError:
@@ -123,33 +123,32 @@ def _requirements() -> Iterator[Finding]:
             if version is None or not needed.specifier.contains(version, prereleases=True):
                 has = f"{needed.name} {version}" if version else "none"
                 wrong = True
-                message = f"{dist.name} {dist.version} needs {needed.name}{needed.specifier}, and {has} is installed"
+                message = f"{dist.name} {dist.version} requires {needed.name}{needed.specifier}, but {has} is installed"
                 yield Finding("versions", "wrong", message)
     if not wrong:
-        yield Finding("versions", "ok", "what axcore and its plugins require is installed")
+        yield Finding("versions", "ok", "the requirements of axcore and its plugins are installed")
 
 
 def _distributions() -> Iterator[Distribution]:
-    """axcore's own, and those of the plugins."""
+    """The distributions of axcore and of the plugins."""
     found = {plugin.distribution: plugin.point.dist for plugin in registry().plugins.values()}
     if found.get("axcore") is None:
         try:
             found["axcore"] = distribution("axcore")
-        except PackageNotFoundError:  # a source tree
+        except PackageNotFoundError:  # a source tree that is not installed
             found.pop("axcore", None)
     return (dist for dist in found.values() if dist is not None)
 
 
-def _heavy() -> Iterator[Finding]:
-    """The backends, and whether the code behind every offer imports: in a process of its own, which may crash."""
-    command = [sys.executable, "-c", "from axcore.cli.doctor import print_heavy; print_heavy()"]
+def _backends_and_offers() -> Iterator[Finding]:
+    """Starts the backends and imports the target of every offer, in a separate process because it may crash."""
+    command = [sys.executable, "-c", "from axcore.cli.doctor import print_findings; print_findings()"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        yield Finding("backend", "wrong", f"jax found no devices within {PATIENCE_S} s")
+        yield Finding("backend", "wrong", f"jax found no devices within {TIMEOUT_S} s")
         return
-    # One finding a line. Libraries may print too, and a crash cuts the list short.
-    for line in done.stdout.splitlines():
+    for line in done.stdout.splitlines():  # libraries may print other lines
         if line.startswith(_MARK):
             yield Finding(**json.loads(line.removeprefix(_MARK)))
     if done.returncode:
@@ -160,7 +159,7 @@ def _heavy() -> Iterator[Finding]:
 _MARK = "axcore.doctor "
 
 
-def _examine_heavy() -> Iterator[Finding]:
+def _check_backends_and_offers() -> Iterator[Finding]:
     from axcore.plugin import PluginError, resolve
 
     try:
@@ -171,7 +170,7 @@ def _examine_heavy() -> Iterator[Finding]:
         yield Finding("backend", "ok", f"{jax.default_backend()}: {len(devices)} x {', '.join(kinds)}")
         if jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ and os.path.exists("/dev/nvidiactl"):
             yield Finding(
-                "backend", "note", "this machine has an NVIDIA GPU, and jax does not see it: pip install 'jax[cuda13]'"
+                "backend", "note", "jax does not see the NVIDIA GPU of this machine: pip install 'jax[cuda13]'"
             )
     except Exception as error:
         yield Finding("backend", "wrong", f"jax finds no devices: {' '.join(str(error).split())}")
@@ -183,7 +182,7 @@ def _examine_heavy() -> Iterator[Finding]:
                 yield Finding("offers", "wrong", str(error))
 
 
-def print_heavy() -> None:
-    """What the process of its own runs: prints a finding a line as soon as it is known."""
-    for each in _examine_heavy():
+def print_findings() -> None:
+    """Prints one finding per line, in the process that `_backends_and_offers` starts."""
+    for each in _check_backends_and_offers():
         print(_MARK + json.dumps(dataclasses.asdict(each)), flush=True)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from axcore.cli.compose import add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "explain",
-        help="say who supplied each node of a recipe, and why each slot holds what it holds",
-        description="Prints the nodes of a recipe with their suppliers, and for each slot which candidates there are, "
-        "which is chosen and why the others are not. With --target, for that hardware.",
+        help="show the supplier of each node of a recipe and the candidates for each slot",
+        description="Prints the nodes of a recipe with their suppliers, and the candidates for each slot: the chosen "
+        "one, and why the others are not chosen. --target explains the recipe for other hardware.",
     )
-    parser.add_argument("recipe")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_edits(parser)
     parser.set_defaults(run=run)
 

@@ -6,26 +6,29 @@ import argparse
 import os
 import pathlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from axcore.cli.compose import add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose
 from axcore.config import AxcoreError, ConfigError, under
 from axcore.plugin import PluginError
 
+if TYPE_CHECKING:
+    from axcore.train.data.tokenizers import Tokenizer
 
-def add(commands: Any) -> None:
+
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "generate",
-        help="go on from a prompt",
-        description="Goes on from a prompt with a trained model: that of a run's folder, of a folder that "
-        "`axcore convert` wrote, or of a recipe that brings weights.",
+        help="generate text from a prompt",
+        description="Generates text from a prompt. The model is a run folder, a folder that `axcore convert` wrote, or "
+        "a recipe with initial weights.",
     )
-    parser.add_argument("model", help="a folder, or a recipe as `axcore recipes` lists it")
-    parser.add_argument("--prompt", required=True, help="the text to go on from")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate at most (default: 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws, where the temperature is not 0")
-    parser.add_argument("--dtype", help="number type of weights and products, as in bfloat16 (default: the model's)")
+    parser.add_argument("model", help="a folder, or a recipe that `axcore recipes` lists")
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument("--tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 selects the likeliest token (default)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling, if the temperature is not 0")
+    parser.add_argument("--dtype", help="dtype of parameters and activations, such as bfloat16 (default: the model's)")
     add_edits(parser)
     parser.set_defaults(run=run)
 
@@ -52,14 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise AxcoreError(
-            f"no memory for a cache of {context} tokens; ask for fewer than --tokens {arguments.tokens}"
+            f"a cache of {context} tokens does not fit in memory. Reduce --tokens {arguments.tokens}"
         ) from error
     sys.stdout.write((text + tokenizer.decode(found)).decode(errors="replace") + "\n")
     return 0
 
 
-def _model(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """(the model with its weights, its tokenizer)."""
+def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the class of the model
+    """The model with its weights, and its tokenizer."""
     from axcore.module import DTypes, abstract
     from axcore.train.checkpoint.initial import FromRun, gathered
     from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
@@ -67,29 +70,29 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any]:
     name = arguments.model
     if os.sep in name or (name and pathlib.Path(name).is_dir()):
         if arguments.edits:
-            raise AxcoreError("--use, --target and --set edit a recipe; a folder's model is as it is")
+            raise AxcoreError(f"{name}: --use, --target and --set require a recipe, but this is a folder")
         found = ModelFolder.open(name)
         cfg, tokenizer, initial = found.model, found.tokenizer, FromRun.Config(folder=name)
     else:
         try:
             trainer = compose(name, arguments.edits)
         except PluginError as error:
-            raise PluginError(f"there is no folder {name!r}, and as a recipe: {error}") from error
+            raise PluginError(f"{name!r} is not a folder, and not a recipe: {error}") from error
         cfg, tokenizer = trainer.model, trainer.input.tokenizer
         initial = trainer.initial
         if initial is None:
             raise AxcoreError(
-                f"the recipe {name!r} brings no weights: give the folder of a run of it (axcore train {name}), or set "
+                f"the recipe {name!r} has no weights. Pass the folder of a trained run (axcore train {name}), or set "
                 f"initial"
             )
     if tokenizer is None or not hasattr(tokenizer, "build"):
-        remedy = "convert it again with --tokenizer FILE" if pathlib.Path(name).is_dir() else "set input.tokenizer"
-        raise ConfigError(f"{name}: nobody says which tokenizer the model's text has; {remedy}")
+        remedy = "Convert it again with --tokenizer FILE" if pathlib.Path(name).is_dir() else "Set input.tokenizer"
+        raise ConfigError(f"{name}: the model has no tokenizer. {remedy}")
     with under("tokenizer"):
         built = tokenizer.build()
     known = getattr(cfg, "vocab_size", built.vocab_size)
     if built.vocab_size > known:
-        raise ConfigError(f"{name}: the tokenizer has {built.vocab_size} ids, and model.vocab_size={known}")
+        raise ConfigError(f"{name}: the tokenizer has {built.vocab_size} ids, but model.vocab_size={known}")
     if arguments.dtype is not None:
         asked = DTypes(param=arguments.dtype, compute=arguments.dtype)
         cfg = cfg.set(dtypes=asked.over(cfg.dtypes or DTypes()))

@@ -1,22 +1,22 @@
-"""`axcore golden check|update`: the text form of every recipe, kept under review."""
+"""`axcore golden check|update`: files with the text form of every recipe, for review."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
+from axcore.cli.compose import Commands
 from axcore.config import AxcoreError
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "golden",
         help="compare every recipe with its golden file",
-        description="Keeps one text file for each recipe, so that a change of any config shows up in review.",
+        description="Compares or writes one text file for each recipe, so that reviews show every change of a config.",
     )
     parser.add_argument("action", choices=("check", "update"))
-    parser.add_argument("--folder", default="golden", help="where the files are (default: golden)")
+    parser.add_argument("--folder", default="golden", help="the folder of the files (default: golden)")
     parser.set_defaults(run=run)
 
 
@@ -33,21 +33,21 @@ def run(arguments: argparse.Namespace) -> None:
         create(folder)
         for name, cfg in configs.items():
             write_text(folder / f"{name}.txt", text(cfg))
-        for name in sorted(stale):  # not deleted: its plugin may only be missing here
-            print(f"{folder / name}.txt: no installed plugin brings this recipe; delete it if it is gone")
+        for name in sorted(stale):  # not deleted, because the plugin may be missing only on this machine
+            print(f"{folder / name}.txt: no installed plugin offers this recipe. Delete the file if the recipe is gone")
         print(f"{len(configs)} golden files in {folder}")
         return
-    wrong = [f"{name}: no recipe of that name any more" for name in sorted(stale)]
+    wrong = [f"{name}: the recipe does not exist" for name in sorted(stale)]
     for name, cfg in configs.items():
         file = folder / f"{name}.txt"
         if not file.exists():
-            wrong.append(f"{name}: it has no golden file")
+            wrong.append(f"{name}: the golden file does not exist")
         elif changes := diff_flat(parse_text(_read(file)), flatten(cfg)):
             wrong.append(f"{name}:\n{changes}")
     if wrong:
         listed = "\n".join(wrong)
-        raise AxcoreError(f"recipes differ from {folder}; if that is meant, run axcore golden update\n{listed}")
-    print(f"{len(configs)} recipes are as {folder} says")
+        raise AxcoreError(f"recipes differ from {folder}. If this is intended, run axcore golden update\n{listed}")
+    print(f"{len(configs)} recipes match {folder}")
 
 
 def _read(file: Path) -> str:

@@ -1,36 +1,37 @@
-"""`axcore show`, `axcore diff` and `axcore tree`: looking at recipes without running them."""
+"""`axcore show`, `axcore diff` and `axcore tree`: inspect recipes without running them."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from axcore.cli.compose import add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose
 
 
-def add(commands: Any) -> None:
-    show = commands.add_parser("show", help="print a recipe's config", description="Prints a recipe's config as text.")
+def add(commands: Commands) -> None:
+    show = commands.add_parser(
+        "show", help="print the config of a recipe", description="Prints the config of a recipe as text."
+    )
     show.add_argument("recipe")
-    show.add_argument("--json", action="store_true", help="as JSON that axcore.from_json reads")
-    show.add_argument("--history", metavar="PATH", help="who set the node or value at PATH, instead")
+    show.add_argument("--json", action="store_true", help="print JSON that axcore.from_json reads")
+    show.add_argument("--history", metavar="PATH", help="print only who set the node or value at PATH")
     add_edits(show)
     show.set_defaults(run=run_show)
 
-    diff = commands.add_parser("diff", help="compare two recipes", description="Prints what changes from A to B.")
+    diff = commands.add_parser("diff", help="compare two recipes", description="Prints the changes from A to B.")
     diff.add_argument("a", metavar="A")
-    diff.add_argument("b", metavar="B", help="--use, --target and --set apply to this one")
+    diff.add_argument("b", metavar="B", help="the recipe to which --use, --target and --set apply")
     add_edits(diff)
     diff.set_defaults(run=run_diff)
 
     tree = commands.add_parser(
         "tree",
-        help="print a recipe's module tree",
-        description="Prints the module tree with parameters, shapes, logical axes, bytes and who supplied each node.",
+        help="print the module tree of a recipe",
+        description="Prints the module tree with parameters, shapes, logical axes, bytes and suppliers.",
     )
     tree.add_argument("recipe")
     tree.add_argument(
-        "--html", nargs="?", const="", metavar="FILE", help="write a page that folds and filters (default: RECIPE.html)"
+        "--html", nargs="?", const="", metavar="FILE", help="write an interactive page (default: RECIPE.html)"
     )
     add_edits(tree)
     tree.set_defaults(run=run_tree)
@@ -51,15 +52,13 @@ def run_diff(arguments: argparse.Namespace) -> None:
 
 
 def run_tree(arguments: argparse.Namespace) -> None:
-    from axcore.aot import module_tree, tree_page
-    from axcore.config import has_field
+    from axcore.aot import tree, tree_page
     from axcore.train.files import write_text
 
-    cfg = compose(arguments.recipe, arguments.edits)
-    tree = module_tree(cfg.model, "model") if has_field(cfg, "model") else module_tree(cfg)
+    modules = tree(compose(arguments.recipe, arguments.edits))
     if arguments.html is None:
-        print(tree)
+        print(modules)
         return
     page = Path(arguments.html or f"{arguments.recipe}.html").absolute()
-    write_text(page, tree_page(tree, title=arguments.recipe))
+    write_text(page, tree_page(modules, title=arguments.recipe))
     print(page)

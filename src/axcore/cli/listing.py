@@ -7,31 +7,31 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from axcore.cli.compose import Commands
 from axcore.config import AxcoreError, did_you_mean
 from axcore.plugin import API_VERSION, Offer, Plugin, PluginError, Recipe, registry
-from axcore.plugin.allowlist import write
+from axcore.plugin.allowlist import record_hash, why_unverified
 from axcore.plugin.features import ATTACHABLE, options_of
 
 SCHEMA = 1
-"""The version of the JSON form of `axcore plugins`; fields may be added within one."""
+"""The version of the JSON form of `axcore plugins`. New fields do not change the version."""
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     plugins = commands.add_parser(
         "plugins",
         help="list the installed plugins",
-        description="Lists installed plugins, or shows one with its offers, their options, warnings and traceback.",
+        description="Lists the installed plugins, or shows one with its offers, options and traceback.",
     )
     plugins.add_argument("name", nargs="?", metavar="NAME", help="the id of a plugin, or its distribution")
     form = plugins.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="as JSON")
+    form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument(
-        "--write-allowlist", metavar="FILE", help="write what is installed now as a file for AXCORE_ALLOWLIST"
+        "--write-allowlist", metavar="FILE", help="write the installed plugins to a file for AXCORE_ALLOWLIST"
     )
     plugins.set_defaults(run=list_plugins)
-    recipes = commands.add_parser("recipes", help="list the recipes", description="Lists recipes that plugins bring.")
+    recipes = commands.add_parser("recipes", help="list the recipes", description="Lists the recipes of all plugins.")
     recipes.set_defaults(run=list_recipes)
 
 
@@ -40,7 +40,7 @@ def list_plugins(arguments: argparse.Namespace) -> None:
     if arguments.name is not None:
         plugins = [_named(arguments.name, plugins)]
     if arguments.write_allowlist is not None:
-        for name, reason in write(plugins, Path(arguments.write_allowlist)).items():
+        for name, reason in write_allowlist(plugins, Path(arguments.write_allowlist)).items():
             print(f"axcore: left out {name}: {reason}", file=sys.stderr)
         print(arguments.write_allowlist)
     elif arguments.json:
@@ -63,7 +63,7 @@ def list_plugins(arguments: argparse.Namespace) -> None:
 
 def list_recipes(_: argparse.Namespace) -> None:
     rows = [(offer.name, offer.summary, plugin.distribution) for plugin, offer in registry().offers(Recipe)]
-    none = "" if rows else f"no plugin that is loaded brings recipes; {registry().advice('recipes')}"
+    none = "" if rows else f"no loaded plugin offers recipes; {registry().advice('recipes')}"
     _table(("recipe", "summary", "from"), rows, none)
 
 
@@ -75,18 +75,17 @@ def _named(name: str, plugins: list[Plugin]) -> Plugin:
     raise AxcoreError(f"no plugin {name!r} is installed.{did_you_mean(name, known)} See: axcore plugins")
 
 
-def _as_json(plugin: Plugin) -> dict[str, Any]:
+def _as_json(plugin: Plugin) -> dict[str, object]:
     return {
         "id": plugin.id,
         "distribution": plugin.distribution,
         "version": plugin.version,
-        "homepage": plugin.homepage,
+        "homepage": _homepage(plugin),
         "module": plugin.module,
         "api": plugin.api,
         "state": str(plugin.state),
         "reason": plugin.reason,
         "detail": plugin.detail,
-        "warnings": list(plugin.warnings),
         "offers": [
             {"kind": offer.kind, "name": offer.name, "summary": offer.summary, "target": offer.target}
             for offer in plugin.offers
@@ -97,11 +96,10 @@ def _as_json(plugin: Plugin) -> dict[str, Any]:
 def _describe(plugin: Plugin) -> None:
     rows = [
         ("distribution", str(plugin)),
-        ("homepage", plugin.homepage),
+        ("homepage", _homepage(plugin)),
         ("module", plugin.module),
         ("plugin API", plugin.api),
         ("state", f"{plugin.state}: {plugin.reason}" if plugin.reason else str(plugin.state)),
-        *(("warning", warning) for warning in plugin.warnings),
         *(row for offer in plugin.offers for row in _describe_offer(plugin, offer)),
     ]
     _table(("plugin", plugin.id), [(name, str(value)) for name, value in rows if value is not None], "")
@@ -115,11 +113,46 @@ def _describe_offer(plugin: Plugin, offer: Offer) -> Iterator[tuple[str, str]]:
         return
     try:
         options = options_of(plugin, offer)
-    except PluginError as error:  # such as a package that it needs and that is not installed; the rest is still told
-        yield "", f"  its options are not known: {error}"
+    except PluginError as error:  # for example, a package that the plugin imports is not installed
+        yield "", f"  the options are unknown: {error}"
         return
     if options:
         yield "", "  " + ", ".join(f"{name}={value}" if value else name for name, value in options.items())
+
+
+def write_allowlist(plugins: Iterable[Plugin], file: Path) -> dict[str, str]:
+    """Writes an allowlist of the distributions that are installed now.
+
+    Returns:
+        The name of each distribution that cannot be listed, with the reason.
+
+    Raises:
+        PluginError: the file cannot be written.
+    """
+    tables: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    for plugin in plugins:
+        if plugin.id == "core":
+            continue
+        if reason := why_unverified(plugin):
+            left_out[plugin.distribution] = reason
+        elif plugin.point.dist is not None:
+            values = {"name": plugin.distribution, "version": plugin.version, "record": record_hash(plugin.point.dist)}
+            lines = [f"{name} = {json.dumps(value)}\n" for name, value in values.items()]
+            tables[plugin.distribution] = "".join(["\n[[distribution]]\n", *lines])
+    listed = [table for name, table in sorted(tables.items()) if name not in left_out]
+    try:
+        file.write_text("".join(["# Distributions whose axcore plugins may be imported.\n", *listed]), encoding="utf-8")
+    except OSError as error:
+        raise PluginError(f"cannot write {file}: {error}") from None
+    return left_out
+
+
+def _homepage(plugin: Plugin) -> str | None:
+    """The home page in the metadata of its distribution, if any."""
+    urls = [entry.partition(",") for entry in plugin.metadata.get_all("Project-URL") or ()]
+    named = {label.strip().lower(): url.strip() for label, _, url in urls}
+    return plugin.metadata.get("Home-page") or named.get("homepage") or named.get("repository")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:

@@ -1,4 +1,4 @@
-"""`axcore new-plugin NAME --kind KIND`: a distribution that installs, passes its tests and does something small."""
+"""`axcore new-plugin NAME --kind KIND`: writes a small distribution that can be installed and passes its tests."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ import re
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Any
 
+from axcore.cli.compose import Commands
 from axcore.config import AxcoreError
 from axcore.plugin import registry
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
-"""A folder for each kind. Each is a distribution itself, called `axcore-new-KIND`, of the plugin `new-KIND`."""
+"""A folder for each kind. Each folder is the distribution `axcore-new-KIND` of the plugin `new-KIND`."""
 KINDS = ("layer", "attention", "kv_cache", "parallelism", "numerics", "recipe")
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PREFIX = "axcore-"
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "new-plugin",
         help="write a new plugin",
-        description="Writes a plugin of a kind into the folder NAME: a distribution with tests, ready to be installed.",
+        description="Writes a plugin into the folder NAME: a distribution with tests that can be installed.",
     )
-    parser.add_argument("name", metavar="NAME", help="what configs will call it, as in my-gate")
-    parser.add_argument("--kind", required=True, choices=KINDS, help="what it offers")
-    parser.add_argument("--out", default=".", metavar="DIR", help="where to put the folder (default: here)")
+    parser.add_argument("name", metavar="NAME", help="the name of the plugin in configs, as in my-gate")
+    parser.add_argument("--kind", required=True, choices=KINDS, help="the kind of plugin")
+    parser.add_argument("--out", default=".", metavar="DIR", help="the parent of the folder (default: here)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     folder = new_plugin(arguments.name, arguments.kind, Path(arguments.out))
-    shown = str(folder) if folder.is_absolute() else f"./{folder}"  # pip takes a bare name for one of an index
+    shown = str(folder) if folder.is_absolute() else f"./{folder}"  # pip looks up a bare name in an index
     print(f"wrote {shown}; next:\n")
     print(f"  pip install -e '{shown}[test]'")
     print(f"  pytest {shlex.quote(shown)}")
     print(f"  axcore plugins {arguments.name.removeprefix(PREFIX)}")
-    print("\nits README.md says what to replace")
+    print("\nREADME.md explains what to replace")
 
 
 def new_plugin(name: str, kind: str, out: Path) -> Path:
-    """Writes the folder `out / name`, whole or not at all.
+    """Writes the folder `out / name`, or nothing if an error occurs.
 
     Args:
-        name: the id of the plugin, with or without `axcore-` before it; the distribution has it, the id does not.
-        kind: one of `KINDS`.
-        out: made if need be.
+        name: The id of the plugin, with or without the prefix `axcore-` of the distribution.
+        kind: One of `KINDS`.
+        out: The parent folder, which is created if necessary.
 
     Returns:
         The new folder.
 
     Raises:
-        AxcoreError: the name is not of that form or taken, the folder is there already, or it cannot be written.
+        AxcoreError: The name is invalid or taken, or the folder exists or cannot be written.
     """
     id = name.removeprefix(PREFIX)
     if not NAME.fullmatch(id):
-        raise AxcoreError(f"a plugin's name is lower-case words joined by hyphens, as in my-gate, not {name!r}")
+        raise AxcoreError(f"the name of a plugin must be lower-case words joined by hyphens (my-gate), not {name!r}")
     names = {
         f"axcore-new-{kind.replace('_', '-')}": f"{PREFIX}{id}",
         f"axcore_new_{kind}": f"axcore_{id.replace('-', '_')}",
         f"new-{kind.replace('_', '-')}": id,
         f"new_{kind}": id.replace("-", "_"),
     }
-    _refuse_taken(id, names[f"axcore_new_{kind}"])
+    _check_available(id, names[f"axcore_new_{kind}"])
     folder = out / name
     if folder.exists():
-        raise AxcoreError(f"{folder} exists already; choose another name or --out, or remove it")
-    placeholder = re.compile("|".join(names))  # the longer ones first
+        raise AxcoreError(f"{folder} exists already. Choose another name or --out, or remove it")
+    placeholder = re.compile("|".join(names))  # longer names come first
 
     def rename(text: str) -> str:
         return placeholder.sub(lambda found: names[found[0]], text)
@@ -89,14 +89,14 @@ def new_plugin(name: str, kind: str, out: Path) -> Path:
     return folder
 
 
-def _refuse_taken(id: str, package: str) -> None:
+def _check_available(id: str, package: str) -> None:
     for plugin in registry().plugins.values():
         if id == plugin.id or f"{PREFIX}{id}" == plugin.distribution:
-            raise AxcoreError(f"the plugin {plugin.id!r} ({plugin}) is installed already; choose another name")
+            raise AxcoreError(f"the plugin {plugin.id!r} ({plugin}) is installed already. Choose another name")
         for offer in plugin.offers:
             if id == offer.name:
                 raise AxcoreError(
-                    f"{plugin.id!r} ({plugin}) offers the {offer.kind} {id!r} already; choose another name"
+                    f"{plugin.id!r} ({plugin}) offers the {offer.kind} {id!r} already. Choose another name"
                 )
     if importlib.util.find_spec(package) is not None:
-        raise AxcoreError(f"a package {package!r} can be imported already; choose another name")
+        raise AxcoreError(f"a package {package!r} can be imported already. Choose another name")

@@ -1,4 +1,7 @@
-"""The config tree: immutable typed nodes, selection, pure edits, text form, overrides. Imports neither jax nor flax."""
+"""The config tree: immutable typed nodes, selection, pure edits, a text form and overrides.
+
+This package imports neither jax nor flax.
+"""
 
 from axcore.config.checks import at_least
 from axcore.config.codec import Codec, register, register_codec
@@ -52,3 +55,7 @@ __all__ = [
     "under",
     "walk",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,6 +1,6 @@
-"""Leaf values that are neither numbers nor text: how each kind is shown, written to JSON and read back.
+"""Codecs for leaf values: how each kind of value is displayed, written to JSON and read back.
 
-Reading never imports: a name in a file is looked up among what this process has registered.
+Reading never imports a module. A name in a file is looked up among the values registered in this process.
 """
 
 from __future__ import annotations
@@ -13,81 +13,84 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any
 
 from axcore.config.errors import ConfigError, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
-class Codec:
-    """How values of one class are written.
+class Codec[T, J]:
+    """How values of type T are written, as JSON values of type J.
 
     Attributes:
-        tag: names the kind in JSON, as in `{"$dtype": "bfloat16"}`.
-        write: value -> JSON value.
-        read: the inverse.
-        show: value -> text, for people.
+        tag: The kind of value in JSON, as in `{"$dtype": "bfloat16"}`.
+        write: Converts a value to a JSON value.
+        read: The inverse of `write`.
+        show: Converts a value to text for people.
     """
 
     tag: str
-    write: Callable[[Any], Any]
-    read: Callable[[Any], Any]
-    show: Callable[[Any], str] = str
+    write: Callable[[T], J]
+    read: Callable[[J], T]
+    show: Callable[[T], str] = str
 
 
-_codecs: dict[type, Codec] = {}
-_by_tag: dict[str, Codec] = {}
-_named: dict[str, Any] = {}
-_names: dict[int, tuple[str, Any]] = {}
+_codecs: dict[type, Codec[Any, Any]] = {}  # Any: each codec has types of its own
+_by_tag: dict[str, Codec[Any, Any]] = {}
+_named: dict[str, object] = {}
+_names: dict[int, tuple[str, object]] = {}
 
 
-def register_codec(cls: type, codec: Codec) -> None:
-    """Makes values of a class, and of its subclasses, representable in configs."""
+def register_codec[T, J](cls: type[T], codec: Codec[T, J]) -> None:
+    """Registers how configs write values of `cls` and of its subclasses."""
     _codecs[cls] = _by_tag[codec.tag] = codec
 
 
 def register[T](value: T, name: str | None = None) -> T:
-    """Makes a function, class or enum member readable from JSON under its own, or the given, name.
+    """Makes a function, class or enum member readable from JSON, under `name` or else its qualified name.
 
-    An enum, or a member of one, brings all its members.
+    Registering an enum or one of its members registers all members.
     """
     members = type(value) if isinstance(value, enum.Enum) else value if isinstance(value, enum.EnumMeta) else ()
     for each in (value, *members):
-        if id(each) not in _names:  # the first name stays: a class may use as default what was registered before
+        if id(each) not in _names:  # the first name stays: a config class registers its defaults again
             known = name if name and each is value else public_name(each)
-            _named[known], _names[id(each)] = each, (known, each)  # held, so that its id stays its own
+            _named[known], _names[id(each)] = each, (known, each)  # a reference, so that the id is not reused
     return value
 
 
-def public_name(value: Any) -> str:
-    """`module.qualname` of a function or class; of an enum member, with its name behind."""
+def public_name(value: object) -> str:
+    """`module.qualname` of a function or class, `module.qualname.NAME` of an enum member."""
     if isinstance(value, enum.Enum):
         return f"{public_name(type(value))}.{value.name}"
-    name = f"{value.__module__}.{value.__qualname__}"
-    if "<l" in name and (code := getattr(value, "__code__", None)):  # lambdas share names; so do a factory's functions
-        held = tuple(each for cell in value.__closure__ or () if (each := cell.cell_contents) is not value)
+    name = f"{value.__module__}.{getattr(value, '__qualname__')}"  # noqa: B009 - `object` does not declare it
+    code = getattr(value, "__code__", None)
+    if "<l" in name and isinstance(code, CodeType):  # lambdas share a name, and so do the functions of a factory
+        closure: tuple[object, ...] = tuple(cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
+        held = tuple(each for each in closure if each is not value)
         if "<lambda>" in name:
             held += code.co_code, code.co_names, *(getattr(each, "co_code", each) for each in code.co_consts)
         name += f"#{hashlib.sha256(render(held).encode(errors='replace')).hexdigest()[:8]}" if held else ""
     return name
 
 
-def name_of(value: Any) -> str:
-    """The name that a value is registered under, else its own."""
+def name_of(value: object) -> str:
+    """The name under which a value is registered, or else its qualified name."""
     return _names[id(value)][0] if id(value) in _names else public_name(value)
 
 
-def codec_of(value: Any) -> Codec | None:
+def codec_of(value: object) -> Codec[Any, Any] | None:
     return next((_codecs[cls] for cls in type(value).__mro__ if cls in _codecs), None)
 
 
-def is_named(value: Any) -> bool:
-    """Whether a value is known by a name: an enum member, a class, a function."""
+def is_named(value: object) -> bool:
+    """Whether configs write a value by its name: an enum member, a class or a function."""
     return isinstance(value, enum.Enum | type) or (callable(value) and hasattr(value, "__qualname__"))
 
 
-def render(value: Any) -> str:
-    """A leaf value on one line, the same in every process."""
+def render(value: object) -> str:
+    """A leaf value on one line. The text is the same in every process."""
     if value is None or type(value) in (bool, int, float):
         return repr(value)
     if isinstance(value, str) and not isinstance(value, enum.Enum):
@@ -111,14 +114,18 @@ def render(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Escapes what some reader could take for the end of a line."""
+    """Escapes every character that a reader could treat as the end of a line."""
     if text.isascii() and text.isprintable():
         return text
     return re.sub("[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def write(value: Any) -> Any:
-    """A leaf value as JSON; a ConfigError when nobody said how to write it."""
+def write(value: object) -> object:
+    """A leaf value as JSON.
+
+    Raises:
+        ConfigError: No codec is registered for the value, or it is a function or class that is not registered.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": str(float(value))}
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
@@ -128,24 +135,37 @@ def write(value: Any) -> Any:
     if is_named(value):
         if id(value) in _names:
             return {"$name": name_of(value)}
-        raise ConfigError(f"{name_of(value)} cannot be written: it could not be read back; axcore.register it first")
-    raise ConfigError(f"{value!r} of type {type(value).__name__} cannot be written; axcore.register_codec its class")
+        raise ConfigError(
+            f"{name_of(value)} cannot be written, because it is not registered. Register it with axcore.register"
+        )
+    raise ConfigError(
+        f"{value!r} of type {type(value).__name__} cannot be written, because its class has no codec. "
+        f"Register one with axcore.register_codec"
+    )
 
 
-def named(name: str) -> Any:
-    """What is registered under a name; a ConfigError when nothing is."""
+def named(name: str) -> object:
+    """The value registered under a name.
+
+    Raises:
+        ConfigError: No value is registered under the name.
+    """
     if name not in _named:
         raise ConfigError(
             f"{name!r} is not registered in this process.{did_you_mean(name, _named)} "
-            f"Import what defines it, and axcore.register it if it is a plain function"
+            f"Import the module that defines it, and register a plain function with axcore.register"
         )
     return _named[name]
 
 
-def read(tag: str, content: Any) -> Any:
-    """The value of `{tag: content}`; a ConfigError when this process knows no such kind or name."""
-    readers: dict[str, Callable[[Any], Any]] = {f"${each.tag}": each.read for each in _by_tag.values()}
+def read(tag: str, content: object) -> object:
+    """The value of `{tag: content}`.
+
+    Raises:
+        ConfigError: No codec has this tag, or no value is registered under the name that `content` gives.
+    """
+    readers: dict[str, Callable[[Any], object]] = {f"${each.tag}": each.read for each in _by_tag.values()}
     readers |= {"$float": float, "$name": named}
     if tag not in readers:
-        raise ConfigError(f"no codec for {tag!r}.{did_you_mean(tag, readers)}")
+        raise ConfigError(f"no codec is registered for {tag!r}.{did_you_mean(tag, readers)}")
     return readers[tag](content)

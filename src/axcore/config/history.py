@@ -1,4 +1,4 @@
-"""Who set what, and where: every node remembers its edits."""
+"""The edit history of config nodes: who set which field, and on which line of code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Event:
     """One edit of one node.
 
     Attributes:
-        actor: the recipe, modifier, plugin or override at work, outermost first; `python` where none was.
-        action: what was done, as in `set theta`.
-        names: the fields that were set.
-        where: `file:line` of the code that did it.
+        actor: The active recipe, modifier, plugin or override, outermost first; `python` outside of any.
+        action: The kind of edit, as in `set theta`.
+        names: The fields that were set.
+        where: `file:line` of the code that made the edit.
     """
 
     actor: str
@@ -36,7 +36,7 @@ class Event:
 
 
 class History(tuple[Event, ...]):
-    """Events, oldest first; prints one a line."""
+    """Events, oldest first. Its text has one line per event."""
 
     def __new__(cls, events: Iterable[Event]) -> History:
         return super().__new__(cls, sorted(events, key=lambda each: each.order))
@@ -46,7 +46,7 @@ class History(tuple[Event, ...]):
 
 
 def event(action: str, *names: str) -> Event:
-    """An event of now, by whoever is at work, at the nearest line outside this package."""
+    """A new event of the current actor, at the nearest line outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, "<")):
         frame = frame.f_back
@@ -56,7 +56,7 @@ def event(action: str, *names: str) -> Event:
 
 @contextlib.contextmanager
 def acting(actor: str) -> Iterator[None]:
-    """Edits made inside are put down to `actor`."""
+    """Attributes edits made inside to `actor`."""
     token = _actors.set((*_actors.get(), actor))
     try:
         yield

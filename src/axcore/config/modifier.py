@@ -1,4 +1,4 @@
-"""Modifiers: functions from a config to a config, with a name, that compose."""
+"""Modifiers: named functions from config to config that compose."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from axcore.config.node import Config, FrozenDict
 
 @dataclasses.dataclass(frozen=True)
 class Modifier:
-    """A named edit of a whole config tree. Any `Config -> Config` function serves in its place."""
+    """A named edit of a whole config tree. A plain `Config -> Config` function can take its place."""
 
     name: str
-    edit: Callable[[Any], Any]
-    options: Mapping[str, Any] = FrozenDict()
+    edit: Callable[[Any], Any]  # Any: an edit may ask for a certain class of config
+    options: Mapping[str, object] = FrozenDict()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", FrozenDict(self.options))
 
     def __call__[C: Config](self, cfg: C) -> C:
         with acting(str(self)):
-            return self.edit(cfg)
+            edited: C = self.edit(cfg)
+        return edited
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
@@ -34,7 +35,7 @@ def pipe[C: Config](cfg: C, *modifiers: Callable[[C], C]) -> C:
     """Applies modifiers from left to right.
 
     Raises:
-        ConfigError: one of them did not return a config (a forgotten `return` is the usual cause).
+        ConfigError: A modifier did not return a config, usually because of a forgotten `return`.
     """
     for modifier in modifiers:
         changed = modifier(cfg)

@@ -1,4 +1,4 @@
-"""The node that every config is made of: a frozen, typed, keyword-only dataclass that knows what it builds."""
+"""`Config`, the base of every config node: a frozen, typed, keyword-only dataclass that builds its target class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, dataclass_transform
 
 from axcore.config.codec import Codec, name_of, named, public_name, register, register_codec
 from axcore.config.errors import ConfigError, MissingError, did_you_mean
@@ -20,49 +20,49 @@ if TYPE_CHECKING:
 
 
 class _Required:
-    """The value of a field that the parent or the user must give."""
+    """The type of REQUIRED, the value of a field that the parent or the user must set."""
 
     def __repr__(self) -> str:
         return "REQUIRED"
 
     def __reduce__(self) -> str:
-        return "REQUIRED"  # pickling keeps it one object
+        return "REQUIRED"  # unpickling returns the same object
 
     def __bool__(self) -> bool:
         raise ConfigError("a field that is still REQUIRED was used as a value; set it first")
 
 
-REQUIRED: Any = _Required()
+REQUIRED: Any = _Required()  # Any: a default of fields of every type
 register_codec(_Required, Codec("required", lambda _: None, lambda _: REQUIRED, repr))
 
 _types: dict[str, type[Config]] = {}
 
 
 def known_types() -> Mapping[str, type[Config]]:
-    """Every config class of this process, by the name that text and JSON show."""
+    """Every config class of this process, by its name in text and JSON."""
     return _types
 
 
-def _refuse(self: FrozenDict, *args: Any, **kwargs: Any) -> Any:
+def _immutable(self: FrozenDict, *args: object, **kwargs: object) -> NoReturn:
     raise TypeError("a FrozenDict cannot be changed; make a new one: {**old, key: value}")
 
 
-class FrozenDict(dict[str, Any]):
-    """An immutable, hashable dict; what a `Mapping` field of a config is stored as."""
+class FrozenDict(dict[str, Any]):  # Any: the values of each field have a type of their own
+    """An immutable, hashable dict. `Mapping` fields of a config are stored as one."""
 
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = _immutable
+    clear = pop = popitem = setdefault = update = _immutable
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))  # dicts are equal in any order
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
         return FrozenDict, (dict(self),)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 class Config:
-    """Base of every config node. A subclass declares typed fields and nothing else.
+    """Base of every config node. A subclass declares typed fields.
 
     ```python
     class Config(ax.Config):
@@ -70,35 +70,35 @@ class Config:
         norm: RMSNorm.Config = RMSNorm.Config()
     ```
 
-    Nodes are immutable: `set` returns a new one, and `axcore.select` edits whole trees. A node nested in a
-    `Configurable` class builds that class; one that is nested nowhere is a plain value (a mask, an initializer).
+    Nodes are immutable: `set` returns a new node, and `axcore.select` edits whole trees. A config class nested in a
+    `Configurable` class builds that class. Any other config class is a plain value, such as a mask or an initializer.
 
     Raises:
-        ConfigError: an unknown field, or a value that does not fit the field's annotation.
+        ConfigError: A field is unknown, or a value does not fit the annotation of its field.
     """
 
-    target: ClassVar[Any] = None
-    """The class that `build` makes, or None for a plain value."""
+    target: ClassVar[Any] = None  # Any: a class of its own for each config class
+    """The class that `build` instantiates, or None for a plain value."""
 
     layout_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of this class that change how or where something is computed, or what is recorded, but not the result:
     a mesh, a kernel, rematerialization. A run may be resumed with other values of them."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         own = inspect.get_annotations(cls)
         for name in own:
             if name not in cls.__dict__ and "ClassVar" not in str(own[name]):
-                setattr(cls, name, REQUIRED)  # a field without a default is one that somebody must set
+                setattr(cls, name, REQUIRED)  # a field without a default has to be set
         for name in set(cls.__dict__) & set(getattr(cls, "__dataclass_fields__", ())) - set(own):
             raise ConfigError(
-                f"{type_name(cls)}.{name} overrides a field; say its type again, as in `{name}: int = ...`"
+                f"{type_name(cls)}.{name} overrides a field without an annotation; repeat it, as in `{name}: int = ...`"
             )
         dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
         init = cls.__init__
 
         @functools.wraps(init)
-        def checked_init(self: Config, *args: Any, **values: Any) -> None:
+        def checked_init(self: Config, *args: object, **values: object) -> None:
             if args:
                 raise ConfigError(f"{type_name(type(self))} takes its fields by name, not by position")
             for name in values:
@@ -109,27 +109,29 @@ class Config:
 
         _types[type_name(cls)] = cls
         for name in field_names(cls):
-            value = cls.__dataclass_fields__[name].default  # type: ignore[attr-defined]
+            value = cls.__dataclass_fields__[name].default
             if inspect.isroutine(value) or isinstance(value, type | enum.Enum):
-                register(value)  # what a class declares as a default may be read back from a file
+                register(value)  # so that JSON may name it
         cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
 
-    if not TYPE_CHECKING:  # a checker that saw it would take any name for a field
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    else:  # with `__getattr__` in sight, a type checker accepts every field name
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             if name.startswith("__"):
                 raise AttributeError(name)
-            known = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+            known = [field.name for field in dataclasses.fields(self)]
             raise AttributeError(f"{type_name(type(self))} has no field {name!r}.{did_you_mean(name, known)}")
 
-    def set(self, **values: Any) -> Self:
+    def set(self, **values: object) -> Self:
         """A copy with these fields replaced."""
         for name in values:
             _check_known(type(self), name)
         return self._with(values, event(f"set {', '.join(values)}", *values))
 
-    def _with(self, values: Mapping[str, Any], *events: Event) -> Self:
-        """A copy with known fields replaced, and more events in its history."""
+    def _with(self, values: Mapping[str, object], *events: Event) -> Self:
+        """A copy with existing fields replaced and `events` appended to its history."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.__dict__.update({name: _store(type(self), name, value) for name, value in values.items()})
@@ -137,33 +139,37 @@ class Config:
         getattr(type(new), "__post_init__", lambda _: None)(new)
         return new
 
-    def fill(self, **values: Any) -> Self:
-        """A copy with what a parent knows. Each field must be REQUIRED or None here, or already hold that value."""
+    def fill(self, **values: object) -> Self:
+        """A copy with values that the parent node provides.
+
+        Raises:
+            ConfigError: A field is unknown, or already set to another value.
+        """
         for name, value in values.items():
             _check_known(type(self), name)
             held = getattr(self, name)
             if held is not REQUIRED and held is not None and held != value:
                 raise ConfigError(
                     f"{name}={held!r} is set on {type_name(type(self))}, but its parent passes {name}={value!r}; "
-                    f"leave it out of the child"
+                    f"leave it unset in the child"
                 )
         return self._with(values)
 
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the target from this config. Extra arguments go to its constructor.
+    def build(self, *args: object, **kwargs: object) -> Any:  # Any: an instance of the target
+        """Builds the target from this config. Extra arguments go to its constructor.
 
         Raises:
-            ConfigError: a field is still REQUIRED, or the node is a plain value.
+            ConfigError: A field is still REQUIRED, or the node is a plain value.
         """
         if self.target is None:
-            raise ConfigError(f"{type_name(type(self))} is a plain value; it builds nothing")
+            raise ConfigError(f"{type_name(type(self))} is a plain value and cannot be built")
         missing = [name for name, value in fields(self) if value is REQUIRED]
         if missing:
             raise MissingError(missing, type_name(type(self)))
         return self.target(self, *args, **kwargs)
 
     def text(self) -> str:
-        """The tree as text, one value a line, in a stable order."""
+        """The tree as text, one line per value, in a stable order."""
         from axcore.config.text import text
 
         return text(self)
@@ -175,26 +181,26 @@ class Config:
         return diff(base, self)
 
     def history(self, path: str = "") -> History:
-        """Who set the node or value at a path, in what order, and where.
+        """The edits of the node or value at a path, oldest first: who made each, and on which line.
 
         Raises:
-            ConfigError: nothing is there.
+            ConfigError: The path does not exist.
         """
         from axcore.config.tree import history
 
         return history(self, path)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Functions that were registered under another name than their own are pickled by it: theirs may not lead to
-        them (`jax.nn.silu` calls itself `jax._src.nn.functions.silu`)."""
-        state = dict(self.__dict__)
+    def __getstate__(self) -> dict[str, object]:
+        """Pickles functions that are registered under another name by that name. Their own name may be private:
+        that of `jax.nn.silu` is `jax._src.nn.functions.silu`."""
+        state: dict[str, object] = dict(self.__dict__)
         for name, value in fields(self):
             if inspect.isroutine(value) or (callable(value) and hasattr(value, "__qualname__")):
                 known = name_of(value)
                 state[name] = _ByName(known) if known != public_name(value) else value
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         for name, value in state.items():
             if isinstance(value, _ByName):
@@ -215,16 +221,16 @@ class _ByName:
 class Configurable:
     """Base of a class that is built from its nested `Config`, as `cls(cfg, ...)`.
 
-    A subclass that declares no `Config` of its own gets one that inherits its parent's fields, so that a node's type
-    always tells which class it builds.
+    A subclass that declares no `Config` gets one that inherits the fields of its parent's `Config`. The type of a node
+    therefore always identifies the class that it builds.
     """
 
     if TYPE_CHECKING:
-        Config: type[Any]
+        Config: type[Any]  # Any: each subclass has its own
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        node: Any = cls.__dict__.get("Config")
+        node: type[Config] | None = cls.__dict__.get("Config")
         if node is None:
             inherited = getattr(cls, "Config", Config)
             names = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config"}
@@ -235,24 +241,24 @@ class Configurable:
         node.target = cls
 
 
-def fields(node: Config) -> Iterator[tuple[str, Any]]:
+def fields(node: Config) -> Iterator[tuple[str, Any]]:  # Any: the fields have types of their own
     """(name, value) of each field, in declaration order."""
     values = node.__dict__
     return ((name, values[name]) for name in field_names(type(node)))
 
 
 @cached
-def field_names(cls: type[Any]) -> tuple[str, ...]:
+def field_names(cls: type[Config]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
 def has_field(node: Config, name: str) -> bool:
-    return name in type(node).__dataclass_fields__  # type: ignore[attr-defined]
+    return name in type(node).__dataclass_fields__
 
 
 @cached
-def default(cls: type[Any], name: str) -> Any:
-    """The declared default of a field, as a node holds it; REQUIRED when there is none."""
+def default(cls: type[Config], name: str) -> object:
+    """The declared default of a field in the form that a node stores, or REQUIRED if there is none."""
     field = cls.__dataclass_fields__[name]
     if field.default_factory is not dataclasses.MISSING:
         return _store(cls, name, field.default_factory())
@@ -260,20 +266,20 @@ def default(cls: type[Any], name: str) -> Any:
 
 
 def type_name(cls: type) -> str:
-    """A node's type as text shows it: the class that it builds, with its module."""
+    """The name of a node's type in text and JSON: the module and qualified name of the class that it builds."""
     return f"{cls.__module__}.{cls.__qualname__.removesuffix('.Config')}"
 
 
 def _check_known(cls: type[Config], name: str) -> None:
-    if name not in cls.__dataclass_fields__:  # type: ignore[attr-defined]
+    if name not in cls.__dataclass_fields__:
         known = field_names(cls)
         raise ConfigError(
             f"{type_name(cls)} has no field {name!r}.{did_you_mean(name, known)} It has: {', '.join(known) or 'none'}"
         )
 
 
-def _store(cls: type[Config], name: str, value: Any) -> Any:
-    """The value in the form that a frozen node keeps, checked against the field's annotation."""
+def _store(cls: type[Config], name: str, value: object) -> object:
+    """The value in the form that a node stores, checked against the annotation of its field."""
     value = _frozen(value)
     hint = hints(cls).get(name, Any)
     if value is not REQUIRED and not conforms(value, hint):
@@ -281,7 +287,7 @@ def _store(cls: type[Config], name: str, value: Any) -> Any:
     return value
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> object:
     """Lists become tuples and dicts become FrozenDicts, at every depth."""
     if isinstance(value, (bool, int, float, str, Config)) or value is None:
         return value
@@ -291,7 +297,8 @@ def _frozen(value: Any) -> Any:
         for key, item in value.items():
             if isinstance(item, Config) and not re.fullmatch(r"[\w-]+", str(key)):
                 raise ConfigError(
-                    f"{key!r} cannot be the key of a node: it becomes part of paths; use letters and digits"
+                    f"{key!r} cannot be the key of a node, because keys are part of config paths; "
+                    f"use letters, digits, underscores and hyphens"
                 )
         return FrozenDict({key: _frozen(item) for key, item in value.items()})
     return value

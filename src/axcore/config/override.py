@@ -1,4 +1,4 @@
-"""Overrides from the command line: `path=value`, typed by the field that the path names."""
+"""Overrides from the command line: `path=value`, parsed by the annotation of the field at the path."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def override[C: Config](cfg: C, assignments: Iterable[str]) -> C:
     """Applies each `path=value` in order.
 
     Raises:
-        ConfigError: no `=`, an unknown path (the nearest is suggested), or a value of the wrong type.
+        ConfigError: An assignment has no `=`, its path is unknown, or its value has the wrong type.
     """
     for assignment in assignments:
         path, equals, value = assignment.partition("=")
         if not equals or not path:
-            raise ConfigError(f"--set takes path=value, not {assignment!r}")
+            raise ConfigError(f"--set requires path=value, not {assignment!r}")
         with acting(f"--set {assignment}"):
             cfg = _assign(cfg, path.strip(), value.strip())
     return cfg
@@ -49,10 +49,10 @@ def _assign[C: Config](cfg: C, path: str, value: str) -> C:
 
 
 def _owner(cfg: Config, path: str) -> tuple[str, list[str]]:
-    """The path of the innermost node above `path`, and what leads from it there: a field, then indices or keys.
+    """The path of the innermost node above `path`, and the segments from there: a field, then indices or keys.
 
     Raises:
-        ConfigError: nothing is there. A new key of a mapping is fine.
+        ConfigError: The path does not exist. A new key of a mapping is allowed.
     """
     names = path.split(".")
     if not all(names):
@@ -72,7 +72,7 @@ def _owner(cfg: Config, path: str) -> tuple[str, list[str]]:
     raise no_such_path(cfg, path)
 
 
-def _item_hint(hint: Any, key: str) -> Any:
+def _item_hint(hint: object, key: str) -> object:
     """The annotation of one item of a tuple or mapping that is declared as `hint`."""
     for arm in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
         origin, args = typing.get_origin(arm), typing.get_args(arm)

@@ -1,10 +1,9 @@
-"""Selecting nodes of a config tree and editing them, purely: every edit returns a new tree."""
+"""Selections of nodes in a config tree. Edits are pure: each returns a new tree."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 from axcore.config.errors import ConfigError, did_you_mean
 from axcore.config.history import event
@@ -12,12 +11,12 @@ from axcore.config.node import REQUIRED, Config, default, fields, has_field, typ
 from axcore.config.tree import REMOVED, matches, transform, walk
 
 Where = str | type | Callable[[str, Config], bool]
-"""What to select: a path glob, a Layer or Config class (subclasses count), or a predicate of (path, node)."""
+"""What to select: a path glob, a Layer or Config class (subclasses match too), or a predicate of (path, node)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection[C: Config]:
-    """Nodes of one tree, never none. Edits return the new root and leave the old tree as it was."""
+    """One or more nodes of a tree. Edits return the root of a new tree."""
 
     root: C
     paths: tuple[str, ...]
@@ -29,41 +28,41 @@ class Selection[C: Config]:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def map(self, edit: Callable[[str, Config], Any]) -> C:
-        """Replaces each selected node by `edit(path, node)`.
+    def map(self, edit: Callable[[str, Config], object]) -> C:
+        """Replaces each selected node by `edit(path, node)`, which must be a config.
 
         Raises:
-            ConfigError: the new node does not fit; the message begins with the path.
+            ConfigError: The new node does not fit. The message begins with the path.
         """
         chosen = set(self.paths)
         return transform(self.root, lambda path, node: edited(path, node, edit) if path in chosen else node)
 
-    def set(self, **values: Any) -> C:
+    def set(self, **values: object) -> C:
         """Sets fields on each selected node."""
         return self.map(lambda _, node: node.set(**values))
 
     def swap(self, new: Config, *, keep: Collection[str] = (), drop: Collection[str] = ()) -> C:
-        """Puts `new` in place of each selected node.
+        """Replaces each selected node by `new`.
 
         Args:
-            new: the node that replaces it.
-            keep: fields to carry over from the old node.
-            drop: fields of the old node that may be lost though someone set them.
+            new: The replacement.
+            keep: Fields to carry over from the old node.
+            drop: Fields of the old node to discard even if they are set.
 
         Raises:
-            ConfigError: a field that was set on the old node would be lost without a word.
+            ConfigError: A field that is set on the old node is in neither `keep` nor `drop`.
         """
         return self.map(lambda _, old: _swapped(old, new, keep, drop))
 
     def wrap(self, wrapper: Config, slot: str) -> C:
-        """Puts `wrapper` in place of each selected node, and the node into the wrapper's field `slot`."""
+        """Replaces each selected node by `wrapper`, with the node in the wrapper's field `slot`."""
         return self.map(lambda _, node: wrapper.set(**{slot: node}))
 
     def remove(self) -> C:
-        """Takes each selected node out of its tuple or mapping, or empties its slot.
+        """Removes each selected node from its tuple or mapping, or sets its field to None.
 
         Raises:
-            ConfigError: a slot that may not be empty.
+            ConfigError: The field of a node does not accept None.
         """
         return self.map(lambda _, __: REMOVED)
 
@@ -73,7 +72,7 @@ class Selection[C: Config]:
         def edit(_: str, node: Config) -> Config:
             held = getattr(node, field)
             if not isinstance(held, tuple):
-                raise ConfigError(f"insert adds to a tuple, and {field} is {type(held).__name__}")
+                raise ConfigError(f"insert requires a tuple, but {field} is {type(held).__name__}")
             cut = len(held) if at is None else at
             return node.set(**{field: (*held[:cut], *new, *held[cut:])})
 
@@ -81,10 +80,10 @@ class Selection[C: Config]:
 
 
 def select[C: Config](root: C, where: Where, *, expect: int | None = None) -> Selection[C]:
-    """The nodes of `root` that `where` describes.
+    """The nodes of `root` that match `where`.
 
     Raises:
-        ConfigError: none matched (the nearest are named), or not the `expect`ed number.
+        ConfigError: No node matches, or not exactly `expect` nodes.
     """
     if isinstance(where, str):
         found = [path for path, _ in walk(root) if matches(where, path)]
@@ -99,8 +98,8 @@ def select[C: Config](root: C, where: Where, *, expect: int | None = None) -> Se
     return Selection(root, tuple(found))
 
 
-def edited(path: str, node: Config, edit: Callable[[str, Config], Any]) -> Any:
-    """`edit(path, node)`, checked; the new node's history says what it replaced."""
+def edited(path: str, node: Config, edit: Callable[[str, Config], object]) -> object:
+    """`edit(path, node)`, checked to be a config. The history of the new node records the type that it replaced."""
     try:
         new = edit(path, node)
     except (ConfigError, AttributeError) as error:  # a field that only another class has
@@ -113,12 +112,12 @@ def edited(path: str, node: Config, edit: Callable[[str, Config], Any]) -> Any:
 
 
 def tagged(tag: str) -> Callable[[str, Config], bool]:
-    """Selects nodes whose `tags` hold this one: `select(cfg, tagged("frozen"))`."""
+    """A predicate for nodes whose `tags` contain this tag: `select(cfg, tagged("frozen"))`."""
     return lambda _, node: tag in node.__dict__.get("tags", ())
 
 
 def builds(node: Config, cls: type) -> bool:
-    """Whether a node is of a Config class, or builds a class, `cls` or below."""
+    """Whether a node is an instance of `cls`, or builds `cls` or a subclass of it."""
     return isinstance(node, cls) or (node.target is not None and issubclass(node.target, cls))
 
 
@@ -136,7 +135,7 @@ def _swapped(old: Config, new: Config, keep: Collection[str], drop: Collection[s
     if lost:
         raise ConfigError(
             f"swapping {type_name(type(old))} for {type_name(type(new))} would lose {', '.join(lost)}; "
-            f"name each in keep= or drop="
+            f"pass each in keep= or drop="
         )
     return new.set(**kept)
 
@@ -152,4 +151,4 @@ def _nearest(root: Config, where: Where) -> str:
             return f" It is an empty slot: select {above!r} and set {name}=..."
         return did_you_mean(where, (path for path, _ in walk(root) if path))
     names = sorted({type_name(type(node)).rpartition(".")[2] for _, node in walk(root)})
-    return f" It holds: {', '.join(names)}."
+    return f" It contains: {', '.join(names)}."

@@ -1,7 +1,6 @@
 """Configs as JSON, and their content hash.
 
-Reading resolves each type name among the config classes that this process has defined. Nothing is imported because a
-file names it.
+Reading looks up each type name among the config classes of this process and never imports a module.
 """
 
 from __future__ import annotations
@@ -19,27 +18,31 @@ from axcore.config.tree import join
 
 
 class _Placed(ConfigError):
-    """Its message begins with the path."""
+    """A ConfigError whose message already begins with the path."""
 
 
 def to_json(root: Config, *, indent: int | None = 2) -> str:
-    """The tree as JSON, from which `from_json` makes an equal one; a value that it could not read is a ConfigError."""
+    """The tree as JSON, which `from_json` reads.
+
+    Raises:
+        ConfigError: A value cannot be written so that `from_json` can read it.
+    """
     return json.dumps(_write(root, ""), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def from_json(content: str) -> Any:
+def from_json(content: str) -> Any:  # Any: the class that the text names
     """The config that `to_json` wrote.
 
     Raises:
-        ConfigError: not such JSON, an unregistered type, function or field, or a value that does not fit; the message
-            names the path.
+        ConfigError: The text is not JSON of a config, names an unknown type, function or field, or holds a value that
+            does not fit its field. The message names the path.
     """
     try:
         root = _read(json.loads(content), "")
     except RecursionError:
-        raise ConfigError("nested too deeply to be a config") from None
+        raise ConfigError("the JSON is nested too deeply to be a config") from None
     except ValueError as error:
-        raise ConfigError(f"not JSON: {error}") from None
+        raise ConfigError(f"the text is not JSON: {error}") from None
     if not isinstance(root, Config):
         raise ConfigError("the outermost JSON value is not a config: it has no $type")
     return root
@@ -50,7 +53,7 @@ def content_hash(root: Config) -> str:
     return hashlib.sha256(text(root).encode(errors="surrogatepass")).hexdigest()
 
 
-def _write(value: Any, path: str) -> Any:
+def _write(value: object, path: str) -> object:
     if isinstance(value, Config):
         return {"$type": type_name(type(value)), **{name: _write(v, join(path, name)) for name, v in fields(value)}}
     if isinstance(value, Mapping):
@@ -63,7 +66,7 @@ def _write(value: Any, path: str) -> Any:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _read(data: Any, path: str) -> Any:
+def _read(data: Any, path: str) -> Any:  # Any: JSON of unknown form
     if isinstance(data, list):
         return tuple(_read(item, join(path, index)) for index, item in enumerate(data))
     if not isinstance(data, dict):
@@ -83,9 +86,9 @@ def _read(data: Any, path: str) -> Any:
         raise _Placed(f"{path or 'the root'}: not a config value: {str(data)[:80]}") from None
 
 
-def _read_node(data: dict[str, Any], path: str) -> Config:
+def _read_node(data: Mapping[str, Any], path: str) -> Config:
     name, known = data["$type"], known_types()
     if name not in known:
         hint = did_you_mean(str(name), known)
-        raise ConfigError(f"no config type {name!r} in this process.{hint} Import the module that defines it first")
+        raise ConfigError(f"{name!r} is not a config type of this process.{hint} Import the module that defines it")
     return known[name](**{key: _read(value, join(path, key)) for key, value in data.items() if key != "$type"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from axcore.config.codec import render
 from axcore.config.node import Config, FrozenDict, type_name
@@ -12,23 +11,23 @@ from axcore.config.tree import join, parts
 
 
 def text(root: Config) -> str:
-    """One line for each node (its type) and each value, in declaration order: `path: value`."""
+    """The tree as lines `path: value` in declaration order. The value of a node is its type."""
     return "".join(f"{path}: {value}\n" for path, value in flatten(root).items())
 
 
 def flatten(root: Config) -> dict[str, str]:
-    """path -> value as text. A node's own entry is its type; the root's path is `.`."""
+    """A mapping from path to value as text. The value of a node is its type; the path of the root is `.`."""
     found: dict[str, str] = {}
     _flatten(root, "", found)
     return found
 
 
 def parse_text(content: str) -> dict[str, str]:
-    """The inverse of `text`, as far as lines go: path -> value as text."""
+    """Splits the lines that `text` writes into a mapping from path to value as text."""
     return dict(line.split(": ", 1) for line in content.split("\n") if ": " in line)
 
 
-def _flatten(value: Any, path: str, found: dict[str, str]) -> None:
+def _flatten(value: object, path: str, found: dict[str, str]) -> None:
     if isinstance(value, Config):
         found[path or "."] = type_name(type(value))
     elif not (isinstance(value, tuple | FrozenDict) and any(isinstance(part, Config) for _, part in parts(value))):
@@ -40,7 +39,7 @@ def _flatten(value: Any, path: str, found: dict[str, str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One line of a difference. `old` or `new` is None where the path is on one side only."""
+    """One line of a difference. `old` or `new` is None if the path exists on one side only."""
 
     path: str
     old: str | None
@@ -55,18 +54,18 @@ class Change:
 
 
 class Diff(tuple[Change, ...]):
-    """The changes between two trees; false when there are none; prints one a line."""
+    """The changes between two trees. Its text has one line per change."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "no difference"
 
 
 def diff(old: Config, new: Config) -> Diff:
-    """What changed from `old` to `new`: values, class swaps, additions and removals."""
+    """The changes from `old` to `new`: values, class swaps, additions and removals."""
     return diff_flat(flatten(old), flatten(new))
 
 
 def diff_flat(old: Mapping[str, str], new: Mapping[str, str]) -> Diff:
-    """`diff` of two trees that are flattened already (one may have been read from a file)."""
+    """`diff` of two flattened trees, such as one that `parse_text` read from a file."""
     paths = dict.fromkeys([*old, *new])
     return Diff(Change(path, old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path))

@@ -12,18 +12,19 @@ from axcore.config.history import History
 from axcore.config.node import Config, FrozenDict, field_names, fields
 
 NESTING = (Config, tuple, FrozenDict)
-"""What can hold nodes. Concrete classes: `isinstance` of an abstract one is ten times slower."""
+"""The classes of values that may contain nodes. They are concrete because `isinstance` of an abstract class is ten
+times slower."""
 
-REMOVED: Any = object()
-"""In place of a node: take it out."""
+REMOVED = object()
+"""The result of an edit that removes its node."""
 
 
 def join(path: str, name: str | int) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """(segment, value) of what lies directly below: a node's fields, a tuple's items, a mapping's entries."""
+def parts(value: object) -> Iterator[tuple[str, object]]:
+    """(path segment, value) of each field of a node, item of a tuple or entry of a mapping."""
     if isinstance(value, Config):
         yield from fields(value)
     elif isinstance(value, tuple):
@@ -32,8 +33,8 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from value.items()
 
 
-def walk(value: Any, path: str = "") -> Iterator[tuple[str, Config]]:
-    """Every (path, node) of a tree, parents first. The root's path is `""`."""
+def walk(value: object, path: str = "") -> Iterator[tuple[str, Config]]:
+    """Every (path, node) of a tree, parents first. The path of the root is `""`."""
     if isinstance(value, Config):
         yield path, value
     for name, part in parts(value):
@@ -41,11 +42,11 @@ def walk(value: Any, path: str = "") -> Iterator[tuple[str, Config]]:
             yield from walk(part, join(path, name))
 
 
-def get(root: Config, path: str) -> Any:
+def get(root: Config, path: str) -> Any:  # Any: the path determines the type
     """The node or value at a path such as `model.decoder.layers.attention.num_heads`.
 
     Raises:
-        ConfigError: nothing is there; the nearest path is suggested.
+        ConfigError: The path does not exist. The message suggests the nearest one.
     """
     value: Any = root
     for name in path.split(".") if path else ():
@@ -57,10 +58,10 @@ def get(root: Config, path: str) -> Any:
 
 
 def history(root: Config, path: str) -> History:
-    """What `Config.history` returns: the node's own events, and those of its parent that put it there."""
+    """The history of the node or value at a path: events of the node itself, and events of its parent that set it."""
     value, names = get(root, path), path.split(".") if path else []
     events = [*value.__dict__.get("_history", ())] if isinstance(value, Config) else []
-    # The nearest node above holds the value in one of its fields, maybe inside a tuple or mapping.
+    # The nearest node above holds the value in one of its fields, possibly inside a tuple or mapping.
     while names and not isinstance(parent := get(root, ".".join(names[:-1])), Config):
         names.pop()
     if names:
@@ -73,14 +74,14 @@ def no_such_path(root: Config, path: str) -> ConfigError:
     known = [join(parent, name) for parent, node in walk(root) for name in field_names(type(node))]
     leaf = path.rpartition(".")[2]
     hint = did_you_mean(path, known)
-    if not hint:  # a right name in the wrong place is the commonest slip
+    if not hint:  # often the name is right but in the wrong place
         same = [other for other in known if other.rpartition(".")[2] == leaf]
         hint = f" Did you mean {same[0]!r}?" if same else ""
     return ConfigError(f"the config has no {path!r}.{hint}")
 
 
-def put(value: Any, path: str, new: Any) -> Any:
-    """A copy of the tree with `new` at `path`, which must exist unless it is a new key of a mapping."""
+def put(value: object, path: str, new: object) -> Any:  # Any: `new` may replace the root
+    """A copy of the tree with `new` at `path`. The path must exist or be a new key of a mapping."""
     if not path:
         return new
     name, _, rest = path.partition(".")
@@ -90,7 +91,7 @@ def put(value: Any, path: str, new: Any) -> Any:
     return rebuild(value, {name: put(below.get(name), rest, new)})
 
 
-def rebuild(value: Any, changes: Mapping[str, Any]) -> Any:
+def rebuild(value: Any, changes: Mapping[str, object]) -> Any:  # Any: a node, tuple or mapping
     """A copy of a node, tuple or mapping with some of its parts replaced."""
     if isinstance(value, Config):
         return value._with({name: None if new is REMOVED else new for name, new in changes.items()})
@@ -100,10 +101,10 @@ def rebuild(value: Any, changes: Mapping[str, Any]) -> Any:
     return FrozenDict({key: item for key, item in {**value, **changes}.items() if item is not REMOVED})
 
 
-def transform(value: Any, edit: Callable[[str, Config], Any], path: str = "") -> Any:
-    """Applies `edit` to every node, children first. What nothing changed is shared with the old tree, not copied.
+def transform(value: object, edit: Callable[[str, Config], object], path: str = "") -> Any:  # Any: as in `rebuild`
+    """Applies `edit` to every node, children first. The new tree shares unchanged parts with the old one.
 
-    An edit may return `REMOVED`: the node then goes from its tuple or mapping, and its field becomes None.
+    An edit that returns `REMOVED` removes its node from the tuple or mapping, or sets the field to None.
     """
     changes = {}
     for name, part in parts(value):
@@ -121,7 +122,7 @@ def transform(value: Any, edit: Callable[[str, Config], Any], path: str = "") ->
 
 @functools.cache
 def glob(pattern: str) -> re.Pattern[str]:
-    """A path pattern: `*` matches within one segment, `**` any number of segments (also none)."""
+    """A path pattern as a regular expression: `*` matches within one segment, `**` matches zero or more segments."""
     steps = []
     for segment in pattern.split("."):
         steps.append(r"(?:[^.]+\.)*" if segment == "**" else _segment(segment) + r"\.")
@@ -129,7 +130,7 @@ def glob(pattern: str) -> re.Pattern[str]:
 
 
 def _segment(segment: str) -> str:
-    """One segment of a pattern as a regular expression: `*` and `?` as in file names."""
+    """One segment of a pattern as a regular expression. `*` and `?` match as in file names."""
     return re.escape(segment).replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
 
 

@@ -1,4 +1,4 @@
-"""Whether a value fits a field's annotation, and what a piece of text means for it."""
+"""Annotations of fields: checks of values, and parsing of text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union
 
 
-def cached[F: Callable[..., Any]](fn: F) -> F:
-    """`functools.cache` that keeps the signature for type checkers, which do not take a class as hashable."""
+def cached[F: Callable[..., object]](fn: F) -> F:
+    """`functools.cache` that keeps the signature. Type checkers do not regard a class as hashable."""
     return functools.cache(fn)  # type: ignore[return-value]
 
 
 @cached
-def hints(cls: type[Any]) -> dict[str, Any]:
-    """Annotations of a config class by field. A name that only the type checker can see counts as `Any`."""
-    found: dict[str, Any] = {}
+def hints(cls: type) -> dict[str, object]:
+    """Annotations of a config class by field. An annotation that fails to evaluate at run time counts as `Any`."""
+    found: dict[str, object] = {}
     for base in reversed(cls.__mro__):
         for name, hint in inspect.get_annotations(base).items():
             if isinstance(hint, str):
@@ -33,8 +33,8 @@ def hints(cls: type[Any]) -> dict[str, Any]:
     return found
 
 
-def describe(hint: Any) -> str:
-    """An annotation as a reader would write it."""
+def describe(hint: object) -> str:
+    """An annotation as text for people."""
     if hint is type(None):
         return "None"
     if typing.get_origin(hint) is Literal:
@@ -46,8 +46,8 @@ def describe(hint: Any) -> str:
     return str(hint).replace("typing.", "").replace("collections.abc.", "")
 
 
-def conforms(value: Any, hint: Any) -> bool:
-    """Whether `value` may stand where `hint` is declared. Unknown kinds of annotation accept everything."""
+def conforms(value: object, hint: object) -> bool:
+    """Whether `value` fits the annotation `hint`. Unknown kinds of annotation accept every value."""
     if hint is Any:
         return True
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -78,11 +78,11 @@ def conforms(value: Any, hint: Any) -> bool:
     return True
 
 
-def parse(text: str, hint: Any) -> Any:
-    """The value that `text` names for a field declared as `hint`.
+def parse(text: str, hint: object) -> object:
+    """The value that `text` denotes for a field with the annotation `hint`.
 
     Raises:
-        ValueError: `text` is not such a value.
+        ValueError: `text` does not denote a value that fits.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     arms = args if origin in (Union, types.UnionType) else (hint,)
@@ -106,8 +106,8 @@ def parse(text: str, hint: Any) -> Any:
     raise ValueError(f"{text!r} is not {describe(hint)}")
 
 
-def _fit(value: Any, hint: Any) -> Any:
-    """Small losses of form that text brings: a list for a tuple, `a,b` for a tuple of strings, 1 for 1.0."""
+def _fit(value: object, hint: object) -> object:
+    """Converts forms that are natural in text: a list to a tuple, `a,b` to a tuple of strings, 1 to 1.0."""
     if typing.get_origin(hint) is tuple:
         if isinstance(value, str):
             value = tuple(part.strip() for part in value.strip("()[]").split(",") if part.strip())

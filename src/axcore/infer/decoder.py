@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from axcore.config import ConfigError
+from axcore.config import Config, ConfigError
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, functional
 from axcore.nn import CachedRows, KVCache, Phase, TokenInfo, for_decoding, unstack_arrays, unstacked
 from axcore.parallel import Layout
@@ -22,18 +21,17 @@ from axcore.parallel import Layout
 class Step:
     """One call of a decoder: new tokens for some rows of the decoding state.
 
-    The tokens of a row may be a prompt, a chunk of one, a single token, or several draft tokens to verify. To roll
-    back, start the next step at an earlier position: cached tokens from there on are dropped.
+    The tokens of a row may be a prompt, a chunk of a prompt, a single token, or several draft tokens to verify. To roll
+    back, start the next step at an earlier position: cached tokens from this position on are dropped.
 
     Attributes:
-        ids: int, the tokens, padded at the end.
-        start: int, position in the row of its first token here; 0 starts the row over.
-        lengths: int, number of tokens of each row, without padding; None: the width.
-        slots: int, the slot of each row in the state, without repetition; None: row i has slot i, and every slot has a
-            row.
-        logits_at: int, indices into the width of the tokens whose logits are computed; None: all.
-        pages: int, the page table of each row, for caches that read one.
-        phase: None: `decode` if the width is 1, otherwise `prefill`.
+        ids: the new tokens of each row, padded at the end.
+        start: the position in the row of the first new token; 0 starts the row again.
+        lengths: number of new tokens of each row, without padding; None: the width.
+        slots: the slot of each row in the state, without repetition; None: row i has slot i, and every slot has a row.
+        logits_at: indices into the width of the tokens whose logits are computed; None: all.
+        pages: the page table of each row, for paged caches.
+        phase: `prefill` or `decode`; None: `decode` if the width is 1, otherwise `prefill`.
 
     Raises:
         ConfigError: the shapes do not match the annotations.
@@ -56,7 +54,7 @@ class Step:
             if isinstance(array, int | float | list):
                 raise ConfigError(f"Step.{name} must be an array, not {array!r}")
         if not all(hasattr(array, "dtype") and hasattr(array, "ndim") for array in arrays.values()):
-            return  # jax unflattens pytrees with leaves other than arrays, such as axes
+            return  # JAX unflattens pytrees with leaves other than arrays, such as axes
         batch = self.ids.shape[:1]
         if self.ids.ndim != 2 or 0 in self.ids.shape:
             raise ConfigError(
@@ -64,16 +62,18 @@ class Step:
             )
         for name, array in arrays.items():
             if not jnp.issubdtype(array.dtype, jnp.integer):
-                raise ConfigError(f"Step.{name} must be integers, not {array.dtype}")
+                raise ConfigError(f"Step.{name} must have an integer dtype, not {array.dtype}")
             if name in ("start", "lengths", "slots") and array.shape != batch:
-                raise ConfigError(f"Step.{name} must have the shape {batch}, one number a row; got {array.shape}")
+                raise ConfigError(
+                    f"Step.{name} must have shape {batch}, one number for each row; got shape {array.shape}"
+                )
             if name in ("logits_at", "pages") and (array.ndim != 2 or array.shape[:1] != batch):
                 raise ConfigError(f"Step.{name} must be [batch, ...] with two dimensions, got shape {array.shape}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoder:
-    """A causal language model with decoding state, such as KV caches, as a pure function of arrays.
+    """A causal language model with decoding state, such as KV caches, as a pure function.
 
     ```python
     decoder, params, state = Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=64)
@@ -81,14 +81,14 @@ class Decoder:
     logits, state = decoder(params, state, Step(token[:, None], start=lengths))
     ```
 
-    Jit it and donate `state`, so that the caches are written in place.
+    Jit it and donate `state`, so that caches are updated in place.
 
     Attributes:
         fn: the model.
         state_axes: the logical axes of every array of the state.
         batch_size: number of rows (slots) in the state.
         max_len: the most tokens in a row.
-        layout: the mesh and rules that the model runs with; None: a single device.
+        layout: the mesh and rules of the model; None: a single device.
     """
 
     fn: Functional
@@ -108,28 +108,33 @@ class Decoder:
         layout: Layout | None = None,
         unstack: bool = True,
     ) -> tuple[Decoder, Tree, Tree]:
-        """(decoder, parameters, initial state) for a model that was built for training.
+        """Converts a model that was built for training.
 
         Args:
-            model: is called like `axcore.nn.CausalLM`.
+            model: a model with the call signature of `axcore.nn.CausalLM`.
             cache: fills every empty cache slot.
             batch_size: number of rows (slots) in the state.
             max_len: the most tokens in a row, prompt included.
-            layout: the mesh and rules to run with. The state is created there, and parameters are placed there.
+            layout: the mesh and rules for the state and the parameters; None: a single device.
             unstack: copies the arrays of scanned stacks once, into separate arrays for each layer. A scanned stack
                 compiles faster and decodes slower, since each token copies the weights of each layer out of it.
 
+        Returns:
+            The decoder, the parameters and the initial state.
+
         Raises:
-            ConfigError: `model` was not built from a config, or no layer of it keeps decoding state.
+            ConfigError: `model` was not built from a config, or none of its layers has decoding state.
         """
         if not isinstance(model, Layer):
-            raise ConfigError(f"a Decoder is made of a layer that a config built, not of {type(model).__name__}")
+            raise ConfigError(f"Decoder.of requires a model that was built from a config, got {type(model).__name__}")
         if not isinstance(cache, KVCache.Config):
-            raise ConfigError(f"cache must be the Config of a KV cache, as ContiguousCache.Config(), not {cache!r}")
+            raise ConfigError(
+                f"cache must be the Config of a KV cache, such as ContiguousCache.Config(), not {cache!r}"
+            )
         cfg = model.config
         params = functional(model)[1]
-        # State other than caches, such as a router's bias; the caches are made anew.
-        held = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Any(nnx.Param, DecodingState))))
+        # State other than caches, such as a router's bias. The caches are created below.
+        held = nnx.to_pure_dict(nnx.state(model, nnx.Not((nnx.Param, DecodingState))))
         if unstack:
             params, held = unstack_arrays(cfg, params), unstack_arrays(cfg, held)
             cfg = unstacked(cfg)
@@ -146,9 +151,9 @@ class Decoder:
         """Runs the model on the tokens of a step.
 
         Returns:
-            float32 logits, and the new state. Logits are NaN where there is no right answer: after padding, after a
-            token beyond `max_len`, and for a row that starts beyond its end, has a length outside [0, width], or names
-            a slot that does not exist or that another row names.
+            The float32 logits and the new state. Logits are NaN if they are undefined: at padding, at tokens beyond
+            `max_len`, and in rows that start beyond their end, have a length outside [0, width], or have a slot that
+            does not exist or belongs to another row too.
         """
         width, held = step.ids.shape[1], state["lengths"]
         start = step.start.astype(jnp.int32)
@@ -159,7 +164,7 @@ class Decoder:
             slots = step.slots.astype(jnp.int32)
             alone = (slots[:, None] == slots).sum(axis=1) == 1
             whole &= (slots >= 0) & (slots < self.batch_size) & alone
-            slots = jnp.where(whole, slots, self.batch_size)  # beyond the end: what is written there is dropped
+            slots = jnp.where(whole, slots, self.batch_size)  # out of range, so writes are dropped
         before = held if slots is None else held[slots]
         whole &= start <= before
         end = start + counts
@@ -191,16 +196,16 @@ class Decoder:
         return jnp.where(right[..., None], logits, jnp.nan), {"lengths": lengths, "model": model}
 
 
-def _empty(cfg: Any, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree]:
+def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree]:
     """The decoding model and its initial state, created with the shardings of the layout."""
     built: list[Functional] = []
 
-    def empty(key: jax.Array) -> Tree:  # XLA removes the parameters, which are not returned
+    def empty(key: PRNGKeyArray) -> Tree:  # XLA removes the parameters, since they are not returned
         module = cfg.build(rngs=Rngs(key))
         if not any(isinstance(node, DecodingState) for _, node in nnx.iter_graph(module)):
             raise ConfigError(
-                f"nothing in {name} keeps what it computed for the next call: no config in it has a method "
-                f"for_decoding, as Attention.Config has"
+                f"no layer of {name} has decoding state: add a KV cache, or a config with a method for_decoding, such "
+                f"as Attention.Config"
             )
         fn, _, state = functional(module)
         built.append(fn)
@@ -216,7 +221,7 @@ def _empty(cfg: Any, name: str, batch_size: int, layout: Layout | None) -> tuple
 
 
 def _those_of(wanted: Tree, params: Tree) -> Tree:
-    """The subtree of the parameters that the decoding model has."""
+    """The parameters that the decoding model has."""
     return {
         name: _those_of(below, params[name]) if isinstance(below, dict) else params[name]
         for name, below in wanted.items()
@@ -224,8 +229,8 @@ def _those_of(wanted: Tree, params: Tree) -> Tree:
 
 
 def _merged(fresh: Tree, held: Tree) -> Tree:
-    """The state of the decoding model, with values of the trained model where both have the path."""
-    merged: dict[str, Any] = {}
+    """The state of the decoding model, with the values of the trained model at paths that both have."""
+    merged: Tree = {}
     for name, value in fresh.items():
         if isinstance(value, dict):
             merged[name] = _merged(value, held.get(name, {}))

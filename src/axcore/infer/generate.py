@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Int, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from axcore.config import AxcoreError
@@ -17,19 +17,19 @@ from axcore.module import Tree, functional
 from axcore.nn import KVCache
 
 SMALLEST_BUCKET = 16
-"""Prompts are padded to this many tokens, or to the next power of two, so that few lengths are compiled."""
+"""Prompts are padded to this many tokens or to the next power of two, which limits the number of compilations."""
 
 
 class Generator:
-    """Continues prompts with a causal language model, one at a time. It compiles once for each prompt-length bucket.
+    """Continues prompts with a causal language model, one prompt at a time. Each bucket of prompt lengths compiles
+    once.
 
     Args:
-        model: is called like `axcore.nn.CausalLM`.
-        context: tokens that the model sees at once; no more than it was trained on.
-        temperature: divides the logits; 0 takes the likeliest token.
-        cache: keeps the keys and values of earlier tokens, as in `cache=ContiguousCache.Config()`; prompt and sample
-            must fit into `context` together. None: each token is computed anew from the `context` tokens before it,
-            which may go on for ever.
+        model: a model with the call signature of `axcore.nn.CausalLM`.
+        context: number of tokens that the model attends to, at most the `seq_len` that it was trained with.
+        temperature: divides the logits; 0 selects the most likely token.
+        cache: KV cache of earlier tokens, such as `ContiguousCache.Config()`. Prompt and sample together have at most
+            `context` tokens. None: every token is computed from the `context` tokens before it, without a limit.
         end_ids: tokens that end a sample.
     """
 
@@ -49,36 +49,39 @@ class Generator:
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._end_ids = jnp.asarray(sorted(end_ids), jnp.int32)
         self._fn, self._params, self._state = functional(model)
-        row = jax.ShapeDtypeStruct((1, context), jnp.int32)  # a model that knows no row so long says so here
+        row = jax.ShapeDtypeStruct((1, context), jnp.int32)  # raises here if the model does not support this length
         logits = jax.eval_shape(lambda ids: self._fn(self._params, self._state, ids)[0][0], row)
         self.vocab_size = logits.shape[-1]
         if cache is not None:
             self._decoder, self._params, self._state = Decoder.of(model, cache=cache, batch_size=1, max_len=context)
         self._sample = jax.jit(self._cached if self.is_cached else self._recomputed, static_argnums=3)
 
-    def __call__(self, prompt: ArrayLike, *, num_tokens: int, key: jax.Array) -> np.ndarray:
+    def __call__(
+        self, prompt: Int[ArrayLike, " prompt"], *, num_tokens: int, key: PRNGKeyArray
+    ) -> Int[np.ndarray, " tokens"]:
         """Samples tokens after a prompt.
 
         Args:
-            prompt: int [prompt_len], at least one token.
-            num_tokens: how many to sample at most.
+            prompt: token ids, at least one.
+            num_tokens: number of tokens to sample.
+            key: PRNG key of the sample.
 
         Returns:
-            int32 [tokens]: `num_tokens` of them, or those up to the first that ends the sample, which is the last.
+            int32: `num_tokens` tokens, or fewer if one of `end_ids` is sampled, which is then the last.
         """
         prompt = np.asarray(prompt)
         if prompt.ndim != 1 or not prompt.size:
-            raise AxcoreError(f"a prompt is a row of at least one token, not an array of shape {prompt.shape}")
+            raise AxcoreError(f"prompt must have one dimension and at least one token, got shape {prompt.shape}")
         if num_tokens < 0:
             raise AxcoreError(f"num_tokens must be at least 0, not {num_tokens}")
         if self.is_cached and prompt.size + num_tokens > self.context:
             raise AxcoreError(
-                f"{prompt.size} tokens of prompt and {num_tokens} more do not fit into context={self.context}; with a "
-                f"cache they must"
+                f"a prompt of {prompt.size} tokens and num_tokens={num_tokens} exceed context={self.context}; with a "
+                f"cache, increase context or reduce num_tokens"
             )
         if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= self.vocab_size:
             raise AxcoreError(
-                f"a prompt holds token ids from 0 to {self.vocab_size - 1}; got {prompt.min()} to {prompt.max()}"
+                f"prompt must contain token ids from 0 to {self.vocab_size - 1}, got {prompt.min()} to {prompt.max()}"
             )
         if num_tokens == 0:
             return np.zeros((0,), np.int32)
@@ -94,14 +97,14 @@ class Generator:
         return np.asarray(row)[start : int(end)]
 
     def _cached(
-        self, params: Tree, state: Tree, row: jax.Array, bucket: int, start: Any, stop: Any, key: jax.Array
+        self, params: Tree, state: Tree, row: jax.Array, bucket: int, start: jax.Array, stop: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         first = jnp.zeros((1,), jnp.int32)
         prompt = Step(row[None, :bucket], first, lengths=start[None], logits_at=start[None, None] - 1)
         logits, state = self._decoder(params, state, prompt)
         row = row.at[start].set(self._pick(logits[0, 0], start, key))
 
-        def extend(carry: Any) -> Any:
+        def extend(carry: tuple[Tree, jax.Array, jax.Array]) -> tuple[Tree, jax.Array, jax.Array]:
             state, row, at = carry
             token = jax.lax.dynamic_slice(row, (at - 1,), (1,))
             logits, state = self._decoder(params, state, Step(token[None], at[None] - 1))
@@ -111,9 +114,9 @@ class Generator:
         return jax.lax.while_loop(lambda carry: self._goes_on(carry[1], carry[2], stop), extend, carry)[1:]
 
     def _recomputed(
-        self, params: Tree, state: Tree, row: jax.Array, bucket: int, start: Any, stop: Any, key: jax.Array
+        self, params: Tree, state: Tree, row: jax.Array, bucket: int, start: jax.Array, stop: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        def extend(carry: Any) -> Any:
+        def extend(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             row, at = carry
             first = jnp.maximum(at - self.context, 0)
             window = jax.lax.dynamic_slice(row, (first,), (self.context,))
@@ -124,11 +127,11 @@ class Generator:
         return jax.lax.while_loop(lambda carry: self._goes_on(carry[0], carry[1], stop), extend, carry)
 
     def _goes_on(self, row: jax.Array, at: jax.Array, stop: jax.Array) -> jax.Array:
-        """Whether there is a next token, at place `at`."""
+        """Whether a token is sampled at position `at`."""
         return (at < stop) & ~jnp.any(row[at - 1] == self._end_ids)
 
     def _pick(self, logits: jax.Array, at: jax.Array, key: jax.Array) -> jax.Array:
-        """The token at a place, of its logits [vocab_size]."""
+        """Samples the token at position `at` from its logits [vocab]."""
         if self.temperature == 0:
             return jnp.argmax(logits).astype(jnp.int32)
         key = jax.random.fold_in(key, at)
@@ -137,15 +140,15 @@ class Generator:
 
 def generate(
     model: nnx.Module,
-    prompt: ArrayLike,
+    prompt: Int[ArrayLike, " prompt"],
     *,
     num_tokens: int,
     context: int,
-    key: jax.Array,
+    key: PRNGKeyArray,
     temperature: float = 1.0,
     cache: KVCache.Config | None = None,
     end_ids: Collection[int] = (),
-) -> np.ndarray:
-    """One call of a `Generator`, which says what the arguments are."""
+) -> Int[np.ndarray, " tokens"]:
+    """Samples tokens after a prompt. For the arguments see `Generator`."""
     generator = Generator(model, context=context, temperature=temperature, cache=cache, end_ids=end_ids)
     return generator(prompt, num_tokens=num_tokens, key=key)

@@ -1,4 +1,4 @@
-"""Layer, the invocation context, and the transforms that carry it."""
+"""`Layer`, the invocation context, and transforms of functions that call layers."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.module.collections import Collections, Kind, LossSum, Reduce, Summary, labelled
@@ -46,3 +46,7 @@ __all__ = [
     "vmap",
     "while_loop",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

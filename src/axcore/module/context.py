@@ -1,7 +1,7 @@
-"""The invocation context: a stack of frames that says where in the module tree a call is and collects what it reports.
+"""The invocation context: a stack of frames that locates a call in the module tree and collects its reports.
 
-The context points to modules; a module never holds a context. Code that is not a Layer (an optax transformation, a
-custom_vjp rule, a kernel) may call `current()` too.
+The context refers to modules; a module never refers to a context. Code outside of layers, such as an optax
+transformation, a `custom_vjp` rule or a kernel, may call `current()` too.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import contextvars
 import dataclasses
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from axcore.config import AxcoreError, matches
 from axcore.module.collections import Collections, Kind, LossSum, Reduce, Summary, histogram
@@ -22,32 +23,33 @@ from axcore.module.rngs import fold
 
 
 class ContextError(AxcoreError):
-    """A layer asked the invocation context for something that it cannot give. The message names the layer."""
+    """A layer used the invocation context in an unsupported way. The message names the layer."""
 
 
 @dataclasses.dataclass
 class Frame:
     """One call of one layer.
 
-    `name` is the segment below the parent's path; a traced index stands for a layer of a scanned stack. Keys are
-    derived anew at each use: a cached one could be a tracer of an inner trace.
+    `names` are the path segments below the parent; a traced index is a layer of a scanned stack. The key is derived
+    at each use, because a cached one could be a tracer of an inner trace.
     """
 
     module: nnx.Module | None
-    names: tuple[str | jax.Array, ...]
+    names: tuple[str | Int[Array, ""], ...]
     parent: Frame | None
-    root_key: jax.Array | None
+    root_key: PRNGKeyArray | None
     training: bool
     collections: Collections | None
     captured: tuple[str, ...] = ()
-    """Path patterns of the outputs that somebody wants."""
-    salt: jax.Array | int | None = None
-    """Folded into the key but no part of the path: tells mapped examples, loop rounds and repeated calls apart."""
+    """Path patterns of the outputs to collect."""
+    salt: Int[Array, ""] | int | None = None
+    """Folded into the key, so that mapped examples, loop iterations and repeated calls draw different bits."""
     drawn: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The number of the last draw from each PRNG stream."""
     calls: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
-    """How often this layer called each of its children so far."""
-    shared: ChainMap[str, Any] = dataclasses.field(default_factory=ChainMap)
-    """What layers handed to later ones. The body of a transform reads it, and adds to a map of its own."""
+    """The number of the last call of each child."""
+    shared: ChainMap[str, PyTree] = dataclasses.field(default_factory=ChainMap)
+    """Values that layers share with later ones. The body of a transform adds to a map of its own."""
 
     @property
     def path(self) -> str:
@@ -56,7 +58,7 @@ class Frame:
         return ".".join(part for part in (above, own) if part)
 
     @property
-    def key(self) -> jax.Array | None:
+    def key(self) -> PRNGKeyArray | None:
         key = self.root_key if self.root_key is not None else (self.parent.key if self.parent else None)
         if key is not None:
             for name in self.names:
@@ -65,63 +67,64 @@ class Frame:
                 key = fold(key, self.salt)
         return key
 
-    def rng(self, stream: str) -> jax.Array:
-        """A fresh key of the named stream. The n-th draw of a stream in one call is always the same."""
+    def rng(self, stream: str) -> PRNGKeyArray:
+        """A new key of the named stream. The n-th key of a stream in one call is always the same."""
         key = self.key
         if key is None:
             raise ContextError(
-                f"{self.describe()} drew from the PRNG stream {stream!r}, but the call was given no key; "
-                f"run it through axcore.invoke(module, ..., key=...)"
+                f"{self.describe()} drew from the PRNG stream {stream!r}, but the call has no key. "
+                f"Call axcore.invoke(module, ..., key=...)"
             )
         drawn = self.drawn[stream] = self.drawn.get(stream, -1) + 1
         key = fold(key, stream)
         return fold(key, drawn) if drawn else key
 
-    def add_summary(self, name: str, value: Any, reduce: Reduce = Reduce.MEAN, kind: Kind = Kind.SCALAR) -> None:
-        """Reports a value to whoever called `invoke`; without one there is nobody to tell, and that is fine."""
+    def add_summary(self, name: str, value: ArrayLike, reduce: Reduce = Reduce.MEAN, kind: Kind = Kind.SCALAR) -> None:
+        """Reports a value to the caller of `invoke`. Without an `invoke` the value is dropped."""
         if self.collections is not None:
-            value = histogram(value) if kind is Kind.HISTOGRAM else jax.numpy.asarray(value)
-            self._record(self.collections.summaries, name, Summary(value, kind, reduce))
+            array = jnp.asarray(value)
+            array = histogram(array) if kind is Kind.HISTOGRAM else array
+            self._record(self.collections.summaries, name, Summary(array, kind, reduce))
 
-    def take(self, name: str) -> Any:
-        """What was shared last under this name."""
+    def take(self, name: str) -> PyTree:
+        """The value that was shared last under this name."""
         if name not in self.shared:
             raise ContextError(
-                f"{self.describe()} takes {name!r}, which no layer before it has shared (a value shared in a scan "
-                f"or another transform except remat stays inside). Shared: {', '.join(self.shared) or 'nothing'}"
+                f"{self.describe()} takes {name!r}, which no earlier layer has shared. Values shared inside a scan or "
+                f"another transform except remat stay inside. Shared: {', '.join(self.shared) or 'nothing'}"
             )
         return self.shared[name]
 
-    def add_output(self, name: str, value: Any) -> None:
-        """Hands out a value for inspection, if `invoke(capture=...)` asked for it by a pattern."""
+    def add_output(self, name: str, value: PyTree) -> None:
+        """Reports a value for inspection if a pattern of `invoke(capture=...)` matches it."""
         path = self.below(name)
         if self.collections is not None and any(matches(pattern, path) for pattern in self.captured):
             self._record(self.collections.outputs, name, value)
 
-    def add_result(self, value: Any) -> None:
-        """Hands out what the layer returns, if its own path is captured; of several calls, the last."""
+    def add_result(self, value: PyTree) -> None:
+        """Reports the result of the layer if its path is captured. After several calls the last result remains."""
         if self.collections is not None and any(matches(pattern, self.path) for pattern in self.captured):
             self.collections.outputs[self.path] = value
 
-    def add_loss(self, name: str, total: Any, count: Any, weight: float = 1.0) -> None:
-        """Adds `weight * total / count` to the objective. Requires an `invoke`, since losing a loss changes training.
+    def add_loss(self, name: str, total: ArrayLike, count: ArrayLike, weight: float = 1.0) -> None:
+        """Adds `weight * total / count` to the objective. Requires an `invoke`, since a dropped loss changes training.
 
         Args:
-            total: a scalar, the sum of the loss over tokens, rows or other units.
-            count: a scalar, the number of those units. It must not depend on parameters. Totals and counts of examples,
+            total: A scalar, the sum of the loss over tokens, rows or other units.
+            count: A scalar, the number of units. It must not depend on parameters. Totals and counts of examples,
                 devices and microbatches are added before the division.
-            weight: a Python number.
+            weight: A Python number.
         """
         if self.collections is None:
             raise ContextError(
-                f"{self.describe()} adds the loss {name!r}, but nobody collects losses; "
-                f"run it through axcore.invoke(module, ...)"
+                f"{self.describe()} adds the loss {name!r}, but the call does not collect losses. "
+                f"Call axcore.invoke(module, ...)"
             )
-        total, count = (jax.numpy.asarray(each, jax.numpy.float32) for each in (total, count))
-        self._record(self.collections.losses, name, LossSum(total, count, float(weight)))
+        loss = LossSum(jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32), float(weight))
+        self._record(self.collections.losses, name, loss)
 
     def absorb(self, inner: Collections | None) -> None:
-        """Adds what the body of a transform reported; its frames carried full paths already."""
+        """Adds the reports of the body of a transform, whose paths are already complete."""
         if inner is None or self.collections is None:
             return
         for kind in ("summaries", "losses", "outputs"):
@@ -132,15 +135,15 @@ class Frame:
             mine.update(theirs)
 
     def repeated(self, names: tuple[str, ...]) -> int | None:
-        """None for the first call of a child; then 1, 2, ... to tell the draws of its calls apart."""
+        """The salt of a call of a child: None for the first call, then 1, 2, ..."""
         count = self.calls[names] = self.calls.get(names, -1) + 1
         return count or None
 
     def below(self, name: str) -> str:
-        """The path of something of this name in this frame."""
+        """The path of `name` in this frame."""
         return f"{self.path}.{name}" if self.path else name
 
-    def _record(self, entries: dict[str, Any], name: str, value: Any) -> None:
+    def _record[V](self, entries: dict[str, V], name: str, value: V) -> None:
         path = self.below(name)
         if path in entries:
             raise ContextError(f"{self.describe()} reports {name!r} twice in one call")
@@ -158,17 +161,17 @@ def current() -> Frame:
     """The innermost frame.
 
     Raises:
-        ContextError: no layer is being called.
+        ContextError: No call of a layer is active.
     """
     stack = _stack.get()
     if not stack:
-        raise ContextError("there is no invocation context here; call the module through axcore.invoke")
+        raise ContextError("no invocation context is active. Call the module through axcore.invoke")
     return stack[-1]
 
 
-def layer_index() -> tuple[jax.Array, ...]:
+def layer_index() -> tuple[Int[Array, ""], ...]:
     """The index of the current layer in each enclosing scanned stack, outermost first."""
-    index: list[jax.Array] = []
+    index: list[Int[Array, ""]] = []
     frame = _stack.get()[-1] if _stack.get() else None
     while frame is not None:
         index += [name for name in reversed(frame.names) if not isinstance(name, str)]
@@ -189,13 +192,13 @@ def pushed(frame: Frame) -> Iterator[Frame]:
 def root(
     module: nnx.Module | None,
     *,
-    key: jax.Array | None,
+    key: PRNGKeyArray | None,
     training: bool,
     collect: bool = True,
     captured: tuple[str, ...] = (),
     names: tuple[str, ...] = (),
 ) -> Iterator[Frame]:
-    """A fresh stack for one call, whatever was on it before."""
+    """A new stack for one call. The previous stack is restored afterwards."""
     token = _stack.set(())
     try:
         collections = Collections() if collect else None
@@ -207,11 +210,14 @@ def root(
 
 @contextlib.contextmanager
 def inside(
-    parent: Frame, module: nnx.Module, names: tuple[str | jax.Array, ...], salt: jax.Array | int | None = None
+    parent: Frame,
+    module: nnx.Module,
+    names: tuple[str | Int[Array, ""], ...],
+    salt: Int[Array, ""] | int | None = None,
 ) -> Iterator[Frame]:
-    """A frame for the body of a transform, with collections of its own that the transform hands back as outputs."""
+    """A frame for the body of a transform, with collections of its own, which the transform returns as outputs."""
     collections = None if parent.collections is None else Collections()
-    # In the caller's own frame draws go on where they were, or a draw inside would repeat one outside.
+    # A body in the caller's own frame continues its count of draws, so that no draw repeats an earlier one.
     drawn = parent.drawn if not names else {}
     frame = Frame(module, names, parent, None, parent.training, collections, parent.captured, salt, drawn)
     frame.shared = parent.shared.new_child()
@@ -221,13 +227,13 @@ def inside(
 
 @contextlib.contextmanager
 def entered(module: nnx.Module) -> Iterator[Frame]:
-    """The frame of a call of `module`: a child of the nearest frame whose module holds it."""
+    """The frame of a call of `module`: a child of the nearest frame whose module contains it."""
     stack = _stack.get()
     if not stack:
         with root(module, key=None, training=False, collect=False) as frame:
             yield frame
         return
-    if stack[-1].module is module:  # super().__call__, or a transform that pushed the frame already
+    if stack[-1].module is module:  # super().__call__, or a transform that has already pushed the frame
         yield stack[-1]
         return
     for holder in reversed(stack):
@@ -240,13 +246,13 @@ def entered(module: nnx.Module) -> Iterator[Frame]:
                 yield frame
             return
     raise ContextError(
-        f"{type(module).__name__} was called inside {stack[-1].describe()}, which does not hold it; store it as an "
-        f"attribute, or run it through a transform of axcore.module (a copy made by nnx.merge is not the child)"
+        f"{type(module).__name__} was called inside {stack[-1].describe()}, which does not contain it. Store it as an "
+        f"attribute, or call it through a transform of axcore.module (a copy made by nnx.merge is not the child)"
     )
 
 
-def locate(holder: Any, wanted: nnx.Module) -> tuple[str, ...] | None:
-    """The names that lead from a module to one that it holds, through containers and stock modules."""
+def locate(holder: object, wanted: nnx.Module) -> tuple[str, ...] | None:
+    """The names that lead from a module to one that it contains, through containers and stock modules."""
     from axcore.module.layer import Layer
 
     nested = []
@@ -262,7 +268,7 @@ def locate(holder: Any, wanted: nnx.Module) -> tuple[str, ...] | None:
     return None
 
 
-def _items(holder: Any) -> Iterator[tuple[str, Any]]:
+def _items(holder: object) -> Iterator[tuple[str, object]]:
     if isinstance(holder, nnx.List | tuple | list):
         return ((str(index), item) for index, item in enumerate(holder))
     entries = holder if isinstance(holder, Mapping) else vars(holder)

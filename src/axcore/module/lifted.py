@@ -1,8 +1,9 @@
 """JAX transforms of functions that call layers.
 
-Each takes `fn(module, *args)` and gives a function of the same form. The module is the calling layer itself or one
-that it holds. Inside, `fn` gets a copy of it, which alone it may call; PRNG streams, paths, reports and written
-Variables are those of the original. For a stack of layers see `axcore.module.scan`.
+Each transform takes a function `fn(module, *args)` and returns a function of the same form. The module is the calling
+layer or a module that it contains. `fn` receives a copy of the module and must not call the original. The copy has
+the PRNG streams and paths of the original, and its reports and written Variables reach the original. For a stack of
+layers, see `axcore.module.scan`.
 """
 
 from __future__ import annotations
@@ -10,53 +11,76 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree, Shaped
 
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, Frame, current, locate, pushed
-from axcore.module.pure import _refuse_escaped, split
+from axcore.module.pure import check_no_tracers, split
 
-Body = Callable[..., Any]
-_APART = 0x2F0C5A1D  # added to the numbers of examples, rounds and devices, so that they are no numbers of layers
+Body = Callable[..., PyTree]
+"""The function that a transform runs. Its first argument is a module, except for the rules of custom derivatives."""
+_Path = tuple[Hashable, ...]
+"""The path of a Variable in a module."""
+_Counts = tuple[dict[str, int], dict[tuple[str, ...], int]]
+"""The draws and calls of a frame."""
+_SALT_OFFSET = 0x2F0C5A1D  # keeps the salts of examples, iterations and devices apart from the indices of layers
 
 
-class _Inside(Frame):
+class _BodyFrame(Frame):
     def describe(self) -> str:
         return self.parent.describe() if self.parent else ""
 
 
 @contextlib.contextmanager
-def _inside(caller: Frame, module: Any, counts: Any, key: Any = None, salt: Any = None) -> Iterator[Frame]:
-    """The caller's place, for code of another trace: with collections of its own, and with a key if that of the caller
-    may be gone. Draws and calls are numbered from `counts` on in each trace; the caller goes on after the last."""
+def _body_frame(
+    caller: Frame,
+    module: Any,  # Any: a module, or dicts around one
+    counts: _Counts,
+    key: PRNGKeyArray | None = None,
+    salt: Int[Array, ""] | None = None,
+) -> Iterator[Frame]:
+    """A frame for code of another trace at the place of the caller, with collections of its own.
+
+    Each trace numbers its draws and calls from `counts`. The caller continues after the last one.
+
+    Args:
+        key: Replaces the key of the caller if the trace of that key may have ended.
+    """
     collections = None if caller.collections is None else Collections()
-    frame = _Inside(module, (), caller, key, caller.training, collections, caller.captured, salt, *map(dict, counts))  # type: ignore[arg-type]
+    drawn, calls = dict(counts[0]), dict(counts[1])
+    frame = _BodyFrame(module, (), caller, key, caller.training, collections, caller.captured, salt, drawn, calls)
     frame.shared = caller.shared.new_child()
     with pushed(frame):
         yield frame
-    for mine, theirs in ((frame.drawn, caller.drawn), (frame.calls, caller.calls)):
-        theirs.update({name: max(count, theirs.get(name, -1)) for name, count in mine.items()})  # type: ignore
+    _advance(caller.drawn, frame.drawn)
+    _advance(caller.calls, frame.calls)
+
+
+def _advance[K](counts: dict[K, int], later: dict[K, int]) -> None:
+    """Raises each count to the later one."""
+    counts.update({name: max(count, counts.get(name, -1)) for name, count in later.items()})
 
 
 @dataclasses.dataclass(frozen=True)
 class Lifted:
-    """A module taken apart, at its place in the calling layer."""
+    """A module that is split into arrays and structure, and its place in the calling layer."""
 
     caller: Frame
     module: nnx.Module
     names: tuple[str, ...]
-    counts: Any
-    graphdef: Any
-    params: Any
-    state: Any
-    written: set[Any] = dataclasses.field(default_factory=set)
-    """Paths of the Variables that some trace of the body wrote."""
+    counts: _Counts
+    graphdef: nnx.GraphDef[nnx.Module]
+    params: PyTree
+    state: PyTree
+    written: set[_Path] = dataclasses.field(default_factory=set)
+    """Paths of the Variables that a trace of the body wrote."""
 
     @classmethod
     def of(cls, module: nnx.Module, transform: str) -> Lifted:
@@ -64,20 +88,27 @@ class Lifted:
         names = () if module is caller.module else locate(caller.module or (), module)
         if names is None:
             kind = type(module).__name__
-            raise ContextError(f"{caller.describe()} runs {transform} on a {kind} that it does not hold")
+            raise ContextError(f"{caller.describe()} runs {transform} on a {kind} that it does not contain")
         return cls(caller, module, names, (dict(caller.drawn), dict(caller.calls)), *split(module))
 
-    def call(self, fn: Body, params: Any, state: Any, *args: Any, number: jax.Array | None = None) -> Any:
-        """(output, new state, reports) of a copy with these arrays. Each `number` has draws of its own."""
-        params, state = jax.tree.map(lambda x: x, (params, state))  # NNX lets only Variables made in this trace be set
+    def call(
+        self, fn: Body, params: PyTree, state: PyTree, *args: PyTree, number: Int[Array, ""] | None = None
+    ) -> tuple[PyTree, PyTree, Collections | None]:
+        """Calls `fn` on a copy with these arrays. Returns (output, new state, reports).
+
+        Args:
+            number: Tells examples or iterations apart: each number draws different bits.
+        """
+        params, state = jax.tree.map(lambda x: x, (params, state))  # NNX only writes to Variables of the current trace
         before = _values(state)
-        module = holder = nnx.merge(self.graphdef, params, state)
+        module = nnx.merge(self.graphdef, params, state)
+        holder: nnx.Module | dict[str, object] = module
         for name in reversed(self.names):
             holder = {name: holder}
-        salt = None if number is None else _APART + number
-        with _inside(self.caller, holder, self.counts, salt=salt) as frame:
+        salt = None if number is None else _SALT_OFFSET + number
+        with _body_frame(self.caller, holder, self.counts, salt=salt) as frame:
             output = fn(module, *args)
-        _refuse_escaped(module)
+        check_no_tracers(module)
         new = split(module)[2]
         self.written.update(path for path, value in _values(new).items() if value is not before[path])
         return output, new, frame.collections
@@ -86,20 +117,23 @@ class Lifted:
         if self.written:
             raise ContextError(f"in {self.caller.describe()} a layer writes a Variable inside {transform}")
 
-    def finish(self, state: Any, collections: Collections | None) -> None:
-        """Brings home reports and what was written; the rest stays as it is, so that a transform around can tell."""
+    def finish(self, state: PyTree, collections: Collections | None) -> None:
+        """Copies the reports and the written Variables to the caller. Leaves other Variables untouched, so that an
+        enclosing transform can tell which were written."""
         nnx.update(self.module, nnx.from_flat_state([x for x in nnx.to_flat_state(state) if x[0] in self.written]))
         self.caller.absorb(collections)
 
 
-def remat(fn: Body, *, policy: Callable[..., bool] | None = None) -> Body:
-    """`jax.checkpoint`: the backward pass keeps the values that the policy names and recomputes the others. Values that
-    layers share inside reach later layers, and are kept."""
+def remat[M: nnx.Module, *A, R](
+    fn: Callable[[M, *A], R], *, policy: Callable[..., bool] | None = None
+) -> Callable[[M, *A], R]:
+    """`jax.checkpoint`: keeps the intermediate values that the policy selects for the backward pass and recomputes the
+    others. Values that layers share inside reach later layers and are kept."""
 
-    def and_shared(module: nnx.Module, *args: Any) -> Any:
+    def and_shared(module: M, *args: *A) -> tuple[R, dict[str, PyTree]]:
         return fn(module, *args), dict(current().shared.maps[0])
 
-    def wrapped(module: nnx.Module, *args: Any) -> Any:
+    def wrapped(module: M, *args: *A) -> R:
         lifted = Lifted.of(module, "remat")
         body = jax.checkpoint(lambda params, state, *args: lifted.call(and_shared, params, state, *args), policy=policy)
         (output, shared), state, collections = body(lifted.params, lifted.state, *args)
@@ -110,18 +144,18 @@ def remat(fn: Body, *, policy: Callable[..., bool] | None = None) -> Body:
     return wrapped
 
 
-def vmap(fn: Body, *, in_axes: int | Sequence[Any] | None = 0, out_axes: Any = 0) -> Body:
-    """`jax.vmap` over the arguments; the module is the same for all.
+def vmap(fn: Body, *, in_axes: int | Sequence[PyTree[int]] | None = 0, out_axes: PyTree[int] = 0) -> Body:
+    """`jax.vmap` over the arguments, with the same module for all examples.
 
-    Each example draws PRNG bits of its own. Summaries are reduced over the examples by their rule; totals and
-    counts of losses are added. Writing a Variable is an error: the examples would write different things.
+    Each example draws different random numbers. Summaries are reduced over the examples by their rule; totals and
+    counts of losses are added. Writing a Variable raises, because each example could write another value.
     """
     axes = tuple(in_axes) if isinstance(in_axes, Sequence) else in_axes
 
-    def wrapped(module: nnx.Module, *args: Any) -> Any:
+    def wrapped(module: nnx.Module, *args: PyTree) -> PyTree:
         lifted = Lifted.of(module, "vmap")
 
-        def body(*args: Any) -> Any:
+        def body(*args: PyTree) -> tuple[PyTree, Collections | None]:
             number = jax.lax.axis_index("axcore.vmap")
             output, _, collections = lifted.call(fn, lifted.params, lifted.state, *args, number=number)
             lifted.refuse_written("vmap")
@@ -134,14 +168,16 @@ def vmap(fn: Body, *, in_axes: int | Sequence[Any] | None = 0, out_axes: Any = 0
     return wrapped
 
 
-def cond(predicate: Any, true_fn: Body, false_fn: Body) -> Body:
+def cond[M: nnx.Module, *A, R](
+    predicate: Bool[Array, ""] | bool, true_fn: Callable[[M, *A], R], false_fn: Callable[[M, *A], R]
+) -> Callable[[M, *A], R]:
     """`jax.lax.cond`. Both branches must report the same entries, since only one of them runs."""
 
-    def wrapped(module: nnx.Module, *args: Any) -> Any:
+    def wrapped(module: M, *args: *A) -> R:
         lifted = Lifted.of(module, "cond")
         reported: dict[int, set[str]] = {0: set(), 1: set()}
 
-        def branch(index: int, *args: Any) -> Any:
+        def branch(index: int, *args: PyTree) -> tuple[PyTree, PyTree, Collections | None]:
             result = lifted.call((true_fn, false_fn)[index], *args)
             reported[index] = _entries(result[2])
             return result
@@ -161,20 +197,22 @@ def cond(predicate: Any, true_fn: Body, false_fn: Body) -> Body:
     return wrapped
 
 
-def while_loop(cond_fn: Callable[[Any], Any], body_fn: Body) -> Body:
+def while_loop[M: nnx.Module, C](
+    cond_fn: Callable[[C], Bool[Array, ""]], body_fn: Callable[[M, C], C]
+) -> Callable[[M, C], C]:
     """`jax.lax.while_loop`: `carry = body_fn(module, carry)` while `cond_fn(carry)`.
 
-    Each round draws PRNG bits of its own, and Variables are carried along. Reporting inside is an error: nobody knows
-    how many rounds there will be.
+    Each iteration draws different random numbers, and the loop carries the Variables. Reporting inside raises, because
+    the number of iterations is unknown.
     """
 
-    def wrapped(module: nnx.Module, carry: Any) -> Any:
+    def wrapped(module: M, carry: C) -> C:
         lifted = Lifted.of(module, "while_loop")
 
-        def body(loop: tuple[Any, Any, jax.Array]) -> Any:
+        def body(loop: tuple[C, PyTree, Int[Array, ""]]) -> tuple[C, PyTree, Int[Array, ""]]:
             carry, state, collections = lifted.call(body_fn, lifted.params, loop[1], loop[0], number=loop[2])
             if reports := _entries(collections):
-                raise ContextError(f"{', '.join(sorted(reports))}: nothing can be reported inside while_loop")
+                raise ContextError(f"{', '.join(sorted(reports))}: reports are not supported inside while_loop")
             return carry, state, loop[2] + 1
 
         carry, state, _ = jax.lax.while_loop(lambda loop: cond_fn(loop[0]), body, (carry, lifted.state, jnp.int32(0)))
@@ -184,16 +222,16 @@ def while_loop(cond_fn: Callable[[Any], Any], body_fn: Body) -> Body:
     return wrapped
 
 
-def custom_jvp(fn: Body, jvp: Body) -> Body:
+def custom_jvp[*A, R](fn: Callable[[*A], R], jvp: Callable[[tuple[*A], tuple[*A]], tuple[R, R]]) -> Callable[[*A], R]:
     """`jax.custom_jvp` of a function of arrays: `fn(*args)`, `jvp(primals, tangents) -> (out, tangent of out)`.
 
-    Both run in the frame of the layer that calls, draw the same PRNG bits and may report summaries and outputs.
+    Both run in the frame of the calling layer, draw the same random numbers and may report summaries and outputs.
     """
 
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: *A) -> R:
         caller, run = _rules()
 
-        def rule(primals: Any, tangents: Any) -> Any:
+        def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
             (output, tangent), collections = run(jvp, primals[0], primals[1:], tangents[1:])
             return (output, collections), (tangent, jax.tree.map(_zero_tangent, collections))
 
@@ -201,29 +239,35 @@ def custom_jvp(fn: Body, jvp: Body) -> Body:
         function.defjvp(rule)
         output, collections = function(caller.key, *args)
         caller.absorb(collections)
-        return output
+        result: R = output
+        return result
 
     return wrapped
 
 
-def custom_vjp(fn: Body, fwd: Body, bwd: Body) -> Body:
+def custom_vjp[*A, R, S](
+    fn: Callable[[*A], R], fwd: Callable[[*A], tuple[R, S]], bwd: Callable[[S, R], tuple[PyTree, ...]]
+) -> Callable[[*A], R]:
     """`jax.custom_vjp` of a function of arrays: `fn(*args)`, `fwd(*args) -> (out, residuals)`, `bwd(residuals, g)`.
 
-    All three run in the frame of the layer that calls: `axcore.current()` gives them its path and training flag, and
-    the same PRNG bits. `fn` and `fwd` may report summaries and outputs. `bwd` may not: its call is long over.
+    All three run in the frame of the calling layer: `axcore.current()` provides its path and training flag, and they
+    draw the same random numbers. `fn` and `fwd` may report summaries and outputs. `bwd` may not, because it runs after
+    the call has ended.
     """
 
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: *A) -> R:
         caller, run = _rules()
 
-        def forward(key: Any, *args: Any) -> Any:
+        def forward(key: PRNGKeyArray, *args: *A) -> tuple[PyTree, PyTree]:
             (output, residuals), collections = run(fwd, key, *args)
             return (output, collections), (residuals, key)
 
-        def backward(kept: Any, cotangents: Any) -> Any:
+        def backward(kept: PyTree, cotangents: PyTree) -> tuple[PyTree, ...]:
             gradients, collections = run(bwd, kept[1], kept[0], cotangents[0])
             if reports := _entries(collections):
-                raise ContextError(f"{', '.join(sorted(reports))}: a backward rule cannot report, its call is over")
+                raise ContextError(
+                    f"{', '.join(sorted(reports))}: a backward rule cannot report, because it runs after the call"
+                )
             return (None, *gradients)
 
         function = jax.custom_vjp(lambda key, *args: run(fn, key, *args))
@@ -235,20 +279,20 @@ def custom_vjp(fn: Body, fwd: Body, bwd: Body) -> Body:
     return wrapped
 
 
-def _values(state: Any) -> dict[Any, Any]:
+def _values(state: PyTree) -> dict[_Path, Shaped[Array, ...]]:
     return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
 
 
-def _rules() -> tuple[Frame, Body]:
-    """The calling frame, and what runs a rule in its place with a key: (output, what was reported)."""
+def _rules() -> tuple[Frame, Callable[..., tuple[PyTree, Collections | None]]]:
+    """The calling frame, and a function that runs a rule in its place: `run(rule, key, *args) -> (output, reports)`."""
     caller = current()
     counts = dict(caller.drawn), dict(caller.calls)
 
-    def run(rule: Body, key: Any, *args: Any) -> Any:
-        with _inside(caller, caller.module, counts, key) as frame:
+    def run(rule: Body, key: PRNGKeyArray | None, *args: PyTree) -> tuple[PyTree, Collections | None]:
+        with _body_frame(caller, caller.module, counts, key) as frame:
             output = rule(*args)
         if frame.collections is not None and (losses := frame.collections.losses):
-            raise ContextError(f"{', '.join(losses)}: a loss inside a rule would have no gradient; return it instead")
+            raise ContextError(f"{', '.join(losses)}: a loss inside a rule has no gradient. Return it instead")
         return output, frame.collections
 
     return caller, run
@@ -258,5 +302,5 @@ def _entries(collections: Collections | None) -> set[str]:
     return set() if collections is None else {*collections.summaries, *collections.losses, *collections.outputs}
 
 
-def _zero_tangent(x: jax.Array) -> Any:
+def _zero_tangent(x: Shaped[Array, ...]) -> Shaped[Array, ...] | np.ndarray:
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)

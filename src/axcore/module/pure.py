@@ -1,4 +1,4 @@
-"""Calling a module with a context, and as a pure function of arrays."""
+"""Calls of a module in an invocation context, and modules as pure functions of arrays."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PRNGKeyArray, PyTree
 
 from axcore.config import Config, under
 from axcore.module.collections import Collections
@@ -18,29 +19,29 @@ from axcore.module.context import ContextError, root
 from axcore.module.rngs import Rngs
 from axcore.module.variables import GradientState
 
-Tree = dict[str, Any]
-"""A nested dict of arrays (or of their shapes, or axes), keyed by attribute name."""
+Tree = dict[str, Any]  # Any: the leaves may be arrays, shapes, axes or shardings
+"""A nested dict keyed by attribute name, with an entry for each Variable of a module."""
 
 
 def invoke(
     module: nnx.Module,
-    *args: Any,
-    key: jax.Array | None = None,
+    *args: object,
+    key: PRNGKeyArray | None = None,
     training: bool = False,
-    method: str | Callable[..., Any] = "__call__",
+    method: str | Callable[..., PyTree] = "__call__",
     capture: Sequence[str] = (),
-    **kwargs: Any,
-) -> tuple[Any, Collections]:
-    """Calls `module.method(*args, **kwargs)`, or the function `method(module, *args, **kwargs)`, in a fresh context.
+    **kwargs: object,
+) -> tuple[PyTree, Collections]:
+    """Calls `module.method(*args, **kwargs)`, or the function `method(module, *args, **kwargs)`, in a new context.
 
     Args:
-        key: where the layers' PRNG streams start; without it a layer that draws is an error.
-        training: what the layers see as `self.training`.
-        capture: path patterns of values to hand out, as in `**.attention.logits`; see `Layer.add_output`. A layer's own
-            path stands for what the layer returns.
+        key: The key from which layers draw random numbers. Without a key, a layer that draws raises.
+        training: The value of `self.training` in the layers.
+        capture: Path patterns of values to collect, as in `**.attention.logits`; see `Layer.add_output`. The path of
+            a layer captures its result.
 
     Returns:
-        The result, and what the layers reported on the way.
+        The result, and the reports of the layers.
     """
     with root(module, key=key, training=training, captured=tuple(capture)) as frame:
         call = getattr(module, method) if isinstance(method, str) else functools.partial(method, module)
@@ -51,7 +52,7 @@ def invoke(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Functional:
-    """A module without its arrays: pure, hashable by identity, cheap to close over in `jax.jit`.
+    """A module without its arrays: a pure function, hashable by identity, that `jax.jit` may close over.
 
     ```python
     fn, params, state = axcore.functional(model)
@@ -59,35 +60,45 @@ class Functional:
     ```
     """
 
-    graphdef: nnx.GraphDef[Any]
+    graphdef: nnx.GraphDef[nnx.Module]
     axes: Tree
-    """The logical axes of each parameter, as tuples, in the form of `params`."""
+    """The logical axes of each parameter, as tuples, in the structure of `params`."""
     state_axes: Tree
-    """Those of the other Variables, in the form of `state`."""
+    """The logical axes of each other Variable, in the structure of `state`."""
     gradient_state: Tree
-    """Whether each of those is a `GradientState`, in the form of `state`."""
+    """Whether each other Variable is a `GradientState`, in the structure of `state`."""
     activation_axes: frozenset[str] = frozenset()
-    """Those that layers declare because no Variable has them; see `Layer.activation_axes`."""
+    """The logical axes that layers declare in `Layer.activation_axes`."""
 
     @property
     def logical_axes(self) -> frozenset[str]:
-        """Every name of a dimension that mesh rules may map."""
+        """The logical axes that mesh rules may map."""
         leaves = jax.tree.leaves([self.axes, self.state_axes], is_leaf=lambda node: isinstance(node, tuple))
         return self.activation_axes.union(name for axes in leaves for name in axes if name is not None)
 
-    def bind(self, params: Tree, state: Tree) -> Any:
-        """The module, holding these arrays."""
+    def bind(self, params: Tree, state: Tree) -> Any:  # Any: the class of the module
+        """The module with these arrays."""
         return nnx.merge(self.graphdef, params, state)
 
-    def __call__(self, params: Tree, state: Tree, *args: Any, **kwargs: Any) -> tuple[tuple[Any, Collections], Tree]:
-        """Calls the module; arguments are those of `invoke`. Returns ((output, collections), new state)."""
+    def __call__(
+        self,
+        params: Tree,
+        state: Tree,
+        *args: object,
+        key: PRNGKeyArray | None = None,
+        training: bool = False,
+        method: str | Callable[..., PyTree] = "__call__",
+        capture: Sequence[str] = (),
+        **kwargs: object,
+    ) -> tuple[tuple[PyTree, Collections], Tree]:
+        """Calls the module as `invoke` does. Returns ((output, collections), new state)."""
         module = self.bind(params, state)
-        result = invoke(module, *args, **kwargs)
-        _refuse_escaped(module)
+        result = invoke(module, *args, key=key, training=training, method=method, capture=capture, **kwargs)
+        check_no_tracers(module)
         return result, nnx.to_pure_dict(split(module)[2])
 
 
-def split(module: nnx.Module) -> tuple[Any, Any, Any]:
+def split(module: nnx.Module) -> tuple[nnx.GraphDef[nnx.Module], PyTree, PyTree]:
     """(graph definition, state of the parameters, state of all other Variables)."""
     graphdef, params, *rest = nnx.split(module, nnx.Param, ...)
     return graphdef, params, rest[0]
@@ -95,7 +106,7 @@ def split(module: nnx.Module) -> tuple[Any, Any, Any]:
 
 def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
     """A module as (pure function, parameters, other state)."""
-    _refuse_shared(module)
+    _check_unique(module)
     graphdef, params, state = split(module)
     declared = (getattr(node, "activation_axes", ()) for _, node in nnx.iter_modules(module))
     fn = Functional(
@@ -109,10 +120,10 @@ def functional(module: nnx.Module) -> tuple[Functional, Tree, Tree]:
 
 
 def abstract(cfg: Config, path: str = "") -> tuple[Functional, Tree, Tree]:
-    """`functional(cfg.build(...))` with shapes in place of arrays: no memory is taken and nothing is computed.
+    """`functional(cfg.build(...))` with shapes in place of arrays. It computes nothing and allocates no arrays.
 
     Args:
-        path: where `cfg` stands in a larger config; errors begin with it.
+        path: The path of `cfg` in a larger config, for error messages.
     """
     found: list[Functional] = []
 
@@ -126,50 +137,51 @@ def abstract(cfg: Config, path: str = "") -> tuple[Functional, Tree, Tree]:
     return found[0], params, state
 
 
-def initializer(cfg: Config) -> Callable[[jax.Array], tuple[Tree, Tree]]:
-    """A pure function key -> (parameters, other state); jit it with output shardings to build a model in place."""
+def initializer(cfg: Config) -> Callable[[PRNGKeyArray], tuple[Tree, Tree]]:
+    """A pure function from key to (parameters, other state). Use `jax.jit` with `out_shardings` to initialize a sharded
+    model in place."""
 
-    def init(key: jax.Array) -> tuple[Tree, Tree]:
+    def init(key: PRNGKeyArray) -> tuple[Tree, Tree]:
         return functional(cfg.build(rngs=Rngs(key)))[1:]
 
     return init
 
 
-def _refuse_escaped(module: nnx.Module) -> None:
-    """A traced value that a layer kept as a plain attribute would be lost without a word, or fail far from here."""
+def check_no_tracers(module: nnx.Module) -> None:
+    """Checks that no layer stores a traced value in a plain attribute, where it would be lost or fail later."""
     for path, node in nnx.iter_modules(module):
         for name, value in vars(node).items():
             if isinstance(value, jax.core.Tracer):
                 where = ".".join(map(str, path)) or "the module"
                 raise ContextError(
-                    f"{where} ({type(node).__name__}) keeps a traced value in its attribute {name!r}; return it, "
-                    f"report it with add_output, or hold it in an nnx.Variable"
+                    f"{where} ({type(node).__name__}) keeps a traced value in its attribute {name!r}. Return it, "
+                    f"report it with add_output, or store it in an nnx.Variable"
                 )
 
 
-def _refuse_shared(module: nnx.Module) -> None:
-    """Two paths to one module or Variable would be trained as one and saved as two."""
+def _check_unique(module: nnx.Module) -> None:
+    """Checks that each module and Variable has one path. With two, it would be trained once and saved twice."""
     for paths in nnx.find_duplicates(module, only=lambda _, node: isinstance(node, nnx.Variable | nnx.Module)):
         first, second = (".".join(map(str, path)) or "the module" for path in paths[:2])
         node = functools.reduce(_step, paths[0], module)
         raise ContextError(
-            f"{first} and {second} are one {type(node).__name__}; a module has one place (to tie weights, call one "
-            f"module from both places)"
+            f"{first} and {second} are the same {type(node).__name__}, but each module must have one path. To tie "
+            f"weights, call one module from both places"
         )
 
 
-def _step(node: Any, name: Any) -> Any:
-    return node[name] if isinstance(name, int) else vars(node)[name]
+def _step(node: Any, name: object) -> Any:  # Any: a module, list or Variable
+    return node[name] if isinstance(name, int) else vars(node)[str(name)]
 
 
-def axes_of(variable: nnx.Variable[Any]) -> tuple[str | None, ...]:
-    """The logical axes of a Variable's value. In the body of a scan they are those that the scan has left of it."""
+def axes_of(variable: nnx.Variable[jax.Array]) -> tuple[str | None, ...]:
+    """The logical axes of the value of a Variable. In the body of a scan they exclude the leading axis of the stack."""
     ndim = jnp.ndim(variable.get_raw_value())
     axes = variable.get_metadata().get("axes") or (None,) * ndim
     return tuple(axes[len(axes) - ndim :])
 
 
-def _map(fn: Callable[[nnx.Variable[Any]], Any], state: Any) -> Tree:
-    """A function of each Variable, in the form of its values."""
+def _map(fn: Callable[[nnx.Variable[jax.Array]], object], state: PyTree) -> Tree:
+    """Applies a function to each Variable of a state."""
     tree: Tree = nnx.to_pure_dict(jax.tree.map(fn, state, is_leaf=lambda node: isinstance(node, nnx.Variable)))
     return tree

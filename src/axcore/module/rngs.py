@@ -1,4 +1,4 @@
-"""PRNG keys that derive from a path, so that they do not move when a neighbour is added."""
+"""PRNG keys derived from paths, so that adding a layer does not change the keys of its siblings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import numbers
 from typing import TYPE_CHECKING
 
 import jax
+from jaxtyping import Array, Int, PRNGKeyArray
 
 if TYPE_CHECKING:
     from flax import nnx
 
 
-def fold(key: jax.Array, name: str | int | jax.Array) -> jax.Array:
-    """The key of `name` below `key`. A number, spelled or traced, folds in as itself, so that layer 3 of a scanned
-    stack and the layer named `3` of an unrolled one draw the same bits."""
+def fold(key: PRNGKeyArray, name: str | int | Int[Array, ""]) -> PRNGKeyArray:
+    """The key of `name` below `key`. The name "3" and a traced 3 give the same key, so that a layer draws the same bits
+    in a scanned and in an unrolled stack."""
     if isinstance(name, str):
         name = int(name) if name.isdecimal() else int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     return jax.random.fold_in(key, name)
@@ -23,28 +24,28 @@ def fold(key: jax.Array, name: str | int | jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Rngs:
-    """What a Layer's constructor draws its parameters from: a key, and the path of the layer being built.
+    """The source of random numbers of a layer's constructor: a key and the path of the layer.
 
-    `axcore.Rngs(0)` starts a tree.
+    `axcore.Rngs(0)` is the root of a tree.
     """
 
-    key: jax.Array
+    key: PRNGKeyArray
     path: str = ""
 
-    def __init__(self, key: jax.Array | int, path: str = ""):
+    def __init__(self, key: PRNGKeyArray | int, path: str = ""):
         object.__setattr__(self, "key", jax.random.key(key) if isinstance(key, numbers.Integral) else key)
         object.__setattr__(self, "path", path)
 
     def at(self, name: str) -> Rngs:
-        """The stream of a child or a parameter."""
+        """The rngs of a child or a parameter."""
         return Rngs(fold(self.key, name), f"{self.path}.{name}" if self.path else name)
 
-    def index(self, index: jax.Array) -> Rngs:
-        """The stream of one layer of a stack; the path stays that of the stack."""
+    def index(self, index: Int[Array, ""]) -> Rngs:
+        """The rngs of one layer of a stack, with the path of the stack."""
         return Rngs(fold(self.key, index), self.path)
 
     def nnx(self) -> nnx.Rngs:
-        """The same stream for a stock `nnx.Module`."""
+        """The rngs for a plain `nnx.Module`."""
         from flax import nnx
 
         return nnx.Rngs(self.key)

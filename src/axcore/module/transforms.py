@@ -1,4 +1,4 @@
-"""Stacks of layers: many in one module, run by a loop."""
+"""Stacks of layers: several layers in one module, run by a loop."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Int, PyTree
 
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, current, inside, locate
-from axcore.module.pure import _refuse_escaped
+from axcore.module.pure import check_no_tracers
 from axcore.module.rngs import Rngs
 from axcore.module.variables import DecodingState
 
 
-def stack(build: Callable[[Rngs], nnx.Module], rngs: Rngs, count: int) -> Any:
-    """`count` modules in one, each array with a leading axis over them.
+def stack[M: nnx.Module](build: Callable[[Rngs], M], rngs: Rngs, count: int) -> M:
+    """`count` modules in one, whose arrays have a leading axis over the modules.
 
-    Each draws from `rngs` at its own index, so no two start alike, and each starts as it would alone.
+    Each module is initialized with the rngs of its index, to the same values as it would have outside of a stack.
     """
-    graphdefs: list[Any] = []
+    graphdefs: list[nnx.GraphDef[M]] = []
 
-    def one(index: jax.Array) -> Any:
+    def one(index: Int[Array, ""]) -> PyTree:
         graphdef, state = nnx.split(build(rngs.index(index)))
         graphdefs.append(graphdef)
         return nnx.to_pure_dict(state)
@@ -38,51 +39,51 @@ def stack(build: Callable[[Rngs], nnx.Module], rngs: Rngs, count: int) -> Any:
 
 def scan(
     layers: nnx.Module,
-    carry: Any,
-    *args: Any,
+    carry: PyTree,
+    *args: PyTree,
     count: int,
     unroll: int = 1,
     remat: Callable[..., bool] | None = None,
-) -> Any:
+) -> PyTree:
     """Runs a stacked module layer by layer: `carry = layer(carry, *args)`, traced once.
 
-    Each layer has a frame of its own, so its PRNG streams are those that it would have unrolled. What the layers report
-    comes back under `*` with a leading axis over them, and Variables other than parameters keep what a layer wrote.
-    `DecodingState` is carried through the loop whole, so that layers can write to it in place.
+    Each layer has a frame of its own, and draws the same random numbers as in an unrolled stack. Reports have paths
+    with `*` and a leading axis over the layers. Variables other than parameters keep the values that a layer writes.
+    The loop carries the whole `DecodingState`, so that layers can write to it in place.
 
     Args:
-        layers: a child of the calling layer, made by `stack`.
-        carry: what the first layer takes, and each hands to the next; its shape and dtype must not change.
-        args: the same for every layer.
-        count: how many layers are stacked.
-        unroll: how many layers one step of the loop holds; `count` removes the loop.
-        remat: which intermediate values the backward pass may keep; None keeps all.
+        layers: A child of the calling layer, made by `stack`.
+        carry: The input of the first layer. Each layer must return a value of the same shape and dtype.
+        args: Further arguments, the same for every layer.
+        count: The number of stacked layers.
+        unroll: The number of layers in one iteration of the loop; `count` removes the loop.
+        remat: A policy that selects the intermediate values to keep for the backward pass; None keeps all.
 
     Returns:
-        The last layer's output.
+        The output of the last layer.
     """
     caller = current()
     names = locate(caller.module, layers) if caller.module is not None else None
     if names is None:
-        raise ContextError(f"{caller.describe()} scans a {type(layers).__name__} that it does not hold")
+        raise ContextError(f"{caller.describe()} scans a {type(layers).__name__} that it does not contain")
     graphdef, params, held, state = _split(layers)
     again, written, rewritten = caller.repeated(names), list[bool](), list[bool]()
 
-    def body(carries: Any, xs: Any) -> tuple[Any, tuple[Any, Collections | None]]:
+    def body(carries: PyTree, xs: PyTree) -> tuple[PyTree, tuple[PyTree, Collections | None]]:
         carry, held = carries
         index, params, state = xs
         before = jax.tree.leaves(state), jax.tree.leaves(held)
-        layer = nnx.merge(graphdef, params, held, state)
+        layer: Any = nnx.merge(graphdef, params, held, state)  # Any: a module that can be called
         with inside(caller, layer, (*names, index), again) as frame:
             carry = layer(carry, *args)
-        _refuse_escaped(layer)
+        check_no_tracers(layer)
         _, _, held, new = _split(layer)
         written.extend(a is not b for a, b in zip(before[0], jax.tree.leaves(new), strict=True))
         rewritten.extend(a is not b for a, b in zip(before[1], jax.tree.leaves(held), strict=True))
         return (carry, held), (new, frame.collections)
 
     if remat is not None:
-        # In a loop the recomputation cannot be merged with the forward pass; unrolled, XLA would undo it.
+        # XLA cannot merge the recomputation with the forward pass in a loop, but it would in unrolled code.
         body = jax.checkpoint(body, policy=remat, prevent_cse=unroll >= count)
     try:
         (carry, held), (state, collections) = jax.lax.scan(
@@ -91,7 +92,7 @@ def scan(
     except (TypeError, ValueError) as error:
         error.add_note(f"in the scan over {count} layers of {caller.below('.'.join(names))}")
         raise
-    if any(written):  # writing back what nobody wrote would look like a write to a transform around this one
+    if any(written):  # otherwise an enclosing transform would take the update for a write
         nnx.update(layers, state)
     if any(rewritten):
         nnx.update(layers, held)
@@ -99,7 +100,7 @@ def scan(
     return carry
 
 
-def _split(layers: nnx.Module) -> tuple[Any, Any, Any, Any]:
+def _split(layers: nnx.Module) -> tuple[nnx.GraphDef[nnx.Module], PyTree, PyTree, PyTree]:
     """(graph definition, parameters, decoding state, other state)."""
     graphdef, params, held, state = nnx.split(layers, nnx.Param, DecodingState, ...)  # type: ignore[misc]
     return graphdef, params, held, state

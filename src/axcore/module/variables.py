@@ -1,54 +1,56 @@
-"""Variables that are not parameters: state that gradients overwrite, and decoding state."""
+"""Variables that are not parameters: gradient state and decoding state."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fm32
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from axcore.module.context import layer_index
 
 
-class GradientState(nnx.Variable[Any]):
-    """State whose next value is its gradient, such as the amax history of delayed scaling: float32, any shape.
+class GradientState(nnx.Variable[jax.Array]):
+    """A float32 array whose gradient is its next value, such as the amax history of delayed scaling.
 
     A custom_vjp rule returns the new value as the cotangent of the old one. The training step differentiates the
     objective with respect to the state, hides it from the optimizer, and replaces it by the cotangent.
 
-    If a step reads it more than once (a layer that is called several times, an output head in chunks, microbatches),
-    the elementwise maximum of the cotangents is stored. State without a cotangent keeps its value.
+    If a step reads the state more than once (a layer that is called several times, a chunked output head,
+    microbatches), the elementwise maximum of the cotangents is stored. State without a cotangent keeps its value.
     """
 
-    def get_value(self, **where: Any) -> Any:
-        """The float32 value, even where the training step holds the state as `fm32`."""
+    def get_value(self, **where: object) -> Float[Array, ...]:
+        """The float32 value, also while the training step stores the state as `fm32`."""
         value = super().get_value(**where)
         return _as_float(value) if getattr(value, "dtype", None) == fm32 else value
 
 
-def to_fm32(state: Any) -> Any:
+def to_fm32(state: PyTree[Float[Array, ...]]) -> PyTree[Shaped[Array, ...]]:
     """Converts the leaves of `GradientState` to `flax.linen.fp8_ops.fm32`, a dtype whose cotangents are accumulated by
     maximum. Differentiate with `jax.grad(..., allow_int=True)`."""
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, fm32), state)
 
 
-def overwrite_with_gradient(gradient: Any, old: Any) -> Any:
-    """The next values of `GradientState`: the gradient with respect to `to_fm32(old)`, or the old value where there is
-    none."""
+def overwrite_with_gradient(
+    gradient: PyTree[Shaped[Array, ...]], old: PyTree[Float[Array, ...]]
+) -> PyTree[Float[Array, ...]]:
+    """The next values of `GradientState`: the gradient with respect to `to_fm32(old)`, or the old value if there is no
+    gradient."""
 
-    def new(gradient: jax.Array, old: jax.Array) -> jax.Array:
+    def new(gradient: Shaped[Array, ...], old: Float[Array, ...]) -> Float[Array, ...]:
         found = jax.lax.convert_element_type(gradient, jnp.float32)
         return jnp.where(found == -jnp.inf, old, found)
 
     return jax.tree.map(new, gradient, old)
 
 
-@jax.custom_vjp  # the rule of jax for this conversion has no transpose
-def _as_float(value: Any) -> jax.Array:
+@jax.custom_vjp  # jax defines no transpose for this conversion
+def _as_float(value: Shaped[Array, ...]) -> Float[Array, ...]:
     return jax.lax.convert_element_type(value, jnp.float32)
 
 
@@ -57,43 +59,43 @@ _as_float.defvjp(
 )
 
 
-class DecodingState(nnx.Variable[Any]):
+class DecodingState(nnx.Variable[jax.Array]):
     """State that a layer keeps between decoding calls, such as a KV cache.
 
-    In a scanned stack one array [layer, ...] holds the state of all layers. It is carried through the loop whole and
-    written in place. Inside a layer `state[...]` reads and writes that layer's slice, which copies it; `put` writes,
-    and `whole` and `layer` read, without a copy.
+    In a scanned stack one array [layer, ...] holds the state of all layers. The loop carries the whole array, which is
+    written in place. Inside a layer, `state[...]` copies the slice of that layer to read or write it. To avoid the
+    copy, write with `put`, and read with `whole` and `layer`.
 
     The metadata `axes` names the dimensions, as in `DecodingState(zeros, axes=("batch", None, "kv_head", None))`.
     """
 
     @property
-    def whole(self) -> jax.Array:
+    def whole(self) -> Shaped[Array, ...]:
         """The stored array, which holds all layers of the stack if `layer` is not empty."""
         array: jax.Array = self.get_raw_value()
         return array
 
     @property
-    def layer(self) -> tuple[jax.Array, ...]:
-        """Index of the calling layer on the leading axes of `whole`; empty if the array belongs to one layer."""
+    def layer(self) -> tuple[Int[Array, ""], ...]:
+        """The index of the calling layer on the leading axes of `whole`; empty if the array belongs to one layer."""
         stacked = sum(name == "layer" for name in self.get_metadata().get("axes", ()))
         index = layer_index()
         return index[len(index) - stacked :] if 0 < stacked <= len(index) else ()
 
-    def put(self, at: tuple[jax.Array, ...], values: jax.Array) -> None:
-        """Writes in place to this layer's slice: `state[at] = values`, in the dtype of the state.
+    def put(self, at: tuple[Int[Array, ...], ...], values: Shaped[Array, ...]) -> None:
+        """Writes in place to the slice of this layer: `state[at] = values`, in the dtype of the state.
 
         Args:
-            at: integer arrays for the leading dimensions, which broadcast. Writes out of range are dropped; a negative
+            at: Integer arrays for the leading dimensions, which broadcast. Writes out of range are dropped; a negative
                 index is out of range.
-            values: has the shape that `at` broadcasts to, followed by the other dimensions of the state.
+            values: An array of the shape to which `at` broadcasts, followed by the other dimensions of the state.
         """
         whole, layer = self.whole, self.layer
         sizes = whole.shape[len(layer) : len(layer) + len(at)]
         values = values.astype(whole.dtype)
         if all(jnp.size(index) == 1 for index in at):  # updating a slice is faster than a scatter
             first = [jnp.reshape(index, ()) for index in at]
-            start: tuple[Any, ...] = (*layer, *first, *(0,) * (whole.ndim - len(layer) - len(at)))
+            start: tuple[jax.Array | int, ...] = (*layer, *first, *(0,) * (whole.ndim - len(layer) - len(at)))
             shape = (*(1,) * (len(layer) + len(at)), *whole.shape[len(layer) + len(at) :])
             inside = functools.reduce(operator.and_, [(i >= 0) & (i < n) for i, n in zip(first, sizes, strict=True)])
             kept = jax.lax.dynamic_slice(whole, start, shape)
@@ -103,11 +105,11 @@ class DecodingState(nnx.Variable[Any]):
         at = tuple(jnp.where(index < 0, size, index) for index, size in zip(at, sizes, strict=True))
         self.set_raw_value(whole.at[(*layer, *at)].set(values, mode="drop"))
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Shaped[Array, ...]:
         layer = self.layer
         return (self.whole[layer] if layer else self.whole)[key]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: Shaped[Array, ...]) -> None:
         at = (*self.layer, *(key if isinstance(key, tuple) else (key,)))
         whole = self.whole
         if at == (Ellipsis,):

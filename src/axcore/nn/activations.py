@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+from jaxtyping import Array, Float
 
 from axcore.config import register
 
@@ -11,8 +12,8 @@ for _name in ("celu", "elu", "gelu", "hard_swish", "leaky_relu", "mish", "relu",
 register(jax.numpy.tanh, "jax.numpy.tanh")
 
 
-def exact_gelu(x: jax.Array) -> jax.Array:
-    """`x * Phi(x)`, by the error function; `jax.nn.gelu` approximates it by tanh."""
+def exact_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`x * Phi(x)`, computed with the error function; `jax.nn.gelu` uses the tanh approximation by default."""
     return jax.nn.gelu(x, approximate=False)
 
 

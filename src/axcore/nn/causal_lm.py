@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import Layer, Rngs, method
@@ -15,7 +15,7 @@ from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.kv.cache import KVCache
 from axcore.nn.linear import Linear
-from axcore.nn.multi_token import FutureToken, shifted
+from axcore.nn.multi_token import MultiTokenPrediction, shifted
 from axcore.nn.norm import RMSNorm
 from axcore.nn.tokens import CachedRows, TokenInfo
 from axcore.nn.transformer import Repeat
@@ -23,7 +23,7 @@ from axcore.parallel import constrain
 
 Batch = Mapping[str, jax.Array]
 MASKED_LOGIT = -1e30
-"""The logit of vocabulary padding. Finite, so that its product with 0 is 0."""
+"""The logit of vocabulary padding. It is finite, so its product with 0 is 0."""
 
 
 @jax.tree_util.register_dataclass
@@ -34,25 +34,25 @@ class Prediction:
     Attributes:
         name: `next`, or `future.0` and so on.
         hidden: the argument of `CausalLM.logits`.
-        targets: token ids; arbitrary where the weight is 0.
+        targets: token ids; arbitrary if the weight is 0.
         weights: weight of each target in the mean loss.
-        loss_weight: weight of this prediction's mean loss in the objective.
+        loss_weight: weight of the mean loss of this prediction in the objective.
     """
 
     name: str = dataclasses.field(metadata={"static": True})
-    hidden: Float[Array, "batch seq dim"]
+    hidden: Float[Array, "batch seq embed"]
     targets: Int[Array, "batch seq"]
     weights: Float[Array, "batch seq"]
     loss_weight: float = dataclasses.field(default=1.0, metadata={"static": True})
 
 
 class CausalLM(Layer):
-    """Embedding, decoder, norm, head.
+    """A language model: embedding, decoder, norm and head.
 
     Slots, empty unless a feature fills them:
 
-    - `position`: `(x, positions) -> x`, acts on the embeddings [batch, seq, dim], such as learned positions;
-    - `future`: modules that predict tokens further ahead while training (see `FutureToken`).
+    - `position`: `(x, positions) -> x`, changes the embeddings [batch, seq, embed], such as learned positions;
+    - `future`: modules for multi-token prediction while training (see `MultiTokenPrediction`).
     """
 
     class Config(Layer.Config):
@@ -65,19 +65,20 @@ class CausalLM(Layer):
         decoder: Layer.Config = Repeat.Config()
         norm: Layer.Config = RMSNorm.Config()
         head: Linear.Config | None = Linear.Config()
-        """None: the head is tied to the embedding."""
+        """Output head; None: tied to the embedding."""
         softcap: float | None = None
-        """Bounds the logits smoothly: `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
+        """Bounds the logits: `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
         pad_vocab_to: int = 1
-        """Rounds the rows of embedding and head up to a multiple of this, so that they divide over devices. The logits
-        of padding are masked."""
-        future: tuple[FutureToken.Config, ...] = ()
-        """The first predicts the token after the next, and so on (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+        """Rounds the number of rows of embedding and head up to a multiple of this, so that devices get equal shards.
+        The logits of the padding are masked."""
+        future: tuple[MultiTokenPrediction.Config, ...] = ()
+        """Multi-token prediction. The first module predicts the token after the next one, and so on (DeepSeek-V3, arXiv
+        2412.19437, section 2.2)."""
         future_weight: float = 0.3
-        """Weight of the mean of their losses."""
+        """Weight of the mean loss of the modules in `future`."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> CausalLM.Config:
-            """Without the modules that only training needs."""
+            """Removes the modules that only training uses."""
             return self.set(future=())
 
     config: Config
@@ -98,26 +99,23 @@ class CausalLM(Layer):
 
     def __call__(
         self,
-        ids: jax.Array,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        index: jax.Array | None = None,
-        valid: jax.Array | None = None,
+        ids: Int[Array, "batch seq"],
+        positions: Int[Array, "batch_or_1 seq *coordinates"] | None = None,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        index: Int[Array, "batch_or_1 seq"] | None = None,
+        valid: Bool[Array, "batch_or_1 seq"] | None = None,
         cached: CachedRows | None = None,
-        logits_at: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits of the next token.
+        logits_at: Int[Array, "batch logits"] | None = None,
+    ) -> Float[Array, "batch seq_or_logits vocab"]:
+        """The float32 logits of the next token, without the padding of the vocabulary.
 
         Args:
-            ids: int [batch, seq].
-            positions, segment_ids: int [batch, seq], for packed rows (see `TokenInfo`).
-            index: int [batch or 1, seq], positions in the rows; None: 0, 1, ...
-            valid: bool [batch, seq], false at padding, which no token attends to.
+            ids: the tokens.
+            positions, segment_ids: position and document of each token, for packed rows (see `TokenInfo`).
+            index: positions in the rows; None: 0, 1, ...
+            valid: false at padding, which no token attends to.
             cached: the rows that the ids continue while decoding.
-            logits_at: int [batch, logits], indices into `seq` of the tokens whose logits are computed; None: all.
-
-        Returns:
-            float32 [batch, seq or logits, vocab_size].
+            logits_at: indices into `seq` of the tokens whose logits are computed; None: all.
         """
         tokens = TokenInfo.of(ids, positions, segment_ids, index, valid, cached)
         hidden = self.decoder(self._embed(ids, tokens), tokens)
@@ -127,7 +125,7 @@ class CausalLM(Layer):
 
     @method
     def predictions(self, batch: Batch) -> tuple[Prediction, ...]:
-        """The predictions that an objective scores: that of the next token, then those of `future`.
+        """The predictions that an objective scores: first the next token, then those of `future`.
 
         Args:
             batch: `inputs`, `targets`: int [batch, seq]; `weights`: float [batch, seq], 0 for targets to ignore; and,
@@ -146,14 +144,12 @@ class CausalLM(Layer):
         return tuple(found)
 
     @method
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits over the padded vocabulary (see `pad_vocab_to`).
+    def logits(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq padded_vocab"]:
+        """The float32 logits over the padded vocabulary (see `pad_vocab_to`): `MASKED_LOGIT` from index `vocab_size`
+        on.
 
         Args:
-            hidden: [batch, seq, dim], of a `Prediction`.
-
-        Returns:
-            float32 [batch, seq, padded vocab_size]; `MASKED_LOGIT` from index `vocab_size` on.
+            hidden: the field of a `Prediction`.
         """
         cfg = self.config
         logits = (self.embedding.attend(hidden) if self.head is None else self.head(hidden)).astype(jnp.float32)
@@ -163,7 +159,7 @@ class CausalLM(Layer):
             logits = jnp.where(jnp.arange(logits.shape[-1]) < cfg.vocab_size, logits, MASKED_LOGIT)
         return constrain(logits, "batch", "seq", "vocab")
 
-    def _embed(self, ids: jax.Array, tokens: TokenInfo) -> jax.Array:
+    def _embed(self, ids: Int[Array, "batch seq"], tokens: TokenInfo) -> Float[Array, "batch seq embed"]:
         x = constrain(self.embedding(ids), "batch", "seq", "embed_activation")
         if self.position is not None:
             x = self.position(x, tokens.positions)

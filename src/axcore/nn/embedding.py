@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from axcore.config import REQUIRED, at_least
 from axcore.module import Rngs, method
@@ -16,8 +16,8 @@ from axcore.numerics import gather
 class Embedding(Weighted):
     """A vector for each token id.
 
-    The slot `numerics` is empty unless a feature fills it. It represents the table and computes both of its uses: the
-    vectors of ids, and the products of `attend`.
+    The slot `numerics` is empty unless a feature fills it. It represents the table, looks up the vectors of ids and
+    computes the products of `attend`.
     """
 
     class Config(Weighted.Config):
@@ -25,7 +25,7 @@ class Embedding(Weighted):
         output_dim: int = REQUIRED
         init: Initializer = Normal()
         scale: float | None = None
-        """Multiplies the vectors, but not the products of `attend` (Gemma: sqrt(output_dim)); None leaves them."""
+        """Multiplies the vectors, but not the products of `attend` (Gemma: sqrt(output_dim)); None: 1."""
 
     config: Config
 
@@ -34,16 +34,15 @@ class Embedding(Weighted):
         shape = (cfg.vocab_size, cfg.output_dim)
         self.make_weight(shape, cfg.init, rngs, axes=("vocab", "embed"), input_axis=-1)
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """int [batch, seq] -> [batch, seq, output_dim] in the compute dtype. The gradient of the table is summed in
-        float32."""
+    def __call__(self, ids: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
+        """The vectors of the ids, in the compute dtype. The gradient of the table is summed in float32."""
         if self.numerics is None:
-            x = gather(self.weight[...], ids, self.dtypes.compute or jnp.float32)
+            x = gather(self.float_weight, ids, self.dtypes.compute or jnp.float32)
         else:
             x = self.numerics.gather(ids, self.representation)
         return x if self.config.scale is None else x * jnp.asarray(self.config.scale, x.dtype)
 
     @method
-    def attend(self, x: jax.Array) -> jax.Array:
-        """[..., output_dim] -> [..., vocab_size]: the product with every embedding, for a tied output head."""
+    def attend(self, x: Float[Array, "*shape embed"]) -> Float[Array, "*shape vocab"]:
+        """The product of `x` with the vector of every token id, for a tied output head."""
         return self.multiply(x, Transposed())

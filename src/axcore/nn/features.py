@@ -1,8 +1,8 @@
-"""Features of the core: edits of a model that many want, by name for `axcore.use`."""
+"""The features of the core: common edits of a model, which `axcore.use` finds by name."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 from axcore.config import Config, ConfigError, Where, has_field, select
 from axcore.nn.attention.base import BaseAttention
@@ -13,18 +13,20 @@ from axcore.nn.stacks import edit_layers
 
 
 def use_sliding_window(cfg: Config, size: int, global_every: int | None = None, where: Where = BaseAttention) -> Config:
-    """Lets every selected attention see the nearest `size` tokens only, or most of them.
+    """Limits every selected attention layer to a sliding window, except every `global_every`-th.
 
     Args:
-        size: keys that a query sees, itself included.
-        global_every: of each so many layers the last sees all, as in Gemma 3 (6); a `Repeat` then repeats groups of so
-            many layers. None: no layer does.
-        where: which attentions.
+        size: number of keys that a query sees, itself included.
+        global_every: every layer with this number keeps its mask, as in Gemma 3 (6); a `Repeat` then repeats groups of
+            that many layers. None: every selected layer gets the window.
+        where: selects attention layers.
     """
     if global_every is not None and global_every < 2:
-        raise ConfigError(f"global_every must be at least 2, not {global_every}; None leaves no layer global")
+        raise ConfigError(
+            f"global_every must be at least 2, not {global_every}; set it to None to give every layer the window"
+        )
 
-    def edit(_: str, attention: Any, number: int) -> Any:
+    def edit(_: str, attention: BaseAttention.Config, number: int) -> BaseAttention.Config:
         if global_every is not None and number % global_every == global_every - 1:
             return attention
         return attention.set(mask=attention.mask & SlidingWindow(size=size))
@@ -33,12 +35,12 @@ def use_sliding_window(cfg: Config, size: int, global_every: int | None = None, 
 
 
 def use_qk_norm(cfg: Config, eps: float = 1e-6, across_heads: bool = False, where: Where = Attention) -> Config:
-    """Normalizes the queries and keys of every selected attention (Dehghani et al. 2023, arXiv 2302.05442).
+    """Normalizes the queries and keys of every selected attention layer (Dehghani et al. 2023, arXiv 2302.05442).
 
     Args:
-        eps: of the RMSNorms.
-        across_heads: all heads of a token as one vector (OLMo 2), or each head alone.
-        where: which attentions.
+        eps: is added to the mean square in each RMSNorm.
+        across_heads: normalizes all heads of a token as one vector (OLMo 2) instead of each head alone.
+        where: selects attention layers.
     """
     norm = RMSNorm.Config(eps=eps)
     made = AcrossHeads.Config(norm=norm) if across_heads else norm
@@ -46,17 +48,18 @@ def use_qk_norm(cfg: Config, eps: float = 1e-6, across_heads: bool = False, wher
 
 
 def use_fused_qkv(cfg: Config, where: Where = Attention) -> Config:
-    """Makes queries, keys and values of every selected attention in one product.
+    """Replaces the three projections of every selected attention layer by one, which computes queries, keys and values.
 
     Raises:
-        ConfigError: an attention whose three projections are not alike.
+        ConfigError: the three projections of a layer are not equal, or already fused.
     """
 
-    def fused(_: str, attention: Any) -> Any:
+    def fused(_: str, node: Config) -> Config:
+        attention = cast(Attention.Config, node)
         if attention.qkv is not None:
-            raise ConfigError("its queries, keys and values are made in one product already")
+            raise ConfigError("qkv is already set: queries, keys and values are computed in one product")
         if attention.query is None or not attention.query == attention.key == attention.value:
-            raise ConfigError("query, key and value must be given, and alike, to become one product")
+            raise ConfigError("query, key and value must be given and equal to be fused into qkv")
         return attention.set(qkv=attention.query, query=None, key=None, value=None)
 
     return select(cfg, where).map(fused)
@@ -66,7 +69,8 @@ def use_dropout(cfg: Config, rate: float, where: Where | None = None) -> Config:
     """Sets the dropout rate of every selected node.
 
     Args:
-        rate: chance to be zeroed while training, from 0 to below 1.
-        where: which nodes; None: all that have one (embeddings, attention weights, residuals, hidden features).
+        rate: probability of zeroing an element while training, at least 0 and below 1.
+        where: selects nodes; None: every node with a dropout rate (embeddings, attention weights, residuals, hidden
+            features).
     """
     return select(cfg, where if where is not None else lambda _, node: has_field(node, "dropout")).set(dropout=rate)

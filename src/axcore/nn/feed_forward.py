@@ -7,10 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from axcore.config import REQUIRED, Config, ConfigError, at_least
 from axcore.module import Layer, Rngs
-from axcore.nn import activations  # noqa: F401 - names them
+from axcore.nn import activations  # noqa: F401 - registers their names
 from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
@@ -18,21 +19,21 @@ from axcore.parallel import constrain
 
 
 class Gating(Config):
-    """Base of ways to combine a gate with what it lets through, where `activation(gate) * up` does not say it."""
+    """Base of the functions that combine gate and up-projection, other than `activation(gate) * up`."""
 
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Both [..., hidden_dim] -> the same shape."""
+    def __call__(self, gate: Float[Array, "*shape mlp"], up: Float[Array, "*shape mlp"]) -> Float[Array, "*shape mlp"]:
+        """The hidden features."""
         raise NotImplementedError
 
 
 class ClampedSwiGLU(Gating):
     """`(clip(up) + 1) * g * sigmoid(alpha * g)` with g = min(gate, limit): the experts of gpt-oss (OpenAI 2025, arXiv
-    2508.10925, section 2.2, and the code that was published with it)."""
+    2508.10925, section 2.2, and its published code)."""
 
     alpha: float = 1.702
     limit: float = 7.0
 
-    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def __call__(self, gate: Float[Array, "*shape mlp"], up: Float[Array, "*shape mlp"]) -> Float[Array, "*shape mlp"]:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
@@ -40,7 +41,7 @@ class ClampedSwiGLU(Gating):
 class FeedForward(Layer):
     """`down(activation(gate(x)) * up(x))`, SwiGLU by default (Shazeer 2020, arXiv 2002.05202, eq. 6).
 
-    For remat policies the values `gate` and `up` are tagged.
+    The values `gate` and `up` are tagged for remat policies.
     """
 
     class Config(Layer.Config):
@@ -54,7 +55,7 @@ class FeedForward(Layer):
         gating: Gating | None = None
         """How gate and up combine; None: `activation(gate) * up`."""
         dropout: float = 0.0
-        """Chance of each hidden feature to be zeroed while training."""
+        """Probability of zeroing each hidden feature while training."""
 
     config: Config
 
@@ -62,15 +63,15 @@ class FeedForward(Layer):
         at_least(cfg, 1, "input_dim", "hidden_dim")
         check_rates(cfg, "dropout")
         if cfg.gate is None and cfg.gating is not None:
-            raise ConfigError(f"gating={cfg.gating!r} combines a gate with what it lets through, and gate is None")
+            raise ConfigError(f"gating={cfg.gating!r} requires a gate, got gate=None; set gate or remove gating")
         wide = {"input_dim": cfg.input_dim, "output_dim": cfg.hidden_dim, "axes": ("embed", "mlp")}
         self.gate = self.child("gate", cfg.gate, rngs, **wide)
         self.up = self.child("up", cfg.up, rngs, **wide)
         narrow = {"input_dim": cfg.hidden_dim, "output_dim": cfg.input_dim, "axes": ("mlp", "embed")}
         self.down = self.child("down", cfg.down, rngs, **narrow)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape."""
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        """Applies the block to each token."""
         cfg, flat = self.config, rows(x)
         gate = None if self.gate is None else checkpoint_name(self.gate(flat), "gate")
         up = checkpoint_name(self.up(flat), "up")
@@ -79,8 +80,10 @@ class FeedForward(Layer):
         return self.down(dropout(self, hidden, cfg.dropout)).reshape(x.shape)
 
 
-def combined(cfg: FeedForward.Config, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-    """The hidden features that a block of this config makes of its gate, if it has one, and of `up`."""
+def combined(
+    cfg: FeedForward.Config, gate: Float[Array, "*shape mlp"] | None, up: Float[Array, "*shape mlp"]
+) -> Float[Array, "*shape mlp"]:
+    """The hidden features of a block with this config, from the results of its gate (if any) and up projections."""
     if gate is None:
         return cfg.activation(up)
     return cfg.activation(gate) * up if cfg.gating is None else cfg.gating(gate, up)

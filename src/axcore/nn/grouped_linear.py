@@ -19,8 +19,8 @@ from axcore.numerics import Product
 class GroupedLinear(Weighted):
     """A linear map for each of `groups` groups of rows: a weight [group, in, out] and a bias [group, out].
 
-    Each group is initialized like a `Linear`, with its fan-in. The slots are those of `Linear`; an adapter must declare
-    the field `groups`, and is offered `axes` of three names.
+    Each group is initialized like a `Linear`, with its fan-in. The slots are those of `Linear`; the config of an
+    adapter must declare the field `groups`, and receives three names in `axes`.
     """
 
     class Config(Weighted.Config):
@@ -36,13 +36,15 @@ class GroupedLinear(Weighted):
 
         @classmethod
         def of(cls, linear: Linear.Config) -> GroupedLinear.Config:
-            """The config of one such linear map per group, with `groups` and `axes` left to the parent.
+            """The config of one such linear map per group. The parent sets `groups` and `axes`.
 
             Raises:
-                ConfigError: `linear.axes` is given, which has no name for the axis of groups.
+                ConfigError: `linear.axes` is given; it does not name the axis of groups.
             """
             if linear.axes is not None:
-                raise ConfigError(f"axes={linear.axes}: grouped weights have another axis; leave it to the parent")
+                raise ConfigError(
+                    f"axes={linear.axes}: grouped weights have three axes, which the parent sets; set axes to None"
+                )
             names = (
                 "dtypes",
                 "tags",
@@ -62,8 +64,8 @@ class GroupedLinear(Weighted):
         at_least(cfg, 1, "groups", "input_dim", "output_dim")
         if cfg.adapter is not None and not has_field(cfg.adapter, "groups"):
             raise ConfigError(
-                f"adapter={cfg.adapter!r} has no field 'groups' and takes no weights of groups; leave these layers out "
-                f"with where="
+                f"adapter={cfg.adapter!r} has no field 'groups', so it does not support grouped weights; exclude these "
+                f"layers with where="
             )
         axes = cfg.axes or (None, None, None)
         shape = (cfg.groups, cfg.input_dim, cfg.output_dim)
@@ -77,12 +79,12 @@ class GroupedLinear(Weighted):
 
     @method
     def grouped(self, x: Float[Array, "rows input_dim"], groups: Grouped) -> Float[Array, "rows output_dim"]:
-        """Maps each row with the map of its group."""
+        """Applies to each row the map of its group."""
         return self._mapped(x, groups)
 
     @method
     def batched(self, x: Float[Array, "group rows input_dim"]) -> Float[Array, "group rows output_dim"]:
-        """Maps the same number of rows per group."""
+        """Applies the map of each group to the same number of rows."""
         return self._mapped(x, Batched())
 
     def _mapped(self, x: jax.Array, product: Product) -> jax.Array:

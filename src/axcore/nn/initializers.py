@@ -1,4 +1,4 @@
-"""How parameters start. Each is a config value, called as `init(key, shape, dtype)`."""
+"""Initializers of parameters: config values that are called as `init(key, shape, dtype)`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import jax
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from axcore.config import Config
 
@@ -13,35 +14,41 @@ from axcore.config import Config
 class Initializer(Config):
     """Base of initializers."""
 
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*shape"]:
+        """The initial value of a parameter."""
         raise NotImplementedError
 
 
 class Zeros(Initializer):
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Zeros."""
+
+    def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*shape"]:
         return jax.numpy.zeros(shape, dtype)
 
 
 class Ones(Initializer):
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Ones."""
+
+    def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*shape"]:
         return jax.numpy.ones(shape, dtype)
 
 
 class Normal(Initializer):
-    """Normal with a fixed standard deviation."""
+    """A normal distribution with a fixed standard deviation."""
 
     stddev: float = 0.02
 
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*shape"]:
         return self.stddev * jax.random.normal(key, shape, dtype)
 
 
 class FanIn(Initializer):
-    """Normal with variance `scale / fan_in`, the fan-in being all dimensions but the last (LeCun et al. 1998)."""
+    """A normal distribution with variance `scale / fan_in` (LeCun et al. 1998). The fan-in is the product of all
+    dimensions but the last."""
 
     scale: float = 1.0
 
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*shape"]:
         return math.sqrt(self.scale / math.prod(shape[:-1])) * jax.random.normal(key, shape, dtype)
 
 
@@ -50,5 +57,5 @@ class ForEach(Initializer):
 
     init: Initializer
 
-    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*shape"]:
         return jax.vmap(lambda key: self.init(key, shape[1:], dtype))(jax.random.split(key, shape[0]))

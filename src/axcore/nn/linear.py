@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs, method
@@ -19,9 +19,9 @@ class Linear(Weighted):
     Slots, empty unless a feature fills them:
 
     - `numerics`: represents the weight and multiplies with it;
-    - `adapter`: `(x, y, weight, product) -> y`, changes the product y before the bias is added, as LoRA does. It is
-      offered `input_dim`, `output_dim` and `axes`. `weight` is the float weight that y was computed with;
-      `product(x, matrix)` multiplies x with another matrix, see `axcore.numerics.Product`.
+    - `adapter`: `(x, y, weight, product) -> y`, changes the product y before the bias is added, as LoRA does. It
+      receives `input_dim`, `output_dim` and `axes`. `weight` is the float weight that y was computed with;
+      `product(x, matrix)` multiplies x with another matrix (see `axcore.numerics.Product`).
     """
 
     class Config(Weighted.Config):
@@ -46,7 +46,8 @@ class Linear(Weighted):
         widths = {"input_dim": cfg.input_dim, "output_dim": cfg.output_dim, "axes": axes}
         self.adapter = self.child("adapter", cfg.adapter, rngs, **widths)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape output_dim"]:
+        """The map, in the output dtype."""
         types = self.dtypes
         x, product = x.astype(types.compute), Plain()
         y = self.multiply(x, product)
@@ -57,8 +58,8 @@ class Linear(Weighted):
         return y.astype(types.output or types.compute)
 
     @method
-    def matrix(self) -> jax.Array:
-        """The effective matrix [input_dim, output_dim], including numerics and adapter."""
+    def matrix(self) -> Float[Array, "input_dim output_dim"]:
+        """The effective matrix, including numerics and adapter."""
         weight = self.base_matrix
         if self.adapter is None:
             return weight

@@ -7,24 +7,29 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from axcore.numerics import Product
 from axcore.parallel import is_sharded
 
 
-def rows(x: jax.Array) -> jax.Array:
-    """[..., features] -> [n, features] on one device; unchanged where activations may be sharded.
+def rows(x: Float[Array, "*shape features"]) -> Float[Array, "*rows features"]:
+    """Merges all dimensions but the last on a single device. Returns `x` if activations may be sharded.
 
-    The gradient of a weight then contracts one dimension, and XLA needs no transposed copy of x (forward and backward
-    of a feed-forward block are 1.6x faster on CPU). Merging a sharded dimension could cost a collective, so it is left
-    to the compiler. A layer that multiplies one x with several weights should merge once, or the backward pass keeps a
-    copy of x for each.
+    After merging, the gradient of a weight contracts a single dimension, and XLA needs no transposed copy of `x`:
+    forward and backward pass of a feed-forward block are 1.6x faster on CPU. Merging a sharded dimension could cost a
+    collective, so the compiler decides. A layer that multiplies one `x` with several weights should merge once, or the
+    backward pass stores a copy of `x` for each weight.
     """
     return x if is_sharded() or x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def matmul(x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
-    """[..., in] x [in, out] -> [..., out], in the dtype `accumulate`, or that of x if it is None."""
+def matmul(
+    x: Float[Array, "*shape input_dim"],
+    weight: Float[Array, "input_dim output_dim"],
+    accumulate: DTypeLike | None = None,
+) -> Float[Array, "*shape output_dim"]:
+    """`x @ weight` in the dtype `accumulate`, or in the dtype of `x` if it is None."""
     y = jnp.matmul(rows(x), weight.astype(x.dtype), preferred_element_type=accumulate)
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 
@@ -32,19 +37,29 @@ def matmul(x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plain(Product):
-    """`x @ weight` with one matrix [in, out]: a linear map."""
+    """`x @ weight` with a single matrix [in, out]: a linear map."""
 
-    def __call__(self, x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: Float[Array, "*shape input_dim"],
+        weight: Float[Array, "input_dim output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Float[Array, "*shape output_dim"]:
         return matmul(x, weight, accumulate)
 
-    def broadcast(self, values: jax.Array) -> jax.Array:
+    def broadcast(self, values: Float[Array, " output_dim"]) -> Float[Array, " output_dim"]:
         return values
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Transposed(Plain):
-    """`x @ weight.T` with one matrix [out, in]: an output head that is tied to the embedding."""
+    """`x @ weight.T` with a single matrix [out, in]: an output head that is tied to the embedding."""
 
-    def __call__(self, x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: Float[Array, "*shape input_dim"],
+        weight: Float[Array, "output_dim input_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Float[Array, "*shape output_dim"]:
         return matmul(x, weight.T, accumulate)

@@ -1,9 +1,9 @@
-"""Multi-token prediction: modules that predict tokens further ahead while training."""
+"""Multi-token prediction: modules that predict tokens beyond the next one while training."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 from axcore.config import REQUIRED
 from axcore.module import Layer, Rngs, method
@@ -13,10 +13,11 @@ from axcore.nn.tokens import TokenInfo
 from axcore.nn.transformer import TransformerLayer
 
 
-class FutureToken(Layer):
-    """`layer(projection([hidden_norm(hidden), embedding_norm(embedding)]))` (DeepSeek-V3, arXiv 2412.19437, eq. 21-23).
+class MultiTokenPrediction(Layer):
+    """A module that predicts one token further ahead than the previous one:
+    `layer(projection([hidden_norm(hidden), embedding_norm(embedding)]))` (DeepSeek-V3, arXiv 2412.19437, eq. 21-23).
 
-    The embedding is that of a later token, and embedding and head are the model's own.
+    `embedding` embeds a later token. The module uses the embedding table and the head of the model.
     """
 
     class Config(Layer.Config):
@@ -26,7 +27,7 @@ class FutureToken(Layer):
         projection: Linear.Config = Linear.Config()
         layer: Layer.Config = TransformerLayer.Config()
         norm: Layer.Config = RMSNorm.Config()
-        """Before the head."""
+        """Applied before the head."""
 
     config: Config
 
@@ -39,26 +40,25 @@ class FutureToken(Layer):
         self.layer = self.child("layer", cfg.layer, rngs, input_dim=dim)
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=dim)
 
-    def __call__(self, hidden: jax.Array, embedding: jax.Array, tokens: TokenInfo) -> jax.Array:
-        """What predicts one token further than `hidden` does.
+    def __call__(
+        self, hidden: Float[Array, "batch seq embed"], embedding: Float[Array, "batch seq embed"], tokens: TokenInfo
+    ) -> Float[Array, "batch seq embed"]:
+        """The hidden states that predict one token further ahead than `hidden`.
 
         Args:
-            hidden: [batch, seq, input_dim], of the decoder or of the module before.
-            embedding: [batch, seq, input_dim], of the token that `hidden` predicts.
-            tokens: where the tokens of `hidden` stand.
-
-        Returns:
-            [batch, seq, input_dim].
+            hidden: the result of the decoder or of the previous module.
+            embedding: the embeddings of the tokens that `hidden` predicts.
+            tokens: the tokens of `hidden`.
         """
         both = jnp.concatenate([self.hidden_norm(hidden), self.embedding_norm(embedding)], axis=-1)
         return self.layer(self.projection(both), tokens)
 
     @method
-    def normed(self, hidden: jax.Array) -> jax.Array:
-        """What goes into the head."""
+    def normed(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        """The input of the head."""
         return self.norm(hidden)
 
 
-def shifted(x: jax.Array, ahead: int) -> jax.Array:
-    """[batch, seq] -> at each place what stands `ahead` places further on; 0 beyond the end."""
+def shifted(x: Shaped[Array, "batch seq"], ahead: int) -> Shaped[Array, "batch seq"]:
+    """`x` shifted to the left by `ahead` places and filled with 0 at the end."""
     return jnp.pad(x[:, ahead:], ((0, 0), (0, min(ahead, x.shape[1]))))

@@ -1,10 +1,11 @@
-"""Normalization, and what else acts on each vector alone."""
+"""Normalization, and other layers that act on each vector separately."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from axcore.config import REQUIRED, at_least
 from axcore.module import Layer, Rngs
@@ -18,10 +19,10 @@ class RMSNorm(Layer):
         input_dim: int = REQUIRED
         eps: float = 1e-5
         zero_centred: bool = False
-        """The scale is 1 + parameter, and the parameter starts at 0 (Gemma): weight decay then draws it to 1."""
+        """The scale is 1 + parameter, and the parameter starts at 0, so weight decay pulls the scale to 1 (Gemma)."""
         use_scale: bool = True
         init: Initializer | None = None
-        """None: such that the scale starts at 1."""
+        """Initializer of the parameter; None: the scale starts at 1."""
         axes: tuple[str | None] | None = None
         """Logical axis of the scale; None: the parent's, or `embed`."""
 
@@ -34,8 +35,8 @@ class RMSNorm(Layer):
             init = cfg.init or (Zeros() if cfg.zero_centred else Ones())
             self.scale = self.param("scale", (cfg.input_dim,), init, rngs, axes=cfg.axes or ("embed",))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., input_dim] -> the same shape, in the compute dtype."""
+    def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape input_dim"]:
+        """The normalized vectors, in the compute dtype."""
         x32 = x.astype(jnp.float32)
         y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.eps)
         if self.scale is not None:
@@ -63,8 +64,8 @@ class LayerNorm(Layer):
         self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=axes)
         self.bias = self.param("bias", (cfg.input_dim,), Zeros(), rngs, axes=axes) if cfg.use_bias else nnx.data(None)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., input_dim] -> the same shape, in the compute dtype."""
+    def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape input_dim"]:
+        """The normalized vectors, in the compute dtype."""
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
@@ -75,7 +76,7 @@ class LayerNorm(Layer):
 
 
 class Scale(Layer):
-    """A learned factor for each feature: in `query_norm`, a query scale that is learned."""
+    """A learned factor for each feature, for example a learned query scale in the slot `query_norm`."""
 
     class Config(Layer.Config):
         input_dim: int = REQUIRED
@@ -88,13 +89,16 @@ class Scale(Layer):
         at_least(cfg, 1, "input_dim")
         self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=cfg.axes or (None,))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., input_dim] -> the same shape and dtype."""
+    def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape input_dim"]:
+        """The scaled vectors, in the dtype of `x`."""
         return x * self.scale[...].astype(x.dtype)
 
 
 class AcrossHeads(Layer):
-    """Normalizes all heads of a token as one vector, in a slot for norms of heads (OLMo 2, arXiv 2501.00656, 3.2)."""
+    """Normalizes all heads of a token as one vector (OLMo 2, arXiv 2501.00656, section 3.2).
+
+    It fills the slots `query_norm` and `key_norm`, whose other norms act on each head.
+    """
 
     class Config(Layer.Config):
         num_heads: int = REQUIRED
@@ -109,6 +113,6 @@ class AcrossHeads(Layer):
         width = cfg.num_heads * cfg.head_dim
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=width, axes=(cfg.head_axis or "head",))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, head, head_dim] -> the same shape."""
+    def __call__(self, x: Float[Array, "batch seq head head_dim"]) -> Float[Array, "batch seq head head_dim"]:
+        """The normalized heads."""
         return self.norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)

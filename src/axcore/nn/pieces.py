@@ -1,13 +1,12 @@
-"""Computing over sequences in pieces, so that intermediate arrays such as logits never exist whole."""
+"""Computing over sequences in pieces, so that intermediate arrays such as logits never exist for a whole row."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
+from jaxtyping import Array, PyTree
 
 from axcore.module import ContextError
 from axcore.module.lifted import Body, Lifted
@@ -17,18 +16,18 @@ def in_pieces(fn: Body, size: int) -> Body:
     """Computes `fn(module, *args)` for at most `size` tokens of each row at a time. The backward pass recomputes each
     piece.
 
-    A piece takes every n-th token of a row, so that every piece is spread over all devices if rows are sharded.
+    A piece contains every n-th token of a row, so each piece is spread over all devices if rows are sharded.
 
     Args:
         fn: maps the module and arrays [batch, seq, ...] to a pytree of such arrays, token by token. Each piece draws
             different random numbers. Reporting and writing Variables raise.
-        size: tokens of a row that are computed at once.
+        size: number of tokens of a row that are computed at once.
 
     Raises:
         ContextError: `fn` reports a value or writes a Variable.
     """
 
-    def wrapped(module: nnx.Module, *args: jax.Array) -> Any:
+    def wrapped(module: nnx.Module, *args: jax.Array) -> PyTree[Array]:
         lifted = Lifted.of(module, "in_pieces")
         seq = args[0].shape[1]
         count = -(-seq // size)
@@ -41,12 +40,14 @@ def in_pieces(fn: Body, size: int) -> Body:
             return rearrange(x, "p b s ... -> b (s p) ...")[:, :seq]
 
         @jax.checkpoint
-        def body(numbered: Any) -> Any:
+        def body(numbered: tuple[jax.Array, tuple[jax.Array, ...]]) -> PyTree[Array]:
             number, pieces = numbered
             output, _, collections = lifted.call(fn, lifted.params, lifted.state, *pieces, number=number)
             lifted.refuse_written("in_pieces")
             if collections is not None and (collections.summaries or collections.losses or collections.outputs):
-                raise ContextError(f"{lifted.caller.describe()}: nothing can be reported from a piece of a row")
+                raise ContextError(
+                    f"{lifted.caller.describe()}: in_pieces does not support summaries, losses and outputs"
+                )
             return output
 
         pieces = tuple(split(x) for x in args)

@@ -1,9 +1,9 @@
-"""The protocol of layer stacks: their configs list the layers that they run and where the arrays of those are."""
+"""The protocol of layer stacks: their configs list the layers that they run, with the paths of the layers' arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from axcore.module import Layer
 
@@ -21,7 +21,7 @@ class Place:
 
     path: str
     index: tuple[int, ...]
-    config: Any
+    config: Layer.Config
     node: str | None = None
 
     @property
@@ -33,8 +33,8 @@ class Place:
 class Stack(Layer):
     """Base of the layers that run other layers in order.
 
-    The config implements `places` and `restack`. With these, the layers are numbered (`layers_of`), features edit them
-    by number (`edit_layers`), and weights can be loaded from any other stack of the same layers (`by_layer`). A stack
+    The config implements `places` and `restack`. With these, `layers_of` numbers the layers, `edit_layers` edits them
+    by number, and `by_layer` lets weights be loaded from another stack of the same layers. A stack
     may contain stacks; `places` lists its direct layers only.
 
     ```python

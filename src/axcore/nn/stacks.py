@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
@@ -38,11 +39,12 @@ def _places(place: Place) -> Iterator[Place]:
 def by_layer(cfg: Config, paths: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Names for the arrays of a model that do not depend on how its layers are stacked.
 
-    For example, `decoder.layers.attention.query.weight` of a `Repeat` holds one array for each layer:
-    `decoder.0.attention.query.weight` and so on.
+    For example, `decoder.layers.attention.query.weight` of a `Repeat` contains the arrays of all layers, with the names
+    `decoder.0.attention.query.weight`, `decoder.1.attention.query.weight` and so on.
 
     Args:
-        paths: paths of the arrays, such as those of the parameters.
+        cfg: config of the model.
+        paths: paths of the arrays, such as the paths of the parameters.
 
     Returns:
         name -> (path, index on the leading axes). The name of an array outside all stacks is its path.
@@ -68,11 +70,11 @@ def by_layer(cfg: Config, paths: Iterable[str]) -> dict[str, tuple[str, tuple[in
     return found
 
 
-def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int], Any]) -> C:
+def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int], Config]) -> C:
     """Edits selected nodes by number: 0 is the first in execution order, and every layer of a `Repeat` is counted.
 
-    A stack whose layers become unequal is rebuilt by `Stack.Config.restack`: if an edit changes odd numbers only, a
-    `Repeat` becomes a scan over pairs. Nested stacks are not merged, since their layers may share values.
+    `Stack.Config.restack` rebuilds a stack whose layers become unequal: if an edit changes only odd numbers, a `Repeat`
+    becomes a scan over pairs. Nested stacks are not merged, since their layers may share values.
 
     Args:
         where: selects nodes. Nodes inside a selected node are not selected.
@@ -85,21 +87,25 @@ def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int],
     chosen = select(cfg, where).paths
     numbers = itertools.count()
 
-    def below(node: Any, path: str) -> Any:
-        if path in chosen:
+    def below(node: object, path: str) -> Any:  # a node of the same kind: a config, or a tuple or mapping of them
+        if isinstance(node, Config) and path in chosen:
             return edited(path, node, lambda path, node: edit(path, node, next(numbers)))
         if not any(_is_below(each, path) for each in chosen):
             return node
         places = node.places() if isinstance(node, Stack.Config) else ()
-        holders = {place.config_path.partition(".")[0] for place in places}
+        containers = {place.config_path.partition(".")[0] for place in places}
         changes = {
             name: new
             for name, part in parts(node)
-            if isinstance(part, NESTING) and name not in holders and (new := below(part, join(path, name))) is not part
+            if isinstance(part, NESTING)
+            and name not in containers
+            and (new := below(part, join(path, name))) is not part
         }
         node = rebuild(node, changes) if changes else node
         layers = tuple(below(place.config, join(path, place.config_path)) for place in places)
-        if all(new is place.config for new, place in zip(layers, places, strict=True)):
+        if not isinstance(node, Stack.Config) or all(
+            new is place.config for new, place in zip(layers, places, strict=True)
+        ):
             return node
         try:
             return node.restack(tuple(layer for layer in layers if layer is not REMOVED))
@@ -112,17 +118,18 @@ def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int],
 def use_remat[C: Config](cfg: C, remat: Remat | None, where: Where = Stack) -> C:
     """Sets the remat policy of each layer of the selected stacks.
 
-    A stack of stacks, such as a `Repeat` of groups, gets no policy itself, so that each layer is recomputed alone.
+    A stack of stacks, such as a `Repeat` of groups, gets no policy itself, so each layer is recomputed separately.
 
     Args:
-        remat: None: the backward pass keeps every intermediate value.
-        where: selects stacks; those without a field `remat` are left as they are.
+        cfg: config of the model.
+        remat: the policy; None: the backward pass keeps every intermediate value.
+        where: selects stacks. A stack without a field `remat` is not changed.
     """
 
-    def edit(_: str, node: Any) -> Any:
+    def edit(_: str, node: Config) -> Config:
         if not has_field(node, "remat"):
             return node
-        nested = all(isinstance(place.config, Stack.Config) for place in node.places())
+        nested = all(isinstance(place.config, Stack.Config) for place in cast(Stack.Config, node).places())
         return node.set(remat=None if nested else remat)
 
     return select(cfg, where).map(edit)
@@ -131,7 +138,8 @@ def use_remat[C: Config](cfg: C, remat: Remat | None, where: Where = Stack) -> C
 def unstacked[C: Config](cfg: C) -> C:
     """The model with each stack replaced by a `Sequence`, in which every layer has its own arrays.
 
-    Nested stacks are flattened. A stack that is not `is_sequential` is left unchanged, including the stacks inside it.
+    Nested stacks are flattened. A stack with `is_sequential=False` is not changed, and neither are the stacks inside
+    it.
     """
     if isinstance(cfg, Stack.Config):
         if not cfg.is_sequential:
@@ -160,15 +168,15 @@ def _flat(stack: Stack.Config) -> Iterator[Layer.Config]:
 def unstack_arrays(cfg: Config, tree: Tree) -> Tree:
     """Converts the arrays of a model to the structure of `unstacked(cfg)`, by slicing stacked arrays into layers.
 
-    It can be jitted, with output shardings. XLA reuses donated arrays that were not stacked; a stacked array and the
-    slices of it exist at the same time.
+    It can be jitted, with output shardings. XLA reuses donated arrays that are not stacked; a stacked array and its
+    slices exist at the same time.
 
     Args:
         cfg: config of the model before `unstacked`.
         tree: its parameters, its other state, or a tree of the same structure.
 
     Raises:
-        ConfigError: a stack with `is_sequential` holds arrays outside its layers.
+        ConfigError: a stack with `is_sequential=True` has arrays outside its layers.
     """
     if isinstance(cfg, Stack.Config):
         if not cfg.is_sequential:
@@ -187,13 +195,11 @@ def _flat_arrays(stack: Stack.Config, tree: Tree) -> Iterator[Tree]:
     places = stack.places()
     if own := tree.keys() - {place.path.partition(".")[0] for place in places}:
         raise ConfigError(
-            f"{type_name(type(stack))} holds {', '.join(sorted(map(str, own)))} outside its layers, so it computes "
-            f"more than they do; it must not set is_sequential"
+            f"{type_name(type(stack))} has the arrays {', '.join(sorted(map(str, own)))} outside its layers, so "
+            f"it does more than apply its layers in order; set is_sequential to False"
         )
     for place in places:
-        below: Any = tree
-        for name in place.path.split("."):
-            below = below.get(_key(name), {})
+        below = functools.reduce(lambda below, name: below.get(_key(name), {}), place.path.split("."), tree)
         below = jax.tree.map(lambda leaf, index=place.index: leaf[index] if index else leaf, below)
         if isinstance(place.config, Stack.Config) and place.config.is_sequential:
             yield from _flat_arrays(place.config, below)

@@ -1,4 +1,4 @@
-"""The place, document and validity of each token of a batch."""
+"""The position, document and validity of each token of a batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from axcore.module import DecodingState
 
@@ -18,13 +18,13 @@ Phase = Literal["train", "prefill", "decode"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CachedRows:
-    """The rows that KV caches hold, including the tokens of this call. All layers share it.
+    """The rows in KV caches, including the tokens of this call. All layers share one object.
 
     Attributes:
-        tokens: the cached tokens of each row, [batch or 1, max_len]; `valid` is false at places without a token.
+        tokens: the cached tokens of each row, [batch or 1, max_len]; `valid` is false at positions without a token.
         lengths: length of each row, including the tokens of this call. Cache contents beyond it are stale.
-        slots: the slot in the caches of each row of the batch; None: row i is in slot i, and every slot has a row.
-        pages: the page table of each row, for paged caches; None: a cache has its own, or no pages.
+        slots: the slot of each row of the batch in the caches; None: row i is in slot i, and every slot has a row.
+        pages: the page table of each row, for paged caches; None: the caches have their own, or no pages.
         phase: prefill or decoding.
     """
 
@@ -34,13 +34,13 @@ class CachedRows:
     pages: Int[Array, "batch pages_per_row"] | None = None
     phase: Phase = dataclasses.field(default="decode", metadata={"static": True})
 
-    def take(self, state: DecodingState) -> jax.Array:
-        """Reads these rows of a layer's state: [slots, ...] -> [batch, ...]."""
+    def take(self, state: DecodingState) -> Shaped[Array, "batch ..."]:
+        """Reads these rows of a layer's state [slots, ...]."""
         held: jax.Array = state[...]
         return held if self.slots is None else held[self.slots]
 
-    def put(self, state: DecodingState, values: jax.Array) -> None:
-        """Writes values [batch, ...] to these rows of a layer's state, in the dtype of the state."""
+    def put(self, state: DecodingState, values: Shaped[Array, "batch ..."]) -> None:
+        """Writes values to these rows of a layer's state, in the dtype of the state."""
         if self.slots is None:
             state[...] = values.astype(state.whole.dtype)
         else:
@@ -50,14 +50,14 @@ class CachedRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenInfo:
-    """What attention knows about tokens besides their features.
+    """The inputs of attention for each token, besides its features.
 
     Attributes:
         index: int32, the position in the row, which masks compare.
         positions: int32, the position in the document, for position embeddings. With several coordinates, as in an
             image, [batch or 1, seq, coordinates].
         segment_ids: int32, the document of each token of a packed row; None if each row is one document.
-        valid: false at padding; None if every place holds a token.
+        valid: false at padding; None if there is no padding.
         cached: the rows that these tokens continue while decoding; None otherwise.
     """
 
@@ -82,7 +82,7 @@ class TokenInfo:
             index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
         return cls(index, index if positions is None else positions, segment_ids, valid, cached)
 
-    def part(self, start: jax.Array | int, size: int) -> TokenInfo:
+    def part(self, start: Int[Array, ""] | int, size: int) -> TokenInfo:
         """`size` tokens from `start` on, without `cached`."""
 
         def cut(x: jax.Array) -> jax.Array:

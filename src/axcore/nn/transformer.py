@@ -1,14 +1,13 @@
-"""Transformer layers, and stacks of layers: one after another, or one config repeated in a scan."""
+"""Transformer layers, and stacks of layers: a sequence of layers, or one layer repeated in a scan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, cast
-
-import jax
+from collections.abc import Callable, Iterable
+from typing import ClassVar, cast
 
 from axcore.config import REQUIRED, ConfigError, at_least, type_name, walk
 from axcore.module import Layer, Rngs, remat, scan, stack
+from axcore.nn.attention.base import Hidden
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.feed_forward import FeedForward
@@ -24,8 +23,8 @@ HIDDEN = ("batch", "seq", "embed_activation")
 class TransformerLayer(Layer):
     """Attention, then a feed-forward block, each inside a residual: `x + output_norm(block(norm(x)))`.
 
-    A norm that is None is left out. Pre-norm by default; with both norms it is sandwich normalization (Gemma 2), with
-    the output norm alone that of OLMo 2.
+    Each norm may be None. The default is pre-norm. Both norms together give the sandwich normalization of Gemma 2, the
+    output norm alone gives the normalization of OLMo 2.
     """
 
     class Config(Layer.Config):
@@ -37,7 +36,7 @@ class TransformerLayer(Layer):
         ffn: Layer.Config = FeedForward.Config()
         ffn_output_norm: Layer.Config | None = None
         dropout: float = 0.0
-        """Chance of each feature that is added to the residual stream to be zeroed while training."""
+        """Probability of zeroing each feature that is added to the residual stream while training."""
 
     config: Config
 
@@ -51,8 +50,8 @@ class TransformerLayer(Layer):
         self.ffn = self.child("ffn", cfg.ffn, rngs, **wide)
         self.ffn_output_norm = self.child("ffn_output_norm", cfg.ffn_output_norm, rngs, **wide)
 
-    def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape."""
+    def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
+        """Applies the layer."""
         for norm, block, output_norm, args in (
             (self.attention_norm, self.attention, self.attention_output_norm, (tokens,)),
             (self.ffn_norm, self.ffn, self.ffn_output_norm, ()),
@@ -72,7 +71,7 @@ class PostNormLayer(Layer):
         ffn: Layer.Config = FeedForward.Config()
         ffn_norm: Layer.Config = LayerNorm.Config()
         dropout: float = 0.0
-        """Chance of each feature that is added to the residual stream to be zeroed while training."""
+        """Probability of zeroing each feature that is added to the residual stream while training."""
 
     config: Config
 
@@ -84,15 +83,15 @@ class PostNormLayer(Layer):
         self.ffn = self.child("ffn", cfg.ffn, rngs, **wide)
         self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **wide)
 
-    def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape."""
+    def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
+        """Applies the layer."""
         rate = self.config.dropout
         x = constrain(self.attention_norm(x + dropout(self, self.attention(x, tokens), rate)), *HIDDEN)
         return constrain(self.ffn_norm(x + dropout(self, self.ffn(x), rate)), *HIDDEN)
 
 
 class ParallelLayer(Layer):
-    """Attention and feed-forward block side by side: `x + attention(norm(x)) + ffn(norm(x))` (GPT-J; PaLM, arXiv
+    """Attention and feed-forward block in parallel: `x + attention(norm(x)) + ffn(norm(x))` (GPT-J; PaLM, arXiv
     2204.02311, section 2)."""
 
     class Config(Layer.Config):
@@ -100,10 +99,10 @@ class ParallelLayer(Layer):
         norm: Layer.Config = RMSNorm.Config()
         attention: Layer.Config = Attention.Config()
         ffn_norm: Layer.Config | None = None
-        """None: the feed-forward block sees what attention sees. Given: a norm of its own (GPT-NeoX)."""
+        """Norm of the feed-forward block (GPT-NeoX); None: it shares `norm` with attention."""
         ffn: Layer.Config = FeedForward.Config()
         dropout: float = 0.0
-        """Chance of each feature that is added to the residual stream to be zeroed while training."""
+        """Probability of zeroing each feature that is added to the residual stream while training."""
 
     config: Config
 
@@ -115,19 +114,19 @@ class ParallelLayer(Layer):
         self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **wide)
         self.ffn = self.child("ffn", cfg.ffn, rngs, **wide)
 
-    def __call__(self, x: jax.Array, tokens: TokenInfo) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape."""
+    def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
+        """Applies the layer."""
         y = self.norm(x)
         both = self.attention(y, tokens) + self.ffn(y if self.ffn_norm is None else self.ffn_norm(x))
         return constrain(x + dropout(self, both, self.config.dropout), *HIDDEN)
 
 
-def _maybe(norm: Any, x: jax.Array) -> jax.Array:
+def _maybe(norm: Callable[[Hidden], Hidden] | None, x: Hidden) -> Hidden:
     return x if norm is None else norm(x)
 
 
 class Sequence(Stack):
-    """Layers one after another, each with a config of its own. In `Repeat`, the group that is repeated."""
+    """A sequence of layers, each with its own config. Inside a `Repeat` it is the group that is repeated."""
 
     class Config(Stack.Config):
         is_sequential: ClassVar[bool] = True
@@ -135,7 +134,7 @@ class Sequence(Stack):
         input_dim: int = REQUIRED
         layers: tuple[Layer.Config, ...]
         remat: Remat | None = None
-        """Policy of each layer without a remat policy inside. None: the backward pass keeps every intermediate
+        """Remat policy of each layer that does not set one itself; None: the backward pass keeps every intermediate
         value."""
 
         def places(self) -> tuple[Place, ...]:
@@ -149,8 +148,8 @@ class Sequence(Stack):
     def __init__(self, cfg: Config, *, rngs: Rngs):
         self.layers = self.children("layers", cfg.layers, rngs, input_dim=cfg.input_dim)
 
-    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape; `args` go to every layer."""
+    def __call__(self, x: Hidden, *args: object) -> Hidden:
+        """Applies the layers in order. `args` are passed to every layer."""
         own = self.config.remat
         again = None if own is None else remat(lambda layer, *args: layer(*args), policy=own.policy())
         for layer, cfg in zip(self.layers, self.config.layers, strict=True):
@@ -159,9 +158,10 @@ class Sequence(Stack):
 
 
 class Repeat(Stack):
-    """`num_layers` layers of one config, one after the other, compiled once (`jax.lax.scan`).
+    """A sequence of `num_layers` layers with the same config, as a `jax.lax.scan`.
 
-    Their parameters are stacked on a leading `layer` axis, so compile time does not grow with depth.
+    The layer is compiled once, so compile time does not grow with depth. Parameters are stacked on a leading `layer`
+    axis.
     """
 
     class Config(Stack.Config):
@@ -172,14 +172,15 @@ class Repeat(Stack):
         layers: Layer.Config = TransformerLayer.Config()
         """The config that every layer is built from."""
         unroll: int = 1
-        """Layers in one step of the loop: compile time against speed. It changes no number that is computed."""
+        """Number of layers in one step of the loop. More layers run faster and compile more slowly; results are
+        equal."""
         remat: Remat | None = None
-        """Of what is repeated, as a whole: for layers of a group each alone, see `Sequence.Config.remat`. None: the
-        backward pass keeps every intermediate value."""
+        """Remat policy of one repetition. For a separate policy of each layer of a group see `Sequence.Config.remat`.
+        None: the backward pass keeps every intermediate value."""
 
         def places(self) -> tuple[Place, ...]:
             if self.num_layers is REQUIRED:
-                raise ConfigError("num_layers of a Repeat is REQUIRED; set it first, so that its layers have numbers")
+                raise ConfigError("num_layers of a Repeat is REQUIRED; set it before the layers are numbered")
             return tuple(Place("layers", (number,), self.layers) for number in range(self.num_layers))
 
         def restack(self, layers: tuple[Layer.Config, ...]) -> Layer.Config:
@@ -192,8 +193,8 @@ class Repeat(Stack):
                 return self.set(num_layers=len(layers), layers=layers[0])
             if type(self) is not Repeat.Config:
                 raise ConfigError(
-                    f"the layers of a {type_name(type(self))} are unequal, and its restack is that of Repeat, which "
-                    f"would replace it. Override restack in its Config"
+                    f"the layers of a {type_name(type(self))} are unequal, and it inherits restack from Repeat, which "
+                    f"would replace it by another class. Override restack in its Config"
                 )
             made = stacked(layers, remat=self.remat, unroll=self.unroll)
             return made.set(input_dim=self.input_dim, dtypes=self.dtypes, tags=self.tags)
@@ -206,8 +207,8 @@ class Repeat(Stack):
             lambda rngs: self.build_child(cfg.layers, rngs, input_dim=cfg.input_dim), rngs.at("layers"), cfg.num_layers
         )
 
-    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape; `args` go to every layer."""
+    def __call__(self, x: Hidden, *args: object) -> Hidden:
+        """Applies the layers in order. `args` are passed to every layer."""
         cfg = self.config
         policy = cfg.remat.policy() if cfg.remat is not None else None
         return scan(self.layers, x, *args, count=cfg.num_layers, unroll=cfg.unroll, remat=policy)
@@ -216,22 +217,23 @@ class Repeat(Stack):
 def stacked(
     layers: Iterable[Layer.Config], *, remat: Remat | None = None, unroll: int = 1
 ) -> Repeat.Config | Sequence.Config:
-    """A decoder that runs these layers, with a scan over each run of equal layers or equal groups of layers.
+    """A decoder that runs these layers. Consecutive equal layers, or equal groups of layers, become a scan.
 
-    Equal layers give a `Repeat`. A repeating group, such as five local layers and a global one, gives a `Repeat` of a
-    `Sequence`. Other lists, such as a dense layer and many with experts, give a `Sequence` of scans and single layers.
+    Equal layers become a `Repeat`. A repeating group, such as five local layers and a global one, becomes a `Repeat` of
+    a `Sequence`. Other lists, such as a dense layer and many layers with experts, become a `Sequence` of scans and
+    single layers.
 
     Args:
         layers: configs of the layers, in execution order.
         remat: policy of each layer.
-        unroll: number of layers in one step of a loop.
+        unroll: number of layers in one step of a scan.
 
     Raises:
         ConfigError: `layers` is empty.
     """
     layers = tuple(layers)
     if not layers:
-        raise ConfigError("a decoder needs at least one layer")
+        raise ConfigError("stacked requires at least one layer, got none")
     parts: list[Layer.Config] = []
     alone, start = False, 0
     while start < len(layers):

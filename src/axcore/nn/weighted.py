@@ -1,12 +1,11 @@
-"""The base of layers with a weight, which the slot `numerics` represents and multiplies."""
+"""The base of layers with a weight that the slot `numerics` represents and multiplies."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from axcore.module import Layer, Rngs
 from axcore.nn.initializers import Initializer
@@ -21,6 +20,8 @@ class Weighted(Layer):
         """Represents the weight and computes every product with it; None: a float parameter and float products."""
 
     config: Config
+    weight: nnx.Param[jax.Array] | nnx.Dict[nnx.Param[jax.Array]]
+    """The float parameter, or the stored arrays by name."""
 
     def make_weight(
         self,
@@ -31,20 +32,21 @@ class Weighted(Layer):
         axes: tuple[str | None, ...],
         input_axis: int = -2,
     ) -> None:
-        """Makes the attributes `weight` and `numerics`.
+        """Sets the attributes `weight` and `numerics`.
 
         Args:
             shape: shape of the float weight.
-            axes: its logical axes.
-            input_axis: the axis of the weight that matrix products sum over.
+            init: initializer of the float weight.
+            axes: logical axes of the weight.
+            input_axis: the axis that matrix products sum over.
         """
         widths = {"shape": shape, "axes": axes, "input_axis": input_axis}
         self.numerics = self.child("numerics", self.config.numerics, rngs, **widths)
         numerics: Numerics | None = self.numerics
         if numerics is None or not numerics.config.stored:
-            self.weight: Any = self.param("weight", shape, init, rngs, axes=axes)
+            self.weight = self.param("weight", shape, init, rngs, axes=axes)
             return
-        # Under jit the float array lives only until it is encoded.
+        # Under jit the float array is freed after it is encoded.
         made = numerics.encode(init(rngs.at("weight").key, shape, self.dtypes.param or jnp.float32))
         self.weight = nnx.Dict(
             {name: nnx.Param(array, axes=_axes_of(array.shape, shape, axes)) for name, array in made.items()}
@@ -52,24 +54,27 @@ class Weighted(Layer):
 
     @property
     def representation(self) -> Weight:
-        """The float weight, or the arrays that are stored in its place."""
+        """The float weight, or the stored arrays that replace it."""
         if isinstance(self.weight, nnx.Dict):
             return {name: variable[...] for name, variable in self.weight.items()}
+        return self.float_weight
+
+    @property
+    def float_weight(self) -> Float[Array, "*shape"]:
+        """The float parameter. There is none if `numerics.stored` is set."""
+        assert isinstance(self.weight, nnx.Param)
         return self.weight[...]
 
     @property
-    def base_matrix(self) -> jax.Array:
+    def base_matrix(self) -> Float[Array, "*shape"]:
         """The float weight that products use, without an adapter."""
-        if self.numerics is None:
-            matrix: jax.Array = self.weight[...]
-            return matrix
-        numerics: Numerics = self.numerics
-        return numerics.matrix(self.representation)
+        numerics: Numerics | None = self.numerics
+        return self.float_weight if numerics is None else numerics.matrix(self.representation)
 
-    def multiply(self, x: jax.Array, product: Product) -> jax.Array:
-        """The product of x, in the compute dtype, with the weight."""
+    def multiply(self, x: Float[Array, "*rows input_dim"], product: Product) -> Float[Array, "*rows output_dim"]:
+        """The product of `x`, in the compute dtype, with the weight."""
         if self.numerics is None:
-            return product(x, self.weight[...], self.dtypes.accumulate)
+            return product(x, self.float_weight, self.dtypes.accumulate)
         return self.numerics(x, self.representation, product)
 
 

@@ -1,4 +1,4 @@
-"""Number formats: how a layer represents its weight and multiplies with it."""
+"""Number formats: the representation of a layer's weight, and products with it."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.numerics.base import Numerics, Weight
@@ -7,3 +7,7 @@ from axcore.numerics.product import Product
 from axcore.numerics.storing import StoredModel, stored
 
 __all__ = ["Numerics", "Product", "StoredModel", "Weight", "gather", "stored"]
+
+
+def __dir__() -> list[str]:
+    return __all__

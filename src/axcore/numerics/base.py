@@ -1,12 +1,12 @@
-"""The layer that owns the representation of a weight and the products with it."""
+"""The base of the layers that represent a weight and compute products with it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from axcore.config import REQUIRED, ConfigError
 from axcore.module import Layer, Rngs, method
@@ -20,21 +20,21 @@ type Weight = jax.Array | Mapping[str, jax.Array]
 class Numerics(Layer):
     """Base of the layers that fill the slot `numerics` of `Linear`, `GroupedLinear` and `Embedding` of `axcore.nn`.
 
-    The layer holds its weight in one of two representations:
+    The weight has one of two representations:
 
     - for training, a float parameter `weight`;
     - with `stored=True`, for inference, only the arrays that `encode` returns, such as `weight.codes` and
-      `weight.scales`, and no float copy. `axcore.numerics.stored` converts a trained model.
+      `weight.scales`, without a float copy. `axcore.numerics.stored` converts a trained model.
 
-    The base class computes what a layer without numerics does. A subclass overrides
+    The base class computes the same as a layer without numerics. A subclass overrides
 
-    - `encode` and `decode`, to have a stored representation;
-    - `matrix`, to round the weight while training, as BitNet does: every product uses it;
-    - `__call__`, to compute products in another number format, or to apply scales after the product;
-    - `gather` and `einsum` likewise.
+    - `encode` and `decode` to define a stored representation;
+    - `matrix` to round the weight while training, as BitNet does (every product uses it);
+    - `__call__` to compute products in another number format, or to apply scales after the product;
+    - `gather` and `einsum` in the same way.
 
     State that gradients overwrite, such as the amax history of delayed scaling, is an `axcore.module.GradientState`
-    made in the constructor. Each product reads it once and returns the next value as its cotangent.
+    that the constructor creates. Each product reads it once and returns the next value as its cotangent.
     """
 
     class Config(Layer.Config):
@@ -45,50 +45,52 @@ class Numerics(Layer):
         input_axis: int = REQUIRED
         """The axis of the weight that matrix products sum over: -2, or -1 for an embedding."""
         stored: bool = False
-        """Whether the layer holds the arrays that `encode` returns in place of a float weight."""
+        """Whether the parameters are the arrays that `encode` returns instead of a float weight."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        """A subclass with a constructor of its own calls this first."""
+        """Subclasses that override the constructor call it first."""
         if cfg.stored and type(self).encode is Numerics.encode:
             raise ConfigError(f"stored=True: {type(self).__qualname__} has no stored representation; set it to False")
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: bool) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("gather", "einsum"):  # so that random numbers and reports belong to the frame of this layer
+        for name in ("gather", "einsum"):  # so random numbers and reports belong to the frame of this layer
             if name in cls.__dict__:
                 setattr(cls, name, method(cls.__dict__[name]))
 
-    def encode(self, weight: jax.Array) -> dict[str, jax.Array]:
-        """The stored representation of a float weight [*shape]. It may use `config`, but no parameters or state.
+    def encode(self, weight: Float[Array, "*shape"]) -> dict[str, jax.Array]:
+        """The stored representation of a float weight. It may use `config`, but no parameters or state.
 
         Every array must have as many dimensions as the weight, each of the same size or smaller, so that scans, meshes
-        and gathers treat it like the weight: two codes per byte are [in / 2, out], scales [1, out].
+        and gathers treat it like the weight. Two codes per byte are [in / 2, out], and scales are [1, out].
         """
         raise NotImplementedError
 
-    def decode(self, stored: Mapping[str, jax.Array]) -> jax.Array:
-        """The float32 weight [*shape] that `encode` stored, up to rounding. `gather` calls it with selected rows of
+    def decode(self, stored: Mapping[str, jax.Array]) -> Float[Array, "*shape"]:
+        """The float32 weight that `encode` stored, up to rounding. `gather` calls it with selected rows of
         each array."""
         raise NotImplementedError
 
-    def matrix(self, weight: Weight) -> jax.Array:
-        """The float weight [*shape] that products use. Adapters and absorbed projections use it too."""
+    def matrix(self, weight: Weight) -> Float[Array, "*shape"]:
+        """The float weight that products use. Adapters and absorbed projections use it too."""
         return self.decode(weight) if isinstance(weight, Mapping) else weight
 
-    def __call__(self, x: jax.Array, weight: Weight, product: Product) -> jax.Array:
-        """The product of x with the weight, in the dtype of x or in `dtypes.accumulate`.
+    def __call__(
+        self, x: Float[Array, "*rows input_dim"], weight: Weight, product: Product
+    ) -> Float[Array, "*rows output_dim"]:
+        """The product of `x` with the weight, in the dtype of `x` or in `dtypes.accumulate`.
 
         Args:
-            x: [..., in], in the compute dtype.
+            x: activations in the compute dtype.
             product: the kind of product, such as a plain or a grouped one.
         """
         return product(x, self.matrix(weight), self.dtypes.accumulate)
 
     @method
-    def gather(self, ids: jax.Array, weight: Weight) -> jax.Array:
-        """The rows `ids` of the weight in the compute dtype: int [...] -> [..., features]."""
+    def gather(self, ids: Int[Array, "*shape"], weight: Weight) -> Float[Array, "*shape features"]:
+        """The rows `ids` of the weight, in the compute dtype."""
         dtype = self.dtypes.compute or jnp.float32
         if isinstance(weight, Mapping):
             return self.decode({name: array[ids] for name, array in weight.items()}).astype(dtype)
@@ -96,5 +98,5 @@ class Numerics(Layer):
 
     @method
     def einsum(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        """`jnp.einsum` of two activations, such as queries and keys. No layer of the core calls it yet."""
+        """`jnp.einsum` of two activations, such as queries and keys. The layers of the core do not call it."""
         return jnp.einsum(equation, x, y, preferred_element_type=self.dtypes.accumulate)

@@ -1,29 +1,36 @@
-"""The kinds of products of activations with a weight, independent of number formats."""
+"""Products of activations with a weight, independent of the number format."""
 
 from __future__ import annotations
 
 import abc
 
-import jax
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 
 class Product(abc.ABC):
     """Base of the products that layers compute: which rows of x are multiplied with which matrix of a weight.
 
-    Subclasses are pytrees, so that a product can be an argument of a `jax.custom_vjp` function. Those of `axcore.nn`
-    are `Plain` (linear maps), `Transposed` (tied heads), `Grouped` and `Batched` (grouped linear maps).
+    Subclasses are pytrees, so a product can be an argument of a `jax.custom_vjp` function. `axcore.nn` defines `Plain`
+    (linear maps), `Transposed` (tied heads), `Grouped` and `Batched` (grouped linear maps).
     """
 
     @abc.abstractmethod
-    def __call__(self, x: jax.Array, weight: jax.Array, accumulate: DTypeLike | None = None) -> jax.Array:
-        """The product: [..., in] -> [..., out].
+    def __call__(
+        self,
+        x: Float[Array, "*rows input_dim"],
+        weight: Float[Array, "*shape"],
+        accumulate: DTypeLike | None = None,
+    ) -> Float[Array, "*rows output_dim"]:
+        """The product of `x` with the matrices of `weight`.
 
         Args:
-            weight: is converted to the dtype of x. Its widths may differ from those of the layer's weight.
+            x: activations.
+            weight: is converted to the dtype of `x`. Its widths may differ from those of the layer's weight.
             accumulate: dtype of the sums and of the result; None: the dtype of x.
         """
 
     @abc.abstractmethod
-    def broadcast(self, values: jax.Array) -> jax.Array:
-        """Per-output values [out], or [group, out] or [group, 1], in a shape that broadcasts against the product."""
+    def broadcast(self, values: Float[Array, "*group output_dim"]) -> Float[Array, "*shape"]:
+        """Values for each output, [out] or [group, out] or [group, 1], in a shape that broadcasts against the
+        product."""

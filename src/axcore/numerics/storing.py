@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,29 +16,30 @@ from axcore.numerics.base import Numerics
 class StoredModel(NamedTuple):
     """The config of a model with stored weights, and its parameters."""
 
-    cfg: Any
+    cfg: Config
     params: Tree
 
 
 def stored(cfg: Config, params: Tree) -> StoredModel:
-    """Sets `stored=True` for all numerics that have a stored representation, and encodes their weights.
+    """Sets `stored=True` for all numerics that have a stored representation and encodes their weights.
 
-    Weights are encoded one at a time; other parameters are passed through. It can be jitted over `params`. Biases,
-    adapters and state keep their paths, and codes are below the path of the weight: `...query.weight.codes`.
+    Weights are encoded one at a time; other parameters are returned unchanged. It can be jitted over `params`. Biases,
+    adapters and state keep their paths. Encoded arrays are below the path of the weight, as `...query.weight.codes`.
 
     Args:
-        cfg: config of a model that was trained with the numerics, or of any float model that `use` added them to.
+        cfg: config of a model that was trained with the numerics, or of a float model that `use` added them to.
         params: parameters of that model; layers may be stacked.
 
     Raises:
-        ConfigError: no numerics in the config can be converted: none has a stored representation, or all are stored.
+        ConfigError: no numerics in the config can be converted: none has a stored representation, or all use it
+            already.
         AxcoreError: the parameters do not match the config.
     """
     chosen = {path for path, node in walk(cfg) if _can_store(node)}
     if not chosen:
         raise ConfigError(
-            "no numerics in the config has a stored representation that is not in use yet; attach one with "
-            "axcore.use(NAME) first"
+            "no numerics in the config can be converted to stored weights; add numerics that have a stored "
+            "representation with axcore.use(NAME)"
         )
     fn, shapes, state = abstract(cfg)
     for path, module in nnx.iter_modules(fn.bind(shapes, state)):
@@ -47,29 +49,31 @@ def stored(cfg: Config, params: Tree) -> StoredModel:
     return StoredModel(select(cfg, lambda path, _: path in chosen).set(stored=True), params)
 
 
-def _can_store(node: Any) -> bool:
+def _can_store(node: Config) -> bool:
     if not isinstance(node, Numerics.Config) or node.stored:
         return False
     return node.target is not None and node.target.encode is not Numerics.encode
 
 
-def _encoded(params: Tree, rest: tuple[Any, ...], numerics: Numerics, path: tuple[Any, ...]) -> Tree:
+def _encoded(params: Tree, rest: tuple[Any, ...], numerics: Numerics, path: tuple[Hashable, ...]) -> Tree:
     """A copy of `params` with the weight at the path `rest` encoded."""
     if rest:
         below = params.get(rest[0])
         if not isinstance(below, dict):
-            raise AxcoreError(f"the parameters have nothing at {_dotted(path)}; they are not those of this config")
+            raise AxcoreError(
+                f"the parameters have no entry at {_dotted(path)}; pass the parameters of a model with this config"
+            )
         return {**params, rest[0]: _encoded(below, rest[1:], numerics, path)}
     weight = params.get("weight")
     shape = numerics.config.shape
     if weight is None or isinstance(weight, dict) or weight.shape[weight.ndim - len(shape) :] != shape:
         found = getattr(weight, "shape", "none")
-        raise AxcoreError(f"{_dotted(path)}.weight must be a float array [..., {shape}], and is {found}")
-    encode: Any = numerics.encode
+        raise AxcoreError(f"{_dotted(path)}.weight must be a float array of shape [..., {shape}], got {found}")
+    encode: Callable[[jax.Array], dict[str, jax.Array]] = numerics.encode
     for _ in range(weight.ndim - len(shape)):  # stacked layers
         encode = jax.vmap(encode)
     return {**params, "weight": jax.jit(encode)(weight)}
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def _dotted(path: tuple[Hashable, ...]) -> str:
     return ".".join(map(str, path)) or "the root"

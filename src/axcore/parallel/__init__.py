@@ -20,3 +20,7 @@ __all__ = [
     "is_sharded",
     "shard_map",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

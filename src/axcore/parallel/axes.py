@@ -22,5 +22,5 @@ LOGICAL_AXES: Mapping[str, str] = FrozenDict(
         "layer": "layers of a scanned stack",
     }
 )
-"""The axes that the core uses: name -> meaning. Parameters may have others; a layer declares other axes that only its
-activations have in `Layer.activation_axes`."""
+"""The logical axes of the core and their meanings. Parameters may use other names. A layer whose activations have
+further axes declares them in `Layer.activation_axes`."""

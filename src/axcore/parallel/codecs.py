@@ -1,4 +1,4 @@
-"""How configs write partition specs."""
+"""The codec of partition specs in configs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from jax.sharding import PartitionSpec
 
 from axcore.config import Codec, register_codec
 
+_Entry = str | list[str] | None
 
-def _write(spec: PartitionSpec) -> list[object]:
+
+def _write(spec: PartitionSpec) -> list[_Entry]:
     return [list(axes) if isinstance(axes, tuple) else axes for axes in spec]
 
 
-def _read(content: list[object]) -> PartitionSpec:
+def _read(content: list[_Entry]) -> PartitionSpec:
     return PartitionSpec(*(tuple(axes) if isinstance(axes, list) else axes for axes in content))
 
 

@@ -1,7 +1,7 @@
-"""The device mesh, and how logical axis names map to it.
+"""The device mesh, and the rules that map logical axes to mesh axes.
 
-Parameters and activations carry logical names ("embed", "mlp", "batch"); rules map each to mesh axes. A model never
-names a device.
+Parameters and activations have logical axes ("embed", "mlp", "batch"), and rules map each of them to mesh axes. A model
+never names a device.
 """
 
 from __future__ import annotations
@@ -15,33 +15,35 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree, Shaped
 
 from axcore.config import Config, ConfigError, FrozenDict
 from axcore.config.errors import did_you_mean
 from axcore.parallel.axes import LOGICAL_AXES
 
 MeshAxes = str | tuple[str, ...] | None
-Axis = Any
-"""A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`, whose type is private to jax."""
+Axis = Any  # Any: the type of UNCONSTRAINED is private to jax
+"""A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`."""
 
 FSDP_RULES: Mapping[str, MeshAxes] = FrozenDict({"batch": ("data", "fsdp"), "embed": "fsdp"})
-"""Batches over data and fsdp, every parameter with an `embed` dimension over fsdp; all else replicated."""
+"""Shards batches over data and fsdp, and parameters with an `embed` axis over fsdp. Everything else is replicated."""
 
 
 class Mesh(Config):
     """The shape of the device mesh and the rules from logical to mesh axes.
 
-    One axis may have size -1: it takes the devices that are left.
+    One axis may have size -1, which is replaced by the number of remaining devices.
     """
 
     shape: Mapping[str, int] = FrozenDict({"data": -1, "fsdp": 1})
     rules: Mapping[str, MeshAxes] = FSDP_RULES
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Layout:
-        """The layout on these devices (all, by default).
+        """The layout on these devices, by default on all devices.
 
         Raises:
-            ConfigError: the shape does not use exactly the devices there are, or a rule names an unknown mesh axis.
+            ConfigError: The product of the shape is not the number of devices, or a rule names an unknown mesh axis.
         """
         devices = jax.devices() if devices is None else devices
         sizes = self._sizes(len(devices))
@@ -52,7 +54,7 @@ class Mesh(Config):
         """The layout on `count` devices that this process does not have, for tracing and lowering.
 
         Raises:
-            ConfigError: see `make`.
+            ConfigError: See `make`.
         """
         sizes = self._sizes(count)
         types = (AxisType.Auto,) * len(sizes)
@@ -61,21 +63,23 @@ class Mesh(Config):
         return Layout(mesh, self.rules)
 
     def _sizes(self, count: int) -> dict[str, int]:
-        """The size of each axis over this many devices."""
+        """The size of each mesh axis for `count` devices."""
         sizes = dict(self.shape)
         free = [axis for axis, size in sizes.items() if size == -1]
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if len(free) == 1 and fixed > 0 and count % fixed == 0:
             sizes[free[0]] = count // fixed
         if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != count:
-            raise ConfigError(f"mesh.shape: {sizes} does not fill {count} devices; its product must be equal")
+            raise ConfigError(f"mesh.shape: {sizes} does not fill {count} devices. Its product must be {count}")
         for name, axes in self.rules.items():
             group = group_of(axes)
             if len(set(group)) < len(group):
-                raise ConfigError(f"mesh.rules: {name!r} maps to {group}, which names an axis twice")
+                raise ConfigError(f"mesh.rules: {name!r} maps to {group}, which contains an axis twice")
             for axis in group:
                 if axis not in sizes:
-                    raise ConfigError(f"mesh.rules: {name!r} maps to {axis!r}; the mesh has {', '.join(sizes)}")
+                    raise ConfigError(
+                        f"mesh.rules: {name!r} maps to {axis!r}, which is not an axis of the mesh: {', '.join(sizes)}"
+                    )
         return sizes
 
 
@@ -86,28 +90,28 @@ class Layout:
     mesh: jax.sharding.Mesh | AbstractMesh
     rules: Mapping[str, MeshAxes]
     manual: bool = False
-    """Whether this is inside `shard_map`, where arrays are the shards of one device."""
+    """Whether the code runs inside `shard_map`, where arrays are the shards of one device."""
 
     @property
     def platform(self) -> str:
-        """Platform of the devices: "cpu", "gpu" or "tpu". They need not belong to this process.
+        """The platform of the devices: "cpu", "gpu" or "tpu". The devices need not belong to this process.
 
         Raises:
-            ConfigError: the mesh is abstract and has no `abstract_device`.
+            ConfigError: The mesh is abstract and has no `abstract_device`.
         """
         if isinstance(self.mesh, jax.sharding.Mesh):
             return str(self.mesh.devices.flat[0].platform)
         device = self.mesh.abstract_device
         if device is None:
             raise ConfigError(
-                f"the abstract mesh {dict(self.mesh.shape)} has no platform; give it an abstract_device, as in "
+                f"the abstract mesh {dict(self.mesh.shape)} has no platform. Pass it an abstract_device, as in "
                 f"AbstractDevice(device_kind, num_cores, platform)"
             )
         return str(device.platform)
 
     @property
     def device_kind(self) -> str:
-        """The devices as JAX names them, such as "NVIDIA H100 80GB HBM3"; empty if unknown."""
+        """The kind of the devices in JAX, such as "NVIDIA H100 80GB HBM3"; empty if unknown."""
         if isinstance(self.mesh, jax.sharding.Mesh):
             return str(self.mesh.devices.flat[0].device_kind)
         device = self.mesh.abstract_device
@@ -118,20 +122,21 @@ class Layout:
         return () if name is None or self.manual else group_of(self.rules.get(name))
 
     def size_of(self, axes: MeshAxes) -> int:
-        """The number of shards of a dimension that is split over these mesh axes."""
+        """The number of shards of a dimension that is sharded over these mesh axes."""
         sizes = dict(self.mesh.shape)
         return math.prod(sizes[axis] for axis in group_of(axes))
 
     def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> PartitionSpec:
-        """The partition spec of an array with these logical axes. A mesh axis is used for the first dimension that maps
-        to it.
+        """The partition spec of an array with these logical axes. If several dimensions map to one mesh axis, the first
+        dimension uses it.
 
         Args:
-            axes: `PartitionSpec.UNCONSTRAINED` in place of a name leaves the dimension to the compiler.
-            shape: if given, trailing mesh axes are dropped from a dimension until it divides.
+            axes: The logical axis of each dimension. `PartitionSpec.UNCONSTRAINED` leaves the dimension to the
+                compiler.
+            shape: If given, trailing mesh axes are dropped from a dimension until its size divides.
         """
         taken: set[str] = set()
-        dimensions: list[Any] = []
+        dimensions: list[Axis] = []
         for index, name in enumerate(axes):
             if name is PartitionSpec.UNCONSTRAINED:
                 dimensions.append(name)
@@ -144,30 +149,37 @@ class Layout:
         return PartitionSpec(*dimensions)
 
     def check_rules(self, declared: Iterable[str]) -> None:
-        """Checks that every rule is for an axis in `LOGICAL_AXES` or in `declared`, the axes of a model.
+        """Checks that every rule maps an axis in `LOGICAL_AXES` or in `declared`, the axes of a model.
 
         Raises:
-            ConfigError: a rule is for another axis.
+            ConfigError: A rule maps another axis.
         """
         known = sorted({*LOGICAL_AXES, *declared})
         for name in self.rules:
             if name not in known:
                 raise ConfigError(
                     f"mesh.rules: {name!r} is not a logical axis of this model.{did_you_mean(name, known)} "
-                    f"Known: {', '.join(known)}. A layer declares an axis of its own in `activation_axes`"
+                    f"Known: {', '.join(known)}. A layer declares further axes in `activation_axes`"
                 )
 
     def sharding(self, *axes: Axis) -> NamedSharding:
+        """The sharding of an array with these logical axes."""
         return NamedSharding(self.mesh, self.spec(axes))
 
-    def shardings(self, arrays: Any, axes: Any) -> Any:
-        """A tree of arrays (or shapes) and its tree of logical axes -> a tree of shardings.
+    def shardings(self, arrays: PyTree, axes: PyTree) -> PyTree[NamedSharding]:
+        """The sharding of each array.
+
+        Args:
+            arrays: A pytree of arrays or of `jax.ShapeDtypeStruct`.
+            axes: The logical axes of each array, as tuples, in a pytree of the same structure.
 
         Raises:
-            ConfigError: a dimension does not divide over its mesh axes.
+            ConfigError: A dimension does not divide over its mesh axes.
         """
 
-        def place(path: Any, array: Any, names: tuple[str | None, ...]) -> NamedSharding:
+        def place(
+            path: KeyPath[object], array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]
+        ) -> NamedSharding:
             sharding = self.sharding(*names)
             try:
                 sharding.shard_shape(array.shape)
@@ -183,7 +195,7 @@ class Layout:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """While active, `constrain` places activations on this mesh."""
+        """Makes `constrain` place activations on this mesh."""
         token = _layout.set(self)
         try:
             yield
@@ -200,33 +212,33 @@ def active_layout() -> Layout | None:
 
 
 def is_sharded() -> bool:
-    """Whether activations may be spread over several devices."""
+    """Whether activations may be sharded over several devices."""
     layout = _layout.get()
     return layout is not None and not layout.manual and any(size > 1 for size in layout.mesh.shape.values())
 
 
-def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
+def constrain(x: Shaped[Array, ...], *axes: Axis) -> Shaped[Array, ...]:
     """Constrains the sharding of an activation by the rules of the active layout.
 
-    It is the identity if no layout is active, and inside `shard_map`. A dimension that is named None or does not divide
-    over its mesh axes, such as the single token of a decoding step, is replicated.
+    Returns `x` unchanged if no layout is active, and inside `shard_map`. A dimension is replicated if its axis is None
+    or if it does not divide over its mesh axes, as for the single token of a decoding step.
 
     Args:
-        axes: the logical axis of each dimension.
+        axes: The logical axis of each dimension.
     """
     layout = _layout.get()
     if layout is None or not is_sharded():
         return x
     if len(axes) != x.ndim:
-        raise ValueError(f"constrain names {len(axes)} dimensions, {axes}, of an array of shape {x.shape}")
+        raise ValueError(f"constrain: {len(axes)} axes {axes} do not match the dimensions of shape {x.shape}")
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.spec(axes, x.shape)))
 
 
 def group_of(axes: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes of a rule, or of one entry of a partition spec."""
+    """The mesh axes of a rule or of one entry of a partition spec, as a tuple."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def entry_of(group: tuple[str, ...]) -> MeshAxes:
-    """One entry of a partition spec."""
+    """The entry of a partition spec for these mesh axes."""
     return group if len(group) > 1 else group[0] if group else None

@@ -1,49 +1,51 @@
 """What plugin authors import, and how plugins are found. Imports neither jax nor flax."""
 
-from axcore.plugin.active import active, supplier
+from axcore.plugin.attribution import attributed
 from axcore.plugin.features import use, use_text
 from axcore.plugin.hooks import API_VERSION, hookimpl
 from axcore.plugin.host import Host
 from axcore.plugin.offers import (
-    AttentionKernel,
-    CheckpointFormat,
+    AttentionKernelOffer,
+    CallbackOffer,
     Command,
+    EvaluatorOffer,
     Feature,
-    InputSource,
-    KVCache,
+    KVCacheOffer,
     MeshRule,
     NumericsOffer,
     Offer,
-    Optimizer,
+    OptimizerOffer,
     Recipe,
+    SourceOffer,
 )
-from axcore.plugin.recipes import current_recipe, recipe
-from axcore.plugin.registry import Registry, registry, resolve
+from axcore.plugin.recipes import recipe
+from axcore.plugin.registry import Registry, active, registry, resolve, supplier
 from axcore.plugin.states import Plugin, PluginError, State, Unavailable
 from axcore.plugin.targets import Accelerator, mesh_rules, target
 
 __all__ = [
     "API_VERSION",
     "Accelerator",
-    "AttentionKernel",
-    "CheckpointFormat",
+    "AttentionKernelOffer",
+    "CallbackOffer",
     "Command",
+    "EvaluatorOffer",
     "Feature",
     "Host",
-    "InputSource",
-    "KVCache",
+    "KVCacheOffer",
     "MeshRule",
     "NumericsOffer",
     "Offer",
-    "Optimizer",
+    "OptimizerOffer",
     "Plugin",
     "PluginError",
     "Recipe",
     "Registry",
+    "SourceOffer",
     "State",
     "Unavailable",
     "active",
-    "current_recipe",
+    "attributed",
     "hookimpl",
     "mesh_rules",
     "recipe",
@@ -54,3 +56,7 @@ __all__ = [
     "use",
     "use_text",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

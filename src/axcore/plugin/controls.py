@@ -1,8 +1,7 @@
-"""The environment variables that keep plugins out."""
+"""The environment variables that exclude plugins."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,41 +12,30 @@ from axcore.plugin.states import CORE, Plugin, PluginError
 VARIABLES = ("AXCORE_DISABLE", "AXCORE_PLUGINS", ALLOWLIST, "AXCORE_STRICT")
 
 
-@dataclasses.dataclass(frozen=True)
 class Controls:
-    """What the user, or the site, has said about plugins as a whole. None of it keeps the core's own offers out.
+    """Which plugins may be loaded. The core's own offers always are.
 
-    Attributes:
-        disabled: AXCORE_DISABLE, ids separated by commas: these stay out.
-        only: AXCORE_PLUGINS, ids separated by commas: all others stay out; None where it is not set.
-        allowlist: AXCORE_ALLOWLIST, a file: what is not listed there, or differs, stays out; None where it is not set.
-        strict: AXCORE_STRICT=1: anything wrong with any plugin is an error at discovery.
+    - AXCORE_DISABLE, ids separated by commas: these are excluded.
+    - AXCORE_PLUGINS, ids separated by commas: all others are excluded.
+    - AXCORE_ALLOWLIST, a file: what it does not list, or what has changed, is excluded.
+    - AXCORE_STRICT=1: a broken plugin is an error at discovery.
+
+    Raises:
+        PluginError: a variable names a plugin that is not installed, has an invalid value, or names a bad file.
     """
 
-    disabled: frozenset[str] = frozenset()
-    only: frozenset[str] | None = None
-    allowlist: Allowlist | None = None
-    strict: bool = False
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str], known: Mapping[str, Plugin]) -> Controls:
-        """
-        Raises:
-            PluginError: a variable names a plugin that is not installed, has no such value, or names a bad file.
-        """
-        if environ.get(ALLOWLIST) == "":
-            raise PluginError(f"{ALLOWLIST} is set and empty; set it to the file of an allowlist, or unset it")
-        disabled, only = _ids(environ, "AXCORE_DISABLE", known), _ids(environ, "AXCORE_PLUGINS", known)
-        if CORE in disabled:
+    def __init__(self, environ: Mapping[str, str], known: Mapping[str, Plugin]):
+        self.disabled, only = _ids(environ, "AXCORE_DISABLE", known), _ids(environ, "AXCORE_PLUGINS", known)
+        self.only = only if "AXCORE_PLUGINS" in environ else None
+        if CORE in self.disabled:
             raise PluginError(f"AXCORE_DISABLE names {CORE!r}, which is axcore itself and cannot be disabled")
-        strict = environ.get("AXCORE_STRICT", "0").strip() or "0"
-        if strict not in ("0", "1"):
+        if (strict := environ.get("AXCORE_STRICT", "0")) not in ("0", "1"):
             raise PluginError(f"AXCORE_STRICT must be 0 or 1, not {strict!r}")
-        allowlist = Allowlist.read(Path(environ[ALLOWLIST])) if ALLOWLIST in environ else None
-        return cls(disabled, only if "AXCORE_PLUGINS" in environ else None, allowlist, strict == "1")
+        self.strict = strict == "1"
+        self.allowlist = Allowlist.read(Path(environ[ALLOWLIST])) if ALLOWLIST in environ else None
 
     def why_disabled(self, plugin: Plugin) -> str:
-        """Why a plugin stays out; `""` when it does not."""
+        """Why a plugin is excluded; `""` if it is not."""
         if plugin.id == CORE:
             return ""
         if plugin.id in self.disabled:
@@ -61,8 +49,7 @@ class Controls:
 def _ids(environ: Mapping[str, str], variable: str, known: Mapping[str, Plugin]) -> frozenset[str]:
     ids = {part.strip() for part in environ.get(variable, "").split(",") if part.strip()}
     for unknown in sorted(ids - set(known)):
-        of = [plugin.id for plugin in known.values() if plugin.distribution == unknown]
-        if of:
-            raise PluginError(f"{variable} names the distribution {unknown!r}; write the id of its plugin: {of[0]}")
-        raise PluginError(f"{variable} names {unknown!r}, which is not installed.{did_you_mean(unknown, known)}")
+        same = [f" Did you mean {plugin.id!r}?" for plugin in known.values() if plugin.distribution == unknown]
+        hint = same[0] if same else did_you_mean(unknown, known)
+        raise PluginError(f"{variable} names {unknown!r}, which is not the id of an installed plugin.{hint}")
     return frozenset(ids)

@@ -1,4 +1,4 @@
-"""What a plugin can offer: a name, a line about it, and where the code is. Naming it imports nothing."""
+"""Offers: what a plugin provides, described by a name, a target and a summary. An offer imports nothing."""
 
 from __future__ import annotations
 
@@ -9,79 +9,82 @@ from typing import ClassVar
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """One thing that a plugin offers.
+    """One thing that a plugin provides. Each kind of offer is a subclass, with a hook that returns a list of it.
 
     Attributes:
-        name: what configs and users call it; unique among offers of its kind.
-        target: `package.module:attribute`, imported when a config names the offer and not before.
+        name: its name in configs and on the command line; unique among offers of its kind.
+        target: `package.module:attribute`, imported when a config names the offer.
         summary: one line for listings.
     """
 
-    kind: ClassVar[str] = "offer"
+    hook: ClassVar[str] = ""
+    kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
-    """The config field that it fills, for kinds that `use` can put into place; empty for the others."""
+    """The config field that `axcore.use` fills; empty for kinds that fill none."""
+    keyed: ClassVar[bool] = False
+    """Whether the slot is a mapping. `axcore.use` then adds an entry under the name of the offer."""
     name: str
     target: str
     summary: str
 
 
 class Feature(Offer):
-    """A modifier `use(cfg, **options) -> cfg` that attaches something to a config: RoPE, MoE, LoRA, FP8."""
+    """A function `(cfg, **options) -> cfg` that attaches something to a config: RoPE, MoE, LoRA, FP8."""
 
-    kind = "feature"
-
-
-class AttentionKernel(Offer):
-    """A Layer class for the kernel slot of attention: a subclass of `axcore.nn.AttentionKernel`."""
-
-    kind = "attention kernel"
-    slot = "kernel"
+    hook, kind = "axcore_features", "feature"
 
 
-class KVCache(Offer):
-    """A Layer class for the cache slot of attention, a subclass of `axcore.nn.KVCache`; it owns its layout."""
+class AttentionKernelOffer(Offer):
+    """A subclass of `axcore.nn.AttentionKernel`, for the slot `kernel` of attention."""
 
-    kind = "kv cache"
-    slot = "cache"
+    hook, kind, slot = "axcore_attention_kernels", "attention kernel", "kernel"
+
+
+class KVCacheOffer(Offer):
+    """A subclass of `axcore.nn.KVCache`, for the slot `cache` of attention."""
+
+    hook, kind, slot = "axcore_kv_caches", "kv cache", "cache"
 
 
 class NumericsOffer(Offer):
-    """A subclass of `axcore.numerics.Numerics`, for the numerics slot of layers with a weight."""
+    """A subclass of `axcore.numerics.Numerics`, for the slot `numerics` of layers with a weight."""
 
-    kind = "numerics"
-    slot = "numerics"
-
-
-class Optimizer(Offer):
-    """A subclass of `axcore.train.Optimizer`, for the optimizer slot of the learner."""
-
-    kind = "optimizer"
-    slot = "optimizer"
+    hook, kind, slot = "axcore_numerics", "numerics", "numerics"
 
 
-class InputSource(Offer):
-    """A class that reads documents for the source slot of an input: a subclass of `axcore.train.data.TextSource`."""
+class OptimizerOffer(Offer):
+    """A subclass of `axcore.train.Optimizer`, for the slot `optimizer` of the learner."""
 
-    kind = "input source"
-    slot = "source"
+    hook, kind, slot = "axcore_optimizers", "optimizer", "optimizer"
 
 
-class CheckpointFormat(Offer):
-    """A class that writes and reads training states, for the format slot of the checkpointer."""
+class SourceOffer(Offer):
+    """A class that reads documents, for the slot `source` of an input."""
 
-    kind = "checkpoint format"
-    slot = "format"
+    hook, kind, slot = "axcore_input_sources", "input source", "source"
+
+
+class CallbackOffer(Offer):
+    """A subclass of `axcore.train.Callback`, for the mapping `callbacks` of the trainer."""
+
+    hook, kind, slot, keyed = "axcore_callbacks", "callback", "callbacks", True
+
+
+class EvaluatorOffer(Offer):
+    """A subclass of `axcore.train.Evaluator`, for the mapping `evaluators` of an evaluation."""
+
+    hook, kind, slot, keyed = "axcore_evaluators", "evaluator", "evaluators", True
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshRule(Offer):
-    """A modifier for one kind of hardware.
+    """A function `(cfg) -> cfg` or `(cfg, accelerator) -> cfg` that lays a config out on hardware.
 
     Attributes:
-        pattern: which accelerators it is for, as in `gpu-h100-*`.
+        pattern: the accelerators that it is for, such as `gpu-h100-*`.
     """
 
-    kind: ClassVar[str] = "mesh rule"
+    hook, kind = "axcore_mesh_rules", "mesh rule"
     pattern: str
 
     def matches(self, accelerator: str) -> bool:
@@ -89,12 +92,16 @@ class MeshRule(Offer):
 
 
 class Recipe(Offer):
-    """A function without required arguments that returns a whole trainer config."""
+    """A function without required arguments that returns a trainer config."""
 
-    kind = "recipe"
+    hook, kind = "axcore_recipes", "recipe"
 
 
 class Command(Offer):
-    """A subcommand of `axcore`: a function that takes the arguments after its name and returns an exit code."""
+    """A function `(arguments: list[str]) -> int` that runs a subcommand of `axcore` and returns its exit code."""
 
-    kind = "command"
+    hook, kind = "axcore_commands", "command"
+
+
+OFFERS: dict[str, type[Offer]] = {kind.hook: kind for kind in Offer.__subclasses__()}
+"""Each hook, with the kind of offer that it returns a list of."""

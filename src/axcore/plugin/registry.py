@@ -1,175 +1,198 @@
-"""Discovery: which plugins are installed, what state each is in, and what they offer."""
+"""Discovery: which plugins are installed, the state of each, and what they offer."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import os
-import reprlib
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import EntryPoint
 from typing import Any
 
+from axcore.config import Config, walk
+from axcore.plugin.attribution import described
 from axcore.plugin.controls import Controls
-from axcore.plugin.entry_points import installed_points
-from axcore.plugin.faults import described
-from axcore.plugin.hooks import API_VERSION, FAMILIES
-from axcore.plugin.host import Host
-from axcore.plugin.loading import NAME, Manager, load
+from axcore.plugin.hooks import manager
+from axcore.plugin.loading import load
 from axcore.plugin.offers import Offer
-from axcore.plugin.once import Once
-from axcore.plugin.ownership import claims, owner
 from axcore.plugin.states import CORE, CORE_MODULE, Plugin, PluginError, State, ways_out
+
+GROUP = "axcore.plugins"
+CORE_POINT = EntryPoint(CORE, CORE_MODULE, GROUP)
+"""Stands in for the core's entry point where axcore is imported from a source tree that is not installed."""
 
 
 class Registry:
-    """The plugins of one process. `registry()` is the one that everything uses.
+    """The plugins of one process. `registry()` returns the one that everything uses.
 
     Args:
-        entry_points: those of the group `axcore.plugins`, in any order.
-        environ: holds AXCORE_DISABLE, AXCORE_PLUGINS, AXCORE_ALLOWLIST and AXCORE_STRICT, where they are set.
-        families: the classes that hold the hook specs.
-        arguments: values for arguments of hooks beside `host`, by name.
-        unreadable: plugins that have failed already.
+        points: the entry points of the group `axcore.plugins`, in any order.
+        environ: may contain AXCORE_DISABLE, AXCORE_PLUGINS, AXCORE_ALLOWLIST and AXCORE_STRICT.
 
     Raises:
-        PluginError: a variable cannot be obeyed, or AXCORE_STRICT is set and something is wrong with a plugin.
+        PluginError: a variable is invalid, or AXCORE_STRICT is set and a plugin is broken.
     """
 
-    def __init__(
-        self,
-        entry_points: Iterable[importlib.metadata.EntryPoint],
-        environ: Mapping[str, str],
-        *,
-        families: Iterable[type] = FAMILIES,
-        arguments: Mapping[str, Any] | None = None,
-        unreadable: Iterable[Plugin] = (),
-    ):
+    def __init__(self, points: Iterable[EntryPoint], environ: Mapping[str, str]):
         self.plugins: dict[str, Plugin] = {}
-        self._claims: dict[tuple[type[Offer], str], list[Plugin]] = {}
-        self._owners: dict[str, Plugin | None] = {}
-        for point in sorted(entry_points, key=lambda point: (point.name, point.value)):
-            self._note(point)
-        for plugin in unreadable:
-            self.plugins.setdefault(plugin.id, plugin)
-        self.controls = Controls.of(environ, self.plugins)
-        manager = Manager(families)
-        given = {"host": Host(API_VERSION), **(arguments or {})}
+        for point in sorted(points, key=lambda point: (point.name, point.value)):
+            self._add(point)
+        self.controls = Controls(environ, self.plugins)
+        hooks = manager()
         for plugin in self.plugins.values():
-            reason = self.controls.why_disabled(plugin)
-            if reason:
+            if reason := self.controls.why_disabled(plugin):
                 plugin.state, plugin.detail = State.DISABLED, reason
             elif plugin.state is State.DISCOVERED:
-                load(plugin, manager, given)
-                for offer in plugin.offers:
-                    self._claims.setdefault((type(offer), offer.name), []).append(plugin)
-        if self.controls.strict:
-            self._refuse_faults()
+                load(plugin, hooks)
+        if self.controls.strict and (faults := self._faults()):
+            raise PluginError("\n- ".join(["AXCORE_STRICT=1 does not allow these plugins:", *faults]))
 
-    def find[T: Offer](self, kind: type[T], name: str) -> tuple[Plugin, T] | None:
-        """The offer of this kind and name, with the plugin that makes it; None when nobody does.
-
-        Raises:
-            PluginError: two plugins claim the name.
-        """
-        claims = self._claims.get((kind, name), [])
-        if len(claims) > 1:
-            raise PluginError(_conflict(kind, name, claims))
-        return next(((plugin, offer) for plugin, offer in self.offers(kind) if offer.name == name), None)
+    def _add(self, point: EntryPoint) -> None:
+        new, known = Plugin(point), self.plugins.get(point.name)
+        if known is None:
+            self.plugins[new.id] = new
+        elif (known.module, known.distribution) != (new.module, new.distribution):
+            # The same one twice is an editable install with its metadata in two places.
+            known.state = State.FAILED
+            known.detail = f"two distributions claim the id {point.name!r}: {known} and {new}; uninstall one"
 
     def offers[T: Offer](self, kind: type[T]) -> list[tuple[Plugin, T]]:
-        """Every offer of a kind, by plugin id."""
+        """Every offer of a kind, with its plugin."""
         return [(plugin, offer) for plugin in self.plugins.values() for offer in plugin.offers if type(offer) is kind]
 
-    def conflicts(self) -> list[str]:
-        """A sentence about every name that two plugins offer as the same kind of thing."""
-        return [_conflict(kind, name, claims) for (kind, name), claims in self._claims.items() if len(claims) > 1]
+    def find[T: Offer](self, kind: type[T], name: str) -> tuple[Plugin, T] | None:
+        """The offer of this kind and name, with its plugin; None if there is none.
 
-    def faults(self) -> list[str]:
-        """A sentence about everything that AXCORE_STRICT refuses: broken and incompatible plugins, and conflicts."""
+        Raises:
+            PluginError: two plugins offer it.
+        """
+        found = [(plugin, offer) for plugin, offer in self.offers(kind) if offer.name == name]
+        if len(found) > 1:
+            raise PluginError(self._conflict(kind, name))
+        return found[0] if found else None
+
+    def conflicts(self) -> list[str]:
+        """A sentence about every name that two plugins offer as the same kind."""
+        claims = [(type(offer), offer.name) for plugin in self.plugins.values() for offer in plugin.offers]
+        return [self._conflict(*claim) for claim in dict.fromkeys(claims) if claims.count(claim) > 1]
+
+    def _conflict(self, kind: type[Offer], name: str) -> str:
+        plugins = [plugin for plugin, offer in self.offers(kind) if offer.name == name]
+        listed = " and ".join(f"{plugin.id} ({plugin})" for plugin in plugins)
+        return f"the {kind.kind} {name!r} is offered by {listed}; uninstall one, or set {ways_out(plugins)}"
+
+    def _faults(self) -> list[str]:
+        """A sentence about everything that AXCORE_STRICT does not allow: broken plugins and conflicts."""
         bad = [plugin for plugin in self.plugins.values() if plugin.state in (State.FAILED, State.INCOMPATIBLE)]
-        told = [f"plugin {plugin.id!r} ({plugin}) is {plugin.state}: {plugin.reason}" for plugin in bad]
-        return [*told, *self.conflicts()]
+        return [f"plugin {each.id!r} ({each}) is {each.state}: {each.reason}" for each in bad] + self.conflicts()
 
     def why_missing(self, name: str) -> str:
-        """What is known of a plugin that could have offered `name` but does not; `""` when nothing is."""
+        """The state of a plugin of this name that is installed and not loaded, as text; `""` if there is none."""
         for plugin in self.plugins.values():
-            is_it = name in (plugin.id, plugin.distribution, plugin.distribution.removeprefix("axcore-"))
-            if is_it and plugin.state is not State.LOADED:
+            names = (plugin.id, plugin.distribution, plugin.distribution.removeprefix("axcore-"))
+            if name in names and plugin.state is not State.LOADED:
                 return f"plugin {plugin.id!r} ({plugin}) is installed but {plugin.state}: {plugin.reason}"
         return ""
 
     def advice(self, id: str) -> str:
-        """How to get what one of axcore's own plugins brings."""
+        """How to get one of axcore's own plugins."""
         return self.why_missing(id) or f"pip install axcore-{id}"
 
     def not_loaded(self) -> str:
-        """A line about each plugin that might offer something and does not, each after a line break."""
+        """A line about each plugin that is not loaded, each after a line break."""
         absent = [plugin for plugin in self.plugins.values() if plugin.state is not State.LOADED]
         told = [f"\n  not loaded: {plugin.id} ({plugin}, {plugin.state}: {plugin.reason})" for plugin in absent[:5]]
-        more = f"\n  and {len(absent) - 5} more, see axcore plugins" if len(absent) > 5 else ""
-        return "".join(told) + more
+        return "".join(told) + (f"\n  and {len(absent) - 5} more, see axcore plugins" if len(absent) > 5 else "")
 
     def owner(self, module: str) -> Plugin | None:
-        """The plugin that a module belongs to; None for the core's own modules and for user code."""
-        if module not in self._owners:
-            self._owners[module] = owner(module, self._claimed)
-        return self._owners[module]
+        """The plugin that a module belongs to; None for the core, for user code and where distributions share it.
+
+        A plugin owns its module, the modules of its targets, and the packages that contain them.
+        """
+        while module and module not in self._claims:
+            module = module.rpartition(".")[0]
+        claims = self._claims.get(module, [])
+        return claims[0] if len({plugin.distribution for plugin in claims}) == 1 else None
 
     @functools.cached_property
-    def _claimed(self) -> dict[str, list[Plugin]]:
-        return claims(self.plugins.values())
+    def _claims(self) -> dict[str, list[Plugin]]:
+        found: dict[str, list[Plugin]] = {}
+        for plugin in self.plugins.values():
+            if plugin.id != CORE:
+                for name in set(self._claimed_by(plugin)) - {""}:
+                    found.setdefault(name, []).append(plugin)
+        return found
 
-    def _note(self, point: importlib.metadata.EntryPoint) -> None:
-        new, known = Plugin(point), self.plugins.get(point.name)
-        if new.id == CORE and new.module != CORE_MODULE:
-            new = Plugin(point, id=f"{CORE} of {new.distribution}")
-            new.state, new.detail = State.FAILED, f"the id {CORE!r} is the core's own; name the entry point differently"
-            self.plugins[new.id] = new
-        elif known is None:
-            self.plugins[new.id] = new
-            if not NAME.fullmatch(new.id):
-                new.state, new.detail = State.FAILED, f"the id {new.id!r} must be letters, digits, '.', '_' and '-'"
-        elif new.id != CORE and (known.module, known.distribution) != (new.module, new.distribution):
-            # The same twice is an editable install that left its metadata in two places.
-            known.state = State.FAILED
-            known.detail = f"two distributions claim the id {point.name!r}: {known} and {new}; uninstall one"
-
-    def _refuse_faults(self) -> None:
-        faults = self.faults()
-        if faults:
-            raise PluginError("\n- ".join(["AXCORE_STRICT=1 refuses these plugins as they are:", *faults]))
+    def _claimed_by(self, plugin: Plugin) -> Iterator[str]:
+        yield from (plugin.module, plugin.package)
+        others = ["axcore", *(other.package for other in self.plugins.values() if other is not plugin)]
+        for offer in plugin.offers:
+            module = offer.target.partition(":")[0]
+            if _is_in(module, plugin.package) or not any(_is_in(module, package) for package in others):
+                yield from (module, module.rpartition(".")[0])
 
 
-def _conflict(kind: type[Offer], name: str, claims: list[Plugin]) -> str:
-    names = " and ".join(f"{plugin.id} ({plugin})" for plugin in claims)
-    return f"the {kind.kind} {name!r} is offered by {names}; uninstall one, or {ways_out(claims)}"
+def _is_in(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
 
 
-def _discover() -> Registry:
-    points, unreadable = installed_points()
-    return Registry(points, os.environ, unreadable=unreadable)
+class _Discovery:
+    """Builds the registry at the first call, once in a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._found: Registry | None = None
+        self._running = False
+
+    def __call__(self) -> Registry:
+        with self._lock:
+            if self._running:
+                raise PluginError(
+                    "plugins are still being found. A plugin module must not call axcore.use, axcore.recipe or "
+                    "registry() at import or in a hook; call them in the target of an offer"
+                )
+            if self._found is None:
+                points = [*importlib.metadata.entry_points(group=GROUP)]
+                if not any(point.value == CORE_MODULE for point in points):
+                    points.append(CORE_POINT)
+                self._running = True
+                try:
+                    self._found = Registry(points, os.environ)
+                finally:
+                    self._running = False
+            return self._found
+
+    def cache_clear(self) -> None:
+        """Makes the next call discover plugins again, for tests that change what is installed."""
+        self._found = None
 
 
-registry = Once(_discover)
-"""`registry()`: the plugins of this process, found once, at first use."""
+registry = _Discovery()
+"""`registry()`: the plugins of this process."""
 
 
 def resolve(plugin: Plugin, offer: Offer) -> Any:
-    """Imports what an offer names.
+    """Imports the target of an offer: a class or a function, whose type depends on the kind of the offer.
 
     Raises:
-        PluginError: the import failed, with its cause chained.
+        PluginError: the import failed.
     """
     module, _, attribute = offer.target.partition(":")
     try:
-        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-        if not callable(found):
-            raise TypeError(f"it is {reprlib.repr(found)}, which cannot be called")
-        return found
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"the {offer.kind} {offer.name!r} of {plugin} could not be loaded from {offer.target!r}: {described(error)}"
         ) from error
+
+
+def supplier(node: Config) -> Plugin | None:
+    """The plugin that a node's class comes from; None for the core and for user code."""
+    return registry().owner(type(node).__module__)
+
+
+def active(cfg: Config) -> dict[str, str]:
+    """The plugins that supplied a node of the tree: id -> `distribution version`."""
+    plugins = {plugin.id: str(plugin) for _, node in walk(cfg) if (plugin := supplier(node))}
+    return dict(sorted(plugins.items()))

@@ -1,4 +1,4 @@
-"""Suites that plugin authors subclass and run."""
+"""Conformance suites that plugin authors subclass."""
 
 from axcore.testing.feature import FeatureSuite
 from axcore.testing.kernel import KernelSuite
@@ -24,3 +24,7 @@ __all__ = [
     "tiny_batch",
     "tiny_model",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,16 +1,16 @@
-"""Attention calls, and their results by the formula in NumPy float64."""
+"""Attention calls, and their results in NumPy float64."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 import axcore as ax
 from axcore.nn import (
@@ -19,15 +19,14 @@ from axcore.nn import (
     Causal,
     Contiguous,
     Dropout,
-    Everything,
+    Full,
     Mask,
     SameSegment,
     SlidingWindow,
     TokenInfo,
 )
 
-Numbers = np.ndarray[Any, np.dtype[Any]]
-Allowed = Callable[[Numbers, Numbers, Numbers, Numbers], Numbers]
+Allowed = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """(query index, key index, query segment, key segment), broadcastable -> bool: the mask in NumPy."""
 
 BATCH = 2
@@ -55,7 +54,7 @@ class Case:
     written: int | None = None
     """Number of valid keys; None: all `key_len` keys."""
     behind: int = 0
-    """Tokens by which the second row is shorter than the first."""
+    """Number of tokens by which the second row is shorter than the first."""
     scale: float = 0.125
     softcap: float | None = None
     sinks: bool = False
@@ -67,11 +66,11 @@ _CAUSAL_SEGMENTS: Allowed = lambda i, j, s, t: (i >= j) & (s == t)  # noqa: E731
 
 CASES = {
     "causal": Case(),
-    "causal, one document a row": Case(mask=Causal() & SameSegment()),
-    "every key": Case(("full",), mask=Everything(), allowed=lambda i, j, s, t: (i == i) & (j == j)),
+    "causal, one document in each row": Case(mask=Causal() & SameSegment()),
+    "every key": Case(("full",), mask=Full(), allowed=lambda i, j, s, t: (i == i) & (j == j)),
     "one token": Case(("odd_lengths",), query_len=1, key_len=1),
     "odd length": Case(("odd_lengths",), query_len=37, key_len=37),
-    "beyond a block": Case(("long",), query_len=257, key_len=257, heads=2, kv_heads=1),
+    "longer than a block": Case(("long",), query_len=257, key_len=257, heads=2, kv_heads=1),
     "groups of two": Case(("grouped",), kv_heads=2),
     "one kv head": Case(("grouped",), kv_heads=1),
     "six heads on three": Case(("grouped",), heads=6, kv_heads=3),
@@ -91,7 +90,7 @@ CASES = {
         allowed=lambda i, j, s, t: (i >= j) & (i - j < 3) & (s == t),
         segments=True,
     ),
-    "either of two masks": Case(
+    "one of two masks": Case(
         ("any_mask", "segments"),
         mask=Causal() | SameSegment(),
         allowed=lambda i, j, s, t: (i >= j) | (s == t),
@@ -106,7 +105,7 @@ CASES = {
     "dropout": Case(("dropout",), dropout=True),
     "next token": Case(("decoding",), query_len=1, key_len=12, start=8, written=9),
     "part of a prompt": Case(("decoding",), query_len=3, key_len=12, start=4, written=7, kv_heads=2),
-    "rows at different places": Case(("decoding",), query_len=2, key_len=12, start=7, written=9, behind=4),
+    "rows at different positions": Case(("decoding",), query_len=2, key_len=12, start=7, written=9, behind=4),
     "sinks while decoding": Case(("decoding", "sinks"), query_len=1, key_len=12, start=8, written=9, sinks=True),
     "part of a prompt in a window": Case(
         ("decoding", "windows"),
@@ -121,18 +120,19 @@ CASES = {
 
 
 class Slopes(ax.Layer):
-    """A bias that decreases with distance, with a learned slope for each head."""
+    """A bias that decreases with the distance of query and key, with a learned slope for each head."""
 
     class Config(ax.Layer.Config):
         num_heads: int = ax.REQUIRED
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        def slopes(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        def slopes(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
             return jnp.linspace(0.1, 0.5, shape[0], dtype=dtype)
 
         self.slopes = self.param("slopes", (cfg.num_heads,), slopes, rngs, axes=("head",))
 
-    def __call__(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
+    def __call__(self, query: TokenInfo, key: TokenInfo) -> Float[Array, "batch_or_1 head query key"]:
+        """The bias."""
         distance = jnp.abs(query.index[:, :, None] - key.index[:, None, :])
         return -self.slopes[...][:, None, None] * distance[:, None]
 
@@ -142,7 +142,7 @@ Arrays = dict[str, jax.Array]
 
 @functools.cache
 def arrays_of(case: Case, dtype: str) -> Arrays:
-    """The differentiable inputs: `q`, `k`, `v`, and `sinks` if the case has them."""
+    """The differentiable inputs: `q`, `k`, `v`, and `sinks` if the case has sinks."""
     random = np.random.default_rng(1)
     value_dim = case.head_dim if case.value_dim is None else case.value_dim
     shapes = {
@@ -185,15 +185,15 @@ class Expected:
     Attributes:
         heads: the heads.
         lse: the log-sum-exp of each query's logits, sinks included.
-        grads: gradients of `(heads * heads_grad).sum()` by the name of the input; empty without `heads_grad`.
+        grads: input name -> gradient of `(heads * heads_grad).sum()`; empty without `heads_grad`.
     """
 
-    heads: Float[Array, "batch query head value_dim"]
-    lse: Float[Array, "batch query head"]
-    grads: dict[str, Numbers]
+    heads: Float[np.ndarray, "batch query head value_dim"]
+    lse: Float[np.ndarray, "batch query head"]
+    grads: dict[str, np.ndarray]
 
 
-def formula(case: Case, arrays: Arrays, heads_grad: Numbers | None = None) -> Expected:
+def formula(case: Case, arrays: Arrays, heads_grad: np.ndarray | None = None) -> Expected:
     """Attention with all options of the case, and its gradients, in float64."""
     q, k, v = (np.asarray(arrays[name], np.float64) for name in ("q", "k", "v"))
     group = case.heads // case.kv_heads
@@ -204,7 +204,7 @@ def formula(case: Case, arrays: Arrays, heads_grad: Numbers | None = None) -> Ex
         capped = np.tanh(logits / case.softcap)
         logits, slope = case.softcap * capped, 1 - capped**2
     if case.bias:
-        distance = np.abs(_places(case)[:, :, None] - np.arange(case.key_len))
+        distance = np.abs(_query_index(case)[:, :, None] - np.arange(case.key_len))
         logits = logits - np.linspace(0.1, 0.5, case.heads)[:, None, None] * distance[:, None]
     logits = np.where(_allowed(case)[:, None], logits, -np.inf)
     highest = logits.max(-1, keepdims=True)
@@ -218,12 +218,12 @@ def formula(case: Case, arrays: Arrays, heads_grad: Numbers | None = None) -> Ex
         dropout = Dropout(jax.random.key(7), None, None, DROPOUT)
         kept = np.asarray(dropout.keep(*_tokens(case), (BATCH, case.heads))) / (1 - DROPOUT)
     heads = np.einsum("bhst,bthd->bshd", weights * kept, v)
-    grads: dict[str, Numbers] = {}
+    grads: dict[str, np.ndarray] = {}
     if heads_grad is not None:
         along = (heads * heads_grad).sum(-1).transpose(0, 2, 1)[..., None]
         of_logits = weights * (np.einsum("bshd,bthd->bhst", heads_grad, v) * kept - along) * slope * case.scale
 
-        def grouped(x: Numbers) -> Numbers:
+        def grouped(x: np.ndarray) -> np.ndarray:
             return x.reshape(*x.shape[:2], case.kv_heads, group, x.shape[3]).sum(3)
 
         grads["q"] = np.einsum("bhst,bthd->bshd", of_logits, k)
@@ -231,41 +231,42 @@ def formula(case: Case, arrays: Arrays, heads_grad: Numbers | None = None) -> Ex
         grads["v"] = grouped(np.einsum("bhst,bshd->bthd", weights * kept, heads_grad))
         if "sinks" in arrays:
             grads["sinks"] = -(np.exp(sinks - lse) * along).sum((0, 2, 3))
-    return Expected(heads, lse[..., 0].transpose(0, 2, 1), grads)  # type: ignore[arg-type]
+    return Expected(heads, lse[..., 0].transpose(0, 2, 1), grads)
 
 
-def _segments(case: Case) -> Numbers:
-    """[batch, key_len]: segment ids of documents of random lengths."""
+def _segments(case: Case) -> Int[np.ndarray, "batch key"]:
+    """Segment ids of documents of random lengths."""
     starts = np.random.default_rng(3).random((BATCH, case.key_len)) < 0.3
     return np.cumsum(starts, axis=1)
 
 
-def _places(case: Case) -> Numbers:
-    """[batch, query_len]: the index of each query."""
+def _query_index(case: Case) -> Int[np.ndarray, "batch query"]:
+    """The index of each query."""
     return np.arange(case.query_len) + case.start - np.array([[0], [case.behind]])
 
 
-def _exists(case: Case) -> Numbers:
-    """[batch, key_len]: which keys are valid."""
+def _valid(case: Case) -> Bool[np.ndarray, "batch key"]:
+    """True for valid keys."""
     written = case.key_len if case.written is None else case.written
     return np.arange(case.key_len) < written - np.array([[0], [case.behind]])
 
 
-def _allowed(case: Case) -> Numbers:
-    places = _places(case)
+def _allowed(case: Case) -> Bool[np.ndarray, "batch query key"]:
+    """True where the query sees the key."""
+    places = _query_index(case)
     segments = _segments(case) if case.segments else np.zeros((BATCH, case.key_len), int)
     asking = np.take_along_axis(segments, places, axis=1)
     allowed = case.allowed(
         places[:, :, None], np.arange(case.key_len)[None, None], asking[:, :, None], segments[:, None]
     )
-    return np.broadcast_to(allowed & _exists(case)[:, None], (BATCH, case.query_len, case.key_len))
+    return np.broadcast_to(allowed & _valid(case)[:, None], (BATCH, case.query_len, case.key_len))
 
 
 def _tokens(case: Case) -> tuple[TokenInfo, TokenInfo]:
-    """The queries and the keys; a single object for both if they are the same tokens."""
+    """The tokens of queries and keys: a single object if they are the same tokens."""
     index = jnp.arange(case.key_len, dtype=jnp.int32)[None]
-    segments, places = _segments(case), _places(case)
-    written = None if case.written is None else jnp.asarray(_exists(case))
+    segments, places = _segments(case), _query_index(case)
+    written = None if case.written is None else jnp.asarray(_valid(case))
     key = TokenInfo(index, index, jnp.asarray(segments, jnp.int32) if case.segments else None, written)
     if (case.start, case.behind, case.written, case.query_len) == (0, 0, None, case.key_len):
         return key, key

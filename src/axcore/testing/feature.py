@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.config import ConfigError, text
-from axcore.module import Rngs, abstract, functional
+from axcore.config import Config, ConfigError, text
+from axcore.module import Rngs, Tree, abstract, functional
 from axcore.nn import Repeat, use_remat
 from axcore.parallel import Mesh, Remat
 from axcore.plugin import Feature, resolve, use
 from axcore.testing.devices import steps
-from axcore.testing.models import VOCAB_SIZE, by_path, loss_and_grads, objective, tiny_batch, tiny_model
+from axcore.testing.models import VOCAB_SIZE, Batch, by_path, loss_and_grads, objective, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite
 
 
 class FeatureSuite(OfferSuite):
-    """Checks that hold for every feature. Subclass it in a test file and name the feature:
+    """Checks of a feature. Subclass it in a test file and name the feature:
 
     ```python
     class TestRope(FeatureSuite):
@@ -32,18 +32,19 @@ class FeatureSuite(OfferSuite):
     ```
 
     Attributes:
-        feature: the name that `axcore.use` knows it by.
-        options: for `axcore.use`.
-        changes_outputs: whether a freshly built model computes something else with the feature than without.
-        asleep: path endings of parameters that get no gradient in a fresh model, such as a factor whose partner is 0.
-        mixes_rows: whether one row of a batch may influence another (a capacity that they share, say).
-        bfloat16_error: how far the loss may be from that in float32 when activations are bfloat16, relative.
+        feature: the name of the feature, as in `axcore.use`.
+        options: the options of the feature.
+        changes_outputs: whether the feature changes the outputs of a freshly built model.
+        zero_gradients: path endings of parameters whose gradient is zero in a freshly built model, such as one factor
+            of a product whose other factor is 0.
+        mixes_rows: whether the rows of a batch may influence each other, for example through a shared capacity.
+        bfloat16_error: largest relative difference of the loss between bfloat16 and float32 activations.
     """
 
     kind = Feature
     feature: ClassVar[str]
     changes_outputs: ClassVar[bool] = True
-    asleep: ClassVar[tuple[str, ...]] = ()
+    zero_gradients: ClassVar[tuple[str, ...]] = ()
     mixes_rows: ClassVar[bool] = False
     bfloat16_error: ClassVar[float] = 2e-2
 
@@ -51,28 +52,30 @@ class FeatureSuite(OfferSuite):
         if "feature" in cls.__dict__:
             cls.name = cls.feature
 
-    def model(self) -> Any:
-        """The config that the feature is attached to; override it when `tiny_model` has nothing for it."""
+    def model(self) -> Config:
+        """The config that the feature is attached to. Override it if `tiny_model` does not contain the required
+        nodes."""
         return tiny_model()
 
-    def attached(self) -> Any:
+    def attached(self) -> Config:
+        """The config with the feature."""
         return ax.pipe(self.model(), use(self.feature, **self.options))
 
     config = attached
 
     @staticmethod
-    def batch() -> dict[str, jax.Array]:
-        """What the model is run on."""
+    def batch() -> Batch:
+        """The batch that the model runs on."""
         return tiny_batch()
 
-    def test_attaching_changes_the_config_and_not_the_original(self) -> None:
+    def test_attaching_returns_a_changed_copy_of_the_config(self) -> None:
         before = self.model()
         kept = text(before)
         after = use(self.feature, **self.options)(before)
         assert after.diff(before)
         assert text(before) == kept
 
-    def test_a_model_without_it_is_as_before(self) -> None:
+    def test_building_with_the_feature_does_not_affect_other_models(self) -> None:
         fn, shapes, _ = abstract(self.model())
         abstract(self.attached())
         again, shapes_again, _ = abstract(self.model())
@@ -80,7 +83,7 @@ class FeatureSuite(OfferSuite):
         assert fn.axes == again.axes
         assert fn.graphdef == again.graphdef
 
-    def test_where_nothing_matches_is_a_config_error(self) -> None:
+    def test_selecting_nothing_raises_a_config_error(self) -> None:
         if "where" not in inspect.signature(resolve(*self.found())).parameters:
             pytest.skip("the feature has no option 'where'")
         with pytest.raises(ConfigError):
@@ -93,23 +96,25 @@ class FeatureSuite(OfferSuite):
 
     def test_every_parameter_has_a_gradient(self) -> None:
         _, grads = self._loss_and_grads(self.attached())
-        dead = [path for path, leaf in by_path(grads).items() if not np.any(leaf) and not path.endswith(self.asleep)]
+        dead = [
+            path for path, leaf in by_path(grads).items() if not np.any(leaf) and not path.endswith(self.zero_gradients)
+        ]
         assert not dead, f"no gradient reaches {dead}"
 
     def test_outputs_change_as_declared(self) -> None:
         with_it, _ = self._loss_and_grads(self.attached())
         without, _ = self._loss_and_grads(self.model())
-        unchanged = np.allclose(with_it, without, rtol=1e-6, atol=0)  # what is fused may round otherwise
+        unchanged = np.allclose(with_it, without, rtol=1e-6, atol=0)  # fusion may change the rounding
         assert unchanged != self.changes_outputs
 
     def test_unrolled_and_scanned_stacks_agree(self) -> None:
         self._agrees(functools.partial(_on_stacks, change=lambda cfg: ax.select(cfg, Repeat).set(unroll=2)))
 
-    def test_recomputing_activations_changes_nothing(self) -> None:
+    def test_remat_does_not_change_results(self) -> None:
         self._agrees(functools.partial(_on_stacks, change=lambda cfg: use_remat(cfg, Remat())))
 
     def test_a_deeper_model_can_be_trained(self) -> None:
-        """With more layers, those that a feature edits by number meet scans."""
+        """Deeper stacks have scans whose layers a feature may edit by number."""
         cfg = use(self.feature, **self.options)(_on_stacks(self.model(), _twice_as_deep))
         fn, params, state = abstract(cfg)
         jax.eval_shape(jax.grad(lambda params: objective(fn, params, state, self.batch())), params)
@@ -120,7 +125,7 @@ class FeatureSuite(OfferSuite):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
         np.testing.assert_allclose(found, self._loss_and_grads(self.attached())[0], rtol=self.bfloat16_error)
 
-    def test_rows_of_a_batch_do_not_mix(self) -> None:
+    def test_rows_of_a_batch_are_independent(self) -> None:
         if self.mixes_rows:
             pytest.skip("declared to mix rows")
         fn, params, state = functional(self.attached().build(rngs=Rngs(0)))
@@ -129,7 +134,7 @@ class FeatureSuite(OfferSuite):
         run = jax.jit(lambda ids: fn(params, state, ids, key=jax.random.key(2))[0][0])
         np.testing.assert_allclose(run(others)[0], run(ids)[0], rtol=1e-5, atol=1e-6)
 
-    def test_mapped_examples_agree_with_single_ones(self) -> None:
+    def test_vmap_agrees_with_single_examples(self) -> None:
         fn, params, state = functional(self.attached().build(rngs=Rngs(0)))
         batches = jax.tree.map(lambda x: jnp.stack([x, jnp.roll(x, 1, axis=1)]), self.batch())
         loss = functools.partial(objective, fn, params, state)
@@ -138,27 +143,27 @@ class FeatureSuite(OfferSuite):
         one_by_one = [single(jax.tree.map(lambda x, i=i: x[i], batches)) for i in range(2)]
         np.testing.assert_allclose(mapped, np.stack(one_by_one), rtol=1e-5)
 
-    def test_paths_of_other_parameters_stay(self) -> None:
+    def test_paths_of_other_parameters_do_not_change(self) -> None:
         before, after = (set(by_path(abstract(cfg)[1])) for cfg in (self.model(), self.attached()))
         owners = {path.rpartition(".")[0] for path in after}
         lost = {path for path in before - after if path.rpartition(".")[0] in owners}
-        assert not lost, f"checkpoints would break: {sorted(lost)} have gone from layers that stayed"
+        assert not lost, f"checkpoints would break: layers that still exist have lost {sorted(lost)}"
 
-    def test_other_parameters_start_as_before(self) -> None:
+    def test_initial_values_of_other_parameters_do_not_change(self) -> None:
         before, after = (by_path(functional(cfg.build(rngs=Rngs(0)))[1]) for cfg in (self.model(), self.attached()))
         moved = [
             path
             for path, value in before.items()
             if path in after and value.shape == after[path].shape and not np.array_equal(value, after[path])
         ]
-        assert not moved, f"the same seed gives other values to {moved}; draw from rngs.at(NAME)"
+        assert not moved, f"the same seed gives different initial values to {moved}; draw from rngs.at(NAME)"
 
     def test_eight_devices_agree_with_one(self) -> None:
         batch = jax.tree.map(lambda x: np.asarray(jnp.tile(x, (4, 1))), self.batch())
         one, eight = steps(
             self.attached(), batch, [Mesh(shape={"data": 1, "fsdp": 1}), Mesh(shape={"data": 2, "fsdp": 4})]
         )
-        assert eight["sharded"], "no parameter is sharded; do they declare logical axes?"
+        assert eight["sharded"], "no parameter is sharded; do the parameters declare logical axes?"
         np.testing.assert_allclose(eight["loss"], one["loss"], rtol=1e-5)
         for path, update in one["updates"].items():
             scale = np.abs(update).max()
@@ -166,7 +171,7 @@ class FeatureSuite(OfferSuite):
                 eight["updates"][path], update, rtol=1e-3, atol=1e-5 + 1e-4 * scale, err_msg=path
             )
 
-    def _agrees(self, change: Any) -> None:
+    def _agrees(self, change: Callable[[Config], Config]) -> None:
         loss, grads = self._loss_and_grads(self.attached())
         other_loss, other_grads = self._loss_and_grads(change(self.attached()))
         np.testing.assert_allclose(loss, other_loss, rtol=1e-6)
@@ -176,20 +181,20 @@ class FeatureSuite(OfferSuite):
                 by_path(other_grads)[path], leaf, rtol=1e-3, atol=1e-7 + 1e-4 * scale, err_msg=path
             )
 
-    def _loss_and_grads(self, cfg: Any) -> tuple[np.ndarray, Any]:
+    def _loss_and_grads(self, cfg: Config) -> tuple[np.ndarray, Tree]:
         return loss_and_grads(cfg, self.batch)
 
 
-def _on_stacks(cfg: Any, change: Callable[[Any], Any]) -> Any:
-    """`cfg` with its stacks changed; as it is where it has none."""
+def _on_stacks(cfg: Config, change: Callable[[Config], Config]) -> Config:
+    """`change(cfg)`, or `cfg` if it has no stacks."""
     try:
         return change(cfg)
     except ConfigError:
         return cfg
 
 
-def _twice_as_deep(cfg: Any) -> Any:
-    def deeper(_: str, node: Any) -> Any:
-        return node.set(num_layers=2 * node.num_layers)
+def _twice_as_deep(cfg: Config) -> Config:
+    def deeper(_: str, node: Config) -> Config:
+        return node.set(num_layers=2 * cast(Repeat.Config, node).num_layers)
 
     return ax.select(cfg, Repeat).map(deeper)

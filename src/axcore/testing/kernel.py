@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import axcore as ax
+from axcore import nn
+from axcore.config import Config
 from axcore.module import Rngs
 from axcore.nn import Contiguous, KernelRequest, attend_in_parts, refusal
 from axcore.parallel import Mesh
-from axcore.plugin import AttentionKernel, use
+from axcore.plugin import AttentionKernelOffer, use
 from axcore.testing.attention_cases import CASES, Arrays, Case, arrays_of, formula, inputs_of
 from axcore.testing.devices import steps
 from axcore.testing.models import loss_and_grads, tiny_batch, tiny_model
@@ -23,7 +25,7 @@ from axcore.testing.offer import OfferSuite, offered_config
 
 CAPABILITIES = frozenset(need for case in CASES.values() for need in case.needs) | {"gradients", "lse"}
 TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 4e-3}
-"""Absolute error of the outputs, which are of order 1, against float64 on the same rounded inputs."""
+"""Absolute error of the outputs, which are of order 1, against float64 with the same rounded inputs."""
 GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
 """Relative error of each gradient in the L2 norm, against float64."""
 
@@ -37,8 +39,8 @@ class KernelSuite(OfferSuite):
         lacks = {"sinks", "softcap"}
     ```
 
-    Cases that need none of the capabilities in `lacks` must be supported and correct. All others must be refused, by
-    `takes` or with a reason by `supports`, so that another kernel can be chosen.
+    The kernel must support all cases that require no capability in `lacks`, with correct results. It must not support
+    the others: `takes` omits the option, or `supports` returns a reason, so another kernel can be chosen.
 
     Attributes:
         lacks: the members of `CAPABILITIES` that the kernel does not have.
@@ -46,35 +48,37 @@ class KernelSuite(OfferSuite):
         platform: the platform that it runs on. On others the suite checks `supports` and skips the numerical checks.
     """
 
-    kind = AttentionKernel
+    kind = AttentionKernelOffer
     lacks: ClassVar[frozenset[str] | set[str]] = frozenset()
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     platform: ClassVar[str] = "cpu"
 
-    def model(self) -> Any:
+    def model(self) -> Config:
         """A model whose attention calls the kernel supports."""
         return tiny_model()
 
-    def config(self) -> Any:
+    def config(self) -> Config:
         return ax.pipe(self.model(), use(self.name, **self.options))
 
     def test_lacks_names_capabilities(self) -> None:
         assert set(self.lacks) <= CAPABILITIES, f"unknown: {set(self.lacks) - CAPABILITIES}; known: {CAPABILITIES}"
 
     @pytest.mark.parametrize("name", CASES)
-    def test_supports_what_it_claims_and_refuses_the_rest_with_a_reason(self, name: str) -> None:
+    def test_lacks_lists_exactly_the_unsupported_calls(self, name: str) -> None:
         case, kernel = CASES[name], self._kernel(CASES[name])
         lacking = set(case.needs) & set(self.lacks)
         for dtype in self.dtypes:
             reason = refusal(kernel, self._request(case, dtype))
             if lacking:
-                assert isinstance(reason, str), f"it lacks {lacking}; supports() must say so"
-                assert len(reason.split()) > 2, f"a reason is a few words, not {reason!r}"
+                assert isinstance(reason, str), f"lacks contains {lacking}, so supports() must return a reason"
+                assert len(reason.split()) > 2, f"a reason must have at least three words, got {reason!r}"
             else:
-                assert reason is None, f"it does not list this in lacks, but refuses it: {reason}"
+                assert reason is None, (
+                    f"the kernel must support this call or list a capability in lacks; it returns: {reason}"
+                )
 
     @pytest.mark.parametrize("name", CASES)
-    def test_outputs_are_those_of_the_formula(self, name: str) -> None:
+    def test_outputs_equal_the_formula(self, name: str) -> None:
         case = self._runnable(CASES[name])
         for dtype in self.dtypes:
             arrays, call = self._call(case, dtype)
@@ -84,33 +88,33 @@ class KernelSuite(OfferSuite):
             np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=TOLERANCE[dtype])
 
     @pytest.mark.parametrize("name", CASES)
-    def test_gradients_are_those_of_the_formula(self, name: str) -> None:
+    def test_gradients_equal_the_formula(self, name: str) -> None:
         if "gradients" in self.lacks:
-            pytest.skip("declared to have no backward pass")
+            pytest.skip("lacks contains gradients")
         case = self._runnable(CASES[name])
         for dtype in self.dtypes:
             arrays, call = self._call(case, dtype)
             self._check_gradients(case, dtype, arrays, call)
 
     @pytest.mark.parametrize("name", ["causal", "groups of two", "documents", "window", "sinks"])
-    def test_lse_is_that_of_the_formula(self, name: str) -> None:
+    def test_lse_equals_the_formula(self, name: str) -> None:
         case = self._runnable(self._with_lse(CASES[name]))
         for dtype in self.dtypes:
             arrays, kernel = arrays_of(case, dtype), self._kernel(case)
             inputs = inputs_of(case, arrays, return_lse=True)
             heads, lse = jax.jit(kernel.__call__)(inputs)
             expected = formula(case, arrays)
-            assert lse.dtype == jnp.float32, "the log-sum-exp is float32: in bfloat16 a merge loses its digits"
+            assert lse.dtype == jnp.float32, "lse must be float32: merging in bfloat16 loses precision"
             np.testing.assert_allclose(lse, expected.lse, rtol=0, atol=5 * TOLERANCE[dtype])
             np.testing.assert_allclose(np.asarray(heads, np.float64), expected.heads, rtol=0, atol=TOLERANCE[dtype])
 
     @pytest.mark.parametrize("name", ["causal", "groups of two", "sinks"])
-    def test_two_parts_of_the_keys_merge_into_one_call(self, name: str) -> None:
+    def test_merging_two_parts_of_the_keys_equals_one_call(self, name: str) -> None:
         case = self._runnable(self._with_lse(CASES[name], "decoding"))
         for dtype in self.dtypes:
             arrays, kernel = arrays_of(case, dtype), self._kernel(case)
 
-            def call(arrays: Arrays, kernel: Any = kernel, case: Case = case) -> jax.Array:
+            def call(arrays: Arrays, kernel: nn.AttentionKernel = kernel, case: Case = case) -> jax.Array:
                 inputs = inputs_of(case, arrays)
                 kv, half = inputs.plain, case.key_len // 2
                 parts = [Contiguous(kv.k[:, at], kv.v[:, at], jax.tree.map(lambda x, at=at: x[:, at], kv.tokens))
@@ -125,7 +129,7 @@ class KernelSuite(OfferSuite):
             if "gradients" not in self.lacks:
                 self._check_gradients(case, dtype, arrays, call)
 
-    def test_mapped_scanned_and_recomputed_it_is_the_same(self) -> None:
+    def test_vmap_scan_and_remat_do_not_change_results(self) -> None:
         arrays, call = self._call(self._runnable(CASES["causal"]), self.dtypes[0])
         plain = jax.jit(call)(arrays)
         several = jax.tree.map(lambda each: jnp.stack([each, each[::-1]]), arrays)
@@ -137,25 +141,25 @@ class KernelSuite(OfferSuite):
                 np.asarray(found, np.float32), np.asarray(plain, np.float32), rtol=0, atol=TOLERANCE[self.dtypes[0]]
             )
 
-    def test_in_a_model_it_is_as_good_as_the_reference(self) -> None:
+    def test_the_loss_of_a_model_equals_that_of_the_reference_kernel(self) -> None:
         self._runnable(CASES["causal"])
         models = [cfg.set(dtypes=ax.DTypes(compute=self.dtypes[0])) for cfg in (self.config(), self.model())]
         (loss, _), (expected, _) = (loss_and_grads(cfg, tiny_batch) for cfg in models)
         np.testing.assert_allclose(loss, expected, rtol=TOLERANCE[self.dtypes[0]])
 
     def test_eight_devices_agree_with_one(self) -> None:
-        """On a 2 x 2 x 2 mesh over rows, queries and heads. A kernel that lacks `decoding` may require as many queries
-        as keys; for it the mesh is 4 x 2 over rows and heads."""
+        """On a 2 x 2 x 2 mesh over rows, queries and heads. A kernel that lacks `decoding` may require equal numbers of
+        queries and keys, so its mesh is 4 x 2 over rows and heads."""
         self._runnable(CASES["causal"])
         if self.platform != "cpu":
-            pytest.skip("eight devices are made of CPU cores")
+            pytest.skip("the eight devices are CPU devices")
         cfg = self.config().set(dtypes=ax.DTypes(compute=self.dtypes[0]))
         batch = jax.tree.map(np.asarray, tiny_batch(rows=8))
-        rules: Mapping[str, Any] = {"batch": "data", "embed": "data", "head": "tensor", "kv_head": "tensor"}
+        rules = {"batch": "data", "embed": "data", "head": "tensor", "kv_head": "tensor"}
         shape = {"data": 2, "context": 2, "tensor": 2}
         if "decoding" in self.lacks:
             shape = {"data": 4, "context": 1, "tensor": 2}
-        rules = {**rules, "seq": "context"}
+        rules["seq"] = "context"
         alone = Mesh(shape=dict.fromkeys(shape, 1), rules=rules)
         one, eight = steps(cfg, batch, [alone, Mesh(shape=shape, rules=rules)])
         np.testing.assert_allclose(eight["loss"], one["loss"], rtol=TOLERANCE[self.dtypes[0]])
@@ -173,22 +177,23 @@ class KernelSuite(OfferSuite):
         found = jax.jit(jax.grad(scalar))(arrays)
         for which, exact in formula(case, arrays, heads_grad).grads.items():
             error = np.linalg.norm(np.asarray(found[which], np.float64) - exact)
-            # An exact gradient can be zero, as for the only visible key of a query. What remains is the rounding of
+            # An exact gradient can be zero, as for the only visible key of a query. Its error is then the rounding of
             # `v . heads_grad`, a sum of head_dim products.
             size = np.linalg.norm(exact) + 0.1 * np.sqrt(exact.size)
             assert error <= GRADIENT_TOLERANCE[dtype] * size, (
-                f"the gradient of {which} in {dtype} differs by {error / size:.2e} of its norm, allowed are "
-                f"{GRADIENT_TOLERANCE[dtype]:.0e}"
+                f"the relative error of the gradient of {which} in {dtype} is {error / size:.2e}; at most "
+                f"{GRADIENT_TOLERANCE[dtype]:.0e} is allowed"
             )
 
-    def _kernel(self, case: Case) -> Any:
+    def _kernel(self, case: Case) -> nn.AttentionKernel:
         widths = {
             "input_dim": case.heads * case.head_dim,
             "num_heads": case.heads,
             "num_kv_heads": case.kv_heads,
             "head_dim": case.head_dim,
         }
-        return offered_config(self, **widths).build(rngs=Rngs(0))
+        kernel: nn.AttentionKernel = offered_config(self, **widths).build(rngs=Rngs(0))
+        return kernel
 
     def _request(self, case: Case, dtype: str) -> KernelRequest:
         request = KernelRequest.of(inputs_of(case, arrays_of(case, dtype)))
@@ -199,7 +204,7 @@ class KernelSuite(OfferSuite):
 
     def _runnable(self, case: Case) -> Case:
         if lacking := set(case.needs) & set(self.lacks):
-            pytest.skip(f"declared to lack {', '.join(sorted(lacking))}")
+            pytest.skip(f"lacks contains {', '.join(sorted(lacking))}")
         if self.platform != jax.default_backend():
             pytest.skip(f"the kernel runs on {self.platform}; this is {jax.default_backend()}")
         return case

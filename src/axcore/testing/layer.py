@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -13,14 +14,12 @@ import pytest
 
 import axcore as ax
 from axcore.config import content_hash, from_json, to_json
-from axcore.module import Rngs, functional, scan, stack
+from axcore.module import Layer, Rngs, Tree, functional, scan, stack
 from axcore.testing.models import by_path
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class LayerSuite:
-    """Checks of a layer against its formula in NumPy float64.
+    """Checks of a layer against a formula in NumPy float64.
 
     ```python
     class TestScale(LayerSuite):
@@ -37,28 +36,28 @@ class LayerSuite:
     A layer returns an array, or a tuple of arrays; its reference then returns such a tuple too.
 
     Attributes:
-        tolerance: of outputs of order 1, by number type of the activations.
-        maps_to_itself: whether the output, one array, can be the first input again, as in a stack of such layers.
-        training: what the layer sees as `self.training`.
+        tolerance: dtype of the activations -> largest error of outputs of order 1.
+        maps_to_itself: whether the output is an array that can be the first input of the next layer in a stack.
+        training: the value of `self.training` in the layer.
     """
 
     tolerance: ClassVar[Mapping[str, float]] = {"float32": 2e-5, "bfloat16": 4e-2}
     maps_to_itself: ClassVar[bool] = False
     training: ClassVar[bool] = False
 
-    def config(self) -> Any:
-        """The layer's config, with every width that a parent would pass."""
+    def config(self) -> Layer.Config:
+        """The config of the layer, including the widths that a parent would pass."""
         raise NotImplementedError
 
-    def inputs(self, random: np.random.Generator) -> tuple[Array, ...]:
-        """Arguments of the call. Arrays of floats are cast to the number type that is checked."""
+    def inputs(self, random: np.random.Generator) -> tuple[np.ndarray, ...]:
+        """The arguments of the call. Float arrays are cast to the dtype of each check."""
         raise NotImplementedError
 
-    def reference(self, *args: Any, **kwargs: Any) -> Array | tuple[Array, ...]:
-        """`(params, *inputs) -> output`: what the layer computes, in NumPy float64; parameters by path."""
+    def reference(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+        """The formula, `(params, *inputs) -> output`, in NumPy float64. `params` contains the parameters by path."""
         raise NotImplementedError
 
-    def test_outputs_are_those_of_the_formula(self) -> None:
+    def test_outputs_equal_the_formula(self) -> None:
         for dtype, tolerance in self.tolerance.items():
             call, params, inputs = self._case(dtype)
             found = jax.jit(call)(params, *inputs)
@@ -67,13 +66,13 @@ class LayerSuite:
             for each, formula in zip(found, expected, strict=True):
                 np.testing.assert_allclose(np.asarray(each, np.float64), formula, rtol=tolerance, atol=tolerance)
 
-    def test_gradients_are_those_of_the_formula(self) -> None:
+    def test_gradients_equal_the_formula(self) -> None:
         call, params, inputs = self._case("float32")
         random = np.random.default_rng(7)
         weights = [random.normal(size=each.shape) for each in self._expected(_wide(params), *map(_float64, inputs))]
         smooth = [i for i, each in enumerate(inputs) if jnp.issubdtype(each.dtype, jnp.floating)]
 
-        def scalar(params: Any, *chosen: jax.Array) -> jax.Array:
+        def scalar(params: Tree, *chosen: jax.Array) -> jax.Array:
             every = list(inputs)
             for index, value in zip(smooth, chosen, strict=True):
                 every[index] = value
@@ -85,7 +84,7 @@ class LayerSuite:
         for name, grad in found.items():
             direction = random.normal(size=grad.shape)
 
-            def moved(sign: int, name: str = name, direction: Any = direction) -> float:
+            def moved(sign: int, name: str = name, direction: np.ndarray = direction) -> float:
                 step, wide, every = sign * 1e-5 * direction, _wide(params), [_float64(each) for each in inputs]
                 if name in wide:
                     wide[name] = wide[name] + step
@@ -98,7 +97,7 @@ class LayerSuite:
             size = np.linalg.norm(np.asarray(grad, np.float64)) + 1e-2 * np.sqrt(grad.size)
             np.testing.assert_allclose(slope, expected, rtol=1e-3, atol=1e-3 * size, err_msg=name)
 
-    def test_mapped_and_recomputed_it_is_the_same(self) -> None:
+    def test_vmap_and_remat_do_not_change_results(self) -> None:
         call, params, inputs = self._case("float32")
         plain = jax.jit(call)(params, *inputs)
         again = jax.jit(jax.checkpoint(call))(params, *inputs)
@@ -108,18 +107,18 @@ class LayerSuite:
             np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(both, jnp.stack([one, one]), rtol=1e-5, atol=1e-5)
 
-    def test_a_scanned_stack_is_a_loop(self) -> None:
+    def test_a_scanned_stack_equals_a_loop(self) -> None:
         if not self.maps_to_itself:
-            pytest.skip("the output cannot be the input of a next layer")
+            pytest.skip("maps_to_itself is False")
 
         class Stack(ax.Layer):
             class Config(ax.Layer.Config):
                 each: ax.Layer.Config
 
-            def __init__(self, cfg: Any, *, rngs: Rngs):
+            def __init__(self, cfg: Config, *, rngs: Rngs):
                 self.each = stack(lambda rngs: self.build_child(cfg.each, rngs), rngs.at("each"), 3)
 
-            def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
+            def __call__(self, x: jax.Array, *args: object) -> jax.Array:
                 return scan(self.each, x, *args, count=3)
 
         fn, params, state = functional(Stack.Config(each=self.config()).build(rngs=Rngs(0)))
@@ -142,40 +141,41 @@ class LayerSuite:
         assert from_json(to_json(cfg)) == cfg
         assert content_hash(from_json(to_json(cfg))) == content_hash(cfg)
 
-    def _expected(self, *args: Any) -> tuple[Array, ...]:
+    def _expected(self, *args: object) -> tuple[np.ndarray, ...]:
         return _several(self.reference(*args))
 
-    def _case(self, dtype: str) -> tuple[Any, Any, tuple[jax.Array, ...]]:
-        """The call `(params, *inputs) -> outputs`, one or several of them, with its arguments."""
+    def _case(self, dtype: str) -> tuple[Callable[..., tuple[jax.Array, ...]], Tree, tuple[jax.Array, ...]]:
+        """The call `(params, *inputs) -> outputs`, with its arguments."""
         cfg = self.config().set(dtypes=ax.DTypes(compute=dtype))
         fn, params, state = functional(cfg.build(rngs=Rngs(0)))
         random = np.random.default_rng(0)
-        # Parameters that start at 0 or 1 would hide mistakes.
+        # Random values, since parameters that are 0 or 1 would hide mistakes.
         params = jax.tree.map(lambda leaf: leaf + jnp.asarray(0.1 * random.normal(size=leaf.shape), leaf.dtype), params)
 
-        def cast(each: Any) -> jax.Array:
+        def cast(each: np.ndarray) -> jax.Array:
             array = jnp.asarray(each)
             return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
-        def call(params: Any, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+        def call(params: Tree, *inputs: jax.Array) -> tuple[jax.Array, ...]:
             (output, _), _ = fn(params, state, *inputs, key=jax.random.key(3), training=self.training)
             return _several(output)
 
         return call, params, tuple(map(cast, self.inputs(random)))
 
 
-def _several(output: Any) -> tuple[Any, ...]:
+def _several[A](output: A | tuple[A, ...]) -> tuple[A, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
-def _weighted(outputs: tuple[Any, ...], weights: list[Any]) -> Any:
-    """One number that depends on every element of the outputs."""
-    return sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
+def _weighted[A: (np.ndarray, jax.Array)](outputs: tuple[A, ...], weights: list[np.ndarray]) -> A:
+    """The weighted sum of all outputs."""
+    terms = [(output * weight).sum() for output, weight in zip(outputs, weights, strict=True)]
+    return functools.reduce(operator.add, terms)
 
 
-def _wide(params: Any) -> dict[str, Array]:
+def _wide(params: Tree) -> dict[str, np.ndarray]:
     return {path: np.asarray(leaf, np.float64) for path, leaf in by_path(params).items()}
 
 
-def _float64(x: Any) -> Array:
+def _float64(x: np.ndarray | jax.Array) -> np.ndarray:
     return np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
 
 import axcore as ax
-from axcore.module import GradientState, Rngs, functional, overwrite_with_gradient, to_fm32
+from axcore.config import Config
+from axcore.module import GradientState, Rngs, Tree, functional, overwrite_with_gradient, to_fm32
 from axcore.nn import Blocks, Embedding, Grouped, GroupedLinear, Linear, RaggedDot, Repeat, Weighted
 from axcore.numerics import Numerics, stored
 from axcore.parallel import Remat
@@ -23,8 +25,7 @@ from axcore.testing.offer import OfferSuite, offered_config
 
 ROWS, IN, OUT, GROUPS = 24, 48, 40, 3
 SIZES = (8, 0, 16)
-"""Rows of each group."""
-Array = np.ndarray[Any, np.dtype[Any]]
+"""Number of rows of each group."""
 KINDS = ("linear", "tied_head", "grouped", "grouped_in_blocks", "batched")
 EVERY_PRODUCT = pytest.mark.parametrize("kind", KINDS)
 
@@ -41,7 +42,7 @@ class NumericsSuite(OfferSuite):
 
     Attributes:
         error: largest relative error of a product of normally distributed numbers, ||found - exact|| / ||exact||.
-        gradient_error: the same for its gradients; None for numerics that only support inference.
+        gradient_error: the same for gradients; None for numerics that only support inference.
         model_error: largest relative change of the loss of a small model.
         stored_bits: the most bits per element of a stored weight [48, 40], including scales; None for numerics without
             a stored representation.
@@ -53,15 +54,17 @@ class NumericsSuite(OfferSuite):
     model_error: ClassVar[float] = 0.05
     stored_bits: ClassVar[float | None] = None
 
-    def config(self) -> Any:
+    def config(self) -> Config:
         return ax.pipe(tiny_model(), use(self.name, **self.options))
 
-    def filler(self) -> Any:
+    def filler(self) -> Config:
         """The config of the numerics."""
         return offered_config(self)
 
-    def test_it_is_numerics(self) -> None:
-        assert issubclass(self.filler().target, Numerics)
+    def test_it_is_a_subclass_of_numerics(self) -> None:
+        target = self.filler().target
+        assert target is not None
+        assert issubclass(target, Numerics)
 
     @EVERY_PRODUCT
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -78,19 +81,19 @@ class NumericsSuite(OfferSuite):
         x = jax.random.normal(jax.random.key(1), (*leading, widths[0]))
         assert _error(case.call(case.params, x), case.exact(case.params, x)) < self.error
 
-    def test_it_does_round(self) -> None:
+    def test_product_is_rounded(self) -> None:
         case = _Case("linear", self.filler())
         found = case.call(case.params, case.x)
-        assert _error(found, case.exact(case.params, case.x)) > 1e-5, "the product is that of floats"
+        assert _error(found, case.exact(case.params, case.x)) > 1e-5, "the product equals the product of floats"
 
     @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-    def test_product_does_not_depend_on_the_unit_of_the_weight(self, scale: float) -> None:
+    def test_relative_error_does_not_depend_on_the_scale_of_the_weight(self, scale: float) -> None:
         case = _Case("linear", self.filler())
         params = {**case.params, "weight": scale * case.params["weight"]}
         assert _error(case.call(params, case.x), case.exact(params, case.x)) < 1.5 * self.error
 
     @EVERY_PRODUCT
-    def test_zeros_are_exact_and_nothing_is_nan(self, kind: str) -> None:
+    def test_products_with_zeros_are_exact(self, kind: str) -> None:
         case = _Case(kind, self.filler())
         found = case.call(case.params, case.x.at[..., :2, :].set(0.0))
         assert np.isfinite(found).all()
@@ -109,7 +112,7 @@ class NumericsSuite(OfferSuite):
         assert _error(found, np.asarray(case.params["weight"], np.float64)[np.asarray(ids)]) < self.error
 
     @EVERY_PRODUCT
-    def test_matrix_is_what_products_multiply_with(self, kind: str) -> None:
+    def test_products_use_matrix(self, kind: str) -> None:
         """Adapters and absorbed projections use `matrix` instead of the product."""
         case = _Case(kind, self.filler())
         weight = case.matrix(case.params)
@@ -120,7 +123,7 @@ class NumericsSuite(OfferSuite):
     @EVERY_PRODUCT
     def test_gradients_are_close(self, kind: str) -> None:
         if self.gradient_error is None:
-            pytest.skip("declared for inference only")
+            pytest.skip("gradient_error is None")
         case = _Case(kind, self.filler())
         y_bar = jax.random.normal(jax.random.key(2), case.call(case.params, case.x).shape)
         gradient = jax.grad(lambda params, x: (case.call(params, x) * y_bar).sum(), argnums=(0, 1))
@@ -129,9 +132,9 @@ class NumericsSuite(OfferSuite):
         for name, mine, theirs in zip(("weight", "x"), (found[0]["weight"], found[1]), exact, strict=True):
             assert _error(mine, theirs) < self.gradient_error, f"the gradient of {name}"
 
-    def test_gradients_of_gathered_rows_add_up(self) -> None:
+    def test_gradients_of_gathered_rows_are_summed(self) -> None:
         if self.gradient_error is None:
-            pytest.skip("declared for inference only")
+            pytest.skip("gradient_error is None")
         case = _Case("tied_head", self.filler(), "bfloat16")
         ids = jnp.zeros((1, 4096), jnp.int32)
         gradient = jax.grad(lambda params: case.fn(params, case.state, ids)[0][0].astype(jnp.float32).sum())
@@ -140,19 +143,21 @@ class NumericsSuite(OfferSuite):
         assert not np.any(found[1:])
 
     @EVERY_PRODUCT
-    def test_stored_weights_are_small_and_compute_the_same(self, kind: str) -> None:
+    def test_stored_weights_are_small_and_give_the_same_results(self, kind: str) -> None:
         if self.stored_bits is None:
-            pytest.skip("declared to have no stored representation")
+            pytest.skip("stored_bits is None")
         case = _Case(kind, self.filler())
         model, params = stored(case.cfg, case.params)
         weight, size = params["weight"], case.params["weight"].size
-        assert isinstance(weight, Mapping), "the parameters hold floats still"
+        assert isinstance(weight, Mapping), "the parameters still contain a float weight"
         bits = 8 * sum(leaf.nbytes for leaf in weight.values()) / size
-        assert bits <= self.stored_bits, f"{bits} bits for each number of the weight"
+        assert bits <= self.stored_bits, f"the stored weight has {bits} bits per element"
         wide = [name for name, leaf in by_path(params).items() if _is_float(leaf) and leaf.size >= size]
-        assert not wide, f"{wide} is a float copy"
+        assert not wide, f"{wide}: a float copy of the weight"
         kept = _Case(kind, self.filler().set(stored=True))
-        assert jax.tree.map(_form, kept.params) == jax.tree.map(_form, params), "what is built is not what is encoded"
+        assert jax.tree.map(_form, kept.params) == jax.tree.map(_form, params), (
+            "the arrays of a built layer differ from the encoded arrays"
+        )
         assert kept.cfg == model
         np.testing.assert_allclose(
             kept.call(params, case.x), case.call(case.params, case.x), rtol=1e-4, atol=1e-4 * self.error
@@ -162,9 +167,9 @@ class NumericsSuite(OfferSuite):
             rows = [each.fn(params, each.state, ids)[0][0] for each, params in ((kept, params), (case, case.params))]
             assert _error(rows[0], np.asarray(rows[1], np.float64)) < self.error
 
-    def test_a_stored_model_computes_nearly_the_same(self) -> None:
+    def test_a_stored_model_gives_similar_results(self) -> None:
         if self.stored_bits is None:
-            pytest.skip("declared to have no stored representation")
+            pytest.skip("stored_bits is None")
         cfg = self.config()
         fn, params, state = functional(cfg.build(rngs=Rngs(0)))
         model, codes = stored(cfg, params)
@@ -176,7 +181,7 @@ class NumericsSuite(OfferSuite):
         logits = [called(*each) for each in ((fn, params, state), (kept, codes, other))]
         assert _error(logits[1], np.asarray(logits[0], np.float64)) < self.model_error
 
-    def test_a_model_computes_nearly_the_same(self) -> None:
+    def test_a_model_gives_similar_results(self) -> None:
         loss, grads = loss_and_grads(self.config(), tiny_batch)
         expected, _ = loss_and_grads(tiny_model(), tiny_batch)
         np.testing.assert_allclose(loss, expected, rtol=self.model_error)
@@ -185,13 +190,13 @@ class NumericsSuite(OfferSuite):
             dead = [path for path, leaf in by_path(grads).items() if not np.any(leaf)]
             assert not dead, f"no gradient reaches {dead}"
 
-    def test_every_layer_with_a_weight_is_reached(self) -> None:
-        reached = [getattr(node, "numerics", None) is not None for _, node in ax.select(self.config(), Weighted)]
-        assert reached
-        assert all(reached)
+    def test_every_layer_with_a_weight_has_numerics(self) -> None:
+        filled = [getattr(node, "numerics", None) is not None for _, node in ax.select(self.config(), Weighted)]
+        assert filled
+        assert all(filled)
 
-    def test_state_moves_by_gradients_alone(self) -> None:
-        """The forward pass must not write state: recomputed under remat, it would write twice."""
+    def test_only_gradients_change_state(self) -> None:
+        """The forward pass must not write state, since remat runs it twice."""
         fn, params, state = functional(self.config().build(rngs=Rngs(0)))
         for training in (False, True):
             run = functools.partial(fn, key=jax.random.key(0), training=training, method=OBJECTIVE.build())
@@ -199,9 +204,9 @@ class NumericsSuite(OfferSuite):
             for path, leaf in by_path(found).items():
                 np.testing.assert_array_equal(leaf, by_path(state)[path], err_msg=path)
 
-    def test_state_is_updated_once_a_step_under_scan_and_remat(self) -> None:
-        if self.gradient_error is None or not _gradient_state(self.config()):
-            pytest.skip("it has no state that gradients overwrite")
+    def test_state_is_updated_once_per_step_under_scan_and_remat(self) -> None:
+        if self.gradient_error is None or not _has_gradient_state(self.config()):
+            pytest.skip("the numerics have no GradientState")
         plain, scanned = (self._state_after(unroll, remat) for unroll, remat in ((2, None), (1, Remat())))
         assert plain.keys() == scanned.keys()
         for path, leaf in plain.items():
@@ -209,11 +214,11 @@ class NumericsSuite(OfferSuite):
             np.testing.assert_allclose(scanned[path], leaf, rtol=1e-3, err_msg=path)
         assert any(np.any(leaf != 0) for leaf in plain.values())
 
-    def _state_after(self, unroll: int, remat: Any) -> dict[str, Array]:
+    def _state_after(self, unroll: int, remat: Remat | None) -> dict[str, np.ndarray]:
         cfg = ax.select(self.config(), Repeat).set(unroll=unroll, remat=remat)
         fn, params, state = functional(cfg.build(rngs=Rngs(0)))
 
-        def after(state: Any) -> Any:
+        def after(state: Tree) -> Tree:
             gradient = jax.grad(lambda state: objective(fn, params, state, tiny_batch()), allow_int=True)
             return overwrite_with_gradient(gradient(to_fm32(state)), state)
 
@@ -224,23 +229,29 @@ class _Case:
     """One layer with the numerics under test, its parameters, and its products in NumPy."""
 
     def __init__(
-        self, kind: str, filler: Any, dtype: str = "float32", *, widths: tuple[int, int] = (IN, OUT), **options: Any
+        self,
+        kind: str,
+        filler: Config,
+        dtype: str = "float32",
+        *,
+        widths: tuple[int, int] = (IN, OUT),
+        **options: object,
     ):
         self.kind = kind
-        into, out_of = widths
-        shape: tuple[int, ...] = (2, ROWS // 2, into)
+        input_dim, output_dim = widths
+        shape: tuple[int, ...] = (2, ROWS // 2, input_dim)
         if kind == "tied_head":
-            cfg: Any = Embedding.Config(vocab_size=out_of, output_dim=into)
+            cfg: Weighted.Config = Embedding.Config(vocab_size=output_dim, output_dim=input_dim)
         elif kind == "linear":
-            cfg = Linear.Config(input_dim=into, output_dim=out_of)
+            cfg = Linear.Config(input_dim=input_dim, output_dim=output_dim)
         else:
-            cfg = GroupedLinear.Config(groups=GROUPS, input_dim=into, output_dim=out_of)
-            shape = (GROUPS, ROWS, into) if kind == "batched" else (ROWS, into)
+            cfg = GroupedLinear.Config(groups=GROUPS, input_dim=input_dim, output_dim=output_dim)
+            shape = (GROUPS, ROWS, input_dim) if kind == "batched" else (ROWS, input_dim)
         self.cfg = cfg.set(numerics=filler, dtypes=ax.DTypes(compute=dtype), **options)
         self.fn, self.params, self.state = functional(self.cfg.build(rngs=Rngs(0)))
         self.x = jax.random.normal(jax.random.key(1), shape, dtype)
 
-    def call(self, params: Any, x: jax.Array) -> jax.Array:
+    def call(self, params: Tree, x: jax.Array) -> jax.Array:
         run = functools.partial(self.fn, params, self.state)
         if self.kind == "linear":
             return run(x)[0][0]
@@ -253,23 +264,24 @@ class _Case:
         matmul = Blocks(size=block) if block > 1 else RaggedDot()
         return run(x, Grouped(sizes, group, ROWS, matmul), method="grouped")[0][0]
 
-    def matrix(self, params: Any) -> jax.Array:
+    def matrix(self, params: Tree) -> jax.Array:
         layer = self.fn.bind(params, self.state)
         return layer.numerics.matrix(layer.representation)
 
-    def exact(self, params: Any, x: Any) -> Array:
+    def exact(self, params: Tree, x: ArrayLike) -> np.ndarray:
+        """The product in float64."""
         x, weight = np.asarray(x, np.float64), np.asarray(params["weight"], np.float64)
         if self.kind == "tied_head":
             return x @ weight.T
         return np.einsum("gni,gio->gno", x, weight) if self.kind == "batched" else self._by_rows(x, weight)
 
-    def _by_rows(self, x: Array, weight: Array) -> Array:
+    def _by_rows(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         if weight.ndim == 2:
             return x @ weight
         return np.stack([row @ weight[group] for row, group in zip(x, np.repeat(range(GROUPS), SIZES), strict=True)])
 
-    def exact_gradients(self, params: Any, x: Any, y_bar: Any) -> tuple[Array, Array]:
-        """Of the weight and of x."""
+    def exact_gradients(self, params: Tree, x: ArrayLike, y_bar: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """The gradients of the weight and of x, in float64."""
         x, y_bar, weight = (np.asarray(each, np.float64) for each in (x, y_bar, params["weight"]))
         if self.kind == "tied_head":
             return np.einsum("bso,bsi->oi", y_bar, x), y_bar @ weight
@@ -282,22 +294,22 @@ class _Case:
         return weight_bar, self._by_rows(y_bar, weight.swapaxes(1, 2))
 
 
-def _gradient_state(cfg: Any) -> list[Any]:
+def _has_gradient_state(cfg: Config) -> bool:
     module = nnx.eval_shape(lambda: cfg.build(rngs=Rngs(0)))
-    return [path for path, node in nnx.iter_graph(module) if isinstance(node, GradientState)]
+    return any(isinstance(node, GradientState) for _, node in nnx.iter_graph(module))
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _is_axes(node: Any) -> bool:
+def _is_axes(node: object) -> bool:
     return isinstance(node, tuple)
 
 
-def _form(leaf: Any) -> tuple[Any, Any]:
+def _form(leaf: jax.Array) -> tuple[tuple[int, ...], DTypeLike]:
     return leaf.shape, leaf.dtype
 
 
-def _error(found: Any, exact: Array) -> float:
+def _error(found: ArrayLike, exact: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact))

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Int
 
 import axcore as ax
-from axcore.module import Rngs, functional
+from axcore import train
+from axcore.module import Rngs, Tree, functional
 from axcore.nn import Linear
-from axcore.plugin import Optimizer
+from axcore.plugin import OptimizerOffer
 from axcore.testing.models import by_path, objective, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 from axcore.train import Learner, Schedule
 
 
 class Constant(Schedule):
-    """The same rate in every step."""
+    """The same learning rate in every step."""
 
     rate: float = 1e-2
 
-    def __call__(self, step: jax.Array, total_steps: jax.Array) -> jax.Array:
+    def __call__(self, step: Int[Array, ""], total_steps: Int[Array, ""]) -> Float[Array, ""]:
         return jnp.full((), self.rate, jnp.float32)
 
 
@@ -31,40 +33,44 @@ class OptimizerSuite(OfferSuite):
     """Checks of an optimizer.
 
     Attributes:
-        rate: a learning rate at which it makes progress on a small model.
-        steps: in which the loss of a small model must fall by a tenth.
+        rate: a learning rate that reduces the loss of a small model.
+        steps: number of steps in which the loss of a small model must fall by 10%.
     """
 
-    kind = Optimizer
+    kind = OptimizerOffer
     rate: ClassVar[float] = 1e-2
     steps: ClassVar[int] = 20
 
-    def config(self) -> Any:
-        return Learner.Config(optimizer=offered_config(self), schedule=Constant(rate=self.rate))
+    def config(self) -> Learner.Config:
+        optimizer = offered_config(self)
+        assert isinstance(optimizer, train.Optimizer.Config)
+        return Learner.Config(optimizer=optimizer, schedule=Constant(rate=self.rate))
 
     def test_the_loss_falls(self) -> None:
         fn, params, state = functional(tiny_model().build(rngs=Rngs(0)))
         learner: Learner = self.config().build(fn.axes)
-        batch, memory = tiny_batch(), learner.init(params)
+        batch, optimizer_state = tiny_batch(), learner.init(params)
 
         @jax.jit
-        def step(params: Any, memory: Any, number: jax.Array) -> Any:
+        def step(
+            params: Tree, optimizer_state: optax.OptState, number: jax.Array
+        ) -> tuple[Tree, optax.OptState, jax.Array]:
             loss, grads = jax.value_and_grad(lambda params: objective(fn, params, state, batch))(params)
-            params, memory, _ = learner.update(grads, memory, params, number, jnp.int32(self.steps))
-            return params, memory, loss
+            params, optimizer_state, _ = learner.update(grads, optimizer_state, params, number, jnp.int32(self.steps))
+            return params, optimizer_state, loss
 
         losses = []
         for number in range(self.steps):
-            params, memory, loss = step(params, memory, jnp.int32(number))
+            params, optimizer_state, loss = step(params, optimizer_state, jnp.int32(number))
             losses.append(float(loss))
         assert np.isfinite(losses).all()
         assert losses[-1] < 0.9 * losses[0], losses
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
 
-    def test_stacked_parameters_are_updated_as_separate_ones(self) -> None:
+    def test_stacked_parameters_are_updated_like_separate_ones(self) -> None:
         optimizer = offered_config(self).build()
         random = np.random.default_rng(0)
-        axes: dict[str, Any] = {"weight": ("embed", "mlp"), "scale": ("embed",), "bias": (None,)}
+        axes: Tree = {"weight": ("embed", "mlp"), "scale": ("embed",), "bias": (None,)}
         shapes = {"weight": (8, 6), "scale": (8,), "bias": (5,)}
 
         def stacked() -> dict[str, jax.Array]:
@@ -77,8 +83,8 @@ class OptimizerSuite(OfferSuite):
             for name, update in self._update(optimizer, own, own_grads, axes).items():
                 np.testing.assert_allclose(together[name][index], update, rtol=1e-4, atol=1e-5, err_msg=name)
 
-    def test_state_of_parameters_has_their_form(self) -> None:
-        """So that it is sharded as they are."""
+    def test_state_of_parameters_has_their_shapes(self) -> None:
+        """Otherwise the state of a parameter cannot be sharded like the parameter."""
         fn, params, _ = functional(Linear.Config(input_dim=6, output_dim=4, use_bias=True).build(rngs=Rngs(0)))
         optimizer = offered_config(self).build().transformation(fn.axes)
         shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
@@ -87,22 +93,23 @@ class OptimizerSuite(OfferSuite):
             lambda tree: optimizer.init(tree), lambda leaf: leaf.shape in shapes, state
         )
         flags = [leaf for leaf in jax.tree.leaves(marked) if isinstance(leaf, bool)]
-        assert all(flags), "the state of a parameter has another shape; then it cannot be sharded like it"
+        assert all(flags), "the state of a parameter must have the shape of the parameter, to be sharded like it"
 
-    def test_zero_gradients_and_large_ones_give_finite_updates(self) -> None:
+    def test_zero_and_large_gradients_give_finite_updates(self) -> None:
         optimizer = offered_config(self).build()
         params, axes = {"weight": jnp.ones((8, 6))}, {"weight": ("embed", "mlp")}
         for size in (0.0, 1e-20, 1e15):
             found = self._update(optimizer, params, {"weight": jnp.full((8, 6), size)}, axes)
             assert np.isfinite(found["weight"]).all(), f"gradients of {size}"
 
-    def test_use_puts_it_into_the_learner(self) -> None:
+    def test_use_sets_the_optimizer_of_the_learner(self) -> None:
         cfg = ax.use(self.name, **self.options)(Learner.Config())
         assert cfg.optimizer == offered_config(self)
 
     @staticmethod
-    def _update(optimizer: Any, params: Any, grads: Any, axes: Any) -> Any:
+    def _update(optimizer: train.Optimizer, params: Tree, grads: Tree, axes: Tree) -> Tree:
         transformation = optimizer.transformation(axes)
         updates, _ = jax.jit(transformation.update)(grads, transformation.init(params), params)
         assert by_path(updates).keys() == by_path(params).keys()
-        return updates
+        found: Tree = updates
+        return found

@@ -1,9 +1,9 @@
-"""The conformance suite of what lays a config out over devices."""
+"""The conformance suite of mesh rules and other changes of the layout."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -16,14 +16,14 @@ from axcore.parallel import Mesh, Remat
 from axcore.plugin import Accelerator, MeshRule, Offer, use
 from axcore.plugin.targets import bound
 from axcore.testing import devices
+from axcore.testing.devices import Case, Comparison, compare
 from axcore.testing.models import OBJECTIVE, Batch, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite
-from axcore.testing.sharded_step import Compared, compare
 from axcore.train import AdamW, Learner, Trainer, WarmupStableDecay
 
 
 class ParallelismSuite(OfferSuite):
-    """One training step on fake CPU devices gives what it gives on one. Subclass it in a test file:
+    """Checks that a training step on several CPU devices equals the step on one. Subclass it in a test file:
 
     ```python
     class TestRule(ParallelismSuite):
@@ -31,14 +31,13 @@ class ParallelismSuite(OfferSuite):
         accelerator = "gpu-h100-8"
     ```
 
-    A strategy that is no mesh rule sets `kind` to the class of its offer (a feature, say), or overrides `modify`.
+    For other kinds of offers, such as features, set `kind` to the class of the offer, or override `modify`.
 
     Attributes:
-        accelerator: what a mesh rule is asked for; its devices, 8 at most, are made of CPU.
-        shards_parameters, shards_batch: what the layout spreads over devices.
-        remat, packed, tied: whether it works with recomputation, with rows of several documents, and with an embedding
-            that is also the head.
-        tolerance: relative to the largest value of each array, in float32.
+        accelerator: the accelerator that the mesh rule is applied to, with at most 8 devices.
+        shards_parameters, shards_batch: whether the layout shards parameters and the batch.
+        remat, packed, tied: whether the checks include remat, rows of several documents, and a tied embedding.
+        tolerance: largest error relative to the largest value of each array, in float32.
     """
 
     kind: ClassVar[type[Offer]] = MeshRule
@@ -51,38 +50,45 @@ class ParallelismSuite(OfferSuite):
     tolerance: ClassVar[float] = 1e-5
 
     def model(self) -> Config:
-        """The model that is laid out; its dimensions must divide over the devices."""
+        """The model. Its dimensions must be divisible by the number of devices."""
         return tiny_model()
 
-    def modify(self, cfg: Any) -> Any:
-        """Lays a trainer's config out over the devices."""
-        if self.kind is not MeshRule:
-            return use(self.name, **self.options)(cfg)
-        return ax.pipe(cfg, bound(*self.found(), Accelerator.parse(self.accelerator)))
+    def modify(self, cfg: Trainer.Config) -> Trainer.Config:
+        """Applies the mesh rule, or attaches the offer, to the config of a trainer."""
+        plugin, offer = self.found()
+        if not isinstance(offer, MeshRule):
+            return ax.pipe(cfg, use(self.name, **self.options))
+        new = bound(plugin, offer, Accelerator.parse(self.accelerator))(cfg)
+        assert isinstance(new, Trainer.Config), "a mesh rule returns the config"
+        return new
 
     def trainer(self) -> Trainer.Config:
-        """What `modify` gets: a whole trainer but for its input."""
+        """The argument of `modify`: the config of a trainer without an input."""
         learner = Learner.Config(
-            optimizer=AdamW.Config(eps=1.0),  # far below it, a first update is the gradient's sign, and that of noise
+            optimizer=AdamW.Config(
+                eps=1.0
+            ),  # with a small eps, the first update is the sign of the gradient, which may be noise
             schedule=WarmupStableDecay(peak=1.0, warmup_steps=1, decay=0.0),
         )
         return Trainer.Config(model=self.model(), objective=OBJECTIVE, learner=learner, steps=1)
 
-    def config(self) -> Any:
+    def config(self) -> Trainer.Config:
         return self.modify(self.trainer())
 
     def batch(self) -> Batch:
         """Two rows for each device."""
         return tiny_batch(rows=2 * self._count())
 
-    def test_the_rule_is_for_the_accelerator(self) -> None:
+    def test_the_rule_matches_the_accelerator(self) -> None:
         _, offer = self.found()
         count = self._count()
-        assert 1 < count <= devices.COUNT, f"{self.accelerator} has {count} devices; tests have {devices.COUNT}"
+        assert 1 < count <= devices.COUNT, (
+            f"{self.accelerator} has {count} devices; at least 2 and at most {devices.COUNT} are required"
+        )
         if isinstance(offer, MeshRule):
-            assert offer.matches(self.accelerator), f"{offer.pattern} is not for {self.accelerator}"
+            assert offer.matches(self.accelerator), f"{offer.pattern} does not match {self.accelerator}"
 
-    def test_it_edits_the_config_the_same_way_each_time_and_not_the_original(self) -> None:
+    def test_modify_is_deterministic_and_does_not_change_its_argument(self) -> None:
         before = self.trainer()
         kept = text(before)
         after = self.modify(before)
@@ -90,66 +96,70 @@ class ParallelismSuite(OfferSuite):
         assert after == self.modify(before)
         assert text(before) == kept
 
-    def test_it_changes_the_layout_and_not_the_training(self) -> None:
+    def test_modify_changes_only_the_layout(self) -> None:
         before, after = self.trainer(), self.modify(self.trainer())
         for name in ("steps", "minutes", "seed", "objective", "learner", "input"):
-            assert getattr(after, name) == getattr(before, name), f"{name} has nothing to do with where arrays lie"
-        assert abstract(after.model)[1] == abstract(before.model)[1], "parameters have other shapes or paths"
+            assert getattr(after, name) == getattr(before, name), f"modify must not change {name}"
+        assert abstract(after.model)[1] == abstract(before.model)[1], (
+            "modify must not change shapes and paths of parameters"
+        )
 
-    def test_the_loss_and_every_metric_equal_those_of_one_device(self) -> None:
+    def test_loss_and_metrics_equal_one_device(self) -> None:
         for case, found in self._compared().items():
             assert {"loss", "z_loss", "gradient_norm"} <= found.metrics.keys()
-            for name, (many, one) in found.metrics.items():
-                np.testing.assert_allclose(many, one, rtol=self.tolerance, err_msg=f"{case}: {name}")
+            for name, (several, one) in found.metrics.items():
+                np.testing.assert_allclose(several, one, rtol=self.tolerance, err_msg=f"{case}: {name}")
 
-    def test_every_gradient_equals_that_of_one_device(self) -> None:
+    def test_gradients_equal_one_device(self) -> None:
         for case, found in self._compared().items():
-            assert not found.vanishing, f"{case}: no gradient reaches {found.vanishing}"
+            assert not found.zero_gradients, f"{case}: the gradients of {found.zero_gradients} are zero"
             wrong = {path: error for path, error in found.gradients.items() if not error <= self.tolerance}
-            assert not wrong, f"{case}: gradients differ by {wrong} of their largest value"
+            assert not wrong, f"{case}: relative errors of gradients {wrong}"
 
-    def test_the_update_equals_that_of_one_device(self) -> None:
+    def test_updates_equal_one_device(self) -> None:
         for case, found in self._compared().items():
             wrong = {path: error for path, error in found.updates.items() if not error <= self.tolerance}
-            assert not wrong, f"{case}: updates differ by {wrong} of their largest value"
+            assert not wrong, f"{case}: relative errors of updates {wrong}"
 
-    def test_parameters_and_optimizer_state_are_spread_over_devices(self) -> None:
+    def test_parameters_and_optimizer_state_are_sharded(self) -> None:
         for case, found in self._compared().items():
-            assert (max(found.parts.values()) > 1) == self.shards_parameters, f"{case}: {found.parts}"
-            assert found.moments == found.parts, f"{case}: moments lie otherwise than their parameters"
+            assert (max(found.param_shards.values()) > 1) == self.shards_parameters, f"{case}: {found.param_shards}"
+            assert found.moment_shards == found.param_shards, f"{case}: moments must be sharded like their parameters"
 
-    def test_the_batch_is_spread_over_devices(self) -> None:
+    def test_the_batch_is_sharded(self) -> None:
         for case, found in self._compared().items():
-            rows, held = found.rows
-            assert (held < rows) == self.shards_batch, f"{case}: a device holds {held} of {rows} rows"
+            rows, local = found.rows
+            assert (local < rows) == self.shards_batch, f"{case}: each device has {local} of {rows} rows"
 
-    def test_too_few_devices_are_used_or_refused_by_the_mesh(self) -> None:
+    def test_too_few_devices_are_supported_or_raise_an_error_of_the_mesh(self) -> None:
         for found in self._compared().values():
-            assert not found.refused or "mesh.shape" in found.refused
+            assert not found.mesh_error or "mesh.shape" in found.mesh_error
 
     def _count(self) -> int:
         return Accelerator.parse(self.accelerator).count
 
     @classmethod
-    @functools.cache  # several checks look at the same steps
-    def _compared(cls) -> dict[str, Compared]:
+    @functools.cache  # since several checks use the same steps
+    def _compared(cls) -> dict[str, Comparison]:
         return compare(cls()._cases())
 
-    def _cases(self) -> dict[str, tuple[Any, Any, Any, int]]:
+    def _cases(self) -> dict[str, Case]:
         plain, batch = self.trainer(), jax.device_get(self.batch())
         cases = {"plain": (plain, batch)}
-        if self.remat or self.packed or self.tied:  # at once: compiling is what takes the time
+        if self.remat or self.packed or self.tied:  # in one case, since each case compiles two steps
             cfg = use_remat(plain, Remat()) if self.remat else plain
             cfg = ax.select(cfg, "model.head").remove() if self.tied else cfg
             extras = {"remat": self.remat, "packed rows": self.packed, "a tied embedding": self.tied}
-            name = f"with {', '.join(name for name, wanted in extras.items() if wanted)}"
+            name = f"with {', '.join(name for name, included in extras.items() if included)}"
             cases[name] = (cfg, _packed(batch) if self.packed else batch)
         one = Mesh(shape={"data": 1}, rules={})
-        return {name: (cfg.set(mesh=one), self.modify(cfg), rows, self._count()) for name, (cfg, rows) in cases.items()}
+        return {
+            name: Case(cfg.set(mesh=one), self.modify(cfg), rows, self._count()) for name, (cfg, rows) in cases.items()
+        }
 
 
-def _packed(batch: Any) -> Any:
-    """The batch with several documents in each row, some padding, and uneven rows."""
+def _packed(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The batch with several documents and padding of different lengths in each row."""
     random = np.random.default_rng(0)
     shape = batch["inputs"].shape
     segments = 1 + np.cumsum(random.random(shape) < 0.3, axis=1).astype(np.int32)

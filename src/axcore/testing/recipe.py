@@ -2,58 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axcore.config import Config
 from axcore.module import abstract
+from axcore.nn import CausalLM
 from axcore.plugin import Recipe, recipe
-from axcore.testing.models import loss_and_grads
+from axcore.testing.models import Batch, loss_and_grads
 from axcore.testing.offer import OfferSuite
 from axcore.train import Trainer
 
 
 class RecipeSuite(OfferSuite):
-    """Checks of a recipe. The whole model is only traced; `shrink` makes one that is small enough to run.
+    """Checks of a recipe. The full model is only traced; `shrink` returns a model that is small enough to run.
 
     Attributes:
-        largest: parameters of the shrunken model, at most.
+        largest: largest number of parameters of the small model.
     """
 
     kind = Recipe
     largest: ClassVar[int] = 5_000_000
 
-    def config(self) -> Any:
+    def config(self) -> Config:
         return recipe(self.name)
 
-    def shrink(self, model: Any) -> Any:
-        """A small model of the same parts. Override it for a recipe whose model is large."""
+    def shrink(self, model: Config) -> Config:
+        """A small model with the same kinds of layers. Override it for a recipe with a large model."""
         return model
 
-    def test_it_is_a_trainer_config_and_the_same_each_time(self) -> None:
-        cfg = self.config()
-        assert isinstance(cfg, Trainer.Config), f"a recipe returns a Trainer.Config, not {type(cfg).__name__}"
-        assert cfg == self.config()
+    def test_it_returns_equal_trainer_configs(self) -> None:
+        assert self._trainer() == self._trainer()
 
-    def test_the_whole_model_traces(self) -> None:
-        cfg = self.config()
+    def test_the_full_model_can_be_traced(self) -> None:
+        cfg = self._trainer()
         fn, params, state = abstract(cfg.model, "model")
         assert jax.tree.leaves(params)
         batch, objective = jax.eval_shape(lambda: self._batch(cfg.model)), cfg.objective.build()
         loss = jax.eval_shape(lambda params, batch: objective.value(fn, params, state, batch), params, batch)
         assert loss.shape == ()
 
-    def test_a_small_model_of_its_kind_can_be_trained(self) -> None:
-        small = self.shrink(self.config().model)
+    def test_a_small_model_can_be_trained(self) -> None:
+        small = self.shrink(self._trainer().model)
         count = sum(leaf.size for leaf in jax.tree.leaves(abstract(small)[1]))
-        assert count <= self.largest, f"{count:,} parameters are too many for a test; override shrink()"
+        assert count <= self.largest, (
+            f"the small model has {count:,} parameters, at most {self.largest:,} are allowed; override shrink()"
+        )
         loss, grads = loss_and_grads(small, lambda: self._batch(small))
         assert np.isfinite(loss)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
+    def _trainer(self) -> Trainer.Config:
+        cfg = self.config()
+        assert isinstance(cfg, Trainer.Config), f"a recipe must return a Trainer.Config, got {type(cfg).__name__}"
+        return cfg
+
     @staticmethod
-    def _batch(model: Any) -> dict[str, jax.Array]:
-        ids = jax.random.randint(jax.random.key(1), (2, 9), 0, model.vocab_size)
+    def _batch(model: Config) -> Batch:
+        vocab_size = cast(CausalLM.Config, model).vocab_size
+        ids = jax.random.randint(jax.random.key(1), (2, 9), 0, vocab_size)
         return {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": jnp.ones((2, 8))}

@@ -51,3 +51,7 @@ __all__ = [
     "save_model",
     "use_run_weights",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -70,7 +70,8 @@ def config_of(source: Gguf) -> dict[str, Any]:
 
 def rules(cfg: Any) -> Sequence[Rule]:
     """llama.cpp's names; the rows of its query and key matrices are in the order of interleaved RoPE."""
-    mixer = layers_of(cfg.decoder)[0].config.attention
+    layer: Any = layers_of(cfg.decoder)[0].config
+    mixer = layer.attention
     heads, kv_heads = mixer.num_heads, mixer.num_kv_heads or mixer.num_heads
     ours, theirs = "decoder.{i}", "blk.{i}"
     return (

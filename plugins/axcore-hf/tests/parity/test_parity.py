@@ -23,6 +23,8 @@ from axcore_hf.commands import PUBLISHED, convert, export
 from axcore_hf.initial import FromHF
 from axcore_hf.sources import Safetensors
 
+pytestmark = pytest.mark.long
+
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 FAMILIES = sorted(folder.name for folder in RECORDED.iterdir() if folder.is_dir())
 TOLERANCE = 1e-4

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from axcore.plugin import Command, Recipe
-from axcore.plugin.hooks import OFFERS
+from axcore.plugin.offers import OFFERS
 from axcore_loc.git import Reader, Repository
 from axcore_loc.lines import changed_lines
 

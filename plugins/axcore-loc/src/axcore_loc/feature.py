@@ -12,7 +12,7 @@ from typing import Any
 
 from axcore.config import ConfigError
 from axcore.plugin import Feature, Offer, Plugin, Recipe, registry, use_text
-from axcore.plugin.hooks import OFFERS
+from axcore.plugin.offers import OFFERS
 from axcore_loc.lines import code_lines
 from axcore_loc.workspace import PACKAGE
 

@@ -95,5 +95,5 @@ def _edited(before: Config, after: Config) -> Iterable[str]:
 
 def _values(node: Config) -> dict[str, Any]:
     """The fields that hold no nodes."""
-    held = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}  # type: ignore[arg-type]
+    held = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     return {name: value for name, value in held.items() if next(iter(walk(value)), None) is None}

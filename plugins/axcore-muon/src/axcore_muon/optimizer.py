@@ -70,7 +70,7 @@ class Muon(Optimizer):
             try:
                 object.__setattr__(self, "dtype", None if self.dtype is None else np.dtype(self.dtype))
             except TypeError:
-                raise ax.ConfigError(f"Muon.dtype: {self.dtype!r} is no number type; as in bfloat16") from None
+                raise ax.ConfigError(f"Muon.dtype: {self.dtype!r} is not a dtype such as 'bfloat16'") from None
 
     config: Config
 

@@ -1,13 +1,13 @@
 """What axcore-muon offers. Imports neither jax nor flax."""
 
-from axcore.plugin import Feature, Optimizer, hookimpl
+from axcore.plugin import Feature, OptimizerOffer, hookimpl
 
 axcore_api = 2
 
 
 @hookimpl
-def axcore_optimizers() -> list[Optimizer]:
-    return [Optimizer("muon", "axcore_muon.optimizer:Muon", "Orthogonalized momentum for matrices.")]
+def axcore_optimizers() -> list[OptimizerOffer]:
+    return [OptimizerOffer("muon", "axcore_muon.optimizer:Muon", "Orthogonalized momentum for matrices.")]
 
 
 @hookimpl

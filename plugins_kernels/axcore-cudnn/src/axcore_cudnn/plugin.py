@@ -1,6 +1,6 @@
 """What axcore-cudnn offers. Imports neither jax nor flax."""
 
-from axcore.plugin import AttentionKernel, Feature, hookimpl
+from axcore.plugin import AttentionKernelOffer, Feature, hookimpl
 
 
 @hookimpl
@@ -9,5 +9,7 @@ def axcore_features() -> list[Feature]:
 
 
 @hookimpl
-def axcore_attention_kernels() -> list[AttentionKernel]:
-    return [AttentionKernel("cudnn", "axcore_cudnn.kernel:CudnnKernel", "cuDNN flash attention, bfloat16 and float16.")]
+def axcore_attention_kernels() -> list[AttentionKernelOffer]:
+    return [
+        AttentionKernelOffer("cudnn", "axcore_cudnn.kernel:CudnnKernel", "cuDNN flash attention, bfloat16 and float16.")
+    ]

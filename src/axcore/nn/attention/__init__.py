@@ -1,1 +1,1 @@
-"""Attention: inputs of kernels, masks, kernels and their choice, and attention layers. `axcore.nn` exports it."""
+"""Attention: inputs of kernels, masks, kernels and their choice, and attention layers. Exported by `axcore.nn`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
+import jax
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -24,24 +24,24 @@ from axcore.nn.kv.views import Contiguous
 from axcore.nn.linear import Linear
 from axcore.nn.tokens import TokenInfo
 
-Hidden = Float[Array, "batch seq input_dim"]
+Hidden = Float[Array, "batch seq embed"]
 
 
 class BaseAttention(Layer):
-    """Base of attention layers. Subclasses make queries, keys and values.
+    """Base of attention layers. Subclasses compute queries, keys and values.
 
     Slots, empty unless a feature fills them:
 
-    - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None where
-      attention has no keys of its own;
-    - `bias`: `(query, key) -> summands of the logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such
+    - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None if
+      the attention computes no keys itself;
+    - `bias`: `(query, key) -> terms of the logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such
       as ALiBi;
-    - `cache`: `AttentionInputs -> AttentionInputs or heads`, stores keys and values, or provides them (see `KVCache`);
+    - `cache`: `AttentionInputs -> AttentionInputs or heads`, stores or provides keys and values (see `KVCache`);
     - `output`: `(x, heads) -> heads`, applied before the output projection.
 
     The values `query`, `key`, `value` and `heads` are tagged for remat policies.
 
-    Children are offered `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`, and take those that they declare.
+    Children receive `input_dim`, `num_heads`, `num_kv_heads` and `head_dim` if their configs declare these fields.
     """
 
     class Config(Layer.Config):
@@ -58,7 +58,7 @@ class BaseAttention(Layer):
         softcap: float | None = None
         """Bounds the logits to `softcap * tanh(logits / softcap)`; None: no bound."""
         sinks: Initializer | None = None
-        """If given, each head learns an attention sink: the logit of one more key, which has no value."""
+        """If given, each head learns an attention sink: the logit of an additional key without a value."""
         dropout: float = 0.0
         """Probability of zeroing each attention weight while training."""
         output: Layer.Config | None = None
@@ -69,7 +69,7 @@ class BaseAttention(Layer):
 
     config: Config
     kernel: AttentionKernel
-    sinks: Any
+    sinks: nnx.Param[jax.Array] | None
 
     def make_slots(
         self,
@@ -80,10 +80,11 @@ class BaseAttention(Layer):
         position_dim: int | None = None,
         value_dim: int | None = None,
     ) -> None:
-        """Makes the slots and the output projection.
+        """Builds the slots and the output projection.
 
         Args:
-            num_kv_heads, head_dim: those of the keys.
+            num_kv_heads: number of kv heads.
+            head_dim: features of a key.
             position_dim: features of a head that the position embedding rotates; None: head_dim.
             value_dim: features of a value; None: head_dim.
         """
@@ -95,7 +96,7 @@ class BaseAttention(Layer):
         self.sinks = nnx.data(None)
         if cfg.sinks is not None:
             self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("head",))
-        widths: dict[str, Any] = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
+        widths = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
         self.position = self.child("position", cfg.position, rngs, **widths, head_dim=position_dim or head_dim)
         widths["head_dim"] = head_dim
         self.bias = self.child("bias", cfg.bias, rngs, **widths)
@@ -112,11 +113,11 @@ class BaseAttention(Layer):
         tokens: TokenInfo,
         scale: float | None = None,
     ) -> AttentionInputs:
-        """The inputs of the cache, or of the kernel where there is none.
+        """The inputs of the cache, or of the kernel if there is no cache.
 
         Args:
-            k, v: None if the attention has no projections for them.
-            scale: multiplies the logits; None: the config's, or `1 / sqrt(head_dim)`.
+            k, v: keys and values; None if the attention has no projections for them.
+            scale: multiplies the logits; None: `config.scale`, or `1 / sqrt(head_dim)`.
         """
         cfg = self.config
         scale = cfg.scale if scale is None else scale
@@ -140,7 +141,7 @@ class BaseAttention(Layer):
         return attend(self.kernel, inputs.replace(cached=None))[0]
 
     def project(self, x: Hidden, heads: Heads) -> Hidden:
-        """Applies the `output` slot and the output projection; x is the input of the layer."""
+        """Applies the `output` slot and the output projection. `x` is the input of the layer."""
         if self.output is not None:
             heads = self.output(x, heads)
         return self.projection(rearrange(heads, "b s n d -> b s (n d)"))

@@ -19,7 +19,7 @@ from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import OPTIONS, KernelRequest
 from axcore.nn.attention.sharded import Shards, readable
 from axcore.nn.kv.views import KVView
-from axcore.plugin import AttentionKernel as Offer, PluginError, registry, resolve
+from axcore.plugin import AttentionKernelOffer as Offer, PluginError, registry, resolve
 from axcore.plugin.slots import put
 
 
@@ -31,7 +31,7 @@ class Choice:
         path: path of the kernel slot; the layer index in a scanned stack is `*`.
         request: the call on one device.
         kernel: the chosen kernel; None if no kernel supports the request.
-        refused: the kernels tried before it, each with the reason of its refusal.
+        refused: the kernels tried before it, each with the reason why it does not support the request.
     """
 
     path: str
@@ -45,8 +45,10 @@ _choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Choice]]:
-    """Records the choice of every attention call traced inside the block. Kernels do not run and heads are zeros, so
-    use it with `jax.eval_shape` only."""
+    """Records the choice of every attention call traced inside the block.
+
+    Kernels do not run and heads are zeros, so use it with `jax.eval_shape` only.
+    """
     found: list[Choice] = []
     token = _choices.set(found)
     try:
@@ -58,7 +60,7 @@ def recording() -> Iterator[list[Choice]]:
 class ChooseKernel(AttentionKernel):
     """Runs the first kernel of `order` that supports the call.
 
-    It is an error if none does: the core never falls back to a kernel that is not in the order.
+    A call that no kernel supports raises: the core never falls back to a kernel that is not in `order`.
     """
 
     class Config(AttentionKernel.Config):
@@ -90,19 +92,19 @@ class ChooseKernel(AttentionKernel):
         return _first(tuple(self.order), self.frame.path, inputs)
 
     def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
-        """That of the kernel that ran: the first of `order` that supports the call."""
+        """Calls `backward` of the kernel that ran: the first of `order` that supports the call."""
         for kernel in self.order:
             if refusal(kernel, KernelRequest.of(readable(kernel, inputs))) is None:
                 gradients: AttentionInputs = kernel.backward(inputs, heads, lse, heads_grad)
                 return gradients
-        raise ConfigError(f"{self.frame.path}: no kernel of order supports ({KernelRequest.of(inputs)})")
+        raise ConfigError(f"{self.frame.path}: no kernel in order supports the call ({KernelRequest.of(inputs)})")
 
 
 def attend(kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
-    """Runs a kernel, or the one that a `ChooseKernel` chooses, on every device of the active layout.
+    """Runs a kernel on every device of the active layout. A `ChooseKernel` runs the kernel that it chooses.
 
     Returns:
-        The heads, and the log-sum-exp if `inputs.return_lse`.
+        The heads, and the log-sum-exp (lse) if `inputs.return_lse`.
 
     Raises:
         ConfigError: no kernel supports the call. The message has the path, the request and the reasons.
@@ -136,13 +138,13 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
         return _zeros(inputs)
     reasons = "; ".join(f"{type(kernel).__name__}: {reason}" for kernel, reason in refused)
     raise ConfigError(
-        f"{path}: no kernel can attend ({request}). {reasons}. Choose another kernel, or several in order: "
+        f"{path}: no kernel supports the call ({request}). {reasons}. Choose another kernel, or several in order: "
         f'use("kernels", order=("...", "reference"))'
     )
 
 
 def _path(kernel: AttentionKernel) -> str:
-    """Path of the kernel, found from the nearest frame whose module holds it."""
+    """Path of the kernel, found through the nearest frame whose module contains it."""
     frame: Frame | None = current()
     while frame is not None:
         names = locate(frame.module, kernel) if frame.module is not None else None
@@ -160,14 +162,14 @@ def _zeros(inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
 
 
 def use_kernels(cfg: Config, order: tuple[str, ...], where: Where | None = None) -> Config:
-    """Makes every selected attention choose, call by call, the first kernel of `order` that supports the call.
+    """Makes every selected attention run, for each call, the first kernel of `order` that supports the call.
 
     Args:
-        order: names of attention kernels that plugins offer. The core's `reference` supports every call.
-        where: selects attentions; None: every node with a kernel slot.
+        order: names of attention kernels that plugins offer. The kernel `reference` of the core supports every call.
+        where: selects attention layers; None: every node with a kernel slot.
 
     Raises:
-        PluginError: no installed plugin offers a kernel of this name.
+        PluginError: no installed plugin offers a kernel of one of these names.
     """
     found = []
     for name in order:
@@ -180,11 +182,13 @@ def use_kernels(cfg: Config, order: tuple[str, ...], where: Where | None = None)
 
 
 def put_kernel(cfg: Config, kernel: AttentionKernel.Config, where: Where | None = None) -> Config:
-    """Fills the kernel slot of every selected attention. Where a kernel there wraps another, as differential attention
-    does, the inner slot is filled.
+    """Fills the kernel slot of every selected attention.
+
+    If the slot already contains a kernel that wraps another, as differential attention does, the inner kernel is
+    replaced.
 
     Args:
-        where: selects attentions; None: every node with a kernel slot.
+        where: selects attention layers; None: every node with a kernel slot.
     """
     chosen = where if where is not None else lambda _, node: has_field(node, "kernel")
     return select(cfg, chosen).map(lambda _, node: put(node, "kernel", kernel))

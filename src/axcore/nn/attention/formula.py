@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,11 @@ from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.masks import visible
 from axcore.nn.kv.views import Contiguous
 
+Sums = tuple[jax.Array, jax.Array, jax.Array]
+"""The state of an online softmax: highest logit, sum of weights, sum of weighted values."""
+
 LOWEST = float(jnp.finfo(jnp.float32).min)
-"""The logit of a masked key. Finite, so that a query without visible keys gives no NaN."""
+"""The logit of a masked key. It is finite, so a query without visible keys does not produce NaN."""
 
 
 def logits(inputs: AttentionInputs, kv: Contiguous) -> Float[Array, "batch head query key"]:
@@ -68,13 +70,13 @@ def dense_attention(inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
 
 
 def blockwise_attention(inputs: AttentionInputs, size: int) -> tuple[Heads, LSE | None]:
-    """Attends to `size` keys at a time, read by `KVView.block`, with an online softmax (Milakov and Gimelshein 2018,
-    arXiv 1805.02867, algorithm 3)."""
+    """Attends to `size` keys at a time, which `KVView.block` reads, with an online softmax (Milakov and Gimelshein
+    2018, arXiv 1805.02867, algorithm 3)."""
     view = inputs.keys
     batch, seq, num_heads, _ = inputs.q.shape
     key_len = view.shape[1]
 
-    def step(sums: Any, start: jax.Array) -> tuple[Any, None]:
+    def step(sums: Sums, start: jax.Array) -> tuple[Sums, None]:
         highest, total, out = sums
         first = jnp.minimum(start, key_len - size)  # the last block may overlap the one before it
         kv = view.block(first, size)
@@ -103,7 +105,7 @@ def gradients(inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads
 
     With p = exp(logits - lse) and D = heads . heads_grad, the gradient of the logits is p (v . heads_grad - D). That is
     the gradient of `sum p (v . heads_grad - D)` with lse and D held constant, so softcap, bias and dropout need no
-    rules of their own.
+    separate rules.
     """
     inputs = inputs.replace(kv=inputs.plain)
     heads_grad = heads_grad.astype(jnp.float32)
@@ -118,7 +120,7 @@ def gradients(inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads
     return _floating_gradient(surrogate, inputs)
 
 
-def _floating_gradient(fn: Callable[[Any], jax.Array], tree: Any) -> Any:
+def _floating_gradient[T](fn: Callable[[T], jax.Array], tree: T) -> T:
     """The gradient of a scalar function with respect to the floating-point leaves of a pytree; None for others."""
     leaves, form = jax.tree.flatten(tree)
     rebuilt = functools.partial(jax.tree.unflatten, form)
@@ -126,7 +128,12 @@ def _floating_gradient(fn: Callable[[Any], jax.Array], tree: Any) -> Any:
 
     def of_floating(chosen: list[jax.Array]) -> jax.Array:
         rest = iter(chosen)
-        return fn(rebuilt([next(rest) if is_one else leaf for leaf, is_one in zip(leaves, floating, strict=True)]))
+        return fn(
+            rebuilt([next(rest) if is_floating else leaf for leaf, is_floating in zip(leaves, floating, strict=True)])
+        )
 
-    found = iter(jax.grad(of_floating)([leaf for leaf, is_one in zip(leaves, floating, strict=True) if is_one]))
-    return rebuilt([next(found) if is_one else None for is_one in floating])
+    found = iter(
+        jax.grad(of_floating)([leaf for leaf, is_floating in zip(leaves, floating, strict=True) if is_floating])
+    )
+    gradient: T = rebuilt([next(found) if is_floating else None for is_floating in floating])
+    return gradient

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from axcore.config import ConfigError, at_least
 from axcore.module import Layer, Rngs
@@ -18,27 +16,29 @@ from axcore.nn.matmul import rows
 from axcore.nn.tokens import TokenInfo
 from axcore.parallel import constrain
 
+Projected = Float[Array, "batch seq head head_dim"]
+
 
 class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 
-    It has the slots of `BaseAttention`, and `query_norm` and `key_norm`: `heads -> heads` [batch, seq, head, head_dim],
-    applied before the position embedding (Henry et al. 2020, arXiv 2010.04245). Both are offered `head_dim` as
+    Besides the slots of `BaseAttention` it has `query_norm` and `key_norm`: `heads -> heads`, each [batch, seq, head,
+    head_dim], applied before the position embedding (Henry et al. 2020, arXiv 2010.04245). Both receive `head_dim` as
     `input_dim`.
     """
 
     class Config(BaseAttention.Config):
         num_kv_heads: int | None = None
-        """None: num_heads."""
+        """Number of kv heads; None: num_heads."""
         head_dim: int | None = None
-        """None: input_dim / num_heads."""
+        """Features of a head; None: input_dim / num_heads."""
         query: Linear.Config | None = Linear.Config()
         key: Linear.Config | None = Linear.Config()
-        """None, together with `value`, if the cache provides keys and values."""
+        """Projection of the keys. None, together with `value`, if the cache provides keys and values."""
         value: Linear.Config | None = Linear.Config()
         qkv: Linear.Config | None = None
-        """One fused projection in place of the three, which must then be None. Its columns are grouped by kv head
-        (queries, key, value), so that tensor parallelism can split it between kv heads."""
+        """One fused projection that replaces the other three, which must then be None. Its columns are grouped by kv
+        head (queries, key, value), so tensor parallelism can split it between kv heads."""
         query_norm: Layer.Config | None = None
         key_norm: Layer.Config | None = None
 
@@ -48,7 +48,11 @@ class Attention(BaseAttention):
         at_least(cfg, 1, "input_dim", "num_heads", "num_kv_heads", "head_dim")
         num_kv_heads = cfg.num_kv_heads or cfg.num_heads
         if cfg.num_heads % num_kv_heads:
-            raise ConfigError(f"num_heads={cfg.num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+            divisors = ", ".join(str(count) for count in range(1, cfg.num_heads + 1) if cfg.num_heads % count == 0)
+            raise ConfigError(
+                f"num_heads={cfg.num_heads} is not a multiple of num_kv_heads={num_kv_heads}. Set num_kv_heads to "
+                f"one of {divisors}"
+            )
         if cfg.head_dim is None and cfg.input_dim % cfg.num_heads:
             raise ConfigError(f"input_dim={cfg.input_dim} is not a multiple of num_heads={cfg.num_heads}; set head_dim")
         _check_projections(cfg)
@@ -81,7 +85,7 @@ class Attention(BaseAttention):
         if self.key_norm is not None and k is not None:
             k = self.key_norm(k)
         q = constrain(q, "batch", "seq", "head", None)
-        if k is not None:
+        if k is not None and v is not None:
             k, v = (constrain(each, "batch", "seq", "kv_head", None) for each in (k, v))
         if self.position is not None:
             q, k = self.position(q, k, tokens.positions, tokens.positions)
@@ -94,13 +98,12 @@ class Attention(BaseAttention):
             asked = self.cache.answer(asked)
         return self.project(x, self.attend(asked) if isinstance(asked, AttentionInputs) else asked)
 
-    def _queries_keys_values(self, x: jax.Array) -> tuple[Any, Any, Any]:
-        """[batch, seq, input_dim] -> q, k and v, each [batch, seq, heads, head_dim] or None."""
+    def _queries_keys_values(self, x: Hidden) -> tuple[Projected, Projected | None, Projected | None]:
+        """Projects the input to q, k and v. k and v are None if the cache provides them."""
         flat, shape = rows(x), (*x.shape[:2], -1, self.head_dim)
         if self.qkv is None:
-            makers = (self.query, self.key, self.value)
-            q, k, v = (None if each is None else each(flat).reshape(shape) for each in makers)
-            return q, k, v
+            k, v = (None if each is None else each(flat).reshape(shape) for each in (self.key, self.value))
+            return self.query(flat).reshape(shape), k, v
         group = self.config.num_heads // (self.config.num_kv_heads or self.config.num_heads)
         heads = rearrange(self.qkv(flat).reshape(shape), "b s (n g) d -> b s n g d", g=group + 2)
         q, k, v = jnp.split(heads, (group, group + 1), axis=3)
@@ -108,11 +111,13 @@ class Attention(BaseAttention):
 
 
 def _check_projections(cfg: Attention.Config) -> None:
-    """Raises a ConfigError unless the projections make queries, and keys and values, exactly once."""
+    """Raises a ConfigError unless the projections compute queries, keys and values exactly once."""
     apart = [name for name in ("query", "key", "value") if getattr(cfg, name) is not None]
     if cfg.qkv is not None and apart:
-        raise ConfigError(f"qkv makes queries, keys and values in one product; set {', '.join(apart)} to None")
+        raise ConfigError(f"qkv computes queries, keys and values in one product; set {', '.join(apart)} to None")
     if cfg.qkv is None and cfg.query is None:
-        raise ConfigError("nothing makes queries: give query, or qkv for all three in one product")
+        raise ConfigError("query and qkv are both None; give query, or qkv for queries, keys and values in one product")
     if cfg.qkv is None and len(apart) < 3 and (len(apart) == 2 or cfg.cache is None):
-        raise ConfigError("key and value are given both or neither; with neither, cache must bring them")
+        raise ConfigError(
+            "key and value must both be given, or both be None with a cache that provides keys and values"
+        )

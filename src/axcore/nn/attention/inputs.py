@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -23,18 +24,18 @@ _STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bias:
-    """A layer that adds to the logits, as a pytree, so that its arrays pass through JAX transforms with the inputs.
+    """A layer that adds to the logits, as a pytree: its arrays pass through JAX transforms together with the inputs.
 
     Attributes:
-        state: the arrays of the layer (an `nnx.State`).
+        state: the arrays of the layer.
         heads: indices of the heads of this call among all heads of the layer; None: all.
-        graphdef: the `nnx.GraphDef` of the layer.
+        graphdef: the layer without its arrays.
         path: path of the layer, for error messages.
     """
 
-    state: Any
+    state: nnx.State[Hashable, object]
     heads: Int[Array, " head"] | None
-    graphdef: Any = dataclasses.field(metadata=_STATIC)
+    graphdef: nnx.GraphDef[nnx.Module] = dataclasses.field(metadata=_STATIC)
     path: tuple[str, ...] = dataclasses.field(metadata=_STATIC)
 
     @classmethod
@@ -44,7 +45,7 @@ class Bias:
         return cls(state, None, graphdef, tuple(frame.below(name).split(".")))
 
     def __call__(self, query: TokenInfo, key: TokenInfo) -> Float[Array, "batch_or_1 head query key"]:
-        """The float32 summands of the logits, for any subset of the queries and keys."""
+        """The float32 terms that are added to the logits, for any subset of the queries and keys."""
         layer = nnx.merge(self.graphdef, self.state)
         with root(layer, key=None, training=current().training, collect=False, names=self.path):
             found: jax.Array = layer(query, key)
@@ -56,10 +57,11 @@ class Bias:
 class Dropout:
     """Dropout of attention weights, as a function of the global row, head, query index and key index.
 
-    The mask is therefore the same however rows, heads, queries and keys are sharded or split into blocks.
+    The mask therefore does not depend on how rows, heads, queries and keys are sharded or split into blocks.
 
     Attributes:
-        rows, heads: global indices of the rows and heads of this call; None: counted from 0.
+        key: PRNG key of this call.
+        rows, heads: global indices of the rows and heads of this call; None: 0, 1, ...
         rate: probability of zeroing a weight.
     """
 
@@ -93,12 +95,12 @@ class AttentionInputs:
         kv: keys and values; each kv head serves `head / kv_head` consecutive heads. None if the attention computes none
             and its cache provides them.
         query: positions and segments of the queries. Those of the keys are `kv.tokens`.
-        sinks: the logit of one more key for each head, which has no value (gpt-oss; Xiao et al. 2023, arXiv
+        sinks: for each head, the logit of an additional key without a value (gpt-oss; Xiao et al. 2023, arXiv
             2309.17453).
-        bias: added to the logits after `softcap`.
+        bias: is added to the logits after `softcap`.
         dropout: dropout of the attention weights; None while not training.
         cached: the rows of a KV cache, with their lengths and page tables; None without a cache. Kernels do
-            not need it: the view says where keys stand.
+            not need it: the view contains the position of each key.
         scale: multiplies the logits.
         mask: which of the valid keys a query sees.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2).
@@ -121,17 +123,17 @@ class AttentionInputs:
 
     @property
     def keys(self) -> KVView:
-        """`kv`, for callers that know that it is not None."""
+        """`kv`, for callers that require it to be given."""
         assert self.kv is not None
         return self.kv
 
     @property
     def plain(self) -> Contiguous:
-        """`kv` as plain arrays. For a kernel whose `views` are only `Contiguous` this copies nothing."""
+        """`kv` as plain arrays. Copies nothing for a kernel whose `views` contain only `Contiguous`."""
         return self.keys.gathered()
 
     def replace(self, **changes: Any) -> AttentionInputs:
-        """A copy with other values for these fields."""
+        """A copy with these fields replaced."""
         return dataclasses.replace(self, **changes)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from axcore.config import REQUIRED, ConfigError
 from axcore.module import Layer
@@ -22,24 +23,24 @@ class AttentionKernel(Layer):
         head_dim: int = REQUIRED
 
     takes: ClassVar[frozenset[str] | set[str]] = frozenset()
-    """The options that the kernel supports, of `softcap`, `sinks`, `bias`, `dropout` and `lse`. Calls with other
-    options are refused before `supports`."""
+    """The options that the kernel supports: members of `softcap`, `sinks`, `bias`, `dropout` and `lse`. A call with
+    another option is not passed to `supports`."""
 
     views: ClassVar[tuple[type[KVView], ...]] = (Contiguous,)
-    """The views of keys and values that it reads. Other views are first gathered into a `Contiguous`."""
+    """The views of keys and values that the kernel reads. Other views are first gathered into a `Contiguous`."""
 
     tags_heads: ClassVar[bool] = False
-    """Whether the kernel itself tags its heads as `heads` for remat policies, as a custom gradient has to."""
+    """Whether the kernel itself tags its heads as `heads` for remat policies. A kernel with a custom gradient must."""
 
     local: ClassVar[bool] = True
-    """Whether it runs under `shard_map`, on the rows, heads and queries of one device and all keys of those rows. False
-    for a kernel that the compiler partitions, or that calls another kernel through `attend`."""
+    """Whether the kernel runs under `shard_map`, on the rows, heads and queries of one device and all keys of those
+    rows. False for a kernel that the compiler partitions, or that calls another kernel through `attend`."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: bool) -> None:
         super().__init_subclass__(**kwargs)
         if not isinstance(cls.takes, set | frozenset) or not cls.takes <= set(OPTIONS):
             raise ConfigError(
-                f"{cls.__name__}.takes must be a set of names out of {', '.join(OPTIONS)}, not {cls.takes!r}"
+                f"{cls.__name__}.takes must be a set of names from {', '.join(OPTIONS)}, not {cls.takes!r}"
             )
         if not isinstance(cls.views, tuple) or not all(isinstance(each, type) for each in cls.views):
             raise ConfigError(f"{cls.__name__}.views must be a tuple of view classes, not {cls.views!r}")
@@ -75,15 +76,15 @@ class AttentionKernel(Layer):
 
 
 def refusal(kernel: AttentionKernel, request: KernelRequest) -> str | None:
-    """Why the kernel does not support the request: an option outside `takes`, or the reason that `supports` gives; None
-    if it does.
+    """Why the kernel does not support the request: an option outside `takes`, or the reason that `supports` returns.
+    None if the kernel supports it.
 
     Raises:
         ConfigError: `supports` raised.
     """
     unknown = [name for name in request.options if name not in kernel.takes]
     if unknown:
-        return f"it does not take {' and '.join(unknown)}"
+        return f"does not take {' and '.join(unknown)}"
     try:
         reason = kernel.supports(request)
     except Exception as error:
@@ -93,21 +94,22 @@ def refusal(kernel: AttentionKernel, request: KernelRequest) -> str | None:
     return reason
 
 
-def checked(kernel: AttentionKernel, path: str, inputs: AttentionInputs, result: Any) -> tuple[Heads, LSE | None]:
-    """What a kernel returned.
+def checked(kernel: AttentionKernel, path: str, inputs: AttentionInputs, result: object) -> tuple[Heads, LSE | None]:
+    """The result of a kernel, checked.
 
     Raises:
-        ConfigError: it is not `(heads, lse)` of the right shapes and dtypes.
+        ConfigError: `result` is not `(heads, lse)` with the required shapes and dtypes.
     """
     shape, q = (*inputs.q.shape[:3], inputs.keys.value_dim), inputs.q
     wanted = f"heads {shape} in {q.dtype}, and " + (f"a float32 lse {shape[:3]}" if inputs.return_lse else "None")
-    fits = isinstance(result, tuple) and len(result) == 2 and _is_array(result[0], shape, q.dtype)
-    if fits and (_is_array(result[1], shape[:3], jnp.float32) if inputs.return_lse else result[1] is None):
+    if isinstance(result, tuple) and len(result) == 2:
         heads, lse = result
-        return heads, lse
+        lse_fits = _is_array(lse, shape[:3], jnp.float32) if inputs.return_lse else lse is None
+        if lse_fits and _is_array(heads, shape, q.dtype):
+            return heads, lse
     found = jax.tree.map(lambda x: getattr(x, "aval", x), result)
     raise ConfigError(f"{path}: {type(kernel).__name__} must return ({wanted}), not {found}")
 
 
-def _is_array(x: Any, shape: tuple[int, ...], dtype: Any) -> bool:
-    return getattr(x, "shape", None) == shape and x.dtype == dtype
+def _is_array(x: object, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
+    return getattr(x, "shape", None) == shape and getattr(x, "dtype", None) == dtype

@@ -25,7 +25,7 @@ class LatentAttention(BaseAttention):
     projected from one latent vector per token.
 
     Queries and keys have `qk_nope_head_dim` features without a position embedding, followed by `qk_rope_head_dim`
-    features with one; the latter are shared by the keys of all heads. The `position` slot is offered `qk_rope_head_dim`
+    features with one; the latter are shared by the keys of all heads. The `position` slot receives `qk_rope_head_dim`
     as `head_dim`.
 
     The cache stores the latent and the shared key features as one key of `kv_lora_rank + qk_rope_head_dim` features,
@@ -54,7 +54,7 @@ class LatentAttention(BaseAttention):
         key_up: Linear.Config = Linear.Config()
         value_up: Linear.Config = Linear.Config()
         absorb_up_to: int = 64
-        """The most tokens of a call with a cache that uses absorbed weights."""
+        """A call with a cache uses absorbed weights if it has at most this many tokens."""
 
     config: Config
 
@@ -64,12 +64,12 @@ class LatentAttention(BaseAttention):
         at_least(cfg, 0, "absorb_up_to")
         if cfg.cache is not None and not has_field(cfg.cache, "value_dim"):
             raise ConfigError(
-                f"cache={type(cfg.cache).__qualname__} has no field value_dim and cannot keep latents; take another, "
-                f"as ContiguousCache.Config()"
+                f"cache={type(cfg.cache).__qualname__} has no field value_dim, which storing latents requires; use "
+                f"another cache, such as ContiguousCache.Config()"
             )
         for name in ("key_up", "value_up"):
             if getattr(cfg, name).use_bias:
-                raise ConfigError(f"{name}.use_bias=True: absorbed weights hold no bias; set it to False")
+                raise ConfigError(f"{name}.use_bias=True: a bias cannot be absorbed; set it to False")
         heads, key_dim = cfg.num_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
         linear = functools.partial(self._linear, rngs)
         source: tuple[int, str | None] = (cfg.input_dim, "embed")

@@ -1,4 +1,4 @@
-"""Attention masks, as configs whose structure a kernel can read, so that no dense mask has to exist."""
+"""Attention masks: configs whose structure a kernel can read instead of a dense mask array."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Mask(Config):
         raise NotImplementedError
 
     def __and__(self, other: Mask) -> Mask:
-        return And(masks=(*_arms(self, And), *_arms(other, And)))
+        return And(masks=(*_members(self, And), *_members(other, And)))
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(masks=(*_arms(self, Or), *_arms(other, Or)))
+        return Or(masks=(*_members(self, Or), *_members(other, Or)))
 
 
-class Everything(Mask):
-    """Every query sees every key."""
+class Full(Mask):
+    """Full attention: every query sees every key."""
 
     def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return jnp.ones((1, query.index.shape[-1], key.index.shape[-1]), bool)
@@ -64,7 +64,7 @@ class SameSegment(Mask):
 
 
 class And(Mask):
-    """A query sees the keys that all of these masks allow."""
+    """A query sees the keys that every mask in `masks` allows."""
 
     masks: tuple[Mask, ...]
 
@@ -76,7 +76,7 @@ class And(Mask):
 
 
 class Or(Mask):
-    """A query sees the keys that any of these masks allows."""
+    """A query sees the keys that at least one mask in `masks` allows."""
 
     masks: tuple[Mask, ...]
 
@@ -93,6 +93,6 @@ def visible(mask: Mask, query: TokenInfo, key: TokenInfo) -> Allowed:
     return allowed if key.valid is None else allowed & key.valid[:, None, :]
 
 
-def _arms(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
-    """Flattens `(a & b) & c`, so that the text form does not depend on how it was put together."""
+def _members(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:
+    """Flattens `(a & b) & c`, so the text form does not depend on the order of composition."""
     return mask.masks if isinstance(mask, kind) else (mask,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,17 @@ from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.kernel import AttentionKernel
 from axcore.nn.kv.views import KVView
 
+Residuals = tuple[AttentionInputs, tuple[KVView, ...], Heads, LSE]
+
 
 def merge_by_lse(parts: Sequence[tuple[Heads, LSE]], sinks: Float[Array, " head"] | None = None) -> tuple[Heads, LSE]:
-    """Merges the results for disjoint subsets of the keys into those for all keys. Do not differentiate it: the parts'
-    log-sum-exps carry no gradient. Use `attend_in_parts`.
+    """Merges the results for disjoint subsets of the keys into the result for all keys.
+
+    Do not differentiate it, since the log-sum-exps carry no gradient: use `attend_in_parts`.
 
     Args:
-        sinks: the sinks of the whole call, which the parts must leave out.
+        parts: heads and log-sum-exp of each subset, computed without sinks.
+        sinks: the sinks of the whole call.
     """
     all_lse = jnp.stack([jnp.maximum(lse, LOWEST) for _, lse in parts])
     lse = with_sinks(jax.nn.logsumexp(all_lse, axis=0), sinks)
@@ -37,15 +40,15 @@ def attend_in_parts(
 ) -> tuple[Heads, LSE | None]:
     """Attends to disjoint subsets of the keys with one kernel call each, and merges the results.
 
-    To be called by a `local` kernel, with the shard of one device.
+    A `local` kernel calls it with the shard of one device.
 
     The backward pass does not differentiate the merge, since the log-sum-exp of fused kernels carries no gradient. It
     calls `AttentionKernel.backward` for each part with the merged heads and log-sum-exp, which gives exact gradients.
 
     Args:
-        kernel: must take `lse`.
+        kernel: a kernel that takes `lse`.
         inputs: the inputs of the whole call; `kv` is ignored.
-        parts: views that together hold every key exactly once.
+        parts: views that together contain every key exactly once.
 
     Raises:
         ConfigError: the kernel does not support one of the parts.
@@ -56,14 +59,19 @@ def attend_in_parts(
     def part(inputs: AttentionInputs, view: KVView) -> AttentionInputs:
         return inputs.replace(kv=view, sinks=None)
 
-    def run(inputs: AttentionInputs, *views: KVView) -> Any:
-        return merge_by_lse([attend(kernel, part(inputs, view)) for view in views], inputs.sinks)  # type: ignore[misc]
+    def attend_to(inputs: AttentionInputs, view: KVView) -> tuple[Heads, LSE]:
+        heads, lse = attend(kernel, part(inputs, view))
+        assert lse is not None  # since return_lse is set
+        return heads, lse
 
-    def forward(inputs: AttentionInputs, *views: KVView) -> Any:
+    def run(inputs: AttentionInputs, *views: KVView) -> tuple[Heads, LSE]:
+        return merge_by_lse([attend_to(inputs, view) for view in views], inputs.sinks)
+
+    def forward(inputs: AttentionInputs, *views: KVView) -> tuple[tuple[Heads, LSE], Residuals]:
         heads, lse = run(inputs, *views)
         return (heads, lse), (inputs, views, heads, lse)
 
-    def backward(kept: Any, grads: Any) -> Any:
+    def backward(kept: Residuals, grads: tuple[Heads, LSE]) -> tuple[AttentionInputs | KVView | None, ...]:
         inputs, views, heads, lse = kept
         heads_grad = grads[0]
         found = [kernel.backward(part(inputs, view), heads, lse, heads_grad) for view in views]
@@ -79,5 +87,6 @@ def attend_in_parts(
 
 
 def _added(found: list[AttentionInputs]) -> AttentionInputs:
-    """Gradients of the same inputs, summed leaf by leaf."""
-    return jax.tree.map(lambda *each: sum(each[1:], start=each[0]), *found)
+    """The sum of several gradients of the same inputs, leaf by leaf."""
+    total: AttentionInputs = jax.tree.map(lambda *each: sum(each[1:], start=each[0]), *found)
+    return total

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -15,6 +13,7 @@ from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.kernel import AttentionKernel
 from axcore.nn.attention.request import OPTIONS
 from axcore.nn.kv.views import Contiguous, KVView
+from axcore.nn.tokens import TokenInfo
 
 
 class ReferenceKernel(AttentionKernel):
@@ -26,9 +25,9 @@ class ReferenceKernel(AttentionKernel):
 
     class Config(AttentionKernel.Config):
         chunk: int | None = 1024
-        """Queries processed at once; None: all."""
+        """Number of queries processed at once; None: all."""
         block: int = 256
-        """Keys read at once from a view that is not `Contiguous`."""
+        """Number of keys read at once from a view that is not `Contiguous`."""
 
     takes = frozenset(OPTIONS)
     views = (KVView,)
@@ -40,7 +39,7 @@ class ReferenceKernel(AttentionKernel):
         at_least(cfg, 1, "chunk", "block")
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
-        """See `AttentionKernel`. A query that sees no key gets finite numbers."""
+        """See `AttentionKernel`. The heads of a query that sees no key are finite."""
         seq, chunk = inputs.q.shape[1], self.config.chunk
         if chunk is None or seq <= chunk:
             return self._attend(inputs)
@@ -53,7 +52,7 @@ class ReferenceKernel(AttentionKernel):
             return rearrange(x, "c b s ... -> b (c s) ...")[:, :seq]
 
         @jax.checkpoint
-        def of_chunk(part: Any) -> tuple[Heads, LSE | None]:
+        def of_chunk(part: tuple[jax.Array, TokenInfo]) -> tuple[Heads, LSE | None]:
             q, query = part
             return self._attend(inputs.replace(q=q, query=query))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,26 +19,28 @@ OPTIONS = ("softcap", "sinks", "bias", "dropout", "lse")
 
 @dataclasses.dataclass(frozen=True)
 class KernelRequest:
-    """One device's share of an attention call. All of it is known at trace time.
+    """One device's share of an attention call. All fields are static: they are known at trace time.
 
     Attributes:
-        platform: "cpu", "gpu" or "tpu": that of the active layout's devices, or of this process without a layout.
-        device_kind: as JAX names it, such as "NVIDIA H100 80GB HBM3"; empty if unknown.
+        platform: "cpu", "gpu" or "tpu": the platform of the active layout, or of this process without a layout.
+        device_kind: the kind of device as JAX names it, such as "NVIDIA H100 80GB HBM3"; empty if unknown.
         dtype: dtype of q.
         batch, query_len, key_len, num_heads, num_kv_heads: sizes of one device's shard.
         head_dim: features of a query or key.
         value_dim: features of a value.
         scale: multiplies the logits.
+        mask: which of the valid keys a query sees.
         packed: whether tokens have segment ids.
         partial: whether some keys may be invalid (`TokenInfo.valid` is given).
         aligned: whether query i and key i are the same token, as without a KV cache.
+        phase: training, prefill or decoding.
         options: the members of `OPTIONS` that the call uses.
         view: type of the KV view.
     """
 
     platform: str
     device_kind: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     batch: int
     query_len: int
     key_len: int
@@ -100,7 +101,7 @@ class KernelRequest:
 
 
 def target_device() -> tuple[str, str]:
-    """(platform, device kind) of the devices that are compiled for: the active layout's, or the default device."""
+    """(platform, device kind) of the active layout, or of the default device without a layout."""
     layout = active_layout()
     if layout is not None:
         return layout.platform, layout.device_kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,12 @@ from axcore.parallel.mesh import MeshAxes
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The mesh axes of each dimension of an attention call. A dimension that does not divide is not sharded.
+    """The mesh axes of each dimension of an attention call. A dimension is not sharded if its size is not a multiple of
+    the devices.
 
     Attributes:
-        kv_head: None if each device gets all kv heads and selects those of its query heads.
+        layout: the active layout.
+        kv_head: None if each device gets all kv heads and selects those that its query heads use.
     """
 
     layout: Layout
@@ -33,7 +34,7 @@ class Shards:
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> Shards | None:
-        """The shards under the active layout; None if a single device computes everything."""
+        """The shards under the active layout; None without a layout of several devices."""
         layout = active_layout()
         if layout is None or not is_sharded():
             return None
@@ -73,7 +74,7 @@ class Shards:
         if takes_own:
             inputs = inputs.replace(kv=inputs.plain)
 
-        def body(kernel: Any, inputs: AttentionInputs, numbers: jax.Array) -> tuple[jax.Array, ...]:
+        def body(kernel: AttentionKernel, inputs: AttentionInputs, numbers: jax.Array) -> tuple[jax.Array, ...]:
             if takes_own:
                 inputs = inputs.replace(kv=_own(inputs.plain, numbers, group))
             heads, lse = checked(kernel, path, inputs, kernel(inputs))
@@ -88,14 +89,14 @@ class Shards:
         )(kernel, inputs, numbers)
         return found if inputs.return_lse else (found[0], None)
 
-    def _specs(self, inputs: AttentionInputs) -> Any:
+    def _specs(self, inputs: AttentionInputs) -> AttentionInputs:
         """`inputs` with each array replaced by its partition spec."""
         mesh_axes = {"batch": self.batch, "seq": self.seq, "head": self.head, "kv_head": self.kv_head, "kv_seq": None}
 
         def placed(axes: PartitionSpec) -> PartitionSpec:
             return PartitionSpec(*(None if name is None else mesh_axes[name] for name in axes))
 
-        logical: Any = inputs.replace(
+        logical = inputs.replace(
             q=PartitionSpec("batch", "seq", "head", None),
             kv=inputs.keys.axes(),
             query=token_axes(inputs.query, "seq"),
@@ -109,11 +110,12 @@ class Shards:
             rows, heads = PartitionSpec("batch"), PartitionSpec("head")
             dropout = dataclasses.replace(inputs.dropout, key=PartitionSpec(), rows=rows, heads=heads)  # type: ignore
             logical = logical.replace(dropout=dropout)
-        return jax.tree.map(placed, logical)
+        specs: AttentionInputs = jax.tree.map(placed, logical)
+        return specs
 
 
 def readable(kernel: AttentionKernel, inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs, gathered into a `Contiguous` unless the kernel reads their view."""
+    """The inputs; `kv` is gathered into a `Contiguous` unless the kernel reads its view."""
     views: tuple[type[KVView], ...] = kernel.views
     return inputs if isinstance(inputs.kv, views) else inputs.replace(kv=inputs.plain)
 

@@ -1,1 +1,1 @@
-"""Views of keys and values in memory, and the KV caches that return them. `axcore.nn` exports it."""
+"""Views of keys and values in memory, and the KV caches that return them. Exported by `axcore.nn`."""

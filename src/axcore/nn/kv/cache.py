@@ -1,4 +1,4 @@
-"""The base of KV caches, and the config of a model for decoding."""
+"""The base of KV caches, and the function that prepares the config of a model for decoding."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from jaxtyping import Array, Int
 from axcore.config import REQUIRED, Config, ConfigError
 from axcore.config.tree import transform
 from axcore.module import ContextError, Layer
-from axcore.nn.attention.inputs import AttentionInputs
+from axcore.nn.attention.inputs import AttentionInputs, Heads
 from axcore.nn.tokens import CachedRows
 
 
 class KVCache(Layer):
     """Base of the layers that fill the cache slot of attention. A cache chooses the memory layout of keys and values.
 
-    It holds them in `DecodingState`, which `axcore.infer.Decoder` passes in and out as one donated tree.
+    It stores them in `DecodingState`, which `axcore.infer.Decoder` passes in and out as one donated pytree.
     """
 
     class Config(Layer.Config):
-        """Fields of the cache. Attention offers `input_dim`, `num_heads`, `num_kv_heads` and `head_dim`."""
+        """Fields of the cache. It receives `input_dim`, `num_heads`, `num_kv_heads` and `head_dim` from attention if it
+        declares these fields."""
 
-        def build(self, *args: Any, **kwargs: Any) -> Any:
+        def build(self, *args: object, **kwargs: object) -> Any:
             """See `Config.build`."""
             sizes = [name for name in ("batch_size", "max_len") if getattr(self, name, None) is REQUIRED]
             if sizes:
                 raise ConfigError(
-                    f"{' and '.join(sizes)} of the KV cache: decoding sets them. Leave the slot empty and pass the "
-                    f"cache as cache=... to axcore.infer.generate or Decoder.of, or set them"
+                    f"{' and '.join(sizes)} of the KV cache: REQUIRED. Leave the cache slot empty and pass cache=... "
+                    f"to axcore.infer.generate or Decoder.of, which set them, or set them in the config"
                 )
             return super().build(*args, **kwargs)
 
-    def __call__(self, inputs: AttentionInputs) -> AttentionInputs | jax.Array:
+    def __call__(self, inputs: AttentionInputs) -> AttentionInputs | Heads:
         """Stores the keys and values of this call, and returns a view of all that are stored.
 
         Args:
-            inputs: `kv` has the new keys and values as a `Contiguous` view; it is None if the attention computes none.
+            inputs: `kv` contains the new keys and values as a `Contiguous` view; it is None if the attention computes
+                none.
 
         Returns:
             `inputs` with `kv` replaced by a view of all stored keys and values, which the kernel of the attention
-            reads. A cache that attends itself returns the heads instead, [batch, query, head, value_dim]; it must
-            apply every option of `inputs`.
+            reads. A cache that computes attention itself returns the heads instead; it must apply every option of
+            `inputs`.
         """
         raise NotImplementedError
 
-    def answer(self, inputs: AttentionInputs) -> AttentionInputs | jax.Array:
-        """Calls the cache and checks what it returns.
+    def answer(self, inputs: AttentionInputs) -> AttentionInputs | Heads:
+        """Calls the cache and checks the result.
 
         Raises:
-            ConfigError: it is neither heads nor inputs with a view that fits the queries.
+            ConfigError: the result is neither heads nor inputs with a view that fits the queries.
         """
         found = self(inputs)
         batch, seq, heads, _ = inputs.q.shape
@@ -79,35 +81,36 @@ class KVCache(Layer):
         """
         if inputs.cached is None:
             raise ContextError(
-                f"{self.frame.describe()} was called without the rows that it caches; call a model with KV caches "
+                f"{self.frame.describe()} was called without cached rows; call a model with KV caches "
                 f"through axcore.infer.Decoder"
             )
         return inputs.cached
 
     def places(self, inputs: AttentionInputs, size: int) -> tuple[Int[Array, "batch query"], Int[Array, "batch query"]]:
-        """Where to write each token: (slot, place), both int32 [batch, query].
+        """The slot and the place to write each token to, both int32.
 
-        Padding and tokens with a negative index get the place `size`, which is out of range, so that
-        `DecodingState.put` drops them.
+        Padding and tokens with a negative index get the place `size`, which is out of range, so `DecodingState.put`
+        drops them.
         """
         rows, index = self.rows(inputs), inputs.query.index
         batch = inputs.q.shape[0]
         slots = jnp.arange(batch, dtype=jnp.int32) if rows.slots is None else rows.slots
-        place = jnp.where(index < 0, size, index)  # JAX would count it from the end
+        place = jnp.where(index < 0, size, index)  # JAX counts a negative index from the end
         if inputs.query.valid is not None:
             place = jnp.where(inputs.query.valid, place, size)
         place = jnp.broadcast_to(place, inputs.q.shape[:2])
         return jnp.broadcast_to(slots[:, None], place.shape), place
 
 
-def for_decoding(cfg: Config, *, batch_size: int, max_len: int, cache: KVCache.Config) -> Any:
+def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVCache.Config) -> C:
     """The config of the model with layers that keep decoding state, such as KV caches.
 
     Each node that has a method `for_decoding(batch_size, max_len, cache) -> Config`, as `Attention.Config` does, is
-    replaced by what it returns. Paths of parameters do not change.
+    replaced by the result. Paths of parameters do not change.
 
     Args:
-        batch_size: rows that the caches hold.
+        cfg: config of the model.
+        batch_size: number of rows of each cache.
         max_len: the most tokens in a row.
         cache: fills every empty cache slot.
     """
@@ -117,4 +120,5 @@ def for_decoding(cfg: Config, *, batch_size: int, max_len: int, cache: KVCache.C
     def prepare(_: str, node: Config) -> Config:
         return node.for_decoding(batch_size, max_len, cache) if hasattr(node, "for_decoding") else node
 
-    return transform(cfg, prepare)
+    prepared: C = transform(cfg, prepare)
+    return prepared

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from axcore.config import REQUIRED, ConfigError, at_least
 from axcore.module import DecodingState, Rngs
-from axcore.nn.attention.inputs import AttentionInputs
+from axcore.nn.attention.inputs import AttentionInputs, Heads
 from axcore.nn.kv.cache import KVCache
 from axcore.nn.kv.views import Contiguous, InCache, KVView
 
 
 class ContiguousCache(KVCache):
-    """Keeps keys and values as [batch_size, max_len, kv_head, head_dim], in the compute dtype."""
+    """Stores keys and values as [batch_size, max_len, kv_head, head_dim] arrays in the compute dtype."""
 
     class Config(KVCache.Config):
         num_kv_heads: int = REQUIRED
         head_dim: int = REQUIRED
         value_dim: int | None = None
-        """Features of each value; None: head_dim."""
+        """Features of a value; None: head_dim."""
         batch_size: int = REQUIRED
         max_len: int = REQUIRED
         """The most tokens of a row. Later tokens are not stored."""
@@ -37,13 +36,13 @@ class ContiguousCache(KVCache):
         self.keys = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
         self.values = DecodingState(jnp.zeros((*shape[:3], value_dim), self.dtypes.compute), axes=axes)
 
-    def __call__(self, inputs: AttentionInputs) -> AttentionInputs | jax.Array:
+    def __call__(self, inputs: AttentionInputs) -> AttentionInputs | Heads:
         """See `KVCache`."""
         rows, new, batch_size = self.rows(inputs), inputs.plain, self.config.batch_size
         if rows.slots is None and inputs.q.shape[0] != batch_size:
             raise ConfigError(
-                f"{self.frame.path}: the cache holds batch_size={batch_size} rows and was called with "
-                f"{inputs.q.shape[0]}; pass that many rows, or the slot of each"
+                f"{self.frame.path}: the cache requires batch_size={batch_size} rows, got {inputs.q.shape[0]}; pass "
+                f"{batch_size} rows, or the slot of each row"
             )
         at = self.places(inputs, self.config.max_len)
         self.keys.put(at, new.k)

@@ -15,10 +15,10 @@ from axcore.nn.tokens import TokenInfo
 
 
 class KVView:
-    """Base of views. A view is a pytree; a new memory layout, such as pages or quantized codes, is a subclass.
+    """Base of views. A view is a pytree; each memory layout, such as pages or quantized codes, is a subclass.
 
     A kernel lists the views that it reads in place; for other views the core calls `gathered`. The reference kernel
-    reads any view through `block`, so that only a block of keys has to exist as plain arrays.
+    reads every view through `block`, so only one block of keys exists as plain arrays at a time.
 
     Attributes:
         tokens: position and validity of each key.
@@ -41,7 +41,7 @@ class KVView:
         """Dtype of the arrays that `block` returns."""
         raise NotImplementedError
 
-    def block(self, start: jax.Array | int, size: int) -> Contiguous:
+    def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
         """`size` keys, values and tokens from `start` on. `start + size` is at most `kv_seq`."""
         raise NotImplementedError
 
@@ -75,14 +75,14 @@ class Contiguous(KVView):
     def dtype(self) -> DTypeLike:
         return self.k.dtype
 
-    def block(self, start: jax.Array | int, size: int) -> Contiguous:
+    def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
         if size == self.shape[1]:
             return self
         k, v = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (self.k, self.v))
         return Contiguous(k, v, self.tokens.part(start, size))
 
     def axes(self) -> Contiguous:
-        names: Any = PartitionSpec("batch", "kv_seq", "kv_head", None)
+        names = _spec("batch", "kv_seq", "kv_head", None)
         return Contiguous(names, names, token_axes(self.tokens, "kv_seq"))
 
     def gathered(self) -> Contiguous:
@@ -92,7 +92,7 @@ class Contiguous(KVView):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InCache(KVView):
-    """Rows of cache arrays that also hold other layers of a scanned stack, or other rows.
+    """Rows of cache arrays that also contain other layers of a scanned stack, or other rows.
 
     Slicing such an array would copy a whole layer's cache; `block` copies one block.
 
@@ -121,7 +121,7 @@ class InCache(KVView):
     def dtype(self) -> DTypeLike:
         return self.k.dtype
 
-    def block(self, start: jax.Array | int, size: int) -> Contiguous:
+    def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
         def cut(x: jax.Array) -> jax.Array:
             lead = len(self.layer)
             first = (*self.layer, 0, start, *(0,) * (x.ndim - lead - 2))
@@ -132,9 +132,9 @@ class InCache(KVView):
         return Contiguous(cut(self.k), cut(self.v), self.tokens.part(start, size))
 
     def axes(self) -> InCache:
-        names: Any = PartitionSpec(*(None,) * len(self.layer), "batch", "kv_seq", "kv_head", None)
-        layer: Any = (PartitionSpec(),) * len(self.layer)
-        slots: Any = None if self.slots is None else PartitionSpec("batch")
+        names = _spec(*(None,) * len(self.layer), "batch", "kv_seq", "kv_head", None)
+        layer = (_spec(),) * len(self.layer)
+        slots = None if self.slots is None else _spec("batch")
         return InCache(names, names, token_axes(self.tokens, "kv_seq"), layer, slots)
 
 
@@ -167,7 +167,7 @@ class Latent(KVView):
     def dtype(self) -> DTypeLike:
         return self.keys.dtype
 
-    def block(self, start: jax.Array | int, size: int) -> Contiguous:
+    def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
         found = self.keys.block(start, size)
         return Contiguous(found.k, found.k[..., : self.rank], found.tokens)
 
@@ -176,12 +176,17 @@ class Latent(KVView):
 
 
 def token_axes(tokens: TokenInfo, seq: str) -> TokenInfo:
-    """`tokens` with each array replaced by its logical axes; an array with one row has no `batch` axis."""
+    """`tokens` with each array replaced by its logical axes; an array with a single row has no `batch` axis."""
 
     def names(x: jax.Array) -> PartitionSpec:
         return PartitionSpec("batch" if x.shape[0] > 1 else None, seq, *(None,) * (x.ndim - 2))
 
     return jax.tree.map(names, dataclasses.replace(tokens, cached=None))
+
+
+def _spec(*axes: str | None) -> Any:
+    """A `PartitionSpec`, typed `Any` because it takes the place of an array."""
+    return PartitionSpec(*axes)
 
 
 def empty_values(k: Float[Array, "*shape head_dim"]) -> Float[Array, "*shape 0"]:

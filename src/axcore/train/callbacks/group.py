@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from axcore.config import AxcoreError
-from axcore.plugin.faults import blaming
+from axcore.plugin import attributed
 from axcore.runtime import signals
 from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
 from axcore.train.callbacks.snapshot import Snapshot
@@ -32,7 +32,7 @@ class Callbacks:
         self._callbacks: dict[str, Callback] = {}
         for name, cfg in sorted(cfgs.items(), key=lambda item: (item[1].order, item[0])):
             if jax.process_index() == 0 or not cfg.target.first_process_only:
-                with blaming(f"callbacks.{name}"):
+                with attributed(f"callbacks.{name}"):
                     self._callbacks[name] = cfg.build()
         self._states: dict[str, Mapping[str, Json]] = {}
         self.failure: AxcoreError | None = None
@@ -105,7 +105,7 @@ class Callbacks:
         found: list[tuple[str, R]] = []
         for name in names:
             try:
-                with blaming(f"callbacks.{name}"):
+                with attributed(f"callbacks.{name}"):
                     found.append((name, call(self._callbacks[name])))
             except ENDS_THE_RUN:
                 raise

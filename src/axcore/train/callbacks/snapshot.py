@@ -35,8 +35,12 @@ class Snapshot:
     check: Callable[[], None]
 
     def params(self, callback: str | None = None) -> Tree:
-        """The parameters, or those that a callback keeps on the devices under the key `params`."""
-        return self.state.params if callback is None else self.state.callbacks[callback]["params"]
+        """The parameters, or those that a callback keeps on the devices under the key `params`, in the same dtypes."""
+        if callback is None:
+            return self.state.params
+        kept = self.state.callbacks[callback]["params"]
+        cast: Tree = jax.tree.map(lambda leaf, param: leaf.astype(param.dtype), kept, self.state.params)
+        return cast
 
     def validation_batches(self) -> Iterator[Batch]:
         """Global batches of the validation text, placed on the devices."""

@@ -198,7 +198,7 @@ def save_model(
             write_bytes(partial / name, content)
         with Checkpointer.Config(asynchronous=False).build(partial / CHECKPOINTS) as checkpointer:
             held = {"params": flat(params), "model_state": flat(state or {})}
-            checkpointer.save(0, held, data=b"", meta={"plugins": active(cfg)})
+            checkpointer.save(0, held, data=None, meta={"plugins": active(cfg)})
         partial.rename(folder)
     except OSError as error:
         raise AxcoreError(f"cannot write the model folder {folder}: {os_reason(error)}") from error

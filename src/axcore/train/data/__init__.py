@@ -21,3 +21,7 @@ __all__ = [
     "TrainBatches",
     "batch_spec",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

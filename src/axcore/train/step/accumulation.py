@@ -1,14 +1,14 @@
-"""Gradients of an objective over a batch, at once or accumulated over microbatches."""
+"""Gradients of an objective over a batch, computed at once or accumulated over microbatches."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from axcore.config import ConfigError
 from axcore.module import Collections, Functional, LossSum, Tree, fold, overwrite_with_gradient, to_fm32
@@ -18,9 +18,9 @@ from axcore.train.step.parts import joined, part
 
 
 class Counts(NamedTuple):
-    """The counts of a whole batch: of the objective, and of each added loss by its path."""
+    """The counts of a whole batch: the count of the objective, and the count of each added loss by path."""
 
-    loss: jax.Array
+    loss: Float[Array, ""]
     others: dict[str, jax.Array]
 
 
@@ -47,6 +47,9 @@ class ObjectiveGradient:
     """The gradient of an objective with respect to the trained parameters.
 
     Attributes:
+        fn: the model.
+        objective: the training loss.
+        layout: the mesh and rules of the run.
         trained, frozen: the trained and the frozen parameters.
         params_like: shapes, dtypes and shardings of `trained`.
     """
@@ -58,15 +61,16 @@ class ObjectiveGradient:
     frozen: Tree
     params_like: Tree
 
-    def whole(self, model_state: Tree, batch: Batch, key: jax.Array) -> Result:
+    def whole(self, model_state: Tree, batch: Batch, key: PRNGKeyArray) -> Result:
         """The gradients of a batch, computed at once."""
         return self._one(model_state, batch, key, None)
 
-    def accumulated(self, model_state: Tree, batch: Batch, key: jax.Array, microbatches: int) -> Result:
+    def accumulated(self, model_state: Tree, batch: Batch, key: PRNGKeyArray, microbatches: int) -> Result:
         """The same gradients and losses, computed one microbatch after another.
 
         Gradients are summed in float32. Each microbatch draws different random numbers, and layers write their
-        Variables once per microbatch. Summaries are reduced by their rule, and `GradientState` by elementwise maximum.
+        Variables once per microbatch. Summaries are reduced by their rule, and `GradientState` by the elementwise
+        maximum.
         """
         batches = {name: self._split(x, microbatches) for name, x in batch.items()}
         numbered = jnp.arange(microbatches), batches
@@ -74,14 +78,18 @@ class ObjectiveGradient:
         def key_of(number: jax.Array) -> jax.Array:
             return fold(fold(key, "microbatch"), number)
 
-        def count(numbered: Any) -> Counts:  # XLA removes the parts of this forward pass that no count depends on
+        def count(
+            numbered: tuple[jax.Array, Batch],
+        ) -> Counts:  # XLA removes the parts of this forward pass that no count depends on
             (loss, collections), _ = self._call(self.trained, model_state, numbered[1], key_of(numbered[0]))
             return Counts(loss.count, {path: each.count for path, each in collections.losses.items()})
 
         counts: Counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(count, numbered))
         old_gradient_state = self._gradient_state(model_state)
 
-        def add(carry: tuple[Tree, Tree], numbered: Any) -> Any:
+        def add(
+            carry: tuple[Tree, Tree], numbered: tuple[jax.Array, Batch]
+        ) -> tuple[tuple[Tree, Tree], tuple[LossSum, Collections, Tree]]:
             sums, kept = carry
             found = self._one(joined(kept, old_gradient_state), numbered[1], key_of(numbered[0]), counts)
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, found.grads)
@@ -97,10 +105,10 @@ class ObjectiveGradient:
             gradient_state=jax.tree.map(lambda x: x.max(axis=0), gradient_state),
         )
 
-    def _one(self, model_state: Tree, batch: Batch, key: jax.Array, counts: Counts | None) -> Result:
+    def _one(self, model_state: Tree, batch: Batch, key: PRNGKeyArray, counts: Counts | None) -> Result:
         kept = self._kept(model_state)
 
-        def minimized(trained: Tree, gradient_state: Tree) -> tuple[jax.Array, Any]:
+        def minimized(trained: Tree, gradient_state: Tree) -> tuple[jax.Array, tuple[LossSum, Collections, Tree]]:
             (loss, collections), new_state = self._call(trained, joined(kept, gradient_state), batch, key)
             if counts is None:
                 value = loss.mean() + collections.total_loss()
@@ -109,26 +117,28 @@ class ObjectiveGradient:
             return value, (loss, collections, self._kept(new_state))
 
         old = self._gradient_state(model_state)
-        differentiate: Callable[..., Any] = jax.grad(minimized, argnums=(0, 1), has_aux=True, allow_int=True)
+        differentiate = jax.grad(minimized, argnums=(0, 1), has_aux=True, allow_int=True)
         (grads, found), (loss, collections, kept) = differentiate(self.trained, to_fm32(old))
         return Result(grads, loss, collections, kept, overwrite_with_gradient(found, old))
 
-    def _call(self, trained: Tree, model_state: Tree, batch: Batch, key: jax.Array) -> Any:
+    def _call(
+        self, trained: Tree, model_state: Tree, batch: Batch, key: PRNGKeyArray
+    ) -> tuple[tuple[LossSum, Collections], Tree]:
         params = joined(trained, self.frozen)
         result = self.fn(params, model_state, batch, key=key, training=True, method=self.objective)
         loss = result[0][0]
         if not isinstance(loss, LossSum) or jnp.shape(loss.total) != () or jnp.shape(loss.count) != ():
             raise ConfigError(
-                f"objective: {type(self.objective).__name__} must return LossSum(total, count) of two scalars, "
+                f"objective: {type(self.objective).__name__} must return a LossSum of two scalars, "
                 f"not {jax.tree.map(jax.typeof, loss)}"
             )
         return result
 
     def _kept(self, model_state: Tree) -> Tree:
-        return part(model_state, self.fn.gradient_state, lambda is_one: not is_one)
+        return part(model_state, self.fn.gradient_state, lambda is_gradient_state: not is_gradient_state)
 
     def _gradient_state(self, model_state: Tree) -> Tree:
-        return part(model_state, self.fn.gradient_state, lambda is_one: bool(is_one))
+        return part(model_state, self.fn.gradient_state, lambda is_gradient_state: bool(is_gradient_state))
 
     def _split(self, x: jax.Array, microbatches: int) -> jax.Array:
         """[batch, ...] -> [microbatches, rows, ...]. A microbatch takes every n-th row, so that no row changes
@@ -138,6 +148,6 @@ class ObjectiveGradient:
             return x
         return jax.lax.with_sharding_constraint(x, self.layout.sharding(None, *("batch", "seq")[: x.ndim - 1]))
 
-    def _zeros(self, like: Any) -> jax.Array:
+    def _zeros(self, like: jax.ShapeDtypeStruct) -> jax.Array:
         zeros = jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
         return zeros if self.layout.mesh.size == 1 else jax.lax.with_sharding_constraint(zeros, like.sharding)

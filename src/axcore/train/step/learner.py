@@ -1,17 +1,18 @@
-"""The learner: optimizer, schedule and gradient clipping, over optax."""
+"""The learner: optimizer, schedule and gradient clipping, on top of optax."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from axcore import config
 from axcore.module import Tree
@@ -22,26 +23,28 @@ Axes = tuple[str | None, ...]
 
 
 def matrices(path: str, axes: Axes) -> bool:
-    """True for parameters with two dimensions or more, the stacking axis of scanned layers not counted."""
+    """True for parameters with at least two dimensions, not counting the `layer` axis of scanned layers."""
     del path
     return sum(axis != "layer" for axis in axes) >= 2
 
 
 class Optimizer(config.Configurable):
-    """Base of optimizers: makes the optax transformation that comes before the learning rate."""
+    """Base of optimizers, which create the optax transformation before the learning rate is applied."""
 
     class Config(config.Config):
         """Fields of the optimizer."""
 
-    def __init__(self, cfg: Any):
+    config: Config
+
+    def __init__(self, cfg: Config):
         self.config = cfg
 
     def transformation(self, axes: Tree) -> optax.GradientTransformation:
-        """Gradients -> updates of unit learning rate, to be subtracted.
+        """The transformation of gradients to updates, which the learner multiplies with the rate and subtracts.
 
         Args:
-            axes: the logical axes of each parameter that is trained, as nested dicts. Frozen ones are not there: the
-                optimizer sees neither them nor a gradient of them.
+            axes: the logical axes of each trained parameter, as nested dicts without the frozen parameters. The
+                optimizer receives neither frozen parameters nor their gradients.
         """
         raise NotImplementedError
 
@@ -49,8 +52,8 @@ class Optimizer(config.Configurable):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
 
-    It computes in float32, whatever the dtype of the parameters: `1 - b2` of a squared gradient is below the precision
-    of a bfloat16 average, which would then stop moving.
+    It computes in float32 for every dtype of the parameters: a bfloat16 average of squared gradients would stop
+    changing, since `1 - b2` of a squared gradient is below its precision.
     """
 
     class Config(Optimizer.Config):
@@ -58,11 +61,11 @@ class AdamW(Optimizer):
         b2: float = 0.95
         eps: float = 1e-8
         weight_decay: float = 0.1
-        """Times the learning rate."""
+        """Is multiplied with the learning rate."""
         decays: Callable[[str, Axes], bool] = matrices
-        """Which parameters decay, by path and logical axes."""
+        """Selects the parameters that decay, by path and logical axes."""
         moment_dtype: DTypeLike = np.dtype(jnp.float32)
-        """The first moment is stored in this; the second always in float32."""
+        """Dtype of the first moment. The second moment is float32."""
 
         def __post_init__(self) -> None:
             try:
@@ -70,10 +73,12 @@ class AdamW(Optimizer):
             except TypeError:
                 raise config.ConfigError(f"AdamW.moment_dtype: {self.moment_dtype!r} is not a dtype") from None
 
+    config: Config
+
     def transformation(self, axes: Tree) -> optax.GradientTransformation:
         cfg = self.config
 
-        def decays(path: Any, names: Axes) -> bool:
+        def decays(path: KeyPath[Hashable], names: Axes) -> bool:
             return cfg.decays(jax.tree_util.keystr(path, simple=True, separator="."), names)
 
         mask = jax.tree_util.tree_map_with_path(decays, axes, is_leaf=lambda node: isinstance(node, tuple))
@@ -86,16 +91,16 @@ class AdamW(Optimizer):
 
 
 class Learner(config.Configurable):
-    """Turns gradients into new parameters."""
+    """Computes new parameters from gradients."""
 
     class Config(config.Config):
         optimizer: Optimizer.Config = AdamW.Config()
         schedule: Schedule = WarmupCosine()
         clip_norm: float | None = 1.0
-        """Gradients are scaled down to this global norm, of all parameters that are trained; None leaves them."""
+        """Gradients are scaled down to this global norm over all trained parameters; None: no clipping."""
         rates: Mapping[str, float] = config.FrozenDict()
-        """Path pattern -> factor of the learning rate, for parameters such as `decoder.layers.attention.**`; the last
-        pattern that matches counts. 0 freezes: no gradient, no part in the norm, and no optimizer state."""
+        """Path pattern, such as `decoder.layers.attention.**` -> factor of the learning rate. The last matching pattern
+        applies. The factor 0 freezes parameters: they have no gradient and no optimizer state."""
 
     def __init__(self, cfg: Config, axes: Tree):
         if cfg.clip_norm is not None and not cfg.clip_norm > 0:
@@ -104,33 +109,40 @@ class Learner(config.Configurable):
         clip = optax.stateless(functools.partial(_clipped, cfg.clip_norm))
         self._factors = _factors(cfg.rates, axes)
         self.optimizer = optax.chain(clip, cfg.optimizer.build().transformation(self.trained(axes)))
-        """Of the trained parameters alone."""
+        """The optax transformation of the trained parameters."""
 
     def trained(self, tree: Tree) -> Tree:
-        """Of a tree in the form of the parameters, what belongs to those that are trained."""
+        """The part of a tree with the structure of the parameters that belongs to trained parameters."""
         return part(tree, self._factors, lambda factor: factor != 0.0)
 
     def frozen(self, tree: Tree) -> Tree:
-        """Of a tree in the form of the parameters, what belongs to those with the factor 0."""
+        """The part of a tree with the structure of the parameters that belongs to frozen parameters (factor 0)."""
         return part(tree, self._factors, lambda factor: factor == 0.0)
 
     def init(self, params: Tree) -> optax.OptState:
+        """The initial optimizer state."""
         return self.optimizer.init(self.trained(params))
 
     def update(
-        self, grads: Tree, state: optax.OptState, params: Tree, step: jax.Array, total_steps: jax.Array
+        self,
+        grads: Tree,
+        state: optax.OptState,
+        params: Tree,
+        step: Int[Array, ""],
+        total_steps: Int[Array, ""],
     ) -> tuple[Tree, optax.OptState, dict[str, jax.Array]]:
-        """One update.
+        """Computes one update.
 
         Args:
-            grads: of the trained parameters; others are ignored.
-            state: as `init` made it.
+            grads: gradients of the trained parameters; others are ignored.
+            state: the optimizer state.
             params: all parameters.
-            step: int32 scalar, steps done.
-            total_steps: int32 scalar, steps that there will be.
+            step: number of completed steps.
+            total_steps: number of steps of the run.
 
         Returns:
-            (new parameters, new optimizer state, metrics: gradient norm before clipping, learning rate).
+            The new parameters, the new optimizer state, and the metrics `gradient_norm` (before clipping) and
+            `learning_rate`.
         """
         rate = self.config.schedule(step, total_steps)
         grads, moving = self.trained(grads), self.trained(params)
@@ -145,50 +157,53 @@ class Learner(config.Configurable):
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same transformation of gradients and parameters as float32, with a state and updates of that dtype."""
+    """The same transformation with gradients, parameters, state and updates in float32."""
 
-    def wide(tree: Any) -> Any:
+    def wide(tree: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(_wide, tree)
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
+    def update(
+        updates: PyTree[Array], state: optax.OptState, params: PyTree[Array] | None = None
+    ) -> tuple[PyTree[Array], optax.OptState]:
         return inner.update(wide(updates), state, wide(params))
 
     return optax.GradientTransformation(lambda params: inner.init(wide(params)), update)
 
 
-def _wide(leaf: Any) -> Any:
+def _wide(leaf: jax.Array) -> jax.Array:
     return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
-def _norm(grads: Tree) -> jax.Array:
-    """The global norm, a float32 scalar."""
+def _norm(grads: Tree) -> Float[Array, ""]:
+    """The global norm, in float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(_wide(grad))) for grad in jax.tree.leaves(grads)))
 
 
-def _clipped(most: float | None, grads: Tree, params: Any) -> Tree:
-    """Gradients scaled down to a global norm."""
+def _clipped(max_norm: float | None, grads: Tree, params: object) -> Tree:
+    """Scales gradients down to a global norm."""
     del params
-    if most is None:
+    if max_norm is None:
         return grads
     norm = _norm(grads)
     return jax.tree.map(
-        lambda grad: jnp.where(norm < most, grad, (_wide(grad) / norm * most).astype(grad.dtype)), grads
+        lambda grad: jnp.where(norm < max_norm, grad, (_wide(grad) / norm * max_norm).astype(grad.dtype)), grads
     )
 
 
 def _factors(rates: Mapping[str, float], axes: Tree) -> Tree:
-    """The factor of each parameter, in the form of the parameters.
+    """The factor of each parameter, as a tree with the structure of the parameters.
 
     Raises:
-        ConfigError: a factor that is negative or not finite, a pattern that matches no parameter, or no parameter that
-            is left to train.
+        ConfigError: a factor is negative or not finite, a pattern matches no parameter, or all parameters are frozen.
     """
     for pattern, value in rates.items():
         if not 0 <= value < math.inf:
-            raise config.ConfigError(f"learner.rates: the factor of {pattern} must be 0 or more, not {value}")
+            raise config.ConfigError(
+                f"learner.rates: the factor of {pattern} must be finite and at least 0, not {value}"
+            )
     unused = set(rates)
 
-    def factor(path: Any, _: Axes) -> float:
+    def factor(path: KeyPath[Hashable], _: Axes) -> float:
         name, found = jax.tree_util.keystr(path, simple=True, separator="."), 1.0
         for pattern, value in rates.items():
             if config.matches(pattern, name):
@@ -201,7 +216,6 @@ def _factors(rates: Mapping[str, float], axes: Tree) -> Tree:
         raise config.ConfigError(f"learner.rates: {', '.join(sorted(unused))} matches no parameter; see `axcore tree`")
     if rates and not any(jax.tree.leaves(factors)):
         raise config.ConfigError(
-            f"learner.rates: {dict(rates)} freezes every parameter, and nothing is left to train; give a later pattern "
-            f"a factor above 0"
+            f"learner.rates: {dict(rates)} freezes every parameter; give at least one pattern a factor above 0"
         )
     return factors

@@ -1,4 +1,4 @@
-"""Objectives: training losses as sums and counts, so that those of microbatches and devices can be added."""
+"""Objectives: training losses as totals and counts, which can be added over microbatches and devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from axcore import config
 from axcore.module import Functional, LossSum, Tree, current
@@ -15,6 +16,7 @@ from axcore.nn import MASKED_LOGIT, Prediction
 from axcore.nn.pieces import in_pieces
 
 Batch = Mapping[str, jax.Array]
+Scores = tuple[Float[Array, "batch seq"], Float[Array, "batch seq"], Float[Array, "batch seq"] | None]
 
 
 class Objective(config.Configurable):
@@ -22,55 +24,66 @@ class Objective(config.Configurable):
 
     An objective runs in the frame of the model: it may call the model's methods, and use `axcore.current()` to add
     losses (`add_loss`), report summaries and draw random numbers. The training step minimizes `total / count` of the
-    result plus the added losses of objective and layers. Totals and counts are those of the whole batch, summed over
-    microbatches and devices.
+    result plus the losses that objective and layers add. Totals and counts are summed over all microbatches and devices
+    of the batch.
     """
 
     class Config(config.Config):
         """Fields of the objective."""
 
-    config: Any
+    config: Config
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: Config):
         self.config = cfg
 
     def __call__(self, model: Any, batch: Batch) -> LossSum:
         """The loss of a batch.
 
-        Evaluation calls it too, without `training`, and reports `total` as nats per byte. So it should be the negative
-        log-likelihood; terms that only help training belong in `add_loss`.
+        Evaluation calls it too, with `training=False`, and reports `total` as nats per byte. It should therefore be the
+        negative log-likelihood; add terms that only help training with `add_loss`.
 
         Args:
-            batch: arrays [batch, ...], as the trainer's input yields them.
+            model: the model.
+            batch: arrays [batch, ...] that the input yields.
 
         Returns:
-            The sum of the loss and its count, both scalars. The count must not depend on parameters.
+            The total of the loss and its count. The count must not depend on parameters.
         """
         raise NotImplementedError
 
-    def value(self, fn: Functional, params: Tree, state: Tree, batch: Batch, **options: Any) -> jax.Array:
-        """The float32 scalar that a training step without microbatches minimizes. `options` go to `axcore.invoke`."""
-        (loss, collections), _ = fn(params, state, batch, method=self, **options)
+    def value(
+        self,
+        fn: Functional,
+        params: Tree,
+        state: Tree,
+        batch: Batch,
+        *,
+        key: jax.Array | None = None,
+        training: bool = False,
+    ) -> Float[Array, ""]:
+        """The float32 loss that a training step without microbatches minimizes. `key` and `training` are those of
+        `axcore.invoke`."""
+        (loss, collections), _ = fn(params, state, batch, method=self, key=key, training=training)
         return loss.mean() + collections.total_loss()
 
 
 class CrossEntropy(Objective):
     """The weighted mean cross-entropy of the targets, in nats.
 
-    It adds the losses `z_loss` and `label_smoothing`, and for multi-token prediction the cross-entropy of each token
-    further ahead, as `future.0` and so on. The model must have the methods `predictions(batch)` and `logits(hidden)`,
-    as `CausalLM` has.
+    It adds the losses `z_loss` and `label_smoothing`. For multi-token prediction it adds the cross-entropy of each
+    token beyond the next one, as `future.0` and so on. The model must have the methods `predictions(batch)` and
+    `logits(hidden)`, like `CausalLM`.
     """
 
     class Config(Objective.Config):
         layout_fields = ("chunk",)
         z_loss: float = 0.0
-        """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5); 0: none."""
+        """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5); 0: not added."""
         label_smoothing: float = 0.0
-        """The share of each target's probability that is spread evenly over the vocabulary (Szegedy et al. 2015, arXiv
-        1512.00567, section 7). The metric `label_smoothing` is the increase of the cross-entropy."""
+        """The share of the probability of each target that is spread evenly over the vocabulary (Szegedy et al. 2015,
+        arXiv 1512.00567, section 7). The metric `label_smoothing` is the resulting increase of the cross-entropy."""
         chunk: int | None = None
-        """The most tokens of each row whose logits exist at once; the backward pass recomputes them. None: all."""
+        """Number of tokens of each row whose logits exist at once; the backward pass recomputes them. None: all."""
 
     config: Config
 
@@ -89,8 +102,8 @@ class CrossEntropy(Objective):
         cfg, frame = self.config, current()
         if not hasattr(model, "predictions"):
             raise config.ConfigError(
-                f"objective: CrossEntropy needs a model with predictions(batch) and logits(hidden), as CausalLM has, "
-                f"not a {type(model).__name__}; choose another objective"
+                f"objective: CrossEntropy requires a model with predictions(batch) and logits(hidden), such as "
+                f"CausalLM, got {type(model).__name__}; choose another objective"
             )
         main, *further = model.predictions(batch)
         losses, log_z, spread = self._scores(model, main)
@@ -105,9 +118,9 @@ class CrossEntropy(Objective):
             frame.add_loss(other.name, total, other.weights.sum(), other.loss_weight)
         return LossSum(_weighted(losses, main.weights), count)
 
-    def _scores(self, model: Any, prediction: Prediction) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """float32 [batch, seq]: the cross-entropy of each target, the log-partition and, if labels are smoothed, the
-        mean cross-entropy over the vocabulary."""
+    def _scores(self, model: Any, prediction: Prediction) -> Scores:
+        """The cross-entropy of each target, the log-partition and, if labels are smoothed, the mean cross-entropy over
+        the vocabulary, all float32."""
         for name in ("targets", "weights"):
             if getattr(prediction, name).shape != prediction.hidden.shape[:2]:
                 raise config.ConfigError(
@@ -117,16 +130,16 @@ class CrossEntropy(Objective):
         smooth, seq = bool(self.config.label_smoothing), prediction.hidden.shape[1]
         chunk = min(self.config.chunk or seq, seq)
 
-        def scores(model: Any, hidden: jax.Array, targets: jax.Array) -> Any:
+        def scores(model: Any, hidden: jax.Array, targets: jax.Array) -> Scores:
             logits = model.logits(hidden)
             log_z = jax.nn.logsumexp(logits, axis=-1)
             picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
             known = (targets >= 0) & (targets < logits.shape[-1])
-            picked = jnp.where(known, picked, jnp.nan)  # a negative target would count from the end
+            picked = jnp.where(known, picked, jnp.nan)  # JAX counts a negative index from the end
             return log_z - picked, log_z, log_z - _mean_logit(logits) if smooth else None
 
         score = scores if chunk == seq else in_pieces(scores, chunk)
-        found: tuple[jax.Array, jax.Array, jax.Array | None] = score(model, prediction.hidden, prediction.targets)
+        found: Scores = score(model, prediction.hidden, prediction.targets)
         return found
 
 
@@ -138,5 +151,5 @@ def _mean_logit(logits: jax.Array) -> jax.Array:
 
 def _weighted(losses: jax.Array, weights: jax.Array) -> jax.Array:
     """The weighted sum of the losses."""
-    # Targets of weight 0 may be any number, such as -100, and their losses may be infinite.
+    # A target of weight 0 may be any number, such as -100, and its loss may be infinite.
     return jnp.where(weights == 0, 0.0, losses * weights).sum()

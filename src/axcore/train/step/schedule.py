@@ -1,33 +1,34 @@
-"""Learning rates as a function of the step and of how many steps there will be."""
+"""Learning-rate schedules: functions of the step and of the total number of steps."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from axcore.config import Config
 
 
 class Schedule(Config):
-    """Base of schedules. The number of steps is an argument, so a run may learn it while it goes on."""
+    """Base of schedules. The number of steps is an argument, so a run may determine it while training."""
 
     def settled(self) -> float:
-        """The share of a run, from its start, in which the rate does not depend on the number of steps."""
+        """The initial share of a run in which the rate does not depend on the number of steps."""
         return 0.0
 
-    def __call__(self, step: jax.Array, total_steps: jax.Array) -> jax.Array:
-        """The learning rate of step `step` (from 0) of `total_steps`: float32 scalar."""
+    def __call__(self, step: Int[Array, ""], total_steps: Int[Array, ""]) -> Float[Array, ""]:
+        """The float32 learning rate of a step; the first step is 0."""
         raise NotImplementedError
 
 
 class WarmupCosine(Schedule):
-    """Linear from 0 to `peak`, then half a cosine down to `final * peak` (Loshchilov and Hutter 2017, 1608.03983)."""
+    """Rises linearly from 0 to `peak`, then falls along half a cosine to `final * peak` (Loshchilov and Hutter 2017,
+    arXiv 1608.03983)."""
 
     peak: float = 3e-4
     warmup_steps: int = 100
     final: float = 0.1
 
-    def __call__(self, step: jax.Array, total_steps: jax.Array) -> jax.Array:
+    def __call__(self, step: Int[Array, ""], total_steps: Int[Array, ""]) -> Float[Array, ""]:
         warmup = max(self.warmup_steps, 1)
         rising = (step + 1) / warmup
         done = jnp.clip((step - warmup) / jnp.maximum(total_steps - warmup, 1), 0.0, 1.0)
@@ -36,20 +37,20 @@ class WarmupCosine(Schedule):
 
 
 class WarmupStableDecay(Schedule):
-    """Linear from 0 to `peak`, steady, then linear to 0 over the last part (Hu et al. 2024, arXiv 2404.06395).
+    """Rises linearly from 0 to `peak`, stays constant, then falls linearly to 0 (Hu et al. 2024, arXiv 2404.06395).
 
-    A run that is given minutes rather than steps need not know its length before the decay begins.
+    It suits runs with a time limit, whose number of steps is unknown until the decay begins.
     """
 
     peak: float = 3e-4
     warmup_steps: int = 100
     decay: float = 0.3
-    """The share of the steps over which the rate falls."""
+    """The share of the steps in which the rate falls."""
 
     def settled(self) -> float:
         return 1.0 - self.decay
 
-    def __call__(self, step: jax.Array, total_steps: jax.Array) -> jax.Array:
+    def __call__(self, step: Int[Array, ""], total_steps: Int[Array, ""]) -> Float[Array, ""]:
         rising = (step + 1) / max(self.warmup_steps, 1)
         falling = (total_steps - step) / jnp.maximum(self.decay * total_steps, 1.0)
         return (self.peak * jnp.clip(jnp.minimum(rising, falling), 0.0, 1.0)).astype(jnp.float32)

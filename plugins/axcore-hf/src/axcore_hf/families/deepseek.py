@@ -108,7 +108,8 @@ FIXED: tuple[Rule, ...] = (
 def rules(cfg: Any) -> Sequence[Rule]:
     from axcore.nn import layers_of
 
-    mixer = layers_of(cfg.decoder)[0].config.attention
+    layer: Any = layers_of(cfg.decoder)[0].config
+    mixer = layer.attention
     query = "q_b_proj" if mixer.q_lora_rank is not None else "q_proj"
     ups = f"{OURS}.key_up.weight", f"{OURS}.value_up.weight"
     up = rule(ups, f"{HEADS}.kv_b_proj.weight", PerHead(mixer.num_heads))

@@ -1,11 +1,11 @@
 """What axcore-new-attention offers. Imports neither jax nor flax."""
 
-from axcore.plugin import AttentionKernel, hookimpl
+from axcore.plugin import AttentionKernelOffer, hookimpl
 
 axcore_api = 2
 
 
 @hookimpl
-def axcore_attention_kernels() -> list[AttentionKernel]:
+def axcore_attention_kernels() -> list[AttentionKernelOffer]:
     target = "axcore_new_attention.kernel:BlockKernel"
-    return [AttentionKernel("new-attention", target, "Blocks of keys, one after another, with an online softmax.")]
+    return [AttentionKernelOffer("new-attention", target, "Blocks of keys, one at a time, with an online softmax.")]

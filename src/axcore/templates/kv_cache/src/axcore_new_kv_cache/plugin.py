@@ -1,11 +1,11 @@
 """What axcore-new-kv-cache offers. Imports neither jax nor flax."""
 
-from axcore.plugin import KVCache, hookimpl
+from axcore.plugin import KVCacheOffer, hookimpl
 
 axcore_api = 2
 
 
 @hookimpl
-def axcore_kv_caches() -> list[KVCache]:
+def axcore_kv_caches() -> list[KVCacheOffer]:
     target = "axcore_new_kv_cache.ring:RingCache"
-    return [KVCache("new-kv-cache", target, "The last tokens only, for attention in a sliding window.")]
+    return [KVCacheOffer("new-kv-cache", target, "The last tokens only, for attention in a sliding window.")]

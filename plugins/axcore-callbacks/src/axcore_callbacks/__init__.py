@@ -1,0 +1,1 @@
+"""Early stopping and averages of the parameters."""

@@ -1,0 +1,53 @@
+"""Ending a run that no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from axcore.config import ConfigError, at_least
+from axcore.train import Callback, Request
+
+
+class EarlyStopping(Callback):
+    """Ends the run after `patience` evaluations in a row without improvement."""
+
+    class Config(Callback.Config):
+        metric: str = "validation/loss"
+        """A metric of evaluations, `EVALUATOR/METRIC`."""
+        patience: int = 3
+        min_change: float = 0.0
+        """An improvement must exceed this."""
+        mode: Literal["min", "max"] = "min"
+
+    config: Config
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        at_least(cfg, 1, "patience")
+        at_least(cfg, 0.0, "min_change")
+        self.best: float | None = None
+        self.waited = 0
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> Request | None:
+        cfg = self.config
+        if cfg.metric not in metrics:
+            raise ConfigError(f"metric={cfg.metric!r} is not a metric of this run; it has {', '.join(metrics)}")
+        value = metrics[cfg.metric] if cfg.mode == "min" else -metrics[cfg.metric]
+        if not math.isnan(value) and (self.best is None or value < self.best - cfg.min_change):
+            self.best, self.waited = value, 0
+            return None
+        self.waited += 1
+        if self.waited < cfg.patience:
+            return None
+        reason = f"{cfg.metric} has not improved in {self.waited} evaluations"
+        return Request(stop=True, reason=reason, deterministic=True)
+
+    def state(self) -> Mapping[str, float | int | None]:
+        return {"best": self.best, "waited": self.waited}
+
+    def set_state(self, state: Mapping[str, object]) -> None:
+        best, waited = state["best"], state["waited"]
+        assert isinstance(waited, int) and (best is None or isinstance(best, float))
+        self.best, self.waited = best, waited
