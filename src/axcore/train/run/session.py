@@ -138,6 +138,7 @@ class Session:
         info = RunInfo(self.cfg, self.folder, self.input, self.program, done, self.total, resume)
         self.callbacks.start(info)
         self._raise_failure()
+        runtime.barrier("start")  # the first collective fails if processes reach it half a minute apart
         batches = map(self.program.place, self.batches)
         return Loop(step, state, batches, math.prod(batch["inputs"].shape), self._report, done)
 
