@@ -54,12 +54,9 @@ class Numerics(Layer):
         if cfg.stored and type(self).encode is Numerics.encode:
             raise ConfigError(f"stored=True: {type(self).__qualname__} has no stored representation; set it to False")
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
+    def __init_subclass__(cls, **kwargs: bool) -> None:
         super().__init_subclass__(**kwargs)
-        for name in (
-            "gather",
-            "einsum",
-        ):  # entry points, so random numbers and reports belong to the frame of this layer
+        for name in ("gather", "einsum"):  # so random numbers and reports belong to the frame of this layer
             if name in cls.__dict__:
                 setattr(cls, name, method(cls.__dict__[name]))
 

@@ -36,7 +36,7 @@ class AttentionKernel(Layer):
     """Whether the kernel runs under `shard_map`, on the rows, heads and queries of one device and all keys of those
     rows. False for a kernel that the compiler partitions, or that calls another kernel through `attend`."""
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
+    def __init_subclass__(cls, **kwargs: bool) -> None:
         super().__init_subclass__(**kwargs)
         if not isinstance(cls.takes, set | frozenset) or not cls.takes <= set(OPTIONS):
             raise ConfigError(

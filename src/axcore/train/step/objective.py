@@ -51,10 +51,19 @@ class Objective(config.Configurable):
         """
         raise NotImplementedError
 
-    def value(self, fn: Functional, params: Tree, state: Tree, batch: Batch, **options: object) -> Float[Array, ""]:
-        """The float32 loss that a training step without microbatches minimizes. `options` are passed to
+    def value(
+        self,
+        fn: Functional,
+        params: Tree,
+        state: Tree,
+        batch: Batch,
+        *,
+        key: jax.Array | None = None,
+        training: bool = False,
+    ) -> Float[Array, ""]:
+        """The float32 loss that a training step without microbatches minimizes. `key` and `training` are those of
         `axcore.invoke`."""
-        (loss, collections), _ = fn(params, state, batch, method=self, **options)
+        (loss, collections), _ = fn(params, state, batch, method=self, key=key, training=training)
         return loss.mean() + collections.total_loss()
 
 
