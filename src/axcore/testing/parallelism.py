@@ -58,9 +58,9 @@ class ParallelismSuite(OfferSuite):
         plugin, offer = self.found()
         if not isinstance(offer, MeshRule):
             return ax.pipe(cfg, use(self.name, **self.options))
-        edited = bound(plugin, offer, Accelerator.parse(self.accelerator))(cfg)
-        assert isinstance(edited, Trainer.Config)
-        return edited
+        new = bound(plugin, offer, Accelerator.parse(self.accelerator))(cfg)
+        assert isinstance(new, Trainer.Config), "a mesh rule returns the config"
+        return new
 
     def trainer(self) -> Trainer.Config:
         """The argument of `modify`: the config of a trainer without an input."""

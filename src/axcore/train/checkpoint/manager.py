@@ -8,10 +8,9 @@ import os
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
-import numpy as np
 from etils import epath
 from jaxtyping import PyTree
 
@@ -20,7 +19,7 @@ from axcore.config import AxcoreError, ConfigError, Configurable
 from axcore.runtime import processes
 from axcore.runtime.errors import PeerFailed, RuntimeTimeout
 from axcore.train.checkpoint import inventory
-from axcore.train.checkpoint.state_layout import Layout, layout, listed, mismatches, named_leaves, placed, stored
+from axcore.train.checkpoint.state_layout import Layout, layout, listed, mismatches, named_leaves
 from axcore.train.checkpoint.storage import COMMITTED, RECORD_FILE, Storage
 from axcore.train.files import Json, os_reason
 
@@ -33,16 +32,6 @@ class Restored:
     state: PyTree
     data: Json
     meta: dict[str, Json]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Record:
-    """Everything of a checkpoint but the arrays."""
-
-    step: int
-    data: Json
-    meta: dict[str, Json]
-    arrays: Layout
 
 
 class Checkpointer(Configurable):
@@ -108,7 +97,7 @@ class Checkpointer(Configurable):
         with processes.together(f"save-{step}"):  # all meet here, since Orbax's own barriers hide who is missing
             self._prepare(step)
         try:
-            self._storage.save(step, stored(named), record)
+            self._storage.save(step, named, record)
         except Exception as error:
             self._give_up()
             raise self._cannot_write(step, error) from error
@@ -143,11 +132,11 @@ class Checkpointer(Configurable):
         Raises:
             AxcoreError: there is no such checkpoint, or it cannot be read.
         """
-        return self._record(self._chosen(step)).meta
+        return self._record(self._chosen(step))["meta"]
 
     def layout(self, step: int | None = None) -> Layout:
         """Path -> (dtype, shape) of each array of a checkpoint. Raises what `meta` does."""
-        return self._record(self._chosen(step)).arrays
+        return self._record(self._chosen(step))["arrays"]
 
     def restore(
         self, abstract_state: PyTree, step: int | None = None, *, subset: bool = False, cast: bool = False
@@ -171,24 +160,17 @@ class Checkpointer(Configurable):
         wanted = named_leaves(abstract_state)
         with processes.together(f"restore-{step}"):
             record = self._record(step)
-            if found := mismatches(record.arrays, wanted, subset=subset, cast=cast):
+            if found := mismatches(record["arrays"], wanted, subset=subset, cast=cast):
                 raise AxcoreError(f"checkpoint {self.folder / str(step)} does not fit this state:{listed(found)}")
-            self._check_files(step, share=(jax.process_index(), jax.process_count()))
-        forms = placed(wanted)
+            self._check_files(step, part=(jax.process_index(), jax.process_count()))
         try:
-            read = self._storage.restore(step, stored(forms))
+            arrays = self._storage.restore(step, wanted)
         except Exception as error:
             if _is_out_of_memory(error):
                 raise
             raise self._damaged(step, os_reason(error)) from error
-        empty = {
-            path: jax.device_put(np.zeros(form.shape, form.dtype), form.sharding)
-            for path, form in forms.items()
-            if path not in read
-        }
-        leaves = [(read | empty)[path] for path in wanted]
-        state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
-        return Restored(step, state, record.data, record.meta)
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in wanted])
+        return Restored(step, state, record["data"], record["meta"])
 
     def delete_after(self, step: int) -> None:
         """Removes the checkpoints after `step`: the run resumes there and comes to those steps again."""
@@ -275,36 +257,20 @@ class Checkpointer(Configurable):
             raise AxcoreError(f"there is no checkpoint of step {step} in {self.folder}; it has {_joined(steps)}")
         return step
 
-    def _record(self, step: int) -> _Record:
+    def _record(self, step: int) -> dict[str, Any]:  # JSON
         self._check_files(step, only=RECORD_FILE)
-        try:
-            record = _Record(**json.loads((self.folder / str(step) / RECORD_FILE).read_bytes()))
-            if record.step != step:
-                raise ValueError(f"its record is of step {record.step}")
-        except (OSError, ValueError, TypeError) as error:
-            raise self._damaged(step, os_reason(error)) from error
+        record: dict[str, Any] = json.loads((self.folder / str(step) / RECORD_FILE).read_bytes())
+        if record["step"] != step:
+            raise self._damaged(step, f"it was saved as step {record['step']}")
         return record
 
-    def _check_files(self, step: int, *, only: str | None = None, share: tuple[int, int] = (0, 1)) -> None:
-        """Reads the files of a checkpoint, or one, and compares their checksums.
-
-        Args:
-            share: (process, number of processes): each reads its part of the files.
-        """
-        folder = self.folder / str(step)
+    def _check_files(self, step: int, only: str | None = None, part: tuple[int, int] = (0, 1)) -> None:
         try:
-            entries = inventory.read(folder)
-            if only is not None and only not in entries:
-                raise ValueError(f"{only} is not listed")
-        except (OSError, ValueError, TypeError) as error:
-            raise self._damaged(step, f"{inventory.NAME}: {os_reason(error)}") from error
-        first, count = share
-        try:
-            found = inventory.damage(folder, entries, [only] if only else sorted(entries)[first::count])
+            inventory.check(self.folder / str(step), only, part)
+        except inventory.Damage as damage:
+            raise self._damaged(step, str(damage)) from damage
         except OSError as error:
             raise self._damaged(step, os_reason(error)) from error
-        if found:
-            raise self._damaged(step, found)
 
     def _damaged(self, step: int, what: str) -> AxcoreError:
         older = [other for other in self.steps() if other < step]

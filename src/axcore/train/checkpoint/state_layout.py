@@ -94,20 +94,6 @@ def listed(found: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
-def stored[T: ArrayLike](named: Mapping[str, T]) -> dict[str, T]:
-    """The arrays that Orbax stores: those of zero size it refuses."""
-    return {path: leaf for path, leaf in named.items() if np.prod(leaf.shape)}
-
-
-def placed(wanted: Mapping[str, ArrayLike]) -> dict[str, jax.ShapeDtypeStruct]:
-    """What to read, and where to: an array that names no sharding goes where jax puts new arrays."""
-    default = jnp.zeros(()).sharding
-    return {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default)
-        for path, leaf in wanted.items()
-    }
-
-
 def _is_array(leaf: object) -> TypeGuard[ArrayLike]:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 

@@ -1,9 +1,10 @@
-"""Orbax's CheckpointManager for one folder, with checksums and with barriers that notice a failed peer."""
+"""Orbax's CheckpointManager for one folder, with checksums in each checkpoint and failures told to all processes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from axcore.runtime import processes
@@ -46,7 +49,7 @@ class Storage:
         self._saving = _Saving(folder, 0)
         self._quiet = contextlib.ExitStack()
 
-    def save(self, step: int, arrays: Mapping[str, ArrayLike], record: object) -> None:
+    def save(self, step: int, named: Mapping[str, ArrayLike], record: object) -> None:
         """Begins to write a checkpoint. When it returns, the arrays may be donated. `wait` must follow."""
         self._quiet.close()
         self._quiet.enter_context(quiet())
@@ -54,8 +57,8 @@ class Storage:
 
         self._saving = _Saving(self.folder, step)
         items = {RECORD: ocp.args.JsonSave(record)}
-        if arrays:
-            items[STATE] = ocp.args.PyTreeSave({_key(path): array for path, array in arrays.items()})
+        if arrays := _stored(named):
+            items[STATE] = ocp.args.PyTreeSave(arrays)
         with _plain_errors():
             # Orbax would refuse, without an error, a step that is not its next.
             self._open().save(step, args=ocp.args.Composite(**items), force=True)
@@ -68,19 +71,27 @@ class Storage:
             _remove(self.folder / REMOVED)
         self._quiet.close()
 
-    def restore(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Reads arrays in the shapes, dtypes and shardings of `wanted`."""
-        if not wanted:
-            return {}
-        with quiet(), _plain_errors():
-            import orbax.checkpoint as ocp
+    def restore(self, step: int, wanted: Mapping[str, ArrayLike]) -> dict[str, jax.Array]:
+        """Reads arrays in the shapes and dtypes of `wanted`, and to its shardings; without one, to where jax puts new
+        arrays."""
+        default = jnp.zeros(()).sharding
+        forms = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default)
+            for path, leaf in wanted.items()
+        }
+        read: Mapping[str, jax.Array] = {}
+        if item := _stored(forms):
+            with quiet(), _plain_errors():
+                import orbax.checkpoint as ocp
 
-            item = {_key(path): form for path, form in wanted.items()}
-            args = ocp.args.PyTreeRestore(
-                item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-            )
-            read = self._open().restore(step, args=ocp.args.Composite(**{STATE: args}))[STATE]
-            return {path: read[_key(path)] for path in wanted}
+                args = ocp.args.PyTreeRestore(
+                    item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+                )
+                read = self._open().restore(step, args=ocp.args.Composite(**{STATE: args}))[STATE]
+        return {
+            path: read[_key(path)] if form.size else jax.device_put(np.zeros(form.shape, form.dtype), form.sharding)
+            for path, form in forms.items()
+        }
 
     def reset(self) -> None:
         """Forgets what a failed save left in memory, and what Orbax knows of the folder."""
@@ -162,21 +173,24 @@ class _Saving:
         self._failure: str | None = None
 
     def meet(self, key: str, timeout: float) -> None:
-        """A barrier of Orbax. Raises if a process failed: that one comes to the barrier after the one it missed, since
-        Orbax meets once more when a save ends, with the error in flight."""
+        """A barrier of Orbax. Raises if another process failed.
+
+        A process that failed misses a barrier, but Orbax meets once more at the end of each save, in a `finally` block:
+        there the process tells the others, which wait at the barrier that it missed.
+        """
         if jax.process_count() == 1:
             return
+        error = None if threading.get_ident() == self._caller else sys.exception()
         if self._failure is None:
-            self._failure = self._exchange(key, timeout)
-        if self._failure is not None:
+            self._failure = self._exchange(key, timeout, error)
+        if self._failure is not None and error is None:
             raise PeerFailed(self._failure)
 
     def write_inventory(self) -> None:
         """For the first process, when all arrays are written and nothing is committed."""
         inventory.write(self.folder, {**self._of_peers, **inventory.of_process(self.folder, 0)})
 
-    def _exchange(self, key: str, timeout: float) -> str | None:
-        error = None if threading.get_ident() == self._caller else sys.exception()
+    def _exchange(self, key: str, timeout: float, error: BaseException | None) -> str | None:
         news: dict[str, object] = {"key": key, "error": error and os_reason(_os_error(error) or error)}
         rank = jax.process_index()
         try:
@@ -188,10 +202,15 @@ class _Saving:
         for number, each in enumerate(told):
             if each["error"]:
                 return f"process {number} of {len(told)} failed: {each['error']}"
-            self._of_peers |= {name: tuple(entry) for name, entry in each.get("files", {}).items()}
+            self._of_peers |= each.get("files", {})
         if len({each["key"] for each in told}) > 1:
             return f"the processes are at different points of the save: {', '.join(each['key'] for each in told)}"
         return None
+
+
+def _stored[T: ArrayLike](named: Mapping[str, T]) -> dict[str, T]:
+    """What Orbax stores; it refuses arrays of zero size."""
+    return {_key(path): leaf for path, leaf in named.items() if math.prod(leaf.shape)}
 
 
 def _key(path: str) -> str:

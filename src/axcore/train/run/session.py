@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import signal
 import statistics
@@ -260,8 +261,13 @@ class Session:
             "input": self.input.identity(),
             "callbacks": self.callbacks.states(),
         }
-        self.checkpointer.save(loop.done, loop.state, data=self.batches.get_state(), meta=meta)
+        self.checkpointer.save(loop.done, loop.state, data=self._position(), meta=meta)
         loop.pause()
+
+    def _position(self) -> dict[str, Json]:
+        """The position in the data of all processes together."""
+        own = json.dumps(self.batches.get_state()).encode()
+        return {key: state for part in runtime.gather("position", own) for key, state in json.loads(part).items()}
 
     def _finish(self, loop: Loop) -> dict[str, Json]:
         tokens = loop.done * loop.tokens_per_step
