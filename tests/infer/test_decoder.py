@@ -77,7 +77,7 @@ def test_a_model_without_decoding_state_raises():
     with pytest.raises(ax.ConfigError, match="not of Linear"):
         Decoder.of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), cache=ContiguousCache.Config(), batch_size=1, max_len=2)
     layer = Linear.Config(input_dim=2, output_dim=2).build(rngs=ax.Rngs(0))
-    with pytest.raises(ax.ConfigError, match="nothing in Linear keeps"):
+    with pytest.raises(ax.ConfigError, match="no layer of Linear has decoding state"):
         Decoder.of(layer, cache=ContiguousCache.Config(), batch_size=1, max_len=2)
 
 

@@ -210,7 +210,8 @@ class Checkpointer(Configurable):
         self.close()
 
     def _prepare(self, step: int) -> None:
-        """Makes the folder ready for a save; the first process does what Orbax would do while the others wait."""
+        """Makes the folder ready for a save. With several processes the first one tries to write, since an error inside
+        of Orbax would leave the others waiting."""
         if jax.process_index() != 0:
             return
         if any(held >= step for held in self.steps()):  # it would be the first to go, as the oldest
@@ -221,7 +222,8 @@ class Checkpointer(Configurable):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._storage.clear()
-            self._storage.probe(step)
+            if jax.process_count() > 1:
+                self._storage.probe(step)
         except OSError as error:
             raise self._cannot_write(step, error) from error
 
