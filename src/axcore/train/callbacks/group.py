@@ -13,7 +13,7 @@ from axcore.config import AxcoreError
 from axcore.plugin import attributed
 from axcore.runtime import signals
 from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
-from axcore.train.callbacks.snapshot import Snapshot
+from axcore.train.callbacks.snapshot import EvaluationAbandoned, Snapshot
 from axcore.train.errors import TrainingError
 from axcore.train.files import Json
 
@@ -105,7 +105,7 @@ class Callbacks:
         found: list[tuple[str, R]] = []
         for name in names:
             try:
-                with attributed(f"callbacks.{name}"):
+                with attributed(f"callbacks.{name}", EvaluationAbandoned):
                     found.append((name, call(self._callbacks[name])))
             except ENDS_THE_RUN:
                 raise
