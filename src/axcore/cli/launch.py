@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
-
+from axcore.cli.compose import Commands
 from axcore.config import AxcoreError
 from axcore.runtime.launch import launch
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "launch",
         help="run a command in several processes",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
-
 from axcore import runtime
-from axcore.cli.compose import add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser("train", help="train a recipe", description="Trains a recipe into a run folder.")
     parser.add_argument("recipe", help="as `axcore recipes` lists it")
     parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
