@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+
 from axcore.cli.compose import Commands
 from axcore.config import AxcoreError
 from axcore.runtime.launch import launch

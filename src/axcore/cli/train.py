@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+
 from axcore import runtime
 from axcore.cli.compose import Commands, add_edits, compose
 
