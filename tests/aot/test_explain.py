@@ -1,4 +1,4 @@
-"""Who supplied what, and why each slot holds what it holds."""
+"""Explanations of configs: suppliers, candidates and verdicts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The `axcore` command: what it refuses and how it says so, full disks, missing plugins, listings."""
+"""The `axcore` command: error messages, full disks, missing plugins and listings."""
 
 import contextlib
 import importlib.metadata
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def train(axcore, corpus, tmp_path):
-    """Runs `axcore train tiny` on the corpus into `run`; later flags win over the corpus."""
+    """Runs `axcore train tiny` on the corpus into `run`. Further flags override the corpus."""
     return lambda *flags: axcore("train", "tiny", "--set", f"input.source.folder={corpus}", *flags)
 
 
 @pytest.fixture
 def nothing_written(tmp_path):
-    """After the test, the folder that the command ran in is as empty as it was."""
+    """Checks after the test that the working directory is empty."""
     yield
     assert list(tmp_path.iterdir()) == []
 
@@ -40,7 +40,7 @@ def edit(monkeypatch, tiny_on_path):
     return lambda change: monkeypatch.setattr(recipes, "edit", change)
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def limited_files(size):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 2 MB; skips where none can be mounted."""
+    """A file system of 2 MB. Skips the test if it cannot be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
@@ -257,7 +257,7 @@ def small_disk(tmp_path):
 
 
 def fill(folder, leave):
-    """Takes all the room of a file system but `leave` bytes."""
+    """Fills a file system except for `leave` bytes."""
     with (folder / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
@@ -267,7 +267,7 @@ def fill(folder, leave):
 
 @pytest.fixture
 def sabotaged(edit, monkeypatch):
-    """Has something happen when step 25 is reported and the checkpoint of step 20 is on the disk."""
+    """Runs a function when step 25 is reported and the checkpoint of step 20 is on the disk."""
     from axcore_tiny import callbacks
 
     def when(action):
@@ -283,7 +283,7 @@ def sabotaged(edit, monkeypatch):
 
 
 def restorable(folder):
-    """Steps of the checkpoints that can be read whole."""
+    """The steps of the complete checkpoints."""
     with Checkpointer.Config().build(folder / "checkpoints") as checkpointer:
         return [step for step in checkpointer.steps() if checkpointer.meta(step)["seconds"] > 0]
 
@@ -371,7 +371,7 @@ sys.exit(main(["train", "quickstart"]))
 
 
 def test_a_missing_plugin_is_named_with_its_feature_recipe_and_install_command(tmp_path):
-    """And until something is trained, no heavy package is imported. In an interpreter of its own, as it is slow."""
+    """Also checks that no heavy package is imported before training. Runs in a new interpreter."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", ABSENT], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert done.returncode == 2, done.stderr

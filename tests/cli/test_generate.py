@@ -17,7 +17,7 @@ PROMPT = "banana ora"
 
 @pytest.fixture(scope="module")
 def trained(tiny, tmp_path_factory):
-    """The folder of a run."""
+    """The run folder of a trained model."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     ax.fit(tiny.set(steps=30, callbacks={}), out=folder)
     return folder
@@ -25,7 +25,7 @@ def trained(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tiny, trained):
-    """The model of its last checkpoint."""
+    """The model of the last checkpoint of `trained`."""
     with Checkpointer.Config().build(trained / "checkpoints") as checkpointer:
         state = checkpointer.restore(tiny.build().program().state).state
     return abstract(tiny.model)[0].bind(state.params, state.model_state)

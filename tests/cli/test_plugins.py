@@ -102,7 +102,9 @@ def test_the_options_of_a_plugin_are_shown_with_their_defaults(axcore, install):
     found = axcore("plugins", "rope").out
     assert '\n                theta=10000.0, layout="half", rotary_dim=None, scaling=None' in found
     assert "\n                max_len, init=Normal(), where=axcore.nn.causal_lm.CausalLM\n" in found
-    assert "chunk=1024, block=256, where=None\n" in axcore("plugins", "core").out  # of what fills a slot: its fields
+    assert (
+        "chunk=1024, block=256, where=None\n" in axcore("plugins", "core").out
+    )  # the fields of a class that fills a slot
     install("old", OLD)
     assert "  the options are unknown: " in axcore("plugins", "old").out
 
@@ -135,7 +137,7 @@ def test_listing_plugins_imports_neither_jax_nor_flax():
 
 @pytest.fixture
 def light(monkeypatch):
-    """Without the process that imports jax; its work is done here."""
+    """Runs the checks that import jax in this process."""
     monkeypatch.setattr(doctor, "_backends_and_offers", doctor._check_backends_and_offers)
 
 
@@ -180,7 +182,7 @@ def test_broken_plugins_and_conflicts_are_reported(axcore, install, light):
 def test_disabled_plugins_are_notes(axcore, install, light, monkeypatch):
     install("broken", BROKEN)
     monkeypatch.setenv("AXCORE_DISABLE", "broken")
-    monkeypatch.setenv("AXCORE_PLUGINS", "")  # of the others it is none of this test's business
+    monkeypatch.setenv("AXCORE_PLUGINS", "")  # this test ignores the other plugins
     registry.cache_clear()
     done = axcore("doctor")
     assert done.code == 0, done

@@ -1,4 +1,4 @@
-"""Who set what, and where."""
+"""The edit history of config nodes."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Config nodes: frozen, typed, keyword-only, and what they build."""
+"""Config nodes: immutability, types, keyword-only fields and building."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ class Norm(Config):
 
 class Engine(Configurable):
     class Config(Config):
-        """What an engine needs."""
+        """The config of an engine."""
 
         width: int = REQUIRED
         depth: int = 2

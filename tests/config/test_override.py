@@ -1,4 +1,4 @@
-"""`path=value` overrides, typed by the field."""
+"""`path=value` overrides."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Selecting nodes and editing them."""
+"""Selections and edits of nodes."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Edits of selected nodes: wrap, remove, insert, tags, and what they refuse."""
+"""Edits of selected nodes: wrap, remove, insert, tags, and their errors."""
 
 import pytest
 from hypothesis import assume, given, strategies as st

@@ -139,7 +139,7 @@ def test_a_round_trip_preserves_every_registered_recipe(tiny_on_path, fresh_regi
         {"number": 5e-324},
         {"number": 1e300},
     ],
-    ids=lambda change: re.sub(r" at 0x\w+", "", ascii(change)),  # alike in every worker
+    ids=lambda change: re.sub(r" at 0x\w+", "", ascii(change)),  # the same in every worker
 )
 def test_a_round_trip_preserves_each_kind_of_value(change):
     ax.register(len)

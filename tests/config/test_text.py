@@ -1,4 +1,4 @@
-"""The text form and the structural difference."""
+"""The text form, and the difference of two trees."""
 
 import enum
 import functools

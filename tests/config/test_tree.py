@@ -18,7 +18,7 @@ ROOT = Branch(
 
 
 def reference_match(pattern, path):
-    """The documented rule, segment by segment: `*` stays within one, `**` stands for any number, also none."""
+    """The documented rule, segment by segment: `*` matches within one, `**` matches zero or more."""
     if not pattern:
         return not path
     first, *rest = pattern

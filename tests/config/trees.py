@@ -50,7 +50,7 @@ trees = st.recursive(leaves, _branches, max_leaves=6)
 
 
 def below(value):
-    """(segment, part) of what lies directly below, told apart by hand; the reference for the code under test."""
+    """(segment, part) of each direct part of a value. The reference for the code under test."""
     if isinstance(value, Branch):
         return [(name, getattr(value, name)) for name in ("tag", "left", "right", "items", "table")]
     if isinstance(value, Config):
@@ -64,7 +64,7 @@ def below(value):
 
 
 def nodes(value, segments=()):
-    """{segments: node} of every node."""
+    """Every node by its path segments."""
     found = {segments: value} if isinstance(value, Config) else {}
     for name, part in below(value):
         found.update(nodes(part, (*segments, name)))
@@ -72,7 +72,7 @@ def nodes(value, segments=()):
 
 
 def replaced(value, segments, new):
-    """A copy with `new` at the segments, made by the constructors alone."""
+    """A copy with `new` at the segments, made only with constructors."""
     if not segments:
         return new
     name, *rest = segments

@@ -16,8 +16,8 @@ from axcore.nn import (
     CausalLM,
     ContiguousCache,
     FeedForward,
-    FutureToken,
     LatentAttention,
+    MultiTokenPrediction,
     Normal,
     Repeat,
     SlidingWindow,
@@ -106,7 +106,7 @@ def test_each_layer_has_arrays_of_its_own_and_modules_for_training_none():
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=4, num_kv_heads=2), ffn=FeedForward.Config(hidden_dim=24)
     )
-    cfg = tiny_model().set(future=(FutureToken.Config(layer=layer),))
+    cfg = tiny_model().set(future=(MultiTokenPrediction.Config(layer=layer),))
     _, params, state = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=8)
     paths = by_path(params)
     assert paths["decoder.layers.1.attention.query.weight"].shape == (16, 16)

@@ -10,7 +10,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import GradientState, LossSum, current
-from axcore.nn import Attention, CausalLM, FeedForward, FutureToken, Linear, Repeat, TransformerLayer
+from axcore.nn import Attention, CausalLM, FeedForward, Linear, MultiTokenPrediction, Repeat, TransformerLayer
 from axcore.parallel import Mesh, Remat
 from axcore.testing.devices import steps
 from axcore.testing.models import by_path
@@ -62,7 +62,7 @@ PLAIN = CausalLM.Config(
     dim=8,
     decoder=Repeat.Config(num_layers=2, layers=LAYER, remat=Remat()),
     pad_vocab_to=8,
-    future=(FutureToken.Config(layer=LAYER),),
+    future=(MultiTokenPrediction.Config(layer=LAYER),),
 )
 MODEL = ax.select(PLAIN, "decoder").set(layers=PROBED)
 LOSS = CrossEntropy.Config(z_loss=0.1, label_smoothing=0.1, chunk=3)

@@ -1,4 +1,4 @@
-"""The core's own KV cache against the suite that plugin caches must pass."""
+"""The KV cache of the core passes the suite for plugin caches."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ class TestContiguous(KVCacheSuite):
 
 
 @pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 1, 5)], ids=str)
-def test_under_a_window_the_mask_alone_hides_what_is_too_old(sizes):
+def test_in_a_window_the_mask_hides_old_keys(sizes):
     suite = type("Windowed", (TestContiguous,), {"window": 3})()
     np.testing.assert_allclose(suite._decoded(sizes), suite._recomputed(), rtol=0, atol=suite.exact)
     plain = TestContiguous()._recomputed()

@@ -1,4 +1,4 @@
-"""What a Decoder refuses, and what it makes of a model that has caches already."""
+"""Invalid arguments of `Decoder` and `Step`, and models that already have caches."""
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +49,13 @@ def test_a_model_that_has_caches_already_gets_them_in_the_right_size(tiny_decode
     ],
     ids=["no token", "ids of one dimension", "start", "lengths", "slots", "logits_at"],
 )
-def test_what_is_no_batch_of_rows_is_refused(changes, told):
+def test_a_step_of_invalid_shape_raises(changes, told):
     with pytest.raises(ax.ConfigError, match=rf"Step\.{told}"):
         Step(**{"ids": IDS, "start": START} | changes)
 
 
 @pytest.mark.parametrize("place", [-1, 8])
-def test_a_place_outside_of_the_row_gives_nan_and_is_stored_nowhere(tiny_decoder, place):
+def test_a_position_outside_the_row_gives_nan_and_is_not_stored(tiny_decoder, place):
     decoder, params, state = tiny_decoder
     logits, after = decoder(params, state, Step(IDS[:, :1], jnp.full((2,), place, jnp.int32)))
     assert np.isnan(logits).all()
@@ -64,7 +64,7 @@ def test_a_place_outside_of_the_row_gives_nan_and_is_stored_nowhere(tiny_decoder
     assert not any(array.any() for array in caches.values())
 
 
-def test_a_step_that_leaves_a_gap_gives_nan_and_one_that_goes_back_does_not(tiny_decoder):
+def test_a_step_after_a_gap_gives_nan_and_a_rollback_does_not(tiny_decoder):
     decoder, params, state = tiny_decoder
     expected, state = decoder(params, state, Step(IDS[:, :4], START))
     gap, _ = decoder(params, state, Step(IDS[:, 5:6], START + 5))
@@ -73,15 +73,15 @@ def test_a_step_that_leaves_a_gap_gives_nan_and_one_that_goes_back_does_not(tiny
     np.testing.assert_allclose(again, expected[:, 2:], rtol=0, atol=1e-5)
 
 
-def test_what_nothing_decodes_is_refused():
+def test_a_model_without_decoding_state_raises():
     with pytest.raises(ax.ConfigError, match="not of Linear"):
         Decoder.of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), cache=ContiguousCache.Config(), batch_size=1, max_len=2)
     layer = Linear.Config(input_dim=2, output_dim=2).build(rngs=ax.Rngs(0))
-    with pytest.raises(ax.ConfigError, match="nothing in Linear keeps"):
+    with pytest.raises(ax.ConfigError, match="no layer of Linear has decoding state"):
         Decoder.of(layer, cache=ContiguousCache.Config(), batch_size=1, max_len=2)
 
 
-def test_a_cache_without_sizes_says_that_decoding_sets_them():
+def test_building_a_cache_without_sizes_raises():
     cfg = ax.pipe(tiny_model(), ax.use("contiguous"))
     with pytest.raises(
         ax.ConfigError, match=r"attention\.cache: batch_size and max_len of the KV cache: decoding sets"
@@ -96,7 +96,7 @@ def row(ids, start, **more):
     return Step(ids[:1], jnp.asarray([start]), **{"slots": SLOT_0} | more)
 
 
-def test_a_row_after_a_gap_stays_without_an_answer_until_it_is_whole(tiny_decoder):
+def test_logits_after_a_gap_are_nan_until_the_row_is_complete(tiny_decoder):
     decoder, params, state = tiny_decoder
     expected, _ = decoder(params, state, row(IDS[:, :6], 0))
     _, state = decoder(params, state, row(IDS[:, :2], 0))
@@ -127,7 +127,7 @@ def test_a_row_after_a_gap_stays_without_an_answer_until_it_is_whole(tiny_decode
         "one slot twice",
     ],
 )
-def test_a_step_that_makes_no_sense_gives_nan_and_leaves_the_rows_as_they_are(tiny_decoder, step):
+def test_an_invalid_step_gives_nan_and_does_not_change_rows(tiny_decoder, step):
     decoder, params, state = tiny_decoder
     _, state = decoder(params, state, Step(IDS[:, :4], START))
     expected, _ = decoder(params, state, Step(IDS[:, 4:5], START + 4))
@@ -138,7 +138,7 @@ def test_a_step_that_makes_no_sense_gives_nan_and_leaves_the_rows_as_they_are(ti
         np.testing.assert_array_equal(decoder(params, after, Step(IDS[:, 4:5], START + 4))[0], expected)
 
 
-def test_there_are_no_logits_after_padding(tiny_decoder):
+def test_logits_at_padding_are_nan(tiny_decoder):
     decoder, params, state = tiny_decoder
     at = jnp.asarray([[1, 2, -1, 9]])
     logits, _ = decoder(params, state, row(IDS[:, :4], 0, lengths=jnp.asarray([2]), logits_at=at))
@@ -155,6 +155,6 @@ def test_there_are_no_logits_after_padding(tiny_decoder):
         ({"pages": jnp.zeros(2, jnp.int32)}, r"Step.pages must be \[batch, ...\]"),
     ],
 )
-def test_steps_of_the_wrong_kind_are_refused(wrong, said):
+def test_invalid_steps_raise(wrong, said):
     with pytest.raises(ax.ConfigError, match=said):
         Step(**{"ids": IDS, "start": START} | wrong)

@@ -1,4 +1,4 @@
-"""Sampling against a loop that calls the model on the whole window, and against softmax."""
+"""Sampling against a loop that calls the model on the full window, and against softmax."""
 
 import functools
 
@@ -28,7 +28,7 @@ VOCAB = 11
 
 @pytest.fixture(scope="module")
 def model():
-    """Two layers with RoPE, and weights large enough that what comes next depends on all that came before."""
+    """Two layers with RoPE, with weights so large that the next token depends on all earlier tokens."""
     layer = TransformerLayer.Config(attention=Attention.Config(num_heads=2), ffn=FeedForward.Config(hidden_dim=32))
     cfg = CausalLM.Config(vocab_size=VOCAB, dim=16, decoder=Repeat.Config(num_layers=2, layers=layer))
     cfg = ax.pipe(cfg, ax.use("rope"))
@@ -39,7 +39,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def logits_of(model):
-    """The logits after each token of `ids`, from a call on exactly those ids."""
+    """The logits of the token after `ids`, from a call with exactly these ids."""
 
     @jax.jit
     def call(ids):
@@ -71,15 +71,15 @@ KEY = jax.random.key(0)
     [(1, 12, 8), (3, 5, 8), (8, 6, 8), (13, 6, 8), (3, 2, 16), (4, 4, 1), (5, 1, 8)],
     ids=["one token", "within", "just full", "longer than the context", "much room", "context of one", "one more"],
 )
-def test_greedy_sampling_equals_a_loop_over_whole_windows(generator, logits_of, prompt_len, num_tokens, context):
+def test_greedy_sampling_equals_a_loop_over_full_windows(generator, logits_of, prompt_len, num_tokens, context):
     prompt = np.random.default_rng(prompt_len).integers(0, VOCAB, prompt_len)
     found = generator(context=context, temperature=0)(prompt, num_tokens=num_tokens, key=KEY)
     assert (found.dtype, found.size) == (np.int32, num_tokens)
     assert found.tolist() == naive_greedy(logits_of, [*prompt, *found], prompt_len, context)
 
 
-def test_what_comes_next_depends_on_the_whole_window(logits_of):
-    """Otherwise the test above would say little."""
+def test_the_next_token_depends_on_the_whole_window(logits_of):
+    """Otherwise the test above would prove little."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, VOCAB, 8) for _ in range(40)]
     for shorter in (7, 1):
@@ -87,7 +87,7 @@ def test_what_comes_next_depends_on_the_whole_window(logits_of):
         assert sum(changed) > 4
 
 
-def test_the_prompt_may_be_any_row_of_integers_and_is_left_alone(model):
+def test_the_prompt_may_be_any_integer_sequence_and_is_not_changed(model):
     prompt = np.array([3, 1, 4], np.uint8)
     kept = prompt.copy()
     first = generate(model, prompt, num_tokens=4, context=8, key=KEY, temperature=0)
@@ -95,13 +95,13 @@ def test_the_prompt_may_be_any_row_of_integers_and_is_left_alone(model):
     assert (prompt == kept).all()
 
 
-def test_the_key_decides_what_is_sampled(generator):
+def test_the_sample_depends_on_the_key(generator):
     sample = lambda seed: generator(context=8)([1, 2], num_tokens=40, key=jax.random.key(seed)).tolist()  # noqa: E731
     assert sample(1) == sample(1) != sample(2)
     assert all(0 <= token < VOCAB for token in sample(3))
 
 
-def test_more_tokens_go_on_from_fewer(generator):
+def test_a_longer_sample_begins_with_the_shorter_one(generator):
     few, many = (generator(context=8)([1, 2], num_tokens=n, key=KEY).tolist() for n in (6, 20))
     assert many[:6] == few
 
@@ -122,7 +122,7 @@ def test_a_low_temperature_is_close_to_greedy(generator):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 def test_sampled_tokens_are_distributed_as_softmax_of_the_logits(generator, logits_of, temperature):
-    """A context of one token makes each token a draw that depends on the one before it alone."""
+    """With a context of one token, each token depends only on the token before it."""
     count = 6000
     tokens = generator(context=1, temperature=temperature)([0], num_tokens=count, key=jax.random.key(7))
     before = np.concatenate([[0], tokens[:-1]])
@@ -133,7 +133,7 @@ def test_sampled_tokens_are_distributed_as_softmax_of_the_logits(generator, logi
         expected = np.exp(logits - logits.max())
         expected *= len(followers) / expected.sum()
         seen = np.bincount(followers, minlength=VOCAB)
-        rare = expected < 5  # too few for the approximation: counted together
+        rare = expected < 5  # too rare for the approximation, so counted together
         groups = [(seen[i], expected[i]) for i in np.flatnonzero(~rare)]
         if expected[rare].sum() >= 5:
             groups.append((seen[rare].sum(), expected[rare].sum()))
@@ -141,12 +141,12 @@ def test_sampled_tokens_are_distributed_as_softmax_of_the_logits(generator, logi
             chi_square += sum((s - e) ** 2 / e for s, e in groups)
             degrees += len(groups) - 1
     assert degrees > 20
-    # Within 4.5 standard deviations (Wilson and Hilferty 1931): a right sampler fails once in 300,000 keys.
+    # Within 4.5 standard deviations (Wilson and Hilferty 1931): a correct sampler fails for one of 300,000 keys.
     z = ((chi_square / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5
     assert z < 4.5
 
 
-def test_nothing_to_sample_is_nothing(model):
+def test_sampling_no_tokens_returns_no_tokens(model):
     assert generate(model, [1, 2], num_tokens=0, context=8, key=KEY).shape == (0,)
 
 
@@ -167,7 +167,7 @@ def test_nothing_to_sample_is_nothing(model):
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),
 )
-def test_bad_input_is_refused_by_name(model, changes, message):
+def test_invalid_arguments_raise_with_their_name(model, changes, message):
     arguments = {"prompt": [1], "num_tokens": 2, "context": 4, "key": KEY, "temperature": 1.0, **changes}
     with pytest.raises(AxcoreError, match=message):
         generate(model, arguments.pop("prompt"), **arguments)
@@ -182,14 +182,14 @@ def cached(generator):
 
 
 @pytest.mark.parametrize("prompt_len", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (16, 17, 30))])
-def test_a_padded_prompt_and_a_cache_change_nothing(cached, logits_of, prompt_len):
+def test_padding_and_a_cache_do_not_change_samples(cached, logits_of, prompt_len):
     prompt = np.random.default_rng(prompt_len).integers(0, VOCAB, prompt_len)
     found = cached(prompt, num_tokens=6, key=KEY)
     assert found.size == 6 and found.tolist() == naive_greedy(logits_of, [*prompt, *found], prompt_len, context=40)
 
 
 @pytest.mark.long
-def test_twenty_prompts_of_as_many_lengths_and_goals_are_compiled_twice(model):
+def test_twenty_prompts_of_different_lengths_compile_twice(model):
     before = compilations("_cached")
     generator = Generator(model, context=32, temperature=0, cache=ContiguousCache.Config())
     for length in range(1, 21):
@@ -201,7 +201,7 @@ def test_twenty_prompts_of_as_many_lengths_and_goals_are_compiled_twice(model):
 @pytest.mark.parametrize(
     ("context", "cache"), [(8, None), (40, ContiguousCache.Config())], ids=["recomputed", "cached"]
 )
-def test_a_sample_ends_with_the_first_token_that_ends_it(generator, context, cache):
+def test_a_sample_ends_with_the_first_end_token(generator, context, cache):
     make = functools.partial(generator, context=context, temperature=0, cache=cache)
     whole = make()([3, 1, 4], num_tokens=6, key=KEY).tolist()
     absent = set(range(VOCAB)) - set(whole)
@@ -210,13 +210,13 @@ def test_a_sample_ends_with_the_first_token_that_ends_it(generator, context, cac
         assert found == whole[: whole.index(ends) + 1]
 
 
-def test_with_a_cache_all_must_fit_into_the_context(cached):
+def test_with_a_cache_prompt_and_sample_are_limited_to_the_context(cached):
     assert cached([1] * 30, num_tokens=10, key=KEY).size == 10
     with pytest.raises(AxcoreError, match=r"prompt of 30 tokens and num_tokens=11 exceed context=40"):
         cached([1] * 30, num_tokens=11, key=KEY)
 
 
-def test_a_context_that_is_longer_than_the_model_knows_is_refused(model):
+def test_a_context_longer_than_the_model_supports_raises(model):
     learned = ax.pipe(model.config, ax.use("learned-positions", max_len=8)).build(rngs=ax.Rngs(0))
     Generator(learned, context=8, cache=ContiguousCache.Config())
     for cache in (None, ContiguousCache.Config()):

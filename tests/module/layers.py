@@ -1,4 +1,4 @@
-"""Small layers that draw, report and remember."""
+"""Small layers that draw random numbers, report values and write Variables."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def normal(key, shape, dtype):
 
 
 class Plain(ax.Layer):
-    """`x * scale`; reports, drops and remembers as told."""
+    """`x * scale`. The config selects dropout, reports and a written Variable."""
 
     class Config(ax.Layer.Config):
         width: int = ax.REQUIRED
@@ -60,7 +60,7 @@ class Draw(ax.Layer):
 
 
 class Parent(ax.Layer):
-    """Any named children; calls those that are named."""
+    """A layer with named children that calls some of them."""
 
     class Config(ax.Layer.Config):
         children: tuple[tuple[str, ax.Config], ...] = ()
@@ -93,7 +93,7 @@ class Stacked(ax.Layer):
 
 
 class Unrolled(ax.Layer):
-    """The same layers held one by one."""
+    """The same layers in a list."""
 
     class Config(ax.Layer.Config):
         layer: ax.Layer.Config

@@ -19,7 +19,7 @@ KEY = jax.random.key(0)
 
 
 class Probe(ax.Layer):
-    """Returns what it sees of the context."""
+    """Returns what the context provides."""
 
     class Config(ax.Layer.Config):
         pass
@@ -39,7 +39,7 @@ class Probe(ax.Layer):
 
 
 class Holder(ax.Layer):
-    """Holds a probe in every way a layer can be held."""
+    """Contains a probe in every kind of container."""
 
     class Config(ax.Layer.Config):
         pass

@@ -1,4 +1,4 @@
-"""Building layers: slots, widths, dtypes and errors with a path."""
+"""Building layers: slots, widths, dtypes and errors with paths."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from .layers import Parent, Plain, ones
 
 
 class Block(ax.Layer):
-    """Two slots and a width that it hands down."""
+    """Two slots, and a width that both children receive."""
 
     class Config(ax.Layer.Config):
         dim: int = ax.REQUIRED

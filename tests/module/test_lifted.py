@@ -1,4 +1,4 @@
-"""Transforms that carry the context, against the same code without them."""
+"""Transforms of functions that call layers, compared with the same code without transforms."""
 
 import threading
 
@@ -36,7 +36,7 @@ FULL = Plain.Config(width=WIDTH, drop=True, summary=True, loss_weight=0.3, count
 
 
 def holder(run, child=FULL):
-    """The config of a layer that computes `run(self, x)` and holds `child` and a `draw`."""
+    """The config of a layer that computes `run(self, x)` and has the children `child` and `draw`."""
 
     class Holder(Parent):
         def __call__(self, x):
@@ -54,7 +54,7 @@ def in_a_parent(run, child=FULL):
 
 
 def measure(cfg, x=X):
-    """Everything that one training call gives, compiled as one program, gradients of parameters and inputs too."""
+    """All results of one compiled training call, including gradients of parameters and inputs."""
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
 
     def objective(params, x):
@@ -98,8 +98,8 @@ def bits(key):
     return jax.random.key_data(key).ravel()
 
 
-# What does the same with and without the transform: a run of the holding layer, and the same run transformed. `self`
-# and `child` say what the transform is given.
+# Pairs of functions with equal results: without the transform and with it. `self` and `child` are the module that the
+# transform receives.
 
 SAME = {
     "remat, self": (call_inner, lambda self, x: remat(call_inner)(self, x)),
@@ -302,7 +302,7 @@ def test_draws_of_examples_differ_from_draws_of_scanned_layers():
 
 
 class Draws(ax.Layer):
-    """Writes the bits that it draws into the next free row."""
+    """Writes the drawn bits into the next free row."""
 
     def __call__(self, found):
         index = found[3, 0].astype(jnp.int32)
@@ -508,7 +508,7 @@ def test_a_report_in_a_backward_rule_raises_and_names_the_layer():
         jax.grad(lambda x: invoke(model, "top", x)[0].sum())(X)
 
 
-# What is refused.
+# Errors.
 
 
 def over(transform):

@@ -1,4 +1,4 @@
-"""PRNG keys derive from paths."""
+"""PRNG keys derived from paths."""
 
 import hashlib
 

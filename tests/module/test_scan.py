@@ -1,4 +1,4 @@
-"""A scanned stack computes, draws and reports what the same layers do one by one."""
+"""A scanned stack, compared with separate calls of the same layers."""
 
 import jax
 import jax.numpy as jnp

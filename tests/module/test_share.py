@@ -1,4 +1,4 @@
-"""Values that a layer hands to later ones, through transforms too."""
+"""Values that a layer shares with later layers, also through transforms."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class Taker(ax.Layer):
 
 
 class Both(ax.Layer):
-    """A giver, then a taker, so that each pass through it hands on its own."""
+    """A layer that shares a value and a layer that takes it."""
 
     class Config(ax.Layer.Config):
         parts: tuple[ax.Layer.Config, ...] = (Giver.Config(), Taker.Config())

@@ -1,4 +1,4 @@
-"""A few steps of small models, as numbers: run under either mode of NNX. `python -m tests.module.tree_mode`"""
+"""Prints the results of a few steps of small models, in either mode of NNX. `python -m tests.module.tree_mode`"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The formulas in NumPy float64, as plainly as they can be written."""
+"""The formulas in NumPy float64, written as simply as possible."""
 
 import numpy as np
 
@@ -53,7 +53,7 @@ def attention(x, p, heads, kv_heads, allowed):
 
 
 def latent_attention(x, p, heads, qk_nope_head_dim, allowed, rotate=lambda x: x, **options):
-    """DeepSeek-V2, eq. 9-19; `rotate` gives features [b, s, n, qk_rope_head_dim] their positions."""
+    """DeepSeek-V2, eq. 9-19; `rotate` applies the positions to features [b, s, n, qk_rope_head_dim]."""
     batch, seq, _ = x.shape
 
     def maps(x, name):
@@ -82,7 +82,7 @@ def transformer_layer(x, p, heads, kv_heads, allowed):
 
 
 def causal(batch, seq, segments=None):
-    """[b, s, t]: what is not later and, where rows are packed, of the same document."""
+    """[b, s, t]: true for keys that are not later and, if rows are packed, in the same document."""
     allowed = np.zeros((batch, seq, seq), bool)
     for b in range(batch):
         for i in range(seq):

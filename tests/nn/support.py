@@ -1,4 +1,4 @@
-"""Running layers on parameters that NumPy made: no eager initialisation, one compilation for each config and shape."""
+"""Running layers with parameters from NumPy: no eager initialization, one compilation for each config and shape."""
 
 import functools
 
@@ -14,7 +14,7 @@ shapes = functools.cache(abstract)
 
 
 def parameters(cfg, seed=0, scale=0.5):
-    """Random parameters in the form that `cfg` wants."""
+    """Random parameters with the shapes that `cfg` requires."""
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: (scale * random.normal(size=leaf.shape)).astype(leaf.dtype), shapes(cfg)[1])
 
@@ -44,12 +44,12 @@ def compiled_objective(cfg, objective):
 
 
 def score(cfg, params, batch, **fields):
-    """(cross-entropy, weighted losses beside it) on the host; `fields` are those of `CrossEntropy.Config`."""
+    """(cross-entropy, added losses) on the host; `fields` are fields of `CrossEntropy.Config`."""
     return jax.device_get(compiled_objective(cfg, CrossEntropy.Config(**fields))(params, batch))
 
 
 def minimized(cfg, **fields):
-    """A function of parameters and batch: the cross-entropy and what is added to it."""
+    """A function of parameters and batch: the cross-entropy plus the added losses."""
     objective = CrossEntropy.Config(**fields).build()
     return lambda params, batch: objective.value(shapes(cfg)[0], params, {}, batch)
 
@@ -64,12 +64,12 @@ def layer_of(params, index):
 
 
 def inputs(q, k, v, mask, query, key, **options):
-    """What a kernel is called with."""
+    """The inputs of a kernel."""
     return AttentionInputs(q, Contiguous(k, v, key), query, mask=mask, **{"scale": q.shape[3] ** -0.5, **options})
 
 
 def decoded(cfg, params, x, tokens, pieces, max_len):
-    """What an attention with a cache gives, called for one piece [start, stop) of the rows after the other."""
+    """The result of an attention layer with a cache, called for consecutive pieces [start, stop) of the rows."""
     batch, seq = x.shape[:2]
     fn, _, state = abstract(cfg.set(cache=ContiguousCache.Config(batch_size=batch, max_len=max_len)))
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)

@@ -1,4 +1,4 @@
-"""What kernels and caches return is checked: a shape that broadcasts would be wrong without a word."""
+"""Results of kernels and caches are checked, since a wrong shape could broadcast silently."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def asked(**slots):
         lambda heads: heads,
         lambda heads: None,
     ],
-    ids=["one row", "integers", "an lse that nobody asked for", "no tuple", "nothing"],
+    ids=["one row", "integers", "an unrequested lse", "no tuple", "nothing"],
 )
 def test_a_kernel_must_return_heads_that_fit(result):
     class Odd(AttentionKernel):
@@ -46,7 +46,7 @@ def test_a_kernel_must_return_heads_that_fit(result):
         lambda inputs: inputs.q[:1],
         lambda inputs: None,
     ],
-    ids=["one row", "a token for all keys", "no view", "heads of one row", "nothing"],
+    ids=["one row", "one token for all keys", "no view", "heads of one row", "nothing"],
 )
 def test_a_cache_must_return_a_view_or_heads_that_fit(answer):
     class Odd(KVCache):
@@ -57,7 +57,7 @@ def test_a_cache_must_return_a_view_or_heads_that_fit(answer):
         asked(cache=Odd.Config())
 
 
-def test_what_a_kernel_takes_and_why_it_refuses_are_checked():
+def test_takes_and_the_result_of_supports_are_checked():
     with pytest.raises(ax.ConfigError, match=r"Typo.takes must be a set of .*softcap.*not \{'soft_cap'\}"):
         type("Typo", (AttentionKernel,), {"takes": {"soft_cap"}})
     yes = type("Yes", (AttentionKernel,), {"supports": lambda self, request: True})

@@ -7,7 +7,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract
-from axcore.nn import Attention, Causal, Everything, ReferenceKernel, SameSegment, SlidingWindow, TokenInfo
+from axcore.nn import Attention, Causal, Full, ReferenceKernel, SameSegment, SlidingWindow, TokenInfo
 
 from . import reference
 from .support import call, inputs, parameters, wide
@@ -39,7 +39,7 @@ def allowed(rule, seq, kv_seq):
 
 
 MASKS = {
-    "everything": (Everything(), None, lambda b, i, t: True),
+    "everything": (Full(), None, lambda b, i, t: True),
     "causal": (Causal(), None, lambda b, i, t: t <= i),
     "window": (Causal() & SlidingWindow(size=2), None, lambda b, i, t: i - 2 < t <= i),
     "packed": (Causal() & SameSegment(), SEGMENTS, lambda b, i, t: t <= i and SEGMENTS[b, i] == SEGMENTS[b, t]),
@@ -62,7 +62,7 @@ def test_the_kernel_is_softmax_attention_under_the_mask(kv_heads, name):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
-def test_queries_at_the_end_of_longer_keys_see_what_came_before(kv_heads):
+def test_queries_at_the_end_of_longer_keys_see_earlier_keys(kv_heads):
     q, k, v = heads(0, 2, HEADS), heads(1, SEQ, kv_heads), heads(2, SEQ, kv_heads)
     found = kernel(q, k, v, Causal(), rows(2, offset=3), rows(SEQ))
     expected = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), allowed(lambda b, i, t: t <= i + 3, 2, SEQ))
@@ -76,14 +76,14 @@ def test_a_query_that_sees_no_key_gets_the_mean_of_all_values():
     np.testing.assert_allclose(found[:, 0], np.repeat(v.mean(1), 2, axis=1), rtol=1e-5, atol=1e-6)
 
 
-def test_large_scores_neither_overflow_nor_leak_past_the_mask():
+def test_large_logits_do_not_overflow_or_leak_through_the_mask():
     q, k, v = 100 * heads(0, SEQ, HEADS), 100 * heads(1, SEQ, HEADS), heads(2, SEQ, HEADS)
     found = kernel(q, k, v, Causal(), rows(SEQ), rows(SEQ))
     expected = reference.attend(*(x.astype(np.float64) for x in (q, k, v)), allowed(lambda b, i, t: t <= i, SEQ, SEQ))
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_the_kernel_gives_the_dtype_of_the_queries():
+def test_heads_have_the_dtype_of_the_queries():
     q, k, v = (heads(seed, SEQ, HEADS, jnp.bfloat16) for seed in range(3))
     found = kernel(q, k, v, Causal(), rows(SEQ), rows(SEQ))
     assert found.dtype == jnp.bfloat16
@@ -111,7 +111,7 @@ def test_attention_projects_attends_and_projects_back(num_heads, num_kv_heads, h
 
 
 class Shift(ax.Layer):
-    """A position embedding that adds positions, so that their use can be seen."""
+    """A position embedding that adds the positions to queries and keys."""
 
     class Config(ax.Layer.Config):
         head_dim: int = ax.REQUIRED
@@ -126,7 +126,7 @@ class Shift(ax.Layer):
 
 
 class Gate(ax.Layer):
-    """An output slot that scales the heads by what it sees of the input."""
+    """An output slot that scales the heads by the mean of the input."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
@@ -138,9 +138,9 @@ class Gate(ax.Layer):
         return heads * (x @ self.weight[...])[:, :, None, None]
 
 
-def test_the_position_slot_sees_packed_positions_and_the_output_slot_the_input():
+def test_the_position_slot_receives_packed_positions_and_the_output_slot_the_input():
     cfg = Attention.Config(
-        input_dim=4, num_heads=2, num_kv_heads=1, position=Shift.Config(), output=Gate.Config(), mask=Everything()
+        input_dim=4, num_heads=2, num_kv_heads=1, position=Shift.Config(), output=Gate.Config(), mask=Full()
     )
     params = parameters(cfg)
     assert params["output"]["weight"].shape == (4,)
@@ -166,7 +166,7 @@ def test_the_position_slot_sees_packed_positions_and_the_output_slot_the_input()
         ({"input_dim": 8, "num_heads": 4, "head_dim": 0}, "head_dim"),
     ],
 )
-def test_head_counts_that_do_not_fit_are_a_config_error(options, told):
+def test_invalid_head_counts_raise(options, told):
     with pytest.raises(ax.ConfigError, match=told):
         abstract(Attention.Config(**options))
 

@@ -1,4 +1,4 @@
-"""Attention's bias slot: what is added to the logits, and which kernels cannot."""
+"""The bias slot of attention, and kernels that do not support it."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ X = np.random.default_rng(3).normal(size=(BATCH, SEQ, DIM)).astype(np.float32)
 
 
 class Relative(ax.Layer):
-    """A learned logit for each head and distance of positions."""
+    """A learned logit for each head and each distance of positions."""
 
     class Config(ax.Layer.Config):
         num_heads: int = ax.REQUIRED
@@ -67,21 +67,21 @@ def by_formula(params, softcap=None, sinks=None):
 
 
 @pytest.mark.parametrize("chunk", [None, 3, 1], ids="chunks of {}".format)
-def test_the_bias_is_added_to_the_logits_whatever_the_chunk(chunk):
+def test_the_bias_is_added_to_the_logits_for_every_chunk_size(chunk):
     cfg = attention(chunk)
     params = parameters(cfg)
     assert params["bias"]["weight"].shape == (HEADS, SEQ)
     np.testing.assert_allclose(call(cfg, params, X, PACKED)[0], by_formula(params), rtol=1e-4, atol=1e-5)
 
 
-def test_the_bias_comes_after_the_softcap_and_beside_sinks():
+def test_the_bias_is_added_after_the_softcap_and_with_sinks():
     cfg = attention(3, softcap=0.7, sinks=Normal(stddev=1.0))
     params = parameters(cfg)
     expected = by_formula(params, softcap=0.7, sinks=wide(params)["sinks"])
     np.testing.assert_allclose(call(cfg, params, X, PACKED)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_bias_learns_the_same_whatever_the_chunk():
+def test_the_gradient_of_the_bias_does_not_depend_on_the_chunk_size():
     cfg, chunked = attention(), attention(3)
     params = parameters(cfg)
 
@@ -94,7 +94,7 @@ def test_the_bias_learns_the_same_whatever_the_chunk():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
-def test_while_decoding_the_bias_sees_where_stored_keys_stand():
+def test_the_bias_receives_the_positions_of_cached_keys():
     cfg = attention()
     params = parameters(cfg)
     found = decoded(cfg, params, X, PACKED, ((0, 4), (4, 5), (5, 7)), max_len=9)
@@ -109,12 +109,12 @@ class Plain(AttentionKernel):
 
 
 class Local(ReferenceKernel):
-    """A kernel that takes a bias, and sees the heads of one device."""
+    """A kernel that takes a bias and runs on the heads of one device."""
 
     local = True
 
 
-def test_a_kernel_that_cannot_add_a_bias_refuses_with_the_path():
+def test_a_kernel_without_bias_support_raises_with_the_path():
     layer = TransformerLayer.Config(
         input_dim=DIM, attention=attention(kernel=Plain.Config()), ffn=FeedForward.Config(hidden_dim=4)
     )
@@ -125,7 +125,7 @@ def test_a_kernel_that_cannot_add_a_bias_refuses_with_the_path():
         call(layer, params, X, PACKED)
 
 
-def test_of_several_kernels_one_that_takes_the_bias_is_chosen():
+def test_a_kernel_that_supports_the_bias_is_chosen():
     order = (Plain.Config(), Local.Config(), ReferenceKernel.Config())
     cfg = attention(kernel=ChooseKernel.Config(order=order))
     params = parameters(cfg)
@@ -137,7 +137,7 @@ def test_of_several_kernels_one_that_takes_the_bias_is_chosen():
     np.testing.assert_allclose(call(cfg, params, X, PACKED)[0], by_formula(params), rtol=1e-4, atol=1e-5)
 
 
-def test_without_options_the_same_kernels_are_not_refused():
+def test_kernels_support_calls_without_options():
     q, mask = jnp.zeros((1, 2, 2, 4)), Attention.Config().mask
     tokens = TokenInfo.of(jnp.zeros((1, 2), jnp.int32))
     plain, biased = (

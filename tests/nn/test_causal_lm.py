@@ -41,7 +41,7 @@ def reference_objective(params, batch=BATCH, z_loss=0.0, layers=2):
     return reference.objective(reference_logits(params, layers, segments), batch["targets"], batch["weights"], z_loss)
 
 
-def test_a_transformer_layer_is_two_residual_blocks_behind_norms():
+def test_a_transformer_layer_is_two_pre_norm_residual_blocks():
     cfg = LAYER.set(input_dim=DIM)
     params = parameters(cfg)
     expected = reference.transformer_layer(
@@ -52,7 +52,7 @@ def test_a_transformer_layer_is_two_residual_blocks_behind_norms():
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_repeat_is_its_layers_one_after_the_other(layers):
+def test_repeat_applies_its_layers_in_order(layers):
     cfg = Repeat.Config(input_dim=DIM, num_layers=layers, layers=LAYER)
     params = parameters(cfg)
     x = X.astype(np.float64)
@@ -63,14 +63,14 @@ def test_repeat_is_its_layers_one_after_the_other(layers):
 
 
 @pytest.mark.parametrize("unroll", [2, 3])
-def test_unrolling_changes_no_number(unroll):
+def test_unrolling_does_not_change_results(unroll):
     cfg = Repeat.Config(input_dim=DIM, num_layers=3, layers=LAYER)
     params, tokens = parameters(cfg), TOKENS
     expected = call(cfg, params, X, tokens)[0]
     np.testing.assert_allclose(call(cfg.set(unroll=unroll), params, X, tokens)[0], expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document a row", "packed"])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document in each row", "packed"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_logits_follow_the_formula(segments, tied):
     cfg = model(head=None) if tied else model()
@@ -81,7 +81,7 @@ def test_logits_follow_the_formula(segments, tied):
     np.testing.assert_allclose(output, reference_logits(params, segments=segments), rtol=1e-4, atol=1e-5)
 
 
-def test_a_token_changes_no_logit_before_it():
+def test_a_token_does_not_change_earlier_logits():
     cfg = model()
     params = parameters(cfg)
     changed = IDS.copy()
@@ -92,7 +92,7 @@ def test_a_token_changes_no_logit_before_it():
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.25])
-def test_the_loss_is_a_weighted_mean_and_the_z_loss_stands_beside_it(z_loss):
+def test_the_loss_is_a_weighted_mean_and_the_z_loss_is_separate(z_loss):
     cfg = model()
     params = parameters(cfg)
     loss, added = score(cfg, params, BATCH, z_loss=z_loss)
@@ -112,7 +112,7 @@ def test_the_loss_of_packed_rows_uses_their_segments():
 
 
 @pytest.mark.parametrize("ignored", [-1, -100, VOCAB, 10**6])
-def test_a_target_that_does_not_count_may_hold_any_number(ignored):
+def test_a_target_of_weight_zero_may_be_any_number(ignored):
     cfg = model()
     params = parameters(cfg)
     batch = {**BATCH, "targets": np.where(WEIGHTS > 0, BATCH["targets"], ignored).astype(np.int32)}
@@ -132,14 +132,14 @@ def test_the_loss_stays_a_mean_when_weights_are_small():
     np.testing.assert_allclose(added["z_loss"], expected_z, rtol=1e-4)
 
 
-def test_the_loss_is_zero_when_no_target_counts():
+def test_the_loss_is_zero_if_all_weights_are_zero():
     cfg = model()
     loss, added = score(cfg, parameters(cfg), {**BATCH, "weights": np.zeros((2, 5), np.float32)}, z_loss=0.25)
     assert loss == 0
     assert added["z_loss"] == 0
 
 
-def test_smoothed_labels_add_their_share_of_the_mean_cross_entropy_of_all_tokens():
+def test_label_smoothing_adds_the_mean_cross_entropy_of_the_vocabulary():
     cfg = model(pad_vocab_to=8)
     params = parameters(cfg)
     loss, added = score(cfg, params, BATCH, label_smoothing=0.2)
@@ -166,7 +166,7 @@ def moved(tree, path, by):
     [{}, {"head": None, "remat": Remat()}, {"remat": SaveMatmuls(), "unroll": 2}],
     ids=["plain", "tied, remat", "remat of all but matmuls, unrolled"],
 )
-def test_the_gradient_of_every_parameter_is_the_slope_of_the_float64_reference(options):
+def test_gradients_equal_the_slopes_of_the_float64_reference(options):
     decoder = {name: value for name, value in options.items() if name != "head"}
     head = {name: value for name, value in options.items() if name == "head"}
     cfg = ax.select(model(**head), Repeat).set(**decoder)
@@ -193,17 +193,17 @@ def test_every_parameter_has_as_many_axes_as_dimensions():
     assert fn.axes["head"]["weight"] == ("embed", "vocab")
 
 
-def test_a_tied_model_has_no_head_to_learn():
+def test_a_tied_model_has_no_head_parameter():
     assert "head" not in shapes(model(head=None))[1]
 
 
-def test_a_stack_needs_a_layer():
+def test_a_stack_requires_a_layer():
     with pytest.raises(ax.ConfigError, match=r"decoder: num_layers must be at least 1, not 0"):
         shapes(model(layers=0))
 
 
 @pytest.mark.parametrize("unroll", [1, 3])
-def test_remat_saves_memory_whether_the_stack_is_a_loop_or_unrolled(unroll):
+def test_remat_saves_memory_in_scanned_and_unrolled_stacks(unroll):
     index = np.arange(48, dtype=np.int32)[None]
 
     def temporaries(remat):
@@ -217,13 +217,13 @@ def test_remat_saves_memory_whether_the_stack_is_a_loop_or_unrolled(unroll):
 
 
 @pytest.mark.parametrize("name", ["targets", "weights"])
-def test_a_batch_whose_arrays_would_broadcast_is_refused(name):
+def test_a_batch_whose_arrays_would_broadcast_raises(name):
     cfg = model()
     with pytest.raises(ax.ConfigError, match=rf"the batch's {name} have the shape \(2, 1\)"):
         score(cfg, parameters(cfg), {**BATCH, name: BATCH[name][:, :1]})
 
 
-def test_the_loss_of_a_target_that_is_no_token_is_nan_where_it_counts():
+def test_the_loss_of_an_invalid_target_is_nan_unless_its_weight_is_zero():
     cfg = model()
     targets = np.array(BATCH["targets"])
     targets[0, 0] = -1

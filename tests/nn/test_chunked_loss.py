@@ -1,4 +1,4 @@
-"""Cross-entropy a piece of each row at a time: the same numbers, and no array of all logits."""
+"""Chunked cross-entropy: equal results without an array of all logits."""
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,12 @@ BATCH = {
 
 
 def model(**options):
-    """A model of embeddings alone: what is behind it does not matter here."""
+    """A model that consists of embeddings only."""
     return CausalLM.Config(**{"vocab_size": VOCAB, "dim": DIM, "decoder": Sequence.Config(layers=())} | options)
 
 
 def run(cfg, params, batch=BATCH, **fields):
-    """Loss, the losses beside it, and gradients of all together."""
+    """The loss, the added losses, and the gradients of their sum."""
     fn, objective = shapes(cfg)[0], CrossEntropy.Config(**fields).build()
 
     def minimized(params):
@@ -46,7 +46,7 @@ def run(cfg, params, batch=BATCH, **fields):
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 6, 7, 100], ids="chunks of {}".format)
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_no_chunk_changes_a_loss_or_a_gradient(chunk, tied):
+def test_chunks_do_not_change_loss_and_gradients(chunk, tied):
     options = {"head": None} if tied else {"head": Linear.Config(use_bias=True)}
     cfg, fields = model(softcap=5.0, **options), {"z_loss": 0.1, "label_smoothing": 0.1}
     params = parameters(cfg)
@@ -71,7 +71,7 @@ def test_the_loss_in_chunks_follows_the_formula():
 
 
 @pytest.mark.parametrize("ignored", [-1, -100, VOCAB, 10**6])
-def test_a_target_that_does_not_count_may_hold_any_number_in_chunks_too(ignored):
+def test_a_target_of_weight_zero_may_be_any_number_in_chunks(ignored):
     cfg = model()
     params = parameters(cfg)
     targets = np.where(BATCH["weights"] > 0, BATCH["targets"], ignored).astype(np.int32)
@@ -80,7 +80,7 @@ def test_a_target_that_does_not_count_may_hold_any_number_in_chunks_too(ignored)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)
 
 
-def test_a_whole_model_learns_the_same_in_bfloat16_with_remat():
+def test_gradients_in_bfloat16_with_remat_are_close_to_float32():
     cfg = ax.select(tiny_model(), "decoder").set(remat=Remat()).set(dtypes=ax.DTypes(compute="bfloat16"))
     params = parameters(cfg, scale=0.2)
     (loss, _), grads = run(cfg, params, tiny_batch())
@@ -90,12 +90,12 @@ def test_a_whole_model_learns_the_same_in_bfloat16_with_remat():
         found = chunked_grads
         for key in path:
             found = found[key.key]
-        atol = 2e-2 * np.abs(gradient).max()  # sums of pieces round apart
+        atol = 2e-2 * np.abs(gradient).max()  # sums over pieces round differently
         np.testing.assert_allclose(found, gradient, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 def sizes(jaxpr):
-    """Elements of every array that a program makes, programs inside included."""
+    """The number of elements of every array in a jaxpr, including nested ones."""
     for equation in jaxpr.eqns:
         for variable in equation.outvars:
             yield int(np.prod(variable.aval.shape))
@@ -117,7 +117,7 @@ def learning(cfg, chunk):
 
 
 @pytest.mark.parametrize("head", [{}, {"head": None}], ids=["head", "tied"])
-def test_no_array_holds_all_logits_forward_or_backward(head):
+def test_no_array_contains_all_logits(head):
     def largest(chunk):
         step, params = learning(WIDE.set(**head), chunk)
         return max(sizes(jax.make_jaxpr(step)(params).jaxpr))
@@ -137,15 +137,15 @@ def test_the_compiled_step_needs_a_fraction_of_the_memory():
 
 
 class Noisy(ax.Layer):
-    """An adapter that adds noise of each input, as dropout does."""
+    """An adapter that adds random noise to each input, like dropout."""
 
     def __call__(self, x, y, weight, product):
         return y + jax.random.normal(self.rng("noise"), y.shape)
 
 
-def test_each_piece_draws_its_own_bits():
+def test_each_piece_draws_different_bits():
     cfg = model(head=Linear.Config(adapter=Noisy.Config()))
-    params = jax.tree.map(jnp.zeros_like, parameters(cfg))  # all logits are noise
+    params = jax.tree.map(jnp.zeros_like, parameters(cfg))  # all logits are random
     batch = {"inputs": np.zeros((1, 8), np.int32), "targets": np.zeros((1, 8), np.int32)}
     fn, objective = shapes(cfg)[0], CrossEntropy.Config(chunk=2).build()
     batch = {**batch, "weights": np.ones((1, 8), np.float32)}
@@ -175,7 +175,7 @@ class Watching(ax.Layer):
         return observed(y, self.largest[...])
 
 
-def test_state_that_gradients_overwrite_gets_the_largest_of_all_pieces():
+def test_gradient_state_is_the_maximum_over_all_pieces():
     cfg = model(head=Linear.Config(adapter=Watching.Config()))
     fn, _, state = shapes(cfg)
     state, params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state), parameters(cfg)
@@ -204,7 +204,7 @@ def reporting(what):
     [lambda layer, y: layer.add_summary("mean", y.mean()), lambda layer, y: layer.add_loss("size", jnp.sum(y * y), 1)],
     ids=["summary", "loss"],
 )
-def test_what_a_head_reports_of_a_piece_is_refused_rather_than_lost(what):
+def test_a_report_inside_a_piece_raises(what):
     cfg = reporting(what)
     with pytest.raises(ContextError, match="in_pieces does not support summaries, losses and outputs"):
         run(cfg, parameters(cfg), chunk=2)

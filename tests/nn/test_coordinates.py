@@ -1,4 +1,4 @@
-"""Positions of several coordinates, as those of an image: [batch, seq, coordinates]."""
+"""Positions with several coordinates, as in an image: [batch, seq, coordinates]."""
 
 import jax
 import jax.numpy as jnp
@@ -62,13 +62,13 @@ def by_formula(params):
 
 
 @pytest.mark.parametrize("chunk", [1024, 3])
-def test_the_position_slot_gets_them_as_they_are(chunk):
+def test_the_position_slot_receives_all_coordinates(chunk):
     cfg = attention(chunk, input_dim=DIM)
     params = parameters(cfg)
     np.testing.assert_allclose(call(cfg, params, X, TOKENS)[0], by_formula(params), rtol=1e-4, atol=1e-5)
 
 
-def test_a_cache_holds_keys_that_were_moved_by_them():
+def test_a_cache_stores_keys_after_the_position_embedding():
     cfg = attention(input_dim=DIM)
     params = parameters(cfg)
     fn, _, state = abstract(cfg.set(cache=ContiguousCache.Config(batch_size=BATCH, max_len=SEQ)))
@@ -96,7 +96,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_scanned_model_with_remat_learns_from_a_batch_that_has_them(part):
+def test_a_scanned_model_with_remat_trains_on_packed_positions(part):
     plain, saving = model(PARTS[part]), model(PARTS[part], Remat())
     params = parameters(plain, scale=0.3)
     batch = tiny_batch() | {"positions": COORDINATES}

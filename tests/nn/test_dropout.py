@@ -1,4 +1,4 @@
-"""Dropout: of embeddings, attention weights, residual branches and hidden features."""
+"""Dropout of embeddings, attention weights, residual branches and hidden features."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from axcore.nn import (
     Attention,
     AttentionKernel,
     CausalLM,
-    Everything,
     FeedForward,
+    Full,
     Linear,
     Ones,
     ParallelLayer,
@@ -54,7 +54,7 @@ def trained(cfg, *args, params=None, key=KEY, training=True):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_each_element_is_zeroed_with_the_rate_and_the_others_scaled_up(dtype):
+def test_elements_are_zeroed_at_the_rate_and_others_scaled_up(dtype):
     found = trained(Dropped.Config(rate=RATE), jnp.ones((100, 200), dtype), params={})
     assert found.dtype == dtype
     found = np.asarray(found, np.float64)
@@ -86,7 +86,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_dropout_acts_while_training_only_and_its_mean_is_the_output_without(place):
+def test_dropout_acts_only_while_training_and_keeps_the_mean(place):
     cfg = PLACES[place]()
     args = (X,) if isinstance(cfg, FeedForward.Config) else (X, TOKENS)
     params = parameters(cfg, scale=0.2)
@@ -96,9 +96,9 @@ def test_dropout_acts_while_training_only_and_its_mean_is_the_output_without(pla
     np.testing.assert_array_equal(one, again)
     assert np.abs(one - plain).max() > 1e-3
     assert np.abs(one - other).max() > 1e-3
-    if cfg.dropout and not isinstance(cfg, PostNormLayer.Config):  # what is dropped goes linearly into the output
+    if cfg.dropout and not isinstance(cfg, PostNormLayer.Config):  # the output is linear in the dropped values
         if isinstance(cfg, TransformerLayer.Config):
-            return  # the second block sees the first's dropout through a norm
+            return  # a norm lies between the dropout of the first block and the second block
         fn = shapes(cfg)[0]
         many = jax.jit(
             jax.vmap(lambda key: fn(params, {}, *args, key=key, training=True)[0][0])
@@ -108,7 +108,7 @@ def test_dropout_acts_while_training_only_and_its_mean_is_the_output_without(pla
 
 
 def test_the_two_residual_branches_draw_different_bits():
-    """With blocks that give ones, each branch shows what it dropped."""
+    """With blocks that return ones, the output shows the dropped elements of each branch."""
 
     class One(ax.Layer):
         def __call__(self, x, *args):
@@ -136,10 +136,10 @@ def test_embeddings_are_dropped():
     assert abs((found == 0).mean() - RATE) < 0.03
 
 
-def test_each_chunk_of_queries_draws_its_own_bits():
-    """Values that tell keys apart show the weights; all queries of a row see the same keys."""
+def test_each_chunk_of_queries_draws_different_bits():
+    """One-hot values show the attention weights; all queries of a row see the same keys."""
     seq = 6
-    cfg = attention(0.5, chunk=2).set(mask=Everything(), num_heads=1, input_dim=seq)
+    cfg = attention(0.5, chunk=2).set(mask=Full(), num_heads=1, input_dim=seq)
     params = {
         "query": {"weight": jnp.zeros((seq, seq))},
         "key": {"weight": jnp.zeros((seq, seq))},
@@ -156,7 +156,7 @@ def test_each_chunk_of_queries_draws_its_own_bits():
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_the_gradient_is_that_of_the_function_with_the_bits_that_were_drawn(chunk):
+def test_the_gradient_uses_the_same_random_bits(chunk):
     cfg = attention(chunk=chunk)
     fn, params = shapes(cfg)[0], parameters(cfg, scale=0.3)
     objective = jax.jit(lambda x: jnp.sum(fn(params, {}, x, TOKENS, key=KEY, training=True)[0][0] ** 2))
@@ -190,14 +190,14 @@ AT_NIGHT = [pytest.param(changes, marks=pytest.mark.slow) for changes in ({"unro
 
 
 @pytest.mark.parametrize("changes", [{"unroll": 3, "remat": Remat()}, *AT_NIGHT], ids=str)
-def test_a_loop_unrolled_or_with_remat_drops_the_same(changes):
+def test_unrolling_and_remat_do_not_change_dropout(changes):
     stack = Repeat.Config(num_layers=3, layers=LAYER)
     params = parameters(dropping(stack))
     expected, found = (loss_and_gradient(dropping(each), params) for each in (stack, stack.set(**changes)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
 
 
-def test_layers_of_a_loop_drop_what_a_list_of_layers_drops_and_no_two_the_same():
+def test_a_scan_drops_the_same_elements_as_a_list_of_layers():
     stack = Repeat.Config(num_layers=3, layers=LAYER)
     params = parameters(dropping(stack))
     listed = {str(i): jax.tree.map(lambda leaf, i=i: leaf[i], params["decoder"]["layers"]) for i in range(3)}
@@ -209,7 +209,7 @@ def test_layers_of_a_loop_drop_what_a_list_of_layers_drops_and_no_two_the_same()
     ones = Repeat.Config(input_dim=400, num_layers=3, layers=Dropped.Config(rate=0.5))
     survived = np.asarray(trained(ones, jnp.ones((1, 1, 400)), params={"layers": {}}))
     np.testing.assert_array_equal(np.unique(survived), [0, 8])
-    assert abs((survived == 8).mean() - 1 / 8) < 0.08  # the same bits in each layer would keep half
+    assert abs((survived == 8).mean() - 1 / 8) < 0.08  # equal bits in each layer would keep half of the elements
 
 
 class Undropped(AttentionKernel):
@@ -219,7 +219,7 @@ class Undropped(AttentionKernel):
         return inputs.q, None
 
 
-def test_a_kernel_without_dropout_refuses_while_training_and_serves_otherwise():
+def test_a_kernel_without_dropout_raises_only_while_training():
     cfg = TransformerLayer.Config(input_dim=DIM, attention=attention().set(kernel=Undropped.Config()), ffn=ffn())
     params = parameters(cfg)
     trained(cfg, X, TOKENS, params=params, training=False)
@@ -231,7 +231,7 @@ def test_a_kernel_without_dropout_refuses_while_training_and_serves_otherwise():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 2.0, float("nan")])
 @pytest.mark.parametrize("path", ["decoder.layers.attention", "decoder.layers.ffn", "decoder.layers", ""])
-def test_a_rate_that_is_no_chance_is_refused_where_it_stands(path, rate):
+def test_an_invalid_dropout_rate_raises_with_its_path(path, rate):
     cfg = tiny_model()
     cfg = ax.select(cfg, path).set(dropout=rate) if path else cfg.set(dropout=rate)
     with pytest.raises(ax.ConfigError, match=rf"{path}.*dropout must be at least 0 and below 1, not {rate}"):

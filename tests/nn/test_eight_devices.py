@@ -1,4 +1,4 @@
-"""Models of these layers give, on eight devices, the loss and the gradients of one."""
+"""Loss and gradients of models on eight devices equal those on one device."""
 
 import jax
 import numpy as np
@@ -12,10 +12,10 @@ from axcore.nn import (
     CausalLM,
     ClampedSwiGLU,
     FeedForward,
-    FutureToken,
     LatentAttention,
     LayerNorm,
     Linear,
+    MultiTokenPrediction,
     Normal,
     ParallelLayer,
     Repeat,
@@ -48,7 +48,7 @@ FFN = FeedForward.Config(hidden_dim=24)
 
 
 def latent():
-    """Latent attention, a token further ahead, a vocabulary that must be padded, and the loss in chunks."""
+    """Latent attention, multi-token prediction, a padded vocabulary and a chunked loss."""
     attention = LatentAttention.Config(
         num_heads=4, kv_lora_rank=6, q_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, value_dim=3
     )
@@ -57,13 +57,13 @@ def latent():
         vocab_size=30,
         dim=16,
         decoder=Repeat.Config(num_layers=2, layers=layer),
-        future=(FutureToken.Config(layer=layer),),
+        future=(MultiTokenPrediction.Config(layer=layer),),
         pad_vocab_to=8,
     )
 
 
 def fused():
-    """One product for queries, keys and values, norms across heads, two kinds of layers, and a tied head."""
+    """Fused qkv, norms across heads, two kinds of layers and a tied head."""
     attention = Attention.Config(
         num_heads=8,
         num_kv_heads=4,
@@ -94,7 +94,7 @@ def batch():
 
 @pytest.mark.parametrize("model", [latent, pytest.param(fused, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", [TENSOR, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["fsdp, tensor", "fsdp"])
-def test_eight_devices_give_the_loss_and_the_gradients_of_one(model, mesh):
+def test_eight_devices_agree_with_one(model, mesh):
     one, many = steps(model(), batch(), [ONE, mesh], CrossEntropy.Config(z_loss=1e-2, chunk=3))
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
     assert many["updates"].keys() == one["updates"].keys()
@@ -109,7 +109,7 @@ def test_eight_devices_give_the_loss_and_the_gradients_of_one(model, mesh):
     assert "embedding.weight" in many["sharded"]
 
 
-def test_a_vocabulary_divides_where_it_is_padded():
+def test_a_padded_vocabulary_can_be_sharded():
     layout = Layout(jax.sharding.AbstractMesh(tuple(TENSOR.shape.values()), tuple(TENSOR.shape)), TENSOR.rules)
 
     def spread(cfg):

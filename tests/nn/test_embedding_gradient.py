@@ -1,4 +1,4 @@
-"""The gradient of an embedding adds up in float32, against float64, and needs no table beside its own."""
+"""The gradient of an embedding is summed in float32, and needs no second table."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ VOCAB, DIM = 7, 3
 
 @pytest.mark.parametrize("param", ["float32", "bfloat16"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_a_token_that_is_seen_often_gets_the_whole_gradient(param, compute):
+def test_the_gradient_of_a_frequent_token_is_exact(param, compute):
     """4,096 terms of 0.01: in bfloat16 the sum stops at 4."""
     types = ax.DTypes(param=param, compute=compute)
     fn, params, state = functional(
@@ -42,7 +42,7 @@ def test_a_token_that_is_seen_often_gets_the_whole_gradient(param, compute):
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8 if param == "bfloat16" else 1e-4)
 
 
-def test_values_are_the_rows_rounded_once():
+def test_gathered_values_are_rounded_once():
     table = jax.random.normal(jax.random.key(0), (VOCAB, DIM))
     ids = jnp.asarray([[6, 0], [3, 3]])
     np.testing.assert_array_equal(gather(table, ids, jnp.bfloat16), np.asarray(table.astype(jnp.bfloat16))[ids])
@@ -68,7 +68,7 @@ MEMORY = """
 """
 
 
-def test_memory_on_a_sharded_table_is_that_of_one_gradient_in_its_layout():
+def test_the_gradient_of_a_sharded_table_needs_no_second_table():
     flags = "--xla_force_host_platform_device_count=8"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", textwrap.dedent(MEMORY)]

@@ -39,7 +39,7 @@ def windows(cfg):
 
 
 @pytest.mark.parametrize(("depth", "every"), [(6, 2), (7, 3), (4, 4), (3, 5)])
-def test_the_last_of_each_group_stays_global(depth, every):
+def test_the_last_layer_of_each_group_is_global(depth, every):
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=depth)
     found = windows(ax.pipe(cfg, ax.use("sliding-window", size=2, global_every=every)))
     assert found == [number % every != every - 1 for number in range(depth)]
@@ -50,7 +50,7 @@ def test_without_global_layers_the_stack_stays_one_scan():
     assert windows(cfg) == [True, True] and cfg.decoder.num_layers == 2
 
 
-def test_a_fused_projection_has_the_columns_of_the_three_grouped_by_kv_head():
+def test_the_columns_of_a_fused_projection_are_grouped_by_kv_head():
     cfg = tiny_model()
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     fused, _, _ = functional(ax.pipe(cfg, ax.use("fused-qkv")).build(rngs=ax.Rngs(0)))
@@ -70,7 +70,7 @@ def test_a_fused_projection_has_the_columns_of_the_three_grouped_by_kv_head():
     np.testing.assert_allclose(fused(params, state, ids)[0][0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_projections_that_are_not_alike_are_not_fused():
+def test_unequal_projections_are_not_fused():
     cfg = ax.select(tiny_model(), "**.key").set(use_bias=True)
     with pytest.raises(
         ax.ConfigError, match=r"at decoder.layers.attention: query, key and value must be given and equal"
@@ -80,7 +80,7 @@ def test_projections_that_are_not_alike_are_not_fused():
         ax.pipe(tiny_model(), ax.use("fused-qkv"), ax.use("fused-qkv"))
 
 
-def test_norms_of_each_head_or_of_all_at_once():
+def test_norms_act_on_each_head_or_on_all_heads():
     cfg = ax.pipe(tiny_model(), ax.use("qk-norm", eps=1e-5))
     assert cfg.decoder.layers.attention.key_norm == RMSNorm.Config(eps=1e-5)
     across = ax.pipe(tiny_model(), ax.use("qk-norm", across_heads=True)).decoder.layers.attention
@@ -88,7 +88,7 @@ def test_norms_of_each_head_or_of_all_at_once():
     assert ax.select(across, Linear) and isinstance(across, Attention.Config)
 
 
-def test_dropout_reaches_every_rate_and_refuses_one_that_cannot_be():
+def test_use_dropout_sets_every_rate_and_checks_it():
     cfg = ax.pipe(tiny_model(), ax.use("dropout", rate=0.25))
     rates = {type(node).target.__name__: node.dropout for _, node in walk(cfg) if hasattr(node, "dropout")}
     assert rates == dict.fromkeys(("CausalLM", "TransformerLayer", "Attention", "FeedForward"), 0.25)

@@ -1,4 +1,4 @@
-"""Feed-forward blocks beside SwiGLU: plain ones, other ways of gating."""
+"""Feed-forward blocks other than SwiGLU: without a gate, and with other gatings."""
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ def test_a_plain_block_has_no_gate(linear):
     np.testing.assert_allclose(call(cfg, params, X)[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_clamped_swiglu_follows_its_formula_also_where_it_clamps():
+def test_clamped_swiglu_follows_its_formula_inside_and_outside_the_limits():
     cfg = FeedForward.Config(
         input_dim=4, hidden_dim=6, gating=ClampedSwiGLU(alpha=1.702, limit=1.0), gate=BIASED, up=BIASED, down=BIASED
     )
@@ -53,13 +53,13 @@ def test_a_very_negative_gate_is_not_clamped():
 
 
 class Product(Gating):
-    """Bilinear: no activation at all."""
+    """A bilinear gating without an activation."""
 
     def __call__(self, gate, up):
         return gate * up
 
 
-def test_a_gating_of_ones_own_takes_the_place_of_the_activation():
+def test_a_custom_gating_replaces_the_activation():
     cfg = FeedForward.Config(input_dim=4, hidden_dim=6, gating=Product())
     params = parameters(cfg)
     made = products(params)
@@ -82,12 +82,12 @@ def test_combined_gives_the_hidden_features_of_the_block(changes):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"gate": None, "gating": ClampedSwiGLU()}, r"gating=.*ClampedSwiGLU.* combines a gate .*, and gate is None"),
+        ({"gate": None, "gating": ClampedSwiGLU()}, r"gating=.*ClampedSwiGLU.* requires a gate, got gate=None"),
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, not 0"),
         ({"dropout": 1.5}, r"dropout must be at least 0 and below 1, not 1\.5"),
     ],
 )
-def test_a_block_that_cannot_be_is_refused_where_it_stands(changes, told):
+def test_an_invalid_block_raises_with_its_path(changes, told):
     layer = TransformerLayer.Config(input_dim=4, ffn=FeedForward.Config(**{"hidden_dim": 6, **changes}))
     layer = ax.select(layer, "attention").set(num_heads=2)
     with pytest.raises(ax.ConfigError, match=rf"ffn: {told}"):

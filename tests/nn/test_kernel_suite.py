@@ -1,4 +1,4 @@
-"""The core's own kernel, whole and in chunks, against the suite that plugin kernels must pass."""
+"""The kernel of the core, with and without chunks, passes the suite for plugin kernels."""
 
 import dataclasses
 
@@ -20,10 +20,10 @@ class TestReference(KernelSuite):
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "odd length", "documents", "sinks and softcap", "dropout", "rows at different places"]
+    "name", ["causal", "odd length", "documents", "sinks and softcap", "dropout", "rows at different positions"]
 )
 @pytest.mark.parametrize("chunk", [1, 5])
-def test_in_chunks_it_is_the_formula_too(name, chunk):
+def test_chunked_results_equal_the_formula(name, chunk):
     suite, case = TestReference(), CASES[name]
     suite.options = {"chunk": chunk}
     arrays, call = suite._call(case, "float32")
@@ -31,9 +31,9 @@ def test_in_chunks_it_is_the_formula_too(name, chunk):
     suite._check_gradients(case, "float32", arrays, call)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "beyond a block"])
-def test_from_a_cache_of_all_layers_it_reads_blocks(name):
-    """The last block begins inside the one before, and the rows lie in other slots."""
+@pytest.mark.parametrize("name", [name for name in CASES if name != "longer than a block"])
+def test_blocks_are_read_from_a_cache_of_all_layers(name):
+    """The last block overlaps the one before it, and the rows are in other slots."""
     suite, case = TestReference(), CASES[name]
     suite.options = {"block": 5}
     arrays = arrays_of(case, "float32")
@@ -49,7 +49,7 @@ def test_from_a_cache_of_all_layers_it_reads_blocks(name):
 
 
 def test_logits_of_bfloat16_are_exact_to_float32():
-    """Scaling the queries first would round them: the error would be 1.7e-3."""
+    """Scaling the queries first would round them, with an error of 1.7e-3."""
     case = dataclasses.replace(CASES["every key"], scale=0.3)
     inputs = inputs_of(case, arrays_of(case, "bfloat16"))
     q, k = (np.asarray(x, np.float64) for x in (inputs.q, inputs.plain.k))

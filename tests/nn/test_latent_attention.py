@@ -53,7 +53,7 @@ ALLOWED = reference.causal(BATCH, SEQ, SEGMENTS)
 
 
 class Turn(ax.Layer):
-    """A position embedding: turns the one pair of features by the position, as RoPE does."""
+    """A position embedding that rotates the only pair of features by the position, like RoPE."""
 
     class Config(ax.Layer.Config):
         head_dim: int = ax.REQUIRED
@@ -138,7 +138,7 @@ def test_parameters_have_these_shapes_and_axes():
 
 @pytest.mark.parametrize("absorb_up_to", [0, 1, 64], ids="absorbed up to {}".format)
 @pytest.mark.parametrize("pieces", [[(0, SEQ)], ONE_BY_ONE, IN_PIECES], ids=["at once", "one by one", "in pieces"])
-def test_decoding_gives_the_formula_absorbed_or_expanded(pieces, absorb_up_to):
+def test_absorbed_and_expanded_decoding_follow_the_formula(pieces, absorb_up_to):
     cfg = latent(absorb_up_to=absorb_up_to)
     params = parameters(cfg)
     np.testing.assert_allclose(decoded(cfg, params, pieces), by_formula(params), rtol=1e-4, atol=1e-5)
@@ -147,13 +147,13 @@ def test_decoding_gives_the_formula_absorbed_or_expanded(pieces, absorb_up_to):
 @pytest.mark.parametrize(
     "changes", [{"scale": 0.9}, {"softcap": 0.5}, {"sinks": Normal(stddev=1.0)}, {"q_lora_rank": None}], ids=str
 )
-def test_absorbed_decoding_takes_the_options_of_the_config(changes):
+def test_absorbed_decoding_applies_the_options_of_the_config(changes):
     cfg = latent(**changes)
     params = parameters(cfg)
     np.testing.assert_allclose(decoded(cfg, params, ONE_BY_ONE), call(cfg, params, X, TOKENS)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_cache_keeps_one_latent_and_one_rotated_key_a_token():
+def test_the_cache_stores_one_latent_and_one_rotated_key_per_token():
     cfg = latent(cache=ContiguousCache.Config(batch_size=BATCH, max_len=9))
     state = abstract(cfg)[2]["cache"]
     assert state["keys"].shape == (BATCH, 9, 1, 5 + 2)
@@ -161,7 +161,7 @@ def test_the_cache_keeps_one_latent_and_one_rotated_key_a_token():
 
 
 class LowRank(ax.Layer):
-    """An adapter as LoRA is."""
+    """An adapter like LoRA."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
@@ -203,7 +203,7 @@ def test_biases_are_added_where_weights_are_not_absorbed(name):
 
 
 @pytest.mark.parametrize("name", ["key_up", "value_up"])
-def test_a_bias_that_absorbed_weights_could_not_hold_is_refused(name):
+def test_a_bias_that_cannot_be_absorbed_raises(name):
     with pytest.raises(ax.ConfigError, match=rf"{name}\.use_bias"):
         abstract(latent(**{name: Linear.Config(use_bias=True)}))
 
@@ -222,7 +222,7 @@ def rms(x):
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_a_scanned_model_decodes_what_it_computes_at_once(compute):
+def test_decoding_a_scanned_model_equals_one_full_call(compute):
     cfg = model().set(dtypes=ax.DTypes(compute=compute))
     built = cfg.build(rngs=ax.Rngs(0))
     ids = tiny_batch()["inputs"]
@@ -236,12 +236,12 @@ def test_a_scanned_model_decodes_what_it_computes_at_once(compute):
     found = np.concatenate(found, axis=1).astype(np.float64)
     if compute == "float32":
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    else:  # absorbed products round elsewhere, and not much more
+    else:  # absorbed products round in other places, with similar errors
         exact = np.asarray(call(model(), functional(built)[1], ids)[0], np.float64)
         assert rms(found - exact) < 2 * rms(expected.astype(np.float64) - exact)
 
 
-def test_a_scanned_model_with_remat_learns_every_parameter():
+def test_every_parameter_of_a_scanned_model_with_remat_has_a_gradient():
     cfg = model(remat=Remat())
     params = parameters(cfg, scale=0.3)
     grads = jax.jit(jax.grad(lambda params: minimized(cfg)(params, tiny_batch())))(params)
@@ -250,7 +250,7 @@ def test_a_scanned_model_with_remat_learns_every_parameter():
 
 
 class NarrowValues(AttentionKernel):
-    """Refuses values of another width than keys have, as some fused kernels do."""
+    """A kernel that requires equal widths of keys and values, like some fused kernels."""
 
     def supports(self, request):
         return None if request.value_dim == request.head_dim else "values are as wide as keys here"
@@ -261,7 +261,7 @@ class NarrowValues(AttentionKernel):
         raise AssertionError("it was not to be called")
 
 
-def test_kernels_are_asked_with_the_widths_of_latent_attention():
+def test_kernel_requests_contain_the_widths_of_latent_attention():
     order = (NarrowValues.Config(), ReferenceKernel.Config())
     cfg = latent(kernel=ChooseKernel.Config(order=order))
     params = parameters(cfg)
@@ -279,7 +279,7 @@ def test_kernels_are_asked_with_the_widths_of_latent_attention():
     assert use_kernels(cfg, ("reference",)).kernel.order == (ReferenceKernel.Config(),)
 
 
-def test_while_decoding_kernels_are_asked_for_one_key_of_latents():
+def test_kernel_requests_while_decoding_have_one_kv_head_of_latents():
     cfg = latent(kernel=ChooseKernel.Config(order=(ReferenceKernel.Config(),)))
     with recording() as choices:
         decoded(cfg, parameters(cfg), [(0, 1)])
@@ -290,14 +290,14 @@ def test_while_decoding_kernels_are_asked_for_one_key_of_latents():
 
 
 class Narrow(KVCache):
-    """A cache that has no word for the width of values."""
+    """A cache without a field for the width of values."""
 
     class Config(KVCache.Config):
         num_kv_heads: int = ax.REQUIRED
         head_dim: int = ax.REQUIRED
 
 
-def test_a_cache_that_cannot_keep_latents_is_refused_where_it_stands():
+def test_a_cache_that_cannot_store_latents_raises_with_its_path():
     with pytest.raises(
         ax.ConfigError,
         match=r"layers\.attention: cache=.*Narrow.* has no field value_dim, which storing latents requires",
@@ -317,6 +317,6 @@ def test_a_cache_that_cannot_keep_latents_is_refused_where_it_stands():
         ({"kv_lora_rank": ax.REQUIRED}, "kv_lora_rank is REQUIRED"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_where_they_stand(changes, told):
+def test_invalid_sizes_raise_with_their_path(changes, told):
     with pytest.raises(ax.ConfigError, match=rf"decoder\.layers\.attention.*{told}"):
         abstract(model(latent(**changes).set(input_dim=ax.REQUIRED)))

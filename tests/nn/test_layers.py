@@ -18,7 +18,7 @@ IDS = np.array([[0, 4, 2], [2, 2, 1]])
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (0, 4)], ids=str)
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_linear_is_a_product_and_a_sum(shape, use_bias):
+def test_linear_follows_its_formula(shape, use_bias):
     cfg = Linear.Config(input_dim=4, output_dim=5, use_bias=use_bias)
     params = parameters(cfg)
     assert set(params) == ({"weight", "bias"} if use_bias else {"weight"})
@@ -30,7 +30,7 @@ def test_linear_is_a_product_and_a_sum(shape, use_bias):
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_linear_computes_in_the_compute_dtype_and_stores_in_the_other():
+def test_linear_separates_compute_and_parameter_dtypes():
     cfg = Linear.Config(input_dim=4, output_dim=5, use_bias=True, dtypes=ax.DTypes(compute="bfloat16"))
     params = parameters(cfg)
     assert params["weight"].dtype == np.float32
@@ -40,7 +40,7 @@ def test_linear_computes_in_the_compute_dtype_and_stores_in_the_other():
     np.testing.assert_allclose(output.astype(np.float64), X @ p["weight"] + p["bias"], rtol=3e-2, atol=3e-2)
 
 
-def test_linear_hands_its_axes_to_weight_and_bias():
+def test_weight_and_bias_have_the_axes_of_the_linear():
     cfg = Linear.Config(input_dim=4, output_dim=5, use_bias=True, axes=("embed", "mlp"))
     assert abstract(cfg)[0].axes == {"weight": ("embed", "mlp"), "bias": ("mlp",)}
 
@@ -62,7 +62,7 @@ def test_rms_norm_of_low_precision_input_is_computed_in_float32():
     output, _ = call(cfg, params, x)
     assert output.dtype == jnp.bfloat16
     expected = reference.rms_norm(x.astype(np.float64), wide(params)["scale"])
-    np.testing.assert_allclose(output.astype(np.float64), expected, rtol=2**-8, atol=1e-6)  # one rounding, at the end
+    np.testing.assert_allclose(output.astype(np.float64), expected, rtol=2**-8, atol=1e-6)  # rounded once, at the end
 
 
 def test_rms_norm_of_zeros_is_zero():
@@ -70,7 +70,7 @@ def test_rms_norm_of_zeros_is_zero():
     np.testing.assert_array_equal(call(cfg, parameters(cfg), np.zeros((2, 4), np.float32))[0], np.zeros((2, 4)))
 
 
-def test_embedding_looks_rows_up_and_attends_to_all_of_them():
+def test_embedding_looks_up_rows_and_attends_to_all_rows():
     cfg = Embedding.Config(vocab_size=5, output_dim=4)
     params = parameters(cfg)
     table = params["weight"]
@@ -80,13 +80,13 @@ def test_embedding_looks_rows_up_and_attends_to_all_of_them():
     np.testing.assert_allclose(attended, X.astype(np.float64) @ wide(params)["weight"].T, rtol=1e-5, atol=1e-6)
 
 
-def test_embedding_gives_the_compute_dtype():
+def test_embeddings_have_the_compute_dtype():
     cfg = Embedding.Config(vocab_size=5, output_dim=4, dtypes=ax.DTypes(compute="bfloat16"))
     output, _ = call(cfg, parameters(cfg), IDS)
     assert output.dtype == jnp.bfloat16
 
 
-def test_feed_forward_is_swiglu_by_default_and_takes_other_activations():
+def test_feed_forward_is_swiglu_by_default_and_supports_other_activations():
     cfg = FeedForward.Config(input_dim=4, hidden_dim=6)
     params = parameters(cfg)
     np.testing.assert_allclose(
@@ -108,7 +108,7 @@ def test_feed_forward_names_its_axes():
     [(Normal(), 0.02), (Normal(stddev=3.0), 3.0), (FanIn(), 20**-0.5), (FanIn(scale=4.0), 2 * 20**-0.5)],
     ids=repr,
 )
-def test_normal_initializers_have_the_stated_spread(init, stddev):
+def test_normal_initializers_have_the_documented_standard_deviation(init, stddev):
     drawn = np.asarray(init(jax.random.key(0), (20, 400), jnp.float32), np.float64)
     np.testing.assert_allclose(drawn.std(), stddev, rtol=0.05)  # 8000 samples: the error is 0.8 %
     assert abs(drawn.mean()) < 4 * stddev / np.sqrt(drawn.size)
@@ -119,7 +119,7 @@ def test_fan_in_counts_all_dimensions_but_the_last():
     np.testing.assert_allclose(drawn.std(), 20**-0.5, rtol=0.05)
 
 
-def test_constant_initializers_are_constant_in_the_asked_dtype():
+def test_constant_initializers_have_the_requested_dtype():
     for init, value in ((Zeros(), 0), (Ones(), 1)):
         made = init(jax.random.key(0), (2, 3), jnp.bfloat16)
         assert made.dtype == jnp.bfloat16

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from axcore.config import AxcoreError
-from axcore.nn import And, Causal, Everything, Or, SameSegment, SlidingWindow, TokenInfo
+from axcore.nn import And, Causal, Full, Or, SameSegment, SlidingWindow, TokenInfo
 
 BATCH, SEQ, KV_SEQ = 2, 4, 6
 QUERY = TokenInfo(
@@ -32,7 +32,7 @@ def by_loops(rule, query=QUERY, key=KEY):
 
 
 RULES = [
-    (Everything(), lambda i, t, a, b: True),
+    (Full(), lambda i, t, a, b: True),
     (Causal(), lambda i, t, a, b: t <= i),
     (SlidingWindow(size=1), lambda i, t, a, b: t == i),
     (SlidingWindow(size=2), lambda i, t, a, b: -2 < t - i < 2),
@@ -48,17 +48,17 @@ def same(mask, rule, query=QUERY, key=KEY):
 
 
 @pytest.mark.parametrize(("mask", "rule"), RULES, ids=lambda value: repr(value) if not callable(value) else "")
-def test_a_mask_lets_through_what_its_rule_says(mask, rule):
+def test_a_mask_follows_its_rule(mask, rule):
     same(mask, rule)
 
 
-def test_rows_of_one_document_each_are_one_segment():
+def test_rows_without_segment_ids_are_one_segment():
     query, key = TokenInfo(QUERY.index, QUERY.positions), TokenInfo(KEY.index, KEY.positions)
     same(SameSegment(), lambda i, t, a, b: True, query, key)
     same(Causal() & SameSegment(), lambda i, t, a, b: t <= i, query, key)
 
 
-def test_a_causal_window_is_the_last_tokens():
+def test_a_causal_window_contains_the_last_tokens():
     same(Causal() & SlidingWindow(size=3), lambda i, t, a, b: i - 3 < t <= i)
 
 
@@ -78,11 +78,11 @@ rules = st.recursive(
 
 @settings(max_examples=15)
 @given(rules)
-def test_any_combination_lets_through_what_the_combined_rules_say(pair):
+def test_combined_masks_follow_the_combined_rules(pair):
     same(*pair)
 
 
-def test_combinations_are_flat_whatever_the_grouping():
+def test_combinations_are_flat_for_every_grouping():
     one, two, three = Causal(), SameSegment(), SlidingWindow(size=2)
     assert (one & two) & three == one & (two & three) == And(masks=(one, two, three))
     assert (one | two) | three == one | (two | three) == Or(masks=(one, two, three))
@@ -96,7 +96,7 @@ def test_combined_masks_are_config_values():
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_window_that_lets_nothing_through_is_an_error(size):
+def test_an_empty_window_raises(size):
     with pytest.raises(AxcoreError, match="size"):
         SlidingWindow(size=size)
 

@@ -1,4 +1,4 @@
-"""Modules that predict tokens further ahead, against a straight line of NumPy float64."""
+"""Multi-token prediction against NumPy float64."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract
-from axcore.nn import Attention, CausalLM, FeedForward, FutureToken, Repeat, TransformerLayer
+from axcore.nn import Attention, CausalLM, FeedForward, MultiTokenPrediction, Repeat, TransformerLayer
 from axcore.parallel import Remat
 from axcore.train import CrossEntropy
 
@@ -32,12 +32,12 @@ PACKED = BATCH | {"segment_ids": SEGMENTS}
 
 def model(ahead=2, **options):
     decoder = Repeat.Config(num_layers=2, layers=LAYER)
-    future = (FutureToken.Config(layer=LAYER),) * ahead
+    future = (MultiTokenPrediction.Config(layer=LAYER),) * ahead
     return CausalLM.Config(**{"vocab_size": VOCAB, "dim": DIM, "decoder": decoder, "future": future} | options)
 
 
 def losses(params, batch=BATCH, ahead=2, embed=lambda x: x, last=lambda x: x):
-    """[(weighted sum, weight) of the model and of each module], written out row by row and place by place."""
+    """[(weighted sum, weight) of the model and of each module], computed token by token."""
     p, ids, segments = wide(params), batch["inputs"], batch.get("segment_ids")
     head = p["head"]["weight"] if "head" in p else p["embedding"]["weight"].T
     allowed = reference.causal(*ids.shape, segments)
@@ -53,7 +53,7 @@ def losses(params, batch=BATCH, ahead=2, embed=lambda x: x, last=lambda x: x):
         for row in range(ROWS):
             for i in range(SEQ):
                 there = i + step < SEQ
-                token = ids[row, i + step] if there else 0  # nothing that counts sees it
+                token = ids[row, i + step] if there else 0  # no token with a weight sees it
                 later = embed(p["embedding"]["weight"][token])
                 both[row, i, :DIM] = reference.rms_norm(hidden[row, i], m["hidden_norm"]["scale"])
                 both[row, i, DIM:] = reference.rms_norm(later, m["embedding_norm"]["scale"])
@@ -66,9 +66,9 @@ def losses(params, batch=BATCH, ahead=2, embed=lambda x: x, last=lambda x: x):
     return found
 
 
-@pytest.mark.parametrize("batch", [BATCH, PACKED], ids=["one document a row", "packed"])
+@pytest.mark.parametrize("batch", [BATCH, PACKED], ids=["one document in each row", "packed"])
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_each_module_predicts_one_token_further(ahead, batch):
+def test_each_module_predicts_one_token_further_ahead(ahead, batch):
     cfg = model(ahead)
     params = parameters(cfg)
     loss, added = score(cfg, params, batch)
@@ -80,14 +80,14 @@ def test_each_module_predicts_one_token_further(ahead, batch):
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1, 2.0])
-def test_the_weight_of_the_mean_of_their_losses_is_set(weight):
+def test_future_weight_multiplies_the_mean_of_the_losses(weight):
     cfg = model(future_weight=weight)
     params = parameters(cfg)
     _, added = score(cfg, params, BATCH)
     np.testing.assert_allclose(sum(added.values()), weight * np.mean(losses(params)[1:]), rtol=1e-5)
 
 
-def test_tied_embeddings_their_scale_the_softcap_and_chunks_are_the_model_s_own():
+def test_modules_share_embedding_scale_softcap_and_chunks_with_the_model():
     cfg = ax.select(model(head=None, softcap=1.5), "embedding").set(scale=2.0)
     params = parameters(cfg)
     loss, added = score(cfg, params, PACKED, chunk=4)
@@ -96,11 +96,11 @@ def test_tied_embeddings_their_scale_the_softcap_and_chunks_are_the_model_s_own(
     np.testing.assert_allclose(sum(added.values()), 0.3 * np.mean(further), rtol=1e-5)
 
 
-def test_without_a_target_that_counts_their_loss_is_zero_and_so_is_its_slope():
+def test_loss_and_gradient_are_zero_if_all_weights_are_zero():
     cfg = model()
     params, fn = parameters(cfg), shapes(cfg)[0]
     weights = np.zeros((ROWS, SEQ), np.float32)
-    weights[:, 0] = 1  # the modules have no target: what counts for the first is the second place on
+    weights[:, 0] = 1  # the modules have no target: the first module starts at the second token
 
     def objective(params):
         (_, collections), _ = fn(params, {}, BATCH | {"weights": weights}, method=OBJECTIVE)
@@ -112,7 +112,7 @@ def test_without_a_target_that_counts_their_loss_is_zero_and_so_is_its_slope():
 
 
 @pytest.mark.parametrize("seq", [1, 2])
-def test_rows_shorter_than_what_is_predicted_ahead_are_no_error(seq):
+def test_rows_may_be_shorter_than_the_prediction_distance(seq):
     cfg = model()
     params = parameters(cfg)
     short = {name: value[:, :seq] for name, value in BATCH.items()}
@@ -121,7 +121,7 @@ def test_rows_shorter_than_what_is_predicted_ahead_are_no_error(seq):
     assert (sum(added.values()) == 0) == (seq == 1)
 
 
-def test_neither_logits_nor_the_loss_of_the_next_token_ask_the_modules():
+def test_logits_and_the_next_token_loss_do_not_depend_on_the_modules():
     cfg, plain = model(), model(0)
     params = parameters(cfg)
     own = {name: value for name, value in params.items() if name != "future"}
@@ -130,7 +130,7 @@ def test_neither_logits_nor_the_loss_of_the_next_token_ask_the_modules():
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_every_parameter_learns_from_the_tokens_ahead(compute):
+def test_every_parameter_has_a_gradient_from_later_tokens(compute):
     cfg = ax.select(model(), "decoder").set(remat=Remat()).set(dtypes=ax.DTypes(compute=compute))
     params, fn = parameters(cfg), shapes(cfg)[0]
 
@@ -141,7 +141,9 @@ def test_every_parameter_learns_from_the_tokens_ahead(compute):
     for path, slope in jax.tree.leaves_with_path(jax.jit(jax.grad(objective))(params)):
         at = jax.tree_util.keystr(path, simple=True, separator=".")
         assert jnp.isfinite(slope).all(), at
-        assert (np.abs(slope).max() > 1e-6) == (at != "norm.scale"), at  # the model's last norm is not theirs
+        assert (np.abs(slope).max() > 1e-6) == (at != "norm.scale"), (
+            at
+        )  # the modules do not use the last norm of the model
 
 
 def test_parameters_of_a_module_have_the_axes_of_the_model():
@@ -150,7 +152,7 @@ def test_parameters_of_a_module_have_the_axes_of_the_model():
     assert axes["layer"]["ffn"]["up"]["weight"] == ("embed", "mlp")
 
 
-def test_a_module_that_cannot_be_is_refused_where_it_stands():
-    cfg = model().set(future=(FutureToken.Config(), FutureToken.Config(layer=LAYER)))
+def test_an_invalid_module_raises_with_its_path():
+    cfg = model().set(future=(MultiTokenPrediction.Config(), MultiTokenPrediction.Config(layer=LAYER)))
     with pytest.raises(ax.ConfigError, match=r"future\.0\.layer\..*REQUIRED"):
         abstract(cfg)

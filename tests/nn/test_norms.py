@@ -1,4 +1,4 @@
-"""Norms, and what else acts on each vector alone, against the formulas in float64."""
+"""Norms, and other layers that act on each vector separately, against the formulas in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ HEADS = np.random.default_rng(2).normal(size=(2, 3, 2, 4)).astype(np.float32)
 
 
 def of_model(*configs):
-    """What each config makes at its start, and its parameters."""
+    """Each config with the initial values of its parameters."""
     return [functional(cfg.build(rngs=ax.Rngs(0)))[1] for cfg in configs]
 
 
@@ -59,7 +59,7 @@ def test_layer_norm_follows_the_formula(use_bias, offset):
     x = (X + np.float32(offset)).astype(np.float32)
     p = wide(params)
     expected = reference.layer_norm(x.astype(np.float64), p["scale"], p.get("bias", 0.0), 1e-3)
-    atol = 1e-6 + 4 * np.spacing(np.float32(offset))  # the mean is rounded to float32 before it is taken off
+    atol = 1e-6 + 4 * np.spacing(np.float32(offset))  # the mean is rounded to float32 before it is subtracted
     np.testing.assert_allclose(call(cfg, params, x)[0], expected, rtol=1e-5, atol=atol)
 
 
@@ -95,6 +95,6 @@ def test_across_heads_normalizes_all_heads_of_a_token_as_one_vector(norm):
 
 
 @pytest.mark.parametrize("cls", [RMSNorm, LayerNorm, Scale])
-def test_a_width_that_cannot_be_is_a_config_error(cls):
+def test_an_invalid_width_raises(cls):
     with pytest.raises(ax.ConfigError, match="input_dim must be at least 1, not 0"):
         abstract(cls.Config(input_dim=0))

@@ -1,4 +1,4 @@
-"""How attention makes queries, keys and values: fused or apart, with biases, norms and scales of heads."""
+"""The projections of attention: fused or separate, with biases, and norms and scales of heads."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def attention(kv_heads=2, **changes):
 
 
 def grouped(params, kv_heads, name):
-    """The columns of three weights (or biases) as those of one: of each kv head its queries, its key, its value."""
+    """Three weights (or biases) as one, whose columns are grouped by kv head: queries, key, value."""
     heads = {
         each: params[each][name].reshape(*params[each][name].shape[:-1], -1, HEAD_DIM)
         for each in ("query", "key", "value")
@@ -35,7 +35,7 @@ def grouped(params, kv_heads, name):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1], ids="{} kv heads".format)
-def test_one_product_for_all_three_gives_what_the_three_give(kv_heads):
+def test_fused_qkv_equals_three_projections(kv_heads):
     apart = Linear.Config(use_bias=True)
     cfg = attention(kv_heads, query=apart, key=apart, value=apart)
     params = parameters(cfg)
@@ -48,7 +48,7 @@ def test_one_product_for_all_three_gives_what_the_three_give(kv_heads):
     np.testing.assert_allclose(found, call(cfg, params, X, TOKENS)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_fused_projection_is_cut_along_heads():
+def test_a_fused_projection_is_sharded_by_heads():
     assert abstract(attention(**APART, qkv=Linear.Config()))[0].axes["qkv"]["weight"] == ("embed", "kv_head")
 
 
@@ -63,7 +63,7 @@ def by_formula(cfg, params, kv_heads, query_norm, key_norm):
     return out.reshape(BATCH, SEQ, -1) @ p["projection"]["weight"]
 
 
-def test_queries_and_keys_are_normalized_each_head_alone():
+def test_each_head_of_queries_and_keys_is_normalized_separately():
     cfg = attention(query_norm=RMSNorm.Config(eps=1e-2), key_norm=LayerNorm.Config(), softcap=2.0, scale=1.5)
     params = parameters(cfg)
     p = wide(params)
@@ -109,7 +109,7 @@ class Move(ax.Layer):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-def test_heads_are_normalized_before_positions_act(fused):
+def test_heads_are_normalized_before_the_position_embedding(fused):
     norm = RMSNorm.Config()
     changes = {**APART, "qkv": Linear.Config()} if fused else {}
     cfg = attention(4, query_norm=norm, key_norm=norm, position=Move.Config(), **changes)
@@ -145,7 +145,7 @@ LINEAR = Linear.Config()
         ({"query": None}, "query and qkv are both None"),
     ],
 )
-def test_projections_that_do_not_make_all_three_are_refused_where_they_stand(changes, told):
+def test_incomplete_projections_raise_with_their_path(changes, told):
     layer = TransformerLayer.Config(input_dim=DIM, attention=attention(**changes))
     with pytest.raises(ax.ConfigError, match=rf"layers\.attention: .*{told}"):
         abstract(layer, "layers")

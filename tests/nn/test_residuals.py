@@ -1,4 +1,4 @@
-"""How norms, blocks and residuals are laid out: pre, sandwich, output norm alone, post, parallel."""
+"""The order of norms, blocks and residuals: pre-norm, sandwich, output norm only, post-norm, parallel."""
 
 import jax
 import numpy as np
@@ -97,7 +97,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layer_is_what_its_formula_says(name):
+def test_a_layer_follows_its_formula(name):
     cfg, formula = LAYOUTS[name]
     cfg = cfg.set(input_dim=DIM)
     params = parameters(cfg)
@@ -106,7 +106,7 @@ def test_a_layer_is_what_its_formula_says(name):
 
 
 @pytest.mark.parametrize("name", ["sandwich", "post", "parallel"])
-def test_a_scanned_stack_with_remat_in_bfloat16_learns_every_parameter(name):
+def test_every_parameter_of_a_scanned_bfloat16_stack_with_remat_has_a_gradient(name):
     stack = Repeat.Config(num_layers=2, layers=LAYOUTS[name][0], remat=Remat())
     cfg = CausalLM.Config(vocab_size=32, dim=DIM, decoder=stack, dtypes=ax.DTypes(compute="bfloat16"))
     params = parameters(cfg)
@@ -117,7 +117,7 @@ def test_a_scanned_stack_with_remat_in_bfloat16_learns_every_parameter(name):
         assert np.abs(gradient).max() > 1e-6, jax.tree_util.keystr(path)
 
 
-def test_a_part_that_cannot_be_is_refused_where_it_stands():
+def test_an_invalid_part_raises_with_its_path():
     for cls in (TransformerLayer, PostNormLayer, ParallelLayer):
         bad = cls.Config(input_dim=DIM, attention=Attention.Config(num_heads=3), ffn=FeedForward.Config(hidden_dim=6))
         with pytest.raises(

@@ -14,7 +14,7 @@ from axcore.train import CrossEntropy
 
 
 class Doubled(Numerics):
-    """Numerics that compute twice the product."""
+    """Numerics that double the product."""
 
     def __call__(self, x, weight, product):
         assert weight.shape == self.config.shape
@@ -22,7 +22,7 @@ class Doubled(Numerics):
 
 
 class Plus(ax.Layer):
-    """An adapter with a parameter of its own."""
+    """An adapter with a parameter."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
@@ -38,7 +38,7 @@ class Plus(ax.Layer):
         return y + product(x, self.extra[...])
 
 
-def test_numerics_compute_the_product_and_adapter_corrects_it_before_the_bias():
+def test_numerics_compute_the_product_and_the_adapter_changes_it_before_the_bias():
     cfg = Linear.Config(
         input_dim=3,
         output_dim=4,
@@ -56,13 +56,13 @@ def test_numerics_compute_the_product_and_adapter_corrects_it_before_the_bias():
     np.testing.assert_allclose(fn(params, state, x)[0][0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_filling_the_slots_moves_no_parameter():
+def test_filling_slots_does_not_change_parameter_paths():
     plain = Linear.Config(input_dim=3, output_dim=4)
     weights = [functional(cfg.build(rngs=ax.Rngs(0)))[1]["weight"] for cfg in (plain, plain.set(adapter=Plus.Config()))]
     np.testing.assert_array_equal(*weights)
 
 
-def test_keys_and_values_are_given_both_or_come_from_the_cache():
+def test_key_and_value_projections_require_each_other():
     for changes in ({"key": None}, {"value": None}, {"key": None, "value": None}):
         with pytest.raises(ax.ConfigError, match="key and value must both be given"):
             Attention.Config(input_dim=8, num_heads=2, **changes).build(rngs=ax.Rngs(0))
@@ -105,8 +105,8 @@ def loss_of(decoder, params_of=None):
 
 
 @pytest.mark.long
-def test_a_sequence_in_a_scan_is_a_sequence_of_all_its_layers():
-    """Layers of unequal width, repeated in pairs."""
+def test_a_scanned_sequence_equals_a_sequence_of_all_layers():
+    """Layers of different widths, repeated in pairs."""
     scanned, params = loss_of(Repeat.Config(num_layers=2, layers=Sequence.Config(layers=(layer(8), layer(12)))))
 
     def spread(_):
@@ -121,14 +121,14 @@ def test_a_sequence_in_a_scan_is_a_sequence_of_all_its_layers():
     np.testing.assert_allclose(scanned, written_out, rtol=1e-6)
 
 
-def test_a_sequence_may_be_empty_and_names_its_layers_by_number():
+def test_a_sequence_may_be_empty_and_numbers_its_layers():
     x = jnp.ones((1, 2, 8))
     assert (invoke(Sequence.Config(input_dim=8, layers=()).build(rngs=ax.Rngs(0)), x)[0] == x).all()
     with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.1\.ffn"):
         abstract(CausalLM.Config(vocab_size=3, dim=8, decoder=Sequence.Config(layers=(layer(8), layer(0)))))
 
 
-def test_rope_takes_queries_alone():
+def test_rope_supports_queries_without_keys():
     cfg = ax.select(ax.pipe(tiny_model(), ax.use("rope")), "**.position")
     ((_, node),) = cfg
     rotary = node.set(head_dim=4).build(rngs=ax.Rngs(0))

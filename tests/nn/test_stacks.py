@@ -14,7 +14,7 @@ from axcore.nn import (
     Causal,
     CausalLM,
     FeedForward,
-    FutureToken,
+    MultiTokenPrediction,
     Place,
     Repeat,
     Sequence,
@@ -37,7 +37,7 @@ DIM = 4
 
 
 def layer(kind):
-    """A cheap layer of its kind: kinds differ in width."""
+    """A small layer; kinds of layers differ in width."""
     return FeedForward.Config(hidden_dim=kind + 2)
 
 
@@ -50,7 +50,7 @@ PATTERNS = MOTIFS.map(lambda motifs: [kind for motif, count in motifs for kind i
 
 
 @given(PATTERNS)
-def test_stacking_loses_no_layer_and_keeps_their_order(pattern):
+def test_stacking_keeps_all_layers_in_order(pattern):
     decoder = stacked([layer(kind) for kind in pattern])
     assert kinds(decoder) == pattern
     assert sum(1 for _, node in walk(decoder) if isinstance(node, FeedForward.Config)) <= len(pattern)
@@ -70,12 +70,12 @@ def test_a_group_that_repeats_becomes_one_scan_no_longer_than_the_group(group, c
         ([0, 0, 0], "3x(0)"),
         ([0, 1, 0, 1], "2x(01)"),
         ([0, 0, 0, 1, 1, 1, 1], "3x(0) 4x(1)"),  # DeepSeek: some dense layers, then experts
-        ([0, 0, 0, 0, 0, 1] * 2 + [0, 0], "2x(000001) 2x(0)"),  # Gemma 3: the last group is cut short
+        ([0, 0, 0, 0, 0, 1] * 2 + [0, 0], "2x(000001) 2x(0)"),  # Gemma 3: the last group is incomplete
         ([0, 1, 2], "0 1 2"),
         ([0, 1, 1, 1, 2, 0], "0 3x(1) 2 0"),
     ],
 )
-def test_stacks_are_the_shortest_that_run_the_layers(pattern, shape):
+def test_stacked_finds_the_shortest_config(pattern, shape):
     decoder = stacked([layer(kind) for kind in pattern])
     parts = decoder.layers if isinstance(decoder, Sequence.Config) else (decoder,)
     found = []
@@ -89,7 +89,7 @@ def test_stacks_are_the_shortest_that_run_the_layers(pattern, shape):
 
 
 def at(params, place):
-    """The parameters of the layer at a place."""
+    """The parameters of the layer at a `Place`."""
     for name in place.path.split(".") if place.path else ():
         params = params[int(name) if name.isdigit() else name]
     return jax.tree.map(lambda leaf: leaf[place.index], params)
@@ -119,7 +119,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_a_place_says_where_the_parameters_of_each_layer_are(name):
+def test_places_contain_the_paths_of_each_layer_s_parameters(name):
     decoder = NESTED[name].set(input_dim=DIM)
     places = layers_of(decoder)
     assert [(place.path, place.index) for place in places] == PLACES[name]
@@ -134,7 +134,7 @@ def test_a_place_says_where_the_parameters_of_each_layer_are(name):
 
 @settings(max_examples=6)
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=6))
-def test_a_stack_computes_what_its_layers_compute_one_after_another(pattern):
+def test_a_stack_applies_its_layers_in_order(pattern):
     decoder = stacked([layer(kind) for kind in pattern]).set(input_dim=DIM)
     params = parameters(decoder)
     x = expected = np.random.default_rng(0).normal(size=(2, 3, DIM)).astype(np.float32)
@@ -147,19 +147,19 @@ def repeats(cfg):
     return [node for _, node in walk(cfg) if isinstance(node, Repeat.Config)]
 
 
-def test_remat_and_unroll_go_to_every_scan():
+def test_remat_and_unroll_apply_to_every_scan():
     decoder = stacked([layer(kind) for kind in [0, 0, 1, 2, 1, 2, 1, 2]], remat=SaveMatmuls(), unroll=2)
     plain, grouped = repeats(decoder)
     assert (plain.num_layers, plain.unroll, plain.remat) == (2, 2, SaveMatmuls())
     assert (grouped.num_layers, grouped.unroll, grouped.remat) == (3, 1, None)  # one step is a group of two layers
-    assert grouped.layers.remat == SaveMatmuls()  # ... each of which is recomputed alone
+    assert grouped.layers.remat == SaveMatmuls()  # ... and each of them is recomputed separately
     assert [each.unroll for each in repeats(stacked([layer(0)] * 3, unroll=100))] == [3]
 
 
-def test_remat_of_all_stacks_is_that_of_each_layer():
+def test_use_remat_sets_the_policy_of_each_layer():
     decoder = use_remat(stacked([layer(kind) for kind in [0, 1, 1, 1, 2, 1, 2, 1]]), Remat())
     assert [type(part).__qualname__ for part in decoder.layers] == ["FeedForward.Config", *["Repeat.Config"] * 2]
-    assert decoder.remat == Remat()  # of the first
+    assert decoder.remat == Remat()  # of the first layer
     assert [(part.remat, getattr(part.layers, "remat", None)) for part in decoder.layers[1:]] == [
         (Remat(), None),
         (None, Remat()),
@@ -167,20 +167,20 @@ def test_remat_of_all_stacks_is_that_of_each_layer():
     assert use_remat(decoder, None) == stacked([layer(kind) for kind in [0, 1, 1, 1, 2, 1, 2, 1]])
 
 
-def test_layers_that_do_not_repeat_are_recomputed_alone():
+def test_layers_that_do_not_repeat_are_recomputed_separately():
     decoder = stacked([layer(kind) for kind in [0, 1, 1]], remat=SaveMatmuls())
     assert decoder.remat == SaveMatmuls()
     assert decoder.layers[0] == layer(0)
     assert decoder.layers[1].remat == SaveMatmuls()
 
 
-def test_a_decoder_needs_a_layer():
+def test_a_decoder_requires_a_layer_built_from_a_config():
     with pytest.raises(ax.ConfigError, match="stacked requires at least one layer"):
         stacked([])
 
 
 def numbered(cfg, where=FeedForward):
-    """The config with each selected layer as wide as its number says, and the numbers that were told, in order."""
+    """The config in which the width of each selected layer is its number, and the numbers in order."""
     told = []
 
     def edit(path, node, number):
@@ -191,7 +191,7 @@ def numbered(cfg, where=FeedForward):
 
 
 @pytest.mark.parametrize("name", NESTED)
-def test_every_layer_is_edited_by_its_number_in_running_order(name):
+def test_layers_are_numbered_in_execution_order(name):
     decoder, told = numbered(NESTED[name])
     count = len(layers_of(NESTED[name]))
     assert [number for number, _ in told] == list(range(count))
@@ -199,7 +199,7 @@ def test_every_layer_is_edited_by_its_number_in_running_order(name):
 
 
 @given(PATTERNS, st.integers(1, 4))
-def test_editing_every_nth_layer_edits_those_and_no_other(pattern, every):
+def test_editing_every_nth_layer_edits_no_other_layer(pattern, every):
     decoder = stacked([layer(kind) for kind in pattern])
 
     def edit(_, node, number):
@@ -209,24 +209,24 @@ def test_editing_every_nth_layer_edits_those_and_no_other(pattern, every):
     assert found == [50 if number % every == 0 else kind + 2 for number, kind in enumerate(pattern)]
 
 
-def test_an_edit_that_changes_all_alike_keeps_the_scan_and_one_that_changes_none_the_config():
+def test_equal_edits_keep_the_scan_and_an_edit_without_changes_keeps_the_config():
     cfg = tiny_model()
     same = edit_layers(cfg, FeedForward, lambda path, node, number: node.set(hidden_dim=32))
     assert same == ax.select(cfg, FeedForward).set(hidden_dim=32)
     assert edit_layers(cfg, FeedForward, lambda path, node, number: node) == cfg
 
 
-def test_an_edit_of_every_second_layer_of_a_scan_makes_a_scan_over_pairs():
+def test_editing_every_second_layer_of_a_scan_gives_a_scan_over_pairs():
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=6, remat=Remat(), unroll=2)
     edited = edit_layers(cfg, Attention, lambda path, node, number: node.set(mask=Causal()) if number % 2 else node)
     (scan,) = repeats(edited)
-    assert (scan.num_layers, scan.unroll, scan.layers.remat) == (3, 1, Remat())  # a step is two layers, as before
+    assert (scan.num_layers, scan.unroll, scan.layers.remat) == (3, 1, Remat())  # a step contains two layers, as before
     assert len(scan.layers.layers) == 2
     assert edited.set(decoder=cfg.decoder) == cfg  # nothing else changed
     abstract(edited)
 
 
-def test_types_and_tags_of_a_stack_that_is_made_anew_are_kept():
+def test_a_rebuilt_stack_keeps_dtypes_and_tags():
     types = ax.DTypes(compute="bfloat16")
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=5, dtypes=types, tags=("mine",))
     cfg = ax.select(cfg, "decoder.layers").set(tags=("layer",), dtypes=ax.DTypes(param="bfloat16"))
@@ -239,20 +239,20 @@ def test_types_and_tags_of_a_stack_that_is_made_anew_are_kept():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes["decoder"])} == {"bfloat16"}
 
 
-def test_numbers_go_on_into_modules_that_predict_tokens_ahead():
-    cfg = tiny_model().set(future=(FutureToken.Config(layer=tiny_model().decoder.layers),))
+def test_layer_numbers_continue_in_multi_token_prediction_modules():
+    cfg = tiny_model().set(future=(MultiTokenPrediction.Config(layer=tiny_model().decoder.layers),))
     edited, told = numbered(cfg)
     assert [path.partition(".")[0] for _, path in told] == ["decoder", "decoder", "future"]
     assert edited.future[0].layer.ffn.hidden_dim == 102
 
 
-def test_a_model_made_anew_runs():
+def test_a_rebuilt_model_runs():
     edited, _ = numbered(ax.select(tiny_model(), "decoder").set(num_layers=3))
     assert np.isfinite(call(edited, parameters(edited, scale=0.1), np.zeros((1, 3), np.int32))[0]).all()
 
 
 class Hand(ax.Layer):
-    """Hands its width to the layers that are called later."""
+    """Shares its width with later layers."""
 
     class Config(ax.Layer.Config):
         hidden_dim: int = 0
@@ -263,7 +263,7 @@ class Hand(ax.Layer):
 
 
 class Take(ax.Layer):
-    """Adds what was handed over last."""
+    """Adds the last shared value."""
 
     class Config(ax.Layer.Config):
         hidden_dim: int = 0
@@ -272,7 +272,7 @@ class Take(ax.Layer):
         return x + self.shared("width") + self.config.hidden_dim
 
 
-def test_layers_that_share_values_stay_together_when_their_stack_is_made_anew():
+def test_rebuilding_a_stack_keeps_layers_that_share_values_together():
     group = Sequence.Config(layers=(Hand.Config(hidden_dim=1), Take.Config(), Take.Config()))
     cfg = Repeat.Config(input_dim=1, num_layers=3, layers=group)
 
@@ -285,13 +285,13 @@ def test_layers_that_share_values_stay_together_when_their_stack_is_made_anew():
 
 
 class OtherRepeat(Repeat):
-    """A stack with something of its own, as one that is a pipeline."""
+    """A stack with a parameter outside its layers, such as a pipeline."""
 
     class Config(Repeat.Config):
         stages: int = 2
 
 
-def test_a_stack_of_another_kind_is_not_replaced_by_a_plain_one():
+def test_a_custom_stack_is_not_replaced_by_a_core_stack():
     cfg = tiny_model().set(decoder=OtherRepeat.Config(num_layers=4, layers=tiny_model().decoder.layers))
     same = edit_layers(cfg, FeedForward, lambda path, node, number: node.set(hidden_dim=32))
     assert same == ax.select(cfg, FeedForward).set(hidden_dim=32)
@@ -300,7 +300,7 @@ def test_a_stack_of_another_kind_is_not_replaced_by_a_plain_one():
 
 
 @pytest.mark.parametrize("name", [name for name in NESTED if name != "a layer alone"])
-def test_parameters_are_named_by_the_number_of_their_layer(name):
+def test_names_of_parameters_contain_the_number_of_the_layer(name):
     decoder = NESTED[name].set(input_dim=DIM)
     leaves = jax.tree.leaves_with_path(abstract(decoder)[1])
     paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
@@ -316,7 +316,7 @@ def test_parameters_are_named_by_the_number_of_their_layer(name):
     }
 
 
-def test_an_edit_that_fails_says_where_and_one_that_finds_nothing_is_an_error():
+def test_a_failed_edit_raises_with_the_path_and_an_empty_selection_raises():
     with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.ffn: .*Did you mean 'hidden_dim'"):
         edit_layers(tiny_model(), FeedForward, lambda path, node, number: node.set(hiden_dim=3))
     with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.ffn: the edit returned 7, not a config"):
@@ -325,10 +325,10 @@ def test_an_edit_that_fails_says_where_and_one_that_finds_nothing_is_an_error():
         edit_layers(tiny_model(), "nowhere.**", lambda path, node, number: node)
 
 
-def test_layers_without_a_number_cannot_be_told_apart():
+def test_numbering_requires_the_number_of_layers():
     cfg = CausalLM.Config(vocab_size=7, dim=DIM, decoder=Repeat.Config(layers=TransformerLayer.Config()))
     for run in (lambda: layers_of(cfg.decoder), lambda: edit_layers(cfg, FeedForward, lambda path, node, number: node)):
-        with pytest.raises(ax.ConfigError, match="num_layers of a Repeat is REQUIRED; set it first"):
+        with pytest.raises(ax.ConfigError, match="num_layers of a Repeat is REQUIRED; set it before"):
             run()
 
 
@@ -336,8 +336,8 @@ AT_NIGHT = [pytest.param(pattern, marks=pytest.mark.slow) for pattern in ("ababa
 
 
 @pytest.mark.parametrize("pattern", ["aaaaaaaa", "aabaabaa", *AT_NIGHT])
-def test_remat_keeps_no_more_than_the_input_of_each_layer_however_layers_are_grouped(pattern):
-    """The gradients are those without, and fewer bytes are kept than by a stack that keeps all."""
+def test_remat_stores_at_most_the_input_of_each_layer_for_every_grouping(pattern):
+    """Gradients are equal to those without remat, and the backward pass stores fewer bytes."""
 
     def temporaries(remat):
         layers = [

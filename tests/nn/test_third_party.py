@@ -30,7 +30,7 @@ class Holder(ax.Config):
 # Functions.
 
 
-def test_a_call_is_made_at_build():
+def test_the_function_is_called_at_build():
     update = ax.call(optax.scale_by_adam, b2=0.95).build().update
     params = {"w": jnp.ones(3)}
     wanted = optax.scale_by_adam(b2=0.95)
@@ -39,7 +39,7 @@ def test_a_call_is_made_at_build():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_further_arguments_go_to_the_function_as_they_are():
+def test_arguments_of_build_are_passed_unchanged():
     assert ax.call(scaled, by=3.0).build(2) == 6.0
     assert ax.call(scaled, by=3.0).build(base=2) == 6.0
     assert ax.call(scaled, base=2).build(times=5) == 20.0
@@ -53,7 +53,7 @@ def test_arguments_that_are_nodes_are_built_first():
     assert ax.call(scaled, base=ax.call(scaled, base=1.0)).build() == 4.0
 
 
-def test_arguments_that_nobody_gave_are_required():
+def test_omitted_arguments_are_required():
     cfg = ax.call(scaled)
     assert cfg.arguments == {"base": REQUIRED}
     with pytest.raises(MissingError, match=r"arguments.base is REQUIRED \(.*scaled\)"):
@@ -63,7 +63,7 @@ def test_arguments_that_nobody_gave_are_required():
 
 
 @pytest.mark.parametrize("name", ["bye", "b_y"])
-def test_an_argument_that_the_function_does_not_take_is_refused_with_the_nearest(name):
+def test_an_unknown_argument_raises_and_suggests_the_nearest(name):
     with pytest.raises(ConfigError, match=rf"scaled takes no argument '{name}'. Did you mean 'by'\?"):
         ax.call(scaled, **{name: 1.0})
     with pytest.raises(ConfigError, match="Did you mean 'by'"):
@@ -90,7 +90,7 @@ def test_an_override_is_typed_by_the_signature(assignment, expected):
 
 
 @pytest.mark.parametrize("assignment", ["by=fast", "times=0.5", "times=many", "loud=perhaps", "loud=3"])
-def test_an_override_of_another_type_is_refused(assignment):
+def test_an_override_of_another_type_raises(assignment):
     name = assignment.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"{name} must be (float|int|bool), not"):
         override(Holder(transform=ax.call(scaled)), [f"transform.arguments.{assignment}"])
@@ -107,7 +107,7 @@ def test_optax_arguments_are_typed_too():
     assert override(ax.call(optax.scale_by_adam), ["arguments.mu_dtype=bfloat16"]).build()
 
 
-def test_functions_without_a_signature_and_with_free_arguments_take_any():
+def test_functions_without_a_signature_accept_all_arguments():
     assert ax.call(dict, anything=1).build() == {"anything": 1}
     assert ax.call(max).build(1, 2) == 2
 
@@ -115,12 +115,12 @@ def test_functions_without_a_signature_and_with_free_arguments_take_any():
 @pytest.mark.parametrize(
     "what", [3, None, "optax.adam", functools.partial(scaled, by=3.0)], ids=lambda value: type(value).__name__
 )
-def test_what_has_no_name_of_its_own_is_refused(what):
+def test_functions_without_an_importable_name_raise(what):
     with pytest.raises(ConfigError, match="cannot be imported by its name"):
         ax.call(what)
 
 
-def test_a_call_comes_back_from_json_pickle_and_shows_in_text():
+def test_a_call_round_trips_through_json_and_pickle_and_appears_in_text():
     cfg = ax.call(optax.adamw, learning_rate=ax.call(optax.constant_schedule, value=0.1), mu_dtype=jnp.bfloat16)
     again = from_json(to_json(cfg))
     assert again == cfg and text(again) == text(cfg)
@@ -148,7 +148,7 @@ def built(part, seed=0):
     return functional(Model.Config(part=part).build(rngs=ax.Rngs(seed)))
 
 
-def test_a_stock_linear_gets_the_widths_of_its_parent_and_computes_the_same():
+def test_a_stock_linear_receives_the_widths_of_its_parent():
     fn, params, state = built(ax.stock(nnx.Linear, widths=WIDTHS))
     kernel, bias = params["part"]["module"]["kernel"], params["part"]["module"]["bias"]
     assert kernel.shape == (4, 3) and bias.shape == (3,)
@@ -157,7 +157,7 @@ def test_a_stock_linear_gets_the_widths_of_its_parent_and_computes_the_same():
     np.testing.assert_allclose(y, np.asarray(x) @ np.asarray(kernel) + np.asarray(bias), rtol=1e-6)
 
 
-def test_each_slot_draws_parameters_of_its_own_by_its_path():
+def test_the_parameters_of_each_slot_depend_on_its_path():
     kernel = lambda part, seed=0: np.asarray(built(part, seed)[1]["part"]["module"]["kernel"])  # noqa: E731
     cfg = ax.stock(nnx.Linear, widths=WIDTHS)
     np.testing.assert_array_equal(kernel(cfg), kernel(cfg))
@@ -181,10 +181,10 @@ def test_arguments_that_are_nodes_are_built_before_the_module():
         ),
         (lambda: ax.stock(nnx.Linear, widths=WIDTHS, in_features=3), "the parent sets in_features"),
         (lambda: ax.stock(nnx.Linear, widths=WIDTHS, use_bias="maybe"), "use_bias must be bool, not 'maybe'"),
-        (lambda: ax.stock(3), "has no name"),
+        (lambda: ax.stock(3), "cannot be imported by its name"),
     ],
 )
-def test_wrong_arguments_are_refused_at_once(make, expected):
+def test_invalid_arguments_raise_immediately(make, expected):
     with pytest.raises(ConfigError) as error:
         make()
     assert expected in str(error.value)
@@ -198,8 +198,8 @@ def test_an_argument_is_overridden_by_its_path():
         override(cfg, ["part.arguments.use_bais=false"])
 
 
-def test_what_is_missing_at_build_is_named_by_the_path():
-    with pytest.raises(BuildError, match=r"^part: .*Linear needs out_features: REQUIRED"):
+def test_missing_values_raise_at_build_with_the_path():
+    with pytest.raises(BuildError, match=r"^part: .*Linear: out_features is REQUIRED"):
         built(ax.stock(nnx.Linear, widths={"in_features": "input_dim"}))
     with pytest.raises(BuildError, match=r"^part: .*in_features requires hidden_dim, which the parent does not pass"):
         built(ax.stock(nnx.Linear, widths={"in_features": "hidden_dim"}, out_features=3))
@@ -207,7 +207,7 @@ def test_what_is_missing_at_build_is_named_by_the_path():
         ax.stock(nnx.Linear, in_features=3).build(rngs=ax.Rngs(0))
 
 
-def test_a_stock_config_comes_back_from_json():
+def test_a_stock_config_round_trips_through_json():
     cfg = Model.Config(
         part=ax.stock(
             nnx.Linear,
@@ -223,7 +223,7 @@ def test_a_stock_config_comes_back_from_json():
     assert (kernel.shape, kernel.dtype) == ((4, 3), jnp.bfloat16)
 
 
-def test_stock_dropout_draws_anew_at_each_call_and_its_state_comes_back():
+def test_each_call_of_stock_dropout_draws_new_bits_and_updates_its_state():
     fn, params, state = built(ax.stock(nnx.Dropout, rate=0.5))
     call = jax.jit(lambda state: fn(params, state, jnp.ones((4, 64))))
     (one, _), after = call(state)
@@ -255,7 +255,7 @@ def test_stock_modules_in_a_scanned_stack_keep_a_state_for_each_layer():
     (y, _), after = jax.jit(lambda state: fn(params, state, x))(state)
     mean = np.asarray(after["layers"]["module"]["mean"])
     np.testing.assert_allclose(mean[0], 0.5 * np.mean(x, 0), rtol=1e-5)
-    np.testing.assert_allclose(mean[1:], 0, atol=1e-5)  # what the first layer normalised
+    np.testing.assert_allclose(mean[1:], 0, atol=1e-5)  # the normalized input of the first layer
     np.testing.assert_allclose(np.std(y, 0), 1, rtol=1e-3)
 
 
@@ -263,7 +263,7 @@ def test_stock_dropout_in_a_scanned_stack_differs_between_layers():
     layer = ax.stock(nnx.Dropout, rate=0.5)
     fn, params, state = functional(Repeat.Config(input_dim=4, num_layers=2, layers=layer).build(rngs=ax.Rngs(0)))
     (y, _), _ = jax.jit(lambda state: fn(params, state, jnp.ones((8, 64))))(state)
-    assert 0.6 < np.mean(np.asarray(y) == 0) < 0.9  # 3/4 where the layers draw apart, 1/2 where they do not
+    assert 0.6 < np.mean(np.asarray(y) == 0) < 0.9  # 3/4 if the layers draw different bits, 1/2 if they do not
 
 
 def test_a_stock_module_in_the_slot_of_a_transformer_layer_is_trained():
@@ -274,7 +274,7 @@ def test_a_stock_module_in_the_slot_of_a_transformer_layer_is_trained():
     assert state["layers"]["ffn_norm"]["module"]["mean"].shape == (2, 4)
 
 
-# The other way round.
+# axcore layers in NNX models.
 
 
 class Plain(nnx.Module):
@@ -307,7 +307,7 @@ def test_an_axcore_layer_trains_inside_a_plain_model_with_nnx_optimizer_and_jit(
     assert not np.array_equal(before, model.second.gate.weight[...])
 
 
-def test_an_axcore_layer_comes_through_split_and_merge():
+def test_an_axcore_layer_supports_nnx_split_and_merge():
     model = Plain(nnx.Rngs(0))
     x = jnp.ones((2, 4))
     graphdef, state = nnx.split(model)
@@ -319,5 +319,5 @@ def test_an_axcore_layer_comes_through_split_and_merge():
     np.testing.assert_array_equal(jax.jit(lambda state: nnx.merge(graphdef, state)(x))(state), model(x))
 
 
-def test_a_stock_layer_reports_itself_as_a_stock():
+def test_reports_of_a_stock_layer_have_its_path():
     assert isinstance(ax.stock(nnx.Linear, widths=WIDTHS), Stock.Config)

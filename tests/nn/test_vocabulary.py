@@ -1,4 +1,4 @@
-"""Between ids and features: embedding scale, learned positions, tied heads, final softcap, padded vocabularies."""
+"""Embedding scale, learned positions, tied heads, final softcap and padded vocabularies."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def model(**options):
 
 
 def by_formula(params, embed=lambda x: x, ids=IDS):
-    """Logits in float64, from embeddings that `embed` changes."""
+    """Logits in float64, from embeddings changed by `embed`."""
     p = wide(params)
     x = embed(p["embedding"]["weight"][ids])
     x = reference.transformer_layer(x, layer_of(p["decoder"]["layers"], 0), HEADS, HEADS, reference.causal(*ids.shape))
@@ -39,14 +39,14 @@ def by_formula(params, embed=lambda x: x, ids=IDS):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_the_embedding_scale_multiplies_what_goes_in_and_not_what_a_tied_head_sees(tied):
+def test_the_embedding_scale_does_not_apply_to_a_tied_head(tied):
     cfg = model(embedding=Embedding.Config(scale=3.0), **({"head": None} if tied else {}))
     params = parameters(cfg)
     np.testing.assert_allclose(call(cfg, params, IDS)[0], by_formula(params, lambda x: 3.0 * x), rtol=1e-4, atol=1e-5)
 
 
-def test_the_embedding_scale_is_rounded_to_the_compute_dtype_as_the_embeddings_are():
-    """So that a model whose checkpoint was trained so (Gemma) gives the same."""
+def test_the_embedding_scale_is_rounded_to_the_compute_dtype():
+    """As in the published code of Gemma."""
     cfg = Embedding.Config(vocab_size=VOCAB, output_dim=DIM, scale=55.4256, dtypes=ax.DTypes(compute="bfloat16"))
     params = {"weight": np.ones((VOCAB, DIM), np.float32)}
     output = call(cfg, params, IDS)[0]
@@ -67,7 +67,7 @@ class Learned(ax.Layer):
         return x + self.weight[...][positions]
 
 
-def test_the_position_slot_sees_embeddings_and_positions():
+def test_the_position_slot_receives_embeddings_and_positions():
     cfg = model(position=Learned.Config())
     params = parameters(cfg)
     positions = np.array([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]], np.int32)
@@ -80,7 +80,7 @@ def test_the_position_slot_sees_embeddings_and_positions():
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_the_softcap_bounds_logits_and_the_loss_is_of_those(tied):
+def test_the_softcap_bounds_the_logits_of_the_loss(tied):
     cfg = model(softcap=0.5, **({"head": None} if tied else {}))
     params = parameters(cfg, scale=1.0)
     raw = by_formula(params)
@@ -94,7 +94,7 @@ def test_the_softcap_bounds_logits_and_the_loss_is_of_those(tied):
 
 
 def padded_params(params, rows):
-    """The same tables with rows that nobody may see."""
+    """The same tables with additional rows that must not affect results."""
 
     def pad(leaf, axis):
         widths = [(0, rows - VOCAB) if each == axis else (0, 0) for each in range(2)]
@@ -113,7 +113,7 @@ def objective(cfg, chunk):
 
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_padding_the_vocabulary_changes_no_number_and_the_padding_gets_no_gradient(tied, chunk):
+def test_vocabulary_padding_does_not_change_results_and_has_no_gradient(tied, chunk):
     options = {"head": None} if tied else {}
     plain = model(softcap=20.0, decoder=Sequence.Config(layers=()), **options)
     cfg = plain.set(pad_vocab_to=8)
@@ -134,7 +134,7 @@ def test_padding_the_vocabulary_changes_no_number_and_the_padding_gets_no_gradie
 
 
 @pytest.mark.parametrize(("to", "rows"), [(1, 7), (7, 7), (4, 8), (100, 100)])
-def test_tables_have_rows_up_to_the_next_multiple(to, rows):
+def test_tables_are_padded_to_the_next_multiple(to, rows):
     params = abstract(model(pad_vocab_to=to, head=Linear.Config(use_bias=True)))[1]
     assert params["embedding"]["weight"].shape == (rows, DIM)
     assert params["head"]["weight"].shape == (DIM, rows)
@@ -150,6 +150,6 @@ def test_tables_have_rows_up_to_the_next_multiple(to, rows):
         ({"softcap": float("nan")}, "softcap must be positive or None, not nan"),
     ],
 )
-def test_values_that_cannot_be_are_config_errors(changes, told):
+def test_invalid_values_raise(changes, told):
     with pytest.raises(ax.ConfigError, match=told):
         abstract(model(**changes))

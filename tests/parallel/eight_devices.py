@@ -1,4 +1,4 @@
-"""Runs one training step on several meshes of eight CPU devices and prints what came out, as JSON.
+"""Runs one training step on several meshes of eight CPU devices and prints the results as JSON.
 
 `python -m tests.parallel.eight_devices`
 """
@@ -38,7 +38,7 @@ OBJECTIVE = CrossEntropy.Config(z_loss=0.1)
 
 
 class Descent(Optimizer):
-    """Gradients as they are: after one step of rate 1, `old - new` is the gradient."""
+    """An optimizer that subtracts the gradient: after one step, `old - new` is the gradient."""
 
     def transformation(self, axes):
         return optax.identity()
@@ -113,7 +113,7 @@ def one_step(name):
 
 
 def initial(name):
-    """The first parameters of a small part, and the shape that one device holds of each."""
+    """The initial parameters of a small model, and the shape of the shard of each on one device."""
     params = program(FeedForward.Config(input_dim=8, hidden_dim=3), LEARNER, layout(name)).init(jnp.uint32(5)).params
     return {
         path: [np.asarray(leaf).tolist(), leaf.addressable_shards[0].data.shape]

@@ -1,11 +1,11 @@
-"""A kernel that sees local shards, for tests that name it in another process."""
+"""A kernel that receives local shards, for tests in another process."""
 
 from axcore.nn import ReferenceKernel
 from axcore.parallel import active_layout
 
 
 class LocalKernel(ReferenceKernel):
-    """The reference, under `shard_map`; it refuses to be given more than a device's rows, heads and queries."""
+    """The reference kernel under `shard_map`. It raises if its inputs are larger than the shards of one device."""
 
     class Config(ReferenceKernel.Config):
         rows: int = 8

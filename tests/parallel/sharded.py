@@ -1,4 +1,4 @@
-"""`shard_map` of functions that call layers, measured on the devices at hand. Its numbers go out as JSON."""
+"""Runs `shard_map` of functions that call layers on the available devices and prints the results as JSON."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def holder(run, child):
 
 
 LAYOUT = Mesh(shape={"data": 4, "tensor": 2}, rules={"mlp": "tensor", "batch": "data", "embed": "data"})
-"""`embed` is what the parameters of the layers of `module/layers.py` have."""
+"""`embed` is the logical axis of the parameters in `module/layers.py`."""
 
 
 def layout():
@@ -37,7 +37,7 @@ def over_rows(fn):
 
 
 def over_features(fn):
-    """Nothing is gathered: each device has the features whose parameters it holds."""
+    """Gathers no parameters: each device computes the features of its shard."""
     spec = P("tensor", "data")
     return shard_map(fn, layout=layout(), in_specs=(spec,), out_specs=spec)
 

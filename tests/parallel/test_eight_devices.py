@@ -1,4 +1,4 @@
-"""A training step on meshes of eight devices gives what it gives on one."""
+"""A training step on meshes of eight devices, compared with one device."""
 
 import json
 import os

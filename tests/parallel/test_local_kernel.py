@@ -1,4 +1,4 @@
-"""A kernel that says `local` runs on the rows, heads and queries of one device, and changes no number."""
+"""A `local` kernel runs on the rows, heads and queries of one device, with the same results."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1], ids="{} kv heads".format)
 def test_a_local_kernel_on_eight_devices_receives_shards_and_returns_the_gradients_of_one_device(num_kv_heads):
-    """With documents, sinks, a bias and dropout; fewer kv heads than devices for them; queries over two devices."""
+    """Uses documents, sinks, a bias, dropout, fewer kv heads than devices, and queries sharded over two devices."""
     plain = ax.select(tiny_model(), Attention).set(
         num_kv_heads=num_kv_heads, sinks=Normal(stddev=1.0), bias=Slopes.Config(), dropout=0.25
     )

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from axcore.config import ConfigError
 from axcore.parallel import FSDP_RULES, Layout, Mesh, Remat, SaveMatmuls, SaveNames, constrain, is_sharded
 
-EIGHT = jax.devices()[:1] * 8  # enough for shapes that are refused before anything is placed
+EIGHT = jax.devices()[:1] * 8  # no array is placed on them
 
 
 def layout(rules=FSDP_RULES, **sizes):

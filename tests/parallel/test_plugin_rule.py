@@ -1,4 +1,4 @@
-"""A mesh rule that a plugin outside the core supplies lays a run out over eight CPU devices."""
+"""A mesh rule of a plugin applies to a run on eight CPU devices."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def wrong(cfg, accelerator):
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """The folder that the plugin `lab` is installed in."""
+    """The folder in which the plugin `lab` is installed."""
     folder = tmp_path_factory.mktemp("lab")
     (folder / "lab_plugin.py").write_text(LAB)
     (folder / "lab_rules.py").write_text(RULES)

@@ -13,7 +13,7 @@ import axcore as ax
 
 ROOT = pathlib.Path(ax.__file__).parent
 SUBMODULES = ("aot", "config", "infer", "module", "nn", "numerics", "parallel", "plugin", "runtime", "testing", "train")
-PACKAGES = [f"axcore.{name}" for name in SUBMODULES if name != "runtime"] + ["axcore.train.data"]
+PACKAGES = [*(f"axcore.{name}" for name in SUBMODULES), "axcore.train.data"]
 
 
 @pytest.mark.parametrize("use", ["nn.Linear", "train.Trainer", "config.walk", "tree", "Trainer", "fit", "aot.explain"])

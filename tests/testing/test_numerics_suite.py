@@ -1,4 +1,4 @@
-"""`NumericsSuite` passes what keeps the contract, with state and without, and catches each way to break it."""
+"""`NumericsSuite` passes for correct numerics, with and without state, and fails for each kind of error."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from axcore.testing import NumericsSuite, tiny_model
 
 
 class Right(Numerics):
-    """Weights in 8 bits while training and stored, inputs on a grid of the largest of the step before."""
+    """8-bit weights while training and stored; inputs are quantized by the largest value of the previous step."""
 
     def __init__(self, cfg, *, rngs):
         super().__init__(cfg, rngs=rngs)
@@ -45,7 +45,7 @@ on_grid.defvjp(lambda x, largest: (on_grid(x, largest), jnp.abs(x).max().astype(
 
 
 class OneProduct(Right):
-    """Multiplies by itself, whatever the layer asks for."""
+    """Computes a plain product for every `product`."""
 
     def __call__(self, x, weight, product):
         return x @ self.matrix(weight).astype(x.dtype)
@@ -62,7 +62,7 @@ class NoGradient(Right):
 
 
 class OtherMatrix(Right):
-    """What adapters see is not what products use."""
+    """`matrix` differs from the matrix that products use."""
 
     def __call__(self, x, weight, product):
         return product(x, super().matrix(weight))
@@ -83,14 +83,14 @@ class WideCodes(Right):
 
 
 class WrongScales(Right):
-    """Computes something else where the weight is stored."""
+    """Computes different results from stored weights."""
 
     def __call__(self, x, weight, product):
         return super().__call__(x, weight, product) * (2 if isinstance(weight, dict) else 1)
 
 
 class Writes(Right):
-    """Writes its state in the forward pass."""
+    """Writes state in the forward pass."""
 
     def __init__(self, cfg, *, rngs):
         super().__init__(cfg, rngs=rngs)
@@ -165,11 +165,11 @@ def failing(cls, checks):
 
 
 @pytest.mark.long
-def test_what_keeps_the_contract_passes():
+def test_correct_numerics_pass():
     assert not failing(Right, [*CHECKS, ("test_state_is_updated_once_per_step_under_scan_and_remat",)])
 
 
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
-def test_what_breaks_it_is_caught(cls):
+def test_incorrect_numerics_fail(cls):
     names = WRONG[cls]
     assert failing(cls, [check for check in CHECKS if check[0] in names]) == names

@@ -1,4 +1,4 @@
-"""The suites, applied to what the core and the recipes bring."""
+"""The suites, applied to classes of the core and the recipes."""
 
 import numpy as np
 import pytest

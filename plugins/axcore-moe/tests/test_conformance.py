@@ -1,6 +1,10 @@
 """axcore-moe keeps to what every feature must."""
 
+import pytest
+
 from axcore.testing import FeatureSuite
+
+pytestmark = pytest.mark.long
 
 
 class TestMoe(FeatureSuite):

@@ -16,7 +16,7 @@ from axcore.nn import (
     AttentionInputs,
     Causal,
     Contiguous,
-    Everything,
+    Full,
     KernelRequest,
     ReferenceKernel,
     SameSegment,
@@ -59,11 +59,11 @@ KERNEL = CudnnKernel.Config(head_dim=128).build(rngs=ax.Rngs(0))
     [
         {},
         {"packed": False},
-        {"mask": Everything() & SameSegment()},
+        {"mask": Full() & SameSegment()},
         {"mask": Causal() & SlidingWindow(size=4)},
         {"mask": Causal() & SameSegment() & SlidingWindow(size=4)},
         {"mask": Causal()},
-        {"mask": Everything(), "aligned": False, "key_len": 128},
+        {"mask": Full(), "aligned": False, "key_len": 128},
         {"dtype": np.dtype(np.float16)},
         {"num_kv_heads": 8},
         {"head_dim": 64, "value_dim": 64},
@@ -184,7 +184,7 @@ def test_changing_one_document_leaves_the_others_as_they_are(documents):
 
 @on_gpu
 def test_two_halves_of_the_keys_merge_into_one_call():
-    inputs = random_inputs(seq=256, key_len=512, mask=Everything())
+    inputs = random_inputs(seq=256, key_len=512, mask=Full())
 
     def in_halves(inputs):
         kv = inputs.plain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import axcore as ax
-from axcore.nn import FeedForward, FutureToken, LatentAttention, TransformerLayer
+from axcore.nn import FeedForward, LatentAttention, MultiTokenPrediction, TransformerLayer
 from axcore.train import Trainer
 from axcore_recipes.blocks import causal_lm, pretraining
 
@@ -20,7 +20,7 @@ def deepseek_v3() -> Trainer.Config:
         dim=7168,
         vocab_size=129_280,
         eps=1e-6,
-        future=(FutureToken.Config(layer=sparse),),
+        future=(MultiTokenPrediction.Config(layer=sparse),),
     )
     model = ax.pipe(
         model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from axcore.config import AxcoreError
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not command:
         raise AxcoreError("axcore launch needs a command after --, such as: -- train quickstart --steps 20")
     return launch(
-        command,
+        [sys.executable, "-m", "axcore", *command],
         processes=arguments.processes,
         timeout=arguments.timeout,
         devices_per_process=arguments.devices_per_process,

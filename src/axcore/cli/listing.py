@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     plugins = commands.add_parser(
         "plugins",
         help="list the installed plugins",
-        description="Lists installed plugins, or shows one with its offers, their options and traceback.",
+        description="Lists the installed plugins, or shows one with its offers, options and traceback.",
     )
     plugins.add_argument("name", nargs="?", metavar="NAME", help="the id of a plugin, or its distribution")
     form = plugins.add_mutually_exclusive_group()

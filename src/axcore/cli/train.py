@@ -42,6 +42,8 @@ def _run(arguments: argparse.Namespace) -> int:
         cfg = cfg.set(seed=arguments.seed)
     folder = arguments.out or f"runs/{arguments.recipe}"
     summary = cfg.build().run(folder, resume=arguments.resume)
+    if runtime.index() != 0:
+        return 0
     for name, value in summary.items():
         print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
     print(f"{'folder':24} {folder}")

@@ -47,7 +47,7 @@ def _immutable(self: FrozenDict, *args: object, **kwargs: object) -> NoReturn:
     raise TypeError("a FrozenDict cannot be changed; make a new one: {**old, key: value}")
 
 
-class FrozenDict(dict[str, Any]):
+class FrozenDict(dict[str, Any]):  # Any: the values of each field have a type of their own
     """An immutable, hashable dict. `Mapping` fields of a config are stored as one."""
 
     __setitem__ = __delitem__ = __ior__ = _immutable
@@ -155,7 +155,7 @@ class Config:
                 )
         return self._with(values)
 
-    def build(self, *args: Any, **kwargs: Any) -> Any:
+    def build(self, *args: object, **kwargs: object) -> Any:  # Any: an instance of the target
         """Builds the target from this config. Extra arguments go to its constructor.
 
         Raises:
@@ -221,8 +221,8 @@ class _ByName:
 class Configurable:
     """Base of a class that is built from its nested `Config`, as `cls(cfg, ...)`.
 
-    A subclass without a `Config` of its own gets one with the fields of its parent's, so that the type of a node
-    always identifies the class that it builds.
+    A subclass that declares no `Config` gets one that inherits the fields of its parent's `Config`. The type of a node
+    therefore always identifies the class that it builds.
     """
 
     if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class Configurable:
         node.target = cls
 
 
-def fields(node: Config) -> Iterator[tuple[str, Any]]:
+def fields(node: Config) -> Iterator[tuple[str, Any]]:  # Any: the fields have types of their own
     """(name, value) of each field, in declaration order."""
     values = node.__dict__
     return ((name, values[name]) for name in field_names(type(node)))

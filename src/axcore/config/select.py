@@ -151,4 +151,4 @@ def _nearest(root: Config, where: Where) -> str:
             return f" It is an empty slot: select {above!r} and set {name}=..."
         return did_you_mean(where, (path for path, _ in walk(root) if path))
     names = sorted({type_name(type(node)).rpartition(".")[2] for _, node in walk(root)})
-    return f" It holds: {', '.join(names)}."
+    return f" It contains: {', '.join(names)}."

@@ -30,7 +30,7 @@ def to_json(root: Config, *, indent: int | None = 2) -> str:
     return json.dumps(_write(root, ""), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def from_json(content: str) -> Any:  # a config of the class that the text names
+def from_json(content: str) -> Any:  # Any: the class that the text names
     """The config that `to_json` wrote.
 
     Raises:

@@ -42,7 +42,7 @@ def walk(value: object, path: str = "") -> Iterator[tuple[str, Config]]:
             yield from walk(part, join(path, name))
 
 
-def get(root: Config, path: str) -> Any:
+def get(root: Config, path: str) -> Any:  # Any: the path determines the type
     """The node or value at a path such as `model.decoder.layers.attention.num_heads`.
 
     Raises:
@@ -80,7 +80,7 @@ def no_such_path(root: Config, path: str) -> ConfigError:
     return ConfigError(f"the config has no {path!r}.{hint}")
 
 
-def put(value: object, path: str, new: object) -> Any:
+def put(value: object, path: str, new: object) -> Any:  # Any: `new` may replace the root
     """A copy of the tree with `new` at `path`. The path must exist or be a new key of a mapping."""
     if not path:
         return new
@@ -91,7 +91,7 @@ def put(value: object, path: str, new: object) -> Any:
     return rebuild(value, {name: put(below.get(name), rest, new)})
 
 
-def rebuild(value: Any, changes: Mapping[str, object]) -> Any:
+def rebuild(value: Any, changes: Mapping[str, object]) -> Any:  # Any: a node, tuple or mapping
     """A copy of a node, tuple or mapping with some of its parts replaced."""
     if isinstance(value, Config):
         return value._with({name: None if new is REMOVED else new for name, new in changes.items()})
@@ -101,7 +101,7 @@ def rebuild(value: Any, changes: Mapping[str, object]) -> Any:
     return FrozenDict({key: item for key, item in {**value, **changes}.items() if item is not REMOVED})
 
 
-def transform(value: object, edit: Callable[[str, Config], object], path: str = "") -> Any:
+def transform(value: object, edit: Callable[[str, Config], object], path: str = "") -> Any:  # Any: as in `rebuild`
     """Applies `edit` to every node, children first. The new tree shares unchanged parts with the old one.
 
     An edit that returns `REMOVED` removes its node from the tuple or mapping, or sets the field to None.

@@ -14,7 +14,15 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PRNGKeyArray, PyTree, Shaped
 
-from axcore.config import Codec, Config as Node, ConfigError, Configurable, MissingError, has_field, register_codec
+from axcore.config import (
+    Codec,
+    Config as BaseConfig,
+    ConfigError,
+    Configurable,
+    MissingError,
+    has_field,
+    register_codec,
+)
 from axcore.config.node import fields
 from axcore.module.collections import Kind, Reduce
 from axcore.module.context import Frame, current, entered
@@ -34,7 +42,7 @@ def _read_dtype(name: str) -> np.dtype:
 register_codec(np.dtype, Codec("dtype", _dtype_name, _read_dtype, _dtype_name))
 
 
-class DTypes(Node):
+class DTypes(BaseConfig):
     """The dtypes of a layer. A field that is None takes the value of the parent layer."""
 
     param: DTypeLike | None = None
@@ -94,7 +102,7 @@ class Layer(nnx.Module, Configurable):
 
     activation_axes: ClassVar[tuple[str, ...]] = ()
 
-    class Config(Node):
+    class Config(BaseConfig):
         """The fields that every layer has."""
 
         dtypes: DTypes | None = None
@@ -117,7 +125,7 @@ class Layer(nnx.Module, Configurable):
         if "__init__" in cls.__dict__:
             cls.__init__ = _with_config(cls.__init__)  # type: ignore[method-assign]
 
-    def child(self, name: str, cfg: Node | None, rngs: Rngs, **widths: object) -> Any:  # Any: what `cfg` builds
+    def child(self, name: str, cfg: BaseConfig | None, rngs: Rngs, **widths: object) -> Any:  # Any: what `cfg` builds
         """Builds a child from its slot. The child of an empty slot is None.
 
         Args:
@@ -135,11 +143,11 @@ class Layer(nnx.Module, Configurable):
             return nnx.data(None)
         return self.build_child(cfg, rngs.at(name), **widths)
 
-    def children(self, name: str, cfgs: Iterable[Node], rngs: Rngs, **widths: object) -> nnx.List[Any]:
+    def children(self, name: str, cfgs: Iterable[BaseConfig], rngs: Rngs, **widths: object) -> nnx.List[Any]:
         """`child` for each config of a tuple. The path of the first is `name.0`."""
         return nnx.List([self.build_child(cfg, rngs.at(name).at(str(i)), **widths) for i, cfg in enumerate(cfgs)])
 
-    def build_child(self, cfg: Node, rngs: Rngs, **widths: object) -> Any:  # Any: what `cfg` builds
+    def build_child(self, cfg: BaseConfig, rngs: Rngs, **widths: object) -> Any:  # Any: what `cfg` builds
         """`child` with the rngs of the child itself, such as those of one layer of a stack."""
         try:
             cfg = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)})

@@ -1,4 +1,4 @@
-"""Layers: each small, each with slots that features fill."""
+"""Layers with slots that features fill, attention kernels, masks and KV caches."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.module import DecodingState
@@ -8,7 +8,7 @@ from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Heads
 from axcore.nn.attention.kernel import AttentionKernel, refusal
 from axcore.nn.attention.latent import LatentAttention
-from axcore.nn.attention.masks import And, Causal, Everything, Mask, Or, SameSegment, SlidingWindow, visible
+from axcore.nn.attention.masks import And, Causal, Full, Mask, Or, SameSegment, SlidingWindow, visible
 from axcore.nn.attention.merging import attend_in_parts, merge_by_lse
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import KernelRequest
@@ -24,7 +24,7 @@ from axcore.nn.kv.contiguous import ContiguousCache
 from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import Plain, Transposed
-from axcore.nn.multi_token import FutureToken
+from axcore.nn.multi_token import MultiTokenPrediction
 from axcore.nn.norm import AcrossHeads, LayerNorm, RMSNorm, Scale
 from axcore.nn.places import Place, Stack
 from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, unstacked, use_remat
@@ -57,11 +57,10 @@ __all__ = [
     "DecodingState",
     "Dropout",
     "Embedding",
-    "Everything",
     "FanIn",
     "FeedForward",
     "ForEach",
-    "FutureToken",
+    "Full",
     "Gating",
     "Grouped",
     "GroupedLinear",
@@ -77,6 +76,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "Mask",
+    "MultiTokenPrediction",
     "Normal",
     "Numerics",
     "Ones",

@@ -15,7 +15,7 @@ from axcore.nn.dropout import check_rates, dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.kv.cache import KVCache
 from axcore.nn.linear import Linear
-from axcore.nn.multi_token import FutureToken, shifted
+from axcore.nn.multi_token import MultiTokenPrediction, shifted
 from axcore.nn.norm import RMSNorm
 from axcore.nn.tokens import CachedRows, TokenInfo
 from axcore.nn.transformer import Repeat
@@ -34,9 +34,9 @@ class Prediction:
     Attributes:
         name: `next`, or `future.0` and so on.
         hidden: the argument of `CausalLM.logits`.
-        targets: token ids; arbitrary where the weight is 0.
+        targets: token ids; arbitrary if the weight is 0.
         weights: weight of each target in the mean loss.
-        loss_weight: weight of this prediction's mean loss in the objective.
+        loss_weight: weight of the mean loss of this prediction in the objective.
     """
 
     name: str = dataclasses.field(metadata={"static": True})
@@ -52,7 +52,7 @@ class CausalLM(Layer):
     Slots, empty unless a feature fills them:
 
     - `position`: `(x, positions) -> x`, changes the embeddings [batch, seq, embed], such as learned positions;
-    - `future`: modules that predict tokens further ahead while training (see `FutureToken`).
+    - `future`: modules for multi-token prediction while training (see `MultiTokenPrediction`).
     """
 
     class Config(Layer.Config):
@@ -65,14 +65,15 @@ class CausalLM(Layer):
         decoder: Layer.Config = Repeat.Config()
         norm: Layer.Config = RMSNorm.Config()
         head: Linear.Config | None = Linear.Config()
-        """None: the head is tied to the embedding."""
+        """Output head; None: tied to the embedding."""
         softcap: float | None = None
         """Bounds the logits: `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
         pad_vocab_to: int = 1
         """Rounds the number of rows of embedding and head up to a multiple of this, so that devices get equal shards.
         The logits of the padding are masked."""
-        future: tuple[FutureToken.Config, ...] = ()
-        """The first predicts the token after the next, and so on (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+        future: tuple[MultiTokenPrediction.Config, ...] = ()
+        """Multi-token prediction. The first module predicts the token after the next one, and so on (DeepSeek-V3, arXiv
+        2412.19437, section 2.2)."""
         future_weight: float = 0.3
         """Weight of the mean loss of the modules in `future`."""
 

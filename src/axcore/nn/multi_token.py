@@ -13,8 +13,9 @@ from axcore.nn.tokens import TokenInfo
 from axcore.nn.transformer import TransformerLayer
 
 
-class FutureToken(Layer):
-    """`layer(projection([hidden_norm(hidden), embedding_norm(embedding)]))` (DeepSeek-V3, arXiv 2412.19437, eq. 21-23).
+class MultiTokenPrediction(Layer):
+    """A module that predicts one token further ahead than the previous one:
+    `layer(projection([hidden_norm(hidden), embedding_norm(embedding)]))` (DeepSeek-V3, arXiv 2412.19437, eq. 21-23).
 
     `embedding` embeds a later token. The module uses the embedding table and the head of the model.
     """

@@ -43,7 +43,8 @@ def by_layer(cfg: Config, paths: Iterable[str]) -> dict[str, tuple[str, tuple[in
     `decoder.0.attention.query.weight`, `decoder.1.attention.query.weight` and so on.
 
     Args:
-        paths: paths of the arrays, such as those of the parameters.
+        cfg: config of the model.
+        paths: paths of the arrays, such as the paths of the parameters.
 
     Returns:
         name -> (path, index on the leading axes). The name of an array outside all stacks is its path.
@@ -120,7 +121,8 @@ def use_remat[C: Config](cfg: C, remat: Remat | None, where: Where = Stack) -> C
     A stack of stacks, such as a `Repeat` of groups, gets no policy itself, so each layer is recomputed separately.
 
     Args:
-        remat: None: the backward pass keeps every intermediate value.
+        cfg: config of the model.
+        remat: the policy; None: the backward pass keeps every intermediate value.
         where: selects stacks. A stack without a field `remat` is not changed.
     """
 

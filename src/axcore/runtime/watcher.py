@@ -61,7 +61,7 @@ def watch() -> Iterator[None]:
         yield
     except BaseException as error:
         heard = _watcher.board.read()
-        if heard is not None and not isinstance(error, AxcoreError):
+        if heard is not None and heard.is_cause and not isinstance(error, AxcoreError):
             consequence = heard.seen_from(here)  # such as "connection closed" from a device computation
             _tell(_watcher, consequence)
             raise consequence from error

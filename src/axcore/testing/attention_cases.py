@@ -19,7 +19,7 @@ from axcore.nn import (
     Causal,
     Contiguous,
     Dropout,
-    Everything,
+    Full,
     Mask,
     SameSegment,
     SlidingWindow,
@@ -67,7 +67,7 @@ _CAUSAL_SEGMENTS: Allowed = lambda i, j, s, t: (i >= j) & (s == t)  # noqa: E731
 CASES = {
     "causal": Case(),
     "causal, one document in each row": Case(mask=Causal() & SameSegment()),
-    "every key": Case(("full",), mask=Everything(), allowed=lambda i, j, s, t: (i == i) & (j == j)),
+    "every key": Case(("full",), mask=Full(), allowed=lambda i, j, s, t: (i == i) & (j == j)),
     "one token": Case(("odd_lengths",), query_len=1, key_len=1),
     "odd length": Case(("odd_lengths",), query_len=37, key_len=37),
     "longer than a block": Case(("long",), query_len=257, key_len=257, heads=2, kv_heads=1),

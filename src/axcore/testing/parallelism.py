@@ -58,16 +58,16 @@ class ParallelismSuite(OfferSuite):
         plugin, offer = self.found()
         if not isinstance(offer, MeshRule):
             return ax.pipe(cfg, use(self.name, **self.options))
-        edited = bound(plugin, offer, Accelerator.parse(self.accelerator))(cfg)
-        assert isinstance(edited, Trainer.Config)
-        return edited
+        new = bound(plugin, offer, Accelerator.parse(self.accelerator))(cfg)
+        assert isinstance(new, Trainer.Config), "a mesh rule returns the config"
+        return new
 
     def trainer(self) -> Trainer.Config:
         """The argument of `modify`: the config of a trainer without an input."""
         learner = Learner.Config(
             optimizer=AdamW.Config(
                 eps=1.0
-            ),  # with a small eps, the first update is the sign of the gradient, which may be noise
+            ),  # since with a small eps, the first update is the sign of the gradient, which may be noise
             schedule=WarmupStableDecay(peak=1.0, warmup_steps=1, decay=0.0),
         )
         return Trainer.Config(model=self.model(), objective=OBJECTIVE, learner=learner, steps=1)

@@ -17,7 +17,7 @@ from axcore.nn import (
     AttentionKernel,
     Causal,
     Contiguous,
-    Everything,
+    Full,
     Heads,
     KernelRequest,
     Mask,
@@ -138,7 +138,7 @@ def _shapes(request: KernelRequest) -> str | None:
 def _mask(request: KernelRequest) -> str | None:
     """Why the kernel does not support this mask; None if it does."""
     arms = _arms(request.mask)
-    known = all(isinstance(arm, SameSegment | Causal | Everything | SlidingWindow) for arm in arms)
+    known = all(isinstance(arm, SameSegment | Causal | Full | SlidingWindow) for arm in arms)
     causal = any(isinstance(arm, Causal) for arm in arms)
     if not known or (not causal and any(isinstance(arm, SlidingWindow) for arm in arms)):
         return f"takes causal masks and causal windows, not {request.mask!r}"

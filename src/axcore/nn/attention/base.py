@@ -32,9 +32,9 @@ class BaseAttention(Layer):
 
     Slots, empty unless a feature fills them:
 
-    - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None where
+    - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None if
       the attention computes no keys itself;
-    - `bias`: `(query, key) -> summands of the logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such
+    - `bias`: `(query, key) -> terms of the logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such
       as ALiBi;
     - `cache`: `AttentionInputs -> AttentionInputs or heads`, stores or provides keys and values (see `KVCache`);
     - `output`: `(x, heads) -> heads`, applied before the output projection.
@@ -58,7 +58,7 @@ class BaseAttention(Layer):
         softcap: float | None = None
         """Bounds the logits to `softcap * tanh(logits / softcap)`; None: no bound."""
         sinks: Initializer | None = None
-        """If given, each head learns an attention sink: the logit of one more key, which has no value."""
+        """If given, each head learns an attention sink: the logit of an additional key without a value."""
         dropout: float = 0.0
         """Probability of zeroing each attention weight while training."""
         output: Layer.Config | None = None

@@ -29,12 +29,12 @@ class Attention(BaseAttention):
 
     class Config(BaseAttention.Config):
         num_kv_heads: int | None = None
-        """None: num_heads."""
+        """Number of kv heads; None: num_heads."""
         head_dim: int | None = None
-        """None: input_dim / num_heads."""
+        """Features of a head; None: input_dim / num_heads."""
         query: Linear.Config | None = Linear.Config()
         key: Linear.Config | None = Linear.Config()
-        """None, together with `value`, if the cache provides keys and values."""
+        """Projection of the keys. None, together with `value`, if the cache provides keys and values."""
         value: Linear.Config | None = Linear.Config()
         qkv: Linear.Config | None = None
         """One fused projection that replaces the other three, which must then be None. Its columns are grouped by kv
@@ -48,7 +48,11 @@ class Attention(BaseAttention):
         at_least(cfg, 1, "input_dim", "num_heads", "num_kv_heads", "head_dim")
         num_kv_heads = cfg.num_kv_heads or cfg.num_heads
         if cfg.num_heads % num_kv_heads:
-            raise ConfigError(f"num_heads={cfg.num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+            divisors = ", ".join(str(count) for count in range(1, cfg.num_heads + 1) if cfg.num_heads % count == 0)
+            raise ConfigError(
+                f"num_heads={cfg.num_heads} is not a multiple of num_kv_heads={num_kv_heads}. Set num_kv_heads to "
+                f"one of {divisors}"
+            )
         if cfg.head_dim is None and cfg.input_dim % cfg.num_heads:
             raise ConfigError(f"input_dim={cfg.input_dim} is not a multiple of num_heads={cfg.num_heads}; set head_dim")
         _check_projections(cfg)

@@ -57,7 +57,7 @@ class Bias:
 class Dropout:
     """Dropout of attention weights, as a function of the global row, head, query index and key index.
 
-    The mask is therefore the same however rows, heads, queries and keys are sharded or split into blocks.
+    The mask therefore does not depend on how rows, heads, queries and keys are sharded or split into blocks.
 
     Attributes:
         key: PRNG key of this call.
@@ -95,7 +95,7 @@ class AttentionInputs:
         kv: keys and values; each kv head serves `head / kv_head` consecutive heads. None if the attention computes none
             and its cache provides them.
         query: positions and segments of the queries. Those of the keys are `kv.tokens`.
-        sinks: the logit of one more key for each head, which has no value (gpt-oss; Xiao et al. 2023, arXiv
+        sinks: for each head, the logit of an additional key without a value (gpt-oss; Xiao et al. 2023, arXiv
             2309.17453).
         bias: is added to the logits after `softcap`.
         dropout: dropout of the attention weights; None while not training.

@@ -28,8 +28,8 @@ class Mask(Config):
         return Or(masks=(*_members(self, Or), *_members(other, Or)))
 
 
-class Everything(Mask):
-    """Every query sees every key."""
+class Full(Mask):
+    """Full attention: every query sees every key."""
 
     def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return jnp.ones((1, query.index.shape[-1], key.index.shape[-1]), bool)

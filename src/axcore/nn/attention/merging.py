@@ -48,7 +48,7 @@ def attend_in_parts(
     Args:
         kernel: a kernel that takes `lse`.
         inputs: the inputs of the whole call; `kv` is ignored.
-        parts: views that together hold every key exactly once.
+        parts: views that together contain every key exactly once.
 
     Raises:
         ConfigError: the kernel does not support one of the parts.

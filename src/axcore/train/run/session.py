@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import signal
 import statistics
@@ -137,6 +138,7 @@ class Session:
         info = RunInfo(self.cfg, self.folder, self.input, self.program, done, self.total, resume)
         self.callbacks.start(info)
         self._raise_failure()
+        runtime.barrier("start")  # the first collective fails if processes reach it half a minute apart
         batches = map(self.program.place, self.batches)
         return Loop(step, state, batches, math.prod(batch["inputs"].shape), self._report, done)
 
@@ -260,8 +262,13 @@ class Session:
             "input": self.input.identity(),
             "callbacks": self.callbacks.states(),
         }
-        self.checkpointer.save(loop.done, loop.state, data=self.batches.get_state(), meta=meta)
+        self.checkpointer.save(loop.done, loop.state, data=self._position(), meta=meta)
         loop.pause()
+
+    def _position(self) -> dict[str, Json]:
+        """The position in the data of all processes together."""
+        own = json.dumps(self.batches.get_state()).encode()
+        return {key: state for part in runtime.gather("position", own) for key, state in json.loads(part).items()}
 
     def _finish(self, loop: Loop) -> dict[str, Json]:
         tokens = loop.done * loop.tokens_per_step
