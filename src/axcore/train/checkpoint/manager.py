@@ -127,7 +127,9 @@ class Checkpointer(Configurable):
             if not self.folder.is_dir():
                 return []
             names = [path.name for path in self.folder.iterdir() if path.name.isdecimal()]
-            return sorted(int(name) for name in names if (self.folder / name / COMMITTED).exists())
+            if not inventory.is_local(self.folder):  # there a folder has its final name before it is complete
+                names = [name for name in names if (self.folder / name / COMMITTED).exists()]
+            return sorted(map(int, names))
         except OSError as error:
             raise AxcoreError(f"cannot list the checkpoints in {self.folder}: {os_reason(error)}") from error
 
