@@ -16,7 +16,7 @@ class CompressionReport(Report):
     """What zlib and lzma reach on the bytes that the model was evaluated on."""
 
     def __call__(self, run: FinishedRun) -> dict[str, Any]:
-        return compression_bits_per_byte(run.input.validation_bytes)
+        return compression_bits_per_byte(run.input.validation_bytes())
 
 
 class LossPlot(Report):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import statistics
 import sys
@@ -28,7 +29,7 @@ from axcore.train.callbacks.writers import JsonlWriter, TensorBoardWriter, Write
 from axcore.train.checkpoint import model_folder
 from axcore.train.checkpoint.initial import Initial, begin
 from axcore.train.checkpoint.manager import Checkpointer
-from axcore.train.data import Input
+from axcore.train.data import Input, check_identity
 from axcore.train.run import folder as run_folder
 from axcore.train.run.agreement import agree
 from axcore.train.run.budget import Budget
@@ -230,7 +231,9 @@ class _Run:
         if resume and self.checkpointer.latest() is not None:
             restored = self.checkpointer.restore(self.program.state)
             state, done = restored.state, restored.step
-            self.batches.set_state(restored.data)
+            saved = json.loads(restored.data)
+            check_identity(saved["identity"], self.source.identity())
+            self.batches.set_state(saved["streams"])
             self.began -= restored.meta["seconds"]
             self.evaluated = restored.meta["evaluated"]
             if (before := restored.meta["plugins"]) != self.plugins:
@@ -309,7 +312,8 @@ class _Run:
             "config": self.cfg.text(),
             "plugins": self.plugins,
         }
-        self.checkpointer.save(loop.done, loop.state, data=self.batches.get_state(), meta=meta)
+        data = {"identity": self.source.identity(), "streams": self.batches.get_state()}
+        self.checkpointer.save(loop.done, loop.state, data=json.dumps(data).encode(), meta=meta)
         loop.pause()
 
     def _finish(self, loop: Loop, bits: float) -> dict[str, Any]:
