@@ -21,7 +21,7 @@ class CompressionReport(Callback):
     first_process_only = True
 
     def end(self, run: FinishedRun) -> Mapping[str, Json]:
-        return compression_bits_per_byte(run.input.validation_bytes)
+        return compression_bits_per_byte(run.input.validation_bytes())
 
 
 class LossPlot(Callback):
