@@ -8,13 +8,19 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _MUTED, _GRID = "#1a1a1a", "#6b6b6b", "#e4e4e4"
 _TRAIN, _VALIDATION = "#4c78a8", "#d1495b"
+
+
+class _Compressor(Protocol):
+    def compress(self, data: bytes, /) -> bytes: ...
+
+    def flush(self) -> bytes: ...
 
 
 def compression_bits_per_byte(chunks: Iterable[bytes]) -> dict[str, float]:
@@ -29,7 +35,10 @@ def compression_bits_per_byte(chunks: Iterable[bytes]) -> dict[str, float]:
     Raises:
         ValueError: the text is empty.
     """
-    compressors = {"zlib": zlib.compressobj(9), "lzma": lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)}
+    compressors: dict[str, _Compressor] = {
+        "zlib": zlib.compressobj(9),
+        "lzma": lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME),
+    }
     sizes = dict.fromkeys(compressors, 0)
     total = 0
     for chunk in chunks:

@@ -1,6 +1,6 @@
 """The input pipeline: documents to token batches that shuffle, mix, shard and resume exactly, in constant memory."""
 
-from axcore.train.data.base import JSON, Input, ResumableBatches, check_identity
+from axcore.train.data.base import Input, ResumableBatches, check_identity
 from axcore.train.data.batch import Batch, Row, batch_spec
 from axcore.train.data.iterator import TrainBatches
 from axcore.train.data.json_lines import JsonLines
@@ -10,15 +10,16 @@ from axcore.train.data.source import Document, Source, Split
 from axcore.train.data.text import TextInput
 from axcore.train.data.text_files import TextFiles
 from axcore.train.data.tokenizers import ByteTokenizer, Tokenizer
+from axcore.train.files import Json
 
 __all__ = [
-    "JSON",
     "Batch",
     "ByteTokenizer",
     "ConcatThenSplit",
     "Document",
     "FirstFit",
     "Input",
+    "Json",
     "JsonLines",
     "Mixture",
     "Packing",

@@ -9,8 +9,7 @@ import numpy as np
 
 from axcore import config
 from axcore.train.data.batch import Batch
-
-type JSON = bool | int | float | str | list[JSON] | dict[str, JSON] | None
+from axcore.train.files import Json
 
 
 class ResumableBatches(Protocol):
@@ -20,14 +19,14 @@ class ResumableBatches(Protocol):
 
     def __iter__(self) -> Iterator[Batch]: ...
 
-    def get_state(self) -> dict[str, JSON]:
+    def get_state(self) -> dict[str, Json]:
         """The position of each stream of this process, by the stream's number.
 
         The union over all processes is the global state, which does not depend on the number of processes.
         """
         ...
 
-    def set_state(self, state: Mapping[str, JSON]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Continues from a global state. Each process picks its own streams from it."""
         ...
 
@@ -77,7 +76,7 @@ class Input(config.Configurable):
         """All validation batches, finite, in the same order each time, of the shape of training batches."""
         raise NotImplementedError
 
-    def identity(self) -> dict[str, JSON]:
+    def identity(self) -> dict[str, Json]:
         """Everything that the sequence of batches and the validation text depend on, the same in all processes.
 
         A state of `train_batches` is valid for an input of the same identity only.
@@ -85,7 +84,7 @@ class Input(config.Configurable):
         raise NotImplementedError
 
 
-def check_identity(saved: Mapping[str, JSON], current: Mapping[str, JSON]) -> None:
+def check_identity(saved: Mapping[str, Json], current: Mapping[str, Json]) -> None:
     """Compares the identity stored with a state to that of the input which is to continue from it.
 
     Raises:

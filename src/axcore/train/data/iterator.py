@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from axcore.config import AxcoreError
-from axcore.train.data.base import JSON
 from axcore.train.data.batch import Batch
+from axcore.train.files import Json
 
 if TYPE_CHECKING:
     import grain
@@ -43,7 +43,7 @@ class TrainBatches(Iterator[Batch]):
             raise ValueError("these batches were closed")
         return self._open[0]
 
-    def _begin(self, positions: Mapping[str, JSON]) -> None:
+    def _begin(self, positions: Mapping[str, Json]) -> None:
         self._positions, self._taken = dict(positions), 0
         self._ready: deque[Batch] = deque()
 
@@ -54,17 +54,17 @@ class TrainBatches(Iterator[Batch]):
         self._taken += 1
         return self._ready.popleft()
 
-    def get_state(self) -> dict[str, JSON]:
+    def get_state(self) -> dict[str, Json]:
         """See `ResumableBatches.get_state`."""
         return {number: {"position": each, "batches": self._taken} for number, each in self._positions.items()}
 
-    def set_state(self, state: Mapping[str, JSON]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """See `ResumableBatches.set_state`. What was read ahead is dropped.
 
         Raises:
             AxcoreError: `state` does not have the form that `get_state` gives, or lacks a stream of this process.
         """
-        positions: dict[str, JSON] = {}
+        positions: dict[str, Json] = {}
         taken: set[int] = set()
         for number in self._positions:
             match state.get(number):

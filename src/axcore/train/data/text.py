@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from axcore import config
-from axcore.train.data.base import JSON, Input
+from axcore.train.data.base import Input
 from axcore.train.data.batch import Batch, batch_spec
 from axcore.train.data.iterator import TrainBatches
 from axcore.train.data.packing import ConcatThenSplit, Packing
@@ -17,6 +17,7 @@ from axcore.train.data.source import Document, LocatedError, Source, Split, loca
 from axcore.train.data.streams import ORDER_VERSION, Streams, encode, training_pairs
 from axcore.train.data.tokenizers import ByteTokenizer, Tokenizer
 from axcore.train.data.validation import validation_batches
+from axcore.train.files import Json
 
 _MOST_STREAMS = 64
 _TOKENS_IN_GROUP = 2**16
@@ -34,6 +35,7 @@ class TextInput(Input):
     class Config(Input.Config):
         """What to read and how to make rows of it."""
 
+        layout_fields = ("prefetch_batches", "read_threads")
         source: Source.Config = config.REQUIRED
         tokenizer: Tokenizer.Config = ByteTokenizer.Config()
         packing: Packing.Config = ConcatThenSplit.Config()
@@ -136,7 +138,7 @@ class TextInput(Input):
             rows=self._rows,
         )
 
-    def identity(self) -> dict[str, JSON]:
+    def identity(self) -> dict[str, Json]:
         """See `Input.identity`."""
         cfg = self.cfg
         tokens = hashlib.sha256()
