@@ -26,7 +26,7 @@ from axcore.plugin import active
 from axcore.runtime import signals
 from axcore.train.callbacks.base import FinishedRun, Request, RunInfo, StepInfo
 from axcore.train.callbacks.group import Callbacks
-from axcore.train.callbacks.snapshot import Snapshot
+from axcore.train.callbacks.snapshot import EvaluationAbandoned, Snapshot
 from axcore.train.checkpoint import model_folder
 from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.data import Input
@@ -41,10 +41,6 @@ from axcore.train.step.program import Program, TrainState
 
 if TYPE_CHECKING:
     from axcore.train.run.trainer import Trainer
-
-
-class _EvaluationAbandoned(Exception):
-    """A signal arrived while the model was evaluated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +120,13 @@ class Session:
         self.eval_step = self.program.compile_eval(batch)
         done = 0
         if resume and self.checkpointer.latest() is not None:
-            state, done, data, meta = restore(self.checkpointer, self.program, self.input)
-            self.batches.set_state(data)
-            self.callbacks.set_states(meta["callbacks"])
-            self.began -= meta["seconds"]
-            self.evaluated = meta["evaluated"]
-            self._compare_plugins(meta["plugins"])
+            found = restore(self.checkpointer, self.program, self.input)
+            state, done = found.state, found.step
+            self.batches.set_state(found.data)
+            self.callbacks.set_states(found.meta["callbacks"])
+            self.began -= found.meta["seconds"]
+            self.evaluated = found.meta["evaluated"]
+            self._compare_plugins(found.meta["plugins"])
         else:
             given, self.first = self.first, None
             state = given or self.program.init(np.array(self.cfg.seed, np.uint32))
@@ -138,6 +135,7 @@ class Session:
         info = RunInfo(self.cfg, self.folder, self.input, self.program, done, self.total, resume)
         self.callbacks.start(info)
         self._raise_failure()
+        runtime.barrier("start")  # the first collective fails if processes reach it half a minute apart
         batches = map(self.program.place, self.batches)
         return Loop(step, state, batches, math.prod(batch["inputs"].shape), self._report, done)
 
@@ -232,10 +230,10 @@ class Session:
 
         def check() -> None:
             if jax.process_count() == 1 and signals.stop_requested() is not None:
-                raise _EvaluationAbandoned
+                raise EvaluationAbandoned
 
         model = Snapshot(loop.done, loop.state, self.input, self.program, self.eval_step, check)
-        with contextlib.suppress(_EvaluationAbandoned):
+        with contextlib.suppress(EvaluationAbandoned):
             metrics = self.callbacks.evaluate(model)
             if metrics:
                 self.evaluated = {"step": loop.done, "metrics": metrics}
