@@ -89,7 +89,7 @@ def test_a_short_run_leaves_picture_sample_summary_and_config(tmp_path, capsys):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 40 and summary["plugins"].keys() == {"muon", "recipes", "rope"}
     assert 1 < summary["lzma_bits_per_byte"] < summary["zlib_bits_per_byte"] < 3
-    assert summary["zlib_bits_per_byte"] < summary["validation/bits_per_byte"] < 8
+    assert summary["zlib_bits_per_byte"] < summary["validation/bits_per_byte"] < 4.5
     config = (out / "config.txt").read_text()
     assert "steps: 40\n" in config and "axcore_rope.rotary.Rotary" in config
     steps = [line["step"] for line in read_jsonl(out / "metrics.jsonl") if "train/loss" in line]
