@@ -90,6 +90,7 @@ def test_several_updates_equal_the_publication_for_each_matrix_of_a_stack(option
             np.testing.assert_allclose(found, reference.update(g, w), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_the_other_optimizer_moves_the_rest_as_it_would_alone():
     others = AdamW.Config(b2=0.9, weight_decay=0.5)
     both = Muon.Config(others=others, weight_decay=0.0).build().transformation(AXES)
@@ -111,6 +112,7 @@ def test_updates_have_the_root_mean_square_of_adamws():
     assert np.sqrt(np.square(updates["weight"]).mean()) == pytest.approx(0.2, rel=0.25)  # singular values are near 1
 
 
+@pytest.mark.long
 def test_a_zero_gradient_gives_a_zero_update():
     learned = Muon.Config(weight_decay=0.0, others=AdamW.Config(weight_decay=0.0)).build().transformation(AXES)
     zero = jax.tree.map(np.zeros_like, random_tree(0))
@@ -125,6 +127,7 @@ def test_the_state_is_one_momentum_for_a_matrix_and_adamws_for_the_rest():
     assert found == sorted([*momenta, *moments, *moments, ()])  # and the count of AdamW
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("held", [np.float32, jnp.bfloat16])
 def test_by_default_the_iteration_runs_in_bfloat16_and_updates_keep_the_gradients_dtype(held):
     params, grads = (jax.tree.map(lambda leaf: leaf.astype(held), random_tree(seed)) for seed in (0, 1))
