@@ -1,6 +1,25 @@
-"""Marks the costliest checks of the conformance suites `slow`, over all distributions."""
+"""What the tests of all distributions share.
+
+They run on the CPU, share compiled programs between processes and runs, and draw few, reproducible hypothesis examples
+without a deadline. The costliest checks of the conformance suites are marked `slow`.
+"""
+
+import os
+import pathlib
+
+# Before jax is imported; child processes inherit these.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # tests compile more than they run
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "axcore", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("axcore")
 
 WHOLE_BY_DAY = ("tests/testing/", "tests/parallel/")
 AT_NIGHT = (

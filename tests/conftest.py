@@ -1,4 +1,4 @@
-"""What all tests share: jax on CPU, and few, reproducible hypothesis examples without a deadline."""
+"""End-to-end tests: a small corpus, a small recipe, and the `axcore` command."""
 
 import dataclasses
 import importlib
@@ -11,20 +11,7 @@ import subprocess
 import sys
 import time
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # tests compile more than they run
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-
 import pytest
-from hypothesis import HealthCheck, settings
-
-settings.register_profile(
-    "axcore", max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("axcore")
-
-# End-to-end tests: a small corpus, a small recipe, and the `axcore` command.
 
 PROGRESS = ("step ", "compiling ", "resuming ", "no checkpoint yet", "evaluating")
 """How lines begin that tell how far a run has come."""

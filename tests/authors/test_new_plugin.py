@@ -56,7 +56,7 @@ def test_the_last_lines_are_the_next_commands(axcore, tmp_path):
         "pytest ./my-gate",
         "axcore plugins my-gate",
         "",
-        "its README.md says what to replace",
+        "README.md explains what to replace",
     ]
 
 

@@ -18,7 +18,7 @@ from axcore.train.run import identity
 from ..conftest import TINY_PLUGIN
 
 ROOT = pathlib.Path(__file__).parents[2]
-DEVICES = {1: ["data=1"], 8: ["data=1", "fsdp=8"], (2, 4): ["data=2", "fsdp=4"]}
+DEVICES = {1: ["data=1", "fsdp=1"], 8: ["data=1", "fsdp=8"], (2, 4): ["data=2", "fsdp=4"]}
 
 
 def train(corpus, folder, steps, devices, *flags):

@@ -301,7 +301,9 @@ class WithNorm(Stages):
 
 def test_arrays_that_would_be_lost_are_an_error():
     cfg = model(WithNorm.Config())
-    with pytest.raises(ax.ConfigError, match=r"WithNorm holds bias outside its layers.* must not set is_sequential"):
+    with pytest.raises(
+        ax.ConfigError, match=r"WithNorm has the arrays bias outside its layers.* set is_sequential to False"
+    ):
         unstack_arrays(cfg, forms(cfg)[1])
     names = named(cfg, forms(cfg)[1])
     assert names["decoder.bias"] == ("decoder.bias", ())

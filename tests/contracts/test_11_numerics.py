@@ -215,10 +215,10 @@ def test_decoding_takes_codes_alone():
 
 
 def test_what_cannot_be_stored_says_so():
-    with pytest.raises(ax.ConfigError, match="no numerics in the config has a stored representation"):
+    with pytest.raises(ax.ConfigError, match="no numerics in the config can be converted"):
         stored(tiny_model(), {})
     cfg = with_probe(tiny_model())
-    with pytest.raises(ax.ConfigError, match="no numerics in the config has a stored representation"):
+    with pytest.raises(ax.ConfigError, match="no numerics in the config can be converted"):
         stored(cfg, {})
     with pytest.raises(ax.ConfigError, match=r"stored=True: Delayed has no stored representation"):
         ax.select(cfg, "head.numerics").set(stored=True).build(rngs=ax.Rngs(0))

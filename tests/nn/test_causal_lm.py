@@ -70,7 +70,7 @@ def test_unrolling_does_not_change_results(unroll):
     np.testing.assert_allclose(call(cfg.set(unroll=unroll), params, X, tokens)[0], expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document a row", "packed"])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document in each row", "packed"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_logits_follow_the_formula(segments, tied):
     cfg = model(head=None) if tied else model()

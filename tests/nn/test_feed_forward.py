@@ -82,7 +82,7 @@ def test_combined_gives_the_hidden_features_of_the_block(changes):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"gate": None, "gating": ClampedSwiGLU()}, r"gating=.*ClampedSwiGLU.* combines a gate .*, and gate is None"),
+        ({"gate": None, "gating": ClampedSwiGLU()}, r"gating=.*ClampedSwiGLU.* requires a gate, got gate=None"),
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, not 0"),
         ({"dropout": 1.5}, r"dropout must be at least 0 and below 1, not 1\.5"),
     ],

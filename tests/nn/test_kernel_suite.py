@@ -20,7 +20,7 @@ class TestReference(KernelSuite):
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "odd length", "documents", "sinks and softcap", "dropout", "rows at different places"]
+    "name", ["causal", "odd length", "documents", "sinks and softcap", "dropout", "rows at different positions"]
 )
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_chunked_results_equal_the_formula(name, chunk):
@@ -31,7 +31,7 @@ def test_chunked_results_equal_the_formula(name, chunk):
     suite._check_gradients(case, "float32", arrays, call)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "beyond a block"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "longer than a block"])
 def test_blocks_are_read_from_a_cache_of_all_layers(name):
     """The last block overlaps the one before it, and the rows are in other slots."""
     suite, case = TestReference(), CASES[name]

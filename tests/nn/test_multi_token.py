@@ -66,7 +66,7 @@ def losses(params, batch=BATCH, ahead=2, embed=lambda x: x, last=lambda x: x):
     return found
 
 
-@pytest.mark.parametrize("batch", [BATCH, PACKED], ids=["one document a row", "packed"])
+@pytest.mark.parametrize("batch", [BATCH, PACKED], ids=["one document in each row", "packed"])
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_each_module_predicts_one_token_further_ahead(ahead, batch):
     cfg = model(ahead)

@@ -328,7 +328,7 @@ def test_a_failed_edit_raises_with_the_path_and_an_empty_selection_raises():
 def test_numbering_requires_the_number_of_layers():
     cfg = CausalLM.Config(vocab_size=7, dim=DIM, decoder=Repeat.Config(layers=TransformerLayer.Config()))
     for run in (lambda: layers_of(cfg.decoder), lambda: edit_layers(cfg, FeedForward, lambda path, node, number: node)):
-        with pytest.raises(ax.ConfigError, match="num_layers of a Repeat is REQUIRED; set it first"):
+        with pytest.raises(ax.ConfigError, match="num_layers of a Repeat is REQUIRED; set it before"):
             run()
 
 

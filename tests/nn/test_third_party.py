@@ -181,7 +181,7 @@ def test_arguments_that_are_nodes_are_built_before_the_module():
         ),
         (lambda: ax.stock(nnx.Linear, widths=WIDTHS, in_features=3), "the parent sets in_features"),
         (lambda: ax.stock(nnx.Linear, widths=WIDTHS, use_bias="maybe"), "use_bias must be bool, not 'maybe'"),
-        (lambda: ax.stock(3), "has no name"),
+        (lambda: ax.stock(3), "cannot be imported by its name"),
     ],
 )
 def test_invalid_arguments_raise_immediately(make, expected):
@@ -199,7 +199,7 @@ def test_an_argument_is_overridden_by_its_path():
 
 
 def test_missing_values_raise_at_build_with_the_path():
-    with pytest.raises(BuildError, match=r"^part: .*Linear needs out_features: REQUIRED"):
+    with pytest.raises(BuildError, match=r"^part: .*Linear: out_features is REQUIRED"):
         built(ax.stock(nnx.Linear, widths={"in_features": "input_dim"}))
     with pytest.raises(BuildError, match=r"^part: .*in_features requires hidden_dim, which the parent does not pass"):
         built(ax.stock(nnx.Linear, widths={"in_features": "hidden_dim"}, out_features=3))

@@ -82,6 +82,23 @@ def test_what_does_not_fit_is_told_by_layer_and_nothing_is_loaded(saved):
     loaded(fewer, initial.set(drop=("decoder.3.**",)))
 
 
+@pytest.mark.parametrize("restack", [lambda cfg: cfg, unrolled])
+def test_weights_are_read_in_another_float_dtype_and_never_as_integers(saved, restack):
+    folder, cfg, _ = saved
+    expected = loaded(restack(cfg), FromRun.Config(folder=str(folder)))
+    wanted = [
+        {path: jax.ShapeDtypeStruct(leaf.shape, jax.numpy.bfloat16) for path, leaf in flat(tree).items()}
+        for tree in expected
+    ]
+    arrays, missing, extra = ModelFolder.open(folder).load(restack(cfg), *wanted)
+    assert not missing and not extra
+    for path, leaf in {**flat(expected[0]), **flat(expected[1])}.items():
+        np.testing.assert_array_equal(arrays[path], leaf.astype(jax.numpy.bfloat16))
+    wanted[0]["norm.scale"] = jax.ShapeDtypeStruct((16,), jax.numpy.int8)
+    with pytest.raises(AxcoreError, match=r"norm\.scale: the checkpoint has float32\[16\], expected int8\[16\]"):
+        ModelFolder.open(folder).load(restack(cfg), *wanted)
+
+
 def test_what_may_be_new_starts_as_the_model_makes_it(saved):
     folder, cfg, expected = saved
     normed = ax.pipe(cfg, ax.use("lora", rank=2))

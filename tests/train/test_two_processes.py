@@ -101,7 +101,7 @@ def test_what_stops_one_before_training_stops_both(agreeing):
     first, second = (each["folder"] for each in agreeing)
     assert "is a file" in first and second == f"process 0 of 2 failed: {first}"
     for each in agreeing:
-        assert "minutes=1.0 needs a run of one process" in each["minutes"]
+        assert "minutes=1.0 requires a run of one process" in each["minutes"]
 
 
 def test_with_another_version_of_a_plugin_both_stop(corpus, tmp_path):

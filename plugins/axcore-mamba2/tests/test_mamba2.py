@@ -120,6 +120,7 @@ def test_decoding_in_pieces_is_the_full_computation(segments, cuts):
     np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_places_without_a_token_change_nothing(side):
     lengths, x = [2, 7], inputs()

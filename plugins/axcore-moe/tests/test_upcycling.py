@@ -48,12 +48,14 @@ def started(folder, cfg, **fields):
     return like(params, arrays), like(state, arrays)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_it_computes_what_the_dense_model_did(dense, every):
     cfg = ax.pipe(base(), ax.use("moe", num_experts=3, every=every))
     np.testing.assert_allclose(computed(cfg, *started(dense[0], cfg)), dense[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_noise_tells_the_experts_apart(dense):
     cfg = ax.pipe(base(), ax.use("moe", num_experts=3))
     plain, noisy = (started(dense[0], cfg, noise=noise)[0]["decoder"]["layers"]["ffn"]["experts"] for noise in (0, 0.1))

@@ -148,7 +148,7 @@ def attend(form, q, k, v, grad, segment_ids, sinks):
 
 
 PACKED = {
-    "one document a row": rows([32], [32]),
+    "one document in each row": rows([32], [32]),
     "documents across every boundary": rows([3, 6, 10, 13], [15, 2, 15]),
     "documents that end at boundaries": rows([16, 8, 4, 4], [4, 28]),
     "every token": rows([1] * 32, [1] * 31 + [1]),

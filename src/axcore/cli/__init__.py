@@ -7,10 +7,10 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from axcore import __version__
 from axcore.cli import aot, doctor, explain, generate, golden, inspect, launch, listing, new_plugin, train
+from axcore.cli.compose import Commands
 from axcore.config import AxcoreError
 from axcore.plugin import Command, Plugin, PluginError, attributed, registry, resolve
 from axcore.runtime import failures
@@ -70,7 +70,7 @@ def _warn_of_claims(name: str) -> None:
             print(f"axcore: {plugin} offers a command {name!r} too; the built-in one runs", file=sys.stderr)
 
 
-def _parser() -> tuple[argparse.ArgumentParser, Any]:
+def _parser() -> tuple[argparse.ArgumentParser, Commands]:
     """The parser, and its subcommands: so far the built-in ones."""
     parser = argparse.ArgumentParser(prog="axcore", description="Compose, train and inspect large models.")
     parser.add_argument("--version", action="version", version=f"axcore {__version__}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import sys
 
+from axcore.cli.compose import Commands
 from axcore.config import AxcoreError
 from axcore.runtime.launch import launch
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "launch",
         help="run a command in several processes",
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not command:
         raise AxcoreError("axcore launch needs a command after --, such as: -- train quickstart --steps 20")
     return launch(
-        command,
+        [sys.executable, "-m", "axcore", *command],
         processes=arguments.processes,
         timeout=arguments.timeout,
         devices_per_process=arguments.devices_per_process,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
 
 from axcore import runtime
-from axcore.cli.compose import add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     parser = commands.add_parser("train", help="train a recipe", description="Trains a recipe into a run folder.")
     parser.add_argument("recipe", help="as `axcore recipes` lists it")
     parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
@@ -42,6 +41,8 @@ def _run(arguments: argparse.Namespace) -> int:
         cfg = cfg.set(seed=arguments.seed)
     folder = arguments.out or f"runs/{arguments.recipe}"
     summary = cfg.build().run(folder, resume=arguments.resume)
+    if runtime.index() != 0:
+        return 0
     for name, value in summary.items():
         print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
     print(f"{'folder':24} {folder}")

@@ -87,7 +87,7 @@ class Decoder:
         fn: the model.
         state_axes: the logical axes of every array of the state.
         batch_size: number of rows (slots) in the state.
-        max_len: the most tokens in a row.
+        max_len: largest number of tokens in a row.
         layout: the mesh and rules of the model; None: a single device.
     """
 
@@ -114,7 +114,7 @@ class Decoder:
             model: a model with the call signature of `axcore.nn.CausalLM`.
             cache: fills every empty cache slot.
             batch_size: number of rows (slots) in the state.
-            max_len: the most tokens in a row, prompt included.
+            max_len: largest number of tokens in a row, including the prompt.
             layout: the mesh and rules for the state and the parameters; None: a single device.
             unstack: copies the arrays of scanned stacks once, into separate arrays for each layer. A scanned stack
                 compiles faster and decodes slower, since each token copies the weights of each layer out of it.

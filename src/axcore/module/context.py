@@ -53,12 +53,14 @@ class Frame:
 
     @property
     def path(self) -> str:
+        """The path of the layer, with `*` for a layer of a scanned stack."""
         above = self.parent.path if self.parent else ""
         own = ".".join(name if isinstance(name, str) else "*" for name in self.names)
         return ".".join(part for part in (above, own) if part)
 
     @property
     def key(self) -> PRNGKeyArray | None:
+        """The key of this call, or None if the call has no key."""
         key = self.root_key if self.root_key is not None else (self.parent.key if self.parent else None)
         if key is not None:
             for name in self.names:
@@ -181,6 +183,7 @@ def layer_index() -> tuple[Int[Array, ""], ...]:
 
 @contextlib.contextmanager
 def pushed(frame: Frame) -> Iterator[Frame]:
+    """Makes `frame` the innermost frame."""
     token = _stack.set((*_stack.get(), frame))
     try:
         yield frame
@@ -252,7 +255,7 @@ def entered(module: nnx.Module) -> Iterator[Frame]:
 
 
 def locate(holder: object, wanted: nnx.Module) -> tuple[str, ...] | None:
-    """The names that lead from a module to one that it contains, through containers and stock modules."""
+    """The names that lead from a module to one that it contains, through containers and plain NNX modules."""
     from axcore.module.layer import Layer
 
     nested = []

@@ -40,9 +40,9 @@ class Failure:
         if isinstance(error, AxcoreError):
             return cls(index, str(error), int(error.exit_code), time.time())
         frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        text = "".join(traceback.format_exception_only(error)).strip()
-        return cls(index, f"{text}{where}", ExitCode.FAILED, time.time())
+        own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+        where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+        return cls(index, f"{type(error).__name__}: {error}{where}", ExitCode.FAILED, time.time())
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()

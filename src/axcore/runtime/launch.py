@@ -45,13 +45,13 @@ def launch(
     timeout: float | None = None,
     devices_per_process: int | None = None,
 ) -> int:
-    """Runs `axcore COMMAND` in several processes and returns 0 when all have succeeded.
+    """Runs a program in several processes and returns 0 when all have succeeded.
 
     Each line that a process prints begins with its number. SIGINT and SIGTERM go to each process once; a second one
     kills them.
 
     Args:
-        command: arguments of the `axcore` command.
+        command: the program and its arguments. It calls `axcore.runtime.start`, as `axcore train` does.
         processes: how many.
         timeout: seconds that a process waits for the others; None: `AXCORE_TIMEOUT`, or 600.
         devices_per_process: devices that each process uses, in order; None: one.
@@ -108,7 +108,7 @@ class _Child:
         self.killed = False
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "axcore", *command],
+                command,
                 env=environ | {ERROR_FILE: str(error_file)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

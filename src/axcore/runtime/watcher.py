@@ -60,8 +60,8 @@ def watch() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        heard = _watcher.board.read()
-        if heard is not None and not isinstance(error, AxcoreError):
+        heard = _watcher.read()
+        if heard is not None and heard.is_cause and not isinstance(error, AxcoreError):
             consequence = heard.seen_from(here)  # such as "connection closed" from a device computation
             _tell(_watcher, consequence)
             raise consequence from error
@@ -76,7 +76,8 @@ def _tell(watcher: _Watcher, error: BaseException) -> None:
     global _failed
     record(error)
     _failed = Failure.of(error, watcher.world.index)
-    watcher.board.post(_failed)
+    with contextlib.suppress(Exception):
+        watcher.board.post(_failed)
 
 
 def leave(code: int) -> NoReturn:
@@ -116,12 +117,16 @@ class _Watcher(threading.Thread):
         self.stop = threading.Event()
         self.heard: Failure | None = None
 
+    def read(self) -> Failure | None:
+        """The failure of another process, if this one can know."""
+        with contextlib.suppress(Exception):  # without the service jax ends the process itself
+            self.heard = self.board.read()
+        return self.heard
+
     def run(self) -> None:
-        while not self.stop.wait(POLL_SECONDS):
-            with contextlib.suppress(Exception):  # without the service jax ends the process itself
-                self.heard = self.board.read()
-            if self.heard is not None:
-                break
+        while self.read() is None:
+            if self.stop.wait(POLL_SECONDS):
+                return
         if self.heard is None or self.stop.wait(GRACE_SECONDS):
             return
         error = self.heard.seen_from(self.world)

@@ -44,8 +44,8 @@ class NumericsSuite(OfferSuite):
         error: largest relative error of a product of normally distributed numbers, ||found - exact|| / ||exact||.
         gradient_error: the same for gradients; None for numerics that only support inference.
         model_error: largest relative change of the loss of a small model.
-        stored_bits: the most bits per element of a stored weight [48, 40], including scales; None for numerics without
-            a stored representation.
+        stored_bits: largest number of bits per element of a stored weight [48, 40], including scales; None for numerics
+            without a stored representation.
     """
 
     kind = NumericsOffer

@@ -67,7 +67,7 @@ class ParallelismSuite(OfferSuite):
         learner = Learner.Config(
             optimizer=AdamW.Config(
                 eps=1.0
-            ),  # with a small eps, the first update is the sign of the gradient, which may be noise
+            ),  # since with a small eps, the first update is the sign of the gradient, which may be noise
             schedule=WarmupStableDecay(peak=1.0, warmup_steps=1, decay=0.0),
         )
         return Trainer.Config(model=self.model(), objective=OBJECTIVE, learner=learner, steps=1)

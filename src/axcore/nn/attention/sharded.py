@@ -19,7 +19,7 @@ from axcore.parallel.mesh import MeshAxes
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """The mesh axes of each dimension of an attention call. A dimension is not sharded if its size is not a multiple of
-    the devices.
+    the number of devices.
 
     Attributes:
         layout: the active layout.

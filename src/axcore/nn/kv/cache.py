@@ -111,7 +111,7 @@ def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVC
     Args:
         cfg: config of the model.
         batch_size: number of rows of each cache.
-        max_len: the most tokens in a row.
+        max_len: largest number of tokens in a row.
         cache: fills every empty cache slot.
     """
     if hasattr(cache, "for_decoding"):

@@ -21,7 +21,7 @@ class ContiguousCache(KVCache):
         """Features of a value; None: head_dim."""
         batch_size: int = REQUIRED
         max_len: int = REQUIRED
-        """The most tokens of a row. Later tokens are not stored."""
+        """Largest number of tokens in a row. Later tokens are not stored."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> KVCache.Config:
             return self.set(batch_size=batch_size, max_len=max_len)

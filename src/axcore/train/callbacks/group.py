@@ -13,7 +13,7 @@ from axcore.config import AxcoreError
 from axcore.plugin import attributed, supplier
 from axcore.runtime import signals
 from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
-from axcore.train.callbacks.snapshot import Snapshot
+from axcore.train.callbacks.snapshot import EvaluationAbandoned, Snapshot
 from axcore.train.errors import TrainingError
 from axcore.train.files import Json
 
@@ -33,7 +33,7 @@ class Callbacks:
         self._owners = {name: f"callbacks.{name}" + _of_plugin(cfg) for name, cfg in cfgs.items()}
         for name, cfg in sorted(cfgs.items(), key=lambda item: (item[1].order, item[0])):
             if jax.process_index() == 0 or not cfg.target.first_process_only:
-                with attributed(self._owners[name]):
+                with attributed(self._owners[name], EvaluationAbandoned):
                     self._callbacks[name] = cfg.build()
         self._states: dict[str, Mapping[str, Json]] = {}
         self.failure: AxcoreError | None = None
@@ -106,7 +106,7 @@ class Callbacks:
         found: list[tuple[str, R]] = []
         for name in names:
             try:
-                with attributed(self._owners[name]):
+                with attributed(self._owners[name], EvaluationAbandoned):
                     found.append((name, call(self._callbacks[name])))
             except ENDS_THE_RUN:
                 raise

@@ -16,6 +16,10 @@ Batch = Mapping[str, Num[Array, "..."]]
 EvalStep = Callable[[Tree, Tree, Batch], tuple[Float[Array, ""], Float[Array, ""]]]
 
 
+class EvaluationAbandoned(Exception):
+    """A signal arrived while the model was evaluated."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """A model at one step of a run. Every process must compute the same things with it, in the same order.
@@ -24,7 +28,7 @@ class Snapshot:
         step: steps done.
         state: the training state.
         input: the input of the run, with its validation batches.
-        check: called between batches; raises to abandon the evaluation.
+        check: called between batches; raises `EvaluationAbandoned` to end the evaluation.
     """
 
     step: int

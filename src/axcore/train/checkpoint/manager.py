@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypedDict
 
 import jax
 from etils import epath
@@ -32,6 +32,15 @@ class Restored:
     state: PyTree
     data: Json
     meta: dict[str, Json]
+
+
+class _Record(TypedDict):
+    """Everything of a checkpoint but the arrays."""
+
+    step: int
+    data: Json
+    meta: dict[str, Json]
+    arrays: Layout
 
 
 class Checkpointer(Configurable):
@@ -118,7 +127,9 @@ class Checkpointer(Configurable):
             if not self.folder.is_dir():
                 return []
             names = [path.name for path in self.folder.iterdir() if path.name.isdecimal()]
-            return sorted(int(name) for name in names if (self.folder / name / COMMITTED).exists())
+            if not inventory.is_local(self.folder):  # there a folder has its final name before it is complete
+                names = [name for name in names if (self.folder / name / COMMITTED).exists()]
+            return sorted(map(int, names))
         except OSError as error:
             raise AxcoreError(f"cannot list the checkpoints in {self.folder}: {os_reason(error)}") from error
 
@@ -210,7 +221,8 @@ class Checkpointer(Configurable):
         self.close()
 
     def _prepare(self, step: int) -> None:
-        """Makes the folder ready for a save; the first process does what Orbax would do while the others wait."""
+        """Makes the folder ready for a save. With several processes the first one tries to write, since an error inside
+        of Orbax would leave the others waiting."""
         if jax.process_index() != 0:
             return
         if any(held >= step for held in self.steps()):  # it would be the first to go, as the oldest
@@ -221,7 +233,8 @@ class Checkpointer(Configurable):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._storage.clear()
-            self._storage.probe(step)
+            if jax.process_count() > 1:
+                self._storage.probe(step)
         except OSError as error:
             raise self._cannot_write(step, error) from error
 
@@ -257,9 +270,9 @@ class Checkpointer(Configurable):
             raise AxcoreError(f"there is no checkpoint of step {step} in {self.folder}; it has {_joined(steps)}")
         return step
 
-    def _record(self, step: int) -> dict[str, Any]:  # JSON
+    def _record(self, step: int) -> _Record:
         self._check_files(step, only=RECORD_FILE)
-        record: dict[str, Any] = json.loads((self.folder / str(step) / RECORD_FILE).read_bytes())
+        record: _Record = json.loads((self.folder / str(step) / RECORD_FILE).read_bytes())
         if record["step"] != step:
             raise self._damaged(step, f"it was saved as step {record['step']}")
         return record

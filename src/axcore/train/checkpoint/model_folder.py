@@ -124,44 +124,40 @@ class ModelFolder:
         missing = [name for name, (path, _) in wanted.items() if path in params and name not in names]
         extra = [name for name, (path, _) in names.items() if path in own_params and name not in wanted]
         whole = {path for path in forms if all(name in names for name, (of, _) in wanted.items() if of == path)}
-        needed = {names[name][0] for name, (path, _) in wanted.items() if path in whole}
-        same = {path: forms[path].sharding for path in needed if path in forms and forms[path].shape == own[path].shape}
-        read = self._read(own_params, own_state, needed, same, step)
-        parts: dict[str, dict[tuple[int, ...], jax.Array]] = {path: {} for path in whole}
+        stored: dict[str, jax.ShapeDtypeStruct] = {}
+        for name, (path, _) in wanted.items():
+            if path in whole:
+                source, form = names[name][0], forms[path]
+                sharding = form.sharding if source == path and form.shape == own[path].shape else None
+                stored[source] = jax.ShapeDtypeStruct(own[source].shape, form.dtype, sharding=sharding)
+        read = self._read(own_params, own_state, stored, step)
+        unchanged = {path for path in whole if path in read and forms[path].shape == own[path].shape}
+        parts: dict[str, dict[tuple[int, ...], jax.Array]] = {path: {} for path in whole - unchanged}
         for name, (path, index) in wanted.items():
-            if path in whole and path not in same:
+            if path in parts:
                 source, at = names[name]
                 parts[path][index] = read[source][at]
-        arrays = {path: from_parts(parts[path] or {(): read[path]}, forms[path]) for path in whole}
-        return arrays, missing, extra
+        arrays = {path: _joined(each, forms[path]) for path, each in parts.items()}
+        return arrays | {path: read[path] for path in unchanged}, missing, extra
 
-    def _read(
-        self, params: Forms, state: Forms, needed: set[str], shardings: Mapping[str, Any], step: int | None
-    ) -> dict[str, jax.Array]:
-        def asked(forms: Forms) -> dict[str, jax.ShapeDtypeStruct]:
-            return {
-                path: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=shardings.get(path))
-                for path, form in forms.items()
-                if path in needed
-            }
-
-        abstract_state = {"params": asked(params), "model_state": asked(state)}
+    def _read(self, params: Forms, state: Forms, asked: Forms, step: int | None) -> dict[str, jax.Array]:
+        trees = {"params": params, "model_state": state}
+        abstract_state = {kind: {path: asked[path] for path in tree if path in asked} for kind, tree in trees.items()}
         cfg = getattr(self.cfg, "checkpointer", Checkpointer.Config())
         with cfg.build(self.folder / CHECKPOINTS) as checkpointer:
-            restored = checkpointer.restore(abstract_state, step, subset=True).state
+            restored = checkpointer.restore(abstract_state, step, subset=True, cast=True).state
         return {**restored["model_state"], **restored["params"]}
 
 
-def _part(forms: Mapping[str, Any], place: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _part(forms: Forms, place: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of one layer's array."""
     path, index = place
     return tuple(forms[path].shape[len(index) :])
 
 
-def from_parts(parts: Mapping[tuple[int, ...], jax.Array], form: jax.ShapeDtypeStruct) -> jax.Array:
-    """One array of the parts at each index of its leading axes, in the form's dtype and sharding."""
+def _joined(parts: Mapping[tuple[int, ...], jax.Array], form: jax.ShapeDtypeStruct) -> jax.Array:
+    """One array of the parts at each index of its leading axes, in the form's sharding."""
     array = parts[()] if () in parts else jnp.stack([parts[index] for index in sorted(parts)]).reshape(form.shape)
-    array = array.astype(form.dtype)
     return array if form.sharding is None else jax.device_put(array, form.sharding)
 
 
@@ -223,7 +219,7 @@ def import_plugins(plugins: Mapping[str, str], folder: pathlib.Path) -> None:
             importlib.import_module(offer.target.partition(":")[0])
 
 
-def assert_finite(arrays: Mapping[str, Any], where: str) -> None:
+def assert_finite(arrays: Mapping[str, jax.Array], where: str) -> None:
     """Refuses NaN and infinities.
 
     Raises:

@@ -26,7 +26,7 @@ from axcore.plugin import active
 from axcore.runtime import signals
 from axcore.train.callbacks.base import FinishedRun, Request, RunInfo, StepInfo
 from axcore.train.callbacks.group import Callbacks
-from axcore.train.callbacks.snapshot import Snapshot
+from axcore.train.callbacks.snapshot import EvaluationAbandoned, Snapshot
 from axcore.train.checkpoint import model_folder
 from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.data import Input
@@ -41,10 +41,6 @@ from axcore.train.step.program import Program, TrainState
 
 if TYPE_CHECKING:
     from axcore.train.run.trainer import Trainer
-
-
-class _EvaluationAbandoned(Exception):
-    """A signal arrived while the model was evaluated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +134,7 @@ class Session:
         info = RunInfo(self.cfg, self.folder, self.input, self.program, done, self.total, resume)
         self.callbacks.start(info)
         self._raise_failure()
+        runtime.barrier("start")  # the first collective fails if processes reach it half a minute apart
         batches = map(self.program.place, self.batches)
         return Loop(step, state, batches, math.prod(batch["inputs"].shape), self._report, done)
 
@@ -232,10 +229,10 @@ class Session:
 
         def check() -> None:
             if jax.process_count() == 1 and signals.stop_requested() is not None:
-                raise _EvaluationAbandoned
+                raise EvaluationAbandoned
 
         model = Snapshot(loop.done, loop.state, self.input, self.program, self.eval_step, check)
-        with contextlib.suppress(_EvaluationAbandoned):
+        with contextlib.suppress(EvaluationAbandoned):
             metrics = self.callbacks.evaluate(model)
             if metrics:
                 self.evaluated = {"step": loop.done, "metrics": metrics}

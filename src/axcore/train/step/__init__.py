@@ -1,1 +1,1 @@
-"""One training step: the program, objective, learner, accumulation."""
+"""A training step: its program, objective, learner and gradient accumulation."""

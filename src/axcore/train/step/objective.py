@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,16 @@ class Objective(config.Configurable):
         return loss.mean() + collections.total_loss()
 
 
+class LanguageModel(Protocol):
+    """A model that `CrossEntropy` can score."""
+
+    def predictions(self, batch: Batch) -> tuple[Prediction, ...]:
+        """The predictions to score: first the next token, then further tokens."""
+
+    def logits(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq padded_vocab"]:
+        """The logits of the `hidden` states of a prediction."""
+
+
 class CrossEntropy(Objective):
     """The weighted mean cross-entropy of the targets, in nats.
 
@@ -98,7 +108,7 @@ class CrossEntropy(Objective):
             )
         super().__init__(cfg)
 
-    def __call__(self, model: Any, batch: Batch) -> LossSum:
+    def __call__(self, model: LanguageModel, batch: Batch) -> LossSum:
         cfg, frame = self.config, current()
         if not hasattr(model, "predictions"):
             raise config.ConfigError(
@@ -118,7 +128,7 @@ class CrossEntropy(Objective):
             frame.add_loss(other.name, total, other.weights.sum(), other.loss_weight)
         return LossSum(_weighted(losses, main.weights), count)
 
-    def _scores(self, model: Any, prediction: Prediction) -> Scores:
+    def _scores(self, model: LanguageModel, prediction: Prediction) -> Scores:
         """The cross-entropy of each target, the log-partition and, if labels are smoothed, the mean cross-entropy over
         the vocabulary, all float32."""
         for name in ("targets", "weights"):
@@ -130,7 +140,7 @@ class CrossEntropy(Objective):
         smooth, seq = bool(self.config.label_smoothing), prediction.hidden.shape[1]
         chunk = min(self.config.chunk or seq, seq)
 
-        def scores(model: Any, hidden: jax.Array, targets: jax.Array) -> Scores:
+        def scores(model: LanguageModel, hidden: jax.Array, targets: jax.Array) -> Scores:
             logits = model.logits(hidden)
             log_z = jax.nn.logsumexp(logits, axis=-1)
             picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

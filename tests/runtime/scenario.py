@@ -1,0 +1,123 @@
+"""One of several processes, with something that happens to one of them: `python scenario.py NAME PROCESS`."""
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+from axcore.runtime import signals
+
+signals.install()
+
+from axcore import AxcoreError, runtime  # noqa: E402
+from axcore.runtime import failures  # noqa: E402
+
+
+def meetings():
+    """What processes tell each other, in a run without failures."""
+    index = runtime.index()
+    for number in range(3):
+        values = [bytes([number, each]) for each in range(2)]
+        assert runtime.gather("bytes", values[index]) == values
+    assert runtime.broadcast("first", b"from %d" % index) == b"from 0"
+    runtime.barrier("all")
+    for process in range(2):
+        try:
+            with runtime.together("refused"):
+                if index == process:
+                    raise AxcoreError("no such folder")
+        except AxcoreError as error:
+            expected = "no such folder" if index == process else f"process {process} of 2 failed: no such folder"
+            assert str(error) == expected, error
+    with runtime.together("fine"):
+        pass
+    for _ in range(2):  # an error that the caller handles on every process ends nothing, and the next run begins anew
+        try:
+            with runtime.watch(), runtime.watch():
+                raise AxcoreError("handled")
+        except AxcoreError:
+            pass
+    began = time.monotonic()
+    try:
+        runtime.gather("alone", b"", timeout=1.0) if index == 0 else None
+    except runtime.RuntimeTimeout as error:
+        assert "process 0 of 2 waited 1 s at 'alone' for process(es) 1" in str(error)
+        assert time.monotonic() - began < 30
+    else:
+        assert index == 1
+    runtime.barrier("end")
+
+
+def requests():
+    """Each process asks at its own time; both act at the same call."""
+    index = runtime.index()
+    acted = []
+    with runtime.watch():
+        for name in ("first", "second"):
+            with runtime.Requests() as found:
+                if name == "second":
+                    threading.Timer(0.3, found.make, ["zero" if index == 0 else "one"]).start()
+                wanted = {"zero", "one"} if name == "second" else {"stop"}
+                call = 0
+                while wanted:
+                    if name == "first" and index == 1 and call == 20:
+                        found.make("stop")
+                    if due := found.due():
+                        acted.append([call, sorted(due)])
+                        wanted -= due
+                    call += 1
+                    time.sleep(0.002 if index == 0 else 0.003)
+    told = runtime.gather("acted", repr(acted).encode())
+    assert told[0] == told[1], told
+    assert acted[0][1] == ["stop"] and acted[0][0] >= 20, acted
+
+
+def step():
+    """Something that needs the devices of both processes."""
+    import jax
+    from jax.experimental.multihost_utils import process_allgather
+
+    process_allgather(jax.numpy.ones(2))
+
+
+def train(name, victim):
+    """Steps for ever, until something happens to one process."""
+    is_victim = runtime.index() == victim
+    with runtime.watch():
+        with runtime.together("prepare"):
+            if is_victim and name == "mkdir":
+                pathlib.Path("/proc/no/such").mkdir()
+            if is_victim and name == "refused":
+                raise AxcoreError("the folder is in use")
+        for number in range(1_000_000):
+            step()
+            if number == 3 and is_victim:
+                if name == "loop":
+                    raise AxcoreError("the loss is NaN")
+                if name == "bug":
+                    raise ZeroDivisionError("a bug")
+                if name in ("SIGKILL", "SIGSTOP"):
+                    os.kill(os.getpid(), signal.Signals[name])
+                if name == "busy":  # the other process is not in a device computation, and never looks
+                    raise AxcoreError("failed while the other was busy")
+            if number == 3 and name == "busy":
+                time.sleep(600)
+
+
+def main(name, victim):
+    if name == "before start" and int(os.environ["AXCORE_PROCESS_ID"]) == victim:
+        raise AxcoreError("no such recipe")
+    runtime.start()
+    {"meetings": meetings, "requests": requests}.get(name, lambda: train(name, victim))()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], int(sys.argv[2]))
+    except AxcoreError as error:
+        print(f"scenario: {error}", file=sys.stderr)
+        failures.record(error)
+        runtime.leave(error.exit_code)
+    runtime.leave(0)

@@ -1,0 +1,56 @@
+"""Two processes: they meet, agree, and end together with the error of the one that failed first."""
+
+import pathlib
+import sys
+import time
+
+import pytest
+
+from axcore.runtime.launch import LaunchFailed, launch
+
+pytestmark = pytest.mark.long
+
+SCENARIO = str(pathlib.Path(__file__).parent / "scenario.py")
+
+
+def start(name, victim=0, timeout=60):
+    return launch([sys.executable, SCENARIO, name, str(victim)], processes=2, timeout=timeout)
+
+
+@pytest.mark.parametrize("name", ["meetings", "requests"])
+def test_without_failures(name):
+    assert start(name) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "victim", "message", "exit_code"),
+    [
+        ("before start", 0, "no such recipe", 2),
+        ("before start", 1, "no such recipe", 2),
+        ("refused", 0, "the folder is in use", 2),
+        ("mkdir", 1, "FileNotFoundError: [Errno 2]", 1),
+        ("mkdir", 0, "FileNotFoundError: [Errno 2]", 1),
+        ("loop", 0, "the loss is NaN", 2),
+        ("loop", 1, "the loss is NaN", 2),
+        ("bug", 0, "ZeroDivisionError: a bug", 1),
+        ("bug", 1, "ZeroDivisionError: a bug", 1),
+        ("busy", 0, "failed while the other was busy", 2),
+        ("busy", 1, "failed while the other was busy", 2),
+        ("SIGKILL", 0, "it was killed by SIGKILL", 137),
+        ("SIGKILL", 1, "it was killed by SIGKILL", 137),
+    ],
+)
+def test_the_failure_of_one_ends_both(name, victim, message, exit_code):
+    began = time.monotonic()
+    with pytest.raises(LaunchFailed) as caught:
+        start(name, victim)
+    assert f"process {victim} of 2 failed: {message}" in str(caught.value)
+    assert caught.value.exit_code == exit_code
+    assert time.monotonic() - began < 200
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_hangs_ends_both_after_the_heartbeat(victim):
+    with pytest.raises(LaunchFailed, match=f"process {victim} of 2 failed: it did not end") as caught:
+        start("SIGSTOP", victim, timeout=10)
+    assert caught.value.exit_code == 81
