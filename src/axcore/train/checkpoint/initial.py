@@ -16,7 +16,7 @@ from axcore.train.step.program import Program, TrainState
 
 Model = config.Config
 """The config of a model."""
-Seed = jax.Array | np.ndarray
+Seed = int | jax.Array | np.ndarray
 
 
 class Initial(config.Configurable):
@@ -149,4 +149,4 @@ def begin(initial: Initial.Config, model: Model, program: Program, seed: Seed) -
         if id(leaf) in seen:  # tied weights that are stored once; a step cannot overwrite one array twice
             arrays[path] = jnp.copy(leaf)
         seen.add(id(leaf))
-    return program.start(like(trees[0], arrays), like(trees[1], arrays), seed)
+    return program.start(like(trees[0], arrays), like(trees[1], arrays), np.asarray(seed, np.uint32))
