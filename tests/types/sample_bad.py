@@ -26,4 +26,6 @@ print(ax.select(node, Linear).set(use_bias=True).rnak)  # expect: attr-defined
 ax.select(node, 3)  # expect: arg-type
 CausalLM.Config(vocab_size=8, dim=4.5)  # expect: arg-type
 ax.fit(CausalLM.Config(vocab_size=8, dim=4))  # expect: arg-type call-arg
+print(ax.Confg)  # expect: attr-defined
+print(ax.nn.Liner)  # expect: attr-defined
 ax.pipe(node, lambda cfg: None)  # expect: arg-type return-value

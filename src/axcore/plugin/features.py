@@ -13,7 +13,7 @@ from axcore.plugin.attribution import described
 from axcore.plugin.offers import OFFERS, Feature, Offer
 from axcore.plugin.registry import registry, resolve
 from axcore.plugin.slots import filler, guarded
-from axcore.plugin.states import Plugin, PluginError, ways_out
+from axcore.plugin.states import Plugin, PluginError, how_to_disable
 
 ATTACHABLE = tuple(kind for kind in OFFERS.values() if kind is Feature or kind.slot)
 """The kinds of offers that `use` attaches."""
@@ -85,7 +85,7 @@ def _find(name: str) -> tuple[Plugin, Offer, Attach]:
     plugin, offer = found[0]  # a feature comes first
     if len({plugin.id for plugin, _ in found}) > 1 or (len(found) > 1 and not isinstance(offer, Feature)):
         claims = " and ".join(f"{offer.kind} by {plugin.id} ({plugin})" for plugin, offer in found)
-        choice = ways_out(plugin for plugin, _ in found)
+        choice = how_to_disable(plugin for plugin, _ in found)
         raise PluginError(f"{name!r} is ambiguous: it is offered as {claims}; set {choice}, or fill the slot yourself")
     return plugin, offer, _attacher(plugin, offer)
 

@@ -37,7 +37,9 @@ def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
     try:
         # What a plugin prints must not mix with the output of the program, such as that of `axcore plugins --json`.
         with contextlib.redirect_stdout(sys.stderr):
-            module = _module(plugin)
+            if not re.fullmatch(r"[\w.]+", plugin.module):
+                raise ValueError(f"the entry point {plugin.module!r} must name a module, such as 'axcore_gate.plugin'")
+            module = importlib.import_module(plugin.module)
             api = getattr(module, "axcore_api", None)
             if not isinstance(api, int | None):
                 raise TypeError(f"axcore_api must be an integer, not {type(api).__name__}")
@@ -60,12 +62,6 @@ def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
         advice = f".{page}" if plugin.api == API_VERSION - 1 else ""
         plugin.state = State.INCOMPATIBLE
         plugin.detail = f"it needs plugin API {plugin.api}; this axcore has {API_VERSION}{advice}{cause}"
-
-
-def _module(plugin: Plugin) -> ModuleType:
-    if not re.fullmatch(r"[\w.]+", plugin.module):
-        raise ValueError(f"the entry point {plugin.module!r} must name a module, such as 'axcore_gate.plugin'")
-    return importlib.import_module(plugin.module)
 
 
 def _offers(plugin: Plugin, module: ModuleType, manager: pluggy.PluginManager) -> Iterator[Offer]:

@@ -16,7 +16,7 @@ from axcore.plugin.controls import Controls
 from axcore.plugin.hooks import manager
 from axcore.plugin.loading import load
 from axcore.plugin.offers import Offer
-from axcore.plugin.states import CORE, CORE_MODULE, Plugin, PluginError, State, ways_out
+from axcore.plugin.states import CORE, CORE_MODULE, Plugin, PluginError, State, how_to_disable
 
 GROUP = "axcore.plugins"
 CORE_POINT = EntryPoint(CORE, CORE_MODULE, GROUP)
@@ -80,7 +80,7 @@ class Registry:
     def _conflict(self, kind: type[Offer], name: str) -> str:
         plugins = [plugin for plugin, offer in self.offers(kind) if offer.name == name]
         listed = " and ".join(f"{plugin.id} ({plugin})" for plugin in plugins)
-        return f"the {kind.kind} {name!r} is offered by {listed}; uninstall one, or set {ways_out(plugins)}"
+        return f"the {kind.kind} {name!r} is offered by {listed}; uninstall one, or set {how_to_disable(plugins)}"
 
     def _faults(self) -> list[str]:
         """A sentence about everything that AXCORE_STRICT does not allow: broken plugins and conflicts."""

@@ -86,7 +86,7 @@ class Plugin:
         return f"{self.distribution} {self.version}"
 
 
-def ways_out(plugins: Iterable[Plugin]) -> str:
+def how_to_disable(plugins: Iterable[Plugin]) -> str:
     """The variables that exclude these plugins, as text. The core cannot be excluded."""
     ids = dict.fromkeys(plugin.id for plugin in plugins if plugin.id != CORE)
     return " or ".join(f"AXCORE_DISABLE={id}" for id in ids)

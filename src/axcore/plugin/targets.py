@@ -12,7 +12,7 @@ from axcore.config import Config, ConfigError, Modifier
 from axcore.plugin.offers import MeshRule
 from axcore.plugin.registry import registry, resolve
 from axcore.plugin.slots import guarded
-from axcore.plugin.states import Plugin, PluginError, ways_out
+from axcore.plugin.states import Plugin, PluginError, how_to_disable
 
 _FORM = re.compile(
     r"(?:cpu|(?:gpu|tpu)-(?P<kind>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)|(?P<trn>trn[0-9]+))"
@@ -86,7 +86,7 @@ def target(accelerator: str) -> Modifier:
         listed = " and ".join(f"{other.pattern} of {owner.id} ({owner})" for owner, other in rivals)
         raise PluginError(
             f"the target {accelerator!r} matches two mesh rules that are equally specific: {listed}; uninstall one, or "
-            f"set {ways_out(owner for owner, _ in rivals)}"
+            f"set {how_to_disable(owner for owner, _ in rivals)}"
         )
     owner = f"target {accelerator!r}, rule {rule.pattern!r} ({plugin})"
     edit = guarded(plugin, owner, bound(plugin, rule, wanted))
