@@ -8,30 +8,38 @@ from pathlib import Path
 import pytest
 
 from axcore.config import ConfigError
+from axcore.train.data import Split
 from axcore_recipes.corpus import StandardLibrary
+
+
+def read(cfg):
+    """The documents of each split."""
+    source = cfg.build()
+    splits = (source.documents(split, 2**30) for split in Split)
+    return [[documents[i] for i in range(len(documents))] for documents in splits]
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    return StandardLibrary.Config().build().read()
+    return read(StandardLibrary.Config())
 
 
 def test_it_is_the_running_pythons_own(corpus):
-    content = {document.name: document.content for document in corpus.train + corpus.validation}
+    content = {document.name: document.content for half in corpus for document in half}
     for module in (os, sys.modules["sysconfig"]):  # a module or, from Python 3.13 on, a package
         path = Path(module.__file__)
         assert content[path.relative_to(sysconfig.get_path("stdlib")).as_posix()] == path.read_bytes()
 
 
 def test_no_packages_and_nothing_of_this_installation(corpus):
-    names = [document.name for document in corpus.train + corpus.validation]
+    names = [document.name for half in corpus for document in half]
     unwanted = {"site-packages", "dist-packages", "__pycache__"}
     assert not [name for name in names if unwanted & set(name.split("/")) or "_sysconfigdata" in name]
     assert {"json/decoder.py", "unittest/mock.py", "os.py"} <= set(names)
 
 
 def test_sizes_are_those_that_recipes_count_on(corpus):
-    train, validation = (sum(len(d.content) for d in half) for half in (corpus.train, corpus.validation))
+    train, validation = (sum(len(d.content) for d in half) for half in corpus)
     assert 7_000_000 < train < 40_000_000  # some distributions leave the tests of the library out
     assert 100_000 < validation < 1_000_000
 
@@ -45,8 +53,8 @@ def test_the_config_holds_no_path_of_this_machine():
 def test_another_folder_may_be_given(tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.py").write_text(f"x = {i}")
-    corpus = StandardLibrary.Config(folder=str(tmp_path), validation_percent=30.0).build().read()
-    assert len(corpus.train) + len(corpus.validation) == 40
+    corpus = read(StandardLibrary.Config(folder=str(tmp_path), validation_percent=30.0))
+    assert sum(map(len, corpus)) == 40
 
 
 @pytest.mark.parametrize("kind", ["missing", "zip", "without sources"])
@@ -59,4 +67,4 @@ def test_a_python_without_sources(tmp_path, monkeypatch, kind):
         (stdlib / "os.pyc").write_bytes(b"x")
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(stdlib)}.__getitem__)
     with pytest.raises(ConfigError, match=r"python312\.zip' holds no sources of the standard library"):
-        StandardLibrary.Config().build().read()
+        read(StandardLibrary.Config())

@@ -17,15 +17,15 @@ from axcore_recipes.reports import compression_bits_per_byte, plot_losses, read_
 
 
 def test_random_bytes_do_not_compress_and_equal_ones_do():
-    random = compression_bits_per_byte(os.urandom(50_000))
+    random = compression_bits_per_byte([os.urandom(50_000)])
     assert all(8 <= value < 8.1 for value in random.values())
-    equal = compression_bits_per_byte(b"a" * 50_000)
+    equal = compression_bits_per_byte([b"a" * 50_000])
     assert all(0 < value < 0.05 for value in equal.values())
 
 
 def test_figures_are_of_one_whole_stream():
     data = b"".join(b"def f%d(x):\n    return x + %d\n" % (i, i * i) for i in range(2000))
-    figures = compression_bits_per_byte(data)
+    figures = compression_bits_per_byte([data])
     z, x = (figures[f"{name}_bits_per_byte"] * len(data) / 8 for name in ("zlib", "lzma"))
     assert z == pytest.approx(len(zlib.compress(data, 9)))
     assert x == pytest.approx(len(lzma.compress(data, preset=9)), rel=0.02)
@@ -34,7 +34,7 @@ def test_figures_are_of_one_whole_stream():
 
 def test_nothing_cannot_be_compressed():
     with pytest.raises(ValueError, match="no bytes"):
-        compression_bits_per_byte(b"")
+        compression_bits_per_byte([b""])
 
 
 @pytest.fixture

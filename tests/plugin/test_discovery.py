@@ -27,6 +27,7 @@ BROKEN = {
     "hook without a mark": (hook("return [Feature('x', 'a:b', '')]", mark=""), "hookimpl"),
     "bad argument names": (hook("return []", arguments="registry"), "registry"),
     "exception inside a hook": (hook("raise KeyError('deep')"), "deep"),
+    "hook that returns None": (hook("pass"), "axcore_features must return a list of Feature, not NoneType"),
     "hook that returns one offer": (hook("return Feature('x', 'a:b', '')"), "axcore_features"),
     "hook that returns text": (hook("return 'rope'"), "axcore_features"),
     "hook that returns classes": (hook("return [Feature]"), "axcore_features"),

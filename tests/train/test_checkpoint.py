@@ -160,6 +160,7 @@ MESH = """
 """
 
 
+@pytest.mark.long
 def test_restores_onto_another_mesh_and_back(checkpointer, folder):
     state = {"kernel": jnp.arange(96, dtype=jnp.float32).reshape(16, 6), "keys": jax.random.split(jax.random.key(5), 4)}
     checkpointer.save(1, state, data=None, meta={})
@@ -259,6 +260,7 @@ UNCHANGED = """
 """
 
 
+@pytest.mark.long
 def test_logging_warnings_and_hooks_of_the_process_are_as_before(folder):
     out = run_python(UNCHANGED, folder, stderr="still here\n")
     assert out == f"cannot write checkpoint {folder / '2'}: File too large\n"

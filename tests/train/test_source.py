@@ -1,13 +1,15 @@
 """Text files: what is read, how it is split, and what is said when it cannot be."""
 
 import hashlib
+import json
 import os
+from typing import NamedTuple
 
 import pytest
 
-from axcore.config import ConfigError, override
-from axcore.train.data import TextFiles
-from axcore.train.data.sources import Skip
+from axcore.config import AxcoreError, ConfigError, override
+from axcore.train.data import JsonLines, Split, TextFiles
+from axcore.train.data.text_files import Skip
 
 
 def write(folder, files):
@@ -22,8 +24,16 @@ def many(count=200):
     return {f"d{i % 7}/f{i}.txt": f"document {i}".encode() for i in range(count)}
 
 
-def read(folder, **options):
-    return TextFiles.Config(folder=str(folder), **options).build().read()
+class Corpus(NamedTuple):
+    train: list
+    validation: list
+    skipped: dict
+
+
+def read(folder, *, piece_bytes=2**20, **options):
+    source = TextFiles.Config(folder=str(folder), **options).build()
+    halves = (source.documents(split, piece_bytes) for split in Split)
+    return Corpus(*([half[i] for i in range(len(half))] for half in halves), dict(source.index.skipped))
 
 
 def names(corpus):
@@ -87,17 +97,17 @@ def test_another_file_moves_no_other(tmp_path):
 def test_patterns(tmp_path, monkeypatch, patterns, exclude, expected):
     files = ("a.txt", "x/b.txt", "x/test/c.txt", "x/y/d.txt", "x/e.md")
     write(tmp_path, {name: name.encode() for name in files})
-    monkeypatch.setattr(TextFiles, "_check", lambda *args: None)  # so few files may all fall into one half
+    monkeypatch.setattr(TextFiles, "_check_splits", lambda *args: None)  # so few files may all fall into one half
     assert names(read(tmp_path, patterns=patterns, exclude=exclude)) == expected
 
 
-def test_files_that_are_no_text_are_counted(tmp_path):
+def test_files_that_are_not_text_are_counted(tmp_path):
     write(tmp_path, many())
     write(tmp_path, {"empty.txt": b"", "nul.txt": b"a\0b", "copy.txt": b"document 3", "large.txt": b"x" * 1001})
     write(tmp_path, {"latin.txt": b"\xe9", "limit.txt": b"y" * 1000})
     os.symlink(tmp_path / "nowhere", tmp_path / "dangling.txt")
     os.mkfifo(tmp_path / "pipe.txt")  # opening it would wait for ever
-    corpus = read(tmp_path, validation_percent=20.0, max_file_bytes=1000)
+    corpus = read(tmp_path, validation_percent=20.0, max_file_bytes=1000, allow_unreadable=True)
     assert corpus.skipped == {
         Skip.EMPTY: 1,
         Skip.NOT_TEXT: 1,
@@ -136,25 +146,25 @@ def test_home_is_expanded(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_missing(tmp_path):
-    with pytest.raises(ConfigError, match=r"TextFiles\.folder: '.*/nowhere' does not exist"):
+    with pytest.raises(ConfigError, match=r"folder='.*/nowhere' does not exist"):
         read(tmp_path / "nowhere")
 
 
 def test_a_folder_that_is_a_file(tmp_path):
     write(tmp_path, {"a.txt": b"a"})
-    with pytest.raises(ConfigError, match=r"a\.txt' is a file, not a folder"):
+    with pytest.raises(ConfigError, match=r"a\.txt' is not a folder"):
         read(tmp_path / "a.txt")
 
 
 def test_a_folder_without_text(tmp_path):
     write(tmp_path, {"a.md": b"a"})
-    with pytest.raises(ConfigError, match=r"no text in .*: no file matches; patterns=\('\*\*/\*\.txt',\)"):
+    with pytest.raises(ConfigError, match=r"no text in .*: no file matches\. Change .*patterns=\('\*\*/\*\.txt',\)"):
         read(tmp_path)
 
 
 def test_a_folder_with_nothing_to_read(tmp_path):
     write(tmp_path, {"a.txt": b"", "b.txt": b"\0", "c.txt": b""})
-    with pytest.raises(ConfigError, match=r"all that matches was skipped \(2 empty, 1 not text\)"):
+    with pytest.raises(ConfigError, match=r"all files that match were skipped \(2 empty, 1 not text\)"):
         read(tmp_path)
 
 
@@ -163,11 +173,11 @@ def test_a_folder_with_nothing_to_read(tmp_path):
     [
         (
             0.001,
-            "3 files in .* all fell into training and none into validation .*; raise validation_percent",
+            "3 in number, are all for training, none is for validation .*Raise validation_percent",
         ),
         (
             99.999,
-            "3 files in .* all fell into validation and none into training .*; lower validation_percent",
+            "3 in number, are all for validation, none is for training .*Lower validation_percent",
         ),
     ],
 )
@@ -179,7 +189,7 @@ def test_one_half_is_empty(tmp_path, percent, message):
 
 @pytest.mark.parametrize("percent", [0.0, 100.0, -1.0, float("nan")])
 def test_percent_out_of_range(percent):
-    with pytest.raises(ConfigError, match="validation_percent must lie between 0 and 100"):
+    with pytest.raises(ConfigError, match=r"validation_percent=.* must lie between 0 and 100"):
         TextFiles.Config(folder="x", validation_percent=percent).build()
 
 
@@ -187,3 +197,94 @@ def test_config_takes_overrides():
     cfg = override(TextFiles.Config(folder="x"), ["patterns=**/*.md,**/*.rst", "max_file_bytes=10"])
     assert cfg.patterns == ("**/*.md", "**/*.rst")
     assert cfg.max_file_bytes == 10
+
+
+def test_unreadable_files_are_an_error_that_names_them(tmp_path):
+    write(tmp_path, many())
+    for number in range(20):
+        os.symlink(tmp_path / "nowhere", tmp_path / f"{number:02}.txt")
+    with pytest.raises(ConfigError, match=r"cannot read 00\.txt \(No such file or directory\), .* and 15 more "):
+        read(tmp_path)
+
+
+def test_content_is_not_read_without_the_check(tmp_path, monkeypatch):
+    write(tmp_path, {**many(), "nul.txt": b"\0", "copy.txt": b"document 3"})
+    corpus = read(tmp_path, validation_percent=20.0, check_content=False)
+    assert names(corpus) == sorted([*many(), "nul.txt", "copy.txt"])
+
+
+@pytest.mark.parametrize("piece_bytes", [4, 10, 64, 100_000])
+def test_pieces_are_the_file(tmp_path, piece_bytes):
+    files = {}
+    for i in range(1, 9):
+        files[f"{i}.txt"] = "".join(f"ä{j}\n" if j % 9 < i else f"–{j}" for j in range(40 * i)).encode()
+    corpus = read(write(tmp_path, files), piece_bytes=piece_bytes, validation_percent=30.0)
+    joined: dict[str, list] = {}
+    for piece in corpus.train + corpus.validation:
+        joined.setdefault(piece.name.partition(" (")[0], []).append(piece)
+    assert joined.keys() == files.keys()
+    for name, pieces in joined.items():
+        assert b"".join(piece.content for piece in pieces) == files[name]
+        assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+        assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert all(len(piece.content) <= 2.5 * piece_bytes for piece in pieces)
+        if piece_bytes >= 10:
+            assert [piece.content.decode() for piece in pieces]  # no cut within a character
+
+
+def test_a_file_that_shrinks_is_an_error(tmp_path):
+    write(tmp_path, many())
+    source = TextFiles.Config(folder=str(tmp_path), validation_percent=20.0).build()
+    documents = source.documents(Split.TRAIN, 100)
+    name = documents[3].name
+    (tmp_path / name).write_bytes(b"d")
+    with pytest.raises(AxcoreError, match=rf"{name} has become shorter since the run started"):
+        documents[3]
+    (tmp_path / name).unlink()
+    with pytest.raises(AxcoreError, match=rf"cannot read .*{name}: No such file"):
+        documents[3]
+
+
+# ---- one file of JSON lines
+
+
+def json_lines(path, lines, **options):
+    path.write_text("\n".join(lines) + "\n" * options.pop("final_newline", True))
+    source = JsonLines.Config(file=str(path), **options).build()
+    return [[half[i] for i in range(len(half))] for half in (source.documents(split, 64) for split in Split)]
+
+
+@pytest.mark.parametrize("final_newline", [True, False])
+def test_json_lines(tmp_path, monkeypatch, final_newline):
+    monkeypatch.setattr("axcore.train.data.json_lines._READ_BYTES", 50)
+    texts = [f"text {i} " + "ü" * (i % 40) for i in range(300)]
+    lines = [json.dumps({"id": i, "text": text}) if i % 7 else "" for i, text in enumerate(texts)]
+    train, validation = json_lines(tmp_path / "x.jsonl", lines, validation_percent=20.0, final_newline=final_newline)
+    read = {int(d.name.rpartition(":")[2]) - 1: d.content.decode() for d in train + validation}
+    assert read == {i: text for i, text in enumerate(texts) if i % 7}
+    assert 20 < len(validation) < 90
+    assert len(train) + len(validation) == len(read)
+    assert (
+        train == json_lines(tmp_path / "x.jsonl", [*lines, '{"text": "new"}'], validation_percent=20.0)[0][: len(train)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no json", "is not a JSON object with the field 'text'"),
+        ('{"other": 1}', "is not a JSON object with the field 'text': KeyError"),
+        ('["text"]', "is not a JSON object with the field 'text': TypeError"),
+        ('{"text": 7}', "the field 'text' must be a string, got int"),
+    ],
+)
+def test_a_line_that_is_not_a_document(tmp_path, line, message):
+    with pytest.raises(AxcoreError, match=rf"x\.jsonl:\d+:? {message}"):
+        json_lines(tmp_path / "x.jsonl", [line] * 100, validation_percent=20.0)
+
+
+def test_a_json_lines_file_that_cannot_be_used(tmp_path):
+    with pytest.raises(ConfigError, match=r"file='.*' cannot be read: No such file"):
+        JsonLines.Config(file=str(tmp_path / "no")).build().documents(Split.TRAIN, 64)
+    with pytest.raises(ConfigError, match=r"too few lines: with validation_percent=2.0 none is for validation"):
+        json_lines(tmp_path / "x.jsonl", ['{"text": "a"}'])

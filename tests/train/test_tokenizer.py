@@ -1,4 +1,4 @@
-"""The byte tokenizer, and what a token stream demands of any tokenizer."""
+"""The byte tokenizer, and what the input requires of any tokenizer."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from axcore.config import AxcoreError, ConfigError
 from axcore.train.data import ByteTokenizer, Document, Tokenizer
-from axcore.train.data.windows import token_stream
+from axcore.train.data.streams import encode, training_pairs
 
 
 @given(st.binary(max_size=300))
@@ -53,23 +53,32 @@ class Shifted(Tokenizer):
         return bytes(int(i) - self.cfg.first for i in ids if i)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(257, np.uint16), (2**16, np.uint16), (2**16 + 1, np.int32)])
-def test_stream_has_the_narrowest_dtype(size, dtype):
-    stream = token_stream([Document("a", b"\xff"), Document("b", b"xy")], Shifted.Config(size=size).build())
-    assert stream.dtype == dtype
-    assert stream.tolist() == [0, 256, 0, 121, 122]
-
-
-def test_largest_id_survives_the_narrow_dtype():
-    tokenizer = Shifted.Config(first=2**16 - 256, size=2**16).build()
-    assert token_stream([Document("a", b"\xff")], tokenizer).tolist() == [0, 65535]
+def test_separators_stand_before_a_text_and_after_it():
+    tokenizer = Shifted.Config().build()
+    assert encode(tokenizer, Document("a", b"xy")).tolist() == [0, 121, 122]
+    assert encode(tokenizer, Document("a", b"xy", starts=False)).tolist() == [121, 122]
+    pairs = training_pairs(tokenizer, Document("a", b"xy"))
+    assert {name: ids.tolist() for name, ids in pairs.items()} == {"inputs": [0, 121, 122], "targets": [121, 122, 0]}
+    middle = training_pairs(tokenizer, Document("a", b"xyz", starts=False, ends=False))
+    assert {name: ids.tolist() for name, ids in middle.items()} == {"inputs": [121, 122], "targets": [122, 123]}
 
 
 def test_id_outside_the_vocabulary_names_the_document():
     with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt with ids from 1 to 256.*vocab_size is 256"):
-        token_stream([Document("b.txt", b"\x00\xff")], Shifted.Config(size=256).build())
+        encode(Shifted.Config(size=256).build(), Document("b.txt", b"\x00\xff"))
 
 
 def test_separator_inside_a_document_is_an_error():
     with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt with its own separator"):
-        token_stream([Document("b.txt", b"a\0")], Shifted.Config(first=0).build())
+        encode(Shifted.Config(first=0).build(), Document("b.txt", b"a\0"))
+
+
+def test_a_tokenizer_that_raises_is_named_with_the_document_and_the_line():
+    class Broken(Shifted):
+        def encode(self, content):
+            raise LookupError("no such merge")
+
+    with pytest.raises(
+        AxcoreError, match=r"Broken cannot encode b\.txt: LookupError: no such merge \(.*test_token.*:\d+\)"
+    ):
+        encode(Broken.Config().build(), Document("b.txt", b"a"))

@@ -28,7 +28,10 @@ def decoding(cfg):
 
 
 @pytest.mark.parametrize("pieces", [(2, 3, 1), (1,) * SEQ], ids=str)
-@pytest.mark.parametrize("cfg", [repeated(4, 2), listed(3, 3)], ids=["repeated", "listed"])
+@pytest.mark.parametrize(
+    "cfg",
+    [pytest.param(repeated(4, 2), id="repeated"), pytest.param(listed(3, 3), id="listed", marks=pytest.mark.long)],
+)
 def test_prefill_in_pieces_is_the_whole_computed_again(cfg, pieces):
     step, params, state, whole = decoding(cfg)
     found, start = [], 0

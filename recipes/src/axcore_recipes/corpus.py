@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 from axcore.config import ConfigError
-from axcore.train.data.sources import TextFiles
+from axcore.train.data import TextFiles
 
 
 class StandardLibrary(TextFiles):

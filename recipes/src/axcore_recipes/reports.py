@@ -6,9 +6,9 @@ import json
 import lzma
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,22 +17,40 @@ _INK, _MUTED, _GRID = "#1a1a1a", "#6b6b6b", "#e4e4e4"
 _TRAIN, _VALIDATION = "#4c78a8", "#d1495b"
 
 
-def compression_bits_per_byte(data: bytes) -> dict[str, float]:
-    """How far zlib (level 9) and lzma (preset 9, extreme) compress `data` as one stream, headers included.
+class _Compressor(Protocol):
+    def compress(self, data: bytes, /) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+
+def compression_bits_per_byte(chunks: Iterable[bytes]) -> dict[str, float]:
+    """How far zlib (level 9) and lzma (preset 9, extreme) compress a text as one stream, headers included.
+
+    Args:
+        chunks: the text in order; it is not held in memory.
 
     Returns:
-        `zlib_bits_per_byte` and `lzma_bits_per_byte`: bits of compressed size for each byte of `data`.
+        `zlib_bits_per_byte` and `lzma_bits_per_byte`: bits of compressed size for each byte of the text.
 
     Raises:
-        ValueError: `data` is empty.
+        ValueError: the text is empty.
     """
-    if not data:
-        raise ValueError("no bytes to compress")
-    sizes = {
-        "zlib_bits_per_byte": len(zlib.compress(data, 9)),
-        "lzma_bits_per_byte": len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)),
+    compressors: dict[str, _Compressor] = {
+        "zlib": zlib.compressobj(9),
+        "lzma": lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME),
     }
-    return {name: 8 * size / len(data) for name, size in sizes.items()}
+    sizes = dict.fromkeys(compressors, 0)
+    total = 0
+    for chunk in chunks:
+        total += len(chunk)
+        for name, compressor in compressors.items():
+            sizes[name] += len(compressor.compress(chunk))
+    if not total:
+        raise ValueError("no bytes to compress")
+    return {
+        f"{name}_bits_per_byte": 8 * (sizes[name] + len(compressor.flush())) / total
+        for name, compressor in compressors.items()
+    }
 
 
 def plot_losses(

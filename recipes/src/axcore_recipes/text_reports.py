@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import jax
 
+from axcore.config import ConfigError
 from axcore.infer import generate
 from axcore.train import Callback, FinishedRun
+from axcore.train.data import TextInput
 from axcore.train.files import Json, write_text
 from axcore_recipes.reports import compression_bits_per_byte, plot_losses
 
@@ -21,7 +23,7 @@ class CompressionReport(Callback):
     first_process_only = True
 
     def end(self, run: FinishedRun) -> Mapping[str, Json]:
-        return compression_bits_per_byte(run.input.validation_bytes)
+        return compression_bits_per_byte(run.input.validation_bytes())
 
 
 class LossPlot(Callback):
@@ -57,6 +59,8 @@ class SampleReport(Callback):
         if jax.process_count() > 1:
             return {}
         cfg = self.config
+        if not isinstance(run.input, TextInput):
+            raise ConfigError(f"a sample requires an input of text, not {type(run.input).__name__}")
         tokenizer = run.input.tokenizer
         prompt = [tokenizer.separator_id, *tokenizer.encode(cfg.prompt.encode())]
         ids = generate(

@@ -75,7 +75,8 @@ def _offers(plugin: Plugin, module: ModuleType, manager: pluggy.PluginManager) -
     manager.check_pending()
     taken: set[tuple[type[Offer], str]] = set()
     for hook, kind in OFFERS.items():
-        for offers in getattr(manager.hook, hook)(host=Host(API_VERSION)):
+        caller = getattr(manager.hook, hook)
+        for offers in caller(host=Host(API_VERSION)) or [None] * len(caller.get_hookimpls()):  # pluggy leaves None out
             if not isinstance(offers, Iterable):
                 raise TypeError(f"{hook} must return a list of {kind.__name__}, not {type(offers).__name__}")
             for offer in offers:

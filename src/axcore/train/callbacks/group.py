@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from axcore.config import AxcoreError
-from axcore.plugin import attributed
+from axcore.plugin import attributed, supplier
 from axcore.runtime import signals
 from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
 from axcore.train.callbacks.snapshot import EvaluationAbandoned, Snapshot
@@ -30,9 +30,10 @@ class Callbacks:
 
     def __init__(self, cfgs: Mapping[str, Callback.Config]):
         self._callbacks: dict[str, Callback] = {}
+        self._owners = {name: f"callbacks.{name}" + _of_plugin(cfg) for name, cfg in cfgs.items()}
         for name, cfg in sorted(cfgs.items(), key=lambda item: (item[1].order, item[0])):
             if jax.process_index() == 0 or not cfg.target.first_process_only:
-                with attributed(f"callbacks.{name}"):
+                with attributed(self._owners[name], EvaluationAbandoned):
                     self._callbacks[name] = cfg.build()
         self._states: dict[str, Mapping[str, Json]] = {}
         self.failure: AxcoreError | None = None
@@ -105,7 +106,7 @@ class Callbacks:
         found: list[tuple[str, R]] = []
         for name in names:
             try:
-                with attributed(f"callbacks.{name}", EvaluationAbandoned):
+                with attributed(self._owners[name], EvaluationAbandoned):
                     found.append((name, call(self._callbacks[name])))
             except ENDS_THE_RUN:
                 raise
@@ -119,6 +120,11 @@ class Callbacks:
             del self._callbacks[name]
         elif self.failure is None:
             self.failure = error
+
+
+def _of_plugin(cfg: Callback.Config) -> str:
+    """`" (axcore-x 0.1.0)"`, the plugin that a callback comes from; `""` for the core and for user code."""
+    return f" ({plugin})" if (plugin := supplier(cfg)) else ""
 
 
 def _end(callback: Callback, run: FinishedRun) -> Mapping[str, Json]:

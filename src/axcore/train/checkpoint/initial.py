@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from axcore import config
 from axcore.config import REQUIRED, AxcoreError
@@ -17,6 +16,7 @@ from axcore.train.step.program import Program, TrainState
 
 Model = config.Config
 """The config of a model."""
+Seed = int | jax.Array | np.ndarray
 
 
 class Initial(config.Configurable):
@@ -41,7 +41,7 @@ class Initial(config.Configurable):
         allow_new: tuple[str, ...] = ()
         """Globs of parameters that may be missing and then start afresh, such as `**.adapter.**`."""
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: Config):
         self.config = cfg
 
     def load(self, model: Model, params: Forms, state: Forms) -> dict[str, jax.Array]:
@@ -97,7 +97,7 @@ def use_run_weights[C: config.Config](
     return cfg.set(initial=FromRun.Config(folder=folder, step=step, allow_new=allow_new, drop=drop))
 
 
-def gathered(initial: Initial.Config, model: Model, params: Forms, state: Forms, seed: Any) -> dict[str, jax.Array]:
+def gathered(initial: Initial.Config, model: Model, params: Forms, state: Forms, seed: Seed) -> dict[str, jax.Array]:
     """All arrays of a model that starts from given weights, by path.
 
     Args:
@@ -128,7 +128,7 @@ def gathered(initial: Initial.Config, model: Model, params: Forms, state: Forms,
     return {**_fresh(model, missing, seed), **loaded}
 
 
-def _fresh(model: Model, forms: Forms, seed: Any) -> dict[str, jax.Array]:
+def _fresh(model: Model, forms: Forms, seed: Seed) -> dict[str, jax.Array]:
     """What the model's initializers make of these paths; nothing else is computed."""
     if not forms:
         return {}
@@ -141,7 +141,7 @@ def _fresh(model: Model, forms: Forms, seed: Any) -> dict[str, jax.Array]:
     return jax.jit(chosen, out_shardings=None if None in shardings.values() else shardings)(seed)
 
 
-def begin(initial: Initial.Config, model: Model, program: Program, seed: Any) -> TrainState:
+def begin(initial: Initial.Config, model: Model, program: Program, seed: Seed) -> TrainState:
     """The first state of a run that starts from given weights. Raises what `gathered` does."""
     trees = program.state.params, program.state.model_state
     arrays, seen = gathered(initial, model, flat(trees[0]), flat(trees[1]), seed), set[int]()
@@ -149,4 +149,4 @@ def begin(initial: Initial.Config, model: Model, program: Program, seed: Any) ->
         if id(leaf) in seen:  # tied weights that are stored once; a step cannot overwrite one array twice
             arrays[path] = jnp.copy(leaf)
         seen.add(id(leaf))
-    return program.start(like(trees[0], arrays), like(trees[1], arrays), seed)
+    return program.start(like(trees[0], arrays), like(trees[1], arrays), np.asarray(seed, np.uint32))

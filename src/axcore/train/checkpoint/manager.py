@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypedDict
 
 import jax
 from etils import epath
@@ -32,6 +32,15 @@ class Restored:
     state: PyTree
     data: Json
     meta: dict[str, Json]
+
+
+class _Record(TypedDict):
+    """Everything of a checkpoint but the arrays."""
+
+    step: int
+    data: Json
+    meta: dict[str, Json]
+    arrays: Layout
 
 
 class Checkpointer(Configurable):
@@ -118,7 +127,9 @@ class Checkpointer(Configurable):
             if not self.folder.is_dir():
                 return []
             names = [path.name for path in self.folder.iterdir() if path.name.isdecimal()]
-            return sorted(int(name) for name in names if (self.folder / name / COMMITTED).exists())
+            if not inventory.is_local(self.folder):  # there a folder has its final name before it is complete
+                names = [name for name in names if (self.folder / name / COMMITTED).exists()]
+            return sorted(map(int, names))
         except OSError as error:
             raise AxcoreError(f"cannot list the checkpoints in {self.folder}: {os_reason(error)}") from error
 
@@ -259,9 +270,9 @@ class Checkpointer(Configurable):
             raise AxcoreError(f"there is no checkpoint of step {step} in {self.folder}; it has {_joined(steps)}")
         return step
 
-    def _record(self, step: int) -> dict[str, Any]:  # JSON
+    def _record(self, step: int) -> _Record:
         self._check_files(step, only=RECORD_FILE)
-        record: dict[str, Any] = json.loads((self.folder / str(step) / RECORD_FILE).read_bytes())
+        record: _Record = json.loads((self.folder / str(step) / RECORD_FILE).read_bytes())
         if record["step"] != step:
             raise self._damaged(step, f"it was saved as step {record['step']}")
         return record

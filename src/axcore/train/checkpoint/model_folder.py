@@ -149,7 +149,7 @@ class ModelFolder:
         return {**restored["model_state"], **restored["params"]}
 
 
-def _part(forms: Mapping[str, Any], place: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _part(forms: Forms, place: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of one layer's array."""
     path, index = place
     return tuple(forms[path].shape[len(index) :])
@@ -219,7 +219,7 @@ def import_plugins(plugins: Mapping[str, str], folder: pathlib.Path) -> None:
             importlib.import_module(offer.target.partition(":")[0])
 
 
-def assert_finite(arrays: Mapping[str, Any], where: str) -> None:
+def assert_finite(arrays: Mapping[str, jax.Array], where: str) -> None:
     """Refuses NaN and infinities.
 
     Raises:

@@ -24,7 +24,7 @@ from axcore.train.checkpoint import inventory
 from axcore.train.checkpoint.inventory import TEMPORARY
 from axcore.train.checkpoint.quiet import quiet
 from axcore.train.checkpoint.state_layout import ArrayLike
-from axcore.train.files import os_reason
+from axcore.train.files import os_reason, sync_folder
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -68,6 +68,8 @@ class Storage:
         with _plain_errors():
             self._open().wait_until_finished()
         if jax.process_index() == 0:
+            if inventory.is_local(self.folder):
+                sync_folder(self.folder)
             _remove(self.folder / REMOVED)
         self._quiet.close()
 
@@ -109,7 +111,9 @@ class Storage:
     def clear(self) -> None:
         """Removes what interrupted saves and removals left, as far as it can. For the first process."""
         for _ in range(CLEARING_ATTEMPTS):
-            found = [*self.folder.glob(f"*{TEMPORARY}*"), *self.folder.glob(REMOVED)]
+            found: list[epath.Path] = []
+            with contextlib.suppress(OSError):
+                found = [path for path in self.folder.iterdir() if TEMPORARY in path.name or path.name == REMOVED]
             if not found:
                 break
             for path in found:

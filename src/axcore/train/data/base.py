@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import numpy as np
 
 from axcore import config
 from axcore.train.data.batch import Batch
+from axcore.train.files import Json
 
 
 class ResumableBatches(Protocol):
-    """Endless training batches that can be stopped and gone on with."""
+    """Endless training batches that can be stopped and continued."""
 
     def __next__(self) -> Batch: ...
 
     def __iter__(self) -> Iterator[Batch]: ...
 
-    def get_state(self) -> bytes:
-        """What `set_state` needs to go on from here, in any process."""
+    def get_state(self) -> dict[str, Json]:
+        """The position of each stream of this process, by the stream's number.
+
+        The union over all processes is the global state, which does not depend on the number of processes.
+        """
         ...
 
-    def set_state(self, state: bytes) -> None: ...
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        """Continues from a global state. Each process picks its own streams from it."""
+        ...
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -41,10 +47,10 @@ class Input(config.Configurable):
         batch_size: int = config.REQUIRED
         """Rows of a global batch, over all processes."""
         seed: int | None = None
-        """Of the order of training rows. None: the trainer's."""
+        """Determines the order of training rows. None: the trainer's seed."""
 
     @staticmethod
-    def batch_spec(cfg: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    def batch_spec(cfg: Config) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
         """(shape, dtype) of each array of a global batch, without reading any data."""
         raise NotImplementedError
 
@@ -58,6 +64,10 @@ class Input(config.Configurable):
         """Bytes of the validation text: what its loss is divided by for bits per byte."""
         raise NotImplementedError
 
+    def validation_bytes(self) -> Iterator[bytes]:
+        """The validation text in chunks, in order."""
+        raise NotImplementedError
+
     def train_batches(self) -> ResumableBatches:
         """A new iterator from the first batch on."""
         raise NotImplementedError
@@ -65,3 +75,25 @@ class Input(config.Configurable):
     def validation_batches(self) -> Iterator[Batch]:
         """All validation batches, finite, in the same order each time, of the shape of training batches."""
         raise NotImplementedError
+
+    def identity(self) -> dict[str, Json]:
+        """Everything that the sequence of batches and the validation text depend on, the same in all processes.
+
+        A state of `train_batches` is valid for an input of the same identity only.
+        """
+        raise NotImplementedError
+
+
+def check_identity(saved: Mapping[str, Json], current: Mapping[str, Json]) -> None:
+    """Compares the identity stored with a state to that of the input which is to continue from it.
+
+    Raises:
+        AxcoreError: names each entry that differs.
+    """
+    names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
+    if names:
+        changes = ", ".join(f"{name} was {saved.get(name)!r}, is {current.get(name)!r}" for name in names)
+        raise config.AxcoreError(
+            f"input: the data differs from that of the saved state ({changes}). Restore what changed, or start a "
+            f"new run."
+        )

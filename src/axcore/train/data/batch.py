@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float32, Int, Int32
 
 
 class Batch(TypedDict):
     """A dict of numpy arrays, each `[batch, seq]`. `batch` counts this process's rows only.
 
-    A row is a window of a token stream in which documents follow one another. Padding is 0 in every array.
+    A row holds segments of documents, one after another. Padding is 0 in every array.
     """
 
-    inputs: NDArray[np.int32]
+    inputs: Int32[np.ndarray, "batch seq"]
     """Token ids that the model reads."""
 
-    targets: NDArray[np.int32]
+    targets: Int32[np.ndarray, "batch seq"]
     """The token that follows each input: what the model predicts there."""
 
-    weights: NDArray[np.float32]
+    weights: Float32[np.ndarray, "batch seq"]
     """1 where the target counts in the loss, 0 where it is padding."""
 
-    segment_ids: NDArray[np.int32]
-    """1 for the row's first document, 2 for its second, and so on; 0 for padding."""
+    segment_ids: Int32[np.ndarray, "batch seq"]
+    """1 for the row's first segment, 2 for its second, and so on; 0 for padding."""
 
-    positions: NDArray[np.int32]
-    """0, 1, 2, ... from the start of each document. One that began in an earlier row starts again at 0 in
-    this one, so positions are below `seq`."""
+    positions: Int32[np.ndarray, "batch seq"]
+    """0, 1, 2, ... from the start of each segment, so positions are below `seq`."""
 
 
 _DTYPES = {
@@ -40,21 +39,43 @@ _DTYPES = {
 }
 
 
-def batch_spec(batch_size: int, seq_len: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def batch_spec(batch_size: int, seq_len: int) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
     """(shape, dtype) of each array of a `Batch`: what compiling ahead of time needs to know of the data."""
     return {name: ((batch_size, seq_len), dtype) for name, dtype in _DTYPES.items()}
 
 
-def unstack(batches: Batch) -> list[Batch]:
-    """Arrays `[n, batch, seq]` -> `n` batches, which are views."""
-    return [
-        Batch(inputs=inputs, targets=targets, weights=weights, segment_ids=segment_ids, positions=positions)
-        for inputs, targets, weights, segment_ids, positions in zip(
-            batches["inputs"],
-            batches["targets"],
-            batches["weights"],
-            batches["segment_ids"],
-            batches["positions"],
-            strict=True,
-        )
-    ]
+Row = Int32[np.ndarray, "4 seq"]
+"""One row of a batch: inputs, targets, segment ids and positions. Where the segment id is 0, it is padding."""
+
+
+def make_rows(
+    inputs: Int[np.ndarray, "rows seq"], targets: Int[np.ndarray, "rows seq"], starts: Bool[np.ndarray, "rows seq"]
+) -> Int32[np.ndarray, "rows 4 seq"]:
+    """Rows from pairs of input and target.
+
+    Args:
+        inputs: token ids.
+        targets: the token that follows each.
+        starts: where segments begin. One also begins at the start of each row.
+    """
+    seq = inputs.shape[1]
+    offsets = np.arange(seq, dtype=np.int32)
+    starts = starts | (offsets == 0)
+    rows = np.empty((len(inputs), 4, seq), np.int32)
+    rows[:, 0] = inputs
+    rows[:, 1] = targets
+    np.cumsum(starts, axis=1, dtype=np.int32, out=rows[:, 2])
+    np.subtract(offsets, np.maximum.accumulate(np.where(starts, offsets, np.int32(0)), axis=1), out=rows[:, 3])
+    return rows
+
+
+def make_batch(rows: Int32[np.ndarray, "batch 4 seq"]) -> Batch:
+    """New arrays, which the caller may change."""
+    inputs, targets, segment_ids, positions = (np.ascontiguousarray(rows[:, i]) for i in range(4))
+    return Batch(
+        inputs=inputs,
+        targets=targets,
+        weights=(segment_ids > 0).astype(np.float32),
+        segment_ids=segment_ids,
+        positions=positions,
+    )

@@ -2,111 +2,93 @@
 
 from __future__ import annotations
 
-import json
-import operator
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from axcore.config import AxcoreError
-from axcore.train.data.batch import Batch, unstack
+from axcore.train.data.batch import Batch
+from axcore.train.files import Json
 
-_TOKENS_PER_READ = 2**16
-_ENDLESS = 2**42
+if TYPE_CHECKING:
+    import grain
 
 
 class TrainBatches(Iterator[Batch]):
-    """Batches 0, 1, 2, ... for ever.
+    """This process's rows of the global batches. Not for several threads at once.
 
-    The state is the number of batches taken; what was read ahead does not count. It is the same in every
-    process, and may be restored under another number of processes. Not for several threads at once.
+    The state of a stream is its position before the current group of batches and how many of the group were taken;
+    what was read ahead does not count.
     """
 
-    def __init__(
-        self,
-        make: Callable[[NDArray[np.int64]], Batch],
-        *,
-        batch_tokens: int,
-        threads: int,
-        read_ahead: int,
-        identity: Mapping[str, Any],
-    ):
+    def __init__(self, groups: grain.IterDataset[list[Batch]], *, groups_ahead: int):
         """
         Args:
-            make: `[n]` batch numbers -> arrays `[n, batch, seq]`; called in grain's threads.
-            batch_tokens: tokens in a batch of this process.
-            threads: that make batches; 0 makes them in the caller's.
-            read_ahead: batches to hold ready; 0 makes them when asked.
-            identity: JSON values that the sequence of batches depends on; a state fits only equal ones.
+            groups: elements of several batches, whose state maps each stream to a position.
+            groups_ahead: how many to hold ready; 0 makes them when asked.
         """
-        self._make = make
-        self._threads = threads if read_ahead else 0
-        # A hand-over between threads costs more than a small batch, so small ones are made several at a time.
-        self._group = max(1, min(_TOKENS_PER_READ // batch_tokens, read_ahead))
-        self._groups_ahead = -(-read_ahead // self._group)
-        self._identity = dict(identity)
-        self._groups: Any = None
-        self._start(0)
+        import grain.experimental
+
+        if groups_ahead:
+            groups = grain.experimental.ThreadPrefetchIterDataset(groups, prefetch_buffer_size=groups_ahead)
+        self._open = [iter(groups)]
+        self._finalizer = weakref.finalize(self, _close, self._open)  # also at exit, before grain's modules are gone
+        self._begin(self._groups.get_state())
+        self._groups.start_prefetch()
+
+    @property
+    def _groups(self) -> grain.DatasetIterator[list[Batch]]:
+        if not self._open:
+            raise ValueError("these batches were closed")
+        return self._open[0]
+
+    def _begin(self, positions: Mapping[str, Json]) -> None:
+        self._positions, self._taken = dict(positions), 0
+        self._ready: deque[Batch] = deque()
 
     def __next__(self) -> Batch:
         if not self._ready:
+            self._begin(self._groups.get_state())
             self._ready.extend(next(self._groups))
-        batch = self._ready.popleft()
-        self._next_batch += 1
-        return batch
+        self._taken += 1
+        return self._ready.popleft()
 
-    def get_state(self) -> bytes:
-        """What `set_state` needs, of an iterator over the same data in any process, to go on from here."""
-        return json.dumps({"next_batch": self._next_batch, **self._identity}).encode()
+    def get_state(self) -> dict[str, Json]:
+        """See `ResumableBatches.get_state`."""
+        return {number: {"position": each, "batches": self._taken} for number, each in self._positions.items()}
 
-    def set_state(self, state: bytes) -> None:
-        """Goes to where `get_state` was called. What was read ahead is dropped.
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        """See `ResumableBatches.set_state`. What was read ahead is dropped.
 
         Raises:
-            AxcoreError: `state` is no such state, or is of other data, another seed or another batch.
+            AxcoreError: `state` does not have the form that `get_state` gives, or lacks a stream of this process.
         """
-        try:
-            found = json.loads(state)
-            next_batch = operator.index(found.pop("next_batch"))
-            if next_batch < 0:
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise AxcoreError(f"{state[:80]!r} is not a state that TrainBatches.get_state gave") from None
-        was, now = found, self._identity
-        names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-        if names:
-            changes = ", ".join(f"{name} was {was.get(name)!r}, is {now.get(name)!r}" for name in names)
+        positions: dict[str, Json] = {}
+        taken: set[int] = set()
+        for number in self._positions:
+            match state.get(number):
+                case {"position": position, "batches": int(batches)} if batches >= 0:
+                    positions[number] = position
+                    taken.add(batches)
+                case other:
+                    raise AxcoreError(f"the state of the input has no position for stream {number}, but {other!r}")
+        if len(taken) != 1:
             raise AxcoreError(
-                f"the input differs from the one of the saved state ({changes}), so it cannot go on where "
-                f"that stopped; give it what it had, or start the input afresh"
+                f"the streams in the state of the input have taken {sorted(taken)} batches, not one number"
             )
-        self._start(next_batch)
+        try:
+            self._groups.set_state(positions)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise AxcoreError(f"the state of the input does not fit its streams: {error!r}") from error
+        self._begin(positions)
+        for _ in range(taken.pop()):
+            next(self)
 
     def close(self) -> None:
-        """Stops the threads. The iterator cannot be used after; calling this again does nothing."""
-        if self._groups is not None:
-            self._groups.close()
+        """Stops the threads. The iterator cannot be used afterwards; calling this again does nothing."""
+        self._finalizer()
 
-    def _start(self, next_batch: int) -> None:
-        import grain  # slow to import, and a config's module should not be
 
-        self.close()
-        group = self._group
-        make = self._make
-        first, offset = divmod(next_batch, group)
-
-        def read(index: int) -> list[Batch]:
-            return unstack(make(np.arange(index * group, (index + 1) * group)))
-
-        options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=self._groups_ahead)
-        groups = grain.MapDataset.range(first, _ENDLESS).map(read)
-        self._groups = iter(groups.to_iter_dataset(options))
-        self._next_batch = next_batch
-        self._ready: deque[Batch] = deque()
-        if self._threads:
-            self._groups.start_prefetch()
-        if offset:
-            self._ready.extend(next(self._groups)[offset:])
+def _close(groups: list[grain.DatasetIterator[list[Batch]]]) -> None:
+    groups.pop().close()

@@ -2,47 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import functools
+import hashlib
+from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from axcore import config
 from axcore.train.data.base import Input
 from axcore.train.data.batch import Batch, batch_spec
 from axcore.train.data.iterator import TrainBatches
-from axcore.train.data.order import EpochOrder
-from axcore.train.data.sources import TextSource
+from axcore.train.data.packing import ConcatThenSplit, Packing
+from axcore.train.data.source import Document, LocatedError, Source, Split, located
+from axcore.train.data.streams import ORDER_VERSION, Streams, encode, training_pairs
 from axcore.train.data.tokenizers import ByteTokenizer, Tokenizer
-from axcore.train.data.windows import Windows, fingerprint, token_stream
+from axcore.train.data.validation import validation_batches
+from axcore.train.files import Json
+
+_MOST_STREAMS = 64
+_TOKENS_IN_GROUP = 2**16
+_ENCODED_SAMPLE = 8
 
 
 class TextInput(Input):
     """Batches of text: endless and shuffled for training, finite and always the same for validation.
 
-    Each half of the corpus is one stream of tokens (separator, document, separator, document, ...), held in
-    memory once, 2 bytes a token for vocabularies to 65,536, and cut into windows. An epoch of training
-    predicts each token once, except the first and an incomplete last window. Documents may cross windows.
-
-    Every process reads the whole corpus and makes its own consecutive rows of each global batch: process 0
-    the first `local_batch_size`, and so on. The global batch does not depend on the number of processes.
+    Training reads a fixed number of streams, which are shared out among the processes; each stream gives
+    `batch_size / streams` consecutive rows of every global batch. The global batch does not depend on the number of
+    processes, and each document is read once per epoch. Memory does not grow with the text.
     """
 
     class Config(Input.Config):
-        """What to read and how to cut it."""
+        """What to read and how to make rows of it."""
 
-        source: TextSource.Config = config.REQUIRED
+        layout_fields = ("prefetch_batches", "read_threads")
+        source: Source.Config = config.REQUIRED
         tokenizer: Tokenizer.Config = ByteTokenizer.Config()
+        packing: Packing.Config = ConcatThenSplit.Config()
+        """How training documents become rows. Validation always concatenates and splits."""
         shuffle: bool = True
-        """False keeps the order of the stream."""
+        """False keeps the order of the source."""
+        streams: int | None = None
+        """Streams that the training text is dealt to: a divisor of `batch_size`, which the number of processes divides.
+        The order of the rows depends on it. None: the largest divisor of `batch_size` up to 64."""
+        piece_bytes: int | None = None
+        """The approximate size of the pieces that long documents are cut into; a segment of a row does not reach over
+        the end of a piece. None: 16 bytes for each token of a row."""
         prefetch_batches: int = 16
         """Training batches that are made ahead of time; 0 makes each when it is asked for."""
-        prefetch_threads: int = 1
-        """Threads that make them. More only help where a tokenizer or a window is slow."""
+        read_threads: int = 0
+        """Threads of each stream that read and encode ahead, for slow storage or a slow tokenizer."""
 
     def __init__(self, cfg: TextInput.Config, *, process_index: int = 0, process_count: int = 1):
-        """Reads and encodes the corpus.
+        """Builds the index of the source.
 
         Args:
             cfg: see `Config`.
@@ -50,37 +62,41 @@ class TextInput(Input):
             process_count: how many share a global batch.
 
         Raises:
-            ConfigError: a size that is not positive, a batch that does not divide among the processes, or
-                fewer training windows than one batch; and what the source and the tokenizer raise.
+            ConfigError: a number that is out of range, streams that cannot be shared out, or fewer training rows than
+                one batch; and what the source and the tokenizer raise.
         """
-        _check(cfg, process_index, process_count)
+        if not 0 <= process_index < process_count:
+            raise ValueError(f"process_index={process_index} must lie in [0, process_count={process_count})")
+        streams = _check(cfg, process_count)
         self.cfg = cfg
-        self._seed = cfg.seed or 0
-        with config.under("tokenizer"):
-            self.tokenizer: Tokenizer = cfg.tokenizer.build()
         self.local_batch_size: int = cfg.batch_size // process_count
-        self._first_row = process_index * self.local_batch_size
-        with config.under("source"):
-            source = cfg.source.build()
-        corpus = source.read()
-        self.skipped: Mapping[str, int] = corpus.skipped
-        self.train_byte_count = sum(len(document.content) for document in corpus.train)
-        self.validation_bytes = b"".join(document.content for document in corpus.validation)
-        self._train = token_stream(corpus.train, self.tokenizer)
-        validation = token_stream(corpus.validation, self.tokenizer)
-        separator_id = self.tokenizer.separator_id
-        self._windows = Windows(self._train, cfg.seq_len, separator_id)
-        self._validation_windows = Windows(validation, cfg.seq_len, separator_id, pad_to=cfg.batch_size)
-        if len(self._windows) < cfg.batch_size:
-            raise config.ConfigError(
-                f"TextInput: the training text has {len(self._train)} tokens and makes {len(self._windows)} "
-                f"windows of seq_len={cfg.seq_len}, fewer than batch_size={cfg.batch_size}; "
-                f"make either smaller, or add text"
+        local_streams = streams // process_count
+        self._local_streams = range(process_index * local_streams, (process_index + 1) * local_streams)
+        self._rows = slice(process_index * self.local_batch_size, (process_index + 1) * self.local_batch_size)
+        self._piece_bytes = cfg.piece_bytes or max(256, 16 * cfg.seq_len)
+        with located("input.tokenizer"):
+            self.tokenizer: Tokenizer = cfg.tokenizer.build()
+        with located("input.packing"):
+            packing = cfg.packing.build()
+        with located("input.source"):
+            self.source: Source = cfg.source.build()
+            self._streams = Streams(
+                self.source,
+                self.tokenizer,
+                packing,
+                count=streams,
+                seq_len=cfg.seq_len,
+                batch_size=cfg.batch_size,
+                piece_bytes=self._piece_bytes,
+                seed=cfg.seed or 0,
+                shuffle=cfg.shuffle,
+                threads=cfg.read_threads,
             )
-        self._order = EpochOrder(len(self._windows), seed=self._seed, shuffle=cfg.shuffle)
+            self._check_length()
+        self._stream_count = streams
 
     @staticmethod
-    def batch_spec(cfg: Any) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    def batch_spec(cfg: Input.Config) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
         return batch_spec(cfg.batch_size, cfg.seq_len)
 
     @property
@@ -91,54 +107,115 @@ class TextInput(Input):
     @property
     def validation_byte_count(self) -> int:
         """Bytes of the validation text: what its loss is divided by for bits per byte."""
-        return len(self.validation_bytes)
+        return self._validation_text[0]
 
-    @property
-    def batches_per_epoch(self) -> float:
-        """Global batches in which every training window is seen once."""
-        return len(self._windows) / self.cfg.batch_size
+    def validation_bytes(self) -> Iterator[bytes]:
+        """The validation text in chunks, in order."""
+        return (document.content for document in self._documents(Split.VALIDATION))
 
     def train_batches(self) -> TrainBatches:
         """A new iterator over this process's rows of the endless global batches, from the first batch on."""
-        cfg = self.cfg
-        return TrainBatches(
-            self._make_train,
-            batch_tokens=self.local_batch_size * cfg.seq_len,
-            threads=cfg.prefetch_threads,
-            read_ahead=cfg.prefetch_batches,
-            identity={
-                "batch_size": cfg.batch_size,
-                "seq_len": cfg.seq_len,
-                "seed": self._seed,
-                "shuffle": cfg.shuffle,
-                "text": fingerprint(self._train),
-            },
-        )
+        from axcore.train.data.rows import JoinedBatches
+
+        cfg, ahead = self.cfg, self.cfg.prefetch_batches
+        group = max(1, min(_TOKENS_IN_GROUP // (self.local_batch_size * cfg.seq_len), ahead))
+        streams = {number: self._streams.rows(number) for number in self._local_streams}
+        groups = JoinedBatches(streams, cfg.batch_size // self._stream_count, group)
+        return TrainBatches(groups, groups_ahead=-(-ahead // group))
 
     def validation_batches(self) -> Iterator[Batch]:
-        """This process's rows of each global validation batch, in the stream's order.
+        """This process's rows of each global validation batch, in the order of the source.
 
         Every token but the very first is a target of weight 1 exactly once, separators too: a model pays for
         knowing where documents end. All batches have one shape; padding has weight 0. Processes have equally
         many batches.
         """
-        for row in range(self._first_row, len(self._validation_windows), self.cfg.batch_size):
-            yield self._validation_windows.batch(np.arange(row, row + self.local_batch_size))
-
-    def _make_train(self, numbers: NDArray[np.int64]) -> Batch:
-        """`[n]` numbers of global batches -> arrays `[n, local batch, seq]`."""
-        rows = self._first_row + np.arange(self.local_batch_size)
-        return self._windows.batch(self._order(numbers[:, None] * self.cfg.batch_size + rows))
-
-
-def _check(cfg: TextInput.Config, process_index: int, process_count: int) -> None:
-    for name, least in {"seq_len": 1, "batch_size": 1, "prefetch_batches": 0, "prefetch_threads": 0}.items():
-        if getattr(cfg, name) < least:
-            raise config.ConfigError(f"TextInput.{name} must be at least {least}, not {getattr(cfg, name)}")
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index={process_index} must lie in [0, process_count={process_count})")
-    if cfg.batch_size % process_count:
-        raise config.ConfigError(
-            f"TextInput.batch_size={cfg.batch_size} does not divide among {process_count} processes; "
-            f"make it a multiple of {process_count}"
+        return validation_batches(
+            self._documents(Split.VALIDATION),
+            self.tokenizer,
+            seq_len=self.cfg.seq_len,
+            batch_size=self.cfg.batch_size,
+            rows=self._rows,
         )
+
+    def identity(self) -> dict[str, Json]:
+        """See `Input.identity`."""
+        cfg = self.cfg
+        tokens = hashlib.sha256()
+        for document in _first(self._documents(Split.TRAIN), _ENCODED_SAMPLE):
+            tokens.update(encode(self.tokenizer, document).tobytes())
+        return {
+            "batch_size": cfg.batch_size,
+            "seq_len": cfg.seq_len,
+            "seed": cfg.seed or 0,
+            "shuffle": cfg.shuffle,
+            "streams": self._stream_count,
+            "piece_bytes": self._piece_bytes,
+            "packing": cfg.packing.text(),
+            "tokenizer": tokens.hexdigest(),
+            "weights": {name: share for name, (share, _) in self.source.parts().items()},
+            "training_text": self.source.fingerprint(self._piece_bytes),
+            "validation_text": self._validation_text[1],
+            "order": ORDER_VERSION,
+        }
+
+    @functools.cached_property
+    def _validation_text(self) -> tuple[int, str]:
+        """The number of bytes and a digest."""
+        size, digest = 0, hashlib.sha256()
+        for document in self._documents(Split.VALIDATION):
+            size += len(document.content)
+            digest.update(b"%d:" % document.starts + document.content)
+        return size, digest.hexdigest()
+
+    def _documents(self, split: Split) -> Iterator[Document]:
+        documents = self.source.documents(split, self._piece_bytes)
+        for index in range(len(documents)):
+            if (document := documents[index]) is not None:  # grain's filter leaves holes
+                yield document
+
+    def _check_length(self) -> None:
+        """Refuses a text that is too short for one batch; reads no more of it than that."""
+        needed, found = self.cfg.batch_size * self.cfg.seq_len, 0
+        for document in self._documents(Split.TRAIN):
+            found += len(training_pairs(self.tokenizer, document)["inputs"])
+            if found >= needed:
+                return
+        raise config.ConfigError(
+            f"the training text has {found} tokens, fewer than a batch: batch_size={self.cfg.batch_size} rows of "
+            f"seq_len={self.cfg.seq_len}. Make either smaller, or add text."
+        )
+
+
+def _first(documents: Iterator[Document], count: int) -> Iterator[Document]:
+    return (document for document, _ in zip(documents, range(count), strict=False))
+
+
+def _check(cfg: TextInput.Config, process_count: int) -> int:
+    """The number of streams.
+
+    Raises:
+        LocatedError: a number is out of range or does not divide another.
+    """
+
+    def refuse(problem: str) -> LocatedError:
+        return LocatedError("input", problem)
+
+    with located("input"):
+        config.at_least(cfg, 1, "seq_len", "batch_size", "streams", "piece_bytes")
+        config.at_least(cfg, 0, "prefetch_batches", "read_threads")
+    batch_size = cfg.batch_size
+    streams = cfg.streams or max(n for n in range(1, min(batch_size, _MOST_STREAMS) + 1) if batch_size % n == 0)
+    if batch_size % streams:
+        raise refuse(f"streams={streams} does not divide batch_size={batch_size}. Set streams to a divisor or None.")
+    if batch_size % process_count:
+        raise refuse(
+            f"batch_size={batch_size} does not divide among {process_count} processes. Make it a multiple of "
+            f"{process_count}."
+        )
+    if streams % process_count:
+        raise refuse(
+            f"streams={streams} do not divide among {process_count} processes. Set streams to a divisor of "
+            f"batch_size={batch_size} that is a multiple of {process_count}."
+        )
+    return streams

@@ -43,14 +43,21 @@ class Meta(TypedDict):
     callbacks: dict[str, Mapping[str, Json]]
 
 
-def restore(checkpointer: Checkpointer, program: Program, source: Input) -> tuple[TrainState, int, Json, Meta]:
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """Where an earlier attempt at a run stands: its state, the number of steps done, its position in the data."""
+
+    state: TrainState
+    step: int
+    data: dict[str, Json]
+    meta: Meta
+
+
+def restore(checkpointer: Checkpointer, program: Program, source: Input) -> Resumed:
     """The newest checkpoint, on the mesh of `program`, whatever mesh and number of processes wrote it.
 
     Callbacks that the checkpoint does not know start from the restored parameters; arrays of callbacks that are no
     longer configured are not read. Both are told on stderr.
-
-    Returns:
-        The state, the number of steps done, the position in the data, and the metadata.
 
     Raises:
         AxcoreError: the checkpoint is damaged, does not fit, or comes from other data.
@@ -72,7 +79,7 @@ def restore(checkpointer: Checkpointer, program: Program, source: Input) -> tupl
             _say(f"callbacks.{name}: starts from the restored parameters")
         made = program.start_callbacks(state.params)
         state = dataclasses.replace(state, callbacks=state.callbacks | {name: made[name] for name in missing})
-    return state, found.step, found.data, meta
+    return Resumed(state, found.step, cast("dict[str, Json]", found.data), meta)
 
 
 def check_input(old: dict[str, Json], new: dict[str, Json]) -> None:

@@ -120,12 +120,13 @@ class Session:
         self.eval_step = self.program.compile_eval(batch)
         done = 0
         if resume and self.checkpointer.latest() is not None:
-            state, done, data, meta = restore(self.checkpointer, self.program, self.input)
-            self.batches.set_state(data)
-            self.callbacks.set_states(meta["callbacks"])
-            self.began -= meta["seconds"]
-            self.evaluated = meta["evaluated"]
-            self._compare_plugins(meta["plugins"])
+            found = restore(self.checkpointer, self.program, self.input)
+            state, done = found.state, found.step
+            self.batches.set_state(found.data)
+            self.callbacks.set_states(found.meta["callbacks"])
+            self.began -= found.meta["seconds"]
+            self.evaluated = found.meta["evaluated"]
+            self._compare_plugins(found.meta["plugins"])
         else:
             given, self.first = self.first, None
             state = given or self.program.init(np.array(self.cfg.seed, np.uint32))

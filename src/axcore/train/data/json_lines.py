@@ -1,0 +1,142 @@
+"""Documents from a file of JSON objects."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, SupportsIndex
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from axcore import config
+from axcore.config import AxcoreError, ConfigError
+from axcore.train.data.source import Document, Source, Split
+from axcore.train.data.text_files import check_percent
+from axcore.train.files import os_reason
+
+if TYPE_CHECKING:
+    import grain
+
+_READ_BYTES = 2**22
+
+
+class JsonLines(Source):
+    """A document for each line of a file, which is a JSON object.
+
+    A hash of its number assigns a line to validation or training, so lines that are appended move no other. The index
+    of the lines is a temporary file that is mapped into memory; a line is read when a batch needs it.
+    """
+
+    class Config(Source.Config):
+        file: str = config.REQUIRED
+        """The file; `~` is the home directory."""
+        field: str = "text"
+        """The entry of each object that holds the document."""
+        validation_percent: float = 2.0
+        """The share of the lines that are for validation, above 0 and below 100."""
+
+    def __init__(self, cfg: JsonLines.Config):
+        """
+        Raises:
+            ConfigError: `validation_percent` is out of range.
+        """
+        check_percent(cfg.validation_percent)
+        self.cfg = cfg
+
+    def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
+        """See `Source.documents`. A line is never cut."""
+        import grain
+
+        return grain.MapDataset.source(_Lines(self._path, self.cfg.field, self._index[split]))
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.cfg.file).expanduser()
+
+    @functools.cached_property
+    def _index(self) -> dict[Split, Int64[np.ndarray, "lines 3"]]:
+        """Number, first byte and length of the lines of each split.
+
+        Raises:
+            ConfigError: the file cannot be read, or a split is empty.
+        """
+        files = {split: tempfile.TemporaryFile() for split in Split}  # noqa: SIM115  (mapped below)
+
+        def add(number: int, starts: Int64[np.ndarray, " lines"], ends: Int64[np.ndarray, " lines"]) -> None:
+            lines = np.stack([np.arange(number, number + len(starts)), starts, ends - starts], axis=1)
+            lines = lines[lines[:, 2] > 2]  # empty ones, with either kind of line end, are no documents
+            validation = _hash(lines[:, 0]) < self.cfg.validation_percent / 100
+            files[Split.TRAIN].write(lines[~validation].tobytes())
+            files[Split.VALIDATION].write(lines[validation].tobytes())
+
+        try:
+            number, start, read = 1, 0, 0
+            with self._path.open("rb", buffering=0) as file:
+                while content := file.read(_READ_BYTES):
+                    ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n")) + read + 1
+                    read += len(content)
+                    if len(ends):
+                        add(number, np.concatenate([[start], ends[:-1]]), ends)
+                        number, start = number + len(ends), int(ends[-1])
+            if read > start:  # the last line has no newline
+                add(number, np.array([start]), np.array([read]))
+        except OSError as error:
+            raise ConfigError(f"file={self.cfg.file!r} cannot be read: {os_reason(error)}") from error
+        index = {}
+        for split, lines in files.items():
+            if not lines.tell():
+                raise ConfigError(
+                    f"file={self.cfg.file!r} has too few lines: with validation_percent={self.cfg.validation_percent} "
+                    f"none is for {split}. Add lines, or change validation_percent."
+                )
+            lines.flush()
+            index[split] = np.memmap(lines, np.int64, "r").reshape(-1, 3)
+        return index
+
+
+class _Lines:
+    """A random-access data source: some lines of a file."""
+
+    def __init__(self, path: Path, field: str, lines: Int64[np.ndarray, "lines 3"]):
+        self._path, self._field, self._lines = path, field, lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} lines of {self._path}"
+
+    def __getitem__(self, index: SupportsIndex) -> Document:
+        """
+        Raises:
+            AxcoreError: the line cannot be read or is not an object with the field.
+        """
+        number, start, length = (int(value) for value in self._lines[operator.index(index)])
+        name = f"{self._path}:{number}"
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY)
+            try:
+                line = os.pread(descriptor, length, start)
+            finally:
+                os.close(descriptor)
+            text = json.loads(line)[self._field]
+        except OSError as error:
+            raise AxcoreError(f"cannot read {name}: {os_reason(error)}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise AxcoreError(f"{name} is not a JSON object with the field {self._field!r}: {error!r}") from error
+        if not isinstance(text, str):
+            raise AxcoreError(f"{name}: the field {self._field!r} must be a string, got {type(text).__name__}")
+        return Document(name, text.encode(errors="replace"))
+
+
+def _hash(numbers: Int64[np.ndarray, " lines"]) -> Float64[np.ndarray, " lines"]:
+    """A pseudo-random fraction for each number: the finalizer of SplitMix64."""
+    bits = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (bits ^ (bits >> np.uint64(31))) / 2.0**64

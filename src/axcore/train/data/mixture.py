@@ -1,0 +1,71 @@
+"""Several sources in given proportions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from axcore import config
+from axcore.train.data.source import Document, Source, Split, located
+
+if TYPE_CHECKING:
+    import grain
+
+
+class Mixture(Source):
+    """Named sources, each with its share of the training tokens.
+
+    Rows are mixed after packing, so the shares are those of tokens whatever the lengths of the documents. Each source
+    repeats its own documents when they have all been read. Validation reads those of all sources, one source after
+    the other, without weights.
+    """
+
+    class Config(Source.Config):
+        sources: Mapping[str, Source.Config] = config.REQUIRED
+        """The sources by name."""
+        weights: Mapping[str, float] = config.REQUIRED
+        """The share of each in the training tokens; they need not add up to 1."""
+
+    def __init__(self, cfg: Mixture.Config):
+        """
+        Raises:
+            ConfigError: no sources, a weight that is missing, not positive or of no source, or what a source raises.
+        """
+        if not cfg.sources:
+            raise config.ConfigError("sources is empty. Give at least one.")
+        if cfg.sources.keys() != cfg.weights.keys():
+            raise config.ConfigError(
+                f"weights are given for {sorted(cfg.weights)} and sources for {sorted(cfg.sources)}. Give each source "
+                f"one weight."
+            )
+        for name, weight in cfg.weights.items():
+            if not 0 < weight < math.inf:
+                raise config.ConfigError(
+                    f"weights.{name}={weight} must be positive and finite. To leave a source out, remove it from "
+                    f"sources and weights."
+                )
+        self.cfg = cfg
+        self._sources: dict[str, Source] = {}
+        for name, source in cfg.sources.items():
+            with located(f"sources.{name}"):
+                self._sources[name] = source.build()
+
+    def parts(self) -> Mapping[str, tuple[float, Source]]:
+        """See `Source.parts`. A mixture within a mixture contributes its own sources."""
+        parts = {}
+        total = math.fsum(self.cfg.weights.values())
+        for name, source in self._sources.items():
+            for below, (share, part) in source.parts().items():
+                parts[f"{name}.{below}" if below else name] = share * self.cfg.weights[name] / total, part
+        return parts
+
+    def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
+        """The documents of all sources, one source after the other."""
+        import grain
+
+        found = []
+        for name, source in self._sources.items():
+            with located(f"sources.{name}"):
+                found.append(source.documents(split, piece_bytes))
+        return grain.MapDataset.concatenate(found)

@@ -1,0 +1,80 @@
+"""How the token sequences of documents become rows."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, TypedDict
+
+import numpy as np
+from jaxtyping import Int32
+
+from axcore import config
+
+if TYPE_CHECKING:
+    import grain
+
+    from axcore.train.data.batch import Row
+
+
+class Tokens(TypedDict):
+    """A document, or a piece of one, as pairs of a token and the one that follows it."""
+
+    inputs: Int32[np.ndarray, " tokens"]
+    targets: Int32[np.ndarray, " tokens"]
+
+
+class Packing(config.Configurable, abc.ABC):
+    """Base of what packs the token sequences of one stream into rows."""
+
+    class Config(config.Config):
+        """Options that every packing has: none."""
+
+    @abc.abstractmethod
+    def pack(self, sequences: grain.IterDataset[Tokens], seq_len: int) -> grain.IterDataset[Row]:
+        """Rows of `seq_len` pairs; a pair stays within its segment, and padding has segment id 0.
+
+        Args:
+            sequences: endless, of any length, each at least one segment.
+            seq_len: pairs in a row.
+        """
+
+
+class ConcatThenSplit(Packing):
+    """Puts the sequences one after the other and cuts the result into rows: no padding, and long ones cross rows."""
+
+    class Config(Packing.Config):
+        """It has no options."""
+
+    def __init__(self, cfg: ConcatThenSplit.Config):
+        self.cfg = cfg
+
+    def pack(self, sequences: grain.IterDataset[Tokens], seq_len: int) -> grain.IterDataset[Row]:
+        """See `Packing.pack`."""
+        from axcore.train.data.rows import ConcatThenSplitRows
+
+        return ConcatThenSplitRows(sequences, seq_len)
+
+
+class FirstFit(Packing):
+    """Puts each sequence into the first row that has room, so that rows hold whole sequences and some padding.
+
+    A sequence that is longer than a row is cut first.
+    """
+
+    class Config(Packing.Config):
+        open_rows: int = 32
+        """Rows that are filled at the same time."""
+
+    def __init__(self, cfg: FirstFit.Config):
+        """
+        Raises:
+            ConfigError: `open_rows` is not positive.
+        """
+        config.at_least(cfg, 1, "open_rows")
+        self.cfg = cfg
+
+    def pack(self, sequences: grain.IterDataset[Tokens], seq_len: int) -> grain.IterDataset[Row]:
+        """See `Packing.pack`."""
+        from axcore.train.data.rows import first_fit_rows
+
+        return first_fit_rows(sequences, seq_len, self.cfg.open_rows)

@@ -1,0 +1,94 @@
+"""Where text comes from: documents with random access, split once and for all into training and validation."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from axcore import config
+
+if TYPE_CHECKING:  # grain takes over a second to import
+    import grain
+
+_SAMPLE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text, or one piece of a long text."""
+
+    name: str
+    """What error messages call it."""
+    content: bytes
+    starts: bool = True
+    """False for a piece that is not the first of its text."""
+    ends: bool = True
+    """False for a piece that is not the last of its text."""
+
+
+class Split(enum.StrEnum):
+    """The two parts of a source."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+
+
+class Source(config.Configurable, abc.ABC):
+    """Base of the sources of a `TextInput`."""
+
+    class Config(config.Config):
+        """Options that every source has: none."""
+
+    @abc.abstractmethod
+    def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
+        """The documents of a split, in the same order in every process.
+
+        The dataset reads a document when it is indexed and keeps none, so memory does not grow with the text.
+
+        Args:
+            split: which part. A text that occurs in training must not occur in validation.
+            piece_bytes: texts much longer than this should come in consecutive pieces of about this size, so that
+                shuffling mixes texts and memory stays bounded. A source of short texts may ignore it.
+        """
+
+    def parts(self) -> Mapping[str, tuple[float, Source]]:
+        """The sources that this one draws from, by name, each with its share of the training tokens."""
+        return {"": (1.0, self)}
+
+    def fingerprint(self, piece_bytes: int) -> str:
+        """A digest of the training documents, which changes when they do.
+
+        This one reads a sample of them; a source that knows a better digest overrides it.
+        """
+        documents = self.documents(Split.TRAIN, piece_bytes)
+        digest = hashlib.sha256(str(len(documents)).encode())
+        for index in range(0, len(documents), -(-len(documents) // _SAMPLE)):
+            if (document := documents[index]) is not None:  # grain's filter leaves holes
+                digest.update(b"%d:" % len(document.content) + document.content)
+        return digest.hexdigest()
+
+
+class LocatedError(config.ConfigError):
+    """An error in the field or node of a config at `path`."""
+
+    def __init__(self, path: str, problem: str):
+        super().__init__(f"{path}: {problem}")
+        self.path, self.problem = path, problem
+
+
+@contextmanager
+def located(path: str) -> Iterator[None]:
+    """Adds the config path to errors of the node at `path`."""
+    try:
+        yield
+    except config.MissingError as error:
+        raise error.below(path) from None
+    except LocatedError as error:
+        raise LocatedError(f"{path}.{error.path}", error.problem) from error
+    except config.ConfigError as error:
+        raise LocatedError(path, str(error)) from error

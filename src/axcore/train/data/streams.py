@@ -1,0 +1,139 @@
+"""From a source to the streams of rows that batches are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int32
+
+from axcore.config import AxcoreError
+from axcore.train.data.batch import Row
+from axcore.train.data.packing import Packing, Tokens
+from axcore.train.data.source import Document, Source, Split
+from axcore.train.data.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    import grain
+
+ORDER_VERSION = 1
+"""Changes when the same config, text and seed give other batches."""
+
+_WINDOW_TOKENS = 2**18
+_WINDOWS_IN_EPOCH = 16  # at least, about
+
+
+def encode(tokenizer: Tokenizer, document: Document) -> Int32[np.ndarray, " tokens"]:
+    """The ids of a document, after a separator if the document is not a later piece of a text.
+
+    Raises:
+        AxcoreError: the tokenizer raised, or gave an id outside of its vocabulary or the separator; the message names
+            the document.
+    """
+    name = type(tokenizer).__name__
+    try:
+        ids = np.asarray(tokenizer.encode(document.content))
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise AxcoreError(
+            f"{name} cannot encode {document.name}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        ) from error
+    if ids.size and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
+        raise AxcoreError(
+            f"{name} encodes {document.name} with ids from {ids.min()} to {ids.max()}, but its vocab_size is "
+            f"{tokenizer.vocab_size}"
+        )
+    if (ids == tokenizer.separator_id).any():
+        raise AxcoreError(f"{name} encodes {document.name} with its own separator inside")
+    separator = [tokenizer.separator_id] if document.starts else []
+    return np.concatenate([np.array(separator, np.int32), ids.astype(np.int32)])
+
+
+def training_pairs(tokenizer: Tokenizer, document: Document) -> Tokens:
+    """Pairs of a token and the one that follows it: from the separator that starts a text to the one that ends it."""
+    tokens = encode(tokenizer, document)
+    if document.ends:
+        tokens = np.concatenate([tokens, np.array([tokenizer.separator_id], np.int32)])
+    return Tokens(inputs=tokens[:-1], targets=tokens[1:])
+
+
+def derived_seed(seed: int, *names: object) -> int:
+    """A seed below 2**32 for one purpose."""
+    return int.from_bytes(hashlib.sha256(repr((seed, *names)).encode()).digest()[:4], "big")
+
+
+class Streams:
+    """The recipe for all streams of an input.
+
+    Stream `k` of `count` reads every `count`-th document of an endless sequence, from the `k`-th on. Each epoch of the
+    sequence has each document once, in a new order. So the streams together read each document once per epoch, and
+    none of them depends on the number of processes.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        packing: Packing,
+        *,
+        count: int,
+        seq_len: int,
+        batch_size: int,
+        piece_bytes: int,
+        seed: int,
+        shuffle: bool,
+        threads: int,
+    ):
+        """See `TextInput.Config`.
+
+        Args:
+            source: the documents.
+            tokenizer: encodes them.
+            packing: makes rows of them.
+            count: the number of streams.
+            seq_len: tokens in a row.
+            batch_size: rows of a global batch.
+            piece_bytes: see `Source.documents`.
+            seed: picks the orders.
+            shuffle: False keeps the order of the source.
+            threads: of each stream, which read and encode ahead.
+        """
+        self._parts: Mapping[str, tuple[float, Source]] = source.parts()
+        self._documents = {name: part.documents(Split.TRAIN, piece_bytes) for name, (_, part) in self._parts.items()}
+        self._tokenizer, self._packing, self._threads = tokenizer, packing, threads
+        self._count, self._seq_len, self._batch_size = count, seq_len, batch_size
+        self._seed, self._shuffle, self._piece_bytes = seed, shuffle, piece_bytes
+
+    def rows(self, number: int) -> grain.IterDataset[Row]:
+        """The endless rows of a stream."""
+        from axcore.train.data.rows import MixedRows
+
+        parts = [self._rows_of_part(name, number) for name in self._parts]
+        if len(parts) == 1:
+            return parts[0]
+        shares = [share for share, _ in self._parts.values()]
+        rows = self._batch_size // self._count
+        return MixedRows(parts, shares, first_row=number * rows, rows=rows, batch_size=self._batch_size)
+
+    def _rows_of_part(self, name: str, number: int) -> grain.IterDataset[Row]:
+        import grain
+
+        from axcore.train.data.order import ShuffledDocuments
+        from axcore.train.data.rows import ShuffledRows
+
+        documents = self._documents[name]
+        if self._shuffle:
+            documents = ShuffledDocuments(documents, derived_seed(self._seed, "documents", name))
+        documents = documents.repeat()[number :: self._count]
+        sequences = documents.map(lambda document: training_pairs(self._tokenizer, document))
+        options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=2 * self._threads)
+        rows = self._packing.pack(sequences.to_iter_dataset(options), self._seq_len)
+        window = min(_WINDOW_TOKENS, len(self._documents[name]) * self._piece_bytes // _WINDOWS_IN_EPOCH)
+        window //= self._count * self._seq_len
+        if self._shuffle and window > 1:
+            seed = derived_seed(self._seed, "rows", name, number)
+            rows = ShuffledRows(rows, window=window, seed=seed)
+        return rows

@@ -1,0 +1,240 @@
+"""The text files below a folder."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import fnmatch
+import functools
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from axcore import config
+from axcore.train.data.pieces import Pieces
+from axcore.train.data.source import Document, Source, Split
+from axcore.train.files import os_reason
+
+if TYPE_CHECKING:
+    import grain
+
+_READ_BYTES = 2**20
+_NAMED = 5
+
+
+class Skip(enum.StrEnum):
+    """Why a file that matches is left out."""
+
+    DUPLICATE = "duplicate"
+    EMPTY = "empty"
+    NOT_TEXT = "not text"
+    TOO_LARGE = "too large"
+    UNREADABLE = "unreadable"
+
+
+@dataclasses.dataclass(frozen=True)
+class FileIndex:
+    """The files of each split with their sizes; the order is that of their paths."""
+
+    folder: Path
+    files: Mapping[Split, tuple[tuple[str, int], ...]]
+    skipped: Mapping[Skip, int]
+    """How many files were left out, for each reason that occurred."""
+    digest: str
+    """Changes when a training file does."""
+
+
+class TextFiles(Source):
+    """The text files below a folder, a document each.
+
+    A hash of its path below the folder assigns a file to validation or training, so the split is the same on every
+    machine and adding a file moves no other. The index holds paths and sizes; content is read when a batch needs it.
+    Links are followed, each folder once.
+    """
+
+    class Config(Source.Config):
+        """Which files to read. Patterns match paths below the folder: `*` within a name, `**` any folders."""
+
+        folder: str = config.REQUIRED
+        """The folder; `~` is the home directory."""
+        patterns: tuple[str, ...] = ("**/*.txt",)
+        """A file must match one of these."""
+        exclude: tuple[str, ...] = ()
+        """A file or a whole folder that matches one of these is left out."""
+        max_file_bytes: int | None = None
+        """Larger files are skipped."""
+        validation_percent: float = 2.0
+        """The share of the files that are for validation, above 0 and below 100."""
+        check_content: bool = True
+        """Read every file once at the start, to skip files that are not text (they contain a zero byte) and files with
+        the content of an earlier one, which could otherwise be trained on and validated with. Without it, the start is
+        quick and a change of a file is noticed only if its size changes."""
+        allow_unreadable: bool = False
+        """Skip files and folders that cannot be read, instead of raising an error."""
+
+    def __init__(self, cfg: TextFiles.Config):
+        """
+        Raises:
+            ConfigError: `validation_percent` is out of range.
+        """
+        config.at_least(cfg, 0, "max_file_bytes")
+        check_percent(cfg.validation_percent)
+        self.cfg = cfg
+
+    def folder(self) -> Path:
+        """The folder to read. A subclass may find it in its own way."""
+        return Path(self.cfg.folder).expanduser()
+
+    def is_validation(self, name: str) -> bool:
+        """Whether the file with this path below the folder is for validation."""
+        digest = hashlib.sha256(os.fsencode(name)).digest()
+        return int.from_bytes(digest[:8], "big") < self.cfg.validation_percent / 100 * 2**64
+
+    def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
+        """See `Source.documents`."""
+        import grain  # slow to import, and a config's module should not be
+
+        index = self.index
+        names = [name for name, _ in index.files[split]]
+        sizes = np.array([size for _, size in index.files[split]], np.int64)
+        return grain.MapDataset.source(Pieces(index.folder, names, sizes, piece_bytes))
+
+    def fingerprint(self, piece_bytes: int) -> str:
+        """See `Source.fingerprint`. This one covers every file."""
+        return self.index.digest
+
+    @functools.cached_property
+    def index(self) -> FileIndex:
+        """The files to read, found when first needed.
+
+        Raises:
+            ConfigError: the folder is missing, not a folder, or without text; a file cannot be read; or a split is
+                empty.
+        """
+        folder = self.folder()
+        if not folder.is_dir():
+            problem = "is not a folder" if folder.exists() else "does not exist"
+            raise config.ConfigError(f"folder={str(folder)!r} {problem}. Set it to a folder of text files.")
+        skipped: collections.Counter[Skip] = collections.Counter()
+        unreadable: list[str] = []
+        files: dict[Split, list[tuple[str, int]]] = {split: [] for split in Split}
+        total = hashlib.sha256()
+        seen: set[bytes] = set()
+        for name in sorted(self._names(folder, unreadable)):
+            try:
+                found = self._check_file(folder / name)
+            except OSError as error:
+                unreadable.append(f"{name} ({os_reason(error)})")
+                continue
+            if not isinstance(found, Skip) and found[1] and found[1] in seen:
+                found = Skip.DUPLICATE
+            if isinstance(found, Skip):
+                skipped[found] += 1
+                continue
+            size, digest = found
+            seen.add(digest)
+            split = Split.VALIDATION if self.is_validation(name) else Split.TRAIN
+            files[split].append((name, size))
+            if split is Split.TRAIN:
+                total.update(os.fsencode(name) + b"\0%d\0" % size + digest)
+        if unreadable:
+            self._report_unreadable(folder, unreadable)
+            skipped[Skip.UNREADABLE] = len(unreadable)
+        index = FileIndex(folder, {split: tuple(found) for split, found in files.items()}, skipped, total.hexdigest())
+        self._check_splits(index)
+        return index
+
+    def _names(self, folder: Path, unreadable: list[str]) -> Iterator[str]:
+        """Paths below the folder of all files that match; notes folders that cannot be listed."""
+        seen: set[tuple[int, int]] = set()
+
+        def note(error: OSError) -> None:
+            unreadable.append(f"{os.path.relpath(error.filename, folder)} ({os_reason(error)})")
+
+        for parent, folders, files in os.walk(folder, followlinks=True, onerror=note):
+            status = os.stat(parent)
+            if (status.st_dev, status.st_ino) in seen:  # a link to a folder already visited, maybe a loop
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            below = Path(parent).relative_to(folder)
+            folders[:] = sorted(name for name in folders if not _matches_any(below / name, self.cfg.exclude))
+            for name in files:
+                path = below / name
+                if _matches_any(path, self.cfg.patterns) and not _matches_any(path, self.cfg.exclude):
+                    yield path.as_posix()
+
+    def _check_file(self, path: Path) -> tuple[int, bytes] | Skip:
+        """Size and digest of a file; no digest unless content is checked."""
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
+            raise OSError(0, "not a regular file")
+        if not status.st_size:
+            return Skip.EMPTY
+        if self.cfg.max_file_bytes is not None and status.st_size > self.cfg.max_file_bytes:
+            return Skip.TOO_LARGE
+        if not self.cfg.check_content:
+            return status.st_size, b""
+        digest, size = hashlib.sha256(), 0
+        with path.open("rb", buffering=0) as file:
+            while content := file.read(_READ_BYTES):
+                if b"\0" in content:
+                    return Skip.NOT_TEXT
+                digest.update(content)
+                size += len(content)
+        return size, digest.digest()
+
+    def _report_unreadable(self, folder: Path, unreadable: list[str]) -> None:
+        if self.cfg.allow_unreadable:
+            return
+        more = f" and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+        raise config.ConfigError(
+            f"cannot read {', '.join(unreadable[:_NAMED])}{more} in {str(folder)!r}. Make them readable, exclude them, "
+            f"or set allow_unreadable=True to skip them."
+        )
+
+    def _check_splits(self, index: FileIndex) -> None:
+        folder, percent = str(index.folder), self.cfg.validation_percent
+        train, validation = (len(index.files[split]) for split in Split)
+        if not train and not validation:
+            left_out = ", ".join(f"{count} {reason}" for reason, count in index.skipped.items())
+            problem = f"all files that match were skipped ({left_out})" if left_out else "no file matches"
+            raise config.ConfigError(
+                f"no text in folder={folder!r}: {problem}. Change the folder, patterns={self.cfg.patterns!r} or "
+                f"exclude={self.cfg.exclude!r}."
+            )
+        if not train or not validation:
+            full, empty = ("training", "validation") if train else ("validation", "training")
+            raise config.ConfigError(
+                f"the files in folder={folder!r}, {train + validation} in number, are all for {full}, none is for "
+                f"{empty} (a hash of its path assigns each file). {'Raise' if train else 'Lower'} "
+                f"validation_percent={percent}, or cut the text into more files."
+            )
+
+
+def check_percent(percent: float) -> None:
+    """
+    Raises:
+        ConfigError: `validation_percent` is not between 0 and 100.
+    """
+    if not 0 < percent < 100:
+        raise config.ConfigError(f"validation_percent={percent} must lie between 0 and 100")
+
+
+def _matches_any(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(_matches(path.parts, tuple(pattern.split("/"))) for pattern in patterns)
+
+
+def _matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """`PurePath.full_match`, which Python 3.12 does not have."""
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return _matches(path, pattern[1:]) or (bool(path) and _matches(path[1:], pattern))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
