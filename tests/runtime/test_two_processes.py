@@ -1,6 +1,8 @@
 """Two processes: they meet, agree, and end together with the error of the one that failed first."""
 
+import os
 import pathlib
+import subprocess
 import sys
 import time
 
@@ -47,6 +49,22 @@ def test_the_failure_of_one_ends_both(name, victim, message, exit_code):
     assert f"process {victim} of 2 failed: {message}" in str(caught.value)
     assert caught.value.exit_code == exit_code
     assert time.monotonic() - began < 200
+
+
+def test_a_process_whose_others_never_come_says_for_whom_it_waits_and_ends():
+    """As in a shell under `srun --pty -n 8`, which has the variables of a task."""
+    slurm = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "8", "PROCID": "0", "LOCALID": "0"}
+    done = subprocess.run(
+        [sys.executable, SCENARIO, "meetings", "0"],
+        env=os.environ | {f"SLURM_{name}": value for name, value in slurm.items()} | {"AXCORE_TIMEOUT": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 81, done.stderr
+    first, *_, last = done.stderr.splitlines()
+    assert first == "process 0 of 8 (slurm): waiting for 7 others"
+    assert "process 0 of 8 (slurm) waited 2 s for 7 others" in last and "AXCORE_PROCESSES=1 to run alone" in last
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -121,13 +121,17 @@ class Requests:
     def _negotiate(self, here: World) -> None:
         """In the background: posts this process's answer when there is a request, and reads the others'."""
         while not self._closed.wait(POLL_SECONDS):
-            with self._lock, contextlib.suppress(Exception):  # without the service jax ends the process itself
-                answers = here.store.key_value_dir_get_bytes(self._key())
-                if (self._made or answers) and self._agreed is None:
-                    self._post(here)
-                    answers = here.store.key_value_dir_get_bytes(self._key())
-                if self._agreed is None and len(answers) == here.count:
-                    found = [json.loads(value) for _, value in answers]
-                    names = {name for each in found for name in each["names"]}
-                    self._agreed = (max(each["call"] for each in found), names)
-                    self._lock.notify_all()
+            with contextlib.suppress(Exception):  # without the service jax ends the process itself
+                if self._made or here.store.key_value_dir_get_bytes(self._key()):
+                    with self._lock:
+                        self._agree(here)
+
+    def _agree(self, here: World) -> None:
+        if self._agreed is not None:
+            return
+        self._post(here)
+        answers = here.store.key_value_dir_get_bytes(self._key())
+        if len(answers) == here.count:
+            found = [json.loads(value) for _, value in answers]
+            self._agreed = (max(each["call"] for each in found), {name for each in found for name in each["names"]})
+            self._lock.notify_all()
