@@ -141,5 +141,5 @@ def test_the_platform_is_that_of_the_devices_and_not_of_this_process():
     assert Mesh(shape={"data": 1}, rules={}).make(jax.devices()[:1]).platform == "cpu"
     gpu = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
     assert Layout(EIGHT.update(abstract_device=gpu), {}).platform == "gpu"
-    with pytest.raises(ConfigError, match="has no platform. Pass it an abstract_device"):
+    with pytest.raises(ConfigError, match=r"has no platform\. Pass it an abstract_device"):
         assert Layout(EIGHT, {}).platform

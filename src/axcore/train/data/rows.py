@@ -41,7 +41,7 @@ class _ConcatThenSplitIterator(grain.DatasetIterator[Row]):
         self._restart(parent.get_state(), 0)
 
     def _restart(self, parent_state: State, offset: int) -> None:
-        self._rows: Sequence[Row] = ()
+        self._rows: Sequence[Row] | Row = ()
         self._taken = 0
         self._rest: Tokens | None = None  # of the last sequence, what the rows do not hold
         self._skip = offset
