@@ -25,14 +25,14 @@ def corpus():
 
 
 def test_it_is_the_running_pythons_own(corpus):
-    content = {document.name: document.content for document in sum(corpus, [])}
+    content = {document.name: document.content for document in [*corpus[0], *corpus[1]]}
     for module in (os, sys.modules["sysconfig"]):  # a module or, from Python 3.13 on, a package
         path = Path(module.__file__)
         assert content[path.relative_to(sysconfig.get_path("stdlib")).as_posix()] == path.read_bytes()
 
 
 def test_no_packages_and_nothing_of_this_installation(corpus):
-    names = [document.name for document in sum(corpus, [])]
+    names = [document.name for document in [*corpus[0], *corpus[1]]]
     unwanted = {"site-packages", "dist-packages", "__pycache__"}
     assert not [name for name in names if unwanted & set(name.split("/")) or "_sysconfigdata" in name]
     assert {"json/decoder.py", "unittest/mock.py", "os.py"} <= set(names)
