@@ -74,7 +74,7 @@ class _ConcatThenSplitIterator(grain.DatasetIterator[Row]):
         starts[[begin for begin in begins if begin < total]] = True
         shape = self._count, self._seq_len
         inputs, targets = (np.concatenate([each[name] for each in sequences])[:size] for name in ("inputs", "targets"))
-        self._rows = make_rows(inputs.reshape(shape), targets.reshape(shape), starts[:size].reshape(shape))
+        self._rows = list(make_rows(inputs.reshape(shape), targets.reshape(shape), starts[:size].reshape(shape)))
         self._taken, self._begins, self._sources = 0, begins, sources
         if total > size:
             self._rest = _after(sequences[-1], size - begins[-1])
