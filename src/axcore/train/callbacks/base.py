@@ -118,7 +118,8 @@ class Callback(config.Configurable):
 
     class Config(config.Config):
         on_error: Literal["stop", "disable"] = "stop"
-        """After an exception: save the state and end the run with the error, or go on without this callback."""
+        """After an exception: save the state and end the run with the error, or go on without this callback. With
+        several processes, an exception in `evaluate` ends the run at once, since the others may wait for this one."""
         order: int = 0
         """Callbacks with lower numbers run first."""
 
@@ -129,7 +130,7 @@ class Callback(config.Configurable):
         """Must not touch files: a config is built to be checked, too."""
         self.config = cfg
 
-    def start(self, run: RunInfo) -> None:
+    def start(self, run: RunInfo) -> Request | None:
         """The first step comes next. In a resumed run, `set_state` was called before."""
 
     def due(self, step: int) -> Request | None:
