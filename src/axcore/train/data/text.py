@@ -46,9 +46,8 @@ class TextInput(Input):
         """Streams that the training text is dealt to: a divisor of `batch_size`, which the number of processes divides.
         The order of the rows depends on it. None: the largest divisor of `batch_size` up to 64."""
         piece_bytes: int | None = None
-        """The approximate size of the pieces that long documents are cut into; a segment of a row does not reach over
-        the end of a piece. Shorter pieces mix the text better, longer ones break fewer rows. None: the text of about two
-        rows."""
+        """The approximate size of the pieces that long documents are cut into. A segment ends where its piece ends.
+        Shorter pieces mix the text better, longer ones break fewer rows. None: the text of about two rows."""
         prefetch_batches: int = 16
         """Training batches that are made ahead of time; 0 makes each when it is asked for."""
         read_threads: int = 0
