@@ -214,7 +214,7 @@ def test_what_cannot_be_stored_is_named(checkpointer):
 def test_an_unknown_step_lists_the_known_ones(checkpointer):
     save(checkpointer, 4)
     checkpointer.wait()
-    with pytest.raises(AxcoreError, match=r"no checkpoint of step 5 in .*; it has 4"):
+    with pytest.raises(AxcoreError, match=r"no checkpoint of step 5 in .*\. It has 4\."):
         checkpointer.meta(5)
 
 
@@ -226,7 +226,7 @@ def test_bad_values_are_config_errors(folder):
 
 def test_object_stores_that_orbax_writes_keep_their_address_and_others_are_refused():
     assert str(Checkpointer.Config().build("gs://bucket/run").folder) == "gs://bucket/run"
-    with pytest.raises(ConfigError, match="cannot be in s3://bucket/run, since Orbax does not write there; give gs://"):
+    with pytest.raises(ConfigError, match=r"cannot keep checkpoints in s3://bucket/run, .* Give a gs:// path"):
         Checkpointer.Config().build("s3://bucket/run")
 
 

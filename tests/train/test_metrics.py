@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from axcore.config import AxcoreError
-from axcore.train.callbacks.writers import JsonlWriter, TensorBoardWriter, Writer, read_jsonl
+from axcore.train.callbacks.tensorboard import TensorBoardWriter
+from axcore.train.callbacks.writers import JsonlWriter, Writer, read_jsonl
 
 
 @pytest.fixture
