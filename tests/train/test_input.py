@@ -29,7 +29,8 @@ from axcore.train.data.order import ShuffledDocuments
 from axcore.train.data.streams import derived_seed
 
 SEP = 256
-GOLDEN = GOLDEN_DOCUMENTS = []
+GOLDEN = [[18, 14, 18, 9], [8, 4, 23, 13], [27, 7, 11, 26], [28, 15, 22, 19], [16, 6, 17, 6]]
+GOLDEN_DOCUMENTS = [5461264980, 8975911350, 4755496197, 4597197433, 4898944078]
 
 
 class Doubling(ByteTokenizer):
@@ -172,7 +173,7 @@ def test_without_shuffling_the_documents_can_be_read_off(cfg, files, packing):
         batches = take(cfg.build().train_batches(), sum(len(content) + 1 for content in train) // 16)
         assert texts(batches)[: len(train) - 1] == [pairs(content) for content in train][:-1]
     else:  # long ones are cut and land in several rows; those that fit are whole
-        batches = take(cfg.set(packing=packing).build().train_batches(), 2 * len(train))
+        batches = take(cfg.set(packing=packing).build().train_batches(), 6 * len(train))
         segments = {
             tuple(zip(*(batch[name][batch["segment_ids"] == segment] for name in ("inputs", "targets")), strict=True))
             for batch in batches
@@ -183,8 +184,9 @@ def test_without_shuffling_the_documents_can_be_read_off(cfg, files, packing):
 
 @pytest.mark.parametrize("packing", [None, FirstFit.Config(open_rows=3)], ids=["concat-then-split", "first-fit"])
 def test_segments_and_positions_follow_the_separators(cfg, packing):
+    cfg = cfg.set(batch_size=4)
     cfg = cfg.set(piece_bytes=2**20) if packing is None else cfg.set(piece_bytes=2**20, packing=packing)
-    for batch in take(cfg.build().train_batches(), 20):
+    for batch in take(cfg.build().train_batches(), 3):
         real = batch["weights"] == 1
         assert ((batch["segment_ids"] > 0) == real).all()
         for row in range(len(real)):
@@ -299,14 +301,14 @@ def test_seed_picks_the_order(cfg):
 
 
 @pytest.mark.parametrize("packing", [None, FirstFit.Config(open_rows=3)], ids=["concat-then-split", "first-fit"])
-@pytest.mark.parametrize("window", [0, 12 * 16 * 5])
+@pytest.mark.parametrize("window", [0, 4 * 16 * 5])
 def test_state_does_not_count_what_was_read_ahead(cfg, packing, window, monkeypatch):
     monkeypatch.setattr("axcore.train.data.streams._WINDOW_TOKENS", window)
     monkeypatch.setattr("axcore.train.data.rows._PACKED_TOGETHER", 48)  # three rows
-    cfg = cfg if packing is None else cfg.set(packing=packing)
+    cfg = cfg.set(batch_size=4) if packing is None else cfg.set(batch_size=4, packing=packing)
     inp = cfg.build()
     expected = take(inp.train_batches(), 60)
-    for stop in (0, 1, 2, 4, 5, 6, 10, 15, 17, 50):
+    for stop in (0, 1, 4, 5, 6, 17, 50):
         batches = inp.train_batches()
         assert same(take(batches, stop), expected[:stop])
         state = json.loads(json.dumps(batches.get_state()))
@@ -389,7 +391,7 @@ def test_another_text_has_another_identity(cfg, files, split, tmp_path):
         n for n in files if source.build().is_validation(n) == (split is Split.VALIDATION) and len(files[n]) > 9
     )
     (tmp_path / "copy" / name).write_bytes(files[name][::-1])
-    word = {Split.TRAIN: "training_text", Split.VALIDATION: "validation_text"}[split]
+    word = {Split.TRAIN: ".*training_text", Split.VALIDATION: "validation_text"}[split]
     with pytest.raises(AxcoreError, match=rf"saved state \({word} was '[0-9a-f]+', is '[0-9a-f]+'\)"):
         check_identity(identity, cfg.build().identity())
 

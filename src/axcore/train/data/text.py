@@ -47,7 +47,8 @@ class TextInput(Input):
         The order of the rows depends on it. None: the largest divisor of `batch_size` up to 64."""
         piece_bytes: int | None = None
         """The approximate size of the pieces that long documents are cut into; a segment of a row does not reach over
-        the end of a piece. None: 16 bytes for each token of a row."""
+        the end of a piece. Shorter pieces mix the text better, longer ones break fewer rows. None: the text of about two
+        rows."""
         prefetch_batches: int = 16
         """Training batches that are made ahead of time; 0 makes each when it is asked for."""
         read_threads: int = 0
@@ -73,9 +74,9 @@ class TextInput(Input):
         local_streams = streams // process_count
         self._local_streams = range(process_index * local_streams, (process_index + 1) * local_streams)
         self._rows = slice(process_index * self.local_batch_size, (process_index + 1) * self.local_batch_size)
-        self._piece_bytes = cfg.piece_bytes or max(256, 16 * cfg.seq_len)
         with located("input.tokenizer"):
             self.tokenizer: Tokenizer = cfg.tokenizer.build()
+        self._piece_bytes = cfg.piece_bytes or max(64, round(2 * cfg.seq_len * self.tokenizer.bytes_per_token))
         with located("input.packing"):
             packing = cfg.packing.build()
         with located("input.source"):

@@ -22,6 +22,9 @@ class Tokenizer(config.Configurable, abc.ABC):
     separator_id: int
     """The id that stands before each document. `encode` never gives it."""
 
+    bytes_per_token: float = 4.0
+    """About how much text a token stands for. The size of the pieces of long documents follows from it."""
+
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Ids that end a generated text."""
@@ -51,6 +54,7 @@ class ByteTokenizer(Tokenizer):
         sharded."""
 
     separator_id = 256
+    bytes_per_token = 1.0
 
     def __init__(self, cfg: ByteTokenizer.Config):
         """
