@@ -77,6 +77,6 @@ def test_a_process_whose_others_never_come_says_for_whom_it_waits_and_ends():
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_hangs_ends_both_after_the_heartbeat(victim):
-    with pytest.raises(LaunchFailed, match=f"process {victim} of 2 failed: it did not end") as caught:
+    with pytest.raises(LaunchFailed, match=f"process {victim} of 2 failed: it was killed because") as caught:
         start("SIGSTOP", victim, timeout=10)
     assert caught.value.exit_code == 81

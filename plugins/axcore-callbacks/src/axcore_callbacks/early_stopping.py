@@ -1,4 +1,4 @@
-"""Ending a run that no longer improves."""
+"""Early stopping."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class EarlyStopping(Callback):
 
     class Config(Callback.Config):
         metric: str = "validation/loss"
-        """A metric of evaluations, `EVALUATOR/METRIC`."""
+        """An evaluation metric, `EVALUATOR/METRIC`."""
         patience: int = 3
         min_change: float = 0.0
-        """An improvement must exceed this."""
+        """Smallest change that counts as an improvement."""
         mode: Literal["min", "max"] = "min"
 
     config: Config
@@ -33,7 +33,7 @@ class EarlyStopping(Callback):
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> Request | None:
         cfg = self.config
         if cfg.metric not in metrics:
-            raise ConfigError(f"metric={cfg.metric!r} is not a metric of this run; it has {', '.join(metrics)}")
+            raise ConfigError(f"metric={cfg.metric!r} is not a metric of this run. Choose one of: {', '.join(metrics)}")
         value = metrics[cfg.metric] if cfg.mode == "min" else -metrics[cfg.metric]
         if not math.isnan(value) and (self.best is None or value < self.best - cfg.min_change):
             self.best, self.waited = value, 0

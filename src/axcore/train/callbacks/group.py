@@ -1,4 +1,4 @@
-"""The callbacks of one run: called in order, and protected from each other's errors."""
+"""Calls the callbacks of one run in order and isolates them from each other's errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Callbacks:
     """Calls every callback of a run.
 
     Attributes:
-        failure: the error of the first callback that failed and may not be left out; the run ends with it.
+        failure: the first error of a callback with `on_error="stop"`. The run ends with it.
     """
 
     def __init__(self, cfgs: Mapping[str, Callback.Config]):
@@ -40,7 +40,7 @@ class Callbacks:
         self.failure: AxcoreError | None = None
 
     def on_device(self) -> dict[str, Callback]:
-        """Those that keep arrays on the devices."""
+        """The callbacks that keep arrays on the devices."""
         own = Callback.device_init
         return {name: each for name, each in self._callbacks.items() if type(each).device_init is not own}
 
@@ -70,7 +70,7 @@ class Callbacks:
         self._each(lambda callback: callback.failure(error))
 
     def end(self, run: FinishedRun) -> dict[str, Json]:
-        """Entries for `summary.json`. A callback sees those of the callbacks before it."""
+        """Entries for `summary.json`. Each callback sees the entries of the callbacks before it."""
         summary = dict(run.summary)
         for name in list(self._callbacks):
             if jax.process_count() == 1 and signals.stop_requested() is not None:
@@ -84,7 +84,7 @@ class Callbacks:
         self._each(lambda callback: callback.close())
 
     def states(self) -> dict[str, Mapping[str, Json]]:
-        """The state of each callback, by name; also of those that are no longer configured or were disabled."""
+        """The state of each callback by name, including callbacks that were disabled or removed from the config."""
         return self._states | {name: state for name, state in self._each(lambda callback: callback.state()) if state}
 
     def set_states(self, states: Mapping[str, Mapping[str, Json]]) -> None:
@@ -137,7 +137,7 @@ class Callbacks:
 
 
 def _of_plugin(cfg: Callback.Config) -> str:
-    """`" (axcore-x 0.1.0)"`, the plugin that a callback comes from; `""` for the core and for user code."""
+    """The plugin that provides a callback, as `" (axcore-x 0.1.0)"`. Empty for the core and for user code."""
     return f" ({plugin})" if (plugin := supplier(cfg)) else ""
 
 

@@ -1,4 +1,4 @@
-"""Which changes of a config a resumed run may have."""
+"""Decides which config changes a resumed run may have."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def is_layout(path: str, fields: Mapping[str, Set[str]]) -> bool:
 
 
 def changes(old: dict[str, str], cfg: Config) -> tuple[Diff, Diff]:
-    """How a config differs from the text of an earlier one.
+    """The differences between an earlier config, as text, and this one.
 
     Returns:
-        The changes to the mathematics (model, data, objective, optimizer, seed, ...), and all others (mesh, kernels,
-        rematerialization, microbatches, callbacks, retention, length of the run, ...).
+        The changes to the mathematics (model, data, objective, optimizer, seed, ...) and all other changes (mesh,
+        kernels, rematerialization, microbatches, callbacks, retention, length of the run, ...).
     """
     new, fields = flatten(cfg), layout_fields(cfg)
     found = diff_flat(old, new)
@@ -41,18 +41,18 @@ def changes(old: dict[str, str], cfg: Config) -> tuple[Diff, Diff]:
 
 
 def check(old: dict[str, str], cfg: Config, folder: object) -> Diff:
-    """Refuses to resume with other mathematics.
+    """Raises if the config changes the mathematics of the run.
 
     Returns:
-        The changes that are allowed.
+        The allowed changes.
 
     Raises:
-        ConfigError: lists the changes that are not.
+        ConfigError: lists the changes that are not allowed.
     """
     refused, allowed = changes(old, cfg)
     if refused:
         raise ConfigError(
-            f"the run in {folder} computes something else, so it cannot be resumed with this config. To start a new "
+            f"the run in {folder} cannot be resumed with this config, which changes what it computes. To start a new "
             f"run from its weights: --use run-weights:folder={folder}. Changes:\n{refused}"
         )
     return allowed

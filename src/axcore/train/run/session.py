@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Everything that can be refused before a run starts, built.
+    """Objects that are built and validated before a run starts.
 
     Attributes:
-        first: the first state, if the run starts from given weights.
+        first: the first state, if the run starts from `initial` weights.
     """
 
     program: Program
@@ -98,11 +98,11 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """Time since the run began, earlier attempts included."""
+        """Duration of the run so far, including earlier attempts."""
         return time.monotonic() - self.began
 
     def _close(self) -> None:
-        """Closes everything. The error that ended the run takes precedence over errors of closing."""
+        """Closes everything. An error that ended the run takes precedence over errors while closing."""
         failed: list[AxcoreError] = []
         self.callbacks.close()
         for part in (self.requests, self.batches, self.checkpointer):
@@ -116,7 +116,7 @@ class Session:
             raise failed[0]
 
     def _start(self, resume: bool) -> Loop:
-        """Compiles both steps, and makes or restores the first state."""
+        """Compiles both steps and creates or restores the first state."""
         self._say("compiling the training step")
         batch = batch_form(self.cfg.input)
         step = self.program.compile_train(batch)
@@ -139,14 +139,14 @@ class Session:
         info = RunInfo(self.cfg, self.folder, self.input, self.program, done, self.total, resume)
         self.asked += self.callbacks.start(info)
         self._raise_failure()
-        runtime.barrier("start")  # the first collective fails if processes reach it half a minute apart
+        runtime.barrier("start")  # the first collective times out if processes reach it more than 30 s apart
         batches = map(self.program.place, self.batches)
         return Loop(step, state, batches, math.prod(batch["inputs"].shape), self._report, done)
 
     def _compare_plugins(self, before: Mapping[str, str]) -> None:
         if before != self.plugins:
             was, now = (", ".join(each.values()) or "no plugins" for each in (before, self.plugins))
-            self._say(f"the checkpoint was written with {was}; this run has {now}, so its losses may differ")
+            self._say(f"the checkpoint was written with {was}, but this run has {now}. Its losses may differ.")
 
     def _say(self, text: str) -> None:
         if self.is_first:
@@ -174,7 +174,7 @@ class Session:
         loop.flush()
 
     def _act(self, loop: Loop) -> bool:
-        """Does what callbacks and signals ask for between two steps. Returns whether the run ends here."""
+        """Handles requests of callbacks and signals between two steps. Returns whether the run ends here."""
         self.checkpointer.check()
         if signals.stop_requested() is not None:
             self.requests.make("signal")
@@ -199,7 +199,7 @@ class Session:
         return "stop" in now
 
     def _granted(self) -> set[str]:
-        """What callbacks asked for and every process does now; what is left waits for an agreed step."""
+        """The requests of callbacks that every process handles now. Others wait for an agreed step."""
         asked, self.asked = self.asked, []
         now = set()
         for name, request in asked:
@@ -218,11 +218,11 @@ class Session:
         with runtime.together("failure"):
             self._raise_failure()
         number = signals.stop_requested() or signal.SIGTERM
-        saved = f"saved after step {loop.done}; resume it with --resume" if loop.done else "nothing was trained"
-        raise RunStopped(f"{number.name}: the run in {self.folder} stops, {saved}", number, loop.done)
+        saved = f"saved after step {loop.done}. Resume it with --resume." if loop.done else "nothing was trained"
+        raise RunStopped(f"{number.name}: stopped the run in {self.folder}: {saved}", number, loop.done)
 
     def _stop_alone(self, loop: Loop) -> None:
-        """Ends the run after a signal that arrived behind the last step. Several processes finish it together."""
+        """Ends a single-process run on a signal that arrives after the last step. Several processes finish the run."""
         if jax.process_count() == 1 and signals.stop_requested() is not None:
             self._end_early(loop)
 
@@ -231,7 +231,7 @@ class Session:
             raise self.callbacks.failure
 
     def _evaluate(self, loop: Loop) -> None:
-        """Computes the metrics of all evaluators, once for each step."""
+        """Computes the metrics of all evaluators, at most once per step."""
         loop.flush()
         if self.evaluated.get("step") == loop.done:  # before the checkpoint that was resumed from
             self.evaluation_due = False
@@ -251,14 +251,14 @@ class Session:
         loop.pause()
 
     def _save(self, loop: Loop) -> None:
-        """Starts to write a checkpoint. Metrics of the steps before it reach the disk first."""
+        """Starts to write a checkpoint, after the metrics of all steps so far are on disk."""
         loop.flush()
         if loop.done == self.saved:
             return
         if not _all_finite(loop.state.params):
             raise TrainingError(
-                f"step {loop.done} made parameters that are not finite; it is not saved, and earlier checkpoints are "
-                f"unchanged"
+                f"the parameters after step {loop.done} are not finite. The step is not saved. Earlier checkpoints are "
+                f"unchanged."
             )
         self.callbacks.checkpoint(loop.done)
         meta: Meta = {
@@ -275,7 +275,7 @@ class Session:
         loop.pause()
 
     def _position(self) -> dict[str, Json]:
-        """The position in the data of all processes together."""
+        """The position in the data, merged over all processes."""
         own = json.dumps(self.batches.get_state()).encode()
         return {key: state for part in runtime.gather("position", own) for key, state in json.loads(part).items()}
 
