@@ -108,12 +108,13 @@ def test_an_invalid_override_fails_and_names_the_path(train, nothing_written, as
         (["--set", "steps=none"], "steps=None and minutes=None"),
         (["--set", "steps=0"], "steps must be at least 1"),
         (["--set", "steps=-5"], "steps must be at least 1"),
+        (["--set", "steps=2147483647"], "steps=2147483647 must be below 2,147,483,647"),
         (["--set", "steps=none", "--set", "minutes=1e999"], "minutes"),
-        (["--seed", "-1"], "seed must be from 0 to 2**32 - 1, not -1"),
-        (["--seed", str(2**32)], "seed must be from 0 to 2**32 - 1"),
-        (["--seed", "9" * 30], "seed must be from 0 to 2**32 - 1"),
+        (["--seed", "-1"], "seed=-1 must be from 0 to 2**32 - 1"),
+        (["--seed", str(2**32)], "seed=4294967296 must be from 0 to 2**32 - 1"),
+        (["--seed", "9" * 30], " must be from 0 to 2**32 - 1"),
         (["--seed", "x"], "--seed"),
-        (["--set", "seed=-1"], "seed must be from 0"),
+        (["--set", "seed=-1"], "seed=-1 must be from 0"),
         (["--set", "input.batch_size=0"], "batch_size must be at least 1"),
         (["--set", "input.batch_size=100000"], "batch_size=100000"),
         (["--set", "input.seq_len=-1"], "seq_len must be at least 1"),
@@ -123,7 +124,7 @@ def test_an_invalid_override_fails_and_names_the_path(train, nothing_written, as
         (["--set", "model.decoder.layers.attention.num_heads=0"], "num_heads"),
         (["--set", "model.dim=0"], "dim"),
         (["--set", "checkpointer.keep=0"], "checkpointer.keep"),
-        (["--set", "callbacks.saving.every_steps=-1"], "callbacks.saving.every_steps"),
+        (["--set", "callbacks.saving.every_steps=-1"], "callbacks.saving: every_steps must be at least 1"),
         (["--set", "mesh.shape={'data': 7}"], "mesh.shape"),
         (["--set", "learner.clip_norm=-1"], "clip_norm"),
     ],
@@ -136,13 +137,13 @@ def test_a_value_out_of_range_fails_before_anything_is_written(train, nothing_wr
 def test_a_corpus_without_text_fails_and_names_the_folder(axcore, tmp_path, train):
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert f"no text in '{empty}'" in train("--set", f"input.source.folder={empty}").message
+    assert f"no text in folder='{empty}'" in train("--set", f"input.source.folder={empty}").message
     (empty / "binary.txt").write_bytes(b"\0\1")
     (empty / "nothing.txt").write_bytes(b"")
     assert "1 empty" in (message := train("--set", f"input.source.folder={empty}").message) and "1 not text" in message
     assert "does not exist" in train("--set", f"input.source.folder={tmp_path}/absent").message
     (tmp_path / "file").write_text("x")
-    assert "is a file" in train("--set", f"input.source.folder={tmp_path}/file").message
+    assert "is not a folder" in train("--set", f"input.source.folder={tmp_path}/file").message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
 
 
@@ -188,8 +189,10 @@ def test_a_broken_recipe_is_named(axcore, edit, nothing_written):
         ("/proc/run", "No such file"),
         ("/proc", "cannot write to the run folder /proc"),
         ("n" * 300, "File name too long"),
+        ("", "out='' is not a path"),
+        ("~nobody-here/run", "out='~nobody-here/run' starts with a home directory that does not exist"),
     ],
-    ids=["below a file", "a file", "/proc/run", "/proc", "long"],
+    ids=["below a file", "a file", "/proc/run", "/proc", "long", "empty", "home"],
 )
 def test_an_output_folder_that_cannot_be_written_fails_with_the_reason(train, tmp_path, out, reason):
     (tmp_path / "file").write_text("mine")

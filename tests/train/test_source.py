@@ -150,6 +150,18 @@ def test_a_folder_that_is_missing(tmp_path):
         read(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("folder", ["", "a\0b", "~nobody-here/texts"])
+def test_a_path_that_cannot_exist(folder):
+    with pytest.raises(ConfigError, match=r"folder=.* Give "):
+        read(folder)
+
+
+def test_one_file_cannot_be_divided(tmp_path):
+    write(tmp_path, {"a.txt": b"a"})
+    with pytest.raises(ConfigError, match=r"Cut the text into more files"):
+        read(tmp_path)
+
+
 def test_a_folder_that_is_a_file(tmp_path):
     write(tmp_path, {"a.txt": b"a"})
     with pytest.raises(ConfigError, match=r"a\.txt' is not a folder"):
@@ -272,9 +284,9 @@ def test_json_lines(tmp_path, monkeypatch, final_newline):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("no json", "is not a JSON object with the field 'text'"),
-        ('{"other": 1}', "is not a JSON object with the field 'text': KeyError"),
-        ('["text"]', "is not a JSON object with the field 'text': TypeError"),
+        ("no json", "is not valid JSON: Expecting value"),
+        ('{"other": 1}', r"must be a JSON object with the field 'text', got one with \['other'\]"),
+        ('["text"]', "must be a JSON object with the field 'text', got list"),
         ('{"text": 7}', "the field 'text' must be a string, got int"),
     ],
 )

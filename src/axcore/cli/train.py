@@ -39,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
         cfg = cfg.set(steps=arguments.steps, minutes=None)
     if arguments.seed is not None:
         cfg = cfg.set(seed=arguments.seed)
-    folder = arguments.out or f"runs/{arguments.recipe}"
+    folder = f"runs/{arguments.recipe}" if arguments.out is None else arguments.out
     summary = cfg.build().run(folder, resume=arguments.resume)
     if runtime.index() != 0:
         return 0

@@ -8,7 +8,7 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, ConfigError
 
 type Json = bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None
 """A value that JSON can hold."""
@@ -19,6 +19,23 @@ def os_reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def expanded(path: str | os.PathLike[str], name: str) -> pathlib.Path:
+    """A path with `~` replaced by the home directory.
+
+    Raises:
+        ConfigError: the path is empty, or its home directory is unknown. The message starts with `name`.
+    """
+    given = os.fspath(path)
+    if not given or "\0" in given:
+        raise ConfigError(f"{name}={given!r} is not a path. Give the path of a file or folder.")
+    try:
+        return pathlib.Path(given).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"{name}={given!r} starts with a home directory that does not exist. Give its path."
+        ) from None
 
 
 def write_bytes(path: pathlib.Path, content: bytes) -> None:

@@ -20,7 +20,7 @@ from axcore.nn import by_layer
 from axcore.plugin import State, active, registry
 from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.checkpoint.state_layout import listed
-from axcore.train.files import os_reason, write_bytes, write_json
+from axcore.train.files import expanded, os_reason, write_bytes, write_json
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -71,7 +71,7 @@ class ModelFolder:
             AxcoreError: neither a run nor `axcore convert` wrote the folder, or a plugin that the model requires is
                 missing.
         """
-        folder = pathlib.Path(folder).expanduser().absolute()
+        folder = expanded(folder, "folder").absolute()
         try:
             content = json.loads((folder / CONFIG_FILE).read_bytes())
             plugins = dict(content["plugins"])
@@ -181,7 +181,7 @@ def save_model(
     Raises:
         AxcoreError: the folder exists or cannot be written.
     """
-    folder = pathlib.Path(folder).expanduser().absolute()
+    folder = expanded(folder, "folder").absolute()
     if folder.exists():
         raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
     partial = folder.with_name(f".{folder.name}.partial")

@@ -17,7 +17,7 @@ from axcore import config
 from axcore.config import AxcoreError, ConfigError
 from axcore.train.data.source import Document, Source, Split
 from axcore.train.data.text_files import check_percent
-from axcore.train.files import os_reason
+from axcore.train.files import expanded, os_reason
 
 if TYPE_CHECKING:
     import grain
@@ -56,7 +56,7 @@ class JsonLines(Source):
 
     @property
     def _path(self) -> Path:
-        return Path(self.cfg.file).expanduser()
+        return expanded(self.cfg.file, "file")
 
     @functools.cached_property
     def _index(self) -> dict[Split, Int64[np.ndarray, "lines 3"]]:
@@ -124,11 +124,18 @@ class _Lines:
                 line = os.pread(descriptor, length, start)
             finally:
                 os.close(descriptor)
-            text = json.loads(line)[self._field]
+            content = json.loads(line)
         except OSError as error:
             raise AxcoreError(f"cannot read {name}: {os_reason(error)}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise AxcoreError(f"{name} is not a JSON object with the field {self._field!r}: {error!r}") from error
+        except ValueError as error:
+            raise AxcoreError(f"{name} is not valid JSON: {error}. Correct or remove the line.") from error
+        if not isinstance(content, dict) or self._field not in content:
+            found = f"one with {sorted(content)}" if isinstance(content, dict) else type(content).__name__
+            raise AxcoreError(
+                f"{name} must be a JSON object with the field {self._field!r}, got {found}. Correct or remove the "
+                f"line, or set field."
+            )
+        text = content[self._field]
         if not isinstance(text, str):
             raise AxcoreError(f"{name}: the field {self._field!r} must be a string, got {type(text).__name__}")
         return Document(name, text.encode(errors="replace"))

@@ -19,7 +19,7 @@ import numpy as np
 from axcore import config
 from axcore.train.data.pieces import Pieces
 from axcore.train.data.source import Document, Source, Split
-from axcore.train.files import os_reason
+from axcore.train.files import expanded, os_reason
 
 if TYPE_CHECKING:
     import grain
@@ -89,7 +89,7 @@ class TextFiles(Source):
 
     def folder(self) -> Path:
         """The folder to read. A subclass may find it in its own way."""
-        return Path(self.cfg.folder).expanduser()
+        return expanded(self.cfg.folder, "folder")
 
     def is_validation(self, name: str) -> bool:
         """Whether the file with this path below the folder is for validation."""
@@ -211,10 +211,11 @@ class TextFiles(Source):
             )
         if not train or not validation:
             full, empty = ("training", "validation") if train else ("validation", "training")
+            advice = f"{'Raise' if train else 'Lower'} validation_percent={percent}, or cut"
             raise config.ConfigError(
                 f"the files in folder={folder!r}, {train + validation} in number, are all for {full}, none is for "
-                f"{empty} (a hash of its path assigns each file). {'Raise' if train else 'Lower'} "
-                f"validation_percent={percent}, or cut the text into more files."
+                f"{empty} (a hash of its path assigns each file). "
+                f"{advice if train + validation > 1 else 'Cut'} the text into more files."
             )
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from axcore.config import AxcoreError
-from axcore.train.files import os_reason
+from axcore.train.files import expanded, os_reason
 
 if os.name == "posix":
     import fcntl
@@ -24,7 +24,7 @@ def create(folder: str | os.PathLike[str]) -> pathlib.Path:
     Raises:
         AxcoreError: the path is a file, or the folder is not writable. The message names the folder and the reason.
     """
-    folder = pathlib.Path(folder).expanduser().absolute()
+    folder = expanded(folder, "out").absolute()
     probe = folder / f".probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -136,6 +136,8 @@ class Session:
             state = given or self.program.init(np.array(self.cfg.seed, np.uint32))
         if resume:
             self._say(f"resuming after step {done}" if done else "no checkpoint yet: starting over")
+        if self.total is not None and done > self.total:
+            self._say(f"steps={self.total} is fewer than the {done} steps already done, so no step is trained")
         info = RunInfo(self.cfg, self.folder, self.input, self.program, done, self.total, resume)
         self.asked += self.callbacks.start(info)
         self._raise_failure()

@@ -34,7 +34,7 @@ from axcore.train.run.budget import PLAN_FILE
 from axcore.train.run.session import Prepared, Session
 from axcore.train.step.learner import Learner
 from axcore.train.step.objective import CrossEntropy, Objective
-from axcore.train.step.program import Program, TrainState, program
+from axcore.train.step.program import UNKNOWN_STEPS, Program, TrainState, program
 
 CONFIG_FILE = "config.txt"
 MOST_MINUTES = 10_000_000
@@ -76,6 +76,8 @@ class Trainer(config.Configurable):
                 f"flags --steps and --minutes do that)."
             )
         at_least(cfg, 1, "steps", "microbatches")
+        if cfg.steps is not None and cfg.steps >= UNKNOWN_STEPS:
+            raise ConfigError(f"steps={cfg.steps} must be below {UNKNOWN_STEPS:,}")
         if cfg.minutes is not None and not 0 < cfg.minutes < MOST_MINUTES:
             raise ConfigError(f"minutes={cfg.minutes} must be positive and below {MOST_MINUTES:,}")
         if not 0 <= cfg.seed < 2**32:
@@ -104,7 +106,7 @@ class Trainer(config.Configurable):
             TrainingError: the loss or the parameters are not finite.
             RunStopped: SIGINT or SIGTERM ended the run; the state is saved.
         """
-        folder = Path(out).expanduser().absolute()
+        folder = files.expanded(out, "out").absolute()
         with signals.graceful(), runtime.watch(), contextlib.ExitStack() as stack:
             agree(self.config)
             with runtime.together("prepare"):
