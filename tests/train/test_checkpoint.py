@@ -220,7 +220,7 @@ def test_an_unknown_step_lists_the_known_ones(checkpointer):
 
 def test_bad_values_are_config_errors(folder):
     for bad in ({"keep": 0}, {"keep_every": 0}):
-        with pytest.raises(ConfigError, match=rf"checkpointer\.{next(iter(bad))} is 0"):
+        with pytest.raises(ConfigError, match=rf"checkpointer\.{next(iter(bad))}=0"):
             Checkpointer.Config(**bad).build(folder)
 
 

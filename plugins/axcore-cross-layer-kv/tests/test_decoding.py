@@ -91,7 +91,5 @@ class Reading(KVCache):
 
 def test_a_cache_that_attends_by_itself_is_refused_by_path():
     cfg = with_cache(Reading.Config())
-    with pytest.raises(
-        ax.ConfigError, match=r"^decoder\.layers\.0\.attention\.cache: Reading computes attention"
-    ):
+    with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.0\.attention\.cache: Reading computes attention"):
         loss_and_grads(cfg, parameters(cfg), batch())

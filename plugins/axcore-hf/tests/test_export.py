@@ -55,7 +55,7 @@ def test_a_config_that_says_something_else_is_told_and_one_of_other_sizes_refuse
 
 def test_a_model_that_was_never_converted_needs_a_config(model, tmp_path):
     (model / PUBLISHED).unlink()
-    with pytest.raises(AxcoreError, match="needs --config FILE"):
+    with pytest.raises(AxcoreError, match="requires --config FILE"):
         export([str(model), str(tmp_path / "out")])
     with pytest.raises(AxcoreError, match="--shard-gib must be positive, not 0"):
         export([str(model), str(tmp_path / "out"), "--config", str(RECORDED / "llama/config.json"), "--shard-gib", "0"])

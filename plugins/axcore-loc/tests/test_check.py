@@ -160,7 +160,7 @@ def test_templates_are_no_distributions(repository):
 
 
 def test_an_unknown_commit_a_shallow_clone_and_no_repository(repository, tmp_path_factory):
-    with pytest.raises(GitError, match=r"--base v9: there is no such commit here; give a branch"):
+    with pytest.raises(GitError, match=r"--base v9: the commit does not exist here; give a branch"):
         check(repository, "v9")
     first = git(repository, "rev-parse", "HEAD").strip()
     add_plugin(repository)
@@ -169,5 +169,5 @@ def test_an_unknown_commit_a_shallow_clone_and_no_repository(repository, tmp_pat
     git(clone, "clone", "-q", "--depth=1", f"file://{repository}", "shallow")
     with pytest.raises(GitError, match=r"this clone is shallow .* git fetch --unshallow"):
         check(clone / "shallow", first)
-    with pytest.raises(GitError, match="is in no git repository"):
+    with pytest.raises(GitError, match="is not in a git repository"):
         check(clone, "HEAD")

@@ -51,7 +51,7 @@ def test_where_chooses_linear_layers_and_passes_over_the_rest(where, expected):
 
 @pytest.mark.parametrize("where", [Attention, "decoder.layers.attention"])
 def test_where_without_a_linear_layer_says_what_it_found(where):
-    with pytest.raises(ax.ConfigError, match=r"no linear layer, only decoder\.layers\.attention; .* append '\.\*\*'"):
+    with pytest.raises(ax.ConfigError, match=r"no linear layer, only decoder\.layers\.attention\. .* append '\.\*\*'"):
         ax.use("lora", where=where)(tiny_model())
 
 

@@ -89,7 +89,7 @@ def test_adapters_that_know_no_groups_are_refused_and_not_ignored():
 
 
 def test_experts_without_a_width_are_refused():
-    with pytest.raises(ax.ConfigError, match=r"block\.hidden_dim is REQUIRED; set the hidden features"):
+    with pytest.raises(ax.ConfigError, match=r"block\.hidden_dim is REQUIRED\. Set it to the hidden features"):
         shapes(ax.select(mixture(), "experts.block").set(hidden_dim=ax.REQUIRED))
 
 
@@ -103,5 +103,5 @@ def test_each_expert_starts_as_a_block_of_its_own_would():
 def test_a_grouped_product_that_is_not_installed_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     cfg = mixture(dispatch=Dropless(matmul=Tokamax()))
-    with pytest.raises(ax.ConfigError, match=r"Tokamax needs tokamax \(pip install tokamax\)"):
+    with pytest.raises(ax.ConfigError, match=r"Tokamax requires the package tokamax \(pip install tokamax\)"):
         call(cfg, parameters(cfg), tokens(3))

@@ -86,5 +86,5 @@ def test_the_shared_block_computes_every_token_and_may_be_gated(gated):
 
 
 def test_a_gate_of_no_shared_block_is_refused():
-    with pytest.raises(ax.ConfigError, match="shared_gate weighs the shared block, and shared is None"):
+    with pytest.raises(ax.ConfigError, match="shared_gate requires a shared block, but shared is None"):
         shapes(mixture(shared_gate=Linear.Config()))

@@ -103,10 +103,10 @@ def test_the_source_is_asked_for_what_lies_as_the_experts_but_for_their_axis():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shared_experts": 1}, "at decoder.layers.ffn: a dense model has nothing for a shared block"),
-        ({"scale": 2.0}, "must add up to 1, and those of router=.*scale=2.0.* do not"),
-        ({"normalize": False}, "must add up to 1"),
-        ({"expert_choice": True}, "must add up to 1"),
+        ({"shared_experts": 1}, "at decoder.layers.ffn: a dense model has no weights for a shared block"),
+        ({"scale": 2.0}, "must sum to 1, but those of router=.*scale=2.0.* do not"),
+        ({"normalize": False}, "must sum to 1"),
+        ({"expert_choice": True}, "must sum to 1"),
     ],
 )
 def test_what_would_not_compute_the_same_is_refused(options, message, dense):

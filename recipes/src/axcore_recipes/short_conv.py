@@ -50,7 +50,7 @@ class ShortConv(ax.Layer):
         if self.past is None:
             past = jnp.zeros((batch, reach, dim), x.dtype)
         elif tokens.cached is None:
-            raise ContextError("a model that keeps the state of its rows is called through axcore.infer.Decoder")
+            raise ContextError("a model that keeps the state of its rows must be called through axcore.infer.Decoder")
         else:
             past = tokens.cached.take(self.past).astype(x.dtype)
         row = jnp.concatenate([past, x], axis=1)
