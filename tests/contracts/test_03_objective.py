@@ -138,7 +138,7 @@ def test_the_mean_of_the_means_would_be_wrong():
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_state_that_gradients_overwrite_moves_once_a_step_through_scan_remat_and_microbatches(microbatches):
+def test_gradient_state_updates_once_per_step_through_scan_remat_and_microbatches(microbatches):
     metrics, (_, state) = zip(*trained(microbatches), strict=True)
     history = by_path(state.model_state)["decoder.layers.ffn.down.adapter.history"]
     largest = [each["decoder.layers.*.ffn.down.adapter.largest"] for each in metrics]
@@ -222,7 +222,7 @@ def test_a_batch_cut_over_devices_and_microbatches_gives_the_gradients_of_one_de
     ("microbatches", "told"),
     [(3, r"input\.batch_size=8 does not divide into microbatches=3"), (0, "microbatches must be at least 1, not 0")],
 )
-def test_microbatches_that_cannot_be_are_refused(microbatches, told):
+def test_invalid_microbatches_are_rejected(microbatches, told):
     cfg = Trainer.Config(model=PLAIN, input=INPUT, learner=LEARNER, steps=1, microbatches=microbatches)
     with pytest.raises(ax.ConfigError, match=told):
         cfg.build().program().batch_shapes(batch())
@@ -236,7 +236,7 @@ def test_microbatches_that_cannot_be_are_refused(microbatches, told):
         ({"label_smoothing": 1.0}, r"objective.label_smoothing must be at least 0 and below 1, not 1\.0"),
     ],
 )
-def test_values_of_cross_entropy_that_cannot_be_name_its_path(fields, told):
+def test_invalid_values_of_cross_entropy_name_its_path(fields, told):
     with pytest.raises(ax.ConfigError, match=told):
         program(PLAIN, LEARNER, Mesh().make(jax.devices()[:1]), CrossEntropy.Config(**fields))
 
@@ -248,7 +248,7 @@ class Mean(Objective):
         return model.logits(model.predictions(batch)[0].hidden).mean()
 
 
-def test_an_objective_that_returns_a_mean_is_told_what_to_return():
+def test_an_objective_that_returns_a_mean_is_rejected():
     made = program(PLAIN, LEARNER, Mesh().make(jax.devices()[:1]), Mean.Config())
     with pytest.raises(ax.ConfigError, match=r"objective: Mean must return a LossSum of two scalars"):
         made.compile_train(batch())

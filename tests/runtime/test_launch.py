@@ -69,7 +69,7 @@ def test_the_first_failure_is_the_message_and_the_exit_code(code, message, exit_
     assert caught.value.exit_code == exit_code
 
 
-def test_what_cannot_be_started_says_so():
+def test_a_command_that_cannot_start_is_reported():
     with pytest.raises(AxcoreError, match=r"cannot start process 0: .*No such file"):
         launch(["/no/such/program"], processes=2)
 

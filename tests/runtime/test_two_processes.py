@@ -51,7 +51,15 @@ def test_the_failure_of_one_ends_both(name, victim, message, exit_code):
     assert time.monotonic() - began < 200
 
 
-def test_a_process_whose_others_never_come_says_for_whom_it_waits_and_ends():
+def test_after_a_signal_a_process_may_take_its_time_to_close(capfd):
+    with pytest.raises(LaunchFailed, match="SIGTERM: the run stops") as caught:
+        start("stop", victim=1)
+    assert caught.value.exit_code == 75
+    out, err = capfd.readouterr()
+    assert "[1] closed" in out and "[1] axcore: process 0 of 2 failed" not in err
+
+
+def test_a_process_that_waits_in_vain_reports_it_and_exits():
     """As in a shell under `srun --pty -n 8`, which has the variables of a task."""
     slurm = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "8", "PROCID": "0", "LOCALID": "0"}
     done = subprocess.run(

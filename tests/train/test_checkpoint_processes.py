@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_made_and_damage_are_raised_on_both(found, folde
         assert re.search(r"/4 is damaged \(state/ocdbt\.process_1/d/.*checksum differs", each["damage"])
 
 
-def test_one_that_does_not_come_is_named_after_the_time_out(found):
+def test_a_missing_process_is_named_after_the_timeout(found):
     assert found[0]["late"].startswith("RuntimeTimeout: process 0 of 2 waited 2 s at 'restore-4' for process(es) 1,")
 
 

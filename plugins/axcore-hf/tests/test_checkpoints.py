@@ -60,7 +60,7 @@ def test_every_tensor_that_is_wrong_is_listed_with_both_names_and_nothing_is_wri
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_are_no_numbers_are_refused(checkpoint, tmp_path):
+def test_nan_weights_are_rejected(checkpoint, tmp_path):
     rewrite(checkpoint, lambda held: held["model.norm.weight"].__setitem__(0, np.nan))
     with pytest.raises(
         AxcoreError, match=r"has values that are not finite:\n  model\.norm\.weight \(our norm\.scale\)"
@@ -69,20 +69,20 @@ def test_weights_that_are_no_numbers_are_refused(checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_only_looks_like_a_scale_is_an_unknown_tensor(checkpoint, tmp_path):
+def test_a_tensor_that_only_looks_like_a_scale_is_unknown(checkpoint, tmp_path):
     rewrite(checkpoint, lambda held: held.update({"model.norm.weight_scale_inv": np.full((1, 1), 7.0, np.float32)}))
     with pytest.raises(AxcoreError, match=r"unknown: model\.norm\.weight_scale_inv \(1, 1\)"):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
 
 
-def test_integers_are_no_weights(checkpoint, tmp_path):
+def test_integer_weights_are_rejected(checkpoint, tmp_path):
     rewrite(checkpoint, lambda held: held.update({"model.norm.weight": np.ones((16,), np.int32)}))
     with pytest.raises(AxcoreError, match=r"model\.norm\.weight has the dtype int32, but weights must be"):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("kept", [4, 100, -10])
-def test_a_truncated_file_is_told(checkpoint, tmp_path, kept):
+def test_a_truncated_file_is_reported(checkpoint, tmp_path, kept):
     content = (checkpoint / SINGLE).read_bytes()
     (checkpoint / SINGLE).write_bytes(content[:kept])
     with pytest.raises(AxcoreError, match=r"model\.safetensors is truncated or not a safetensors file"):
@@ -119,7 +119,7 @@ def test_files_of_an_index_are_read_and_must_agree_with_it(checkpoint, tmp_path)
     convert([f"hf:{checkpoint}", str(tmp_path / "other")])
 
 
-def test_configs_that_nobody_understands_are_refused_by_field(checkpoint, tmp_path):
+def test_unsupported_config_fields_are_rejected_by_name(checkpoint, tmp_path):
     change_config(checkpoint, residual_multiplier=0.5)
     with pytest.raises(AxcoreError, match=r"not supported for model_type 'llama': residual_multiplier=0\.5"):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
@@ -145,12 +145,12 @@ def test_configs_that_nobody_understands_are_refused_by_field(checkpoint, tmp_pa
         ("gguf:package:json", "no package 'json' with a GGUF file is installed"),
     ],
 )
-def test_sources_that_are_none(source, message, tmp_path):
+def test_invalid_sources_are_rejected(source, message, tmp_path):
     with pytest.raises(AxcoreError, match=message):
         convert([source, str(tmp_path / "out")])
 
 
-def test_what_exists_is_not_written_over(checkpoint, tmp_path):
+def test_existing_files_are_not_overwritten(checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(AxcoreError, match="already exists"):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
@@ -185,7 +185,7 @@ def test_a_vocabulary_that_is_larger_than_the_model_is_refused_and_one_that_fits
     assert ModelFolder.open(tmp_path / "given").tokenizer.build().vocab_size == 60
 
 
-def test_a_family_of_ones_own_arrives_by_entry_point(checkpoint, tmp_path, monkeypatch):
+def test_an_entry_point_adds_a_family(checkpoint, tmp_path, monkeypatch):
     module = types.ModuleType("my_family")
     module.FAMILY = Family("My model", ("mymodel",), llama, lambda cfg: RULES)
     module.WRONG = 3
@@ -222,7 +222,7 @@ def test_a_family_of_ones_own_arrives_by_entry_point(checkpoint, tmp_path, monke
         (InterleavedRope(2), [(3, 8)]),
     ],
 )
-def test_what_is_written_is_read_again(transform, shapes):
+def test_written_tensors_can_be_read_again(transform, shapes):
     random = np.random.default_rng(0)
     ours = [random.normal(size=shape) for shape in shapes]
     theirs = transform.write(ours)

@@ -34,7 +34,7 @@ def test_tensors_and_config_are_in_the_dtype_asked_for(model, tmp_path):
     assert (described(tmp_path / "same")["dtype"], described(tmp_path / "wide")["dtype"]) == ("bfloat16", "float32")
 
 
-def test_what_is_written_is_not_called_quantized(model, tmp_path):
+def test_an_exported_config_is_not_marked_as_quantized(model, tmp_path):
     raw = json.loads((model / PUBLISHED).read_text())
     (model / PUBLISHED).write_text(json.dumps({**raw, "quantization_config": None}))
     export([str(model), str(tmp_path / "out")])

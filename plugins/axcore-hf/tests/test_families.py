@@ -113,7 +113,7 @@ def unpacked(transform, blocks, scales, shapes):
 
 
 @pytest.mark.parametrize("outer", ["language_model.model.", "model.language_model."])
-def test_of_several_modalities_the_language_model_is_read(tmp_path, outer, capsys):
+def test_the_language_model_of_a_multimodal_model_is_read(tmp_path, outer, capsys):
     """In the two spellings of names, with a config that leaves out what it has by default."""
     plain = PARITY / "recorded" / "gemma3"
     raw = json.loads((plain / "config.json").read_text())
@@ -134,7 +134,7 @@ def test_of_several_modalities_the_language_model_is_read(tmp_path, outer, capsy
     same(load_file(tmp_path / "back" / "model.safetensors"), load_file(plain / "model.safetensors"))
 
 
-def test_a_kind_of_language_model_that_is_not_known_is_refused():
+def test_an_unknown_language_model_is_rejected():
     raw = {"model_type": "some_vlm", "text_config": {"model_type": "some_text"}}
     with pytest.raises(ax.ConfigError, match=r"model_type='some_vlm' is not supported"):
         model_of(raw)
@@ -222,12 +222,12 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
         ),
     ],
 )
-def test_what_a_config_says_and_nobody_understands_is_refused(fields, message):
+def test_unsupported_config_values_are_rejected(fields, message):
     with pytest.raises(ax.ConfigError, match=message):
         model_of(LLAMA | fields)
 
 
-def test_a_kind_of_layer_that_is_not_known_is_refused():
+def test_an_unknown_layer_type_is_rejected():
     raw = PUBLISHED["gpt-oss-20b"]["config"]
     with pytest.raises(ax.ConfigError, match=r"layer_types has 'chunked_attention', which is not supported\. Known"):
         model_of(raw | {"layer_types": ["chunked_attention", *raw["layer_types"][1:]]})

@@ -116,7 +116,7 @@ def test_a_tokenizer_is_made_of_the_metadata(tmp_path, pre, expected):
     assert tokenizer.decode(tokenizer.encode(b"ab ab12")) == b"ab ab12"
 
 
-def test_what_a_file_says_and_nobody_understands_is_refused(tmp_path):
+def test_unsupported_metadata_is_rejected(tmp_path):
     def opened(**more):
         return Checkpoint.open(f"gguf:{write(tmp_path / 'tiny.gguf', **more)}")
 
@@ -128,7 +128,7 @@ def test_what_a_file_says_and_nobody_understands_is_refused(tmp_path):
         opened(tokenizer=True, pre="other")
 
 
-def test_damaged_files_and_other_architectures_are_told(tmp_path):
+def test_damaged_files_and_unknown_architectures_are_reported(tmp_path):
     content = write(tmp_path / "tiny.gguf").read_bytes()
     for kept in (3, 60, len(content) // 2, len(content) - 40):
         (tmp_path / "cut.gguf").write_bytes(content[:kept])

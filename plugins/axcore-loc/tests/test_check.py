@@ -153,7 +153,7 @@ def test_a_list_of_offers_may_grow_in_recipes_too(repository):
     assert found.by_owner() == {"nn": 0, "recipes": 0, "the plugin itself": 1}
 
 
-def test_templates_are_no_distributions(repository):
+def test_templates_are_not_distributions(repository):
     write(repository, {f"src/axcore/templates/{name}": text for name, text in {"pyproject.toml": PYPROJECT}.items()})
     write(repository, {"src/axcore/templates/src/axcore_gate/plugin.py": PLUGIN})
     assert not check(repository, "HEAD").features

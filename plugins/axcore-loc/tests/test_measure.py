@@ -162,12 +162,12 @@ def test_the_plainest_variant_comes_first_and_too_many_are_refused():
         workspace.names("models", 25)
 
 
-def test_what_the_core_offers_itself_and_what_nobody_offers(capsys):
+def test_features_of_the_core_and_unknown_features_are_rejected(capsys):
     with pytest.raises(ax.ConfigError, match="'adamw' is a feature of the core"):
         measure("adamw")
     with pytest.raises(ax.ConfigError, match="requires at least two models and two attentions, not 1 and 12"):
         measure("rope", 1)
-    with pytest.raises(ax.AxcoreError, match="no installed plugin offers it"):
+    with pytest.raises(ax.AxcoreError, match="no installed plugin offers the feature"):
         measure("no-such-feature")
     with pytest.raises(ax.AxcoreError, match=r"rope has no option 'thetta'. Did you mean 'theta'\?"):
         main(["measure", "rope:thetta=3"])

@@ -196,7 +196,7 @@ def test_logical_axes_are_the_weights():
         ({"dropout": -0.1}, "dropout must be at least 0 and below 1, not -0.1"),
     ],
 )
-def test_options_that_cannot_be_are_refused_by_path(kind, options, message):
+def test_invalid_options_are_rejected_by_path(kind, options, message):
     adapter = kind.Config(**{"rank": 2, **options})
     with pytest.raises(ax.ConfigError, match=f"^adapter: {message}"):
         abstract(Linear.Config(input_dim=INPUT, output_dim=OUTPUT, adapter=adapter))

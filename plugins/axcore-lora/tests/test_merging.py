@@ -218,7 +218,7 @@ def test_a_trainers_config_loses_the_rates_that_froze_it():
     assert_equal(unmerge(cfg, merged.params, merged.kept), params, rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_belong_together_is_refused_by_path():
+def test_mismatched_parameters_are_rejected_by_path():
     cfg = model(True, where="**.query")
     params = trained(cfg)
     merged = merge(cfg, params)

@@ -197,7 +197,7 @@ def test_rates_and_steps_start_in_their_ranges():
         ({"conv_width": 0}, "conv_width must be at least 1"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(edit, message):
+def test_invalid_configs_are_rejected(edit, message):
     with pytest.raises(ax.ConfigError, match=message):
         abstract(CONFIG.set(**edit))
 

@@ -68,7 +68,7 @@ def test_it_decodes_as_it_computes_in_full(dispatch):
     np.testing.assert_allclose(np.concatenate(found, axis=1), full, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_whose_experts_choose_trains_and_is_not_decoded():
+def test_expert_choice_trains_and_cannot_decode():
     cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, expert_choice=True))
     model = cfg.build(rngs=ax.Rngs(0))
     fn, params, state = functional(model)
@@ -130,7 +130,7 @@ def test_a_run_learns_and_warns_of_an_expert_that_starves(tmp_path, capsys):
     assert told[0].startswith("step 3: ")
 
 
-def test_no_block_becomes_a_mixture_twice():
+def test_replacing_a_mixture_again_is_rejected():
     cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4))
     with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.ffn is already a mixture of experts"):
         ax.pipe(cfg, ax.use("moe", num_experts=2))
@@ -163,6 +163,6 @@ def test_no_block_becomes_a_mixture_twice():
         ({"num_experts": 4, "where": "decoder.layers.attention"}, "only a FeedForward can become a mixture of experts"),
     ],
 )
-def test_bad_options_are_refused_with_what_was_expected(options, message):
+def test_invalid_options_are_rejected_with_the_requirement(options, message):
     with pytest.raises(ax.ConfigError, match=message.replace(".", r"\.")):
         ax.pipe(tiny_model(), ax.use("moe", **options)).build(rngs=ax.Rngs(0))

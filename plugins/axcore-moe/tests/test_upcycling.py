@@ -65,7 +65,7 @@ def test_noise_tells_the_experts_apart(dense):
         np.testing.assert_allclose(added.std() / np.std(leaf["weight"][:, 0]), 0.1, rtol=0.25)
 
 
-def test_copies_lie_as_the_experts_do():
+def test_copies_are_sharded_like_the_experts():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
     experts = jax.ShapeDtypeStruct((2, 3, 4, 5), np.float32, sharding=sharding)
@@ -109,7 +109,7 @@ def test_the_source_is_asked_for_what_lies_as_the_experts_but_for_their_axis():
         ({"expert_choice": True}, "must sum to 1"),
     ],
 )
-def test_what_would_not_compute_the_same_is_refused(options, message, dense):
+def test_mixtures_that_differ_from_their_block_are_rejected(options, message, dense):
     with pytest.raises(ax.ConfigError, match=message):
         started(dense[0], ax.pipe(base(), ax.use("moe", num_experts=3, **options)))
 

@@ -48,6 +48,6 @@ def test_a_second_use_is_refused():
         ax.pipe(Learner.Config(), ax.use("muon"), ax.use("muon"))
 
 
-def test_it_goes_into_learners_only():
+def test_only_learners_are_accepted():
     with pytest.raises(ax.ConfigError, match="at the root: Muon requires a learner"):
         ax.use("muon", where=lambda path, node: True)(AdamW.Config())

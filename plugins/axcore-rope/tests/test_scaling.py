@@ -68,7 +68,7 @@ class Halved(Scaling):
         return 3.0
 
 
-def test_a_scaling_of_ones_own_is_a_subclass():
+def test_a_custom_scaling_is_a_subclass():
     x, rates = features(), 0.5 * 10_000.0 ** (-np.arange(4) / 4)
     found = rotated(x, layout="interleaved", scaling=Halved())
     np.testing.assert_allclose(found, turned_pairs(x, rates, 3.0), atol=1e-5)
@@ -155,7 +155,7 @@ def test_learned_positions_are_added_and_go_with_the_document():
     assert np.abs(moved - fn(params, state, ids)[0][0]).max() > 1e-3
 
 
-def test_a_position_beyond_what_was_learned_is_never_a_silent_guess():
+def test_positions_beyond_the_learned_ones_give_nan_or_an_error():
     cfg = ax.pipe(tiny_model(), ax.use("learned-positions", max_len=6))
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     with pytest.raises(ax.ConfigError, match="position: the row has 8 tokens, but max_len=6"):
@@ -220,7 +220,7 @@ def test_a_position_beyond_what_was_learned_is_never_a_silent_guess():
         ),
     ],
 )
-def test_bad_values_are_refused_with_what_was_expected(make, message):
+def test_invalid_values_are_rejected_with_the_requirement(make, message):
     with pytest.raises(ax.ConfigError, match=message):
         make()
 
@@ -238,14 +238,14 @@ def test_bad_values_are_refused_with_what_was_expected(make, message):
         ),
     ],
 )
-def test_coordinates_that_a_model_has_no_use_for_are_refused(feature, options, message):
+def test_unsupported_coordinates_are_rejected(feature, options, message):
     cfg = ax.pipe(tiny_model(), ax.use(feature, **options))
     fn, params, state = abstract(cfg)
     with pytest.raises(ax.ConfigError, match=message):
         jax.eval_shape(fn, params, state, tiny_batch()["inputs"], jnp.zeros((2, 8, 3), jnp.int32))
 
 
-def test_what_a_scaling_cannot_do_is_told_when_the_model_is_built():
+def test_unsupported_scalings_raise_while_building_the_model():
     scaling = LongRoPE(short=(1.0,), long=(1.0,), original_max=4)
     with pytest.raises(ax.ConfigError, match=r"attention\.position: LongRoPE\.short has 1 factors; 4 rotated features"):
         abstract(ax.pipe(tiny_model(), ax.use("rope", scaling=scaling)))
@@ -257,7 +257,7 @@ class Short(Scaling):
 
 
 @pytest.mark.parametrize("old", ["type", "rope_type"])
-def test_older_configs_name_the_type_otherwise_and_give_theta_apart(old):
+def test_older_configs_with_another_type_name_and_separate_theta(old):
     cfg = from_rope_parameters({old: "linear", "factor": 4.0}, head_dim=8, theta=5000, partial_rotary_factor=0.5)
     assert cfg == Rotary.Config(theta=5000.0, rotary_dim=4, scaling=Linear(factor=4.0))
 
@@ -275,6 +275,6 @@ def test_older_configs_name_the_type_otherwise_and_give_theta_apart(old):
         ({"rope_type": "default"}, None),
     ],
 )
-def test_what_a_dictionary_leaves_out_comes_from_the_length_of_the_config(parameters, scaling):
+def test_missing_fields_default_to_the_length_of_the_config(parameters, scaling):
     found = from_rope_parameters({"rope_theta": 1e4, **parameters}, head_dim=2, max_position_embeddings=64)
     assert found == Rotary.Config(scaling=scaling)

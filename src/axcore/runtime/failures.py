@@ -56,6 +56,11 @@ class Failure:
         """False if the failure is a consequence of another process's failure."""
         return self.code != ExitCode.PEER_FAILED
 
+    @property
+    def is_stop(self) -> bool:
+        """True if it only stopped after a signal. All processes do so after the same step."""
+        return self.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+
     def seen_from(self, world: World) -> PeerFailed:
         return PeerFailed(f"{world.named(self.index)} failed: {self.message}")
 

@@ -198,7 +198,7 @@ def _wait(children: list[_Child], killed: threading.Event) -> None:
     while any([child.running() for child in children]) and not killed.is_set():
         failures = [failure for child in children if not child.running() and (failure := child.failure()) is not None]
         if failures and deadline is None:
-            stopping = all(each.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED) for each in failures)
+            stopping = all(each.is_stop for each in failures)
             deadline = time.monotonic() + (STOPPING_SECONDS if stopping else ENDING_SECONDS)
         if deadline is not None and time.monotonic() > deadline:
             return

@@ -88,9 +88,11 @@ def together(name: str, timeout: float | None = None) -> Iterator[None]:
             raise
         failure = error
     text = "" if failure is None else str(failure) if isinstance(failure, AxcoreError) else repr(failure)
-    found = gather(name, text.encode(), timeout)
-    if failure is not None:
-        raise failure
+    try:
+        found = gather(name, text.encode(), timeout)
+    finally:
+        if failure is not None:  # also where the others did not come
+            raise failure
     for process, told in enumerate(found):
         if told:
             raise PeerFailed(f"process {process} of {len(found)} failed: {told.decode()}")

@@ -76,6 +76,8 @@ def _tell(watcher: _Watcher, error: BaseException) -> None:
     global _failed
     record(error)
     _failed = Failure.of(error, watcher.world.index)
+    if _failed.is_stop:  # not told: the others stop too, and may take their time to close
+        return
     with contextlib.suppress(Exception):
         watcher.board.post(_failed)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from axcore.config import ConfigError, at_least
-from axcore.train import Callback, Request
+from axcore.train import Callback, Request, RunInfo
 
 
 class EarlyStopping(Callback):
@@ -39,9 +39,15 @@ class EarlyStopping(Callback):
             self.best, self.waited = value, 0
             return None
         self.waited += 1
-        if self.waited < cfg.patience:
+        return self._verdict()
+
+    def start(self, run: RunInfo) -> Request | None:
+        return self._verdict()  # a run that was stopped stays so when it is resumed, unless its patience grew
+
+    def _verdict(self) -> Request | None:
+        if self.waited < self.config.patience:
             return None
-        reason = f"{cfg.metric} has not improved in {self.waited} evaluations"
+        reason = f"{self.config.metric} has not improved in {self.waited} evaluations"
         return Request(stop=True, reason=reason, deterministic=True)
 
     def state(self) -> Mapping[str, float | int | None]:

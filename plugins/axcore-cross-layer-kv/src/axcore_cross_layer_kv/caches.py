@@ -15,6 +15,7 @@ class ShareKV(KVCache):
     """
 
     class Config(KVCache.Config):
+        layout_fields = ("cache",)
         input_dim: int = ax.REQUIRED
         num_heads: int = ax.REQUIRED
         num_kv_heads: int = ax.REQUIRED
@@ -55,6 +56,7 @@ class BorrowKV(KVCache):
     """Attends with the keys and values that an earlier layer shared. Has no decoding state of its own."""
 
     class Config(KVCache.Config):
+        layout_fields = ()
         num_kv_heads: int = ax.REQUIRED
         head_dim: int = ax.REQUIRED
         name: str

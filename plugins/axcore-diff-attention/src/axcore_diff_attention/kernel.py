@@ -39,6 +39,7 @@ class DiffAttention(AttentionKernel):
     """
 
     class Config(AttentionKernel.Config):
+        layout_fields = ("kernel",)
         num_heads: int = ax.REQUIRED
         num_kv_heads: int = ax.REQUIRED
         kernel: AttentionKernel.Config = ReferenceKernel.Config()

@@ -64,7 +64,7 @@ def places(before: Config, after: Config, package: str) -> Places:
 def _roles(root: Config) -> Iterable[tuple[str, Role]]:
     for path, node in walk(root):
         names = path.split(".") if path else []
-        while names and names[-1].isdigit():  # the tuple is the slot
+        while names and not isinstance(get(root, ".".join(names[:-1])), Config):  # the tuple or mapping is the slot
             names.pop()
         slot = names.pop() if names else ""
         parents = _classes(get(root, ".".join(names))) if slot else ()

@@ -118,7 +118,8 @@ class Callback(config.Configurable):
 
     class Config(config.Config):
         on_error: Literal["stop", "disable"] = "stop"
-        """After an exception: save the state and end the run with the error, or disable this callback and continue."""
+        """After an exception: save the state and end the run with the error, or go on without this callback. With
+        several processes, an exception in `evaluate` ends the run at once, since the others may wait for this one."""
         order: int = 0
         """Callbacks with lower numbers run first."""
 
@@ -129,8 +130,8 @@ class Callback(config.Configurable):
         """Must not touch files, since validation builds the config too."""
         self.config = cfg
 
-    def start(self, run: RunInfo) -> None:
-        """Called before the first step. In a resumed run, `set_state` has already been called."""
+    def start(self, run: RunInfo) -> Request | None:
+        """The first step comes next. In a resumed run, `set_state` was called before."""
 
     def due(self, step: int) -> Request | None:
         """Called after each step is dispatched, before its metrics are available. Must be fast."""

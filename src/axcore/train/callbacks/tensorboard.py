@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from axcore.config import AxcoreError
-from axcore.train.callbacks.base import RunInfo
 from axcore.train.callbacks.writers import Writer
 from axcore.train.files import os_reason
 
@@ -38,9 +38,9 @@ class TensorBoardWriter(Writer):
         self._flushed_at = 0.0
         self._events: EventsWriter | None = None
 
-    def start(self, run: RunInfo) -> None:
-        self._events_folder = run.folder / self.config.folder
-        super().start(run)
+    @property
+    def _events_folder(self) -> pathlib.Path:
+        return self.folder / self.config.folder
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboardX.proto.event_pb2 import Event

@@ -31,7 +31,7 @@ class ShuffledDocuments(grain.MapDataset[T]):
     def __len__(self) -> int:
         return len(self._parent)
 
-    def __getitem__(self, index: SupportsIndex) -> T:  # slices come after `repeat`
+    def __getitem__(self, index: SupportsIndex) -> T:
         length = len(self._parent)
         epoch, place = divmod(operator.index(index), length)
         return self._parent[epoch * length + permute(place, length, self._keys(epoch))]

@@ -73,9 +73,8 @@ class _ConcatThenSplitIterator(grain.DatasetIterator[Row]):
         starts = np.zeros(total, bool)
         starts[[begin for begin in begins if begin < total]] = True
         shape = self._count, self._seq_len
-        inputs = np.concatenate([each["inputs"] for each in sequences])[:size]
-        targets = np.concatenate([each["targets"] for each in sequences])[:size]
-        self._rows = make_rows(inputs.reshape(shape), targets.reshape(shape), starts[:size].reshape(shape))
+        inputs, targets = (np.concatenate([each[name] for each in sequences])[:size] for name in ("inputs", "targets"))
+        self._rows = list(make_rows(inputs.reshape(shape), targets.reshape(shape), starts[:size].reshape(shape)))
         self._taken, self._begins, self._sources = 0, begins, sources
         if total > size:
             self._rest = _after(sequences[-1], size - begins[-1])

@@ -44,6 +44,10 @@ class Budget:
         """The total number of steps: the decision, or the current estimate. None in the first seconds."""
         return self.plan["total_steps"] if self.plan is not None else self._expected
 
+    def total(self, step: int) -> int:
+        """The total number of steps as the schedule sees it after `step` steps; UNKNOWN_STEPS before the decision."""
+        return UNKNOWN_STEPS if self.plan is None or step < self.plan["decided_at"] else self.plan["total_steps"]
+
     def decide(self, step: int) -> int | None:
         """The total number of steps if it is decided after `step` steps, else None."""
         if self.plan is not None:

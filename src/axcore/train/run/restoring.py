@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 import jax
 
@@ -29,7 +29,8 @@ class Meta(TypedDict):
 
     Attributes:
         seconds: training time so far, in all attempts.
-        config: the config as text.
+        evaluation_due: whether a signal kept this step from being evaluated; the resumed run does so first.
+        config: the text of the config.
         plugins: the active plugins and their versions.
         input: the identity of the data; see `Input.identity`.
         callbacks: the state of each callback.
@@ -37,6 +38,7 @@ class Meta(TypedDict):
 
     seconds: float
     evaluated: Evaluated
+    evaluation_due: NotRequired[bool]
     config: str
     plugins: dict[str, str]
     input: dict[str, Json]

@@ -73,6 +73,9 @@ class Session:
         self.compiled_before = compilations("train_step")
         self.train_seconds = 0.0
         self.evaluated: Evaluated = {}
+        self.evaluation_due = False
+        self.saved = 0
+        """Step of the newest checkpoint. Kept here, since processes that look at the folder may see different ones."""
         self.total: int | None = cfg.steps
         self.began = time.monotonic()
 
@@ -125,7 +128,8 @@ class Session:
             self.batches.set_state(found.data)
             self.callbacks.set_states(found.meta["callbacks"])
             self.began -= found.meta["seconds"]
-            self.evaluated = found.meta["evaluated"]
+            self.evaluated, self.saved = found.meta["evaluated"], done
+            self.evaluation_due = found.meta.get("evaluation_due", False)
             self._compare_plugins(found.meta["plugins"])
         else:
             given, self.first = self.first, None
@@ -133,7 +137,7 @@ class Session:
         if resume:
             self._say(f"resuming after step {done}" if done else "no checkpoint yet: starting over")
         info = RunInfo(self.cfg, self.folder, self.input, self.program, done, self.total, resume)
-        self.callbacks.start(info)
+        self.asked += self.callbacks.start(info)
         self._raise_failure()
         runtime.barrier("start")  # the first collective times out if processes reach it more than 30 s apart
         batches = map(self.program.place, self.batches)
@@ -152,13 +156,12 @@ class Session:
         self.asked += self.callbacks.step(StepInfo(step, metrics, self.total))
 
     def _train(self, loop: Loop) -> None:
-        cfg, budget, total = self.cfg, None, int(loop.state.total_steps)
-        if cfg.steps is not None:
-            total = cfg.steps
-            loop.state = _with_total(loop.state, total)
-        else:
+        cfg, budget, total = self.cfg, None, self.cfg.steps
+        if total is None:
             assert cfg.minutes is not None
             budget = Budget(cfg.minutes, cfg.learner.schedule, self.folder, began=self.began)
+            total = budget.total(loop.done)  # not that of the checkpoint, which may be of fewer minutes
+        loop.state = _with_total(loop.state, total)
         while loop.done < total and not self._act(loop):
             loop.advance()
             if budget is not None:
@@ -178,12 +181,17 @@ class Session:
         if self.callbacks.failure is not None:
             self.requests.make("failure")
         now = self.requests.due()
-        if self.asked:
-            loop.flush()  # a callback that receives the metrics of the last step may add requests
-            now |= self._granted()
-        if "evaluate" in now and not now & {"signal", "failure"}:
+        # A callback that reads the metrics of the last step may ask for more. With several processes all must flush at
+        # the same step, and only a deterministic request is known to all.
+        if self.asked and (jax.process_count() == 1 or any(request.deterministic for _, request in self.asked)):
+            loop.flush()
+        now |= self._granted()
+        self.evaluation_due |= "evaluate" in now
+        if self.evaluation_due and not now & {"signal", "failure"}:
             self._evaluate(loop)
             now |= self._granted()
+            if self.evaluation_due:  # a signal abandoned it
+                now.add("signal")
         if now & {"save", "signal", "failure"}:
             self._save(loop)
         if now & {"signal", "failure"}:
@@ -225,7 +233,8 @@ class Session:
     def _evaluate(self, loop: Loop) -> None:
         """Computes the metrics of all evaluators, at most once per step."""
         loop.flush()
-        if self.evaluated.get("step") == loop.done:  # evaluated before the checkpoint that this run resumed from
+        if self.evaluated.get("step") == loop.done:  # before the checkpoint that was resumed from
+            self.evaluation_due = False
             return
 
         def check() -> None:
@@ -235,6 +244,7 @@ class Session:
         model = Snapshot(loop.done, loop.state, self.input, self.program, self.eval_step, check)
         with contextlib.suppress(EvaluationAbandoned):
             metrics = self.callbacks.evaluate(model)
+            self.evaluation_due = False
             if metrics:
                 self.evaluated = {"step": loop.done, "metrics": metrics}
                 self.asked += self.callbacks.evaluation(loop.done, metrics)
@@ -243,7 +253,7 @@ class Session:
     def _save(self, loop: Loop) -> None:
         """Starts to write a checkpoint, after the metrics of all steps so far are on disk."""
         loop.flush()
-        if loop.done == 0 or self.checkpointer.latest() == loop.done:
+        if loop.done == self.saved:
             return
         if not _all_finite(loop.state.params):
             raise TrainingError(
@@ -254,12 +264,14 @@ class Session:
         meta: Meta = {
             "seconds": self.train_seconds or self.seconds,
             "evaluated": self.evaluated,
+            "evaluation_due": self.evaluation_due,
             "config": self.cfg.text(),
             "plugins": self.plugins,
             "input": self.input.identity(),
             "callbacks": self.callbacks.states(),
         }
         self.checkpointer.save(loop.done, loop.state, data=self._position(), meta=meta)
+        self.saved = loop.done
         loop.pause()
 
     def _position(self) -> dict[str, Json]:

@@ -162,7 +162,7 @@ class Trainer(config.Configurable):
         allowed = identity.check(parse_text((folder / CONFIG_FILE).read_text()), self.config, folder)
         if jax.process_index() == 0:
             if allowed:
-                print(f"resuming with changes that do not affect the mathematics:\n{allowed}", file=sys.stderr)
+                print(f"resuming with these changes:\n{allowed}", file=sys.stderr)
             if any(change.path == "minutes" for change in allowed):
                 (folder / PLAN_FILE).unlink(missing_ok=True)
 
