@@ -1,4 +1,4 @@
-"""Contract 3: losses are sums and counts, so that parts of a batch give what the whole gives."""
+"""Contract 3: losses are sums and counts, so that parts of a batch give the same result as the whole."""
 
 import functools
 import re
@@ -124,7 +124,7 @@ def test_microbatches_of_unequal_weight_give_losses_gradients_and_updates_of_the
 
 
 def test_the_mean_of_the_means_would_be_wrong():
-    """The rows weigh so differently that averaging microbatches would show."""
+    """The weights of the rows differ enough to detect averaging over microbatches."""
     made, _ = compiled(1, LOSS, MODEL)
     start, objective, rows = made.init(jnp.uint32(3)), LOSS.build(), batch()
     params, state = start.params, start.model_state
@@ -242,7 +242,7 @@ def test_invalid_values_of_cross_entropy_name_its_path(fields, told):
 
 
 class Mean(Objective):
-    """What an objective must not return."""
+    """An objective with an invalid return value."""
 
     def __call__(self, model, batch):
         return model.logits(model.predictions(batch)[0].hidden).mean()

@@ -1,4 +1,4 @@
-"""Contract 5: the platform is the layout's, and lowering lowers the kernel that was chosen for it."""
+"""Contract 5: the layout determines the platform, and lowering uses the kernel selected for it."""
 
 import jax
 import pytest
@@ -23,7 +23,7 @@ _on_tpu.defvjp(lambda q: (_on_tpu(q), None), lambda _, g: (g,))
 
 
 class TpuKernel(AttentionKernel):
-    """Exists on TPUs only: nothing on this host could run it."""
+    """Supports only TPUs, so this host cannot run it."""
 
     def supports(self, request):
         if request.platform != "tpu":

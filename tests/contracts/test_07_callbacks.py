@@ -77,7 +77,7 @@ class Broken(Callback):
 
 
 class Ask(Callback):
-    """Asks for things at given steps."""
+    """Makes requests at given steps."""
 
     class Config(Callback.Config):
         evaluate: int = 0

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM take effect, wherever Python happens to be."""
+"""SIGINT and SIGTERM take effect at any point of a program."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Two processes: they meet, agree, and end together with the error of the one that failed first."""
+"""Two processes synchronize, agree, and end together with the error of the one that failed first."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Checkpoints: exact bits, on any devices, and errors that say what to do."""
+"""Checkpoints: exact restores onto any devices, and helpful errors."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Two processes save and restore together, and what one meets reaches both."""
+"""Two processes save and restore together, and an error of one is raised on both."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What each process met."""
+    """The errors of each process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Parameters whose rate is 0 cost nothing: no gradient, no optimizer state, no part in the norm."""
+"""Parameters whose rate is 0 have no gradient and no optimizer state, and do not count in the norm."""
 
 import jax
 import jax.numpy as jnp

@@ -26,7 +26,7 @@ def logits(cfg, params, state):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(folder, config, what the model computes)."""
+    """(folder, config, output of the model)."""
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=4)
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(5)))
     folder = save_model(tmp_path_factory.mktemp("models") / "one", cfg, params, state, files={"note.txt": b"hello"})
@@ -120,7 +120,7 @@ class Poisoned(Initial):
 
 
 class Misshaped(Initial):
-    """Weights that nobody asked for, in shapes that nobody has."""
+    """Unknown parameters, and arrays of wrong shapes."""
 
     class Config(Initial.Config):
         """No fields."""

@@ -1,4 +1,4 @@
-"""Text files: what is read, how it is split, and what is said when it cannot be."""
+"""Text files: selection, splitting and errors."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Two processes train as one does, and do not begin where they would not run the same."""
+"""Two processes train like one, and do not start with different configs or packages."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Damaged and odd checkpoints, conversion and export at their edges, families of one's own."""
+"""Damaged and unusual checkpoints, edge cases of conversion and export, and custom families."""
 
 import json
 import shutil
@@ -160,7 +160,7 @@ def test_existing_files_are_not_overwritten(checkpoint, tmp_path):
 
 
 def vocabulary(folder, count):
-    """A tokenizer with so many ids."""
+    """A tokenizer with the given number of ids."""
     from tokenizers import Tokenizer, models
 
     file = folder / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Export in other dtypes, of models that were changed, and of what no longer is quantized."""
+"""Export in other dtypes, of changed models, and of models that were quantized."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoints as they are published: their configs, their other spellings and formats, and what is refused."""
+"""Published checkpoints: configs, alternative names and formats, and unsupported variants."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def arrays_of(folder):
 
 @pytest.fixture
 def copied(tmp_path):
-    """(family, change of its tensors, change of its config) -> a folder with the checkpoint so changed."""
+    """(family, change of its tensors, change of its config) -> a folder with the changed checkpoint."""
 
     def copy(family, change, **fields):
         shutil.copytree(PARITY / "recorded" / family, tmp_path / family)
@@ -105,7 +105,7 @@ def test_a_head_that_differs_from_a_tied_embedding_is_refused(copied):
 
 
 def unpacked(transform, blocks, scales, shapes):
-    """What a transform makes of all experts."""
+    """The result of a transform for all experts."""
     made = [np.full(shape, np.nan, np.float32) for shape in shapes]
     for number, index, part in transform.pieces({"b": blocks, "s": scales}.get, ("b", "s"), shapes):
         made[number][index] = part
@@ -114,7 +114,7 @@ def unpacked(transform, blocks, scales, shapes):
 
 @pytest.mark.parametrize("outer", ["language_model.model.", "model.language_model."])
 def test_the_language_model_of_a_multimodal_model_is_read(tmp_path, outer, capsys):
-    """In the two spellings of names, with a config that leaves out what it has by default."""
+    """With both naming schemes, and a config that omits defaults."""
     plain = PARITY / "recorded" / "gemma3"
     raw = json.loads((plain / "config.json").read_text())
     nested = {name: value for name, value in raw.items() if name not in ("rms_norm_eps", "tie_word_embeddings")}

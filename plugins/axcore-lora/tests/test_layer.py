@@ -22,7 +22,7 @@ def config(kind, use_bias=True, **options):
 
 
 def random(cfg, seed=0):
-    """The layer, and normal numbers in the place of all its parameters."""
+    """The layer, with normal random numbers for all parameters."""
     fn, shapes, state = abstract(cfg)
     rng = np.random.default_rng(seed)
     return fn, jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), shapes), state
@@ -41,7 +41,7 @@ def columns(weight):
 
 
 def whole_weight(params):
-    """(the weight that the layer stands for, W + sAB, what DoRA multiplies its columns by)."""
+    """(the effective weight of the layer, W + sAB, DoRA's factors of the columns)."""
     p, adapter = params, params["adapter"]
     moved = p["weight"] + S * adapter["a"] @ adapter["b"]
     length = np.ones(OUTPUT)

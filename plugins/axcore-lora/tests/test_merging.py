@@ -1,4 +1,4 @@
-"""Adapters folded into weights and taken out again; adapters alone, and put back."""
+"""Merging and unmerging adapters, and extracting and loading them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def model(dora, where=Linear, base=None):
 
 
 def trained(cfg, seed=0, size=0.3):
-    """Parameters as training may leave them: no adapter is fresh."""
+    """Parameters as after training: no adapter is zero."""
     rng = np.random.default_rng(seed)
 
     def filled(path, leaf):

@@ -1,4 +1,4 @@
-"""A mixture that starts from a dense model computes what that did."""
+"""A mixture initialized from a dense model computes the same."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def computed(cfg, params, state):
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """(folder, what the dense model computes)."""
+    """(folder, output of the dense model)."""
     cfg = base()
     params, state = jax.jit(initializer(cfg))(jax.random.key(3))
     bias = params["decoder"]["layers"]["ffn"]["up"]["bias"]

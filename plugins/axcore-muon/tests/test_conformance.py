@@ -1,4 +1,4 @@
-"""axcore-muon keeps to what every plugin must, and `use` puts it into a learner."""
+"""axcore-muon passes the suite of plugins, and `use` puts it into a learner."""
 
 import pytest
 

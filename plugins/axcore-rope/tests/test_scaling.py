@@ -58,7 +58,7 @@ def test_a_part_of_the_features_is_rotated_as_if_it_were_all(layout):
 
 
 class Halved(Scaling):
-    """A scaling that nobody but its author knows of."""
+    """A custom scaling."""
 
     def rates(self, theta, rotary_dim, length):
         return 0.5 * theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)

@@ -1,4 +1,4 @@
-"""What can be said of the cuDNN kernel without a GPU; with one (`JAX_PLATFORMS=cuda`), its numbers too."""
+"""The cuDNN kernel: supported requests without a GPU, and numbers with one (`JAX_PLATFORMS=cuda`)."""
 
 import dataclasses
 import importlib
