@@ -486,7 +486,7 @@ def test_mixtures_within_mixtures():
     [
         ({"a": 1.0, "b": 0.0}, r"input\.source: weights\.b=0\.0 must be positive .* remove it"),
         ({"a": 1.0, "b": float("nan")}, r"weights\.b=nan must be positive"),
-        ({"a": 1.0}, r"weights are given for \['a'\] and sources for \['a', 'b'\]"),
+        ({"a": 1.0}, r"the weights are \['a'\], but the sources are \['a', 'b'\]"),
     ],
 )
 def test_invalid_weights(weights, message):
