@@ -15,7 +15,7 @@ from axcore_recipes.reports import compression_bits_per_byte, plot_losses
 
 
 class CompressionReport(Callback):
-    """What zlib and lzma reach on the bytes that the model was evaluated on."""
+    """Compresses the validation text with zlib and lzma for comparison."""
 
     class Config(Callback.Config):
         """No fields of its own."""
@@ -27,7 +27,7 @@ class CompressionReport(Callback):
 
 
 class LossPlot(Callback):
-    """`loss.png`: the losses of each step, and what compressors reach if a `CompressionReport` ran before."""
+    """Writes `loss.png`: the losses over the step, with the results of an earlier `CompressionReport`, if any."""
 
     class Config(Callback.Config):
         order: int = 1
@@ -44,7 +44,7 @@ COMPRESSORS = "zlib_bits_per_byte", "lzma_bits_per_byte"
 
 
 class SampleReport(Callback):
-    """`sample.txt`: how the model continues a prompt. Left out in a run of several processes."""
+    """Writes `sample.txt`, the model's continuation of a prompt. Skipped in a run of several processes."""
 
     class Config(Callback.Config):
         order: int = 1
