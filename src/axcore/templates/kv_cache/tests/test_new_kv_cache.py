@@ -1,4 +1,4 @@
-"""Decoding with axcore-new-kv-cache equals computing everything anew."""
+"""Decoding with axcore-new-kv-cache gives the same logits as full recomputation."""
 
 import jax.numpy as jnp
 import pytest

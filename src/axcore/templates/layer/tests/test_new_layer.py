@@ -1,4 +1,4 @@
-"""axcore-new-layer keeps to what every feature must, and computes what it says."""
+"""axcore-new-layer passes the conformance suites, and computes the formula of its docstring."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Under axcore-new-parallelism a training step gives what it gives on one device."""
+"""With axcore-new-parallelism, a training step gives the same result as on one device."""
 
 import pytest
 

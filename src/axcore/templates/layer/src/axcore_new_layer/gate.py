@@ -9,7 +9,7 @@ from axcore.nn import Attention, Linear
 
 
 class HeadGate(ax.Layer):
-    """`heads * sigmoid(gate(x))`: each token says how much of each head it wants."""
+    """`heads * sigmoid(gate(x))`: each token scales the output of each head."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED

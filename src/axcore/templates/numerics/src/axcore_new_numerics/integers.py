@@ -14,16 +14,16 @@ from axcore.numerics import Numerics, Product, Weight
 
 
 class Integers(Numerics):
-    """Products of integers: a scale for each row of x, found in each call, and one for each output of the weight.
+    """Products of integers, with a scale for each row of x and for each output of the weight.
 
-    In training the weight is a float parameter that is rounded in each call. The backward pass takes the rounding as
-    the identity (straight-through; Bengio et al. 2013, arXiv 1308.3432). For inference the weight is stored as `codes`,
-    int8, and `scales`, float32.
+    In training, the weight is a float parameter that is rounded in each call. The backward pass treats the rounding as
+    the identity (straight-through; Bengio et al. 2013, arXiv 1308.3432). For inference, the weight is stored as int8
+    `codes` and float32 `scales`.
     """
 
     class Config(Numerics.Config):
         bits: int = 8
-        """From 2 to 8, the sign included. All are stored as int8; fewer only round more."""
+        """From 2 to 8, including the sign. Codes are int8 for any number of bits."""
 
     config: Config
 
@@ -41,7 +41,7 @@ class Integers(Numerics):
         return stored["codes"] * stored["scales"]
 
     def matrix(self, weight: Weight) -> jax.Array:
-        """The weight as products see it. Its gradient is that of the float weight."""
+        """The rounded weight that products use. Its gradient is passed to the float weight unchanged."""
         if isinstance(weight, Mapping):
             return self.decode(weight)
         return weight + jax.lax.stop_gradient(self.decode(self.encode(weight)).astype(weight.dtype) - weight)

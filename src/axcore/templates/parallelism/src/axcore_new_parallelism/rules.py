@@ -1,4 +1,4 @@
-"""How a config lies on GPUs of which any two of a host are joined closely."""
+"""The mesh and the sharding rules for hosts whose GPUs are connected in pairs."""
 
 from __future__ import annotations
 

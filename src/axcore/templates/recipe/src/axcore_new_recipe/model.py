@@ -24,10 +24,10 @@ def small() -> Trainer.Config:
             vocab_size=tokenizer.build().vocab_size,
             dim=128,
             decoder=Repeat.Config(num_layers=2, layers=layer),
-            head=None,  # the embedding serves as head too
+            head=None,  # the head is tied to the embedding
         ),
         input=TextInput.Config(source=StandardLibrary.Config(), tokenizer=tokenizer, seq_len=128, batch_size=8),
         learner=Learner.Config(optimizer=AdamW.Config(), schedule=WarmupCosine(peak=2e-3, warmup_steps=50)),
         steps=1000,
     )
-    return ax.pipe(cfg, ax.use("rope", theta=1000.0))  # positions: rows are short
+    return ax.pipe(cfg, ax.use("rope", theta=1000.0))  # a small base, since rows are short
