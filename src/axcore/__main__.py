@@ -1,4 +1,4 @@
-"""The `axcore` command, also as `python -m axcore`. Handles signals before it imports anything that takes time."""
+"""The `axcore` command, also as `python -m axcore`. Installs signal handlers before slow imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from axcore.runtime import signals
 
 
 def main() -> None:
-    """Runs the command of `sys.argv` and ends the process with its exit code."""
+    """Runs the command in `sys.argv` and exits with its exit code."""
     signals.install()
     from axcore.cli import main as run
     from axcore.runtime import leave

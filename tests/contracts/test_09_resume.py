@@ -10,7 +10,7 @@ import pytest
 
 import axcore as ax
 from axcore.config import parse_text
-from axcore.nn import Attention, ReferenceKernel, Repeat
+from axcore.nn import Attention, AttentionKernel, ReferenceKernel, Repeat
 from axcore.parallel import SaveNames
 from axcore.train.callbacks.writers import read_jsonl
 from axcore.train.run import identity
@@ -84,11 +84,32 @@ def test_layout_length_and_watching_may_change(tiny, assignment):
 @pytest.mark.parametrize("assignment", FIXED, ids=lambda each: each.partition("=")[0])
 def test_mathematics_may_not_change_and_the_difference_is_shown(tiny, assignment):
     path, _, value = assignment.partition("=")
-    with pytest.raises(ax.ConfigError, match="computes something else") as error:
+    with pytest.raises(ax.ConfigError, match="cannot be resumed with this config") as error:
         identity.check(parse_text(tiny.text()), ax.override(tiny, [assignment, "steps=99"]), "runs/a")
     message = str(error.value)
     assert f"~ {path}: " in message and f"-> {value}" in message
     assert "steps" not in message and "--use run-weights:folder=runs/a" in message
+
+
+class Sharpened(AttentionKernel):
+    """A kernel that wraps another and affects the result."""
+
+    class Config(AttentionKernel.Config):
+        layout_fields = ("kernel",)
+        kernel: AttentionKernel.Config = ReferenceKernel.Config()
+        factor: float = 2.0
+
+
+def test_a_kernel_that_affects_the_result_may_not_change_but_the_one_inside_may(tiny):
+    def sharpened(**fields):
+        return ax.select(tiny, Attention).set(kernel=Sharpened.Config(**fields))
+
+    old = parse_text(sharpened().text())
+    (change,) = identity.check(old, sharpened(kernel=ReferenceKernel.Config(chunk=8)), "runs/a")
+    assert change.path == "model.decoder.layers.attention.kernel.kernel.chunk"
+    for before, after in ((old, sharpened(factor=3.0)), (parse_text(tiny.text()), sharpened())):
+        with pytest.raises(ax.ConfigError, match=r"computes something else(.|\n)*kernel\.factor"):
+            identity.check(before, after, "runs/a")
 
 
 def test_a_kernel_and_a_remat_policy_may_change(tiny):
@@ -109,7 +130,7 @@ def test_other_data_is_refused(tiny, tmp_path, corpus):
     validation = next(path for path in sorted(copied.iterdir()) if source.is_validation(path.name))
     text = validation.read_text()
     validation.write_text(text[::-1])
-    with pytest.raises(ax.AxcoreError, match="the input is not the one that the run was trained on"):
+    with pytest.raises(ax.AxcoreError, match="the input differs from the one that the run was trained on"):
         ax.fit(cfg.set(steps=2), out=tmp_path / "run", resume=True)
     validation.write_text(text)
     assert ax.fit(cfg.set(steps=2), out=tmp_path / "run", resume=True)["steps"] == 2

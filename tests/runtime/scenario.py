@@ -33,6 +33,12 @@ def meetings():
             assert str(error) == expected, error
     with runtime.together("fine"):
         pass
+    try:  # its own error counts, also when the other does not come
+        if index == 0:
+            with runtime.together("nobody", timeout=1.0):
+                raise AxcoreError("the root cause")
+    except AxcoreError as error:
+        assert str(error) == "the root cause", error
     for _ in range(2):  # an error that the caller handles on every process ends nothing, and the next run begins anew
         try:
             with runtime.watch(), runtime.watch():
@@ -74,6 +80,26 @@ def requests():
     assert acted[0][1] == ["stop"] and acted[0][0] >= 20, acted
 
 
+def stop(victim):
+    """Both stop after a signal, and one takes longer to close than the watcher allows after a failure."""
+    try:
+        with runtime.watch():
+            runtime.barrier("stopping")
+            try:
+                raise Stopped("SIGTERM: the run stops")
+            finally:
+                if runtime.index() == victim:
+                    time.sleep(8)
+                    print("closed", flush=True)
+    except AxcoreError as error:
+        assert error.exit_code == 75
+        raise
+
+
+class Stopped(AxcoreError):
+    exit_code = runtime.ExitCode.PREEMPTED
+
+
 def step():
     """Something that needs the devices of both processes."""
     import jax
@@ -110,7 +136,7 @@ def main(name, victim):
     if name == "before start" and int(os.environ["AXCORE_PROCESS_ID"]) == victim:
         raise AxcoreError("no such recipe")
     runtime.start()
-    {"meetings": meetings, "requests": requests}.get(name, lambda: train(name, victim))()
+    {"meetings": meetings, "requests": requests, "stop": lambda: stop(victim)}.get(name, lambda: train(name, victim))()
 
 
 if __name__ == "__main__":

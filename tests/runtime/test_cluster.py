@@ -58,7 +58,7 @@ def test_steps_of_one_slurm_job_have_different_ports():
     [
         (
             {"AXCORE_PROCESSES": "2"},
-            "has AXCORE_PROCESSES but not AXCORE_COORDINATOR, AXCORE_PROCESS_ID; set all",
+            "has AXCORE_PROCESSES but not AXCORE_COORDINATOR, AXCORE_PROCESS_ID. Set all",
         ),
         ({"AXCORE_COORDINATOR": "a:1"}, "but not AXCORE_PROCESSES, AXCORE_PROCESS_ID"),
         (LAUNCHED | {"AXCORE_PROCESS_ID": "2"}, "AXCORE_PROCESS_ID='2' must be from 0 to 1, since AXCORE_PROCESSES=2"),

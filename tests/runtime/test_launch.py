@@ -55,10 +55,14 @@ def test_each_process_has_its_own_environment_and_its_output_says_whose_it_is(ca
     [
         ("fail('disk full', 2) if rank == 1 else fail('process 1 failed', 80)", "process 1 of 2 failed: disk full", 2),
         ("fail('later', 2, 5) if rank == 0 else fail('sooner', 82)", "process 1 of 2 failed: sooner", 82),
-        ("os._exit(3) if rank == 0 else time.sleep(60)", "process 0 of 2 failed: it ended with exit code 3", 3),
+        ("os._exit(3) if rank == 0 else time.sleep(60)", "process 0 of 2 failed: it exited with code 3", 3),
         ("os.kill(os.getpid(), 9) if rank == 1 else fail('connection closed', 1, -5)", "killed by SIGKILL", 137),
         ("os.abort() if rank == 0 else fail('NaN', 82)", "process 1 of 2 failed: NaN", 82),
-        ("os.abort() if rank == 0 else os.kill(os.getpid(), signal.SIGSTOP)", "process 1 of 2 failed: it did not", 81),
+        (
+            "os.abort() if rank == 0 else os.kill(os.getpid(), signal.SIGSTOP)",
+            "process 1 of 2 failed: it was killed because it did not",
+            81,
+        ),
         ("fail('saved', 75)", "failed: saved", 75),
     ],
 )
@@ -92,8 +96,8 @@ def test_bad_arguments(options, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--processes", "2"], "axcore launch needs a command after --"),
-        (["--processes", "2", "--"], "axcore launch needs a command after --"),
+        (["--processes", "2"], "axcore launch requires a command after --"),
+        (["--processes", "2", "--"], "axcore launch requires a command after --"),
         (["--processes", "0", "--", "train", "tiny"], "--processes must be 1 or more, not 0"),
         (["--", "train", "tiny"], "--processes"),
     ],

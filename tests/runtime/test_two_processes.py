@@ -51,6 +51,14 @@ def test_the_failure_of_one_ends_both(name, victim, message, exit_code):
     assert time.monotonic() - began < 200
 
 
+def test_after_a_signal_a_process_may_take_its_time_to_close(capfd):
+    with pytest.raises(LaunchFailed, match="SIGTERM: the run stops") as caught:
+        start("stop", victim=1)
+    assert caught.value.exit_code == 75
+    out, err = capfd.readouterr()
+    assert "[1] closed" in out and "[1] axcore: process 0 of 2 failed" not in err
+
+
 def test_a_process_whose_others_never_come_says_for_whom_it_waits_and_ends():
     """As in a shell under `srun --pty -n 8`, which has the variables of a task."""
     slurm = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "8", "PROCID": "0", "LOCALID": "0"}
@@ -69,6 +77,6 @@ def test_a_process_whose_others_never_come_says_for_whom_it_waits_and_ends():
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_hangs_ends_both_after_the_heartbeat(victim):
-    with pytest.raises(LaunchFailed, match=f"process {victim} of 2 failed: it did not end") as caught:
+    with pytest.raises(LaunchFailed, match=f"process {victim} of 2 failed: it was killed because") as caught:
         start("SIGSTOP", victim, timeout=10)
     assert caught.value.exit_code == 81

@@ -205,7 +205,7 @@ def test_a_state_that_does_not_fit_is_one_error_with_all_paths(checkpointer):
 def test_what_cannot_be_stored_is_named(checkpointer):
     with pytest.raises(AxcoreError, match=r"a\.b of the state is a str"):
         save(checkpointer, 1, {"a": {"b": "text"}})
-    with pytest.raises(AxcoreError, match=r"both called 'a\.b'"):
+    with pytest.raises(AxcoreError, match=r"have the path 'a\.b'"):
         save(checkpointer, 1, {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
     with pytest.raises(AxcoreError, match=r"metadata .* is not JSON"):
         checkpointer.save(1, {"a": jnp.ones(1)}, data=None, meta={"x": object()})
@@ -214,7 +214,7 @@ def test_what_cannot_be_stored_is_named(checkpointer):
 def test_an_unknown_step_lists_the_known_ones(checkpointer):
     save(checkpointer, 4)
     checkpointer.wait()
-    with pytest.raises(AxcoreError, match=r"no checkpoint of step 5 in .*; it has 4"):
+    with pytest.raises(AxcoreError, match=r"no checkpoint of step 5 in .*\. It has 4\."):
         checkpointer.meta(5)
 
 
@@ -226,7 +226,7 @@ def test_bad_values_are_config_errors(folder):
 
 def test_object_stores_that_orbax_writes_keep_their_address_and_others_are_refused():
     assert str(Checkpointer.Config().build("gs://bucket/run").folder) == "gs://bucket/run"
-    with pytest.raises(ConfigError, match="cannot be in s3://bucket/run, since Orbax does not write there; give gs://"):
+    with pytest.raises(ConfigError, match=r"cannot keep checkpoints in s3://bucket/run, .* Give a gs:// path"):
         Checkpointer.Config().build("s3://bucket/run")
 
 

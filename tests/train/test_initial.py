@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_told_by_layer_and_nothing_is_loaded(saved):
     ):
         loaded(ax.pipe(cfg, ax.use("qk-norm")), initial)
     fewer = ax.select(cfg, "decoder").set(num_layers=3)
-    with pytest.raises(AxcoreError, match=r"has parameters that this one has no place for.*\n  decoder\.3\."):
+    with pytest.raises(AxcoreError, match=r"has parameters that this model lacks.*\n  decoder\.3\."):
         loaded(fewer, initial)
     loaded(fewer, initial.set(drop=("decoder.3.**",)))
 
@@ -145,10 +145,10 @@ def test_an_array_may_be_given_for_several_parameters(tiny, tmp_path):
 
 
 def test_numbers_that_are_not_finite_and_arrays_that_do_not_fit_are_refused():
-    with pytest.raises(AxcoreError, match=r"initial \(Poisoned\) holds numbers that are not finite:\n  norm\.scale"):
+    with pytest.raises(AxcoreError, match=r"initial \(Poisoned\) has values that are not finite:\n  norm\.scale"):
         loaded(tiny_model(), Poisoned.Config())
     with pytest.raises(
-        AxcoreError, match=r"nobody: no parameter of this model\n  norm\.scale: \(3,\) float32, expected \(16,\)"
+        AxcoreError, match=r"nobody: not a parameter of this model\n  norm\.scale: \(3,\) float32, expected \(16,\)"
     ):
         loaded(tiny_model(), Misshaped.Config())
 
@@ -178,7 +178,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_given
 
 def test_a_run_that_cannot_start_leaves_an_earlier_one_where_it_is(tiny, tmp_path):
     ax.fit(tiny.set(steps=1), out=tmp_path / "a")
-    with pytest.raises(AxcoreError, match=r"holds no model: config\.json: No such file"):
+    with pytest.raises(AxcoreError, match=r"is not a model folder: config\.json: No such file"):
         ax.fit(tiny.set(steps=1, initial=FromRun.Config(folder=str(tmp_path / "none"))), out=tmp_path / "a")
     assert (tmp_path / "a" / "summary.json").exists() and not (tmp_path / "a.1").exists()
 
@@ -186,11 +186,11 @@ def test_a_run_that_cannot_start_leaves_an_earlier_one_where_it_is(tiny, tmp_pat
 def test_bad_folders_are_told_apart(saved, tmp_path):
     folder, cfg, _ = saved
     _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
-    with pytest.raises(AxcoreError, match="exists; give another folder, or remove it"):
+    with pytest.raises(AxcoreError, match="already exists"):
         save_model(folder, cfg, params, state)
     for content in ("{", "[]", "{}", '{"plugins": [1]}', '{"plugins": {}}'):
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(AxcoreError, match=r"holds no model|config\.json: "):
+        with pytest.raises(AxcoreError, match=r"is not a model folder|config\.json: "):
             ModelFolder.open(tmp_path)
     content = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "plugins": {"nobody": "axcore-nobody 1.0"}}))

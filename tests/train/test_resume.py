@@ -181,7 +181,7 @@ def test_a_checkpoint_of_another_config_is_refused_and_the_difference_is_shown(a
     before = snapshot(whole)
     flags = ("--set", f"input.source.folder={corpus}", "--set", "model.dim=32", "--seed", "3", "--resume")
     message = axcore("train", "tiny", *flags, "--out", whole).message
-    assert f"the run in {whole} computes something else" in message
+    assert f"the run in {whole} cannot be resumed with this config" in message
     assert "~ model.dim: 16 -> 32" in message and "~ seed: 0 -> 3" in message
     assert "callbacks" not in message
     assert "input.source.folder" not in message

@@ -107,7 +107,7 @@ def hold(folder, *extra):
 def test_a_second_process_is_refused_by_name(tmp_path):
     child = hold(tmp_path)
     try:
-        with pytest.raises(AxcoreError, match=rf"is in use by process {child.pid} on \S+; stop that run"):
+        with pytest.raises(AxcoreError, match=rf"is in use by process {child.pid} on \S+\. Stop that run"):
             run_folder.Lock(tmp_path)
     finally:
         child.kill()

@@ -91,7 +91,7 @@ def test_they_resume_from_a_common_checkpoint_to_the_same_losses(agreeing, folde
 def test_with_another_config_both_stop_with_the_difference_and_nothing_is_written(agreeing, folder):
     first, second = (each["other config"] for each in agreeing)
     assert first == second
-    assert "the 2 processes of this run do not run the same; nothing was trained" in first
+    assert "the 2 processes of this run have different configs or packages; nothing was trained" in first
     assert first.splitlines()[1:] == CONFIG_LINES
     assert not (folder / "other").exists()
 

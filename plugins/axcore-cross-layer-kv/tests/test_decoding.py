@@ -58,7 +58,7 @@ def test_caches_are_fewer_by_the_size_of_a_group(every):
 
 
 class Halved(KVCache):
-    """Stands for a cache whose keys are not those that it was given, as of a quantized one."""
+    """Stands for a cache that returns other keys than it receives, such as a quantized one."""
 
     def __call__(self, inputs):
         kv = inputs.plain
@@ -91,5 +91,5 @@ class Reading(KVCache):
 
 def test_a_cache_that_attends_by_itself_is_refused_by_path():
     cfg = with_cache(Reading.Config())
-    with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.0\.attention\.cache: Reading attends by itself"):
+    with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.0\.attention\.cache: Reading computes attention"):
         loss_and_grads(cfg, parameters(cfg), batch())

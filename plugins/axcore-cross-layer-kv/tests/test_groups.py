@@ -141,22 +141,22 @@ def run(cfg):
         (
             repeated(3),
             {},
-            r"at decoder: 3 layers .* every=2; nearest: 2 and 4, or 3 with every=3\.",
+            r"at decoder: 3 layers .* every=2\. Nearest: 2 and 4, or 3 with every=3\.",
         ),
-        (repeated(2), {"every": 5}, r"at decoder: 2 layers .* every=5; nearest: 5, or 2 with every=2\."),
-        (repeated(1), {}, r"^decoder\.layers\.attention: in no stack with another layer"),
+        (repeated(2), {"every": 5}, r"at decoder: 2 layers .* every=5\. Nearest: 5, or 2 with every=2\."),
+        (repeated(1), {}, r"^decoder\.layers\.attention: not in a stack with another layer"),
         (
             listed(5),
             {"every": 3},
-            r"at decoder: 5 layers with attention .*; nearest: 3 and 6, or 5 with every=5\.",
+            r"at decoder: 5 layers with attention .*\. Nearest: 3 and 6, or 5 with every=5\.",
         ),
-        (listed(1), {}, r"^decoder\.layers\.0\.attention: in no stack with another layer"),
-        (LAYER.attention, {}, "^the root: in no stack"),
+        (listed(1), {}, r"^decoder\.layers\.0\.attention: not in a stack with another layer"),
+        (LAYER.attention, {}, "^the root: not in a stack"),
         (LAYER.ffn, {"where": FeedForward}, "^at the root: only attentions share"),
         (repeated(2), {"every": 1}, "every must be at least 2, not 1"),
         (repeated(2), {"where": "decoder.layers"}, r"at decoder\.layers: only attentions share"),
         (repeated(2), {"where": "no.such"}, "nothing in the config matches"),
-        (repeated(4, 2), {}, r"at decoder\.layers\.layers\.0\.attention: it shares keys and values .* already"),
+        (repeated(4, 2), {}, r"at decoder\.layers\.layers\.0\.attention: already shares keys and values"),
         (model(Repeat.Config(layers=LAYER)), {}, "at decoder: num_layers of a Repeat is REQUIRED"),
         (
             Sequence.Config(layers=(LAYER, Sequence.Config(layers=(OTHER, LAYER)))),
@@ -166,7 +166,7 @@ def run(cfg):
         (
             Sequence.Config(layers=(LAYER, Repeat.Config(num_layers=2, layers=LAYER))),
             {},
-            r"^layers\.0\.attention: in no stack",
+            r"^layers\.0\.attention: not in a stack",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -185,7 +185,7 @@ SHARES, BORROWS = "decoder.layers.layers.0.attention", "decoder.layers.layers.1.
         (SHARES, {"cache": None}, ContextError, r"^decoder\.layers\.\*\.layers\.1\.attention\.cache .*no earlier"),
         (SHARES, {"key": None, "value": None}, ax.ConfigError, r"layers\.0\.attention\.cache: .* none to share"),
         (SHARES, {"num_kv_heads": 1}, ax.ConfigError, r"layers\.1\.attention\.cache: .*\(1, 2\) .* has \(2, 2\)"),
-        (BORROWS, {"key": Linear.Config(), "value": Linear.Config()}, ax.ConfigError, r"layers\.1.*nobody would"),
+        (BORROWS, {"key": Linear.Config(), "value": Linear.Config()}, ax.ConfigError, r"layers\.1.*would not be used"),
     ],
 )
 def test_a_group_that_was_broken_later_is_refused_by_path(path, change, error, message):

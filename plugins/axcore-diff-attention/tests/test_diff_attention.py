@@ -167,9 +167,9 @@ def test_the_feature_wraps_the_kernel_that_is_there():
     assert attention.kernel == DiffAttention.Config(kernel=before.kernel, lambda_init=0.5)
     assert type(attention.position).__module__ == "axcore_rope.rotary"
     assert model().decoder.layers.attention.kernel == ReferenceKernel.Config()
-    with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.attention: it is differential already"):
+    with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.attention: the attention is already differential"):
         use_diff_attention(cfg)
-    with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.ffn: it has no kernel slot"):
+    with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.ffn: only attentions with a kernel slot"):
         use_diff_attention(cfg, where=FeedForward)
 
 

@@ -167,7 +167,7 @@ def test_what_the_core_offers_itself_and_what_nobody_offers(capsys):
         measure("adamw")
     with pytest.raises(ax.ConfigError, match="takes two models and two attentions or more, not 1 and 12"):
         measure("rope", 1)
-    with pytest.raises(ax.AxcoreError, match="no installed plugin offers it"):
+    with pytest.raises(ax.AxcoreError, match="no installed plugin offers the feature"):
         measure("no-such-feature")
     with pytest.raises(ax.AxcoreError, match=r"rope has no option 'thetta'. Did you mean 'theta'\?"):
         main(["measure", "rope:thetta=3"])

@@ -188,7 +188,7 @@ def test_logical_axes_are_the_weights():
     ("options", "message"),
     [
         ({"rank": 0}, "rank must be at least 1, not 0"),
-        ({"rank": 6}, r"rank=6 is more than the weight \[7, 5\] can have; take at most 5, or leave .* with where="),
+        ({"rank": 6}, r"rank=6 exceeds the rank of the weight \[7, 5\]\. Use at most 5, or exclude .* with where="),
         ({"alpha": 0.0}, "alpha must be positive, not 0.0"),
         ({"alpha": -1.0}, "alpha must be positive, not -1.0"),
         ({"alpha": float("inf")}, "alpha must be positive, not inf"),

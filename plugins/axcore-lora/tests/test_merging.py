@@ -248,7 +248,7 @@ def test_adapters_of_another_model_are_refused_by_path():
     deeper = trained(ax.use("lora", rank=4, where="**.query")(tiny_model()))
     with pytest.raises(ax.AxcoreError, match=rf"{where} has the arrays a \[2, 16, 4\].*expects a \[2, 16, 2\]"):
         load(params, adapters(deeper))
-    with pytest.raises(ax.AxcoreError, match=r"below encoder, and the model has nothing there"):
+    with pytest.raises(ax.AxcoreError, match=r"below encoder, which the model lacks"):
         load(params, {"encoder": adapters(params)})
     norm = {"norm": {"adapter": adapters(params)["decoder"]["layers"]["attention"]["query"]["adapter"]}}
     with pytest.raises(ax.AxcoreError, match=r"norm\.adapter .* no weight beside it"):

@@ -88,7 +88,7 @@ def test_adapters_are_trained_over_the_weights_of_another_run(plain, tmp_path):
     assert base.keys() == {path for path in after if ".adapter." not in path} != after.keys()
     for path, leaf in base.items():
         np.testing.assert_array_equal(after[path], leaf)
-    with pytest.raises(AxcoreError, match=r"adapter\.a: missing; to start it afresh, name it in initial\.allow_new"):
+    with pytest.raises(AxcoreError, match=r"adapter\.a: missing\. To initialize it, add it to initial\.allow_new"):
         ax.fit(ax.override(tuned, ["initial.allow_new=()"]), out=tmp_path / "refused")
 
 

@@ -1,4 +1,4 @@
-"""The `axcore` command. An AxcoreError is one message on stderr, and ends it with the exit code of the error."""
+"""The `axcore` command. An AxcoreError becomes one message on stderr and the exit code of the error."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end the program
+        if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal cannot show instead of raising
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # here, where a reader that has gone can be handled
+            sys.stdout.flush()  # raises here if the reader of a pipe has closed it
     except BrokenPipeError:  # `axcore plugins | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -53,7 +53,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _offered(plugin: Plugin, command: Command, arguments: list[str]) -> int:
-    """Runs the command of a plugin."""
+    """Runs a command of a plugin."""
     run = resolve(plugin, command)
     with attributed(f"command {command.name!r} ({plugin})", SystemExit, BrokenPipeError):
         code = run(arguments)
@@ -63,15 +63,15 @@ def _offered(plugin: Plugin, command: Command, arguments: list[str]) -> int:
 
 
 def _warn_of_claims(name: str) -> None:
-    if name == "doctor":  # it reports what is wrong with plugins itself
+    if name == "doctor":  # doctor reports problems of plugins itself
         return
     for plugin, offer in registry().offers(Command):
         if offer.name == name:
-            print(f"axcore: {plugin} offers a command {name!r} too; the built-in one runs", file=sys.stderr)
+            print(f"axcore: {plugin} also offers a command {name!r}; running the built-in one", file=sys.stderr)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Commands]:
-    """The parser, and its subcommands: so far the built-in ones."""
+    """The parser, with the built-in subcommands."""
     parser = argparse.ArgumentParser(prog="axcore", description="Compose, train and inspect large models.")
     parser.add_argument("--version", action="version", version=f"axcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -14,22 +14,20 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "launch",
         help="run a command in several processes",
-        description="Runs an axcore command in several processes of this machine, as one run: "
+        description="Runs an axcore command as one run of several processes on this machine: "
         "axcore launch --processes 2 -- train quickstart --steps 20",
     )
     parser.add_argument("--processes", type=int, required=True, help="how many")
-    parser.add_argument(
-        "--timeout", type=float, help="seconds that a process waits for the others before the run ends (default: 600)"
-    )
+    parser.add_argument("--timeout", type=float, help="seconds that a process waits for the others (default: 600)")
     parser.add_argument("--devices-per-process", type=int, help="devices that each process uses (default: 1)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="such as: -- train tiny")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="example: -- train tiny")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
-        raise AxcoreError("axcore launch needs a command after --, such as: -- train quickstart --steps 20")
+        raise AxcoreError("axcore launch requires a command after --, such as: -- train quickstart --steps 20")
     return launch(
         [sys.executable, "-m", "axcore", *command],
         processes=arguments.processes,

@@ -11,16 +11,16 @@ from axcore.cli.compose import Commands, add_edits, compose
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser("train", help="train a recipe", description="Trains a recipe into a run folder.")
-    parser.add_argument("recipe", help="as `axcore recipes` lists it")
+    parser.add_argument("recipe", help="a name from `axcore recipes`")
     parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
     parser.add_argument(
         "--minutes",
         type=_minutes,
-        help="wall-clock time to train, compilation included, instead of the recipe's length",
+        help="wall-clock training time, including compilation; replaces the recipe's length",
     )
-    parser.add_argument("--steps", type=int, help="steps to train, instead of the recipe's length")
-    parser.add_argument("--seed", type=int, help="of parameters, dropout and shuffling")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
+    parser.add_argument("--steps", type=int, help="steps to train; replaces the recipe's length")
+    parser.add_argument("--seed", type=int, help="seed of parameters, dropout and shuffling")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the run folder")
     add_edits(parser)
     parser.set_defaults(run=run)
 

@@ -82,7 +82,8 @@ class Config:
 
     layout_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of this class that change how or where something is computed, or what is recorded, but not the result:
-    a mesh, a kernel, rematerialization. A run may be resumed with other values of them."""
+    a mesh, a kernel, rematerialization. A run may be resumed with other values of them. A class that fills such a
+    field and affects the result, such as a kernel that wraps another, lists its own; its other fields are fixed."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -1,7 +1,6 @@
-"""Processes of one run: how they start, what they tell each other, signals, exit codes.
+"""The processes of a run: start, communication, signals and exit codes.
 
-Names are imported when they are first used, so that `axcore.runtime.signals` can be the first import of the `axcore`
-command.
+Names are imported on first use, so that the `axcore` command can import `axcore.runtime.signals` before anything else.
 """
 
 from __future__ import annotations

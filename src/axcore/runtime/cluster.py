@@ -1,4 +1,4 @@
-"""How many processes a run has and which one this is, by the environment. Pure functions, without jax."""
+"""Detects the number of processes of a run and the index of this one from the environment. Does not import jax."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from axcore.config import AxcoreError
 
 COORDINATOR, PROCESSES, PROCESS_ID = "AXCORE_COORDINATOR", "AXCORE_PROCESSES", "AXCORE_PROCESS_ID"
-"""Environment variables: host:port of process 0, the number of processes, and the number of this one."""
+"""Environment variables: host:port of process 0, the number of processes, and the index of this process."""
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 FIRST_PORT, PORTS = 61440, 4096
@@ -19,11 +19,11 @@ class Cluster:
     """One process among several.
 
     Attributes:
-        kind: what said so: axcore, slurm, ompi or tpu.
+        kind: the environment that was detected: axcore, slurm, ompi or tpu.
         count: the number of processes; at least 2.
-        index: the number of this one.
-        coordinator: host:port of process 0; None where jax detects it.
-        port: of process 0, where jax detects the host only.
+        index: the index of this process.
+        coordinator: host:port of process 0; None if jax detects it.
+        port: the port of process 0, if jax detects only the host.
     """
 
     kind: str
@@ -34,11 +34,11 @@ class Cluster:
 
 
 def detect(environ: Mapping[str, str]) -> Cluster | None:
-    """The place of this process among several, or None for a run of one process.
+    """The cluster that this process belongs to, or None for a run of one process.
 
-    `AXCORE_*` variables come first (`axcore launch` sets them), then SLURM, Open MPI and Cloud TPU. On Kubernetes,
-    JobSet included, the manifest sets `AXCORE_COORDINATOR` and `AXCORE_PROCESSES`, and `JOB_COMPLETION_INDEX` is the
-    number of the process. `AXCORE_PROCESSES=1` makes a run of one process anywhere.
+    `AXCORE_*` variables take precedence (`axcore launch` sets them), then SLURM, Open MPI and Cloud TPU. On Kubernetes,
+    including JobSet, the manifest sets `AXCORE_COORDINATOR` and `AXCORE_PROCESSES`, and `JOB_COMPLETION_INDEX` is the
+    index of the process. `AXCORE_PROCESSES=1` forces a run of one process.
 
     Raises:
         AxcoreError: the variables contradict each other, or some are missing.
@@ -59,7 +59,7 @@ def _explicit(environ: Mapping[str, str]) -> Cluster | None:
     if missing:
         raise AxcoreError(
             f"the environment has {', '.join(name for name in names if environ.get(name))} but not "
-            f"{', '.join(missing)}; set all three, or none for a run of one process"
+            f"{', '.join(missing)}. Set all three, or none for a run of one process."
         )
     host, _, port = environ[COORDINATOR].rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -71,7 +71,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     if not all(name in environ for name in SLURM):
         return None
     job, step = (int(environ[n]) if environ.get(n, "").isdecimal() else 0 for n in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    # jax derives the port from the job alone, so two steps of one job would share it.
+    # jax derives the port from the job id alone, so two steps of one job would share a port.
     return _checked("slurm", environ, "SLURM_NTASKS", "SLURM_PROCID", port=FIRST_PORT + (job + 509 * step) % PORTS)
 
 

@@ -1,4 +1,4 @@
-"""Errors of a run of several processes."""
+"""Errors of runs with several processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ class PeerFailed(AxcoreError):
 
 
 class RuntimeTimeout(AxcoreError):
-    """Another process did not arrive in time. The message names the missing ones."""
+    """Another process did not arrive in time. The message names the missing processes."""
 
     exit_code = ExitCode.TIMED_OUT

@@ -6,20 +6,20 @@ import enum
 
 
 class ExitCode(enum.IntEnum):
-    """How a command ended. A signal before anything could be saved gives 128 plus its number, as in a shell."""
+    """How a command ended. A signal while there is nothing to save gives 128 plus its number, as in a shell."""
 
     DONE = 0
     FAILED = 1
     """An unexpected error; stderr has the traceback."""
     USAGE = 2
-    """The command, the config, the input or a folder cannot be used. The message says what to change."""
+    """The command, the config, the input or a folder is invalid. The message explains what to change."""
     PREEMPTED = 75
-    """SIGTERM: stopped after a step, with the state saved. Resume the run."""
+    """SIGTERM: stopped after a step with the state saved. Resume the run."""
     PEER_FAILED = 80
-    """Another process of the run failed; its own message says why."""
+    """Another process of the run failed. Its own message gives the reason."""
     TIMED_OUT = 81
     """Another process of the run did not arrive in time."""
     NOT_FINITE = 82
-    """The loss or the parameters are not finite any more."""
+    """The loss or the parameters are not finite."""
     INTERRUPTED = 130
-    """Ctrl-C: stopped. A run in progress saved its state; resume it."""
+    """Ctrl-C: stopped. A run in progress saved its state. Resume it."""

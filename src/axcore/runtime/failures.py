@@ -1,4 +1,4 @@
-"""The failure of a process: told to the other processes, and to the launcher."""
+"""Reports the failure of a process to the other processes and to the launcher."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from axcore.runtime.exit_codes import ExitCode
 from axcore.runtime.world import World
 
 ERROR_FILE = "AXCORE_ERROR_FILE"
-"""Environment variable: where a process started by `axcore launch` writes its failure."""
+"""Environment variable: the file where a process started by `axcore launch` writes its failure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a process ends.
+    """The reason for which a process ends.
 
     Attributes:
-        index: the number of the process.
-        message: its error, complete.
-        code: its exit code.
-        time: seconds since the epoch, on its host.
+        index: the index of the process.
+        message: the full error message.
+        code: the exit code.
+        time: seconds since the epoch, on the host of the process.
     """
 
     index: int
@@ -53,21 +53,26 @@ class Failure:
 
     @property
     def is_cause(self) -> bool:
-        """False if it only follows from the failure of another process."""
+        """False if the failure is a consequence of another process's failure."""
         return self.code != ExitCode.PEER_FAILED
+
+    @property
+    def is_stop(self) -> bool:
+        """True if it only stopped after a signal. All processes do so after the same step."""
+        return self.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
     def seen_from(self, world: World) -> PeerFailed:
         return PeerFailed(f"{world.named(self.index)} failed: {self.message}")
 
 
 def first(found: list[Failure]) -> Failure | None:
-    """The failure that the others follow from."""
-    # A process killed by a signal comes first: the others may notice before the launcher does.
+    """The failure that caused the others."""
+    # A process killed by a signal takes precedence: the other processes may notice it before the launcher does.
     return min(found, key=lambda each: (not each.is_cause, each.code <= 128, each.time), default=None)
 
 
 def record(error: BaseException) -> None:
-    """Writes the failure for `axcore launch`, if it started this process. The first failure of a process counts."""
+    """Writes the failure for `axcore launch`, if it started this process. Only the first failure is recorded."""
     path = os.environ.get(ERROR_FILE)
     if path:
         with contextlib.suppress(OSError), open(path, "xb") as file:
@@ -75,7 +80,7 @@ def record(error: BaseException) -> None:
 
 
 class Board:
-    """Where the processes that take part in one `watch` post their failures."""
+    """The shared board where the processes of one `watch` post their failures."""
 
     def __init__(self, world: World, number: int):
         self._world, self._key = world, f"axcore/failures/{number}"

@@ -1,4 +1,4 @@
-"""Joins the other processes of the run."""
+"""Connects this process to the other processes of the run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from axcore.runtime.failures import record
 from axcore.runtime.processes import default_timeout
 
 HEARTBEAT_SECONDS = 30.0
-"""A process that sent no sign of life for that long has failed; jax then ends the others."""
+"""jax considers a process failed after this time without a heartbeat and ends the others."""
 START_SECONDS = 120.0
 
 
 def start() -> None:
-    """Initializes `jax.distributed` as the environment says (see `cluster.detect`). With one process it does nothing.
+    """Initializes `jax.distributed` from the environment (see `cluster.detect`). Does nothing with one process.
 
-    Call it before anything that uses a jax device. It waits for all processes; a process that waits too long prints
-    for whom it waits and ends with `ExitCode.TIMED_OUT`, since jax would abort it.
+    Call it before anything that uses a jax device. It waits for all processes. After a timeout it prints the number of
+    missing processes and exits with `ExitCode.TIMED_OUT`, since jax would abort the process.
 
     Raises:
-        AxcoreError: the environment is incomplete or contradicts itself.
+        AxcoreError: the environment is incomplete or inconsistent.
     """
     seconds = default_timeout()
     here = cluster.detect(os.environ)
@@ -40,14 +40,14 @@ def start() -> None:
     print(f"{place}: waiting for {others}", file=sys.stderr, flush=True)
     if here.port is not None:
         os.environ.setdefault("JAX_COORDINATOR_PORT", str(here.port))
-    jax.config.update("jax_enable_preemption_service", False)  # it would replace the handler of SIGTERM
+    jax.config.update("jax_enable_preemption_service", False)  # it would replace the SIGTERM handler
     start_seconds = min(seconds, START_SECONDS)
     timer = threading.Timer(start_seconds, _give_up, [f"{place} waited {start_seconds:g} s for {others}"])
     timer.daemon = True
     timer.start()
     explicit = here.kind == "axcore"
     try:
-        with signals.default():  # Python cannot handle a signal while it waits for the others
+        with signals.default():  # Python handlers do not run during the wait in C
             jax.distributed.initialize(
                 here.coordinator,
                 here.count,
@@ -57,7 +57,7 @@ def start() -> None:
                 heartbeat_timeout_seconds=max(1, int(min(seconds, HEARTBEAT_SECONDS))),
                 shutdown_timeout_seconds=max(1, int(start_seconds)),
             )
-    except (RuntimeError, ValueError) as error:  # of jax's detection, or a port that is in use
+    except (RuntimeError, ValueError) as error:  # jax's detection failed, or the port is in use
         raise AxcoreError(f"{place} cannot join the others: {error}") from error
     finally:
         timer.cancel()
@@ -65,7 +65,7 @@ def start() -> None:
 
 def _give_up(waited: str) -> None:
     error = RuntimeTimeout(
-        f"{waited}, which did not come. Start them with the same command, or set {cluster.PROCESSES}=1 to run alone"
+        f"{waited}, which did not start. Start them with the same command, or set {cluster.PROCESSES}=1 to run alone."
     )
     print(f"axcore: {error}", file=sys.stderr, flush=True)
     record(error)

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine, and ends them together."""
+"""Starts the processes of a run on this machine and ends them together."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from axcore.runtime.processes import TIMEOUT
 
 POLL_SECONDS = 0.05
 ENDING_SECONDS = 15.0
-"""How long the others may take to end after one has failed."""
+"""Seconds that other processes have to exit after one has failed."""
 STOPPING_SECONDS = 600.0
-"""How long the others may take to end after one has saved its state and stopped."""
+"""Seconds that other processes have to exit after one has saved its state and stopped."""
 
 
 class LaunchFailed(AxcoreError):
-    """The run of `axcore launch` failed. The message and the exit code are those of the process that failed first."""
+    """A run of `axcore launch` failed. The message and the exit code come from the process that failed first."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
@@ -45,20 +45,20 @@ def launch(
     timeout: float | None = None,
     devices_per_process: int | None = None,
 ) -> int:
-    """Runs a program in several processes and returns 0 when all have succeeded.
+    """Runs a program in several processes and returns 0 when all of them succeed.
 
-    Each line that a process prints begins with its number. SIGINT and SIGTERM go to each process once; a second one
-    kills them.
+    Output lines are prefixed with the index of the process. The first SIGINT or SIGTERM is forwarded to every process.
+    A second signal kills them.
 
     Args:
-        command: the program and its arguments. It calls `axcore.runtime.start`, as `axcore train` does.
-        processes: how many.
-        timeout: seconds that a process waits for the others; None: `AXCORE_TIMEOUT`, or 600.
-        devices_per_process: devices that each process uses, in order; None: one.
+        command: the program and its arguments. It must call `axcore.runtime.start`, as `axcore train` does.
+        processes: the number of processes.
+        timeout: seconds that a process waits for the others. None uses `AXCORE_TIMEOUT`, or 600.
+        devices_per_process: number of devices of each process, assigned in order. None means one.
 
     Raises:
-        AxcoreError: an argument cannot be used, or a process cannot be started.
-        LaunchFailed: a process failed. The others were ended.
+        AxcoreError: an argument is invalid, or a process cannot be started.
+        LaunchFailed: a process failed. The others have been ended.
     """
     for name, value in (("processes", processes), ("devices-per-process", devices_per_process)):
         if value is not None and value < 1:
@@ -100,7 +100,7 @@ def _environment(
 
 
 class _Child:
-    """One process of the run, in a session of its own, so that the terminal sends it no signals."""
+    """One process of the run. It has its own session, so that the terminal does not send it signals."""
 
     def __init__(self, index: int, command: Sequence[str], environ: dict[str, str], error_file: pathlib.Path):
         self.index, self.error_file = index, error_file
@@ -136,7 +136,7 @@ class _Child:
             self.process.send_signal(number)
 
     def end(self) -> None:
-        """Kills it and what it started, if it still runs, and prints the rest of its output."""
+        """Kills the process and its descendants if they still run, and prints the remaining output."""
         if self.running():
             self.killed = True
             with contextlib.suppress(ProcessLookupError):
@@ -146,7 +146,7 @@ class _Child:
             copier.join(timeout=5)
 
     def failure(self) -> Failure | None:
-        """Why it failed, by its own words or by its exit status."""
+        """The failure that the process recorded, or one that describes its exit status."""
         code = self.process.returncode
         if code == 0:
             return None
@@ -155,27 +155,27 @@ class _Child:
         ended_at = self.ended_at or time.time()
         if self.killed:
             return Failure(
-                self.index, "it did not end when the others had, and was killed", ExitCode.TIMED_OUT, ended_at
+                self.index, "it was killed because it did not exit after the others", ExitCode.TIMED_OUT, ended_at
             )
-        if code == -signal.SIGABRT:  # jax aborts a process that lost its connection to another one
+        if code == -signal.SIGABRT:  # jax aborts a process that loses its connection to another process
             return Failure(self.index, "it lost its connection to another process", ExitCode.PEER_FAILED, ended_at)
         if code < 0:
             return Failure(self.index, f"it was killed by {signal.Signals(-code).name}", 128 - code, ended_at)
-        return Failure(self.index, f"it ended with exit code {code}; see its output", code, ended_at)
+        return Failure(self.index, f"it exited with code {code}; see its output", code, ended_at)
 
 
 def _copy(index: int, source: IO[bytes], sink: TextIO) -> None:
-    """Copies lines, each with the number of the process before it."""
+    """Copies lines, each prefixed with the index of the process."""
     for line in source:
         text = line.decode(errors="replace")
-        with contextlib.suppress(OSError, ValueError):  # a reader that has gone does not end the run
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe must not end the run
             sink.write(f"[{index}] {text}" if text.endswith("\n") else f"[{index}] {text}\n")
             sink.flush()
 
 
 @contextlib.contextmanager
 def _forwarding(children: list[_Child]) -> Iterator[threading.Event]:
-    """While it is active, a signal to this process goes to each child. Gives the event of a second signal."""
+    """Forwards signals of this process to each child while active. Yields an event that a second signal sets."""
     killed = threading.Event()
     received: list[float] = []
 
@@ -193,12 +193,12 @@ def _forwarding(children: list[_Child]) -> Iterator[threading.Event]:
 
 
 def _wait(children: list[_Child], killed: threading.Event) -> None:
-    """Returns when all have ended, or when they had enough time after the first failure."""
+    """Waits until all children have exited, or until the time after the first failure is over."""
     deadline = None
     while any([child.running() for child in children]) and not killed.is_set():
         failures = [failure for child in children if not child.running() and (failure := child.failure()) is not None]
         if failures and deadline is None:
-            stopping = all(each.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED) for each in failures)
+            stopping = all(each.is_stop for each in failures)
             deadline = time.monotonic() + (STOPPING_SECONDS if stopping else ENDING_SECONDS)
         if deadline is not None and time.monotonic() > deadline:
             return

@@ -1,8 +1,8 @@
-"""What the processes of a run tell each other outside of jit, with time-outs. With one process, nothing.
+"""Communication between the processes of a run outside of jit, with timeouts. Trivial with one process.
 
-Messages go through the coordination service's key-value store and touch no device, so they also work while devices
-compute, and a process that waits can end when another one fails. Every process makes the same calls with the same
-names in the same order. Meant for small values at a few moments of a run, not for every step.
+Messages go through the key-value store of the coordination service and use no device. They work while devices compute,
+and a waiting process ends when another one fails. Every process must make the same calls with the same names in the
+same order. Use them for small values at a few points of a run, not in every step.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from axcore.runtime.watcher import board
 from axcore.runtime.world import World, count as count, index as index, world
 
 TIMEOUT = "AXCORE_TIMEOUT"
-"""Environment variable: seconds that a process waits for the others, unless the caller says otherwise."""
+"""Environment variable: default of the seconds that a process waits for the others."""
 DEFAULT_TIMEOUT = 600.0
 SLICE_SECONDS = 0.5
-"""How often a waiting process looks for failures of the others."""
+"""Seconds between checks of a waiting process for failures of the others."""
 
 _calls: collections.Counter[str] = collections.Counter()
 
 
 def default_timeout() -> float:
-    """Seconds that a process waits for the others: `AXCORE_TIMEOUT`, or 600."""
+    """Seconds that a process waits for the others: `AXCORE_TIMEOUT`, or 600 if unset."""
     text = os.environ.get(TIMEOUT, "")
     if not text:
         return DEFAULT_TIMEOUT
@@ -39,12 +39,12 @@ def default_timeout() -> float:
 
 
 def gather(name: str, value: bytes, timeout: float | None = None) -> list[bytes]:
-    """The values of all processes, in the order of processes.
+    """The values of all processes, ordered by process index.
 
     Args:
-        name: of the meeting point, for messages. It may be used any number of times.
-        value: of this process.
-        timeout: seconds to wait for the others; None: `AXCORE_TIMEOUT`, or 600.
+        name: name of the synchronization point, for messages. It may be reused.
+        value: the value of this process.
+        timeout: seconds to wait for the others. None uses `AXCORE_TIMEOUT`, or 600.
 
     Raises:
         PeerFailed: another process failed.
@@ -59,7 +59,7 @@ def gather(name: str, value: bytes, timeout: float | None = None) -> list[bytes]
     here.store.key_value_set_bytes(f"{_key(name, number)}/{here.index}", value)
     deadline = time.monotonic() + seconds
     values = [_get(here, name, number, process, deadline, seconds) for process in range(here.count)]
-    if number:  # all have arrived here, so all have read the values of the previous call
+    if number:  # all processes have arrived here, so all have read the values of the previous call
         here.store.key_value_delete(f"{_key(name, number - 1)}/{here.index}")
     return values
 
@@ -70,15 +70,15 @@ def broadcast(name: str, value: bytes, timeout: float | None = None) -> bytes:
 
 
 def barrier(name: str, timeout: float | None = None) -> None:
-    """Returns when every process has come here. Raises like `gather`."""
+    """Waits for every process to arrive here. Raises like `gather`."""
     gather(name, b"", timeout)
 
 
 @contextlib.contextmanager
 def together(name: str, timeout: float | None = None) -> Iterator[None]:
-    """An error that one process meets inside is raised on all of them: its own there, `PeerFailed` on the others.
+    """Shares errors inside the block: if one process raises, all others raise `PeerFailed` at the end of the block.
 
-    Inside, a process must not wait for the others. Raises like `gather` at the end.
+    Inside the block, a process must not wait for the others. Raises like `gather` at the end.
     """
     failure: Exception | None = None
     try:
@@ -88,9 +88,11 @@ def together(name: str, timeout: float | None = None) -> Iterator[None]:
             raise
         failure = error
     text = "" if failure is None else str(failure) if isinstance(failure, AxcoreError) else repr(failure)
-    found = gather(name, text.encode(), timeout)
-    if failure is not None:
-        raise failure
+    try:
+        found = gather(name, text.encode(), timeout)
+    finally:
+        if failure is not None:  # also where the others did not come
+            raise failure
     for process, told in enumerate(found):
         if told:
             raise PeerFailed(f"process {process} of {len(found)} failed: {told.decode()}")
@@ -119,5 +121,5 @@ def _get(here: World, name: str, number: int, process: int, deadline: float, sec
             missing = ", ".join(str(each) for each in range(here.count) if each not in arrived)
             raise RuntimeTimeout(
                 f"{here.named(here.index)} waited {seconds:g} s at {name!r} for process(es) {missing}, which did not "
-                f"arrive. See what they print; set {TIMEOUT} to more seconds if they are only slow"
+                f"arrive. Check their output. If they are only slow, set {TIMEOUT} to more seconds."
             )

@@ -1,4 +1,4 @@
-"""When all processes do what one of them asked for: stop after a signal, save after some minutes."""
+"""Requests of one process that all processes act on at the same step, such as stop after a signal."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ _made = 0
 
 
 class Requests:
-    """Agreement among processes on the moment at which all act on a request of one.
+    """Agreement among processes on the step at which all of them act on a request of one.
 
     ```python
     with Requests() as requests:
         for step in range(steps):
             if "stop" in requests.due():
-                break  # on every process before the same step
+                break  # before the same step on every process
             state = train_step(state)
     ```
 
-    Every process makes one, and calls `due` at the same points of its work: between steps, between the batches of an
-    evaluation. With one process a request is due at the next call. With several, `due` costs a lock while nobody asks
-    for anything. On a request, each process posts the number of its next call, in the background, also while its main
-    thread waits for a device; the request is due at the highest of them, and no process runs ahead meanwhile.
+    Every process creates one and calls `due` at the same points of its work, such as between steps or between the
+    batches of an evaluation. With one process, a request is due at the next call. With several, `due` only takes a lock
+    while there is no request. On a request, a background thread of each process posts the number of the next call, even
+    while the main thread waits for a device. The request is due at the highest of these numbers, and processes wait
+    for the agreement before they continue.
     """
 
     def __init__(self) -> None:
@@ -54,12 +55,12 @@ class Requests:
             self._thread.start()
 
     def make(self, name: str) -> None:
-        """Asks all processes to act on `name`. May be called from any thread, at any time, any number of times."""
+        """Asks all processes to act on `name`. Thread-safe and idempotent."""
         with self._lock:
             self._made.add(name)
 
     def due(self) -> set[str]:
-        """The requests to act on now; the same ones on every process.
+        """The requests to act on now, equal on every process.
 
         Raises:
             PeerFailed: another process failed.
@@ -83,12 +84,12 @@ class Requests:
             return due
 
     def close(self) -> None:
-        """Ends the background thread. Processes that still wait for an agreement get an answer first."""
+        """Ends the background thread, after answering processes that still wait for an agreement."""
         if self._world is None or self._closed.is_set():
             return
         self._closed.set()
         self._thread.join(timeout=5)
-        with self._lock, contextlib.suppress(Exception):  # the others may be gone
+        with self._lock, contextlib.suppress(Exception):  # the others may have exited
             self._post(self._world)
 
     def __enter__(self) -> Self:
@@ -119,9 +120,9 @@ class Requests:
             self._posted = True
 
     def _negotiate(self, here: World) -> None:
-        """In the background: posts this process's answer when there is a request, and reads the others'."""
+        """Posts this process's answer to a request and reads the answers of the others. Runs in the background."""
         while not self._closed.wait(POLL_SECONDS):
-            with contextlib.suppress(Exception):  # without the service jax ends the process itself
+            with contextlib.suppress(Exception):  # if the service is gone, jax ends the process itself
                 if self._made or here.store.key_value_dir_get_bytes(self._key()):
                     with self._lock:
                         self._agree(here)

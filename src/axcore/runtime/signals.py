@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM: nothing to save ends at once; a run stops after its step and saves.
+"""Handlers of SIGINT and SIGTERM: a run stops after its step and saves; any other command ends immediately.
 
 A handler that raises would lose signals: Python drops an exception raised inside a garbage-collection callback or
-`__del__`, and jax registers such a callback. These handlers therefore never raise. Imports only the standard library,
-since the `axcore` command installs the handlers before it imports anything else.
+`__del__`, and jax registers such a callback. These handlers therefore never raise. This module imports only the
+standard library, since the `axcore` command installs the handlers before it imports anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 SAME_SIGNAL_SECONDS = 1.0
-"""A second signal this soon is the same one: `timeout` and some schedulers send each signal twice."""
+"""A second signal within this time counts as the same one: `timeout` and some schedulers send each signal twice."""
 
 _graceful = False
 _requested: signal.Signals | None = None
@@ -32,17 +32,16 @@ def install() -> None:
 
 
 def stop_requested() -> signal.Signals | None:
-    """The signal that asked the run to stop, or None. Only inside `graceful`."""
+    """The signal that requested a stop, or None. Set only inside `graceful`."""
     return _requested
 
 
 @contextlib.contextmanager
 def graceful() -> Iterator[None]:
-    """While it is active, a signal does not end the process; `stop_requested` returns it.
+    """While active, a signal does not end the process; `stop_requested` returns it.
 
-    Whoever enters it asks `stop_requested` regularly and stops. A second signal kills the process. A
-    signal that nobody acted on takes effect at the end. Outside the main thread, and inside another `graceful`, it
-    does nothing.
+    The caller must check `stop_requested` regularly and stop. A second signal kills the process. A signal that was not
+    handled takes effect at the end of the block. Does nothing outside the main thread or inside another `graceful`.
     """
     global _graceful, _requested
     if _graceful or threading.current_thread() is not threading.main_thread():
@@ -60,14 +59,14 @@ def graceful() -> Iterator[None]:
 
 @contextlib.contextmanager
 def default() -> Iterator[None]:
-    """While it is active, both signals end the process without Python's help. For a call into C that waits."""
+    """While active, both signals end the process without running Python code. Use it around blocking C calls."""
     with replaced(signal.SIG_DFL):
         yield
 
 
 @contextlib.contextmanager
 def replaced(handler: Handler) -> Iterator[None]:
-    """Installs another handler of both signals while it is active."""
+    """Installs another handler of both signals while active."""
     before = {number: signal.getsignal(number) for number in HANDLED}
     for number in HANDLED:
         signal.signal(number, handler)
@@ -75,7 +74,7 @@ def replaced(handler: Handler) -> Iterator[None]:
         yield
     finally:
         for number, earlier in before.items():
-            if earlier is not None:  # None: installed by C code, so Python cannot restore it
+            if earlier is not None:  # None: a handler installed by C code, which Python cannot restore
                 signal.signal(number, earlier)
 
 
@@ -83,13 +82,13 @@ def _handle(number: int, frame: FrameType | None) -> None:
     global _requested, _requested_at
     name, now = signal.Signals(number).name, time.monotonic()
     if not _graceful:
-        _say(f"axcore: {name}: stopped; nothing was in progress that could be saved")
+        _say(f"axcore: {name}: stopped; there was nothing to save")
         os._exit(128 + number)
     if _requested is None:
         _requested, _requested_at = signal.Signals(number), now
-        _say(f"axcore: {name}: stopping after this step and saving; send it again to stop at once")
+        _say(f"axcore: {name}: stopping after this step and saving; send it again to stop immediately")
     elif now - _requested_at > SAME_SIGNAL_SECONDS:
-        _say(f"axcore: {name} again: stopped at once; earlier checkpoints are kept")
+        _say(f"axcore: {name} again: stopped immediately; earlier checkpoints are unchanged")
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -1,4 +1,4 @@
-"""Ends this process when another process of the run has failed, whatever it waits for."""
+"""Ends this process when another process of the run fails, even while it waits for a device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from axcore.runtime.world import World, world
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
-"""How long a process may take to end by itself after the failure of another. A device computation that needs the
-failed process never ends."""
+"""Seconds that a process has to end by itself after another has failed. A device computation that waits for the failed
+process never ends."""
 LEFT = "axcore/left"
 
 _watcher: _Watcher | None = None
@@ -28,12 +28,12 @@ _failed: Failure | None = None
 
 
 def board() -> Board | None:
-    """Where the processes of the current `watch` post failures; None outside of one."""
+    """The failure board of the current `watch`, or None outside of one."""
     return None if _watcher is None else _watcher.board
 
 
 def peer_failure() -> AxcoreError | None:
-    """The failure of another process, as far as this one has heard. Asks nobody."""
+    """The failure of another process that this one has already received. Does not communicate."""
     if _watcher is None or _watcher.heard is None:
         return None
     return _watcher.heard.seen_from(_watcher.world)
@@ -41,11 +41,11 @@ def peer_failure() -> AxcoreError | None:
 
 @contextlib.contextmanager
 def watch() -> Iterator[None]:
-    """While it is active, the failure of one process ends all of them. Nesting does nothing.
+    """While active, the failure of one process ends all of them. Does nothing with one process or when nested.
 
-    An exception that leaves it is told to the other processes. They raise `PeerFailed` where they next look
-    (`gather`, `Requests.due`), or end with its message and `ExitCode.PEER_FAILED` if they do not look in time,
-    because they wait for a device. With one process it does nothing.
+    An exception that leaves the block is sent to the other processes. They raise `PeerFailed` at their next call of
+    `gather` or `Requests.due`. A process that makes no such call in time, because it waits for a device, exits with the
+    message and `ExitCode.PEER_FAILED`.
     """
     global _watcher, _watches, _failed
     here = world()
@@ -62,7 +62,7 @@ def watch() -> Iterator[None]:
     except BaseException as error:
         heard = _watcher.read()
         if heard is not None and heard.is_cause and not isinstance(error, AxcoreError):
-            consequence = heard.seen_from(here)  # such as "connection closed" from a device computation
+            consequence = heard.seen_from(here)  # replaces errors such as "connection closed" from a computation
             _tell(_watcher, consequence)
             raise consequence from error
         _tell(_watcher, error)
@@ -76,6 +76,8 @@ def _tell(watcher: _Watcher, error: BaseException) -> None:
     global _failed
     record(error)
     _failed = Failure.of(error, watcher.world.index)
+    if _failed.is_stop:  # not told: the others stop too, and may take their time to close
+        return
     with contextlib.suppress(Exception):
         watcher.board.post(_failed)
 
@@ -83,8 +85,8 @@ def _tell(watcher: _Watcher, error: BaseException) -> None:
 def leave(code: int) -> NoReturn:
     """Ends this process with an exit code.
 
-    A process that fails does not go through Python's exit: there jax waits for the other processes, and aborts. Process
-    0 hosts the coordination service, so it waits a moment for the others to leave.
+    A failing process skips Python's normal exit, where jax would wait for the other processes and abort. Process 0
+    hosts the coordination service, so it waits a moment for the others to leave.
     """
     here = world()
     if here is None or code == ExitCode.DONE:
@@ -92,7 +94,7 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    with contextlib.suppress(Exception):  # the service may be gone
+    with contextlib.suppress(Exception):  # the service may have ended
         here.store.key_value_set_bytes(f"{LEFT}/{here.index}", b"", True)
         deadline = time.monotonic() + 2 * GRACE_SECONDS
         while here.index == 0 and time.monotonic() < deadline:
@@ -103,13 +105,13 @@ def leave(code: int) -> NoReturn:
 
 
 def _leave_after_uncaught_error() -> None:
-    """At exit, for scripts: jax's own handler would wait for processes that have gone."""
+    """Exit hook for scripts. jax's own hook would wait for processes that have ended."""
     if _failed is not None and getattr(sys, "last_exc", None) is not None:
         leave(_failed.code)
 
 
 class _Watcher(threading.Thread):
-    """Looks for failures of the other processes."""
+    """Thread that polls for failures of the other processes."""
 
     def __init__(self, world: World, board: Board):
         super().__init__(name="axcore-watch", daemon=True)
@@ -118,8 +120,8 @@ class _Watcher(threading.Thread):
         self.heard: Failure | None = None
 
     def read(self) -> Failure | None:
-        """The failure of another process, if this one can know."""
-        with contextlib.suppress(Exception):  # without the service jax ends the process itself
+        """The failure of another process, if the store can be read."""
+        with contextlib.suppress(Exception):  # if the service is gone, jax ends the process itself
             self.heard = self.board.read()
         return self.heard
 

@@ -1,4 +1,4 @@
-"""Which processes take part, and the key-value store that they share (jax's coordination service)."""
+"""The processes of the run and their shared key-value store (jax's coordination service)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Store(Protocol):
-    """The methods used here of jax's coordination-service client, which process 0 hosts."""
+    """The methods of jax's coordination-service client that axcore uses. Process 0 hosts the service."""
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None: ...
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes: ...
@@ -21,9 +21,9 @@ class World:
     """The processes of this run.
 
     Attributes:
-        index: the number of this process.
-        count: how many there are; at least 2.
-        store: shared by all.
+        index: the index of this process.
+        count: the number of processes; at least 2.
+        store: the key-value store that all processes share.
     """
 
     index: int
@@ -35,10 +35,10 @@ class World:
 
 
 def world() -> World | None:
-    """The processes of this run, or None for a single one. Also after the caller initialized `jax.distributed`."""
+    """The processes of this run, or None for one process. Also works if user code initialized `jax.distributed`."""
     if "jax" not in sys.modules:
         return None
-    from jax._src.distributed import global_state  # jax has no public access to its client
+    from jax._src.distributed import global_state  # jax has no public API for its client
 
     if global_state.client is None or global_state.num_processes == 1:
         return None
@@ -46,12 +46,12 @@ def world() -> World | None:
 
 
 def index() -> int:
-    """The number of this process. Does not initialize jax's devices, unlike `jax.process_index`."""
+    """The index of this process. Unlike `jax.process_index`, it does not initialize jax's devices."""
     here = world()
     return 0 if here is None else here.index
 
 
 def count() -> int:
-    """The number of processes. Does not initialize jax's devices, unlike `jax.process_count`."""
+    """The number of processes. Unlike `jax.process_count`, it does not initialize jax's devices."""
     here = world()
     return 1 if here is None else here.count

@@ -8,7 +8,7 @@ from axcore.config import AxcoreError
 
 
 class TrainingError(AxcoreError):
-    """Training cannot continue: a loss or the parameters are not finite. Nothing is saved after it."""
+    """The loss or the parameters are not finite, so training cannot continue. The state is not saved."""
 
     exit_code = 82
 

@@ -1,4 +1,4 @@
-"""Files that are never seen half-written, and what the operating system said when one could not be."""
+"""Atomic file writes, and readable reasons for errors of the operating system."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ type Json = bool | int | float | str | Sequence[Json] | Mapping[str, Json] | Non
 
 
 def os_reason(error: BaseException) -> str:
-    """What the operating system said, as in `No space left on device`; for any other error its first line."""
+    """The message of the operating system, such as `No space left on device`; for other errors, the first line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def write_bytes(path: pathlib.Path, content: bytes) -> None:
-    """Puts `content` at `path` in one step: whoever reads sees the old file or the new one, also after a
-    crash.
+    """Writes a file atomically: a reader sees the old contents or the new ones, even after a crash.
 
     Raises:
-        AxcoreError: it could not be written; what was at `path` is still there.
+        AxcoreError: the file cannot be written. The old file remains.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -43,17 +42,17 @@ def write_bytes(path: pathlib.Path, content: bytes) -> None:
 
 
 def write_text(path: pathlib.Path, content: str) -> None:
-    """`write_bytes` of UTF-8 text."""
+    """Writes UTF-8 text like `write_bytes`."""
     write_bytes(path, content.encode())
 
 
 def write_json(path: pathlib.Path, content: Json) -> None:
-    """`write_bytes` of indented JSON. A non-finite float has no JSON form and is a ValueError."""
+    """Writes indented JSON like `write_bytes`. Raises ValueError for non-finite floats, which JSON lacks."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Makes the names in a folder survive a power cut; a file system that cannot is left as it is."""
+    """Syncs the entries of a folder to disk, on file systems that support it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

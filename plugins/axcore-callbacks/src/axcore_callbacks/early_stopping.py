@@ -1,4 +1,4 @@
-"""Ending a run that no longer improves."""
+"""Early stopping."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from axcore.config import ConfigError, at_least
-from axcore.train import Callback, Request
+from axcore.train import Callback, Request, RunInfo
 
 
 class EarlyStopping(Callback):
@@ -15,10 +15,10 @@ class EarlyStopping(Callback):
 
     class Config(Callback.Config):
         metric: str = "validation/loss"
-        """A metric of evaluations, `EVALUATOR/METRIC`."""
+        """An evaluation metric, `EVALUATOR/METRIC`."""
         patience: int = 3
         min_change: float = 0.0
-        """An improvement must exceed this."""
+        """Smallest change that counts as an improvement."""
         mode: Literal["min", "max"] = "min"
 
     config: Config
@@ -33,15 +33,21 @@ class EarlyStopping(Callback):
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> Request | None:
         cfg = self.config
         if cfg.metric not in metrics:
-            raise ConfigError(f"metric={cfg.metric!r} is not a metric of this run; it has {', '.join(metrics)}")
+            raise ConfigError(f"metric={cfg.metric!r} is not a metric of this run. Choose one of: {', '.join(metrics)}")
         value = metrics[cfg.metric] if cfg.mode == "min" else -metrics[cfg.metric]
         if not math.isnan(value) and (self.best is None or value < self.best - cfg.min_change):
             self.best, self.waited = value, 0
             return None
         self.waited += 1
-        if self.waited < cfg.patience:
+        return self._verdict()
+
+    def start(self, run: RunInfo) -> Request | None:
+        return self._verdict()  # a run that was stopped stays so when it is resumed, unless its patience grew
+
+    def _verdict(self) -> Request | None:
+        if self.waited < self.config.patience:
             return None
-        reason = f"{cfg.metric} has not improved in {self.waited} evaluations"
+        reason = f"{self.config.metric} has not improved in {self.waited} evaluations"
         return Request(stop=True, reason=reason, deterministic=True)
 
     def state(self) -> Mapping[str, float | int | None]:

@@ -11,10 +11,10 @@ from axcore.train import Callback
 
 
 class EMA(Callback):
-    """Keeps `average = decay * average + (1 - decay) * parameter` of each parameter, in float32 at least.
+    """Keeps `average = decay * average + (1 - decay) * parameter` for each parameter, in float32 or wider.
 
-    With `warmup`, the decay of step `t` is at most `(1 + t) / (10 + t)`, so that the average forgets the initial
-    parameters quickly.
+    With `warmup`, the decay at step `t` is at most `(1 + t) / (10 + t)`, so that the initial parameters lose their
+    weight quickly.
     """
 
     class Config(Callback.Config):

@@ -1,5 +1,5 @@
 """The two sides of cross-layer attention (Brandon et al. 2024, arXiv 2405.12981): layers that share keys and values,
-and layers that use them. Both fill the cache slot of attention, since the cache decides which keys the kernel sees.
+and layers that use them. Both fill the cache slot of attention, since the cache determines which keys the kernel sees.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from axcore.nn import Attention, AttentionInputs, KVCache, KVView
 
 
 class ShareKV(KVCache):
-    """Passes attention through unchanged, and shares its keys and values with later layers.
+    """Leaves attention unchanged and shares its keys and values with later layers.
 
-    While decoding it shares the view that the inner cache returns, so that one cache serves the whole group.
+    While decoding, it shares the view that the inner cache returns, so that one cache serves the whole group.
     """
 
     class Config(KVCache.Config):
+        layout_fields = ("cache",)
         input_dim: int = ax.REQUIRED
         num_heads: int = ax.REQUIRED
         num_kv_heads: int = ax.REQUIRED
         head_dim: int = ax.REQUIRED
         name: str
-        """What they are shared under; that of the borrowers is the same."""
+        """The name under which keys and values are shared. Borrowing layers use the same name."""
         cache: KVCache.Config | None = None
-        """The cache that the attention had."""
+        """The original cache of the attention."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> ShareKV.Config:
             return self if self.cache is not None else self.set(cache=cache)
@@ -42,23 +43,24 @@ class ShareKV(KVCache):
         asked = inputs if self.cache is None else self.cache(inputs)
         if not isinstance(asked, AttentionInputs):
             raise ax.ConfigError(
-                f"{self.frame.path}: {type(self.cache).__name__} attends by itself; keys can be shared with other "
-                f"layers only from a cache that returns a view of them"
+                f"{self.frame.path}: {type(self.cache).__name__} computes attention itself. Keys can be shared with "
+                f"other layers only from a cache that returns a view of them."
             )
         if asked.kv is None:
-            raise ax.ConfigError(f"{self.frame.path}: the attention has no key and value, so there are none to share")
+            raise ax.ConfigError(f"{self.frame.path}: the attention has no key and value to share")
         self.share(_shared_name(self.config.name), asked.kv)
         return asked
 
 
 class BorrowKV(KVCache):
-    """Attends with the keys and values that an earlier layer shared. It holds no state while decoding."""
+    """Attends with the keys and values that an earlier layer shared. Has no decoding state of its own."""
 
     class Config(KVCache.Config):
+        layout_fields = ()
         num_kv_heads: int = ax.REQUIRED
         head_dim: int = ax.REQUIRED
         name: str
-        """What they were shared under."""
+        """The name under which they were shared."""
 
     config: Config
 
@@ -67,19 +69,19 @@ class BorrowKV(KVCache):
 
         Raises:
             ContextError: no layer before this one shared keys and values under this name.
-            ConfigError: the attention has keys of its own, or expects heads of another number or width.
+            ConfigError: the attention computes its own keys, or expects another number or width of heads.
         """
         if inputs.kv is not None:
             raise ax.ConfigError(
-                f"{self.frame.path}: the attention computes keys and values that nobody would attend to; set its key "
-                f"and value to None, or empty its cache slot"
+                f"{self.frame.path}: the attention computes keys and values that would not be used. Set its key and "
+                f"value to None, or empty its cache slot."
             )
         view: KVView = self.shared(_shared_name(self.config.name))
         wanted = (self.config.num_kv_heads, self.config.head_dim)
         if view.shape[2:] != wanted:
             raise ax.ConfigError(
-                f"{self.frame.path}: keys of (num_kv_heads, head_dim) = {view.shape[2:]} were shared, and this "
-                f"attention has {wanted}; layers that share keys need the same"
+                f"{self.frame.path}: the shared keys have (num_kv_heads, head_dim) = {view.shape[2:]}, but this "
+                f"attention has {wanted}. Layers that share keys must have the same."
             )
         return inputs.replace(kv=view)
 
@@ -94,5 +96,5 @@ def sharing(attention: Attention.Config, name: str) -> Attention.Config:
 
 
 def borrowing(attention: Attention.Config, name: str) -> Attention.Config:
-    """An attention without keys and values of its own, which takes those that were shared under `name`."""
+    """An attention that uses the keys and values shared under `name` instead of its own."""
     return attention.set(key=None, value=None, cache=BorrowKV.Config(name=name))

@@ -1,4 +1,4 @@
-"""Grouping the layers of a model, so that each group computes keys and values once."""
+"""Groups the layers of a model so that each group computes keys and values once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from axcore.nn import Attention, Stack
 from axcore_cross_layer_kv.caches import BorrowKV, ShareKV, borrowing, sharing
 
 Places = tuple[str, ...]
-"""The paths of attentions, from the layer that holds them."""
+"""The paths of attentions, relative to the layer that contains them."""
 
 Role = Callable[[Any, str], Attention.Config]
 """`sharing` or `borrowing`."""
@@ -22,29 +22,30 @@ def use_cross_layer_kv(
 ) -> ax.Config:
     """Layers attend with keys and values of the first layer of their group (Brandon et al. 2024, arXiv 2405.12981).
 
-    In each stack, every `every` layers with attention form a group; other layers may lie between them. A `Repeat` then
+    In each stack, every `every` layers with attention form a group; other layers may be between them. A `Repeat` then
     repeats groups: `layers.attention` becomes `layers.layers.0.attention`, which has keys and values,
-    `layers.layers.1.attention`, which has none, and so on.
+    `layers.layers.1.attention`, which does not, and so on.
 
-    A stack with a single layer of attention counts as part of the layer around it.
+    A stack with only one attention layer counts as part of the enclosing layer.
 
-    A layer may hold several attentions: each is paired with the one at the same place in the group's first layer.
+    A layer may contain several attentions. Each is paired with the attention at the same path in the group's first
+    layer.
 
     Args:
-        every: layers in a group; keys and values, and so KV caches, become fewer by this factor.
+        every: layers per group. The number of keys, values and KV caches shrinks by this factor.
         where: which attentions.
-        allow_shorter: whether the last group of a stack may be smaller, if the number of layers is not a multiple of
-            `every`. A `Repeat` then becomes a `Sequence` of the full groups and the layers of the last one.
+        allow_shorter: allow a smaller last group if the number of layers is not a multiple of `every`. A `Repeat` then
+            becomes a `Sequence` of the full groups and the layers of the last one.
 
     Raises:
-        ConfigError: layers that cannot be divided into such groups, or an attention that is in one already.
+        ConfigError: the layers cannot be divided into such groups, or an attention is already in a group.
     """
     if every < 2:
         raise ax.ConfigError(f"every must be at least 2, not {every}")
     chosen = {path for path, node in ax.select(cfg, where) if _can_share(path, node)}
 
     def alone(layer: ax.Config, path: str) -> Places:
-        """The chosen attentions of a layer that are in no group yet. Those keep their paths until they are in one."""
+        """The selected attentions of a layer that are not in a group yet. Their paths change only with grouping."""
         return tuple(place for place, node in walk(layer) if _join(path, place) in chosen and not _in_group(node))
 
     def group(path: str, node: ax.Config) -> ax.Config:
@@ -61,21 +62,20 @@ def use_cross_layer_kv(
     if left := alone(grouped, ""):
         paths = ", ".join(path or "the root" for path in left)
         raise ax.ConfigError(
-            f"{paths}: in no stack with another layer to share with; say with where= which attentions take part"
+            f"{paths}: not in a stack with another layer to share with. Select the attentions to group with where=."
         )
     return grouped
 
 
 def _can_share(path: str, node: ax.Config) -> bool:
     if not isinstance(node, Attention.Config):
-        raise ax.ConfigError(f"at {path or 'the root'}: only attentions share keys and values, and this is {node!r}")
+        raise ax.ConfigError(f"at {path or 'the root'}: only attentions can share keys and values, not {node!r}")
     if node.qkv is not None:
         raise ax.ConfigError(
-            f"at {path or 'the root'}: qkv makes keys in every layer; give query, key and value apart, so that "
-            f"layers can go without"
+            f"at {path or 'the root'}: qkv computes keys in every layer. Set query, key and value separately instead."
         )
     if _in_group(node):
-        raise ax.ConfigError(f"at {path or 'the root'}: it shares keys and values with other layers already")
+        raise ax.ConfigError(f"at {path or 'the root'}: already shares keys and values with other layers")
     return True
 
 
@@ -86,7 +86,7 @@ def _in_group(node: Any) -> bool:
 def _grouped(
     layers: list[Any], every: int, holding: dict[int, Places], allow_shorter: bool
 ) -> tuple[ax.Layer.Config, ...]:
-    """The layers, in groups of `every`. `holding`: the places of attentions, for each layer that holds any."""
+    """The layers in groups of `every`. `holding` maps layers with attention to the places of their attentions."""
     count = len(holding)
     if count % every and not allow_shorter:
         raise _indivisible(f"{count} layers with attention", count, every)
@@ -96,17 +96,17 @@ def _grouped(
             first = index
         elif places != holding[first]:
             raise ax.ConfigError(
-                f"layers {first} and {index} would share, but their attentions are at different places: "
+                f"layers {first} and {index} cannot share keys, since their attentions have different paths: "
                 f"{', '.join(holding[first])} and {', '.join(places)}"
             )
-        # If every layer takes part, names without the group's number make groups equal, so that they can be scanned.
+        # If every layer is in a group, names without the group's number make groups equal, so that they can be scanned.
         name = 0 if count == len(layers) else first
         made[index] = _take_part(layers[index], places, sharing if index == first else borrowing, name)
     return tuple(made)
 
 
 def _take_part[C: ax.Config](layer: C, places: Places, role: Role, first: int) -> C:
-    """The layer with its attentions in this role. Shared values are named by the layer `first` and the place in it."""
+    """The layer with its attentions in this role. The name of shared values consists of `first` and the place."""
     return ax.select(layer, lambda place, _: place in places).map(
         lambda place, attention: role(attention, _join(str(first), place))
     )
@@ -119,8 +119,8 @@ def _indivisible(what: str, count: int, every: int) -> ax.ConfigError:
     nearest = min(divisors, key=lambda each: abs(each - every), default=None)
     other = f", or {count} with every={nearest}" if nearest else ""
     return ax.ConfigError(
-        f"{what} cannot be divided into groups of every={every}; nearest: {fitting}{other}. Or let the last group be "
-        f"shorter with allow_shorter=True"
+        f"{what} cannot be divided into groups of every={every}. Nearest: {fitting}{other}. Or allow a shorter last "
+        f"group with allow_shorter=True."
     )
 
 

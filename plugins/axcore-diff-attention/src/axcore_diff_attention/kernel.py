@@ -1,4 +1,4 @@
-"""Differential attention (Ye et al. 2024, arXiv 2410.05258): one attention map less a part of another."""
+"""Differential attention (Ye et al. 2024, arXiv 2410.05258): the weighted difference of two attention maps."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from axcore.nn import (
 class DiffAttention(AttentionKernel):
     """Takes heads in pairs: `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v`, normalized head by head (eq. 1 to 3).
 
-    Key-value heads 2j and 2j + 1 hold k1 and k2 of a pair, and their values side by side are its v, twice as wide. The
-    query heads that the two serve are q1 and q2, in their order. So an attention keeps its projections, its
-    position embedding and its KV cache, and has half as many heads, each twice as wide. Without grouped queries this is
-    the order of heads of the authors' code.
+    Key-value heads 2j and 2j + 1 are k1 and k2 of a pair. Their concatenated values are its v, twice as wide. The query
+    heads that they serve are q1 and q2, in this order. An attention thus keeps its projections, position embedding and
+    KV cache, and has half as many heads, each twice as wide. Without grouped queries the order of heads matches the
+    authors' code.
 
-    `lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init`, one for a layer; it is reported as
-    the summary `lambda`.
+    `lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init`, one per layer, is reported as the
+    summary `lambda`.
     """
 
     class Config(AttentionKernel.Config):
+        layout_fields = ("kernel",)
         num_heads: int = ax.REQUIRED
         num_kv_heads: int = ax.REQUIRED
         kernel: AttentionKernel.Config = ReferenceKernel.Config()
-        """Computes the softmax attention of all heads; it is called once for each half of v."""
+        """Computes the softmax attention of all heads. Called once for each half of v."""
         lambda_init: float = 0.8
-        """The same in every layer, as those of a scanned stack must be; the paper also lets it grow with depth."""
+        """The same in every layer, as a scanned stack requires. The paper also lets it grow with depth."""
         init: Initializer = Normal(stddev=0.1)
-        """Of the four vectors that lambda is made of."""
+        """Initializer of the four vectors of lambda."""
         norm: ax.Layer.Config = RMSNorm.Config()
-        """Of each head, over its `2 head_dim` features."""
+        """Norm of each head, over its `2 head_dim` features."""
 
     takes = frozenset({"softcap", "sinks", "bias", "dropout"})
-    local = False  # the kernel inside is put on the devices, for all heads
+    local = False  # only the inner kernel is sharded; this one sees all heads
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         if cfg.num_kv_heads % 2:
             raise ax.ConfigError(
-                f"differential attention takes key-value heads in pairs, so num_kv_heads must be even, not "
-                f"{cfg.num_kv_heads}"
+                f"differential attention pairs key-value heads, so num_kv_heads must be even, not {cfg.num_kv_heads}"
             )
         if not 0 <= cfg.lambda_init < 1:
             raise ax.ConfigError(f"lambda_init must be at least 0 and below 1, not {cfg.lambda_init}")
@@ -73,11 +73,11 @@ class DiffAttention(AttentionKernel):
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=2 * cfg.head_dim, axes=(None,))
 
     def supports(self, request: KernelRequest) -> str | None:
-        """What the kernel inside says."""
+        """Delegates to the inner kernel."""
         return refusal(self.kernel, request)
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, None]:
-        """See `axcore.nn.AttentionKernel`; heads 2i and 2i + 1 of the result are the halves of one wide head."""
+        """See `axcore.nn.AttentionKernel`. Heads 2i and 2i + 1 of the result are the halves of one wide head."""
         kv, pairs = inputs.plain, self.config.num_kv_heads // 2
         halves = []
         for half in range(2):
@@ -102,15 +102,15 @@ def use_diff_attention(cfg: ax.Config, lambda_init: float = 0.8, where: ax.Where
     """Makes every selected attention differential. Its kernel computes the two softmax attentions.
 
     Args:
-        lambda_init: what lambda starts near.
+        lambda_init: approximate initial value of lambda.
         where: which attentions.
     """
 
     def wrap(_: str, attention: Any) -> ax.Config:
         if not has_field(attention, "kernel"):
-            raise ax.ConfigError("it has no kernel slot, so it is no attention to be made differential")
+            raise ax.ConfigError("only attentions with a kernel slot can be made differential")
         if isinstance(attention.kernel, DiffAttention.Config):
-            raise ax.ConfigError("it is differential already; set kernel.lambda_init to change it")
+            raise ax.ConfigError("the attention is already differential. To change it, set kernel.lambda_init.")
         return attention.set(kernel=DiffAttention.Config(kernel=attention.kernel, lambda_init=lambda_init))
 
     return ax.select(cfg, where).map(wrap)

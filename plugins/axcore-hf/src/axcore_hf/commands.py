@@ -36,7 +36,7 @@ def convert(arguments: Sequence[str]) -> int:
     from axcore_hf.initial import FromHF
 
     if pathlib.Path(given.folder).exists():
-        raise AxcoreError(f"{given.folder} exists; give another folder, or remove it")
+        raise AxcoreError(f"{given.folder} already exists. Give another folder, or remove it.")
     found = Checkpoint.open(given.source, tokenizer=given.tokenizer)
     model = found.model.set(dtypes=DTypes(param=given.dtype, compute=given.dtype))
     _, params, state = abstract(model)

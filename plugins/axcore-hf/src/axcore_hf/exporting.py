@@ -41,7 +41,7 @@ def write(
         AxcoreError: the folder exists or cannot be written, or a parameter has no tensor.
     """
     if folder.exists():
-        raise AxcoreError(f"{folder} exists; give another folder, or remove it")
+        raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
     places = by_layer(cfg, arrays)
     shapes = {name: tuple(arrays[path].shape[len(index) :]) for name, (path, index) in places.items()}
     found = [next(each for each in some if each.rule.can_write) for some in matches(family, cfg, shapes)]

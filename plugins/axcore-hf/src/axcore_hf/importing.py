@@ -67,7 +67,7 @@ def load(
             else:
                 arrays[path] = _written(arrays.get(path), forms[path], part, index)
     if broken:
-        raise AxcoreError(f"{source.where} holds numbers that are not finite:{_listed(broken)}")
+        raise AxcoreError(f"{source.where} has values that are not finite:{_listed(broken)}")
     return arrays
 
 

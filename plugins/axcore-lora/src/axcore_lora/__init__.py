@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters for axcore. Names are imported when they are first used."""
+"""LoRA and DoRA adapters for axcore. Names are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Putting adapters on linear layers, and freezing the rest."""
+"""Attaches adapters to linear layers and freezes the other parameters."""
 
 from __future__ import annotations
 
@@ -23,37 +23,39 @@ def use_lora(
     where: ax.Where = Linear,
     freeze: bool = True,
 ) -> ax.Config:
-    """Puts LoRA, or DoRA, into the adapter slot of every selected linear layer.
+    """Fills the adapter slot of every selected linear layer with LoRA or DoRA.
 
-    Used again with another `where`, it replaces the adapters there: `rank=8` everywhere, then `rank=32` on the queries.
+    A second use with another `where` replaces the adapters there: `rank=8` everywhere, then `rank=32` on the queries.
 
     Args:
         rank: columns of A; at most the smaller width of each weight.
         alpha: the change of a weight is scaled by `alpha / rank`.
-        dropout: chance of each input feature of an adapter to be dropped while training.
-        dora: DoRA, which learns the length of each column of a weight too.
-        where: which linear layers. Of what a path or predicate selects, those nodes count that have an adapter slot, so
-            `"model.decoder.layers.attention.**"` is every linear layer in attention.
-        freeze: train adapters alone: sets `learner.rates` of every learner in `cfg` to
-            `{"**": 0.0, ..., "**.adapter.**": 1.0}`, around rates of 0 that are there already. A config without a
-            learner, such as a model's, is not frozen; give its learner these rates yourself.
+        dropout: probability of dropping an input feature of an adapter in training.
+        dora: use DoRA, which also learns the norm of each column of a weight.
+        where: which linear layers. Selected nodes without an adapter slot are ignored, so
+            `"model.decoder.layers.attention.**"` selects every linear layer in attention.
+        freeze: train only adapters. Sets `learner.rates` of every learner in `cfg` to
+            `{"**": 0.0, ..., "**.adapter.**": 1.0}`, which keeps existing rates of 0. For a config without a learner,
+            such as a model's, set these rates in its learner yourself.
 
     Raises:
-        ConfigError: nothing that `where` selects has an adapter slot, or `freeze` would override a rate above 0.
+        ConfigError: no selected node has an adapter slot, or `freeze` would override a rate above 0.
     """
     selected = list(ax.select(cfg, where))
     chosen = {path for path, node in selected if has_field(node, "adapter")}
     if not chosen:
         shown = ", ".join(path or "the root" for path, _ in selected[:3])
-        raise ax.ConfigError(f"where={where!r} selects no linear layer, only {shown}; for what is below, append '.**'")
+        raise ax.ConfigError(
+            f"where={where!r} selects no linear layer, only {shown}. To select the nodes below, append '.**'."
+        )
     adapter = (DoRA if dora else LoRA).Config(rank=rank, alpha=alpha, dropout=dropout)
     cfg = ax.select(cfg, lambda path, _: path in chosen).set(adapter=adapter)
     return _on_learners(cfg, _frozen) if freeze else cfg
 
 
-def thaw(cfg: ax.Config) -> ax.Config:
-    """Takes the two rates of `freeze=True` away again, where both are."""
-    return _on_learners(cfg, _thawed)
+def unfreeze(cfg: ax.Config) -> ax.Config:
+    """Removes the two rates that `freeze=True` set, where both are present."""
+    return _on_learners(cfg, _unfrozen)
 
 
 def _on_learners(cfg: ax.Config, edit: Any) -> ax.Config:
@@ -69,13 +71,13 @@ def _frozen(learner: Any) -> Any:
     }
     if moving := {pattern: rate for pattern, rate in others.items() if rate > 0}:
         raise ax.ConfigError(
-            f"rates has {moving}, and freeze=True would train nothing but adapters; take those rates out, or use "
-            f"freeze=False and set rates to all that is to be, {EVERYTHING!r}: 0.0 first and {ADAPTERS!r}: 1.0 last"
+            f"rates has {moving}, but freeze=True trains only adapters. Remove those rates, or use freeze=False and "
+            f"set all rates yourself, with {EVERYTHING!r}: 0.0 first and {ADAPTERS!r}: 1.0 last."
         )
     return learner.set(rates={EVERYTHING: 0.0, **others, ADAPTERS: learner.rates.get(ADAPTERS, 1.0)})
 
 
-def _thawed(learner: Any) -> Any:
+def _unfrozen(learner: Any) -> Any:
     if learner.rates.get(EVERYTHING) != 0 or ADAPTERS not in learner.rates:
         return learner
     return learner.set(rates={k: v for k, v in learner.rates.items() if k not in (EVERYTHING, ADAPTERS)})

@@ -1,4 +1,4 @@
-"""The adapters: a low-rank change of a weight (LoRA), and one that learns lengths and directions apart (DoRA)."""
+"""The adapters: a low-rank change of a weight (LoRA), also with separate column norms and directions (DoRA)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from axcore.numerics import Product
 class LoRA(ax.Layer):
     """`y + alpha / rank * (x A) B` (Hu et al. 2021, arXiv 2106.09685, eq. 3), for the adapter slot of a linear layer.
 
-    The parameters `a`, [input_dim, rank], and `b`, [rank, output_dim], are the paper's A and B, transposed, for x is a
-    row here. B starts at zero, so a fresh adapter changes nothing. Dropout falls on the `x` that A sees.
+    The parameters `a`, [input_dim, rank], and `b`, [rank, output_dim], are the transposes of the paper's A and B, since
+    x is a row here. B starts at zero, so a new adapter changes nothing. Dropout applies to the `x` that A receives.
 
-    With grouped weights (`axcore.nn.GroupedLinear`, as in experts) each group has its own A and B, along the first
+    With grouped weights (`axcore.nn.GroupedLinear`, as in experts), each group has its own A and B, along the first
     dimension of `a` and `b`.
     """
 
@@ -27,14 +27,14 @@ class LoRA(ax.Layer):
         input_dim: int = ax.REQUIRED
         output_dim: int = ax.REQUIRED
         groups: int | None = None
-        """Number of groups of a grouped weight; None: the weight is one matrix."""
+        """Number of groups of a grouped weight. None means that the weight is one matrix."""
         axes: tuple[str | None, ...] | None = None
         """Logical axes of the weight."""
         rank: int = 8
         """At most the smaller width of the weight."""
         alpha: float = 16.0
         dropout: float = 0.0
-        """Chance of each feature of x to be dropped while training."""
+        """Probability of dropping a feature of x in training."""
         init: Initializer = FanIn()
         """Of A."""
 
@@ -44,8 +44,8 @@ class LoRA(ax.Layer):
         ax.at_least(cfg, 1, "input_dim", "output_dim", "groups", "rank")
         if cfg.rank > (most := min(cfg.input_dim, cfg.output_dim)):
             raise ax.ConfigError(
-                f"rank={cfg.rank} is more than the weight [{cfg.input_dim}, {cfg.output_dim}] can have; take at most "
-                f"{most}, or leave this layer out with where="
+                f"rank={cfg.rank} exceeds the rank of the weight [{cfg.input_dim}, {cfg.output_dim}]. Use at most "
+                f"{most}, or exclude this layer with where=."
             )
         if not 0 < cfg.alpha < math.inf:
             raise ax.ConfigError(f"alpha must be positive, not {cfg.alpha}")
@@ -69,10 +69,10 @@ class LoRA(ax.Layer):
             x: [..., input_dim].
             y: [..., output_dim], the product of x and the weight.
             weight: [input_dim, output_dim], or [group, input_dim, output_dim].
-            product: multiplies x with a matrix, as the layer does.
+            product: the layer's own product of x and a matrix.
 
         Returns:
-            The shape and dtype of y.
+            The corrected y, in its shape and dtype.
         """
         del weight
         return y + self.change(x, product).astype(y.dtype)
@@ -88,16 +88,16 @@ class LoRA(ax.Layer):
 
 
 class DoRA(LoRA):
-    """`m * x (W + sAB) / |W + sAB|`, with a length for each output (Liu et al. 2024, arXiv 2402.09353, eq. 5).
+    """`m * x (W + sAB) / |W + sAB|`, with one magnitude m per output (Liu et al. 2024, arXiv 2402.09353, eq. 5).
 
-    `|.|` is the norm of all that leads to one output: of a column of W, [input_dim, output_dim]. As in the paper's
-    section 4.3 the quotient of norms counts as a constant in the gradient.
+    `|.|` is the norm of each column of W, [input_dim, output_dim]. As in the paper's section 4.3, the quotient of norms
+    is a constant in the gradient.
 
-    The paper's length is here `m = |W| * (1 + magnitude)`, with the parameter `magnitude`, [output_dim], zero at first.
-    So nothing depends on what W was when the adapter was built: a fresh adapter changes nothing, also over weights that
-    are loaded later. The gradient of `magnitude` is |W| times that of m, a factor that Adam does not see.
+    The paper's magnitude is `m = |W| * (1 + magnitude)`, where the parameter `magnitude`, [output_dim], starts at zero.
+    A new adapter therefore changes nothing, even if the weights are loaded after it is built. The gradient of
+    `magnitude` is |W| times the gradient of m; Adam is invariant to this factor.
 
-    A column that is zero in W has no direction to keep: it changes as with LoRA, times `1 + magnitude`.
+    A zero column of W has no direction: it changes as with LoRA, times `1 + magnitude`.
     """
 
     class Config(LoRA.Config):
@@ -112,12 +112,12 @@ class DoRA(LoRA):
         self.magnitude = self.param("magnitude", (*shape, cfg.output_dim), Zeros(), rngs, axes=axes)
 
     def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array, product: Product) -> jax.Array:
-        """As of `LoRA`; the rescaling is in float32."""
+        """Like `LoRA`, with the rescaling in float32."""
         length = product.broadcast(
             lengthening(weight, self.a[...], self.b[...], self.magnitude[...], scale(self.config))
         )
         whole = y.astype(jnp.float32)
-        # Added, and zero in a fresh adapter: the bits stay. As a factor of 1, XLA would round the program otherwise.
+        # Adding zero in a new adapter keeps the bits. With a factor of 1, XLA would round the program differently.
         return (whole + ((length - 1) * whole + length * self.change(x, product).astype(jnp.float32))).astype(y.dtype)
 
 
@@ -127,17 +127,17 @@ def scale(cfg: LoRA.Config) -> float:
 
 
 def lengthening(weight: Any, a: Any, b: Any, magnitude: Any, factor: float) -> jax.Array:
-    """What DoRA multiplies each output by: `|W| / |W + sAB| * (1 + magnitude)`, the quotient without gradient.
+    """The factor of each output in DoRA: `|W| / |W + sAB| * (1 + magnitude)`, with no gradient through the quotient.
 
-    `|W + sAB|^2` is summed up from products with A and B, at the cost of one more product of the rank's size: a matrix
-    as large as W is never made. Where W + sAB all but vanishes in a column, its norm counts as 1/3000 of that of W.
+    `|W + sAB|^2` is computed from products with A and B, at the cost of one more product of rank size, without a matrix
+    as large as W. If a column of W + sAB nearly vanishes, its norm is taken as 1/3000 of the norm of W's column.
 
     Args:
-        weight: [..., input_dim, output_dim]; `a`, `b` and `magnitude` likewise.
+        weight: [..., input_dim, output_dim]. `a`, `b` and `magnitude` have the same leading dimensions.
         factor: s.
 
     Returns:
-        float32 [..., output_dim]; exactly 1 where b and magnitude are zero.
+        float32 [..., output_dim], exactly 1 if b and magnitude are zero.
     """
     w, a, b = (jax.lax.stop_gradient(jnp.asarray(each, jnp.float32)) for each in (weight, a, b))
 

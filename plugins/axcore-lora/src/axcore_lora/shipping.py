@@ -1,4 +1,4 @@
-"""The adapters of a model apart from it: what one ships, and putting it back."""
+"""Extracts the adapters of a model, and loads them into a model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from axcore.module import Tree
 
 SLOT = "adapter"
 NAMES = ("a", "b", "magnitude")
-"""The parameters that an adapter may have; the first two it must."""
+"""The parameters of an adapter. The first two are required."""
 
 
 def adapters(params: Tree) -> Tree:
-    """Of a model's parameters those of LoRA and DoRA adapters, in the same nesting. Arrays are not copied.
+    """The parameters of LoRA and DoRA adapters among a model's parameters, in the same nesting. Does not copy arrays.
 
-    Any tree in the form of the parameters will do, such as shapes or `axcore.functional(model)[0].axes`.
+    Accepts any tree with the structure of the parameters, such as shapes or `axcore.functional(model)[0].axes`.
     """
     found: Tree = {}
     for name, part in params.items():
@@ -29,14 +29,14 @@ def adapters(params: Tree) -> Tree:
 
 
 def load(params: Tree, adapters: Tree) -> Tree:
-    """A model's parameters with these adapters, in place of those that it has or beside weights that have none yet.
+    """Adds adapters to a model's parameters. Existing adapters are replaced.
 
     Args:
-        params: of the model; left as they are.
-        adapters: as `adapters` gave them.
+        params: the parameters of the model; not modified.
+        adapters: as returned by `adapters`.
 
     Raises:
-        AxcoreError: an adapter for a weight that is not there, or of other shapes than the model's.
+        AxcoreError: an adapter has no weight in the model, or its shapes do not fit.
     """
     return _load(params, adapters, ())
 
@@ -52,14 +52,14 @@ def _load(params: Tree, new: Tree, path: tuple[Any, ...]) -> Tree:
         elif isinstance(params.get(name), dict):
             whole[name] = _load(params[name], part, here)
         else:
-            raise AxcoreError(f"an adapter is below {dotted(here)}, and the model has nothing there: is it of another?")
+            raise AxcoreError(f"there is an adapter below {dotted(here)}, which the model lacks.")
     return whole
 
 
 def _check(linear: Tree, adapter: Tree, path: tuple[Any, ...]) -> None:
     if "weight" not in linear:
-        raise AxcoreError(f"{dotted(path)} is an adapter, and the model has no weight beside it: is it of another?")
-    if not isinstance(linear["weight"], dict):  # what is stored as codes may have other shapes
+        raise AxcoreError(f"{dotted(path)} is an adapter of a weight that the model lacks.")
+    if not isinstance(linear["weight"], dict):  # weights that are stored as codes may have other shapes
         *stack, input_dim, output_dim = linear["weight"].shape
         rank = adapter["a"].shape[-1]
         expected = {"a": (*stack, input_dim, rank), "b": (*stack, rank, output_dim), "magnitude": (*stack, output_dim)}
@@ -71,11 +71,11 @@ def _check(linear: Tree, adapter: Tree, path: tuple[Any, ...]) -> None:
 def check_shapes(found: Tree, expected: dict[str, tuple[int, ...]], path: tuple[Any, ...]) -> None:
     """
     Raises:
-        AxcoreError: arrays are missing, too many, or of another shape than expected; names them by their path.
+        AxcoreError: arrays are missing, unexpected or of another shape. The message names them by path.
     """
     shapes = {name: leaf.shape for name, leaf in found.items()}
     if shapes != expected:
-        raise AxcoreError(f"{dotted(path)} has the arrays {_shown(shapes)}, and the model expects {_shown(expected)}")
+        raise AxcoreError(f"{dotted(path)} has the arrays {_shown(shapes)}, but the model expects {_shown(expected)}")
 
 
 def dotted(path: tuple[Any, ...]) -> str:

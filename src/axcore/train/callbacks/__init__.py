@@ -1,1 +1,1 @@
-"""What watches a run: writers, progress, reports."""
+"""Callbacks that observe a run: metric writers, progress, evaluation and saving."""

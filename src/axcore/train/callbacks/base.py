@@ -1,4 +1,4 @@
-"""What a callback is: the events of a run, and what a callback may ask for."""
+"""The base class of callbacks, the events that it receives and the requests that it may return."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a callback asks of the run, to be done before the next step: evaluate first, then save, then stop.
+    """Actions that a callback requests before the next step. They run in the order evaluate, save, stop.
 
     Attributes:
-        stop: end the run as if its last step were done: it is evaluated and saved.
+        stop: end the run here. The final evaluation and checkpoint still happen.
         reason: shown when the run stops.
-        deterministic: every process asks for the same at the same step, for instance because only `step` or metrics
-            decide. Otherwise, in a run of several processes, only the request of process 0 counts, and it is granted
-            a few steps later, at a step that all processes agree on.
+        deterministic: every process makes this request at the same step, for instance because it depends only on
+            `step` or on metrics. In a run of several processes, any other request counts only on process 0 and is
+            carried out a few steps later, at a step that all processes agree on.
     """
 
     evaluate: bool = False
@@ -47,8 +47,8 @@ class RunInfo:
         cfg: the trainer's config.
         folder: the run folder.
         step: steps done before this process started; 0 for a new run.
-        total_steps: the length of the run; None while it is unknown (`minutes`).
-        resumed: whether the run continues an earlier one, from a checkpoint or from step 0.
+        total_steps: the length of the run; None while it is unknown, as in a run limited by `minutes`.
+        resumed: whether the run continues an earlier attempt, from a checkpoint or from step 0.
     """
 
     cfg: Trainer.Config
@@ -66,9 +66,9 @@ class StepInfo:
 
     Attributes:
         step: its number, from 1.
-        metrics: the scalars that the step reported: `loss`, `gradient_norm`, `learning_rate`, summaries by path.
-            `tokens_per_second` is missing after a pause.
-        total_steps: the length of the run, or the present estimate; None while it is unknown.
+        metrics: the scalars that the step reported: `loss`, `gradient_norm`, `learning_rate` and the model's summaries
+            by path. `tokens_per_second` is missing after a pause.
+        total_steps: the length of the run, or the current estimate; None while it is unknown.
     """
 
     step: int
@@ -84,7 +84,7 @@ class FinishedRun:
         cfg: the trainer's config.
         folder: the run folder, for files that a callback writes.
         model: the trained module with its arrays.
-        input: the input that the run was trained on.
+        input: the input of the run.
         summary: the entries of `summary.json` so far.
     """
 
@@ -96,14 +96,14 @@ class FinishedRun:
 
 
 class Callback(config.Configurable):
-    """Base of callbacks, for the mapping `callbacks` of a trainer.
+    """Base class of callbacks, for the mapping `callbacks` of a trainer.
 
-    Every method does nothing by default. Callbacks run in the order of `order`, then of their names, on every process.
-    An exception in one does not keep the others from running: see `on_error`.
+    Every method does nothing by default. Callbacks run on every process, sorted by `order` and then by name.
+    If one raises, the others still run; see `on_error`.
 
-    A callback that keeps something in device memory, such as an average of the parameters, defines `device_init` and
-    `device_update`. They are pure functions, compiled into the training step. Their arrays are sharded like the
-    parameters and are part of each checkpoint.
+    A callback that keeps arrays in device memory, such as an average of the parameters, defines `device_init` and
+    `device_update`. Both are pure functions that are compiled into the training step. Their arrays are sharded like
+    the parameters and are saved in each checkpoint.
 
     ```python
     class StopAtLoss(Callback):
@@ -118,63 +118,64 @@ class Callback(config.Configurable):
 
     class Config(config.Config):
         on_error: Literal["stop", "disable"] = "stop"
-        """After an exception: save the state and end the run with the error, or go on without this callback."""
+        """After an exception: save the state and end the run with the error, or go on without this callback. With
+        several processes, an exception in `evaluate` ends the run at once, since the others may wait for this one."""
         order: int = 0
         """Callbacks with lower numbers run first."""
 
     first_process_only: ClassVar[bool] = False
-    """True for callbacks that only write files or print: other processes do not build them."""
+    """True for callbacks that only write files or print. Only process 0 builds them."""
 
     def __init__(self, cfg: Config):
-        """Must not touch files: a config is built to be checked, too."""
+        """Must not touch files, since validation builds the config too."""
         self.config = cfg
 
-    def start(self, run: RunInfo) -> None:
+    def start(self, run: RunInfo) -> Request | None:
         """The first step comes next. In a resumed run, `set_state` was called before."""
 
     def due(self, step: int) -> Request | None:
-        """Called after each step is dispatched, before its metrics are known. Must be quick."""
+        """Called after each step is dispatched, before its metrics are available. Must be fast."""
 
     def step(self, info: StepInfo) -> Request | None:
-        """The metrics of a step. By then the next step may have been dispatched, so that the device is never idle."""
+        """Receives the metrics of a step. The next step may already be dispatched, to keep the device busy."""
 
     def evaluate(self, model: Snapshot) -> Mapping[str, float]:
-        """Computes metrics of the model when the run is evaluated."""
+        """Computes metrics of the model during an evaluation."""
         return {}
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> Request | None:
-        """The metrics that all callbacks computed in an evaluation."""
+        """Receives the metrics that all callbacks computed in an evaluation."""
 
     def checkpoint(self, step: int) -> None:
-        """A checkpoint is about to be written. Output for steps up to this one must reach the disk now."""
+        """Called before a checkpoint is written. Output for steps up to this one must reach the disk now."""
 
     def failure(self, error: BaseException) -> None:
-        """The run ends with an error."""
+        """Called when the run ends with an error."""
 
     def end(self, run: FinishedRun) -> Mapping[str, Json]:
-        """The run is complete. Returns entries for `summary.json`."""
+        """Called when the run is complete. Returns entries for `summary.json`."""
         return {}
 
     def close(self) -> None:
-        """The last call in every case, also after a failure. Releases files and threads."""
+        """Releases files and threads. Always the last call, also after a failure."""
 
     def state(self) -> Mapping[str, Json]:
-        """What a resumed run needs to continue this callback. Taken for each checkpoint, from process 0."""
+        """Returns the state that a resumed run needs. Each checkpoint stores the state of process 0."""
         return {}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Continues from what `state` returned."""
+        """Restores the state that `state` returned."""
 
     def device_init(self, params: Tree) -> Tree:
-        """Arrays to keep on the devices, made from the initial parameters."""
+        """Returns the arrays to keep on the devices, given the initial parameters."""
         return {}
 
     def device_update(self, state: Tree, params: Tree, step: jax.Array) -> Tree:
-        """The arrays after a step.
+        """Returns the arrays after a step.
 
         Args:
-            state: what `device_init` or the last `device_update` returned.
+            state: the return value of `device_init` or of the last `device_update`.
             params: the parameters after the step.
-            step: int32 scalar, the number of the step from 1.
+            step: int32 scalar, the number of the step, from 1.
         """
         return state

@@ -1,4 +1,4 @@
-"""Evaluation: when it happens, and the evaluators that compute metrics."""
+"""The evaluation schedule and the evaluators that compute metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axcore.train.errors import TrainingError
 
 
 class Evaluator(config.Configurable):
-    """Base of evaluators: a function from a model to metrics, for the mapping `evaluators` of `Evaluation`.
+    """Base class of evaluators: functions from a model to metrics, for the mapping `evaluators` of `Evaluation`.
 
     ```python
     class Accuracy(Evaluator):
@@ -31,7 +31,7 @@ class Evaluator(config.Configurable):
         self.config = cfg
 
     def __call__(self, model: Snapshot) -> Mapping[str, float]:
-        """Metric names and values. A metric is reported as `EVALUATOR/METRIC`, for instance `validation/loss`."""
+        """Returns metric values by name. A metric is reported as `EVALUATOR/METRIC`, for instance `validation/loss`."""
         raise NotImplementedError
 
 
@@ -40,7 +40,7 @@ class ValidationLoss(Evaluator):
 
     class Config(Evaluator.Config):
         weights: str | None = None
-        """A callback that keeps parameters on the devices, such as an average; None: the parameters themselves."""
+        """Name of a callback whose parameters to evaluate, such as a moving average. None evaluates the model's own."""
 
     config: Config
 
@@ -53,7 +53,7 @@ class ValidationLoss(Evaluator):
         name = self.config.weights
         if name is not None and "params" not in model.state.callbacks.get(name, {}):
             raise ConfigError(
-                f"weights={name!r} is not a callback that keeps parameters; those that do: "
+                f"weights={name!r} is not a callback that keeps parameters. Choose one of: "
                 f"{', '.join(key for key, kept in model.state.callbacks.items() if 'params' in kept) or 'none'}"
             )
         params, total, count = model.params(name), 0.0, 0.0
@@ -62,13 +62,13 @@ class ValidationLoss(Evaluator):
             total, count = total + float(summed), count + float(weights)
         if not math.isfinite(total):
             raise TrainingError(
-                f"the validation loss after step {model.step} is {total}; earlier checkpoints are unchanged"
+                f"the validation loss after step {model.step} is {total}. Earlier checkpoints are unchanged."
             )
         return total, count
 
 
 class BitsPerByte(ValidationLoss):
-    """`loss`, and `bits_per_byte`: bits to encode the validation text, divided by its number of bytes."""
+    """`loss` and `bits_per_byte`, the bits to encode the validation text divided by its number of bytes."""
 
     class Config(ValidationLoss.Config):
         """The fields of `ValidationLoss`."""
@@ -83,7 +83,7 @@ class Evaluation(Callback):
 
     class Config(Callback.Config):
         every_steps: int | None = None
-        """None: only at the end."""
+        """Steps between evaluations. None evaluates only at the end."""
         evaluators: Mapping[str, Evaluator.Config] = FrozenDict(validation=BitsPerByte.Config())
 
     config: Config

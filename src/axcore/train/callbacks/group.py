@@ -1,7 +1,8 @@
-"""The callbacks of one run: called in order, and protected from each other's errors."""
+"""Calls the callbacks of one run in order and isolates them from each other's errors."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -25,7 +26,7 @@ class Callbacks:
     """Calls every callback of a run.
 
     Attributes:
-        failure: the error of the first callback that failed and may not be left out; the run ends with it.
+        failure: the first error of a callback with `on_error="stop"`. The run ends with it.
     """
 
     def __init__(self, cfgs: Mapping[str, Callback.Config]):
@@ -39,12 +40,12 @@ class Callbacks:
         self.failure: AxcoreError | None = None
 
     def on_device(self) -> dict[str, Callback]:
-        """Those that keep arrays on the devices."""
+        """The callbacks that keep arrays on the devices."""
         own = Callback.device_init
         return {name: each for name, each in self._callbacks.items() if type(each).device_init is not own}
 
-    def start(self, run: RunInfo) -> None:
-        self._each(lambda callback: callback.start(run))
+    def start(self, run: RunInfo) -> list[tuple[str, Request]]:
+        return self._requests(lambda callback: callback.start(run))
 
     def due(self, step: int) -> list[tuple[str, Request]]:
         return self._requests(lambda callback: callback.due(step))
@@ -55,7 +56,7 @@ class Callbacks:
     def evaluate(self, model: Snapshot) -> dict[str, float]:
         """The metrics of all callbacks."""
         found: dict[str, float] = {}
-        for _, metrics in self._each(lambda callback: callback.evaluate(model)):
+        for _, metrics in self._each(lambda callback: callback.evaluate(model), collective=True):
             found |= metrics
         return found
 
@@ -69,7 +70,7 @@ class Callbacks:
         self._each(lambda callback: callback.failure(error))
 
     def end(self, run: FinishedRun) -> dict[str, Json]:
-        """Entries for `summary.json`. A callback sees those of the callbacks before it."""
+        """Entries for `summary.json`. Each callback sees the entries of the callbacks before it."""
         summary = dict(run.summary)
         for name in list(self._callbacks):
             if jax.process_count() == 1 and signals.stop_requested() is not None:
@@ -83,25 +84,34 @@ class Callbacks:
         self._each(lambda callback: callback.close())
 
     def states(self) -> dict[str, Mapping[str, Json]]:
-        """The state of each callback, by name; also of those that are no longer configured or were disabled."""
+        """The state of each callback by name, including callbacks that were disabled or removed from the config."""
         return self._states | {name: state for name, state in self._each(lambda callback: callback.state()) if state}
 
     def set_states(self, states: Mapping[str, Mapping[str, Json]]) -> None:
         """Continues each callback from its state in a checkpoint."""
         self._states = dict(states)
         for name, state in states.items():
-            if name not in self._callbacks:
-                print(f"callbacks: keeping the state of {name!r}, which this run does not have", file=sys.stderr)
-            else:
+            if name in self._callbacks:
                 self._each(functools.partial(_set_state, state=state), only=name)
-        for name, callback in self._callbacks.items():
-            if name not in states and callback.state():
+            elif jax.process_index() == 0:
+                print(f"callbacks: keeping the state of {name!r}, which this run does not have", file=sys.stderr)
+        for name, state in self._each(lambda callback: callback.state()):
+            if state and name not in states and jax.process_index() == 0:
                 print(f"callbacks.{name}: the checkpoint has no state of it, so it starts afresh", file=sys.stderr)
 
     def _requests(self, call: Callable[[Callback], Request | None]) -> list[tuple[str, Request]]:
-        return [(name, request) for name, request in self._each(call) if request is not None]
+        found = [(name, request) for name, request in self._each(call) if request is not None]
+        return [
+            # Other processes do not build such a callback, so they cannot ask for the same.
+            (name, dataclasses.replace(each, deterministic=False))
+            if self._callbacks[name].first_process_only
+            else (name, each)
+            for name, each in found
+        ]
 
-    def _each[R](self, call: Callable[[Callback], R], only: str | None = None) -> list[tuple[str, R]]:
+    def _each[R](
+        self, call: Callable[[Callback], R], only: str | None = None, collective: bool = False
+    ) -> list[tuple[str, R]]:
         names: Iterable[str] = list(self._callbacks) if only is None else [only]
         found: list[tuple[str, R]] = []
         for name in names:
@@ -111,19 +121,23 @@ class Callbacks:
             except ENDS_THE_RUN:
                 raise
             except AxcoreError as error:
+                if collective and jax.process_count() > 1:
+                    raise  # others may be in a device computation that this process will not join
                 self._failed(name, error)
         return found
 
     def _failed(self, name: str, error: AxcoreError) -> None:
         if self._callbacks[name].config.on_error == "disable":
             print(f"{error}\ncallbacks.{name} is disabled for the rest of this run", file=sys.stderr)
-            del self._callbacks[name]
+            disabled = self._callbacks.pop(name)
+            with contextlib.suppress(Exception):
+                disabled.close()
         elif self.failure is None:
             self.failure = error
 
 
 def _of_plugin(cfg: Callback.Config) -> str:
-    """`" (axcore-x 0.1.0)"`, the plugin that a callback comes from; `""` for the core and for user code."""
+    """The plugin that provides a callback, as `" (axcore-x 0.1.0)"`. Empty for the core and for user code."""
     return f" ({plugin})" if (plugin := supplier(cfg)) else ""
 
 

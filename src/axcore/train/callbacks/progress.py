@@ -1,4 +1,4 @@
-"""How far a run has come: a bar on a terminal, elsewhere (log files, batch systems) a plain line at times."""
+"""Progress of a run: a bar on a terminal, otherwise (log files, batch systems) a plain line now and then."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Self, TextIO
 from axcore.train.callbacks.base import Callback, RunInfo, StepInfo
 
 REDRAW_SECONDS = 0.1
-"""Least time between two drawings of the bar."""
+"""Shortest time between two redraws of the bar."""
 LINE_SECONDS = 10.0
-"""Least time between two plain lines."""
+"""Shortest time between two plain lines."""
 
 
 class Progress(Callback):
@@ -57,15 +57,14 @@ class ProgressDisplay:
             progress.update(step + 1, loss, tokens_per_second)
     ```
 
-    An update that is not due to be drawn costs well under a microsecond and does not look at its values, so a
-    loss that is still being computed on a device is waited for only when it is shown.
+    An update that is not drawn costs well under a microsecond and does not read its values. The display waits for a
+    loss that the device is still computing only when it shows that loss.
 
     Args:
-        total: steps of the whole run; None when it has no end.
-        start: the step that this process begins at, so that a resumed run does not look fast.
-        stream: where to write; stderr by default. What decides between bar and lines is whether it is a
-            terminal.
-        clock: monotonic seconds.
+        total: steps of the whole run; None if unknown.
+        start: the step that this process starts from. The speed of a resumed run counts only later steps.
+        stream: where to write; stderr by default. A terminal gets a bar, anything else gets lines.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class ProgressDisplay:
             self._guard(self._bar.start)
             self._due = self._began
         else:
-            self._due = self._began  # the first step gets a line: it tells that compiling is over
+            self._due = self._began  # print a line for the first step: it shows that compilation is done
         return self
 
     def __exit__(
@@ -107,7 +106,7 @@ class ProgressDisplay:
             self._guard(bar.stop)
 
     def update(self, step: int, loss: Any, tokens_per_second: Any) -> None:
-        """Reports the number of steps done, the loss (nats per token) and the speed; either may be None."""
+        """Reports the number of steps done, the loss (nats per token) and the speed. Loss and speed may be None."""
         self._latest = (step, loss, tokens_per_second)
         now = self._clock()
         if now >= self._due:
@@ -121,7 +120,7 @@ class ProgressDisplay:
             self._bar.update(self._task, total=total)
 
     def note(self, text: str) -> None:
-        """Prints a message: above the bar, or as a line of its own."""
+        """Prints a message above the bar, or on its own line."""
         if self._bar is not None:
             self._guard(lambda: self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True))
         else:
@@ -151,7 +150,7 @@ class ProgressDisplay:
         self._guard(lambda: print(text, file=self._stream, flush=True))
 
     def _guard(self, show: Callable[[], object]) -> None:
-        """A terminal that went away (closed pipe, hung-up session) must not end the training."""
+        """Ignores a lost terminal (closed pipe, ended session), so that training continues."""
         try:
             show()
         except (OSError, ValueError):
@@ -170,7 +169,7 @@ def _make_bar(stream: TextIO, total: int | None, start: int) -> tuple[Any, Any]:
         TextColumn("{task.fields[left]}"),
         console=Console(file=stream),
         auto_refresh=False,  # no thread: `update` draws
-        redirect_stdout=sys.stdout.isatty(),  # output that goes into a file stays there
+        redirect_stdout=sys.stdout.isatty(),  # leave output that is redirected to a file alone
         expand=True,
     )
     return bar, bar.add_task("step", total=total, completed=start, figures="", left="")

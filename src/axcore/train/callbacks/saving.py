@@ -1,4 +1,4 @@
-"""When checkpoints are written."""
+"""The checkpoint schedule."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from axcore.train.callbacks.base import Callback, Request, RunInfo
 
 
 class Saving(Callback):
-    """Asks for a checkpoint every few steps, every few minutes, or both. The last step is always saved.
+    """Requests a checkpoint every few steps, every few minutes, or both. The last step is always saved.
 
-    The trainer's `checkpointer` says where checkpoints go and which are kept.
+    The trainer's `checkpointer` decides where checkpoints go and which ones are kept.
     """
 
     class Config(Callback.Config):
         every_steps: int | None = None
         every_minutes: float | None = 10.0
-        """Minutes since the last checkpoint that this callback asked for."""
+        """Minutes since the last checkpoint that this callback requested."""
 
     config: Config
 

@@ -1,4 +1,4 @@
-"""The model as evaluators see it."""
+"""The view of a model that evaluators receive."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ EvalStep = Callable[[Tree, Tree, Batch], tuple[Float[Array, ""], Float[Array, ""
 
 
 class EvaluationAbandoned(Exception):
-    """A signal arrived while the model was evaluated."""
+    """A signal arrived during an evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A model at one step of a run. Every process must compute the same things with it, in the same order.
+    """A model at one step of a run. Every process must run the same computations on it, in the same order.
 
     Attributes:
         step: steps done.
         state: the training state.
         input: the input of the run, with its validation batches.
-        check: called between batches; raises `EvaluationAbandoned` to end the evaluation.
+        check: called between batches. Raises `EvaluationAbandoned` to end the evaluation.
     """
 
     step: int
@@ -39,7 +39,7 @@ class Snapshot:
     check: Callable[[], None]
 
     def params(self, callback: str | None = None) -> Tree:
-        """The parameters, or those that a callback keeps on the devices under the key `params`, in the same dtypes."""
+        """The model's parameters, or those under `params` in the device state of a callback, in the model's dtypes."""
         if callback is None:
             return self.state.params
         kept = self.state.callbacks[callback]["params"]
@@ -47,15 +47,15 @@ class Snapshot:
         return cast
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Global batches of the validation text, placed on the devices."""
+        """Global validation batches, placed on the devices."""
         for batch in self.input.validation_batches():
             self.check()
             yield self.program.place(batch)
 
     def loss(self, batch: Batch, params: Tree | None = None) -> tuple[jax.Array, jax.Array]:
-        """(total, count) of the objective on a global batch. `params` default to those of the state."""
+        """(total, count) of the objective on a global batch. `params` default to the parameters in the state."""
         return self.eval_step(self.state.params if params is None else params, self.state.model_state, batch)
 
     def model(self, params: Tree | None = None) -> Layer:
-        """The module with its arrays, for anything else that an evaluator computes."""
+        """The module with its arrays, for other computations of an evaluator."""
         return self.program.fn.bind(self.state.params if params is None else params, self.state.model_state)

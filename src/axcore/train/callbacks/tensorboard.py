@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoardWriter(Writer):
-    """Scalars for TensorBoard, one event a step.
+    """Writes scalars for TensorBoard, one event per step.
 
-    A rewind starts a new event file that tells TensorBoard to drop the steps after it. What was written in
-    the last `flush_seconds` may be lost when the process is killed; what preceded a checkpoint never is.
+    A rewind starts a new event file that makes TensorBoard drop the later steps of earlier files. Killing the process
+    may lose values of the last `flush_seconds`, but never values from before a checkpoint.
 
     Raises:
         AxcoreError: the folder cannot be written (full disk, permissions).
@@ -29,7 +29,7 @@ class TensorBoardWriter(Writer):
         folder: str = "tensorboard"
         """Path inside the run folder."""
         flush_seconds: float = 30.0
-        """Longest time, in seconds, between a value and the disk, as long as values keep coming."""
+        """Seconds after which the next value also flushes earlier values to disk."""
 
     config: Config
 
@@ -85,12 +85,13 @@ class TensorBoardWriter(Writer):
                 raise self._failed(error) from error
 
     def _open(self) -> EventsWriter:
-        # Not SummaryWriter: its thread dies of a full disk, and the queue to it then blocks the train loop for good.
+        # Not SummaryWriter: a full disk kills its thread, and its queue then blocks the train loop forever.
         from tensorboardX.event_file_writer import EventsWriter
 
         if self._events is None:
             self._events_folder.mkdir(parents=True, exist_ok=True)
-            suffix = f".{time.time_ns()}"  # the name has seconds, and TensorBoard reads files in the order of names
+            # The name's own timestamp counts seconds, and TensorBoard reads files in name order.
+            suffix = f".{time.time_ns()}"
             self._events = EventsWriter(str(self._events_folder / "events"), suffix)
         return self._events
 

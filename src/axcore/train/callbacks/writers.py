@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, and the base of all callbacks that record metrics."""
+"""Metrics as JSON lines, and the base class of callbacks that record metrics."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 Record = dict[str, Any]
-"""A line of a metrics file: `step`, `time` and metrics; a test or plot reads what it knows to be there."""
+"""A line of a metrics file: `step`, `time` and metrics. `Any`, since readers know the types of their metrics."""
 
 
 class Writer(Callback, abc.ABC):
-    """Base of callbacks that record metrics. Only process 0 has them.
+    """Base class of callbacks that record metrics. Only process 0 builds them.
 
-    The training metrics of a step are named `train/NAME`; those of an evaluation have the evaluator's name in front.
+    Training metrics are named `train/NAME`. Evaluation metrics are prefixed with the name of the evaluator.
     """
 
     class Config(Callback.Config):
@@ -51,28 +51,27 @@ class Writer(Callback, abc.ABC):
 
     @abc.abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Records values of one step. Must be quick, since the train loop waits for it."""
+        """Records values of one step. Must be fast, since the train loop waits for it."""
 
     @abc.abstractmethod
     def rewind(self, step: int) -> None:
-        """Removes everything after `step`: the run resumes there and writes those steps again."""
+        """Removes everything after `step`, since the resumed run writes those steps again."""
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Makes everything written so far survive a power cut. Called before each checkpoint."""
+        """Syncs everything written so far to disk. Called before each checkpoint."""
 
 
 class JsonlWriter(Writer):
-    """One JSON object a line: `{"step": 3, "time": 1700000000.5, "loss": 2.25}`; `time` is Unix time in
+    """Writes one JSON object per line: `{"step": 3, "time": 1700000000.5, "loss": 2.25}`; `time` is Unix time in
     seconds.
 
-    A finite float is written in the shortest form that reads back bit for bit. NaN and the infinities, which
-    JSON has not, are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. Each line is handed to the
-    operating system as it is written (some microseconds), so killing the process loses none.
+    A finite float is written in the shortest form that round-trips exactly. NaN and the infinities, which JSON lacks,
+    become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. Each line goes to the operating system immediately
+    (a few microseconds), so killing the process loses no line.
 
     Raises:
-        AxcoreError: the file cannot be written (full disk, permissions), or a value is named `step` or
-            `time`.
+        AxcoreError: the file cannot be written (full disk, permissions), or a metric is named `step` or `time`.
     """
 
     class Config(Writer.Config):
@@ -91,7 +90,7 @@ class JsonlWriter(Writer):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if "step" in values or "time" in values:
-            raise AxcoreError("a metric cannot be named 'step' or 'time': those are the line's own")
+            raise AxcoreError("a metric cannot be named 'step' or 'time', which each line contains. Rename the metric.")
         record: dict[str, float | int | str] = {"step": int(step), "time": time.time()}
         for name, value in values.items():
             record[name] = _number(value)
@@ -135,12 +134,12 @@ class JsonlWriter(Writer):
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a `JsonlWriter` file, in order; non-finite values are floats again.
+    """Reads the records of a `JsonlWriter` file, in order. Non-finite values become floats again.
 
-    A last line that a crash tore is left out.
+    Skips an incomplete last line, which a crash leaves behind.
 
     Raises:
-        AxcoreError: another line is not a record; names it.
+        AxcoreError: any other line is not a record. The message names the line.
     """
     lines = pathlib.Path(path).read_bytes().splitlines(keepends=True)
     records = []
@@ -163,7 +162,7 @@ def _number(value: float) -> float | int | str:
 
 
 def _parse(line: bytes) -> Record | None:
-    """The record of a whole line, or None."""
+    """The record of a complete line, or None."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -176,7 +175,7 @@ def _parse(line: bytes) -> Record | None:
 
 
 def _open_to_append(path: pathlib.Path) -> int:
-    """Opens the file at its end, less a last line that a crash tore."""
+    """Opens the file for appending, after removing an incomplete last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
     end = size = os.fstat(descriptor).st_size
@@ -199,7 +198,7 @@ def _chunks_backwards(descriptor: int, size: int, length: int = 4096) -> Iterato
 
 
 def _append(descriptor: int, line: bytes) -> None:
-    """Writes a whole line, or, when the disk is full, nothing."""
+    """Writes the whole line, or nothing if the disk is full."""
     done = os.write(descriptor, line)
     while done < len(line):
         try:

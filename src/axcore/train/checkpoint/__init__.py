@@ -1,1 +1,1 @@
-"""Checkpoints, weights to start from, model folders."""
+"""Checkpoints, initial weights and model folders."""

@@ -1,4 +1,4 @@
-"""Weights to start a run from."""
+"""Initial weights of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Seed = int | jax.Array | np.ndarray
 
 
 class Initial(config.Configurable):
-    """Base of weights to start from, for the slot `initial` of a trainer. This is the whole contract:
+    """Base class of sources of initial weights, for the slot `initial` of a trainer. A subclass defines `load`:
 
     ```python
     class Npz(Initial):
@@ -33,44 +33,44 @@ class Initial(config.Configurable):
             return {path: jax.device_put(stored[path], params[path].sharding) for path in found}
     ```
 
-    The trainer does the rest: it refuses what does not fit before anything is written, and draws what `allow_new` names
-    afresh. A run that is resumed goes on from its own checkpoints.
+    The trainer does the rest. It raises before it writes anything if the arrays do not fit, and initializes the
+    parameters that `allow_new` names. A resumed run starts from its own checkpoints instead.
     """
 
     class Config(config.Config):
         allow_new: tuple[str, ...] = ()
-        """Globs of parameters that may be missing and then start afresh, such as `**.adapter.**`."""
+        """Globs of parameters that may be missing, such as `**.adapter.**`. The model's initializers draw them."""
 
     def __init__(self, cfg: Config):
         self.config = cfg
 
     def load(self, model: Model, params: Forms, state: Forms) -> dict[str, jax.Array]:
-        """The arrays that there are.
+        """Loads arrays by path.
 
         Args:
-            model: what they are for.
-            params: path -> shape, dtype and sharding of each parameter, as in `decoder.layers.ffn.up.weight`.
-            state: the same of its other Variables; those that are left out start as the model makes them.
+            model: the config of the model to load for.
+            params: shape, dtype and sharding of each parameter by path, such as `decoder.layers.ffn.up.weight`.
+            state: the same for the model's other Variables. Variables that are not returned keep their initial values.
 
         Returns:
-            Path -> array, of some of these, in their shapes, dtypes and shardings. They are the run's from now on: its
-            first step overwrites them.
+            Arrays by path, for any subset of `params` and `state`, in these shapes, dtypes and shardings. The run takes
+            ownership: its first step overwrites them.
 
         Raises:
-            AxcoreError: what there is does not fit.
+            AxcoreError: the stored arrays do not fit.
         """
         raise NotImplementedError
 
 
 class FromRun(Initial):
-    """The parameters of another run, or of what `axcore convert` wrote; its layers may be stacked otherwise."""
+    """The parameters of another run or of a folder from `axcore convert`, whose layers may be stacked differently."""
 
     class Config(Initial.Config):
         folder: str = REQUIRED
         step: int | None = None
-        """Of which checkpoint; None: the newest."""
+        """Step of the checkpoint to read. None reads the newest."""
         drop: tuple[str, ...] = ()
-        """Globs of parameters there that are not used here, by layer: `decoder.0.attention.output.**`."""
+        """Globs of stored parameters to ignore, named by layer: `decoder.0.attention.output.**`."""
 
     config: Config
 
@@ -80,8 +80,8 @@ class FromRun(Initial):
         arrays, _, extra = found.load(model, params, state, step=cfg.step)
         if extra := [name for name in extra if not any(matches(glob, name) for glob in cfg.drop)]:
             raise AxcoreError(
-                f"the model in {found.folder} has parameters that this one has no place for; name those that may be "
-                f"lost in drop=:{listed(sorted(extra))}"
+                f"the model in {found.folder} has parameters that this model lacks. To ignore them, add them to "
+                f"initial.drop:{listed(sorted(extra))}"
             )
         return arrays
 
@@ -89,7 +89,7 @@ class FromRun(Initial):
 def use_run_weights[C: config.Config](
     cfg: C, folder: str, step: int | None = None, allow_new: tuple[str, ...] = (), drop: tuple[str, ...] = ()
 ) -> C:
-    """Starts from the parameters of another run, or of a model folder.
+    """Starts from the parameters of another run or of a model folder.
 
     Args:
         folder, step, allow_new, drop: see `FromRun`.
@@ -98,26 +98,26 @@ def use_run_weights[C: config.Config](
 
 
 def gathered(initial: Initial.Config, model: Model, params: Forms, state: Forms, seed: Seed) -> dict[str, jax.Array]:
-    """All arrays of a model that starts from given weights, by path.
+    """All arrays of a model by path, loaded from `initial` or newly initialized.
 
     Args:
-        params, state: path -> shape, dtype and sharding of its parameters and of its other Variables.
-        seed: of what starts afresh.
+        params, state: shape, dtype and sharding of the parameters and of the other Variables, by path.
+        seed: seed of the newly initialized arrays.
 
     Raises:
-        AxcoreError: parameters that are missing, unknown, misshaped or not finite.
+        AxcoreError: a parameter is missing, unknown or not finite, or has another shape or dtype.
     """
     forms, kind = {**state, **params}, type(initial).target.__name__
     with config.under("initial"):
         loaded = initial.build().load(model, params, state)
-    wrong = [f"{path}: no parameter of this model" for path in loaded if path not in forms]
+    wrong = [f"{path}: not a parameter of this model" for path in loaded if path not in forms]
     wrong += [
         f"{path}: {tuple(leaf.shape)} {leaf.dtype}, expected {tuple(forms[path].shape)} {forms[path].dtype}"
         for path, leaf in loaded.items()
         if path in forms and (leaf.shape, leaf.dtype) != (forms[path].shape, forms[path].dtype)
     ]
     wrong += [
-        f"{path}: missing; to start it afresh, name it in initial.allow_new"
+        f"{path}: missing. To initialize it, add it to initial.allow_new."
         for path in params
         if path not in loaded and not any(matches(glob, path) for glob in initial.allow_new)
     ]
@@ -129,7 +129,7 @@ def gathered(initial: Initial.Config, model: Model, params: Forms, state: Forms,
 
 
 def _fresh(model: Model, forms: Forms, seed: Seed) -> dict[str, jax.Array]:
-    """What the model's initializers make of these paths; nothing else is computed."""
+    """Runs the model's initializers of these paths and nothing else."""
     if not forms:
         return {}
 
@@ -142,11 +142,11 @@ def _fresh(model: Model, forms: Forms, seed: Seed) -> dict[str, jax.Array]:
 
 
 def begin(initial: Initial.Config, model: Model, program: Program, seed: Seed) -> TrainState:
-    """The first state of a run that starts from given weights. Raises what `gathered` does."""
+    """The first state of a run that starts from `initial`. Raises like `gathered`."""
     trees = program.state.params, program.state.model_state
     arrays, seen = gathered(initial, model, flat(trees[0]), flat(trees[1]), seed), set[int]()
     for path, leaf in arrays.items():
-        if id(leaf) in seen:  # tied weights that are stored once; a step cannot overwrite one array twice
+        if id(leaf) in seen:  # tied weights share one stored array, which a step cannot donate twice
             arrays[path] = jnp.copy(leaf)
         seen.add(id(leaf))
     return program.start(like(trees[0], arrays), like(trees[1], arrays), np.asarray(seed, np.uint32))

@@ -1,7 +1,7 @@
-"""The list of a checkpoint's files with sizes and checksums, which shows damage before it is read.
+"""The inventory of a checkpoint: its files with sizes and checksums, which reveal damage before a restore.
 
-TensorStore notices a file that is too short, but not a changed byte of an array. The list is complete before the
-checkpoint is committed, so a committed checkpoint always has one.
+TensorStore detects a truncated file but not a changed byte of an array. The inventory is written before the checkpoint
+is committed, so every committed checkpoint has one.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from axcore.train.files import os_reason
 NAME = "inventory.json"
 CHUNK_BYTES = 1 << 22
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""Orbax's suffix of folders that are not committed."""
+"""Orbax's suffix for folders that are not committed."""
 LATER = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}
-"""Files that Orbax changes after the list is written. Nothing is restored from them."""
+"""Files that Orbax changes after the inventory is written. A restore does not read them."""
 
 Entries = Mapping[str, tuple[int, int]]
 """Path -> (size, CRC-32)."""
 
 
 class Damage(Exception):
-    """A file of a checkpoint is not what was written. The message names it."""
+    """A file of a checkpoint differs from what was written. The message names the file."""
 
 
 def of_process(folder: epath.Path, process: int) -> Entries:
-    """The files below `folder` that a process wrote. Also makes them survive a power cut.
+    """Syncs the files below `folder` that a process wrote to disk, and returns their entries.
 
-    Orbax names the files of a process after it; the first process wrote all others.
+    Orbax puts the process number into the names of a process's files. The first process wrote all other files.
     """
     entries = {}
     for path in files(folder):
@@ -50,7 +50,7 @@ def of_process(folder: epath.Path, process: int) -> Entries:
 
 
 def write(folder: epath.Path, entries: Entries) -> None:
-    """Writes the list."""
+    """Writes the inventory."""
     with (folder / NAME).open("w") as file:
         json.dump({"checksum": _of_list(entries), "files": entries}, file)
         file.flush()
@@ -59,11 +59,11 @@ def write(folder: epath.Path, entries: Entries) -> None:
 
 
 def check(folder: epath.Path, only: str | None = None, part: tuple[int, int] = (0, 1)) -> None:
-    """Reads the files of a checkpoint and compares them with the list.
+    """Reads the files of a checkpoint and compares them with its inventory.
 
     Args:
-        only: the one file to read.
-        part: (index, count): read every `count`-th file, from `index` on.
+        only: read only this file.
+        part: (index, count): read every `count`-th file, starting at `index`.
 
     Raises:
         Damage: the first difference.
@@ -85,13 +85,13 @@ def check(folder: epath.Path, only: str | None = None, part: tuple[int, int] = (
         except FileNotFoundError as error:
             raise Damage(f"{name} is missing") from error
         if found[0] != size:
-            raise Damage(f"{name} has {found[0]:,} bytes instead of {size:,}")
+            raise Damage(f"{name} has {found[0]:,} bytes, expected {size:,}")
         if found[1] != checksum:
-            raise Damage(f"{name} is not what was written: its checksum differs")
+            raise Damage(f"{name} has changed since it was written: its checksum differs")
 
 
 def is_local(path: epath.Path) -> bool:
-    """Whether a path is in a file system, and not in an object store."""
+    """Whether a path is in a file system rather than in an object store."""
     return "://" not in str(path)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: state, data position and metadata of a step in one folder, which is there whole or not at all."""
+"""Checkpoints: state, data position and metadata of a step in one folder, which is committed atomically."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from axcore.train.files import Json, os_reason
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint holds: the state in the caller's structure, the data position and the metadata."""
+    """The contents of a checkpoint: the state in the caller's structure, the data position and the metadata."""
 
     step: int
     state: PyTree
@@ -35,7 +35,7 @@ class Restored:
 
 
 class _Record(TypedDict):
-    """Everything of a checkpoint but the arrays."""
+    """Everything in a checkpoint except the arrays."""
 
     step: int
     data: Json
@@ -44,36 +44,36 @@ class _Record(TypedDict):
 
 
 class Checkpointer(Configurable):
-    """Saves and restores checkpoints below one folder, a subfolder for each step.
+    """Saves and restores checkpoints below one folder, with one subfolder per step.
 
-    Built as `cfg.build(folder)` with a path that `etils.epath` knows. Building touches nothing, so a reader may do it
-    beside a run that writes. With several processes each calls `save`, `restore`, `delete_after` and `wait`, on a
-    folder that all of them see; a failure of one is raised by all. Use it as a context manager, or call `close`: a
-    save that is under way when the interpreter exits is lost.
+    Build it with `cfg.build(folder)`, where `folder` is a path that `etils.epath` accepts. Building it changes no file,
+    so a reader may open the folder of a running job. In a run of several processes, every process calls `save`,
+    `restore`, `delete_after` and `wait` on a shared folder, and a failure of one process raises on all. Use it as a
+    context manager or call `close`: a save that is in progress when the interpreter exits is lost.
 
-    The next call of `check`, `save`, `wait` or `close` raises what failed in the background.
+    An error in the background is raised by the next call of `check`, `save`, `wait` or `close`.
     """
 
     class Config(axcore.config.Config):
         keep: int = 3
-        """Newest checkpoints to keep; at least 1."""
+        """Number of newest checkpoints to keep; at least 1."""
         keep_every: int | None = None
         """Also keep the checkpoints of steps that are multiples of this."""
         asynchronous: bool = True
-        """Write in the background; `save` then takes as long as a copy to host memory."""
+        """Write in the background. `save` then returns after the copy to host memory."""
 
     def __init__(self, cfg: Config, folder: str | os.PathLike[str]):
         for name, value in (("keep", cfg.keep), ("keep_every", cfg.keep_every)):
             if value is not None and value < 1:
-                raise ConfigError(f"checkpointer.{name} is {value}; it must be at least 1")
+                raise ConfigError(f"checkpointer.{name}={value} must be at least 1")
         self.cfg = cfg
         self.folder = epath.Path(folder)
         if inventory.is_local(self.folder):
             self.folder = self.folder.absolute()
         elif not str(self.folder).startswith("gs://"):
             raise ConfigError(
-                f"checkpoints cannot be in {self.folder}, since Orbax does not write there; give gs://, or a folder of "
-                f"a file system (a bucket may be mounted as one)"
+                f"cannot keep checkpoints in {self.folder}, where Orbax does not write. Give a gs:// path or a folder "
+                f"of a file system (a bucket may be mounted as one)."
             )
         self._storage = Storage(self.folder, cfg.keep, cfg.keep_every)
         self._thread: threading.Thread | None = None
@@ -83,17 +83,17 @@ class Checkpointer(Configurable):
     def save(self, step: int, state: PyTree, *, data: Json, meta: Mapping[str, object]) -> None:
         """Saves one checkpoint. When it returns, the arrays of `state` may be donated.
 
-        It waits for the save before it. Saving the step again that this object has just saved does nothing.
+        Waits for the previous save first. Does nothing if this object's last save was of the same step.
 
         Args:
             step: number of steps done; names the checkpoint.
-            state: any pytree of jax or numpy arrays; typed PRNG keys too.
+            state: any pytree of jax arrays, numpy arrays and typed PRNG keys.
             data: position in the input, the same on all processes.
-            meta: anything that JSON can hold; `meta` reads it back without the arrays.
+            meta: anything that JSON can hold. The method `meta` reads it without the arrays.
 
         Raises:
-            AxcoreError: the folder cannot be written (names it and the reason), it has a step that is not earlier, or
-                `state`, `data` or `meta` cannot be stored. Earlier checkpoints are as they were.
+            AxcoreError: the folder cannot be written (the message names it and the reason), it has a checkpoint of this
+                or a later step, or `state`, `data` or `meta` cannot be stored. Earlier checkpoints are unchanged.
         """
         self.wait()
         if step == self._saved_step:
@@ -103,7 +103,7 @@ class Checkpointer(Configurable):
             record = json.loads(json.dumps({"step": step, "meta": meta, "data": data, "arrays": layout(named)}))
         except (TypeError, ValueError) as error:
             raise AxcoreError(f"the metadata of checkpoint {self.folder / str(step)} is not JSON: {error}") from error
-        with processes.together(f"save-{step}"):  # all meet here, since Orbax's own barriers hide who is missing
+        with processes.together(f"save-{step}"):  # a barrier of our own, since Orbax's do not name the missing process
             self._prepare(step)
         try:
             self._storage.save(step, named, record)
@@ -116,18 +116,18 @@ class Checkpointer(Configurable):
             self.wait()
 
     def check(self) -> None:
-        """Raises what failed in the background since the last call; costs nothing. For each step of a loop."""
+        """Raises an error that occurred in the background since the last call. Cheap enough for every step."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def steps(self) -> list[int]:
-        """The steps that can be restored, oldest first. A save that is under way or failed does not count."""
+        """The steps that can be restored, oldest first. Saves that are in progress or failed do not count."""
         try:
             if not self.folder.is_dir():
                 return []
             names = [path.name for path in self.folder.iterdir() if path.name.isdecimal()]
-            if not inventory.is_local(self.folder):  # there a folder has its final name before it is complete
+            if not inventory.is_local(self.folder):  # an object store shows a folder before it is complete
                 names = [name for name in names if (self.folder / name / COMMITTED).exists()]
             return sorted(map(int, names))
         except OSError as error:
@@ -138,33 +138,33 @@ class Checkpointer(Configurable):
         return max(self.steps(), default=None)
 
     def meta(self, step: int | None = None) -> dict[str, Json]:
-        """The metadata of a checkpoint (of the latest, by default), without reading an array.
+        """The metadata of a checkpoint (by default the newest), without reading any array.
 
         Raises:
-            AxcoreError: there is no such checkpoint, or it cannot be read.
+            AxcoreError: the checkpoint does not exist or cannot be read.
         """
         return self._record(self._chosen(step))["meta"]
 
     def layout(self, step: int | None = None) -> Layout:
-        """Path -> (dtype, shape) of each array of a checkpoint. Raises what `meta` does."""
+        """The dtype and shape of each array of a checkpoint, by path. Raises like `meta`."""
         return self._record(self._chosen(step))["arrays"]
 
     def restore(
         self, abstract_state: PyTree, step: int | None = None, *, subset: bool = False, cast: bool = False
     ) -> Restored:
-        """Reads a checkpoint: the latest, or that of `step`. Never another one in its place.
+        """Reads the checkpoint of `step`, or the newest if `step` is None. Never falls back to another checkpoint.
 
         Args:
-            abstract_state: the state's structure with a `jax.ShapeDtypeStruct` (or an array) for each array. Its
-                `sharding` says where the array goes, whatever mesh it was saved from; without one, to where jax puts
-                new arrays.
+            abstract_state: the state's structure with a `jax.ShapeDtypeStruct` (or an array) for each array. The array
+                is restored to its `sharding`, whatever mesh it was saved from, or to jax's default device if that is
+                None.
             step: number of steps done.
-            subset: leave out the stored arrays that `abstract_state` does not name (a server needs no optimizer).
-            cast: convert floating-point arrays to the floating-point dtype that `abstract_state` asks for.
+            subset: skip stored arrays that `abstract_state` lacks (a server does not load the optimizer state).
+            cast: convert floating-point arrays to the floating-point dtypes of `abstract_state`.
 
         Raises:
-            AxcoreError: there is no such checkpoint; its arrays differ from `abstract_state` in path, shape or dtype
-                (the paths are named); or it is damaged (the next older step is named).
+            AxcoreError: the checkpoint does not exist; its arrays differ from `abstract_state` in path, shape or dtype
+                (the message lists the paths); or it is damaged (the message names the next older step).
         """
         self.wait()
         step = self._chosen(step)
@@ -184,7 +184,7 @@ class Checkpointer(Configurable):
         return Restored(step, state, record["data"], record["meta"])
 
     def delete_after(self, step: int) -> None:
-        """Removes the checkpoints after `step`: the run resumes there and comes to those steps again."""
+        """Removes the checkpoints after `step`, since the resumed run reaches those steps again."""
         self.wait()
         with processes.together(f"delete-after-{step}"):
             for later in self.steps() if jax.process_index() == 0 else []:
@@ -199,14 +199,14 @@ class Checkpointer(Configurable):
         self._saved_step = None
 
     def wait(self) -> None:
-        """Returns when the save under way, if any, is committed and old checkpoints are removed."""
+        """Waits until the current save, if any, is committed and old checkpoints are removed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def close(self) -> None:
-        """Waits, and ends the background threads."""
+        """Waits for the current save and ends the background threads."""
         try:
             self.wait()
         finally:
@@ -221,14 +221,14 @@ class Checkpointer(Configurable):
         self.close()
 
     def _prepare(self, step: int) -> None:
-        """Makes the folder ready for a save. With several processes the first one tries to write, since an error inside
-        of Orbax would leave the others waiting."""
+        """Prepares the folder for a save. In a run of several processes, the first one makes a trial write, since an
+        error inside Orbax would leave the others waiting."""
         if jax.process_index() != 0:
             return
-        if any(held >= step for held in self.steps()):  # it would be the first to go, as the oldest
+        if any(held >= step for held in self.steps()):  # retention would delete it first, as the oldest
             raise AxcoreError(
-                f"cannot save step {step}: {self.folder} has checkpoints of {_joined(self.steps())}; "
-                f"resume from the last, or remove those from step {step} on"
+                f"cannot save step {step}: {self.folder} has checkpoints of {_joined(self.steps())}. "
+                f"Resume from the last, or remove the checkpoints from step {step} on."
             )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,7 @@ class Checkpointer(Configurable):
             raise self._cannot_write(step, error) from error
 
     def _finish(self, step: int) -> None:
-        """In the background: waits for the commit."""
+        """Waits for the commit. Runs in the background thread."""
         try:
             self._storage.wait()
             self._saved_step = step
@@ -249,7 +249,7 @@ class Checkpointer(Configurable):
             self._failure.__cause__ = error
 
     def _give_up(self) -> None:
-        """After a failed save."""
+        """Cleans up after a failed save."""
         self._storage.reset()
         if jax.process_index() == 0:
             self._storage.clear()
@@ -267,7 +267,7 @@ class Checkpointer(Configurable):
         if step is None:
             return steps[-1]
         if step not in steps:
-            raise AxcoreError(f"there is no checkpoint of step {step} in {self.folder}; it has {_joined(steps)}")
+            raise AxcoreError(f"there is no checkpoint of step {step} in {self.folder}. It has {_joined(steps)}.")
         return step
 
     def _record(self, step: int) -> _Record:
@@ -288,11 +288,11 @@ class Checkpointer(Configurable):
     def _damaged(self, step: int, what: str) -> AxcoreError:
         older = [other for other in self.steps() if other < step]
         advice = (
-            f"to resume from step {older[-1]} instead, move that folder away"
+            f"To resume from step {older[-1]} instead, move that folder away."
             if older
-            else "there is no older checkpoint to resume from"
+            else "There is no older checkpoint to resume from."
         )
-        return AxcoreError(f"checkpoint {self.folder / str(step)} is damaged ({what}); {advice}")
+        return AxcoreError(f"checkpoint {self.folder / str(step)} is damaged ({what}). {advice}")
 
 
 def _joined(steps: list[int]) -> str:
@@ -300,5 +300,5 @@ def _joined(steps: list[int]) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is the memory that failed, of the host or of a device, and not the disk."""
+    """Whether the host or a device ran out of memory, as opposed to disk space."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED: Out of memory" in str(error)

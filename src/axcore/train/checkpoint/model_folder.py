@@ -1,4 +1,4 @@
-"""Models on disk: a folder that says what the model is, and holds its arrays. A run's folder is one."""
+"""Model folders: the config and the arrays of a model on disk. A run folder is also a model folder."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 
 Forms = Mapping[str, jax.ShapeDtypeStruct]
-"""Path -> shape, dtype and sharding."""
+"""Shape, dtype and sharding of arrays, by path."""
 
 
 def flat(tree: Tree) -> dict[str, Any]:
-    """Leaves by path, as in `decoder.layers.attention.query.weight`."""
+    """Leaves by path, such as `decoder.layers.attention.query.weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def like(tree: Tree, arrays: Mapping[str, Any]) -> Tree:
-    """A tree of the same form, of these arrays."""
+    """A tree with the structure of `tree` and the given arrays."""
     made: Tree = jax.tree.unflatten(jax.tree.structure(tree), [arrays[path] for path in flat(tree)])
     return made
 
 
 def write_config(folder: pathlib.Path, cfg: Config, tokenizer: Config | None = None) -> None:
-    """Writes what a model, or a run, is built from, and which plugins that takes."""
+    """Writes the config of a model or a run, and the plugins that it requires."""
     described = {"plugins": active(cfg), "config": json.loads(to_json(cfg))}
     if tokenizer is not None:
         described["plugins"] |= active(tokenizer)
@@ -55,8 +55,8 @@ class ModelFolder:
     """A model on disk.
 
     Attributes:
-        cfg: what the folder was made from: a model's config, or a trainer's.
-        tokenizer: that of the text that the model knows; None where nobody said.
+        cfg: the config in the folder: a model's or a trainer's.
+        tokenizer: the tokenizer of the training text; None if it was not recorded.
     """
 
     folder: pathlib.Path
@@ -65,10 +65,11 @@ class ModelFolder:
 
     @classmethod
     def open(cls, folder: str | pathlib.Path) -> ModelFolder:
-        """Reads what a folder holds, and none of its arrays.
+        """Reads the config of a folder, without its arrays.
 
         Raises:
-            AxcoreError: it is none that a run or `axcore convert` made, or a plugin is missing that the model needs.
+            AxcoreError: neither a run nor `axcore convert` wrote the folder, or a plugin that the model requires is
+                missing.
         """
         folder = pathlib.Path(folder).expanduser().absolute()
         try:
@@ -77,7 +78,8 @@ class ModelFolder:
             described, tokenizer = (json.dumps(content.get(name)) for name in ("config", "tokenizer"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise AxcoreError(
-                f"{folder} holds no model: {CONFIG_FILE}: {os_reason(error)}. Runs write it, and `axcore convert` does"
+                f"{folder} is not a model folder: {CONFIG_FILE}: {os_reason(error)}. Give a run folder or a folder "
+                f"from `axcore convert`."
             ) from error
         import_plugins(plugins, folder)
         try:
@@ -90,25 +92,22 @@ class ModelFolder:
 
     @property
     def model(self) -> Any:
-        """The config of the model itself."""
+        """The config of the model."""
         return getattr(self.cfg, "model", self.cfg)
 
     def load(
         self, model: Config, params: Forms, state: Forms, *, step: int | None = None
     ) -> tuple[dict[str, jax.Array], list[str], list[str]]:
-        """The arrays, for a model whose layers may be stacked in another way, and in its dtypes and shardings.
+        """Loads arrays for `model`, whose layers may be stacked differently, in its dtypes and shardings.
 
         Args:
-            model: the config that the arrays are for.
-            params, state: what is wanted: its parameters, and its other Variables.
-            step: of which checkpoint; None: the newest.
+            model: the config of the model to load for.
+            params, state: the parameters and the other Variables to load.
+            step: step of the checkpoint; None for the newest.
 
         Returns:
-            Path -> array, of what there is; the names (see `by_layer`) of parameters that there are none of; and those
-            that are there and not wanted.
-
-        Raises:
-            AxcoreError: an array of another shape, or a checkpoint that cannot be read.
+            The arrays found, by path; the names (see `by_layer`) of requested parameters that are not stored; and the
+            names of stored parameters that were not requested.
         """
         own_params, own_state = (flat(each) for each in abstract(self.model)[1:])
         names = by_layer(self.model, [*own_params, *own_state])
@@ -156,7 +155,7 @@ def _part(forms: Forms, place: tuple[str, tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _joined(parts: Mapping[tuple[int, ...], jax.Array], form: jax.ShapeDtypeStruct) -> jax.Array:
-    """One array of the parts at each index of its leading axes, in the form's sharding."""
+    """Assembles an array from its parts, given by index into its leading axes, in the sharding of `form`."""
     array = parts[()] if () in parts else jnp.stack([parts[index] for index in sorted(parts)]).reshape(form.shape)
     return array if form.sharding is None else jax.device_put(array, form.sharding)
 
@@ -170,21 +169,21 @@ def save_model(
     tokenizer: Config | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> pathlib.Path:
-    """Writes a model folder, whole or not at all.
+    """Writes a model folder atomically.
 
     Args:
-        cfg: the model's config, or that of a trainer for it.
-        params, state: as `axcore.functional` gives them.
-        tokenizer: of the text that the model knows. A method `inside(folder) -> Config` of it, if it has one, is told
-            where the folder is when it is read.
-        files: name -> content of what else belongs to the model.
+        cfg: the config of the model, or of a trainer for it.
+        params, state: as returned by `axcore.functional`.
+        tokenizer: the tokenizer of the training text. If its config has a method `inside(folder) -> Config`, reading
+            the folder calls it with the folder's path.
+        files: the contents of additional files, by name.
 
     Raises:
-        AxcoreError: the folder exists, or cannot be written.
+        AxcoreError: the folder exists or cannot be written.
     """
     folder = pathlib.Path(folder).expanduser().absolute()
     if folder.exists():
-        raise AxcoreError(f"{folder} exists; give another folder, or remove it")
+        raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -204,31 +203,31 @@ def save_model(
 
 
 def import_plugins(plugins: Mapping[str, str], folder: pathlib.Path) -> None:
-    """Imports what these plugins offer, so that their config types can be read.
+    """Imports the objects that these plugins offer, so that configs of their classes can be read.
 
     Raises:
-        AxcoreError: one is not installed, or does not load.
+        AxcoreError: a plugin is not installed or does not load.
     """
     known = registry().plugins
     for name, version in plugins.items():
         plugin = known.get(name)
         if plugin is None or plugin.state is not State.LOADED:
-            why = "is not installed" if plugin is None else f"is {plugin.state.value} here"
+            why = "is not installed" if plugin is None else f"is {plugin.state.value}"
             raise AxcoreError(f"the model in {folder} was made with {version}, and the plugin {name!r} {why}")
         for offer in plugin.offers:
             importlib.import_module(offer.target.partition(":")[0])
 
 
 def assert_finite(arrays: Mapping[str, jax.Array], where: str) -> None:
-    """Refuses NaN and infinities.
+    """Raises if an array contains NaN or infinities.
 
     Raises:
-        AxcoreError: names the arrays.
+        AxcoreError: lists the arrays.
     """
     numbers = {path: leaf for path, leaf in arrays.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
     finite = jax.device_get(_finite(numbers))
     if bad := [path for path, ok in finite.items() if not np.all(ok)]:
-        raise AxcoreError(f"{where} holds numbers that are not finite:{listed(sorted(bad))}")
+        raise AxcoreError(f"{where} has values that are not finite:{listed(sorted(bad))}")
 
 
 @jax.jit

@@ -1,4 +1,4 @@
-"""Keeps Orbax off the terminal while axcore calls it; axcore raises Orbax's errors itself."""
+"""Silences Orbax while axcore calls it, since axcore raises Orbax's errors itself."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _previous_hook = sys.unraisablehook
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drops the log records and late tracebacks of Orbax. Everything else in the process stays as it is, and so does
-    Orbax afterwards. May be entered in one thread and left in another.
+    """Drops the log records and late tracebacks of Orbax while active. Other libraries are not affected. May be entered
+    in one thread and left in another.
 
-    Set the level of the logger `axcore` to DEBUG to see what Orbax says.
+    Set the level of the logger `axcore` to DEBUG to see the messages of Orbax.
     """
     global _active
     with _lock:
@@ -58,6 +58,6 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 def _report(unraisable: sys.UnraisableHookArgs) -> None:
-    """When one write fails, Orbax closes its event loop, and each write that ends later prints a traceback."""
+    """Drops tracebacks about the event loop: after a failed write Orbax closes it, and every later write prints one."""
     if unraisable.exc_type is not RuntimeError or str(unraisable.exc_value) != "Event loop is closed":
         _previous_hook(unraisable)

@@ -1,4 +1,4 @@
-"""A state pytree as a checkpoint stores it: one flat table of named arrays."""
+"""The layout of a state pytree in a checkpoint: a flat table of named arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from axcore.config import AxcoreError
 
 SHOWN = 8
-"""Mismatches that one error spells out."""
+"""Number of mismatches that an error lists."""
 
 
 class ArrayLike(Protocol):
@@ -27,14 +27,14 @@ class ArrayLike(Protocol):
 
 
 Layout = Mapping[str, tuple[str, Sequence[int]]]
-"""Path -> (dtype, shape) of every array."""
+"""(dtype, shape) of every array, by path."""
 
 
 def named_leaves(tree: PyTree) -> dict[str, ArrayLike]:
-    """Path -> leaf, such as `params.decoder.norm.scale`.
+    """Leaves by path, such as `params.decoder.norm.scale`.
 
-    The path comes from keys, attribute names and indices alone, so that a dict, a dataclass and a NamedTuple with the
-    same names store alike: a container type may change without breaking old checkpoints.
+    The path depends only on keys, attribute names and indices. A dict, a dataclass and a NamedTuple with the same names
+    have the same layout, so a container type can change without breaking old checkpoints.
 
     Raises:
         AxcoreError: two leaves share a path, or one is not an array.
@@ -43,24 +43,24 @@ def named_leaves(tree: PyTree) -> dict[str, ArrayLike]:
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         if path in named:
-            raise AxcoreError(f"two arrays of the state are both called {path!r}; rename one of the keys")
+            raise AxcoreError(f"two arrays of the state have the path {path!r}. Rename one of the keys.")
         if not _is_array(leaf):
-            raise AxcoreError(f"{path} of the state is a {type(leaf).__name__}; a checkpoint holds arrays only")
+            raise AxcoreError(f"{path} of the state is a {type(leaf).__name__}. A checkpoint can store only arrays.")
         named[path] = leaf
     return named
 
 
 def layout(named: Mapping[str, ArrayLike]) -> dict[str, tuple[str, list[int]]]:
-    """The dtype and shape of each array, in a form that JSON keeps."""
+    """The dtype and shape of each array, as JSON values."""
     return {path: (str(leaf.dtype), list(leaf.shape)) for path, leaf in named.items()}
 
 
 def mismatches(saved: Layout, wanted: Mapping[str, ArrayLike], *, subset: bool, cast: bool) -> list[str]:
-    """How a stored state differs from the wanted one, a line for each path. Empty when it fits.
+    """Differences between the stored state and the wanted one, one line per path. Empty if it fits.
 
     Args:
-        subset: stored arrays that are not wanted are no mismatch.
-        cast: another floating-point dtype is no mismatch.
+        subset: allow stored arrays that are not wanted.
+        cast: allow another floating-point dtype.
     """
     found = []
     for path, leaf in wanted.items():
@@ -87,7 +87,7 @@ def mismatches(saved: Layout, wanted: Mapping[str, ArrayLike], *, subset: bool, 
 
 
 def listed(found: Sequence[str]) -> str:
-    """The first few mismatches, and how many more there are."""
+    """The first mismatches as lines, and the number of others."""
     lines = list(found[:SHOWN])
     if len(found) > SHOWN:
         lines.append(f"... and {len(found) - SHOWN} more")
@@ -101,7 +101,7 @@ def _is_array(leaf: object) -> TypeGuard[ArrayLike]:
 def _is_float(dtype: str) -> bool:
     try:
         return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:  # of a PRNG key
+    except TypeError:  # the dtype of a PRNG key
         return False
 
 

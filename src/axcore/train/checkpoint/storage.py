@@ -1,4 +1,4 @@
-"""Orbax's CheckpointManager for one folder, with checksums in each checkpoint and failures told to all processes."""
+"""Orbax's CheckpointManager for one folder, with checksums in each checkpoint and errors shared among processes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 STATE, RECORD = "state", "record"
-"""Names of the two items of a checkpoint: its arrays, and everything else as JSON."""
+"""Names of the two items of a checkpoint: the arrays, and everything else as JSON."""
 RECORD_FILE = f"{RECORD}/metadata"
 REMOVED = "removed"
-"""Folder of checkpoints that retention removed; moving one there is one operation, deleting its files is many."""
+"""Folder for checkpoints to delete. Moving one there is atomic; deleting its files is not."""
 COMMITTED = "commit_success.txt"
 CLEARING_ATTEMPTS = 10
 TIMEOUT_SECONDS = 3 * 3600
-"""For the writes of one save. A slow disk is not an error."""
+"""Timeout for the writes of one save. Long, since a slow disk is not an error."""
 
 
 class Storage:
@@ -50,7 +50,7 @@ class Storage:
         self._quiet = contextlib.ExitStack()
 
     def save(self, step: int, named: Mapping[str, ArrayLike], record: object) -> None:
-        """Begins to write a checkpoint. When it returns, the arrays may be donated. `wait` must follow."""
+        """Starts to write a checkpoint. When it returns, the arrays may be donated. Call `wait` afterwards."""
         self._quiet.close()
         self._quiet.enter_context(quiet())
         import orbax.checkpoint as ocp
@@ -60,11 +60,11 @@ class Storage:
         if arrays := _stored(named):
             items[STATE] = ocp.args.PyTreeSave(arrays)
         with _plain_errors():
-            # Orbax would refuse, without an error, a step that is not its next.
+            # Without `force`, Orbax silently skips a step that it does not consider due.
             self._open().save(step, args=ocp.args.Composite(**items), force=True)
 
     def wait(self) -> None:
-        """Returns when the save is committed and old checkpoints are removed; raises why it failed."""
+        """Waits until the save is committed and old checkpoints are removed. Raises if the save failed."""
         with _plain_errors():
             self._open().wait_until_finished()
         if jax.process_index() == 0:
@@ -74,8 +74,8 @@ class Storage:
         self._quiet.close()
 
     def restore(self, step: int, wanted: Mapping[str, ArrayLike]) -> dict[str, jax.Array]:
-        """Reads arrays in the shapes and dtypes of `wanted`, and to its shardings; without one, to where jax puts new
-        arrays."""
+        """Reads arrays in the shapes, dtypes and shardings of `wanted`. Without a sharding, an array goes to jax's
+        default device."""
         default = jnp.zeros(()).sharding
         forms = {
             path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or default)
@@ -96,20 +96,20 @@ class Storage:
         }
 
     def reset(self) -> None:
-        """Forgets what a failed save left in memory, and what Orbax knows of the folder."""
+        """Discards the in-memory state of a failed save and Orbax's cache of the folder."""
         manager, self._manager = self._manager, None
         if manager is not None:
-            with contextlib.suppress(Exception):  # it raises again why the save failed
+            with contextlib.suppress(Exception):  # closing raises the error of the save again
                 manager.close()
 
     def close(self) -> None:
-        """Ends Orbax's threads. Nothing may be under way; a later call starts them again."""
+        """Ends Orbax's threads. No save may be in progress. A later call starts the threads again."""
         with quiet():
             self.reset()
         self._quiet.close()
 
     def clear(self) -> None:
-        """Removes what interrupted saves and removals left, as far as it can. For the first process."""
+        """Removes leftovers of interrupted saves and deletions where possible. Called on the first process."""
         for _ in range(CLEARING_ATTEMPTS):
             found: list[epath.Path] = []
             with contextlib.suppress(OSError):
@@ -118,17 +118,17 @@ class Storage:
                 break
             for path in found:
                 _remove(path)
-            time.sleep(0.05)  # other writes of a failed save may go on for a moment, and create its folder again
+            time.sleep(0.05)  # other writes of a failed save may still run and recreate its folder
 
     def probe(self, step: int) -> None:
-        """Raises an OSError where the folder of a save cannot be made. For the first process."""
+        """Raises an OSError if the folder of a save cannot be created. Called on the first process."""
         probe = self.folder / f"{step}{TEMPORARY}"
         probe.mkdir()
         (probe / RECORD).write_text(str(step))
         probe.rmtree()
 
     def delete(self, step: int) -> None:
-        """Removes one checkpoint. For the first process."""
+        """Removes one checkpoint. Called on the first process."""
         target = self.folder / str(step)
         if inventory.is_local(self.folder):
             (self.folder / REMOVED).mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ class Storage:
                 lightweight_initialize=True,
                 preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
                 todelete_subdir=REMOVED,
-                # Orbax's barriers then go through the coordination service, and have a time-out.
+                # Makes Orbax's barriers use the coordination service, with a timeout.
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
                     active_processes=set(range(jax.process_count()))
                 ),
@@ -167,7 +167,7 @@ class Storage:
 
 
 class _Saving:
-    """One save under way: the processes exchange checksums and failures where Orbax's background threads meet."""
+    """A save in progress. The processes exchange checksums and errors at the barriers of Orbax's background threads."""
 
     def __init__(self, folder: epath.Path, step: int):
         self.name = f"checkpoint-{step}"
@@ -177,10 +177,10 @@ class _Saving:
         self._failure: str | None = None
 
     def meet(self, key: str, timeout: float) -> None:
-        """A barrier of Orbax. Raises if another process failed.
+        """Replaces a barrier of Orbax. Raises if another process failed.
 
-        A process that failed misses a barrier, but Orbax meets once more at the end of each save, in a `finally` block:
-        there the process tells the others, which wait at the barrier that it missed.
+        A process that fails skips a barrier, but Orbax has one more barrier at the end of each save, in a `finally`
+        block. There the process reports its error to the others, which wait at the barrier that it skipped.
         """
         if jax.process_count() == 1:
             return
@@ -191,7 +191,7 @@ class _Saving:
             raise PeerFailed(self._failure)
 
     def write_inventory(self) -> None:
-        """For the first process, when all arrays are written and nothing is committed."""
+        """Writes the inventory. Called on the first process after all arrays are written and before the commit."""
         inventory.write(self.folder, {**self._of_peers, **inventory.of_process(self.folder, 0)})
 
     def _exchange(self, key: str, timeout: float, error: BaseException | None) -> str | None:
@@ -213,18 +213,18 @@ class _Saving:
 
 
 def _stored[T: ArrayLike](named: Mapping[str, T]) -> dict[str, T]:
-    """What Orbax stores; it refuses arrays of zero size."""
+    """The arrays that Orbax can store: those with at least one element."""
     return {_key(path): leaf for path, leaf in named.items() if math.prod(leaf.shape)}
 
 
 def _key(path: str) -> str:
-    """The name that Orbax stores an array under; to TensorStore `a` and `a/` are one."""
+    """The name under which Orbax stores an array. TensorStore treats `a` and `a/` as the same name."""
     return path.replace("%", "%25").replace("/", "%2F")
 
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raises what the operating system said, also where TensorStore put it into a message of its own."""
+    """Raises errors of the operating system as OSError, including those that TensorStore wraps."""
     try:
         yield
     except Exception as error:
@@ -235,7 +235,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """The nearest cause that the operating system knows by number."""
+    """The nearest cause with an error number of the operating system."""
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
             return error

@@ -1,1 +1,1 @@
-"""A run: the trainer, its loop, its length, its folder."""
+"""A training run: the trainer, its loop, its length and its folder."""

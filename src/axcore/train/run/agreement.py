@@ -1,4 +1,4 @@
-"""Before a run of several processes trains anything: do they all run the same?"""
+"""Checks before training that all processes run the same config and versions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ABSENT = "absent"
 
 
 def agree(cfg: Config) -> None:
-    """Compares the config, and the versions of plugins, axcore, jax and flax, over all processes.
+    """Compares the config and the versions of plugins, axcore, jax and flax across all processes.
 
-    A hash goes round first; only where it differs does the rest.
+    The processes exchange a hash first, and the full contents only if the hashes differ.
 
     Raises:
-        AxcoreError: they differ; the same error on every process, with what each has.
+        AxcoreError: they differ. Every process raises the same error, which lists the values of each.
     """
     if jax.process_count() == 1:
         return
@@ -31,20 +31,20 @@ def agree(cfg: Config) -> None:
     if len(set(gather("the hash of the config", hashlib.sha256(own).digest()))) > 1:
         found = [json.loads(each) for each in gather("the config", own)]
         raise AxcoreError(
-            f"the {len(found)} processes of this run do not run the same; nothing was trained. Give all of them the "
-            f"same packages and the same command. They differ in:{state_layout.listed(differences(found))}"
+            f"the {len(found)} processes of this run have different configs or packages; nothing was trained. Start "
+            f"all of them with the same packages and command. Differences:{state_layout.listed(differences(found))}"
         )
 
 
 def facts(cfg: Config) -> dict[str, str]:
-    """What must be equal on all processes: versions, every loaded plugin, every value of the config."""
+    """Everything that must be equal on all processes: versions, loaded plugins and config values."""
     versions = {f"version of {name}": importlib.metadata.version(name) for name in ("axcore", "flax", "jax", "jaxlib")}
     loaded = (plugin for plugin in registry().plugins.values() if plugin.state is State.LOADED)
     return {**versions, **{f"plugin {plugin.id}": str(plugin) for plugin in loaded}, **flatten(cfg)}
 
 
 def differences(found: list[Mapping[str, str]]) -> list[str]:
-    """A line for each fact that is not the same everywhere: which processes have which value."""
+    """One line per fact that differs, listing the processes that have each value."""
     lines = []
     for name in dict.fromkeys(name for each in found for name in each):
         holders: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""How many steps a run takes when it was given minutes."""
+"""The number of steps of a run that is limited by minutes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from axcore.train.step.schedule import Schedule
 
 PLAN_FILE = "plan.json"
 MEASURED_SECONDS = 5.0
-"""The shortest stretch of steps that a rate is taken from."""
+"""Shortest time over which the rate is measured."""
 BETWEEN_SECONDS = 0.02
-"""Steps closer together than this are not all remembered."""
+"""Shortest time between two recorded steps."""
 
 
 class Budget:
-    """Turns minutes into a number of steps, as late as the schedule allows, because a rate measured late is truer.
+    """Converts minutes to a number of steps, as late as the schedule allows, since later estimates are more accurate.
 
-    The decision is written to `plan.json` at once. A resumed run repeats it at the same step, so it follows the same
-    schedule to the bit.
+    The decision is written to `plan.json` immediately. A resumed run repeats it at the same step, so it follows exactly
+    the same schedule.
     """
 
     def __init__(self, minutes: float, schedule: Schedule, folder: Path, *, began: float):
         """
         Args:
             minutes: wall-clock time from `began` to the last step.
-            began: in `time.monotonic` seconds; earlier attempts at the run are counted in by moving it back.
+            began: start of the run in `time.monotonic` seconds, moved back by the duration of earlier attempts.
         """
         self._seconds = minutes * 60.0
         self._settle_at = schedule.settled() * self._seconds
@@ -41,11 +41,15 @@ class Budget:
 
     @property
     def expected(self) -> int | None:
-        """The total number of steps: decided, or as it looks now; None in the first seconds."""
+        """The total number of steps: the decision, or the current estimate. None in the first seconds."""
         return self.plan["total_steps"] if self.plan is not None else self._expected
 
+    def total(self, step: int) -> int:
+        """The total number of steps as the schedule sees it after `step` steps; UNKNOWN_STEPS before the decision."""
+        return UNKNOWN_STEPS if self.plan is None or step < self.plan["decided_at"] else self.plan["total_steps"]
+
     def decide(self, step: int) -> int | None:
-        """The total number of steps, at the one step (done so far: `step`) at which it becomes known; else None."""
+        """The total number of steps if it is decided after `step` steps, else None."""
         if self.plan is not None:
             return self.plan["total_steps"] if step == self.plan["decided_at"] else None
         now = time.monotonic()

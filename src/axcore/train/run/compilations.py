@@ -1,4 +1,4 @@
-"""How often a function was compiled in this process."""
+"""Counts compilations of functions in this process."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ jax.monitoring.register_event_duration_secs_listener(_record)
 
 
 def compilations(name: str) -> int:
-    """Compilations so far of jitted functions of this name, whether or not a cache on disk served them."""
+    """The number of compilations of jitted functions of this name so far, including hits of the disk cache."""
     return _counts[f"jit({name})"]

@@ -1,4 +1,4 @@
-"""The folder of a run: making it, moving an earlier run aside, and locking it."""
+"""Creates and locks the run folder, and moves an earlier run aside."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if os.name == "posix":
 
 
 def create(folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Makes the folder, and its parents, unless they exist. Returns it as an absolute path.
+    """Creates the folder and its parents if they do not exist. Returns the absolute path.
 
     Raises:
-        AxcoreError: it is a file, or no file can be written in it. Names the folder and the reason.
+        AxcoreError: the path is a file, or the folder is not writable. The message names the folder and the reason.
     """
     folder = pathlib.Path(folder).expanduser().absolute()
     probe = folder / f".probe-{os.getpid()}"
@@ -31,17 +31,17 @@ def create(folder: str | os.PathLike[str]) -> pathlib.Path:
         probe.touch()
         probe.unlink()
     except FileExistsError:
-        raise AxcoreError(f"the run folder {folder} is a file; give the path of a folder") from None
+        raise AxcoreError(f"the run folder {folder} is a file. Give the path of a folder.") from None
     except OSError as error:
         raise AxcoreError(f"cannot write to the run folder {folder}: {os_reason(error)}") from error
     return folder
 
 
 def move_aside(folder: pathlib.Path) -> pathlib.Path:
-    """Renames the folder to the first free of `NAME.1`, `NAME.2` and so on beside it, and returns that path.
+    """Renames the folder to the first free name of `NAME.1`, `NAME.2` and so on, and returns the new path.
 
     Raises:
-        AxcoreError: it could not be renamed, and is where it was.
+        AxcoreError: the folder cannot be renamed.
     """
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -53,19 +53,18 @@ def move_aside(folder: pathlib.Path) -> pathlib.Path:
 
 
 class Lock:
-    """Keeps a second live process from writing the same run folder.
+    """Prevents two live processes from writing the same run folder.
 
     ```python
     with Lock(folder):
         train()
     ```
 
-    The operating system drops the lock when the process dies, however it dies, so there is never a stale one
-    to remove by hand. Forked children do not hold it. A file system without locks gives a warning, and no
-    lock.
+    The operating system releases the lock when the process ends for any reason, so stale locks do not exist. Forked
+    children do not hold it. On a file system without locks it only warns.
 
     Raises:
-        AxcoreError: another process holds it (its host and pid are named), or the folder cannot be written.
+        AxcoreError: another process holds the lock (the message names its host and pid), or the folder is not writable.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -85,19 +84,19 @@ class Lock:
             os.close(descriptor)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise AxcoreError(
-                    f"the run folder {folder} is in use by {holder or 'another process'}; stop that run, or "
-                    f"give this one another folder"
+                    f"the run folder {folder} is in use by {holder or 'another process'}. Stop that run, or "
+                    f"give this one another folder."
                 ) from None
             warnings.warn(f"{folder} is not locked: {os_reason(error)}", stacklevel=2)
             return
         self._descriptor = descriptor
         os.register_at_fork(after_in_child=self._forget)
-        with contextlib.suppress(OSError):  # a full disk takes the pid from the message, not the lock
+        with contextlib.suppress(OSError):  # a full disk costs only the pid in the message
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def release(self) -> None:
-        """Lets others write the folder. Once is enough; a second time does nothing."""
+        """Releases the lock. Does nothing if it is already released."""
         self._forget()
 
     def _forget(self) -> None:

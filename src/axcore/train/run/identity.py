@@ -1,49 +1,58 @@
-"""Which changes of a config a resumed run may have."""
+"""Decides which config changes a resumed run may have."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Set
 
 from axcore.config import Config, ConfigError, Diff, diff_flat, flatten, walk
 
 
-def layout_paths(cfg: Config) -> list[str]:
-    """The paths of all fields that leave the mathematics of a run unchanged; see `Config.layout_fields`."""
-    return [
-        f"{path}.{name}" if path else name
-        for path, node in walk(cfg)
-        for kind in type(node).__mro__
-        for name in vars(kind).get("layout_fields", ())
-    ]
+def layout_fields(cfg: Config) -> dict[str, set[str]]:
+    """Path -> fields that leave the mathematics unchanged, of each node whose class lists them."""
+    found: dict[str, set[str]] = {}
+    for path, node in walk(cfg):
+        for kind in type(node).__mro__:
+            if kind is not Config and "layout_fields" in vars(kind):
+                found.setdefault(path, set()).update(vars(kind)["layout_fields"])
+    return found
+
+
+def is_layout(path: str, fields: Mapping[str, Set[str]]) -> bool:
+    """Whether the value at a path leaves the mathematics unchanged: the innermost node above it that lists its layout
+    fields decides."""
+    names = path.split(".")
+    for end in range(len(names) - 1, -1, -1):
+        if (listed := fields.get(".".join(names[:end]))) is not None:
+            return names[end] in listed
+    return False
 
 
 def changes(old: dict[str, str], cfg: Config) -> tuple[Diff, Diff]:
-    """How a config differs from the text of an earlier one.
+    """The differences between an earlier config, as text, and this one.
 
     Returns:
-        The changes to the mathematics (model, data, objective, optimizer, seed, ...), and all others (mesh, kernels,
-        rematerialization, microbatches, callbacks, retention, length of the run, ...).
+        The changes to the mathematics (model, data, objective, optimizer, seed, ...) and all other changes (mesh,
+        kernels, rematerialization, microbatches, callbacks, retention, length of the run, ...).
     """
-    new, free = flatten(cfg), layout_paths(cfg)
-
-    def is_free(path: str) -> bool:
-        return any(path == start or path.startswith(f"{start}.") for start in free)
-
+    new, fields = flatten(cfg), layout_fields(cfg)
     found = diff_flat(old, new)
-    return Diff(each for each in found if not is_free(each.path)), Diff(each for each in found if is_free(each.path))
+    free = Diff(each for each in found if is_layout(each.path, fields))
+    return Diff(each for each in found if each not in free), free
 
 
 def check(old: dict[str, str], cfg: Config, folder: object) -> Diff:
-    """Refuses to resume with other mathematics.
+    """Raises if the config changes the mathematics of the run.
 
     Returns:
-        The changes that are allowed.
+        The allowed changes.
 
     Raises:
-        ConfigError: lists the changes that are not.
+        ConfigError: lists the changes that are not allowed.
     """
     refused, allowed = changes(old, cfg)
     if refused:
         raise ConfigError(
-            f"the run in {folder} computes something else, so it cannot be resumed with this config. To start a new "
+            f"the run in {folder} cannot be resumed with this config, which changes what it computes. To start a new "
             f"run from its weights: --use run-weights:folder={folder}. Changes:\n{refused}"
         )
     return allowed

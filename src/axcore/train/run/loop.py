@@ -1,4 +1,4 @@
-"""Dispatches steps, and reports the metrics of each one step later."""
+"""Dispatches steps and reports the metrics of each step one step later."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Loop:
     """Runs steps.
 
     The metrics of a step are fetched after the next step is dispatched, so the device is not idle while Python
-    reports them. `flush` fetches what is outstanding.
+    reports them. `flush` fetches the outstanding metrics.
 
     Attributes:
         done: the number of steps dispatched.
         report: called with the number of each finished step and its metrics.
-        host_seconds: for each step, the time that Python spent outside the step call and not waiting for the device.
+        host_seconds: the time of each step that Python spent neither in the step call nor waiting for the device.
     """
 
     step: Step
@@ -45,7 +45,7 @@ class Loop:
     _left: float | None = None
 
     def advance(self) -> None:
-        """Dispatches one step and reports the step before it."""
+        """Dispatches one step and reports the previous one."""
         batch = next(self.batches)
         now = time.perf_counter()
         if self._left is not None:
@@ -77,8 +77,8 @@ class Loop:
         self.report(step, values)
         if not math.isfinite(values["loss"]):
             raise TrainingError(
-                f"the loss of step {step} is {values['loss']}; earlier checkpoints are unchanged. Try a lower "
-                f"learner.schedule.peak or a longer warmup"
+                f"the loss of step {step} is {values['loss']}. Earlier checkpoints are unchanged. Try a lower "
+                f"learner.schedule.peak or a longer warmup."
             )
 
     def pause(self) -> None:
@@ -87,6 +87,6 @@ class Loop:
 
 
 def _values(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-    """The scalars of a finished step, one for each layer where a stack reported."""
+    """The scalars of a finished step. A value reported by a stack becomes one scalar per layer."""
     # np.asarray of a ready array is several times cheaper than jax.device_get of the dict.
     return {name: float(value) for name, value in labelled({k: np.asarray(v) for k, v in metrics.items()}).items()}

@@ -1,11 +1,11 @@
-"""The newest checkpoint of a run, as the state of this attempt."""
+"""Restores the newest checkpoint of a run as the state of this attempt."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 import jax
 
@@ -18,7 +18,7 @@ from axcore.train.step.program import Program, TrainState
 
 
 class Evaluated(TypedDict, total=False):
-    """The last evaluation; empty before the first."""
+    """The last evaluation. Empty before the first one."""
 
     step: int
     metrics: dict[str, float]
@@ -29,14 +29,16 @@ class Meta(TypedDict):
 
     Attributes:
         seconds: training time so far, in all attempts.
+        evaluation_due: whether a signal kept this step from being evaluated; the resumed run does so first.
         config: the text of the config.
         plugins: the active plugins and their versions.
-        input: what the batches depend on; see `Input.identity`.
+        input: the identity of the data; see `Input.identity`.
         callbacks: the state of each callback.
     """
 
     seconds: float
     evaluated: Evaluated
+    evaluation_due: NotRequired[bool]
     config: str
     plugins: dict[str, str]
     input: dict[str, Json]
@@ -45,7 +47,7 @@ class Meta(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """Where an earlier attempt at a run stands: its state, the number of steps done, its position in the data."""
+    """The point that an earlier attempt at a run reached: state, number of steps done and position in the data."""
 
     state: TrainState
     step: int
@@ -54,13 +56,13 @@ class Resumed:
 
 
 def restore(checkpointer: Checkpointer, program: Program, source: Input) -> Resumed:
-    """The newest checkpoint, on the mesh of `program`, whatever mesh and number of processes wrote it.
+    """Restores the newest checkpoint onto the mesh of `program`, whatever mesh and number of processes wrote it.
 
-    Callbacks that the checkpoint does not know start from the restored parameters; arrays of callbacks that are no
-    longer configured are not read. Both are told on stderr.
+    Callbacks without arrays in the checkpoint start from the restored parameters. Arrays of callbacks that are no
+    longer configured are not read. A message on stderr reports both.
 
     Raises:
-        AxcoreError: the checkpoint is damaged, does not fit, or comes from other data.
+        AxcoreError: the checkpoint is damaged, does not fit the state, or was trained on other data.
     """
     meta = cast(Meta, checkpointer.meta())
     check_input(meta["input"], source.identity())
@@ -83,16 +85,16 @@ def restore(checkpointer: Checkpointer, program: Program, source: Input) -> Resu
 
 
 def check_input(old: dict[str, Json], new: dict[str, Json]) -> None:
-    """Refuses other data than the run was trained on.
+    """Raises if the data differs from the data that the run was trained on.
 
     Raises:
-        AxcoreError: lists what differs.
+        AxcoreError: lists the differences.
     """
     lines = [f"{name}: {old.get(name)} -> {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]
     if lines:
         raise AxcoreError(
-            f"the input is not the one that the run was trained on, so the run cannot be resumed. Restore the data, or "
-            f"start a new run from its weights with the feature run-weights. Changes:{listed(lines)}"
+            f"the input differs from the one that the run was trained on, so the run cannot be resumed. Restore the "
+            f"data, or start a new run from its weights with the feature run-weights. Changes:{listed(lines)}"
         )
 
 

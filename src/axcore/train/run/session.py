@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Everything that can be refused before a run starts, built.
+    """Objects that are built and validated before a run starts.
 
     Attributes:
-        first: the first state, if the run starts from given weights.
+        first: the first state, if the run starts from `initial` weights.
     """
 
     program: Program
@@ -73,6 +73,9 @@ class Session:
         self.compiled_before = compilations("train_step")
         self.train_seconds = 0.0
         self.evaluated: Evaluated = {}
+        self.evaluation_due = False
+        self.saved = 0
+        """Step of the newest checkpoint. Kept here, since processes that look at the folder may see different ones."""
         self.total: int | None = cfg.steps
         self.began = time.monotonic()
 
@@ -95,11 +98,11 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """Time since the run began, earlier attempts included."""
+        """Duration of the run so far, including earlier attempts."""
         return time.monotonic() - self.began
 
     def _close(self) -> None:
-        """Closes everything. The error that ended the run takes precedence over errors of closing."""
+        """Closes everything. An error that ended the run takes precedence over errors while closing."""
         failed: list[AxcoreError] = []
         self.callbacks.close()
         for part in (self.requests, self.batches, self.checkpointer):
@@ -113,7 +116,7 @@ class Session:
             raise failed[0]
 
     def _start(self, resume: bool) -> Loop:
-        """Compiles both steps, and makes or restores the first state."""
+        """Compiles both steps and creates or restores the first state."""
         self._say("compiling the training step")
         batch = batch_form(self.cfg.input)
         step = self.program.compile_train(batch)
@@ -125,7 +128,8 @@ class Session:
             self.batches.set_state(found.data)
             self.callbacks.set_states(found.meta["callbacks"])
             self.began -= found.meta["seconds"]
-            self.evaluated = found.meta["evaluated"]
+            self.evaluated, self.saved = found.meta["evaluated"], done
+            self.evaluation_due = found.meta.get("evaluation_due", False)
             self._compare_plugins(found.meta["plugins"])
         else:
             given, self.first = self.first, None
@@ -133,16 +137,16 @@ class Session:
         if resume:
             self._say(f"resuming after step {done}" if done else "no checkpoint yet: starting over")
         info = RunInfo(self.cfg, self.folder, self.input, self.program, done, self.total, resume)
-        self.callbacks.start(info)
+        self.asked += self.callbacks.start(info)
         self._raise_failure()
-        runtime.barrier("start")  # the first collective fails if processes reach it half a minute apart
+        runtime.barrier("start")  # the first collective times out if processes reach it more than 30 s apart
         batches = map(self.program.place, self.batches)
         return Loop(step, state, batches, math.prod(batch["inputs"].shape), self._report, done)
 
     def _compare_plugins(self, before: Mapping[str, str]) -> None:
         if before != self.plugins:
             was, now = (", ".join(each.values()) or "no plugins" for each in (before, self.plugins))
-            self._say(f"the checkpoint was written with {was}; this run has {now}, so its losses may differ")
+            self._say(f"the checkpoint was written with {was}, but this run has {now}. Its losses may differ.")
 
     def _say(self, text: str) -> None:
         if self.is_first:
@@ -152,13 +156,12 @@ class Session:
         self.asked += self.callbacks.step(StepInfo(step, metrics, self.total))
 
     def _train(self, loop: Loop) -> None:
-        cfg, budget, total = self.cfg, None, int(loop.state.total_steps)
-        if cfg.steps is not None:
-            total = cfg.steps
-            loop.state = _with_total(loop.state, total)
-        else:
+        cfg, budget, total = self.cfg, None, self.cfg.steps
+        if total is None:
             assert cfg.minutes is not None
             budget = Budget(cfg.minutes, cfg.learner.schedule, self.folder, began=self.began)
+            total = budget.total(loop.done)  # not that of the checkpoint, which may be of fewer minutes
+        loop.state = _with_total(loop.state, total)
         while loop.done < total and not self._act(loop):
             loop.advance()
             if budget is not None:
@@ -171,19 +174,24 @@ class Session:
         loop.flush()
 
     def _act(self, loop: Loop) -> bool:
-        """Does what callbacks and signals ask for between two steps. Returns whether the run ends here."""
+        """Handles requests of callbacks and signals between two steps. Returns whether the run ends here."""
         self.checkpointer.check()
         if signals.stop_requested() is not None:
             self.requests.make("signal")
         if self.callbacks.failure is not None:
             self.requests.make("failure")
         now = self.requests.due()
-        if self.asked:
-            loop.flush()  # a callback that reads the metrics of the last step may ask for more
-            now |= self._granted()
-        if "evaluate" in now and not now & {"signal", "failure"}:
+        # A callback that reads the metrics of the last step may ask for more. With several processes all must flush at
+        # the same step, and only a deterministic request is known to all.
+        if self.asked and (jax.process_count() == 1 or any(request.deterministic for _, request in self.asked)):
+            loop.flush()
+        now |= self._granted()
+        self.evaluation_due |= "evaluate" in now
+        if self.evaluation_due and not now & {"signal", "failure"}:
             self._evaluate(loop)
             now |= self._granted()
+            if self.evaluation_due:  # a signal abandoned it
+                now.add("signal")
         if now & {"save", "signal", "failure"}:
             self._save(loop)
         if now & {"signal", "failure"}:
@@ -191,7 +199,7 @@ class Session:
         return "stop" in now
 
     def _granted(self) -> set[str]:
-        """What callbacks asked for and every process does now; what is left waits for an agreed step."""
+        """The requests of callbacks that every process handles now. Others wait for an agreed step."""
         asked, self.asked = self.asked, []
         now = set()
         for name, request in asked:
@@ -210,11 +218,11 @@ class Session:
         with runtime.together("failure"):
             self._raise_failure()
         number = signals.stop_requested() or signal.SIGTERM
-        saved = f"saved after step {loop.done}; resume it with --resume" if loop.done else "nothing was trained"
-        raise RunStopped(f"{number.name}: the run in {self.folder} stops, {saved}", number, loop.done)
+        saved = f"saved after step {loop.done}. Resume it with --resume." if loop.done else "nothing was trained"
+        raise RunStopped(f"{number.name}: stopped the run in {self.folder}: {saved}", number, loop.done)
 
     def _stop_alone(self, loop: Loop) -> None:
-        """Ends the run after a signal that arrived behind the last step. Several processes finish it together."""
+        """Ends a single-process run on a signal that arrives after the last step. Several processes finish the run."""
         if jax.process_count() == 1 and signals.stop_requested() is not None:
             self._end_early(loop)
 
@@ -223,9 +231,10 @@ class Session:
             raise self.callbacks.failure
 
     def _evaluate(self, loop: Loop) -> None:
-        """Computes the metrics of all evaluators, once for each step."""
+        """Computes the metrics of all evaluators, at most once per step."""
         loop.flush()
         if self.evaluated.get("step") == loop.done:  # before the checkpoint that was resumed from
+            self.evaluation_due = False
             return
 
         def check() -> None:
@@ -235,35 +244,38 @@ class Session:
         model = Snapshot(loop.done, loop.state, self.input, self.program, self.eval_step, check)
         with contextlib.suppress(EvaluationAbandoned):
             metrics = self.callbacks.evaluate(model)
+            self.evaluation_due = False
             if metrics:
                 self.evaluated = {"step": loop.done, "metrics": metrics}
                 self.asked += self.callbacks.evaluation(loop.done, metrics)
         loop.pause()
 
     def _save(self, loop: Loop) -> None:
-        """Starts to write a checkpoint. Metrics of the steps before it reach the disk first."""
+        """Starts to write a checkpoint, after the metrics of all steps so far are on disk."""
         loop.flush()
-        if loop.done == 0 or self.checkpointer.latest() == loop.done:
+        if loop.done == self.saved:
             return
         if not _all_finite(loop.state.params):
             raise TrainingError(
-                f"step {loop.done} made parameters that are not finite; it is not saved, and earlier checkpoints are "
-                f"unchanged"
+                f"the parameters after step {loop.done} are not finite. The step is not saved. Earlier checkpoints are "
+                f"unchanged."
             )
         self.callbacks.checkpoint(loop.done)
         meta: Meta = {
             "seconds": self.train_seconds or self.seconds,
             "evaluated": self.evaluated,
+            "evaluation_due": self.evaluation_due,
             "config": self.cfg.text(),
             "plugins": self.plugins,
             "input": self.input.identity(),
             "callbacks": self.callbacks.states(),
         }
         self.checkpointer.save(loop.done, loop.state, data=self._position(), meta=meta)
+        self.saved = loop.done
         loop.pause()
 
     def _position(self) -> dict[str, Json]:
-        """The position in the data of all processes together."""
+        """The position in the data, merged over all processes."""
         own = json.dumps(self.batches.get_state()).encode()
         return {key: state for part in runtime.gather("position", own) for key, state in json.loads(part).items()}
 

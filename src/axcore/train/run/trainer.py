@@ -1,4 +1,4 @@
-"""The trainer: from a config to a trained run folder."""
+"""The trainer, which turns a config into a run folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MOST_MINUTES = 10_000_000
 
 
 class Trainer(config.Configurable):
-    """Trains `model` on `input` with `learner`, for a number of steps or of minutes."""
+    """Trains `model` on `input` with `learner` for a number of steps or minutes."""
 
     class Config(config.Config):
         model: config.Config = REQUIRED
@@ -49,14 +49,14 @@ class Trainer(config.Configurable):
         objective: Objective.Config = CrossEntropy.Config()
         learner: Learner.Config = Learner.Config()
         microbatches: int = 1
-        """Parts of each batch that are computed one after the other, with the gradients of the whole batch: less
-        memory for activations."""
+        """Number of parts of each batch that are computed in sequence to save activation memory. The gradients are
+        those of the whole batch."""
         mesh: Mesh = Mesh()
         steps: int | None = None
         minutes: float | None = None
         """Wall-clock time for training, compilation included. Set this or `steps`."""
         initial: Initial.Config | None = None
-        """Weights to start from; None: the model's initializers."""
+        """Source of the initial weights. None uses the model's initializers."""
         seed: int = 0
         checkpointer: Checkpointer.Config = Checkpointer.Config()
         callbacks: Mapping[str, Callback.Config] = FrozenDict(
@@ -72,8 +72,8 @@ class Trainer(config.Configurable):
     def __init__(self, cfg: Config):
         if (cfg.steps is None) == (cfg.minutes is None):
             raise ConfigError(
-                f"steps={cfg.steps} and minutes={cfg.minutes}: set exactly one of them, and the other to None (the "
-                f"flags --steps and --minutes do that)"
+                f"steps={cfg.steps} and minutes={cfg.minutes}: exactly one is required. Set the other to None (the "
+                f"flags --steps and --minutes do that)."
             )
         at_least(cfg, 1, "steps", "microbatches")
         if cfg.minutes is not None and not 0 < cfg.minutes < MOST_MINUTES:
@@ -83,24 +83,24 @@ class Trainer(config.Configurable):
         self.config = cfg
 
     def program(self, callbacks: Callbacks | None = None) -> Program:
-        """The steps that this config describes, as shapes. Computes nothing."""
+        """Builds the training and evaluation steps with abstract shapes. Computes no arrays."""
         cfg = self.config
         held = (callbacks or Callbacks(cfg.callbacks)).on_device()
         return program(cfg.model, cfg.learner, cfg.mesh.make(), cfg.objective, cfg.microbatches, held)
 
     def run(self, out: str | Path, *, resume: bool = False) -> dict[str, Json]:
-        """Trains and returns the summary that is also written to `summary.json`.
+        """Trains and returns the summary, which is also written to `summary.json`.
 
-        In a run of several processes (see `axcore.runtime`) each of them calls it, with a folder that all of them see.
+        In a run of several processes (see `axcore.runtime`), every process calls it with the same shared folder.
 
         Args:
-            out: the run folder. An earlier run in it is moved aside, unless it is resumed.
-            resume: continue from the newest checkpoint. On the same machine the losses are those of an unbroken run,
-                bit for bit. On another mesh or number of processes they agree within float tolerance.
+            out: the run folder. Without `resume`, an earlier run in it is moved aside.
+            resume: continue from the newest checkpoint. On the same machine the losses equal those of an uninterrupted
+                run bit for bit. On another mesh or number of processes they agree within float tolerance.
 
         Raises:
-            AxcoreError: the config, the input or the folder cannot be used, or processes have different ones; nothing
-                was trained. Or a callback failed; the state is saved.
+            AxcoreError: the config, the input or the folder is not usable or differs between processes, and nothing was
+                trained; or a callback failed, and the state is saved.
             TrainingError: the loss or the parameters are not finite.
             RunStopped: SIGINT or SIGTERM ended the run; the state is saved.
         """
@@ -117,12 +117,12 @@ class Trainer(config.Configurable):
             return Session(self.config, prepared, folder).run(resume)
 
     def _prepare(self, folder: Path, resume: bool) -> Prepared:
-        """Builds and checks everything, then moves an earlier run out of the way."""
+        """Builds and validates everything, then moves an earlier run aside."""
         cfg = self.config
         if cfg.minutes is not None and jax.process_count() > 1:
             raise ConfigError(
-                f"minutes={cfg.minutes} requires a run of one process, since each would measure its own time; this run "
-                f"has {jax.process_count()}: set steps instead"
+                f"minutes={cfg.minutes} requires a run of one process, since each process measures its own time, but "
+                f"this run has {jax.process_count()}. Set steps instead."
             )
         held = _holds_run(folder)
         if resume:
@@ -132,7 +132,7 @@ class Trainer(config.Configurable):
         prepared = self.program(callbacks)
         prepared.batch_shapes(batch_form(cfg.input))
         checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
-        config.from_json(config.to_json(cfg))  # a config that cannot be written must not cost an earlier run
+        config.from_json(config.to_json(cfg))  # raises before an earlier run is moved if the config cannot be written
         state: TrainState | None = None
         if cfg.initial is not None and not (resume and checkpointer.latest() is not None):
             state = begin(cfg.initial, cfg.model, prepared, np.array(cfg.seed, np.uint32))
@@ -150,16 +150,19 @@ class Trainer(config.Configurable):
             source: Input = cfg.build(process_index=jax.process_index(), process_count=jax.process_count())
         known = getattr(self.config.model, "vocab_size", source.vocab_size)
         if known < source.vocab_size:
-            raise ConfigError(f"model.vocab_size={known} is less than the {source.vocab_size} of the input's tokenizer")
+            raise ConfigError(
+                f"model.vocab_size={known} is less than the vocab_size={source.vocab_size} of the input's tokenizer. "
+                f"Set model.vocab_size to at least {source.vocab_size}."
+            )
         return source
 
     def _check_same_run(self, folder: Path, held: bool) -> None:
         if not held:
-            raise AxcoreError(f"there is no run to resume in {folder}; leave out --resume to start one")
+            raise AxcoreError(f"there is no run to resume in {folder}. Omit --resume to start one.")
         allowed = identity.check(parse_text((folder / CONFIG_FILE).read_text()), self.config, folder)
         if jax.process_index() == 0:
             if allowed:
-                print(f"resuming with changes that keep the mathematics:\n{allowed}", file=sys.stderr)
+                print(f"resuming with these changes:\n{allowed}", file=sys.stderr)
             if any(change.path == "minutes" for change in allowed):
                 (folder / PLAN_FILE).unlink(missing_ok=True)
 

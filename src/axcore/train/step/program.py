@@ -1,4 +1,4 @@
-"""The training step and the evaluation step, as pure functions of arrays, compiled ahead of the loop."""
+"""The training and evaluation steps: pure functions of arrays that are compiled before the loop."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from axcore.train.step.parts import joined
 Metrics = dict[str, jax.Array]
 NEXT_TOKEN = CrossEntropy.Config()
 UNKNOWN_STEPS = 2**31 - 1
-"""`total_steps` of a run that does not know its length yet."""
+"""`total_steps` of a run whose length is not yet known."""
 
 
 _QUICK_COMPILE = {"xla_backend_optimization_level": 0}
-"""For what runs once: making the first state takes longer to optimize than to run."""
+"""Compiler options for functions that run once, such as initialization: optimizing them takes longer than running."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class TrainState:
-    """All that a step changes. Plain nested dicts of arrays: cheap to dispatch and easy to save.
+    """Everything that a step changes, as nested dicts of arrays, which are cheap to dispatch and easy to save.
 
     Attributes:
         params: the model's parameters.
-        model_state: its other Variables (running statistics and the like).
+        model_state: the model's other Variables, such as running statistics.
         optimizer: the optax state.
         step: int32 scalar, steps done.
-        total_steps: int32 scalar, steps that there will be.
-        seed: uint32 scalar; the PRNG of each step derives from it and the step.
-        callbacks: by name, the arrays that callbacks keep on the devices.
+        total_steps: int32 scalar, the length of the run.
+        seed: uint32 scalar. The PRNG key of each step derives from it and `step`.
+        callbacks: the arrays that callbacks keep on the devices, by name.
     """
 
     params: Tree
@@ -54,7 +54,7 @@ class TrainState:
 
 
 class DeviceState(Protocol):
-    """What a callback computes in the training step; see `axcore.train.Callback`."""
+    """The part of a callback that runs in the training step; see `axcore.train.Callback`."""
 
     def device_init(self, params: Tree) -> Tree: ...
 
@@ -63,7 +63,7 @@ class DeviceState(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a trainer runs: the steps of one model, objective, learner and layout, not compiled yet."""
+    """The uncompiled steps of one model, objective, learner and layout."""
 
     fn: Functional
     objective: Objective
@@ -72,16 +72,16 @@ class Program:
     state: TrainState
     """Shapes and shardings of the state."""
     init: Callable[[jax.Array | np.ndarray], TrainState]
-    """A jitted function of the seed that makes the first state where it belongs."""
+    """Jitted function from the seed to the first state, sharded."""
     start: Callable[[Tree, Tree, jax.Array | np.ndarray], TrainState]
-    """The same of given parameters and other Variables, which it takes over."""
+    """Jitted function from parameters, other Variables and the seed to the first state. It donates the first two."""
     start_callbacks: Callable[[Tree], dict[str, Tree]]
-    """A jitted function of the parameters: the first arrays of each callback, where they belong."""
+    """Jitted function from the parameters to the first arrays of each callback, sharded."""
     callbacks: Mapping[str, DeviceState] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
 
     def train_step(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        """One step: state, batch -> new state, metrics (scalars; summaries of a scanned stack are [layer])."""
+        """Returns the new state and the metrics: scalars, or [layer] for summaries of a scanned stack."""
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
         like = self.learner.trained(self.state.params)
@@ -98,12 +98,15 @@ class Program:
         assert frame.collections is not None
         if frame.collections.losses:
             raise ConfigError(
-                f"{', '.join(frame.collections.losses)}: the learner adds a loss after the gradient is taken"
+                f"{', '.join(frame.collections.losses)}: the learner adds a loss after the gradient is computed, "
+                f"which has no effect. Add it in the model or in the objective."
             )
         collections = found.collections
         reported = {**collections.weighted_losses(), **collections.scalars(), **frame.collections.scalars()}
         if taken := reported.keys() & {"loss", *metrics}:
-            raise ConfigError(f"the model reports {', '.join(taken)}, a name that the trainer uses itself")
+            raise ConfigError(
+                f"the model reports {', '.join(sorted(taken))}, which the trainer reports itself. Use another name."
+            )
         metrics = {"loss": found.loss.mean(), **metrics, **reported}
         model_state = joined(found.model_state, found.gradient_state)
         done = state.step + 1
@@ -111,59 +114,59 @@ class Program:
         return TrainState(params, model_state, optimizer, done, state.total_steps, state.seed, kept), metrics
 
     def eval_step(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """(total, count) of the objective, without what is added to it."""
+        """(total, count) of the objective, without auxiliary losses."""
         with self.layout.active():
             (loss, _), _ = self.fn(params, model_state, batch, method=self.objective)
         return loss.total, loss.count
 
     def batch_shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of a batch like this one, whose arrays are [batch, seq, ...] or [batch].
+        """Shapes and shardings of batches like this one, whose arrays are [batch, seq, ...] or [batch].
 
         Raises:
-            ConfigError: its rows do not divide into microbatches over the devices, or its tokens over the devices.
+            ConfigError: the microbatches and devices do not evenly divide the rows, or the devices the tokens.
         """
         return {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x.shape)) for name, x in batch.items()
         }
 
     def _sharding(self, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
-        """Of an array of a batch."""
+        """The sharding of a batch array of this shape."""
         names = ("batch", "seq")[: len(shape)]
         sharding = self.layout.sharding(*names)
         rows, *tokens = (self.layout.size_of(axes) for axes in sharding.spec)
         if shape[0] % (rows * self.microbatches):
             into = f"into microbatches={self.microbatches} " if self.microbatches > 1 else ""
             raise ConfigError(
-                f"input.batch_size={shape[0]} does not divide {into}over the {rows} devices that mesh.rules give to "
-                f"'batch'; make it a multiple of {rows * self.microbatches}"
+                f"input.batch_size={shape[0]} does not divide {into}over the {rows} devices that mesh.rules assign to "
+                f"'batch'. Make it a multiple of {rows * self.microbatches}."
             )
         if tokens and shape[1] % tokens[0]:
             raise ConfigError(
-                f"input.seq_len={shape[1]} does not divide over the {tokens[0]} devices that mesh.rules give to 'seq'; "
-                f"make it a multiple of {tokens[0]}"
+                f"input.seq_len={shape[1]} does not divide over the {tokens[0]} devices that mesh.rules assign to "
+                f"'seq'. Make it a multiple of {tokens[0]}."
             )
         return sharding
 
     def compile_train(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
-        """The training step for batches of this (global) form. It donates the state and is never traced again."""
+        """The compiled training step for global batches of these shapes. It donates the state."""
         return self.lower_train(batch).compile()
 
     def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """The training step, lowered for the layout's platform, be its devices here or not."""
+        """The training step, lowered for the layout's platform, which need not be available here."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
         traced = step.trace(self.state, self.batch_shapes(batch))
-        if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # it has no devices to tell the platform by
+        if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # without devices, which imply the platform
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
 
     def compile_eval(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
-        """The evaluation step for batches of this (global) form."""
+        """The compiled evaluation step for global batches of these shapes."""
         step = jax.jit(self.eval_step, out_shardings=self.layout.sharding())
         return step.lower(self.state.params, self.state.model_state, self.batch_shapes(batch)).compile()
 
     def place(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """This process's rows of a global batch, as part of that batch."""
+        """The global batch, given the rows of this process."""
         if jax.process_count() == 1:
             return batch
         count = jax.process_count()
@@ -184,13 +187,13 @@ def program(
     microbatches: int = 1,
     callbacks: Mapping[str, DeviceState] | None = None,
 ) -> Program:
-    """Builds the shapes of everything and computes nothing.
+    """Builds the steps with abstract shapes and computes no arrays.
 
     Args:
-        callbacks: by name, those that may keep arrays on the devices.
+        callbacks: the callbacks that may keep arrays on the devices, by name.
 
     Raises:
-        ConfigError: the mesh has a rule for an axis that is not one of the model's, or a parameter does not divide.
+        ConfigError: a mesh rule names a logical axis that the model lacks, or a parameter does not divide evenly.
     """
     fn, params, model_state = abstract(model, "model")
     layout.check_rules(fn.logical_axes)
@@ -215,7 +218,7 @@ def program(
     everywhere = layout.sharding()
 
     def beside(leaf: Any, param: Any, sharding: Any) -> Any:
-        """An optimizer's array lies as its parameter does, unless its shape is another."""
+        """An optimizer array is sharded like its parameter if their shapes are equal."""
         if _is_masked(leaf):
             return leaf
         return sharding if leaf.shape == param.shape else everywhere
@@ -268,5 +271,5 @@ def _like_params(tree: Tree, params: Tree, placed: Tree, everywhere: jax.shardin
 
 
 def _is_masked(node: Any) -> bool:
-    """Whether a part of an optimizer leaves this parameter to another part; it holds no array then."""
+    """Whether this part of an optimizer skips the parameter and so has no array for it."""
     return isinstance(node, optax.MaskedNode)
