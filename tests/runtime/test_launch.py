@@ -141,6 +141,13 @@ def test_a_signal_reaches_each_process_once():
     assert sorted(out.splitlines()) == ["[0] got 1", "[0] ready", "[1] got 1", "[1] ready"]
 
 
+def test_a_signal_before_the_processes_start_reaches_them(monkeypatch):
+    monkeypatch.setattr(launching, "_free_port", lambda: signal.raise_signal(signal.SIGTERM) or 1)
+    with pytest.raises(LaunchFailed, match="killed by SIGTERM") as caught:
+        start("time.sleep(60)")
+    assert caught.value.exit_code == 143
+
+
 def test_a_second_signal_kills_processes_that_do_not_stop():
     child = "signal.signal(15, lambda *_: print('later', flush=True))\nprint('ready')\nwhile True: time.sleep(0.01)"
     began = time.monotonic()

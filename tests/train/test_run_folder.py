@@ -41,8 +41,8 @@ def test_written_content(tmp_path):
     assert (tmp_path / "b").read_bytes() == b"\0\r\n"
     assert (tmp_path / "t").read_bytes() == "é\n".encode()
     assert json.loads((tmp_path / "j").read_text()) == {"x": [1, 0.1 + 0.2]}
-    with pytest.raises(ValueError):
-        files.write_json(tmp_path / "j", {"x": float("nan")})
+    files.write_json(tmp_path / "j", {"x": [float("nan"), float("-inf"), "NaN"]})
+    assert json.loads((tmp_path / "j").read_text()) == {"x": ["NaN", "-Infinity", "NaN"]}
     assert sorted(os.listdir(tmp_path)) == ["b", "j", "t"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -67,13 +68,15 @@ def launch(
         raise AxcoreError(f"--timeout must be a positive number of seconds, not {timeout:g}")
     with tempfile.TemporaryDirectory(prefix="axcore-launch-") as folder:
         children: list[_Child] = []
-        with _forwarding(children) as killed:
+        with _forwarding(children) as forwarded:
             try:
                 coordinator = f"127.0.0.1:{_free_port()}"
                 for index in range(processes):
                     environ = _environment(index, processes, coordinator, timeout, devices_per_process)
                     children.append(_Child(index, command, environ, pathlib.Path(folder) / f"{index}.json"))
-                _wait(children, killed)
+                    if forwarded.number is not None:  # it arrived before this process existed
+                        children[-1].send(forwarded.number)
+                _wait(children, forwarded)
             finally:
                 for child in children:
                     child.end()
@@ -173,29 +176,43 @@ def _copy(index: int, source: IO[bytes], sink: TextIO) -> None:
             sink.flush()
 
 
+@dataclasses.dataclass
+class _Forwarded:
+    """What a signal to this process has caused.
+
+    Attributes:
+        number: the signal that the children received.
+        killed: whether a second signal asks to kill them.
+    """
+
+    number: int | None = None
+    killed: bool = False
+
+
 @contextlib.contextmanager
-def _forwarding(children: list[_Child]) -> Iterator[threading.Event]:
-    """Forwards signals of this process to each child while active. Yields an event that a second signal sets."""
-    killed = threading.Event()
-    received: list[float] = []
+def _forwarding(children: list[_Child]) -> Iterator[_Forwarded]:
+    """Forwards signals of this process to each child while active."""
+    forwarded = _Forwarded()
+    since = 0.0
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal since
         now = time.monotonic()
-        if not received:
-            received.append(now)
+        if forwarded.number is None:
+            forwarded.number, since = number, now
             for child in children:
                 child.send(number)
-        elif now - received[0] > signals.SAME_SIGNAL_SECONDS:
-            killed.set()
+        elif now - since > signals.SAME_SIGNAL_SECONDS:
+            forwarded.killed = True
 
     with signals.replaced(forward):
-        yield killed
+        yield forwarded
 
 
-def _wait(children: list[_Child], killed: threading.Event) -> None:
+def _wait(children: list[_Child], forwarded: _Forwarded) -> None:
     """Waits until all children have exited, or until the time after the first failure is over."""
     deadline = None
-    while any([child.running() for child in children]) and not killed.is_set():
+    while any([child.running() for child in children]) and not forwarded.killed:
         failures = [failure for child in children if not child.running() and (failure := child.failure()) is not None]
         if failures and deadline is None:
             stopping = all(each.is_stop for each in failures)

@@ -47,8 +47,9 @@ def write_text(path: pathlib.Path, content: str) -> None:
 
 
 def write_json(path: pathlib.Path, content: Json) -> None:
-    """Writes indented JSON like `write_bytes`. Raises ValueError for non-finite floats, which JSON lacks."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Writes indented JSON like `write_bytes`. NaN and the infinities, which JSON lacks, become strings: `"NaN"`."""
+    finite = json.loads(json.dumps(content), parse_constant=str)
+    write_text(path, json.dumps(finite, indent=2, ensure_ascii=False) + "\n")
 
 
 def sync_folder(folder: pathlib.Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from axcore import config
 from axcore.config import ConfigError, FrozenDict, at_least, under
+from axcore.train.callbacks import returned
 from axcore.train.callbacks.base import Callback, Request
 from axcore.train.callbacks.snapshot import Snapshot
 from axcore.train.errors import TrainingError
@@ -104,5 +105,5 @@ class Evaluation(Callback):
         return {
             f"{name}/{metric}": value
             for name, evaluator in self.evaluators.items()
-            for metric, value in evaluator(model).items()
+            for metric, value in returned.metrics(evaluator(model), f"evaluators.{name}").items()
         }

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, ConfigError
 from axcore.plugin import attributed, supplier
 from axcore.runtime import signals
+from axcore.train.callbacks import returned
 from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
 from axcore.train.callbacks.snapshot import EvaluationAbandoned, Snapshot
 from axcore.train.errors import TrainingError
@@ -45,23 +46,29 @@ class Callbacks:
         return {name: each for name, each in self._callbacks.items() if type(each).device_init is not own}
 
     def start(self, run: RunInfo) -> list[tuple[str, Request]]:
-        return self._requests(lambda callback: callback.start(run))
+        return self._requests("start", lambda callback: callback.start(run))
 
     def due(self, step: int) -> list[tuple[str, Request]]:
-        return self._requests(lambda callback: callback.due(step))
+        return self._requests("due", lambda callback: callback.due(step))
 
     def step(self, info: StepInfo) -> list[tuple[str, Request]]:
-        return self._requests(lambda callback: callback.step(info))
+        return self._requests("step", lambda callback: callback.step(info))
 
     def evaluate(self, model: Snapshot) -> dict[str, float]:
         """The metrics of all callbacks."""
         found: dict[str, float] = {}
-        for _, metrics in self._each(lambda callback: callback.evaluate(model), collective=True):
-            found |= metrics
+
+        def add(callback: Callback) -> None:
+            metrics = returned.metrics(callback.evaluate(model), "evaluate")
+            for name in found.keys() & metrics.keys():
+                raise ConfigError(f"the metric {name!r} is already reported by another callback. Rename one of them.")
+            found.update(metrics)
+
+        self._each(add, collective=True)
         return found
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, Request]]:
-        return self._requests(lambda callback: callback.evaluation(step, metrics))
+        return self._requests("evaluation", lambda callback: callback.evaluation(step, metrics))
 
     def checkpoint(self, step: int) -> None:
         self._each(lambda callback: callback.checkpoint(step))
@@ -85,7 +92,7 @@ class Callbacks:
 
     def states(self) -> dict[str, Mapping[str, Json]]:
         """The state of each callback by name, including callbacks that were disabled or removed from the config."""
-        return self._states | {name: state for name, state in self._each(lambda callback: callback.state()) if state}
+        return self._states | {name: state for name, state in self._each(_state) if state}
 
     def set_states(self, states: Mapping[str, Mapping[str, Json]]) -> None:
         """Continues each callback from its state in a checkpoint."""
@@ -95,12 +102,13 @@ class Callbacks:
                 self._each(functools.partial(_set_state, state=state), only=name)
             elif jax.process_index() == 0:
                 print(f"callbacks: keeping the state of {name!r}, which this run does not have", file=sys.stderr)
-        for name, state in self._each(lambda callback: callback.state()):
+        for name, state in self._each(_state):
             if state and name not in states and jax.process_index() == 0:
                 print(f"callbacks.{name}: the checkpoint has no state of it, so it starts afresh", file=sys.stderr)
 
-    def _requests(self, call: Callable[[Callback], Request | None]) -> list[tuple[str, Request]]:
-        found = [(name, request) for name, request in self._each(call) if request is not None]
+    def _requests(self, method: str, call: Callable[[Callback], object]) -> list[tuple[str, Request]]:
+        asked = self._each(lambda callback: returned.request(call(callback), method))
+        found = [(name, request) for name, request in asked if request is not None]
         return [
             # Other processes do not build such a callback, so they cannot ask for the same.
             (name, dataclasses.replace(each, deterministic=False))
@@ -142,7 +150,11 @@ def _of_plugin(cfg: Callback.Config) -> str:
 
 
 def _end(callback: Callback, run: FinishedRun) -> Mapping[str, Json]:
-    return callback.end(run)
+    return returned.entries(callback.end(run), "end", taken=run.summary)
+
+
+def _state(callback: Callback) -> Mapping[str, Json]:
+    return returned.entries(callback.state(), "state")
 
 
 def _set_state(callback: Callback, state: Mapping[str, Json]) -> None:
