@@ -33,6 +33,7 @@ class JsonLines(Source):
     """
 
     class Config(Source.Config):
+        layout_fields = ("file",)  # `Input.identity` compares the text itself
         file: str = config.REQUIRED
         """The file; `~` is the home directory."""
         field: str = "text"

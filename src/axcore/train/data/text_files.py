@@ -61,6 +61,7 @@ class TextFiles(Source):
     class Config(Source.Config):
         """Selects files. Patterns match paths below the folder: `*` matches within a name, `**` any folders."""
 
+        layout_fields = ("folder",)  # `Input.identity` compares the text itself
         folder: str = config.REQUIRED
         """The folder; `~` is the home directory."""
         patterns: tuple[str, ...] = ("**/*.txt",)

@@ -179,6 +179,8 @@ class Trainer(config.Configurable):
         allowed = identity.check(parse_text((folder / CONFIG_FILE).read_text()), self.config, folder)
         if allowed and jax.process_index() == 0:
             print(f"resuming with these changes:\n{allowed}", file=sys.stderr)
+            if any(change.path in ("steps", "minutes") for change in allowed):
+                print("the learning rate follows the schedule of the new length from here on", file=sys.stderr)
 
 
 def _holds_run(folder: Path) -> bool:
