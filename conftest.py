@@ -1,7 +1,7 @@
-"""What the tests of all distributions share.
+"""Pytest settings of all distributions.
 
-They run on the CPU, share compiled programs between processes and runs, and draw few, reproducible hypothesis examples
-without a deadline. The costliest checks of the conformance suites are marked `slow`.
+Tests run on the CPU, share compiled programs between processes and runs, and use few, reproducible hypothesis examples
+without a deadline. The slowest checks of the conformance suites are marked `slow`.
 """
 
 import os
@@ -29,10 +29,10 @@ AT_NIGHT = (
     "test_vmap_agrees_with_single_examples",
     "test_rows_of_a_batch_are_independent",
 )
-"""Checks of the conformance suites that compile a model once more: slow, except in the folders above."""
+"""Checks of the conformance suites that compile another model. They are slow, except in the folders above."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not asked for
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(config, items):
     for item in items:
         file = item.path.relative_to(config.rootpath).as_posix()

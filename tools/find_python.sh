@@ -1,6 +1,6 @@
 #!/bin/sh
-# Prints the path of a Python >= 3.12 that really runs and can make virtual environments, and on stderr which it is.
-# Usage: tools/find_python.sh [MAJOR.MINOR]    With a version, only that one will do. Exits 1 if there is none.
+# Prints the path of a working Python >= 3.12 that can create virtual environments, and its version on stderr.
+# Usage: tools/find_python.sh [MAJOR.MINOR]    With a version, accepts only that one. Exits 1 if there is none.
 #
 # It runs each candidate instead of trusting its name: a pyenv shim is on PATH even where no version is selected,
 # and Debian ships a Python without ensurepip.

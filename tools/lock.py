@@ -23,7 +23,7 @@ CELLS: list[tuple[str, list[str], list[str]]] = [
 
 
 def inputs() -> list[str]:
-    """Requirement lines of the whole workspace, less its own distributions (they are installed editable)."""
+    """Requirement lines of the workspace, without its own distributions, which are installed in editable mode."""
     folders = [".", "plugins/*", "plugins_kernels/*", "recipes"]
     files = [file for folder in folders for file in sorted(ROOT.glob(f"{folder}/pyproject.toml"))]
     projects = [tomllib.loads(file.read_text())["project"] for file in files]

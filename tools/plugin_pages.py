@@ -1,8 +1,8 @@
-"""Writes what `axcore new-plugin` writes into the pages of docs/plugins, so that they never differ.
+"""Copies the files that `axcore new-plugin` writes into the pages of docs/plugins, to keep them in sync.
 
     .venv/bin/python tools/plugin_pages.py
 
-A page names its plugin in the line `$ axcore new-plugin NAME --kind KIND`; its blocks with a title below `NAME/` are
+A page names its plugin in the line `$ axcore new-plugin NAME --kind KIND`. Its blocks with a title below `NAME/` are
 rewritten.
 """
 
@@ -18,7 +18,7 @@ BLOCK = re.compile(r'^(```\w+ title="([^"]+)"\n)(.*?)^```$', re.MULTILINE | re.D
 
 
 def rewritten(page: str) -> str:
-    """The page with the files as they are written now."""
+    """The page with the current files."""
     command = COMMAND.search(page)
     if command is None:
         return page

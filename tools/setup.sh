@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes .venv: the pinned packages of requirements.lock, and every distribution of the repository, editable.
-# A second run does nothing: the stamp, written last, holds the checksums of all that the environment came from.
-# .venv belongs to this script, which makes it anew when the lock changes.
+# Creates .venv with the pinned packages of requirements.lock and every distribution of the repository in editable mode.
+# A second run does nothing: the stamp, written last, contains the checksums of all inputs of the environment.
+# The script owns .venv and recreates it when the lock changes.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -9,13 +9,13 @@ venv=.venv
 stamp=$venv/.axcore-setup
 lock=requirements.lock
 
-# One folder per distribution, found and never listed.
+# One folder per distribution, found automatically.
 set -- .
 for folder in plugins/*/ plugins_kernels/*/ recipes/; do
   [ ! -f "${folder}pyproject.toml" ] || set -- "$@" "./${folder%/}"
 done
 
-# The checkout's path counts, since the scripts in .venv/bin hold it.
+# The checkout's path is included, since the scripts in .venv/bin contain it.
 locked="$(pwd) $(cksum <"$lock")"
 distributions=$(for folder; do cksum "$folder/pyproject.toml"; done)
 if [ -x $venv/bin/python ] && [ "$(cat $stamp 2>/dev/null)" = "$locked
@@ -23,7 +23,7 @@ $distributions" ]; then
   exit 0
 fi
 
-# Keep the packages if only the distributions changed; anything else, an interrupted run too, starts again.
+# Keep the packages if only the distributions changed. Any other change or an interrupted run starts over.
 if [ -x $venv/bin/python ] && [ "$(head -n 1 $stamp 2>/dev/null)" = "$locked" ]; then
   gone=$($venv/bin/python -m pip list --disable-pip-version-check --editable --format=freeze | sed 's/=.*//')
   echo "$locked" >$stamp
@@ -40,12 +40,12 @@ else
     exit 1
   fi
   echo "installing the packages of $lock into $venv (about a minute) ..." >&2
-  # Python compiles what it imports when it does; compiling all of it here would double the time.
+  # Python compiles modules on import. Compiling all of them here would double the time.
   $venv/bin/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps -r $lock
   echo "$locked" >$stamp
 fi
 
-# The arguments become `-e . -e ./plugins/... -e ./recipes`.
+# Turns the arguments into `-e . -e ./plugins/... -e ./recipes`.
 for folder; do
   set -- "$@" -e "$folder"
   shift

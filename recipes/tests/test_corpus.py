@@ -66,5 +66,5 @@ def test_a_python_without_sources(tmp_path, monkeypatch, kind):
         stdlib.mkdir()
         (stdlib / "os.pyc").write_bytes(b"x")
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(stdlib)}.__getitem__)
-    with pytest.raises(ConfigError, match=r"python312\.zip' holds no sources of the standard library"):
+    with pytest.raises(ConfigError, match=r"python312\.zip' does not contain the sources of the standard library"):
         read(StandardLibrary.Config())

@@ -1,4 +1,4 @@
-"""The mesh rules: what they set, and that a step laid out by them is the step of one device."""
+"""The mesh rules: the fields that they set, and equality of sharded and single-device steps."""
 
 import re
 
@@ -53,7 +53,7 @@ def without_cudnn(monkeypatch):
 
 
 def test_on_an_h100_attention_is_cudnn_s_alone():
-    """A fallback would train, slowly, and nobody would know."""
+    """A fallback would silently train slowly."""
     pytest.importorskip("axcore_cudnn")
     recipe = ax.recipe("llama2-7b")
     (kernel,) = kernels(ax.pipe(recipe, ax.target("gpu-h100-8")))

@@ -1,4 +1,4 @@
-"""Recipes of published models: as many parameters as published, and what makes each its own."""
+"""Recipes of published models: numbers of parameters and distinctive features."""
 
 import math
 

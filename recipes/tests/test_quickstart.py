@@ -1,4 +1,4 @@
-"""The recipe `quickstart`: what it is made of, and (slow) what a run of it leaves behind."""
+"""The recipe `quickstart`: its components, and (slow) the files of a run."""
 
 import json
 import math

@@ -146,7 +146,7 @@ def test_tokens_of_several_bytes(metrics, tmp_path, drawn):
 
 
 def test_nothing_to_draw(metrics, tmp_path):
-    with pytest.raises(ValueError, match="holds neither"):
+    with pytest.raises(ValueError, match="has neither"):
         plot_losses(metrics([{"step": 1}]), tmp_path / "loss.png")
 
 

@@ -41,4 +41,7 @@ def axcore_optimizers() -> list[OptimizerOffer]:
 
 @hookimpl
 def axcore_input_sources() -> list[SourceOffer]:
-    return [SourceOffer("text-files", "axcore.train.data:TextFiles", "The text files below a folder.")]
+    return [
+        SourceOffer("json-lines", "axcore.train.data:JsonLines", "A document for each line of a JSON lines file."),
+        SourceOffer("text-files", "axcore.train.data:TextFiles", "The text files below a folder."),
+    ]

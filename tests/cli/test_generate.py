@@ -96,7 +96,7 @@ def test_a_text_longer_than_the_positions_of_the_model_fails(axcore, tiny, tmp_p
     cfg = ax.pipe(tiny.model, ax.use("learned-positions", max_len=8))
     folder = saved(tmp_path / "short", cfg, ByteTokenizer.Config())
     message = axcore("generate", folder, "--prompt", "abcd", "--tokens", "4").message
-    assert "a row of 9 tokens, and positions only for 8" in message
+    assert "the row has 9 tokens, but max_len=8" in message
 
 
 def saved(folder, cfg, tokenizer):

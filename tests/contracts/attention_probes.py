@@ -1,4 +1,4 @@
-"""Kernels and caches from outside, for the proofs of the attention contracts. Another process imports them by name."""
+"""Third-party kernels and caches for the attention contracts. Another process imports them by name."""
 
 from __future__ import annotations
 

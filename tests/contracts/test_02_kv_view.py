@@ -1,4 +1,4 @@
-"""Contract 2: caches return views, every option reaches whoever reads them, and decoding state is one donated tree."""
+"""Contract 2: caches return views, every option reaches the kernel, and decoding state is one donated tree."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Contract 3: losses are sums and counts, so that parts of a batch give what the whole gives."""
+"""Contract 3: losses are sums and counts, so that parts of a batch give the same result as the whole."""
 
 import functools
 import re
@@ -124,7 +124,7 @@ def test_microbatches_of_unequal_weight_give_losses_gradients_and_updates_of_the
 
 
 def test_the_mean_of_the_means_would_be_wrong():
-    """The rows weigh so differently that averaging microbatches would show."""
+    """The weights of the rows differ enough to detect averaging over microbatches."""
     made, _ = compiled(1, LOSS, MODEL)
     start, objective, rows = made.init(jnp.uint32(3)), LOSS.build(), batch()
     params, state = start.params, start.model_state
@@ -138,7 +138,7 @@ def test_the_mean_of_the_means_would_be_wrong():
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_state_that_gradients_overwrite_moves_once_a_step_through_scan_remat_and_microbatches(microbatches):
+def test_gradient_state_updates_once_per_step_through_scan_remat_and_microbatches(microbatches):
     metrics, (_, state) = zip(*trained(microbatches), strict=True)
     history = by_path(state.model_state)["decoder.layers.ffn.down.adapter.history"]
     largest = [each["decoder.layers.*.ffn.down.adapter.largest"] for each in metrics]
@@ -222,7 +222,7 @@ def test_a_batch_cut_over_devices_and_microbatches_gives_the_gradients_of_one_de
     ("microbatches", "told"),
     [(3, r"input\.batch_size=8 does not divide into microbatches=3"), (0, "microbatches must be at least 1, not 0")],
 )
-def test_microbatches_that_cannot_be_are_refused(microbatches, told):
+def test_invalid_microbatches_are_rejected(microbatches, told):
     cfg = Trainer.Config(model=PLAIN, input=INPUT, learner=LEARNER, steps=1, microbatches=microbatches)
     with pytest.raises(ax.ConfigError, match=told):
         cfg.build().program().batch_shapes(batch())
@@ -236,19 +236,19 @@ def test_microbatches_that_cannot_be_are_refused(microbatches, told):
         ({"label_smoothing": 1.0}, r"objective.label_smoothing must be at least 0 and below 1, not 1\.0"),
     ],
 )
-def test_values_of_cross_entropy_that_cannot_be_name_its_path(fields, told):
+def test_invalid_values_of_cross_entropy_name_its_path(fields, told):
     with pytest.raises(ax.ConfigError, match=told):
         program(PLAIN, LEARNER, Mesh().make(jax.devices()[:1]), CrossEntropy.Config(**fields))
 
 
 class Mean(Objective):
-    """What an objective must not return."""
+    """An objective with an invalid return value."""
 
     def __call__(self, model, batch):
         return model.logits(model.predictions(batch)[0].hidden).mean()
 
 
-def test_an_objective_that_returns_a_mean_is_told_what_to_return():
+def test_an_objective_that_returns_a_mean_is_rejected():
     made = program(PLAIN, LEARNER, Mesh().make(jax.devices()[:1]), Mean.Config())
     with pytest.raises(ax.ConfigError, match=r"objective: Mean must return a LossSum of two scalars"):
         made.compile_train(batch())

@@ -122,7 +122,7 @@ def test_axes_of_groups_and_of_what_is_attached():
     assert axes["adapter"] == adapter
 
 
-def test_an_adapter_that_knows_no_groups_is_refused():
+def test_an_adapter_without_group_support_is_rejected():
     cfg = GroupedLinear.Config(groups=2, input_dim=3, output_dim=4, adapter=Linear.Config())
     with pytest.raises(ax.ConfigError, match=r"adapter=.* has no field 'groups'"):
         cfg.build(rngs=ax.Rngs(0))

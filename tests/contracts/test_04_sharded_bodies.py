@@ -58,7 +58,7 @@ def test_no_device_sees_the_experts_of_others_while_it_computes(found, mesh):
     assert all(shape in found["one"]["text"] for shape in whole)
 
 
-def test_bounded_places_drop_what_finds_none_and_say_so(found):
+def test_limited_capacity_drops_pairs_and_reports_them(found):
     # A device has 6 tokens of 2 choices, and one place on each of 8 devices for a fair share of 12 / 8, so 2.
     assert found["bounded"]["one expert"]["dropped"] == pytest.approx(1 - 2 / 12)
     assert 0 < found["bounded"]["random"]["dropped"] < 0.5

@@ -1,4 +1,4 @@
-"""Contract 5: the platform is the layout's, and lowering lowers the kernel that was chosen for it."""
+"""Contract 5: the layout determines the platform, and lowering uses the kernel selected for it."""
 
 import jax
 import pytest
@@ -23,7 +23,7 @@ _on_tpu.defvjp(lambda q: (_on_tpu(q), None), lambda _, g: (g,))
 
 
 class TpuKernel(AttentionKernel):
-    """Exists on TPUs only: nothing on this host could run it."""
+    """Supports only TPUs, so this host cannot run it."""
 
     def supports(self, request):
         if request.platform != "tpu":
@@ -51,7 +51,7 @@ def test_a_kernel_for_tpus_alone_is_in_the_step_lowered_for_a_tpu_topology():
     assert "probe_of_a_tpu_kernel" not in lowered(MESH.abstract(8, "cpu"), kernel=order)
 
 
-def test_what_the_target_cannot_run_is_refused_though_this_host_could():
+def test_kernels_that_the_target_does_not_support_are_rejected():
     class CpuKernel(ReferenceKernel):
         def supports(self, request):
             return None if request.platform == "cpu" else f"requires a CPU, and this is {request.platform}"

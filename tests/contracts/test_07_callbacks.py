@@ -77,7 +77,7 @@ class Broken(Callback):
 
 
 class Ask(Callback):
-    """Asks for things at given steps."""
+    """Makes requests at given steps."""
 
     class Config(Callback.Config):
         evaluate: int = 0
@@ -223,7 +223,7 @@ def test_an_exception_lets_the_others_run_saves_the_state_and_names_file_and_own
     assert ax.fit(without, out=tmp_path / "run", resume=True)["steps"] == 9
 
 
-def test_a_callback_that_may_be_left_out_is_disabled_with_a_message(tiny, tmp_path, events, capsys):
+def test_a_callback_with_on_error_disable_is_disabled_with_a_message(tiny, tmp_path, events, capsys):
     callbacks = {"broken": Broken.Config(on_error="disable"), "note": Note.Config()}
     assert ax.fit(tiny.set(steps=5, callbacks=callbacks), out=tmp_path / "run")["steps"] == 5
     told = capsys.readouterr().err

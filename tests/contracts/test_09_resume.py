@@ -76,13 +76,13 @@ FIXED = [
 
 
 @pytest.mark.parametrize("assignment", FREE, ids=lambda each: each.partition("=")[0])
-def test_layout_length_and_watching_may_change(tiny, assignment):
+def test_layout_length_and_callbacks_may_change(tiny, assignment):
     allowed = identity.check(parse_text(tiny.text()), ax.override(tiny, [assignment]), "runs/a")
     assert [change.path for change in allowed] == [assignment.partition("=")[0]]
 
 
 @pytest.mark.parametrize("assignment", FIXED, ids=lambda each: each.partition("=")[0])
-def test_mathematics_may_not_change_and_the_difference_is_shown(tiny, assignment):
+def test_changes_of_the_mathematics_are_rejected_and_shown(tiny, assignment):
     path, _, value = assignment.partition("=")
     with pytest.raises(ax.ConfigError, match="cannot be resumed with this config") as error:
         identity.check(parse_text(tiny.text()), ax.override(tiny, [assignment, "steps=99"]), "runs/a")
@@ -108,7 +108,7 @@ def test_a_kernel_that_affects_the_result_may_not_change_but_the_one_inside_may(
     (change,) = identity.check(old, sharpened(kernel=ReferenceKernel.Config(chunk=8)), "runs/a")
     assert change.path == "model.decoder.layers.attention.kernel.kernel.chunk"
     for before, after in ((old, sharpened(factor=3.0)), (parse_text(tiny.text()), sharpened())):
-        with pytest.raises(ax.ConfigError, match=r"computes something else(.|\n)*kernel\.factor"):
+        with pytest.raises(ax.ConfigError, match=r"which changes what it computes(.|\n)*kernel\.factor"):
             identity.check(before, after, "runs/a")
 
 

@@ -1,4 +1,4 @@
-"""Stacks from outside take part in all that goes by the number of a layer: features, weights, decoding."""
+"""Contract 10: third-party stacks support everything that depends on layer numbers: features, weights, decoding."""
 
 import functools
 from typing import ClassVar
@@ -133,7 +133,7 @@ def logits(cfg, params, state):
 
 
 def moved(folder, cfg):
-    """What a model gets from a model folder."""
+    """The arrays that a model loads from a model folder."""
     _, params, state = forms(cfg)
     found = gathered(FromRun.Config(folder=str(folder)), cfg, flat(params), flat(state), 0)
     return like(params, found), like(state, found)
@@ -289,7 +289,7 @@ def test_a_stack_inside_a_layer_is_unstacked_too():
 
 
 class WithNorm(Stages):
-    """A stack that is more than its layers, and says that it is not."""
+    """A stack that has parameters besides its layers, but does not declare them."""
 
     class Config(Stages.Config):
         pass

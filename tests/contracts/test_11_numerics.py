@@ -214,7 +214,7 @@ def test_decoding_takes_codes_alone():
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_cannot_be_stored_says_so():
+def test_unsupported_storage_is_reported():
     with pytest.raises(ax.ConfigError, match="no numerics in the config can be converted"):
         stored(tiny_model(), {})
     cfg = with_probe(tiny_model())

@@ -220,5 +220,5 @@ def test_a_context_longer_than_the_model_supports_raises(model):
     learned = ax.pipe(model.config, ax.use("learned-positions", max_len=8)).build(rngs=ax.Rngs(0))
     Generator(learned, context=8, cache=ContiguousCache.Config())
     for cache in (None, ContiguousCache.Config()):
-        with pytest.raises(AxcoreError, match=r"a row of 9 tokens, and positions only for 8"):
+        with pytest.raises(AxcoreError, match=r"the row has 9 tokens, but max_len=8"):
             generate(learned, [1], num_tokens=2, context=9, key=KEY, cache=cache)

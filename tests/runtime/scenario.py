@@ -16,7 +16,7 @@ from axcore.runtime import failures  # noqa: E402
 
 
 def meetings():
-    """What processes tell each other, in a run without failures."""
+    """The communication of processes in a run without failures."""
     index = runtime.index()
     for number in range(3):
         values = [bytes([number, each]) for each in range(2)]
@@ -57,7 +57,7 @@ def meetings():
 
 
 def requests():
-    """Each process asks at its own time; both act at the same call."""
+    """Each process makes a request at a different time, and both act at the same call."""
     index = runtime.index()
     acted = []
     with runtime.watch():
@@ -109,7 +109,7 @@ def step():
 
 
 def train(name, victim):
-    """Steps for ever, until something happens to one process."""
+    """Runs steps until something happens to one process."""
     is_victim = runtime.index() == victim
     with runtime.watch():
         with runtime.together("prepare"):

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM take effect, wherever Python happens to be."""
+"""SIGINT and SIGTERM take effect at any point of a program."""
 
 import gc
 import os
@@ -72,7 +72,7 @@ def test_a_second_signal_kills():
     assert "SIGINT again" in err
 
 
-def test_a_signal_that_nobody_answered_takes_effect_at_the_end():
+def test_an_unhandled_signal_takes_effect_at_the_end():
     code, _ = run("with signals.graceful():\n    send(15)\nprint('never')\nos._exit(7)")
     assert code == 128 + signal.SIGTERM
 

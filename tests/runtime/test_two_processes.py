@@ -1,4 +1,4 @@
-"""Two processes: they meet, agree, and end together with the error of the one that failed first."""
+"""Two processes synchronize, agree, and end together with the error of the one that failed first."""
 
 import os
 import pathlib
@@ -59,7 +59,7 @@ def test_after_a_signal_a_process_may_take_its_time_to_close(capfd):
     assert "[1] closed" in out and "[1] axcore: process 0 of 2 failed" not in err
 
 
-def test_a_process_whose_others_never_come_says_for_whom_it_waits_and_ends():
+def test_a_process_that_waits_in_vain_reports_it_and_exits():
     """As in a shell under `srun --pty -n 8`, which has the variables of a task."""
     slurm = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "8", "PROCID": "0", "LOCALID": "0"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""One of two processes that save checkpoints together; prints what it met as JSON.
+"""One of two processes that save checkpoints together. Prints the errors that it raised as JSON.
 
 `python -m tests.train.checkpoint_processes PROCESS PORT FOLDER`
 """

@@ -47,7 +47,7 @@ def names(folder):
 
 
 def run_python(code: str, *arguments: object, devices: int = 1, stderr: str = "") -> str:
-    """What a process prints that ends well and says `stderr` there."""
+    """The stdout of a process, which must succeed and print `stderr`."""
     env = {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",

@@ -1,4 +1,4 @@
-"""Checkpoints: exact bits, on any devices, and errors that say what to do."""
+"""Checkpoints: exact restores onto any devices, and helpful errors."""
 
 import json
 
@@ -88,7 +88,7 @@ def test_state_may_be_donated_right_after_save(folder):
             assert_same_bits(checkpointer.restore(abstract(expected), step).state, expected)
 
 
-def test_the_newest_are_kept_and_those_of_every_so_many_steps(folder):
+def test_the_newest_and_every_nth_checkpoint_are_kept(folder):
     with Checkpointer.Config(keep=2, keep_every=4).build(folder) as checkpointer:
         for step in range(1, 8):
             save(checkpointer, step, {"a": jnp.ones(2)})
@@ -101,7 +101,7 @@ def test_the_newest_are_kept_and_those_of_every_so_many_steps(folder):
         assert names(folder) == ["10", "4", "8", "9"]
 
 
-def test_deleting_later_steps_lets_a_run_come_to_them_again(checkpointer, folder):
+def test_deleted_later_steps_can_be_saved_again(checkpointer, folder):
     for step in (4, 8):
         save(checkpointer, step)
     checkpointer.delete_after(4)
@@ -202,7 +202,7 @@ def test_a_state_that_does_not_fit_is_one_error_with_all_paths(checkpointer):
     assert len(message.splitlines()) == 6
 
 
-def test_what_cannot_be_stored_is_named(checkpointer):
+def test_unsupported_leaves_are_named(checkpointer):
     with pytest.raises(AxcoreError, match=r"a\.b of the state is a str"):
         save(checkpointer, 1, {"a": {"b": "text"}})
     with pytest.raises(AxcoreError, match=r"have the path 'a\.b'"):
@@ -220,7 +220,7 @@ def test_an_unknown_step_lists_the_known_ones(checkpointer):
 
 def test_bad_values_are_config_errors(folder):
     for bad in ({"keep": 0}, {"keep_every": 0}):
-        with pytest.raises(ConfigError, match=rf"checkpointer\.{next(iter(bad))} is 0"):
+        with pytest.raises(ConfigError, match=rf"checkpointer\.{next(iter(bad))}=0"):
             Checkpointer.Config(**bad).build(folder)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not at all: killed processes, full disks, damaged files."""
+"""Checkpoints are atomic: killed processes, full disks, damaged files."""
 
 import contextlib
 import os

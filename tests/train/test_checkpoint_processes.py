@@ -1,4 +1,4 @@
-"""Two processes save and restore together, and what one meets reaches both."""
+"""Two processes save and restore together, and an error of one is raised on both."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What each process met."""
+    """The errors of each process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_made_and_damage_are_raised_on_both(found, folde
         assert re.search(r"/4 is damaged \(state/ocdbt\.process_1/d/.*checksum differs", each["damage"])
 
 
-def test_one_that_does_not_come_is_named_after_the_time_out(found):
+def test_a_missing_process_is_named_after_the_timeout(found):
     assert found[0]["late"].startswith("RuntimeTimeout: process 0 of 2 waited 2 s at 'restore-4' for process(es) 1,")
 
 

@@ -1,4 +1,4 @@
-"""Parameters whose rate is 0 cost nothing: no gradient, no optimizer state, no part in the norm."""
+"""Parameters whose rate is 0 have no gradient and no optimizer state, and do not count in the norm."""
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ def test_freezing_everything_is_an_error():
 
 
 @pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf")])
-def test_a_factor_that_is_no_factor_is_an_error_that_names_the_pattern(factor):
+def test_an_invalid_factor_is_an_error_that_names_the_pattern(factor):
     with pytest.raises(ax.ConfigError, match=r"learner\.rates: the factor of norm\.\*\* must be finite and at least 0"):
         made({"norm.**": factor})
 

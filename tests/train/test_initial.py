@@ -26,7 +26,7 @@ def logits(cfg, params, state):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(folder, config, what the model computes)."""
+    """(folder, config, output of the model)."""
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=4)
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(5)))
     folder = save_model(tmp_path_factory.mktemp("models") / "one", cfg, params, state, files={"note.txt": b"hello"})
@@ -64,7 +64,7 @@ def test_a_folder_says_what_it_holds(saved):
     assert (folder / "note.txt").read_bytes() == b"hello"
 
 
-def test_what_does_not_fit_is_told_by_layer_and_nothing_is_loaded(saved):
+def test_mismatches_are_listed_by_layer_and_nothing_is_loaded(saved):
     folder, cfg, _ = saved
     initial = FromRun.Config(folder=str(folder))
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_weights_are_read_in_another_float_dtype_and_never_as_integers(saved, re
         ModelFolder.open(folder).load(restack(cfg), *wanted)
 
 
-def test_what_may_be_new_starts_as_the_model_makes_it(saved):
+def test_allowed_new_parameters_are_initialized_by_the_model(saved):
     folder, cfg, expected = saved
     normed = ax.pipe(cfg, ax.use("lora", rank=2))
     params, state = loaded(normed, FromRun.Config(folder=str(folder), allow_new=("**.adapter.**",)))
@@ -120,7 +120,7 @@ class Poisoned(Initial):
 
 
 class Misshaped(Initial):
-    """Weights that nobody asked for, in shapes that nobody has."""
+    """Unknown parameters, and arrays of wrong shapes."""
 
     class Config(Initial.Config):
         """No fields."""
@@ -183,7 +183,7 @@ def test_a_run_that_cannot_start_leaves_an_earlier_one_where_it_is(tiny, tmp_pat
     assert (tmp_path / "a" / "summary.json").exists() and not (tmp_path / "a.1").exists()
 
 
-def test_bad_folders_are_told_apart(saved, tmp_path):
+def test_invalid_folders_have_distinct_errors(saved, tmp_path):
     folder, cfg, _ = saved
     _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     with pytest.raises(AxcoreError, match="already exists"):

@@ -486,10 +486,10 @@ def test_mixtures_within_mixtures():
     [
         ({"a": 1.0, "b": 0.0}, r"input\.source: weights\.b=0\.0 must be positive .* remove it"),
         ({"a": 1.0, "b": float("nan")}, r"weights\.b=nan must be positive"),
-        ({"a": 1.0}, r"weights are given for \['a'\] and sources for \['a', 'b'\]"),
+        ({"a": 1.0}, r"the weights are \['a'\], but the sources are \['a', 'b'\]"),
     ],
 )
-def test_weights_that_cannot_be(weights, message):
+def test_invalid_weights(weights, message):
     cfg = mixture({"a": 1.0, "b": 1.0})
     cfg = cfg.set(source=cfg.source.set(weights=weights))
     with pytest.raises(ConfigError, match=message):

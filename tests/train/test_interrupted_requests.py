@@ -9,6 +9,7 @@ from axcore.runtime import signals
 from axcore.train import Callback, Evaluation, Evaluator, JsonlWriter, RunStopped, Saving
 from axcore.train.callbacks.writers import read_jsonl
 from axcore.train.run import budget
+from axcore.train.run.folder import Lock
 from axcore_callbacks.early_stopping import EarlyStopping
 
 pytestmark = pytest.mark.long
@@ -98,6 +99,9 @@ def test_a_finished_run_goes_on_when_it_is_given_more_minutes(tiny, tmp_path, mo
     first = ax.fit(cfg, tmp_path / "run")
     again = ax.fit(cfg, tmp_path / "run", resume=True)
     assert again["steps"] == first["steps"]
+    with Lock(tmp_path / "run"), pytest.raises(ax.AxcoreError, match="in use"):
+        ax.fit(cfg.set(minutes=0.1), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "plan.json").exists()  # it is that of the run that holds the folder
     second = ax.fit(cfg.set(minutes=0.1), tmp_path / "run", resume=True)
     assert second["steps"] > first["steps"] and second["train_seconds"] == pytest.approx(6, abs=1.5)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())

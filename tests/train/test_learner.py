@@ -166,7 +166,7 @@ def test_moments_and_updates_of_bfloat16_parameters_follow_float64(moment_dtype)
     np.testing.assert_allclose(updates["weight"], expected, rtol=rough)
 
 
-def test_a_moment_dtype_that_is_none_is_refused_when_it_is_written():
+def test_an_invalid_moment_dtype_is_rejected_at_construction():
     with pytest.raises(ax.ConfigError, match=r"AdamW\.moment_dtype: 'float17' is not a dtype"):
         AdamW.Config(moment_dtype="float17")
 

@@ -54,6 +54,6 @@ def test_its_path_training_flag_and_draws_are_the_learners_and_its_summaries_arr
     np.testing.assert_allclose(metrics["learner.draw"], jax.random.uniform(fold(key, "noise")), rtol=1e-6)
 
 
-def test_a_loss_of_the_learner_is_refused_since_the_gradient_is_taken_already():
+def test_a_loss_of_the_learner_is_rejected():
     with pytest.raises(ConfigError, match=r"learner\.late"):
         step(loss=True)

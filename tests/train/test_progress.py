@@ -33,7 +33,7 @@ def clock():
     return Clock()
 
 
-def test_lines_now_and_then_when_it_is_no_terminal(clock):
+def test_lines_without_a_terminal(clock):
     out = io.StringIO()
     with ProgressDisplay(1000, stream=out, clock=clock) as progress:
         for step in range(1, 101):

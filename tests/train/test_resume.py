@@ -1,4 +1,4 @@
-"""A run that is killed and resumed, again and again, ends as if nothing had happened."""
+"""A run that is killed and resumed repeatedly ends like an uninterrupted run."""
 
 import json
 import os

@@ -167,7 +167,7 @@ def test_another_attempt_repeats_the_decision_at_the_same_step_at_another_pace(c
     assert drive(clock, again, 3.0, start=step - 40) == (step, total)
 
 
-def test_what_is_expected_comes_before_what_is_decided(clock, tmp_path):
+def test_the_estimate_precedes_the_decision(clock, tmp_path):
     decider = Budget(4.0, WSD, tmp_path, began=clock.now)
     for step in range(1, 101):
         clock.now += 0.1

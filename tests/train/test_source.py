@@ -1,4 +1,4 @@
-"""Text files: what is read, how it is split, and what is said when it cannot be."""
+"""Text files: selection, splitting and errors."""
 
 import hashlib
 import json
@@ -185,11 +185,11 @@ def test_a_folder_with_nothing_to_read(tmp_path):
     [
         (
             0.001,
-            "3 in number, are all for training, none is for validation .*Raise validation_percent",
+            "all 3 files .* are for training and none for validation .*Raise validation_percent",
         ),
         (
             99.999,
-            "3 in number, are all for validation, none is for training .*Lower validation_percent",
+            "all 3 files .* are for validation and none for training .*Lower validation_percent",
         ),
     ],
 )

@@ -72,7 +72,7 @@ class Peek(Callback):
 
 @pytest.fixture(scope="module")
 def trained(tiny, tmp_path_factory):
-    """One whole run, with all that was seen of it."""
+    """One complete run, with everything that it reported."""
     folder = tmp_path_factory.mktemp("trained") / "deep" / "run"
     cfg = tiny.set(
         steps=STEPS,
@@ -338,7 +338,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path, steps):
 
 @pytest.fixture
 def untrained(monkeypatch):
-    """Runs do all that comes before training, and no more."""
+    """Runs stop before training."""
     monkeypatch.setattr("axcore.train.run.trainer.Session.run", lambda run, resume: {"resumed": resume})
 
 
@@ -388,7 +388,7 @@ def test_a_config_that_cannot_run_is_refused_before_anything_is_touched(tiny, tm
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tiny, tmp_path, untrained):
-    """jax would read past the embedding without a word."""
+    """jax would silently read out of bounds of the embedding."""
     with pytest.raises(AxcoreError, match="vocab_size"):
         ax.fit(ax.override(tiny, ["model.vocab_size=200"]), out=tmp_path / "run")
 

@@ -1,4 +1,4 @@
-"""Two processes train as one does, and do not begin where they would not run the same."""
+"""Two processes train like one, and do not start with different configs or packages."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_with_another_config_both_stop_with_the_difference_and_nothing_is_writte
 
 
 @pytest.mark.slow
-def test_what_stops_one_before_training_stops_both(agreeing):
+def test_an_error_before_training_stops_both(agreeing):
     first, second = (each["folder"] for each in agreeing)
     assert "is a file" in first and second == f"process 0 of 2 failed: {first}"
     for each in agreeing:

@@ -1,4 +1,4 @@
-"""One of two processes that train together; prints what it met as JSON.
+"""One of two processes that train together. Prints its errors as JSON.
 
 `python -m tests.train.two_processes PROCESS PORT CORPUS FOLDER`
 """

@@ -1,4 +1,4 @@
-"""Beside other features: the order in which they are attached does not matter, and they work together."""
+"""Composition with other features: the order does not matter, and they work together."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""axcore-cross-layer-kv keeps to what every feature must."""
+"""axcore-cross-layer-kv passes the suite of features."""
 
 import pytest
 

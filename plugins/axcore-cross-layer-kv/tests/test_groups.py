@@ -152,16 +152,16 @@ def run(cfg):
         ),
         (listed(1), {}, r"^decoder\.layers\.0\.attention: not in a stack with another layer"),
         (LAYER.attention, {}, "^the root: not in a stack"),
-        (LAYER.ffn, {"where": FeedForward}, "^at the root: only attentions share"),
+        (LAYER.ffn, {"where": FeedForward}, "^at the root: only attentions can share"),
         (repeated(2), {"every": 1}, "every must be at least 2, not 1"),
-        (repeated(2), {"where": "decoder.layers"}, r"at decoder\.layers: only attentions share"),
+        (repeated(2), {"where": "decoder.layers"}, r"at decoder\.layers: only attentions can share"),
         (repeated(2), {"where": "no.such"}, "nothing in the config matches"),
         (repeated(4, 2), {}, r"at decoder\.layers\.layers\.0\.attention: already shares keys and values"),
         (model(Repeat.Config(layers=LAYER)), {}, "at decoder: num_layers of a Repeat is REQUIRED"),
         (
             Sequence.Config(layers=(LAYER, Sequence.Config(layers=(OTHER, LAYER)))),
             {},
-            r"layers 0 and 1 would share, .* different places: attention and layers\.1\.attention",
+            r"layers 0 and 1 cannot share keys, .* different paths: attention and layers\.1\.attention",
         ),
         (
             Sequence.Config(layers=(LAYER, Repeat.Config(num_layers=2, layers=LAYER))),
@@ -183,8 +183,8 @@ SHARES, BORROWS = "decoder.layers.layers.0.attention", "decoder.layers.layers.1.
     ("path", "change", "error", "message"),
     [
         (SHARES, {"cache": None}, ContextError, r"^decoder\.layers\.\*\.layers\.1\.attention\.cache .*no earlier"),
-        (SHARES, {"key": None, "value": None}, ax.ConfigError, r"layers\.0\.attention\.cache: .* none to share"),
-        (SHARES, {"num_kv_heads": 1}, ax.ConfigError, r"layers\.1\.attention\.cache: .*\(1, 2\) .* has \(2, 2\)"),
+        (SHARES, {"key": None, "value": None}, ax.ConfigError, r"layers\.0\.attention\.cache: .* no key and value"),
+        (SHARES, {"num_kv_heads": 1}, ax.ConfigError, r"layers\.1\.attention\.cache: .*\(1, 2\), .* has \(2, 2\)"),
         (BORROWS, {"key": Linear.Config(), "value": Linear.Config()}, ax.ConfigError, r"layers\.1.*would not be used"),
     ],
 )

@@ -64,7 +64,7 @@ def test_gradients_are_those_of_finite_differences_in_float64():
 
 
 def test_keys_and_values_learn_from_the_layers_that_borrow_them():
-    """With a projection of zeros the first layer makes no use of its own keys and values."""
+    """With a projection of zeros, the first layer does not use its own keys and values."""
     cfg = repeated(4, 2)
     params = parameters(cfg)
     first = params["decoder"]["layers"]["layers"][0]["attention"]

@@ -115,7 +115,7 @@ def test_in_bfloat16_the_difference_is_taken_in_float32():
 
 
 class EqualWidths(ReferenceKernel):
-    """A kernel like those on accelerators: q, k and v have one head_dim, in bfloat16, and nothing else is taken."""
+    """A kernel like those on accelerators: it requires equal widths of q, k and v in bfloat16."""
 
     takes = frozenset()
 

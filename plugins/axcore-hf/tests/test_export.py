@@ -1,4 +1,4 @@
-"""Export in other dtypes, of models that were changed, and of what no longer is quantized."""
+"""Export in other dtypes, of changed models, and of models that were quantized."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_tensors_and_config_are_in_the_dtype_asked_for(model, tmp_path):
     assert (described(tmp_path / "same")["dtype"], described(tmp_path / "wide")["dtype"]) == ("bfloat16", "float32")
 
 
-def test_what_is_written_is_not_called_quantized(model, tmp_path):
+def test_an_exported_config_is_not_marked_as_quantized(model, tmp_path):
     raw = json.loads((model / PUBLISHED).read_text())
     (model / PUBLISHED).write_text(json.dumps({**raw, "quantization_config": None}))
     export([str(model), str(tmp_path / "out")])
@@ -55,7 +55,7 @@ def test_a_config_that_says_something_else_is_told_and_one_of_other_sizes_refuse
 
 def test_a_model_that_was_never_converted_needs_a_config(model, tmp_path):
     (model / PUBLISHED).unlink()
-    with pytest.raises(AxcoreError, match="needs --config FILE"):
+    with pytest.raises(AxcoreError, match="requires --config FILE"):
         export([str(model), str(tmp_path / "out")])
     with pytest.raises(AxcoreError, match="--shard-gib must be positive, not 0"):
         export([str(model), str(tmp_path / "out"), "--config", str(RECORDED / "llama/config.json"), "--shard-gib", "0"])

@@ -1,4 +1,4 @@
-"""Checkpoints as they are published: their configs, their other spellings and formats, and what is refused."""
+"""Published checkpoints: configs, alternative names and formats, and unsupported variants."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def arrays_of(folder):
 
 @pytest.fixture
 def copied(tmp_path):
-    """(family, change of its tensors, change of its config) -> a folder with the checkpoint so changed."""
+    """(family, change of its tensors, change of its config) -> a folder with the changed checkpoint."""
 
     def copy(family, change, **fields):
         shutil.copytree(PARITY / "recorded" / family, tmp_path / family)
@@ -100,12 +100,12 @@ def test_a_copy_of_a_tied_embedding_may_be_there(copied):
 def test_a_head_that_differs_from_a_tied_embedding_is_refused(copied):
     embedding = "model.embed_tokens.weight"
     folder = copied("smollm", lambda tensors: tensors | {"lm_head.weight": tensors[embedding] + 1})
-    with pytest.raises(ax.AxcoreError, match=r"tie_word_embeddings is true.*head that differ"):
+    with pytest.raises(ax.AxcoreError, match=r"tie_word_embeddings is true.*checkpoint differ"):
         arrays_of(folder)
 
 
 def unpacked(transform, blocks, scales, shapes):
-    """What a transform makes of all experts."""
+    """The result of a transform for all experts."""
     made = [np.full(shape, np.nan, np.float32) for shape in shapes]
     for number, index, part in transform.pieces({"b": blocks, "s": scales}.get, ("b", "s"), shapes):
         made[number][index] = part
@@ -113,8 +113,8 @@ def unpacked(transform, blocks, scales, shapes):
 
 
 @pytest.mark.parametrize("outer", ["language_model.model.", "model.language_model."])
-def test_of_several_modalities_the_language_model_is_read(tmp_path, outer, capsys):
-    """In the two spellings of names, with a config that leaves out what it has by default."""
+def test_the_language_model_of_a_multimodal_model_is_read(tmp_path, outer, capsys):
+    """With both naming schemes, and a config that omits defaults."""
     plain = PARITY / "recorded" / "gemma3"
     raw = json.loads((plain / "config.json").read_text())
     nested = {name: value for name, value in raw.items() if name not in ("rms_norm_eps", "tie_word_embeddings")}
@@ -129,12 +129,12 @@ def test_of_several_modalities_the_language_model_is_read(tmp_path, outer, capsy
     save_file({**tensors, **seen}, folder / "model.safetensors")
     same(arrays_of(folder), arrays_of(plain))
     convert([f"hf:{folder}", str(tmp_path / "out")])
-    assert "its language model alone; left out: vision_tower" in capsys.readouterr().err
+    assert "converted only the language model, without vision_tower" in capsys.readouterr().err
     export([str(tmp_path / "out"), str(tmp_path / "back")])
     same(load_file(tmp_path / "back" / "model.safetensors"), load_file(plain / "model.safetensors"))
 
 
-def test_a_kind_of_language_model_that_is_not_known_is_refused():
+def test_an_unknown_language_model_is_rejected():
     raw = {"model_type": "some_vlm", "text_config": {"model_type": "some_text"}}
     with pytest.raises(ax.ConfigError, match=r"model_type='some_vlm' is not supported"):
         model_of(raw)
@@ -201,9 +201,9 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
     ("fields", "message"),
     [
         ({"model_type": "lama"}, r"model_type='lama' is not supported.*Did you mean 'llama'"),
-        ({"model_type": "cohere", "logit_scale": 0.06}, r"Beside a llama it has: logit_scale"),
+        ({"model_type": "cohere", "logit_scale": 0.06}, r"Fields that a llama lacks: logit_scale"),
         ({"model_type": "cohere", "hidden_size": None}, r"has no field 'hidden_size'"),
-        ({"hidden_act": "quick_gelu"}, r"hidden_act='quick_gelu' is not supported; known: .*'silu'"),
+        ({"hidden_act": "quick_gelu"}, r"hidden_act='quick_gelu' is not supported\. Known: .*'silu'"),
         ({"residual_multiplier": 0.22}, r"not supported for model_type 'llama': residual_multiplier=0.22"),
         ({"rope_scaling": {"rope_type": "yarm", "factor": 4.0}}, r"rope_type='yarm' is not known.*'yarn'"),
         ({"num_hidden_layers": None}, r"has no field 'num_hidden_layers'"),
@@ -216,28 +216,31 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
         ({"rope_scaling": "linear"}, r"rope_scaling='linear' must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, r"Linear\.factor must be float, not '2'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, r"Linear\.factor must be positive, not inf"),
-        ({"rope_scaling": {"rope_type": "default", "rope_theta": 3.0}}, r"rope_theta=500000\.0 beside rope_theta=3\.0"),
+        (
+            {"rope_scaling": {"rope_type": "default", "rope_theta": 3.0}},
+            r"=500000\.0, but .* rope_theta=3\.0",
+        ),
     ],
 )
-def test_what_a_config_says_and_nobody_understands_is_refused(fields, message):
+def test_unsupported_config_values_are_rejected(fields, message):
     with pytest.raises(ax.ConfigError, match=message):
         model_of(LLAMA | fields)
 
 
-def test_a_kind_of_layer_that_is_not_known_is_refused():
+def test_an_unknown_layer_type_is_rejected():
     raw = PUBLISHED["gpt-oss-20b"]["config"]
-    with pytest.raises(ax.ConfigError, match=r"layer_types has 'chunked_attention', which is not supported; known: sl"):
+    with pytest.raises(ax.ConfigError, match=r"layer_types has 'chunked_attention', which is not supported\. Known"):
         model_of(raw | {"layer_types": ["chunked_attention", *raw["layer_types"][1:]]})
 
 
 def test_what_is_said_by_layer_or_by_kind_of_layer_must_be_said_of_all():
     raw = PUBLISHED["gpt-oss-20b"]["config"]
-    with pytest.raises(ax.ConfigError, match=r"config\.json: layer_types lists 23 layers, and there are 24"):
+    with pytest.raises(ax.ConfigError, match=r"config\.json: layer_types lists 23 layers, but the model has 24"):
         model_of(raw | {"layer_types": raw["layer_types"][1:]})
     by_kind = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
     with pytest.raises(ax.ConfigError, match=r"rope_parameters of sliding_attention must be an object, not None"):
         model_of(PUBLISHED["gemma-3-1b"]["config"] | {"rope_parameters": by_kind})
-    with pytest.raises(ax.ConfigError, match=r"config\.json: rope_parameters differ by kind of layer"):
+    with pytest.raises(ax.ConfigError, match=r"config\.json: rope_parameters differ between layer types"):
         model_of(LLAMA | {"rope_parameters": by_kind, "rope_scaling": None})
 
 

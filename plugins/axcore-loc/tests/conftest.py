@@ -1,4 +1,4 @@
-"""A plugin of features that are wrong, each in its own way, and a measurement that all tests share."""
+"""A plugin of faulty features, and a measurement that all tests share."""
 
 import os
 import sys
@@ -47,7 +47,7 @@ def use_right(cfg):
     return ax.select(cfg, Attention).set(output=Scale.Config())
 
 def use_some(cfg):
-    """Forgets attentions with fewer key heads."""
+    """Skips attentions with fewer key heads."""
     few = [path for path, node in ax.select(cfg, Attention) if node.num_kv_heads is not None]
     return cfg if few else use_right(cfg)
 
@@ -60,14 +60,14 @@ def use_picky(cfg):
     return use_right(cfg)
 
 def use_late(cfg):
-    """Refuses when it is built."""
+    """Raises when it is built."""
     return ax.select(cfg, Attention).set(output=Scale.Config(only_heads=4))
 
 def use_broken(cfg):
     return ax.select(cfg, Attention).set(output=Scale.Config(broken=True))
 
 def use_patching(cfg):
-    """Edits a function of the core that runs, and no source."""
+    """Patches a function of the core at run time, without editing a source."""
     Linear.__call__ = lambda self, x: 2 * x @ self.weight[...]
     return use_right(cfg)
 '''
@@ -75,7 +75,7 @@ def use_patching(cfg):
 
 @pytest.fixture(scope="session")
 def wrong(tmp_path_factory):
-    """The plugin is installed."""
+    """Installs the plugin."""
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "wrong").mkdir()
     (folder / "wrong" / "__init__.py").write_text("")

@@ -153,14 +153,14 @@ def test_a_list_of_offers_may_grow_in_recipes_too(repository):
     assert found.by_owner() == {"nn": 0, "recipes": 0, "the plugin itself": 1}
 
 
-def test_templates_are_no_distributions(repository):
+def test_templates_are_not_distributions(repository):
     write(repository, {f"src/axcore/templates/{name}": text for name, text in {"pyproject.toml": PYPROJECT}.items()})
     write(repository, {"src/axcore/templates/src/axcore_gate/plugin.py": PLUGIN})
     assert not check(repository, "HEAD").features
 
 
 def test_an_unknown_commit_a_shallow_clone_and_no_repository(repository, tmp_path_factory):
-    with pytest.raises(GitError, match=r"--base v9: there is no such commit here; give a branch"):
+    with pytest.raises(GitError, match=r"--base v9: the commit does not exist here; give a branch"):
         check(repository, "v9")
     first = git(repository, "rev-parse", "HEAD").strip()
     add_plugin(repository)
@@ -169,5 +169,5 @@ def test_an_unknown_commit_a_shallow_clone_and_no_repository(repository, tmp_pat
     git(clone, "clone", "-q", "--depth=1", f"file://{repository}", "shallow")
     with pytest.raises(GitError, match=r"this clone is shallow .* git fetch --unshallow"):
         check(clone / "shallow", first)
-    with pytest.raises(GitError, match="is in no git repository"):
+    with pytest.raises(GitError, match="is not in a git repository"):
         check(clone, "HEAD")

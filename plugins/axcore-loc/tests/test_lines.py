@@ -118,5 +118,5 @@ def test_counts_of_another_form_are_neither():
 
 
 def test_too_few_counts_are_refused():
-    with pytest.raises(ValueError, match="two values of n and two of m"):
+    with pytest.raises(ValueError, match="two values of n crossed with two of m"):
         fit({(1, 1): 0, (2, 2): 1, (3, 3): 2, (4, 4): 3, (5, 5): 4})

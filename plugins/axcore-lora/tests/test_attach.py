@@ -51,7 +51,7 @@ def test_where_chooses_linear_layers_and_passes_over_the_rest(where, expected):
 
 @pytest.mark.parametrize("where", [Attention, "decoder.layers.attention"])
 def test_where_without_a_linear_layer_says_what_it_found(where):
-    with pytest.raises(ax.ConfigError, match=r"no linear layer, only decoder\.layers\.attention; .* append '\.\*\*'"):
+    with pytest.raises(ax.ConfigError, match=r"no linear layer, only decoder\.layers\.attention\. .* append '\.\*\*'"):
         ax.use("lora", where=where)(tiny_model())
 
 
@@ -76,12 +76,12 @@ def test_a_trainer_trains_adapters_alone():
     assert trained == {path for path in every if ".adapter." in path} != set()
 
 
-def test_a_bare_learner_is_none_of_its_business_and_a_model_has_none():
+def test_a_learner_or_a_model_alone_is_not_frozen():
     assert ax.use("lora", freeze=False)(trainer()).learner.rates == {}
     assert not any(isinstance(node, Learner.Config) for _, node in ax.select(ax.use("lora")(tiny_model()), Linear))
 
 
-def test_rates_of_zero_stay():
+def test_existing_zero_rates_are_kept():
     before = {"embedding.**": 0.0}
     cfg = ax.use("lora")(trainer(**before))
     assert list(cfg.learner.rates.items()) == [("**", 0.0), ("embedding.**", 0.0), ("**.adapter.**", 1.0)]

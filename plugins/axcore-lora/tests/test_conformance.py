@@ -1,4 +1,4 @@
-"""axcore-lora keeps to what every feature must. A's gradient waits for B to leave zero."""
+"""axcore-lora passes the suite of features. A has no gradient while B is zero."""
 
 from typing import Any, ClassVar
 

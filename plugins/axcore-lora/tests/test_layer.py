@@ -22,7 +22,7 @@ def config(kind, use_bias=True, **options):
 
 
 def random(cfg, seed=0):
-    """The layer, and normal numbers in the place of all its parameters."""
+    """The layer, with normal random numbers for all parameters."""
     fn, shapes, state = abstract(cfg)
     rng = np.random.default_rng(seed)
     return fn, jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), shapes), state
@@ -41,7 +41,7 @@ def columns(weight):
 
 
 def whole_weight(params):
-    """(the weight that the layer stands for, W + sAB, what DoRA multiplies its columns by)."""
+    """(the effective weight of the layer, W + sAB, DoRA's factors of the columns)."""
     p, adapter = params, params["adapter"]
     moved = p["weight"] + S * adapter["a"] @ adapter["b"]
     length = np.ones(OUTPUT)
@@ -196,7 +196,7 @@ def test_logical_axes_are_the_weights():
         ({"dropout": -0.1}, "dropout must be at least 0 and below 1, not -0.1"),
     ],
 )
-def test_options_that_cannot_be_are_refused_by_path(kind, options, message):
+def test_invalid_options_are_rejected_by_path(kind, options, message):
     adapter = kind.Config(**{"rank": 2, **options})
     with pytest.raises(ax.ConfigError, match=f"^adapter: {message}"):
         abstract(Linear.Config(input_dim=INPUT, output_dim=OUTPUT, adapter=adapter))

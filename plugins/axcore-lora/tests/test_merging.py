@@ -1,4 +1,4 @@
-"""Adapters folded into weights and taken out again; adapters alone, and put back."""
+"""Merging and unmerging adapters, and extracting and loading them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def model(dora, where=Linear, base=None):
 
 
 def trained(cfg, seed=0, size=0.3):
-    """Parameters as training may leave them: no adapter is fresh."""
+    """Parameters as after training: no adapter is zero."""
     rng = np.random.default_rng(seed)
 
     def filled(path, leaf):
@@ -218,7 +218,7 @@ def test_a_trainers_config_loses_the_rates_that_froze_it():
     assert_equal(unmerge(cfg, merged.params, merged.kept), params, rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_belong_together_is_refused_by_path():
+def test_mismatched_parameters_are_rejected_by_path():
     cfg = model(True, where="**.query")
     params = trained(cfg)
     merged = merge(cfg, params)

@@ -1,4 +1,4 @@
-"""axcore-mamba2 keeps to what every feature must."""
+"""axcore-mamba2 passes the suite of features."""
 
 import pytest
 

@@ -197,7 +197,7 @@ def test_rates_and_steps_start_in_their_ranges():
         ({"conv_width": 0}, "conv_width must be at least 1"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(edit, message):
+def test_invalid_configs_are_rejected(edit, message):
     with pytest.raises(ax.ConfigError, match=message):
         abstract(CONFIG.set(**edit))
 
@@ -208,7 +208,7 @@ def test_other_errors_name_the_value():
     with pytest.raises(ax.ConfigError, match="input_dim=6 is not a multiple of num_groups=4"):
         abstract(GatedRMSNorm.Config(input_dim=6, num_groups=4))
     fn, params, state = layer(batch_size=2)
-    with pytest.raises(ax.ConfigError, match="keeps the state of batch_size=2 rows and was called with 3"):
+    with pytest.raises(ax.ConfigError, match="keeps the state of batch_size=2 rows but was called with 3"):
         call(fn, params, state, inputs(batch=3), span(0, SEQ))
 
 

@@ -1,4 +1,4 @@
-"""The layer against `transformers`, where that and torch are installed: same weights, outputs and gradients."""
+"""The layer against `transformers`, if it and torch are installed: same weights, outputs and gradients."""
 
 import jax
 import numpy as np

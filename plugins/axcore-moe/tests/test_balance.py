@@ -73,11 +73,11 @@ def test_an_expert_that_starves_is_counted_and_the_run_warns_once(capsys, tmp_pa
     for step, count in enumerate(found):
         writer.write(step, {"train/decoder.layers.1.ffn.starved": count, "train/loss": 1.0})
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.startswith("step 1: 3 experts of decoder.layers.1.ffn have starved")
+    assert told.count("\n") == 1 and told.startswith("step 1: 3 experts of decoder.layers.1.ffn are starved")
 
 
 def test_microbatches_give_the_losses_of_the_whole_batch():
-    """Where a row is the scope, balance is a sum over rows; the z-loss is one over tokens."""
+    """With scope "row", the balance loss is a sum over rows. The z-loss is a sum over tokens."""
     model = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, balance=0.5, balance_scope="sequence", z_loss=0.1))
     metrics = []
     for microbatches in (1, 2):

@@ -1,4 +1,4 @@
-"""axcore-moe keeps to what every feature must."""
+"""axcore-moe passes the suite of features."""
 
 import pytest
 

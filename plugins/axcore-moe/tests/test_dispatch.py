@@ -63,7 +63,7 @@ def test_its_gradient_is_that_of_the_definition(dispatch):
         np.testing.assert_allclose(slope, (moved(1) - moved(-1)) / (2 * step), rtol=1e-3)
 
 
-def test_what_finds_no_place_is_dropped_and_told():
+def test_pairs_over_capacity_are_dropped_and_counted():
     cfg = mixture(router=TopK.Config(top_k=1), dispatch=Capacity(factor=1.0))
     params, x = to_first(parameters(cfg)), tokens(8)
     out, collections, _ = call(cfg, params, x, training=True)
@@ -82,14 +82,14 @@ def test_second_choices_are_dropped_before_first_ones():
     np.testing.assert_allclose(out, first[:, None] * expected(params, x, 1), rtol=1e-4, atol=1e-5)
 
 
-def test_adapters_that_know_no_groups_are_refused_and_not_ignored():
+def test_adapters_without_group_support_are_rejected():
     cfg = ax.select(mixture(), "experts.block.up").set(adapter=Linear.Config())
     with pytest.raises(ax.ConfigError, match=r"experts\.up: adapter=.* has no field 'groups'"):
         shapes(cfg)
 
 
 def test_experts_without_a_width_are_refused():
-    with pytest.raises(ax.ConfigError, match=r"block\.hidden_dim is REQUIRED; set the hidden features"):
+    with pytest.raises(ax.ConfigError, match=r"block\.hidden_dim is REQUIRED\. Set it to the hidden features"):
         shapes(ax.select(mixture(), "experts.block").set(hidden_dim=ax.REQUIRED))
 
 
@@ -100,8 +100,8 @@ def test_each_expert_starts_as_a_block_of_its_own_would():
     assert not np.allclose(up[0], up[1])
 
 
-def test_a_grouped_product_that_is_not_installed_says_so(monkeypatch):
+def test_a_missing_grouped_product_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     cfg = mixture(dispatch=Dropless(matmul=Tokamax()))
-    with pytest.raises(ax.ConfigError, match=r"Tokamax needs tokamax \(pip install tokamax\)"):
+    with pytest.raises(ax.ConfigError, match=r"Tokamax requires the package tokamax \(pip install tokamax\)"):
         call(cfg, parameters(cfg), tokens(3))

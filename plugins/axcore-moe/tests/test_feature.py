@@ -68,12 +68,12 @@ def test_it_decodes_as_it_computes_in_full(dispatch):
     np.testing.assert_allclose(np.concatenate(found, axis=1), full, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_whose_experts_choose_trains_and_is_not_decoded():
+def test_expert_choice_trains_and_cannot_decode():
     cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, expert_choice=True))
     model = cfg.build(rngs=ax.Rngs(0))
     fn, params, state = functional(model)
     assert np.isfinite(jax.jit(lambda params: objective(fn, params, state, tiny_batch()))(params))
-    with pytest.raises(ax.ConfigError, match="routes a token by those after it, so it cannot decode"):
+    with pytest.raises(ax.ConfigError, match="depending on later tokens, so it cannot decode"):
         Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
 
 
@@ -122,7 +122,7 @@ def test_a_run_learns_and_warns_of_an_expert_that_starves(tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0] - 0.5
-    told = [line for line in capsys.readouterr().err.splitlines() if "have starved" in line]
+    told = [line for line in capsys.readouterr().err.splitlines() if "are starved" in line]
     assert [line.partition(" of ")[2].partition(" have")[0] for line in told] == [
         "decoder.layers.0.ffn",
         "decoder.layers.1.ffn",
@@ -130,9 +130,9 @@ def test_a_run_learns_and_warns_of_an_expert_that_starves(tmp_path, capsys):
     assert told[0].startswith("step 3: ")
 
 
-def test_no_block_becomes_a_mixture_twice():
+def test_replacing_a_mixture_again_is_rejected():
     cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4))
-    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.ffn is a mixture of experts already"):
+    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.ffn is already a mixture of experts"):
         ax.pipe(cfg, ax.use("moe", num_experts=2))
 
 
@@ -140,26 +140,29 @@ def test_no_block_becomes_a_mixture_twice():
     ("options", "message"),
     [
         ({"num_experts": 2, "top_k": 3}, "top_k=3 is more than num_experts=2"),
-        ({"num_experts": 4, "every": 3}, "every=3 is more than the feed-forward blocks that were selected"),
+        ({"num_experts": 4, "every": 3}, "every=3 exceeds the number of selected"),
         ({"num_experts": 4, "every": 0}, "every must be at least 1, not 0"),
         (
             {"num_experts": 4, "dispatch": "magic"},
-            "dispatch='magic' is not a dispatch; give a Dispatch, or one of dropless, exch",
+            "dispatch='magic' is not a dispatch. Give a Dispatch, or one of dropless, exch",
         ),
-        ({"num_experts": 4, "capacity_factor": 1.0}, "capacity_factor=1.0 needs dispatch='capacity', not 'dropless'"),
+        (
+            {"num_experts": 4, "capacity_factor": 1.0},
+            "capacity_factor=1.0 requires dispatch='capacity', not 'dropless'",
+        ),
         (
             {"num_experts": 4, "dispatch": "capacity", "capacity_factor": 0.0},
             "factor must be positive and finite, not 0.0",
         ),
-        ({"num_experts": 4, "expert_choice": True, "bias_rate": 0.1}, "expert_choice has no use for"),
-        ({"num_experts": 4, "expert_choice": True, "balance": 0.1}, "expert_choice has no use for"),
+        ({"num_experts": 4, "expert_choice": True, "bias_rate": 0.1}, "have no effect with expert_choice"),
+        ({"num_experts": 4, "expert_choice": True, "balance": 0.1}, "has no effect with expert_choice"),
         ({"num_experts": 4, "groups": 3}, "ffn.router: num_experts=4 does not divide into groups=3"),
-        ({"num_experts": 4, "groups": 2, "top_groups": 3}, "top_groups=3 is more than the groups=2"),
-        ({"num_experts": 4, "groups": 4, "top_groups": 1}, "top_k=2 is more than the 1 experts of top_groups=1"),
+        ({"num_experts": 4, "groups": 2, "top_groups": 3}, "top_groups=3 exceeds groups=2"),
+        ({"num_experts": 4, "groups": 4, "top_groups": 1}, "top_k=2 exceeds the 1 available experts of top_groups=1"),
         ({"num_experts": 4, "jitter": 1.5}, "jitter must be at least 0 and below 1, not 1.5"),
-        ({"num_experts": 4, "where": "decoder.layers.attention"}, "only a FeedForward becomes a mixture of experts"),
+        ({"num_experts": 4, "where": "decoder.layers.attention"}, "only a FeedForward can become a mixture of experts"),
     ],
 )
-def test_bad_options_are_refused_with_what_was_expected(options, message):
+def test_invalid_options_are_rejected_with_the_requirement(options, message):
     with pytest.raises(ax.ConfigError, match=message.replace(".", r"\.")):
         ax.pipe(tiny_model(), ax.use("moe", **options)).build(rngs=ax.Rngs(0))

@@ -85,6 +85,6 @@ def test_the_shared_block_computes_every_token_and_may_be_gated(gated):
     np.testing.assert_allclose(out, expected(params, x, 2) + weight * own, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gate_of_no_shared_block_is_refused():
-    with pytest.raises(ax.ConfigError, match="shared_gate weighs the shared block, and shared is None"):
+def test_a_shared_gate_requires_a_shared_block():
+    with pytest.raises(ax.ConfigError, match="shared_gate requires a shared block, but shared is None"):
         shapes(mixture(shared_gate=Linear.Config()))

@@ -1,4 +1,4 @@
-"""A mixture that starts from a dense model computes what that did."""
+"""A mixture initialized from a dense model computes the same."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def computed(cfg, params, state):
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """(folder, what the dense model computes)."""
+    """(folder, output of the dense model)."""
     cfg = base()
     params, state = jax.jit(initializer(cfg))(jax.random.key(3))
     bias = params["decoder"]["layers"]["ffn"]["up"]["bias"]
@@ -65,7 +65,7 @@ def test_noise_tells_the_experts_apart(dense):
         np.testing.assert_allclose(added.std() / np.std(leaf["weight"][:, 0]), 0.1, rtol=0.25)
 
 
-def test_copies_lie_as_the_experts_do():
+def test_copies_are_sharded_like_the_experts():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec(None, "x"))
     experts = jax.ShapeDtypeStruct((2, 3, 4, 5), np.float32, sharding=sharding)
@@ -103,13 +103,13 @@ def test_the_source_is_asked_for_what_lies_as_the_experts_but_for_their_axis():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shared_experts": 1}, "at decoder.layers.ffn: a dense model has nothing for a shared block"),
-        ({"scale": 2.0}, "must add up to 1, and those of router=.*scale=2.0.* do not"),
-        ({"normalize": False}, "must add up to 1"),
-        ({"expert_choice": True}, "must add up to 1"),
+        ({"shared_experts": 1}, "at decoder.layers.ffn: a dense model has no weights for a shared block"),
+        ({"scale": 2.0}, "must sum to 1, but those of router=.*scale=2.0.* do not"),
+        ({"normalize": False}, "must sum to 1"),
+        ({"expert_choice": True}, "must sum to 1"),
     ],
 )
-def test_what_would_not_compute_the_same_is_refused(options, message, dense):
+def test_mixtures_that_differ_from_their_block_are_rejected(options, message, dense):
     with pytest.raises(ax.ConfigError, match=message):
         started(dense[0], ax.pipe(base(), ax.use("moe", num_experts=3, **options)))
 

@@ -1,4 +1,4 @@
-"""Runs a training step with Muon on one and on eight CPU devices and prints what came out, as JSON."""
+"""Runs a training step with Muon on one and on eight CPU devices and prints the results as JSON."""
 
 import json
 import os

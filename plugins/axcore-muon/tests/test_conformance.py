@@ -1,4 +1,4 @@
-"""axcore-muon keeps to what every plugin must, and `use` puts it into a learner."""
+"""axcore-muon passes the suite of plugins, and `use` puts it into a learner."""
 
 import pytest
 
@@ -44,10 +44,10 @@ def test_a_typo_is_named():
 
 
 def test_a_second_use_is_refused():
-    with pytest.raises(ax.ConfigError, match="Muon already"):
+    with pytest.raises(ax.ConfigError, match="already Muon"):
         ax.pipe(Learner.Config(), ax.use("muon"), ax.use("muon"))
 
 
-def test_it_goes_into_learners_only():
-    with pytest.raises(ax.ConfigError, match="at the root: Muon goes into a learner"):
+def test_only_learners_are_accepted():
+    with pytest.raises(ax.ConfigError, match="at the root: Muon requires a learner"):
         ax.use("muon", where=lambda path, node: True)(AdamW.Config())

@@ -165,13 +165,13 @@ def test_in_a_real_model_exactly_the_projections_are_orthogonalized():
     assert found == attention | {f"ffn.{name}.weight" for name in params["decoder"]["layers"]["ffn"]}
 
 
-def test_which_parameters_can_be_chosen_by_path():
+def test_parameters_can_be_selected_by_path():
     learned = Muon.Config(orthogonalizes=lambda path, axes: path == "stacked.tall").build().transformation(AXES)
     state = learned.init(random_tree(0)).inner_states["muon"]
     assert [leaf.shape for leaf in jax.tree.leaves(state)] == [(3, 6, 4)]
 
 
-def test_choosing_what_is_no_matrix_names_it():
+def test_selecting_a_parameter_that_is_not_a_matrix_names_it():
     with pytest.raises(ax.ConfigError, match=r"learner\.optimizer\.orthogonalizes .* stacked\.norm .*'embed'"):
         Muon.Config(orthogonalizes=lambda path, axes: "norm" in path).build().transformation(AXES)
 
@@ -194,6 +194,6 @@ def test_a_bad_option_names_its_path_and_value(name, value):
         Muon.Config(**{name: value}).build()
 
 
-def test_a_dtype_that_is_none_is_refused_when_it_is_written():
+def test_an_invalid_dtype_is_rejected_at_construction():
     with pytest.raises(ax.ConfigError, match="'float17' is not a dtype"):
         Muon.Config(dtype="float17")

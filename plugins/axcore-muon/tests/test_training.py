@@ -1,4 +1,4 @@
-"""Training with Muon: it learns, its state is saved, and a run goes on from there."""
+"""Training with Muon: it learns, and its state is saved and restored."""
 
 import random
 import shutil

@@ -1,4 +1,4 @@
-"""axcore-rope keeps to what every feature must."""
+"""axcore-rope passes the suite of features."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The code of the README runs as it stands, and its models can be built."""
+"""The code of the README runs unchanged, and its models can be built."""
 
 import pathlib
 import re

@@ -58,7 +58,7 @@ def test_a_part_of_the_features_is_rotated_as_if_it_were_all(layout):
 
 
 class Halved(Scaling):
-    """A scaling that nobody but its author knows of."""
+    """A custom scaling."""
 
     def rates(self, theta, rotary_dim, length):
         return 0.5 * theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
@@ -68,7 +68,7 @@ class Halved(Scaling):
         return 3.0
 
 
-def test_a_scaling_of_ones_own_is_a_subclass():
+def test_a_custom_scaling_is_a_subclass():
     x, rates = features(), 0.5 * 10_000.0 ** (-np.arange(4) / 4)
     found = rotated(x, layout="interleaved", scaling=Halved())
     np.testing.assert_allclose(found, turned_pairs(x, rates, 3.0), atol=1e-5)
@@ -155,10 +155,10 @@ def test_learned_positions_are_added_and_go_with_the_document():
     assert np.abs(moved - fn(params, state, ids)[0][0]).max() > 1e-3
 
 
-def test_a_position_beyond_what_was_learned_is_never_a_silent_guess():
+def test_positions_beyond_the_learned_ones_give_nan_or_an_error():
     cfg = ax.pipe(tiny_model(), ax.use("learned-positions", max_len=6))
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
-    with pytest.raises(ax.ConfigError, match="position: a row of 8 tokens, and positions only for 6"):
+    with pytest.raises(ax.ConfigError, match="position: the row has 8 tokens, but max_len=6"):
         fn(params, state, tiny_batch()["inputs"])
     far = fn(params, state, tiny_batch()["inputs"][:, :1], positions=jnp.full((2, 1), 6))[0][0]
     assert np.isnan(far).all()
@@ -176,23 +176,23 @@ def test_a_position_beyond_what_was_learned_is_never_a_silent_guess():
         ),
         (
             lambda: scaling_of({"rope_type": "llama3", "factor": 8.0}),
-            "needs original_max_position_embeddings, low_freq",
+            "requires original_max_position_embeddings, low_freq",
         ),
         (lambda: scaling_of({"rope_type": "linear", "factor": 2.0, "betafast": 1}), "has no field betafast"),
         (lambda: LongRoPE(short=(), long=(), original_max=1), "original_max must be at least 2, not 1"),
         (lambda: rotated(features(), scaling=Short()), r"gives rates of shape \(3,\); 8 rotated features need \(4,\)"),
-        (lambda: rotated(features(), scaling=YaRN(factor=2.0, original_max=4), theta=1.0), "YaRN needs theta above 1"),
-        (lambda: rotated(features(), interleave_sections=True), "interleave_sections=True needs sections"),
+        (lambda: rotated(features(), scaling=YaRN(factor=2.0, original_max=4), theta=1.0), "requires theta above 1"),
+        (lambda: rotated(features(), interleave_sections=True), "interleave_sections=True requires sections"),
         (
             lambda: rotated(features(), sections=(1, 2, 1), interleave_sections=True),
-            r"sections=\(1, 2, 1\) cannot take turns: each but the first gets at most one pair of 3",
+            r"sections=\(1, 2, 1\) cannot alternate: each section except the first gets at most one pair of 3",
         ),
         (
             lambda: ax.use("rope", scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6})(tiny_model()),
             "rope_theta would be ignored in a scaling",
         ),
-        (lambda: scaling_of({"rope_type": "mrope"}), "rope_type='mrope' needs mrope_section"),
-        (lambda: scaling_of({"rope_type": "yarn", "factor": "2"}), "needs original_max_position_embeddings"),
+        (lambda: scaling_of({"rope_type": "mrope"}), "rope_type='mrope' requires mrope_section"),
+        (lambda: scaling_of({"rope_type": "yarn", "factor": "2"}), "requires original_max_position_embeddings"),
         (lambda: scaling_of({"rope_type": "linear", "factor": "2"}), r"Linear\.factor must be float, not '2'"),
         (
             lambda: from_rope_parameters(
@@ -200,27 +200,27 @@ def test_a_position_beyond_what_was_learned_is_never_a_silent_guess():
                 head_dim=8,
                 max_position_embeddings=16,
             ),
-            "original_max_position_embeddings=8 beside max_position_embeddings=16",
+            "original_max_position_embeddings=8 and max_position_embeddings=16",
         ),
         (
             lambda: from_rope_parameters({"full_attention": {}, "sliding_attention": {}}, head_dim=8),
-            "differ by kind of layer; pass those of one: full_attention, sliding_attention",
+            "differ between layer types. Pass those of one: full_attention, sliding_attention",
         ),
-        (lambda: from_rope_parameters(None, head_dim=8), "neither rope_parameters nor the config gives rope_theta"),
+        (lambda: from_rope_parameters(None, head_dim=8), "neither rope_parameters nor the config has rope_theta"),
         (lambda: ax.use("rope", skip_every=1)(tiny_model()), "skip_every must be at least 2, not 1"),
         (lambda: rotated(features(), rotary_dim=3), "rotary_dim must be even, positive and at most head_dim=8, not 3"),
         (
             lambda: rotated(features(), rotary_dim=10),
             "rotary_dim must be even, positive and at most head_dim=8, not 10",
         ),
-        (lambda: rotated(features(), sections=(1, 2)), r"sections=\(1, 2\) must add up to the 4 pairs"),
+        (lambda: rotated(features(), sections=(1, 2)), r"sections=\(1, 2\) must sum to the 4 pairs"),
         (
             lambda: rotated(features(), scaling=LongRoPE(short=(1.0,), long=(1.0,), original_max=4)),
             r"LongRoPE\.short has 1 factors; 8 rotated features need 4",
         ),
     ],
 )
-def test_bad_values_are_refused_with_what_was_expected(make, message):
+def test_invalid_values_are_rejected_with_the_requirement(make, message):
     with pytest.raises(ax.ConfigError, match=message):
         make()
 
@@ -228,24 +228,24 @@ def test_bad_values_are_refused_with_what_was_expected(make, message):
 @pytest.mark.parametrize(
     ("feature", "options", "message"),
     [
-        ("rope", {}, r"attention\.position: positions have 3 coordinates; RoPE needs a section for each, and .*=None"),
-        ("rope", {"sections": (1, 1)}, r"positions have 3 coordinates; .* sections=\(1, 1\)"),
-        ("alibi", {}, r"attention\.bias: positions have 3 coordinates, and ALiBi knows one"),
+        ("rope", {}, r"position: positions have 3 coordinates\. RoPE requires a section for each, but .*=None"),
+        ("rope", {"sections": (1, 1)}, r"positions have 3 coordinates\. .* sections=\(1, 1\)"),
+        ("alibi", {}, r"attention\.bias: positions have 3 coordinates, but ALiBi requires one"),
         (
             "learned-positions",
             {"max_len": 8},
-            "position: positions have 3 coordinates, and vectors are learned for one",
+            "position: positions have 3 coordinates, but learned ones require one",
         ),
     ],
 )
-def test_coordinates_that_a_model_has_no_use_for_are_refused(feature, options, message):
+def test_unsupported_coordinates_are_rejected(feature, options, message):
     cfg = ax.pipe(tiny_model(), ax.use(feature, **options))
     fn, params, state = abstract(cfg)
     with pytest.raises(ax.ConfigError, match=message):
         jax.eval_shape(fn, params, state, tiny_batch()["inputs"], jnp.zeros((2, 8, 3), jnp.int32))
 
 
-def test_what_a_scaling_cannot_do_is_told_when_the_model_is_built():
+def test_unsupported_scalings_raise_while_building_the_model():
     scaling = LongRoPE(short=(1.0,), long=(1.0,), original_max=4)
     with pytest.raises(ax.ConfigError, match=r"attention\.position: LongRoPE\.short has 1 factors; 4 rotated features"):
         abstract(ax.pipe(tiny_model(), ax.use("rope", scaling=scaling)))
@@ -257,7 +257,7 @@ class Short(Scaling):
 
 
 @pytest.mark.parametrize("old", ["type", "rope_type"])
-def test_older_configs_name_the_type_otherwise_and_give_theta_apart(old):
+def test_older_configs_with_another_type_name_and_separate_theta(old):
     cfg = from_rope_parameters({old: "linear", "factor": 4.0}, head_dim=8, theta=5000, partial_rotary_factor=0.5)
     assert cfg == Rotary.Config(theta=5000.0, rotary_dim=4, scaling=Linear(factor=4.0))
 
@@ -275,6 +275,6 @@ def test_older_configs_name_the_type_otherwise_and_give_theta_apart(old):
         ({"rope_type": "default"}, None),
     ],
 )
-def test_what_a_dictionary_leaves_out_comes_from_the_length_of_the_config(parameters, scaling):
+def test_missing_fields_default_to_the_length_of_the_config(parameters, scaling):
     found = from_rope_parameters({"rope_theta": 1e4, **parameters}, head_dim=2, max_position_embeddings=64)
     assert found == Rotary.Config(scaling=scaling)

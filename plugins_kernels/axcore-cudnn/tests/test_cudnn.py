@@ -1,4 +1,4 @@
-"""What can be said of the cuDNN kernel without a GPU; with one (`JAX_PLATFORMS=cuda`), its numbers too."""
+"""The cuDNN kernel: supported requests without a GPU, and numbers with one (`JAX_PLATFORMS=cuda`)."""
 
 import dataclasses
 import importlib
@@ -77,7 +77,7 @@ KERNEL = CudnnKernel.Config(head_dim=128).build(rngs=ax.Rngs(0))
     ],
     ids=str,
 )
-def test_what_it_can_do(changes):
+def test_supported_requests(changes):
     assert refusal(KERNEL, dataclasses.replace(WELL, **changes)) is None
 
 
@@ -102,7 +102,7 @@ def test_what_it_can_do(changes):
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),
 )
-def test_what_it_cannot_do_has_a_reason(changes, reason):
+def test_unsupported_requests_have_a_reason(changes, reason):
     assert reason in refusal(KERNEL, dataclasses.replace(WELL, **changes))
 
 

@@ -1,4 +1,4 @@
-"""Attention of packed rows, assembled from calls that know no documents, against the formula in NumPy float64.
+"""Attention of packed rows, composed of calls without document support, against the formula in NumPy float64.
 
 Off the GPU the calls of cuDNN are replaced by the formula in JAX, which puts NaN where cuDNN defines no result.
 """

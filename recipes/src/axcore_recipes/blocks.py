@@ -1,4 +1,4 @@
-"""What recipes of published models are composed of: nodes with the usual initialization, and a plan of pre-training."""
+"""Building blocks of recipes of published models: nodes with the usual initialization, and pre-training settings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def causal_lm(
     tied: bool = False,
     **fields: Any,
 ) -> CausalLM.Config:
-    """A model of these layers in bfloat16, weights drawn with a standard deviation of 0.02.
+    """A bfloat16 model of these layers, with initial weights of standard deviation 0.02.
 
     Args:
-        eps: of every RMSNorm.
-        tied: whether the embedding serves as head.
-        fields: of `CausalLM.Config`.
+        eps: epsilon of every RMSNorm.
+        tied: whether the embedding is also the head.
+        fields: fields of `CausalLM.Config`.
     """
     decoder = stacked(layers, remat=SaveNames(names=("query", "key", "value", "heads", "gate", "up")))
     head = None if tied else Linear.Config()

@@ -1,4 +1,4 @@
-"""Corpora that are on every machine."""
+"""Corpora that are available on every machine."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from axcore.train.data import TextFiles
 
 
 class StandardLibrary(TextFiles):
-    """The Python sources of the running interpreter's own standard library, its tests included.
+    """The Python sources of the running interpreter's standard library, including its tests.
 
-    Versions of Python differ a little, so compare results of one version only. Of Python 3.12.1 there are some 1,690
-    files, 32 MB; 33 of them (476,555 bytes) are for validation, and as one stream zlib -9 takes those to 1.85 bits
-    per byte and lzma to 1.61.
+    Versions of Python differ slightly, so compare only results of the same version. Python 3.12.1 has about 1,690 files
+    (32 MB), of which 33 (476,555 bytes) are for validation. As one stream, zlib -9 compresses these to 1.85 bits per
+    byte and lzma to 1.61.
     """
 
     class Config(TextFiles.Config):
-        """The folder is found when it is read, for it differs between machines."""
+        """The folder is determined at run time, since it differs between machines."""
 
         folder: str = ""
-        """Empty: that of the running Python (in a virtual environment, of the Python that it is based on)."""
+        """Folder of the sources. Empty means the standard library of the running Python (of a virtual environment's
+        base Python)."""
         patterns: tuple[str, ...] = ("**/*.py",)
         exclude: tuple[str, ...] = (
             "**/site-packages",
@@ -36,14 +37,14 @@ class StandardLibrary(TextFiles):
     def folder(self) -> Path:
         """
         Raises:
-            ConfigError: the interpreter's standard library is not a folder of sources.
+            ConfigError: the standard library of the interpreter is not a folder of sources.
         """
         if self.cfg.folder:
             return super().folder()
         found = Path(sysconfig.get_path("stdlib"))
         if not (found / "os.py").is_file():
             raise ConfigError(
-                f"StandardLibrary: {str(found)!r} holds no sources of the standard library (is this Python "
-                f"embedded or zipped?); run a full installation, or use TextFiles with a folder of your own"
+                f"StandardLibrary: {str(found)!r} does not contain the sources of the standard library (is this Python "
+                f"embedded or zipped?). Use a full installation of Python, or TextFiles with another folder."
             )
         return found

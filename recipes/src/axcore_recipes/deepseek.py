@@ -9,7 +9,7 @@ from axcore_recipes.blocks import causal_lm, pretraining
 
 
 def deepseek_v3() -> Trainer.Config:
-    """671B parameters, of which each token uses 37B; and one module that predicts the token after the next."""
+    """671B parameters, of which each token uses 37B, and one multi-token prediction module."""
     attention = LatentAttention.Config(
         num_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, value_dim=128
     )

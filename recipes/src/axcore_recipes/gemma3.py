@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma team 2025, arXiv 2503.19786), its text model: five local layers, then a global one."""
+"""The text model of Gemma 3 (Gemma team 2025, arXiv 2503.19786): five local layers, then a global one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gemma3(
     vocab_size: int,
     window: int,
 ) -> CausalLM.Config:
-    """A decoder of the Gemma 3 plan: sandwich norms, zero-centred scales, QK norms, tied and scaled embedding."""
+    """A Gemma 3 decoder: sandwich norms, zero-centred scales, QK norms, tied and scaled embedding."""
     norm = RMSNorm.Config(zero_centred=True)
 
     def layer(mask: Mask, tag: str) -> TransformerLayer.Config:

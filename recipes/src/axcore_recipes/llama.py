@@ -11,7 +11,7 @@ from axcore_recipes.blocks import causal_lm, pretraining
 def llama(
     *, dim: int, num_layers: int, num_heads: int, num_kv_heads: int, hidden_dim: int, vocab_size: int, theta: float
 ) -> CausalLM.Config:
-    """A decoder of the Llama plan: pre-norm, grouped queries, SwiGLU, RoPE."""
+    """A Llama decoder: pre-norm, grouped queries, SwiGLU, RoPE."""
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=num_heads, num_kv_heads=num_kv_heads),
         ffn=FeedForward.Config(hidden_dim=hidden_dim),
@@ -29,7 +29,7 @@ def llama_1b() -> Trainer.Config:
 
 
 def llama2_7b() -> Trainer.Config:
-    """Llama 2 7B with the hyper-parameters of the paper (section 2.2): 4M tokens a step, 2T tokens."""
+    """Llama 2 7B with the hyperparameters of the paper (section 2.2): 4M tokens per step, 2T tokens."""
     model = llama(
         dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, hidden_dim=11_008, vocab_size=32_000, theta=10_000.0
     )
@@ -37,7 +37,7 @@ def llama2_7b() -> Trainer.Config:
 
 
 def llama2_13b() -> Trainer.Config:
-    """Llama 2 13B, trained as the 7B."""
+    """Llama 2 13B, trained like the 7B."""
     model = llama(
         dim=5120, num_layers=40, num_heads=40, num_kv_heads=40, hidden_dim=13_824, vocab_size=32_000, theta=10_000.0
     )

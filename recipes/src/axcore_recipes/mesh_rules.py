@@ -1,4 +1,4 @@
-"""Mesh rules: how a recipe lies on the hardware that `axcore.target` names."""
+"""Mesh rules: the layout of a recipe on the hardware that `axcore.target` names."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from axcore.plugin import Accelerator, AttentionKernelOffer, registry
 from axcore.train import Trainer
 
 SMALL_MEMORY = {"v2", "v3", "v5e", "v6e"}
-"""TPUs with 32 GB or less for each device."""
+"""TPUs with at most 32 GB per device."""
 
 HALF = (jnp.bfloat16, jnp.float16)
-"""What cuDNN attends in."""
+"""Dtypes that cuDNN attention supports."""
 
 
 def hybrid(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
-    """Shards over the devices of a host (or of a TPU slice), and repeats that over the hosts.
+    """Shards over the devices of a host (or of a TPU slice) and replicates over hosts.
 
-    So the gathering of parameters stays where devices are joined closely, and only gradients cross the slower network.
+    Parameters are gathered only over the fast interconnect, and only gradients cross the slower network.
     """
     return cfg.set(mesh=cfg.mesh.set(shape={"data": accelerator.hosts, "fsdp": accelerator.per_host}))
 
 
 def h100(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
-    """As `hybrid`; attentions without a kernel of their own attend with cuDNN's.
+    """Like `hybrid`, with cuDNN for attentions without an explicit kernel.
 
-    Those that compute in float32 keep the reference kernel: no fused kernel does that.
+    Attentions that compute in float32 keep the reference kernel, since no fused kernel supports it.
 
     Raises:
         ConfigError: no installed plugin offers the kernel.
@@ -49,14 +49,15 @@ def h100(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
         return cfg
     if registry().find(AttentionKernelOffer, "cudnn") is None:
         raise ConfigError(
-            f"{path}.kernel: H100s attend with cuDNN, and no installed plugin offers the kernel 'cudnn'. Install "
-            f"axcore-cudnn, or allow the slower reference kernel: --use kernels:order=(reference,) before --target"
+            f"{path}.kernel: the mesh rule for H100s requires the kernel 'cudnn', which no installed plugin offers. "
+            f"Install axcore-cudnn, or allow the slower reference kernel: --use kernels:order=(reference,) before "
+            f"--target"
         )
     return ax.pipe(cfg, ax.use("kernels", order=("cudnn",), where=wants_cudnn))
 
 
 def _compute_dtype(cfg: Config, path: str) -> Any:
-    """The dtype that the layer at this path computes in: its own, or that of the nearest layer above it."""
+    """The compute dtype of the layer at this path: its own, or that of the nearest ancestor."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         dtypes = getattr(get(cfg, ".".join(parts[:count])), "dtypes", None)
@@ -66,7 +67,7 @@ def _compute_dtype(cfg: Config, path: str) -> Any:
 
 
 def tpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
-    """As `hybrid`; where memory is small, stacks keep nothing but the inputs of their layers."""
+    """Like `hybrid`. On devices with little memory, stacks save only the inputs of their layers."""
     cfg = hybrid(cfg, accelerator)
     has_stack = any(isinstance(node, Stack.Config) for _, node in walk(cfg))
     return use_remat(cfg, Remat()) if has_stack and accelerator.kind in SMALL_MEMORY else cfg

@@ -9,7 +9,7 @@ from axcore_recipes.llama import llama
 
 
 def mixtral_8x7b() -> Trainer.Config:
-    """Mixtral 8x7B: 2 of 8 experts for each token."""
+    """Mixtral 8x7B: 2 of 8 experts per token."""
     model = llama(
         dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_dim=14_336, vocab_size=32_000, theta=1_000_000.0
     )

@@ -22,11 +22,11 @@ def squared_relu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def quickstart() -> Trainer.Config:
-    """A decoder of 0.5M parameters that two CPU cores train to below the bits per byte of `zlib -9` in four minutes.
+    """A decoder of 0.5M parameters that beats the bits per byte of `zlib -9` after four minutes on two CPU cores.
 
-    At this budget tokens are worth more than parameters, so everything in it is chosen for what it costs on a CPU: few
-    layers, one head of attention, a feed-forward block without a gate. Rows of 256 bytes let the model copy from what
-    it has read, and the short convolutions let it learn to within the first minute. Muon needs fewer tokens than AdamW.
+    At this budget tokens matter more than parameters, so the model is cheap on a CPU: few layers, one attention head,
+    and a feed-forward block without a gate. Rows of 256 bytes let the model copy from its context, and the short
+    convolutions let it learn this within the first minute. Muon requires fewer tokens than AdamW.
     """
     tokenizer = ByteTokenizer.Config()
     into, out_of = Linear.Config(init=FanIn()), Linear.Config(init=Zeros())  # each layer starts as the identity
@@ -56,5 +56,5 @@ def quickstart() -> Trainer.Config:
         "loss_plot": LossPlot.Config(),
         "sample": SampleReport.Config(),
     }
-    # On a CPU the iteration of Muon is no faster in bfloat16, and in float32 it does not depend on the layout.
+    # On a CPU, Muon's iteration is not faster in bfloat16, and in float32 it does not depend on the layout.
     return ax.pipe(cfg.set(callbacks=callbacks), ax.use("rope"), ax.use("muon", dtype="float32"))

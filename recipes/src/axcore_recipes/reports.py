@@ -1,4 +1,4 @@
-"""Reports of a training run: what general compressors reach on the same text, and a picture of the losses."""
+"""Reports of a training run: results of general compressors on the same text, and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Compressor(Protocol):
 
 
 def compression_bits_per_byte(chunks: Iterable[bytes]) -> dict[str, float]:
-    """How far zlib (level 9) and lzma (preset 9, extreme) compress a text as one stream, headers included.
+    """Compresses a text as one stream with zlib (level 9) and lzma (preset 9, extreme), including headers.
 
     Args:
-        chunks: the text in order; it is not held in memory.
+        chunks: the text in order. It is not kept in memory.
 
     Returns:
-        `zlib_bits_per_byte` and `lzma_bits_per_byte`: bits of compressed size for each byte of the text.
+        `zlib_bits_per_byte` and `lzma_bits_per_byte`: bits of compressed size per byte of the text.
 
     Raises:
         ValueError: the text is empty.
@@ -61,18 +61,18 @@ def plot_losses(
     baselines: Mapping[str, float] | None = None,
     bytes_per_token: float = 1.0,
 ) -> None:
-    """Draws training loss, validation points and the compressors' lines over the step, as a PNG.
+    """Plots training loss, validation loss and the compressors' results over the step, as a PNG.
 
     Args:
-        metrics_jsonl: one JSON object a line, with `step` and any of `train/loss` (nats per token) and
-            `validation/bits_per_byte`. Values that are not finite and a last line that is cut off are left out.
-        png: the file to write; its folder must exist.
-        title: above the picture.
+        metrics_jsonl: one JSON object per line, with `step` and any of `train/loss` (nats per token) and
+            `validation/bits_per_byte`. Non-finite values and an incomplete last line are skipped.
+        png: the file to write. Its folder must exist.
+        title: title of the plot.
         baselines: `compression_bits_per_byte` of the validation text, or any `NAME_bits_per_byte` -> value.
         bytes_per_token: converts the training loss to bits per byte; 1 for a byte tokenizer.
 
     Raises:
-        ValueError: nothing to draw, or a line before the last is not a JSON object with a `step`.
+        ValueError: there is nothing to plot, or a line before the last is not a JSON object with a `step`.
     """
     # Slow to import. Not pyplot, which keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -82,7 +82,7 @@ def plot_losses(
     train = [(step, loss / math.log(2) / bytes_per_token) for step, loss in nats]
     validation = read_series(metrics_jsonl, "validation/bits_per_byte")
     if not train and not validation:
-        raise ValueError(f"{metrics_jsonl} holds neither train/loss nor validation/bits_per_byte")
+        raise ValueError(f"{metrics_jsonl} has neither train/loss nor validation/bits_per_byte")
 
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -92,7 +92,7 @@ def plot_losses(
         axes.axhline(value, color=color, lw=1, ls=(0, (4, 3)), zorder=1)
     if train:
         steps, losses = zip(*train, strict=True)
-        window = len(losses) // 40  # neighbours on either side; a short run is drawn as it is
+        window = len(losses) // 40  # neighbours on either side; short runs are not smoothed
         if window:
             axes.plot(steps, losses, color=_TRAIN, lw=0.7, alpha=0.25)
         axes.plot(steps, smooth(losses, window), color=_TRAIN, lw=1.7)
@@ -111,7 +111,7 @@ def _short(name: str) -> str:
 
 
 def _style(axes: Axes, title: str, top: float, values: list[float]) -> None:
-    """Plain axes. The fall of the first steps may leave the picture, so that the end of the run has room."""
+    """Plain axes. The first steps may be cut off, to leave room for the end of the run."""
     low, high = min(values), min(top, 2.2 * max(values))
     margin = 0.08 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
@@ -130,7 +130,7 @@ def _style(axes: Axes, title: str, top: float, values: list[float]) -> None:
 
 
 def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
-    """Names what ends at each height, beside the axes, spread where two would overlap."""
+    """Labels the end of each line to the right of the axes, without overlaps."""
     low, high = axes.get_ylim()
     values = [value for value, *_ in sorted(labels)]
     heights: list[float] = []
@@ -144,7 +144,7 @@ def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
 
 
 def read_series(metrics_jsonl: Path, name: str) -> list[tuple[int, float]]:
-    """(step, value) of each line with a finite value of this name, by step; the later line of a step counts.
+    """(step, value) of each line with a finite value of this name, by step. Later lines of a step take precedence.
 
     Raises:
         ValueError: a line before the last is not a JSON object with a `step`.
@@ -169,7 +169,7 @@ def read_series(metrics_jsonl: Path, name: str) -> list[tuple[int, float]]:
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """The mean of each value and up to `window` before and after it.
 
-    Near the start as many after as before, so that a steep fall keeps its height.
+    The window is symmetric near the start too, so that a steep fall keeps its height.
     """
     means = []
     for index in range(len(values)):

@@ -1,4 +1,4 @@
-"""A transformer layer that first mixes each token with the few before it."""
+"""A transformer layer that first mixes each token with a few previous ones."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Hidden = Float[Array, "batch seq input_dim"]
 
 
 class ShortConv(ax.Layer):
-    """`y_t = x_t + sum_k weight_k x_{t - k}`, each feature by itself, inside a document.
+    """`y_t = x_t + sum_k weight_k x_{t - k}`, per feature and within a document.
 
-    It starts as the identity. Attention finds what stood after an earlier occurrence of the present text only once a
-    token knows its predecessors, which such a convolution provides at once (Allen-Zhu 2025, Physics of Language Models
-    4.1, "Canon layers").
+    It starts as the identity. Attention can copy the continuation of an earlier occurrence only if tokens contain
+    information about their predecessors, which such a convolution provides directly (Allen-Zhu 2025, Physics of
+    Language Models 4.1, "Canon layers").
     """
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
         width: int = 4
-        """Tokens that are mixed, the present one included."""
+        """Number of mixed tokens, including the current one."""
         init: Initializer = Zeros()
         batch_size: int | None = None
-        """Rows that are decoded together; the last tokens of each are kept for the next call. None: none are."""
+        """Number of rows decoded together, whose last tokens are kept for the next call. None keeps nothing."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> ShortConv.Config:
             return self.set(batch_size=batch_size)
@@ -45,19 +45,19 @@ class ShortConv(ax.Layer):
             self.past = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=("batch", None, "embed"))
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
-        """Mixes each token with those before it."""
+        """Mixes each token with previous ones."""
         (batch, seq, dim), reach = x.shape, self.config.width - 1
         if self.past is None:
             past = jnp.zeros((batch, reach, dim), x.dtype)
         elif tokens.cached is None:
-            raise ContextError("a model that keeps the state of its rows is called through axcore.infer.Decoder")
+            raise ContextError("a model that keeps the state of its rows must be called through axcore.infer.Decoder")
         else:
             past = tokens.cached.take(self.past).astype(x.dtype)
         row = jnp.concatenate([past, x], axis=1)
         y = x
         for lag, weight in enumerate(self.weight[...].astype(x.dtype)):
             before = row[:, reach - lag : reach - lag + seq]
-            same = (tokens.positions >= lag)[..., None]  # the token so far back belongs to this document
+            same = (tokens.positions >= lag)[..., None]  # whether the token `lag` places back is in this document
             y = y + jnp.where(same, before, 0) * weight
         if self.past is not None and tokens.cached is not None:
             tokens.cached.put(self.past, _last(row, reach, tokens.valid))
@@ -82,7 +82,7 @@ class ConvTransformerLayer(TransformerLayer):
 
 
 def _last(row: Hidden, reach: int, valid: jax.Array | None) -> Hidden:
-    """The last `reach` tokens of a row that begins with as many of the call before; padding at its end is left out."""
+    """The last `reach` tokens of a row, which starts with `reach` tokens of the previous call, without padding."""
     seq = row.shape[1] - reach
     if valid is None:
         return row[:, seq:]

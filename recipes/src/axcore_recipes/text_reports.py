@@ -8,14 +8,14 @@ import jax
 
 from axcore.config import ConfigError
 from axcore.infer import generate
-from axcore.train import Callback, FinishedRun
+from axcore.train import Callback, FinishedRun, JsonlWriter, RunInfo
 from axcore.train.data import TextInput
 from axcore.train.files import Json, write_text
 from axcore_recipes.reports import compression_bits_per_byte, plot_losses
 
 
 class CompressionReport(Callback):
-    """What zlib and lzma reach on the bytes that the model was evaluated on."""
+    """Compresses the validation text with zlib and lzma for comparison."""
 
     class Config(Callback.Config):
         """No fields of its own."""
@@ -27,16 +27,25 @@ class CompressionReport(Callback):
 
 
 class LossPlot(Callback):
-    """`loss.png`: the losses of each step, and what compressors reach if a `CompressionReport` ran before."""
+    """Writes `loss.png`: the losses over the step, with the results of an earlier `CompressionReport`, if any."""
 
     class Config(Callback.Config):
         order: int = 1
+        metrics: str = "metrics.jsonl"
+        """The file of the run's `JsonlWriter`, inside the run folder."""
 
+    config: Config
     first_process_only = True
+
+    def start(self, run: RunInfo) -> None:
+        writers = [each for each in run.cfg.callbacks.values() if isinstance(each, JsonlWriter.Config)]
+        if self.config.metrics not in (each.file for each in writers):
+            raise ConfigError(f"metrics={self.config.metrics!r} requires a JsonlWriter with that file in callbacks")
 
     def end(self, run: FinishedRun) -> Mapping[str, Json]:
         baselines = {name: float(v) for name, v in run.summary.items() if name in COMPRESSORS and isinstance(v, float)}
-        plot_losses(run.folder / "metrics.jsonl", run.folder / "loss.png", title=run.folder.name, baselines=baselines)
+        metrics = run.folder / self.config.metrics
+        plot_losses(metrics, run.folder / "loss.png", title=run.folder.name, baselines=baselines)
         return {}
 
 
@@ -44,7 +53,7 @@ COMPRESSORS = "zlib_bits_per_byte", "lzma_bits_per_byte"
 
 
 class SampleReport(Callback):
-    """`sample.txt`: how the model continues a prompt. Left out in a run of several processes."""
+    """Writes `sample.txt`, the model's continuation of a prompt. Skipped in a run of several processes."""
 
     class Config(Callback.Config):
         order: int = 1

@@ -1,1 +1,1 @@
-"""A plugin that only tests see. `tests/conftest.py` puts it on the path for the tests that ask for it."""
+"""A plugin for tests. `tests/conftest.py` adds it to the path for tests that request it."""

@@ -1,4 +1,4 @@
-"""Callbacks that disturb a run."""
+"""Callbacks that slow down or break a run."""
 
 import time
 
@@ -6,11 +6,11 @@ from axcore.train import Callback
 
 
 def sabotage(folder):
-    """What `Saboteur` calls; a test replaces it."""
+    """Called by `Saboteur`. Tests replace it."""
 
 
 class Pace(Callback):
-    """Makes every step last, so that there is time to kill the process in it."""
+    """Slows down every step, so that there is time to kill the process during it."""
 
     class Config(Callback.Config):
         seconds: float = 0.01

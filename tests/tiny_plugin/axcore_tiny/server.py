@@ -1,7 +1,8 @@
-"""Starts whole processes of the `axcore` command in a moment: it imports everything once, then forks for each.
+"""Starts processes of the `axcore` command quickly: it imports everything once and forks for each command.
 
-No jax backend exists before the fork. A child ends as the console script does, through the interpreter's own exit.
-Speaks JSON lines: a job on stdin gives `{"pid": ...}`, and `{"wait": pid}` gives `{"status": ...}`, None while it runs.
+No jax backend exists before the fork. A child exits like the console script, through the interpreter's normal exit.
+The protocol is JSON lines: a job on stdin returns `{"pid": ...}`, and `{"wait": pid}` returns `{"status": ...}`, which
+is None while the process runs.
 """
 
 import json
@@ -34,9 +35,9 @@ def serve():
 
 
 def become(job):
-    """Makes this process look like one that was started for the job."""
+    """Makes this process look like one started for the job."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if job["stdout"] is None:  # a pipe that nobody reads any more
+    if job["stdout"] is None:  # a pipe without a reader
         reader, writer = os.pipe()
         os.close(reader)
     else:

@@ -1,4 +1,4 @@
-"""Whether a published config describes a given model."""
+"""Checks whether a published config describes a given model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from axcore.nn import by_layer, layers_of
 from axcore.train.checkpoint.model_folder import flat
 
 MOST_SHOWN = 8
-# Parts of paths whose values change no output of an evaluated model.
+# Path components whose values do not change the output in evaluation.
 WITHOUT_EFFECT = {"balance", "bias_init", "bias_rate", "cache", "dispatch", "dropout", "dtypes", "future"}
 WITHOUT_EFFECT |= {"future_weight", "head_dim", "init", "jitter", "kernel", "num_kv_heads", "tags"}
 WITHOUT_EFFECT |= {"starving_load", "starving_steps", "z_loss"}
 
 
 def check_shapes(published: Any, model: Any, where: str) -> None:
-    """Refuses a published config that describes a model of other parameters.
+    """Raises if a published config describes a model with other parameters.
 
     Raises:
-        AxcoreError: names them.
+        AxcoreError: lists the parameters that differ.
     """
 
     def shapes(cfg: Any) -> dict[str, tuple[int, ...]]:
@@ -39,7 +39,7 @@ def check_shapes(published: Any, model: Any, where: str) -> None:
 
 
 def differences(published: Any, model: Any) -> list[str]:
-    """Options, layer by layer, that differ and may change what the model computes."""
+    """Options that differ, layer by layer, and may change the output of the model."""
     found: dict[str, None] = {}
     layers = zip(layers_of(published.decoder), layers_of(model.decoder), strict=True)
     pairs = [(f"decoder.{number}", theirs.config, ours.config) for number, (theirs, ours) in enumerate(layers)]
@@ -52,6 +52,6 @@ def differences(published: Any, model: Any) -> list[str]:
 
 
 def listed(lines: list[str]) -> str:
-    """A line for each of the first few."""
+    """The first few lines, and the number of others."""
     more = f"\n  ... and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
     return "".join(f"\n  {line}" for line in lines[:MOST_SHOWN]) + more

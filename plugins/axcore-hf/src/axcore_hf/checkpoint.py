@@ -1,4 +1,4 @@
-"""A published model on disk: its config, its tensors, its tokenizer."""
+"""A published model on disk: its config, tensors and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What `hf:DIR`, `gguf:FILE` or `gguf:package:NAME` names.
+    """The checkpoint that `hf:DIR`, `gguf:FILE` or `gguf:package:NAME` names.
 
     Attributes:
         model: the config of the model.
-        raw: the fields of its `config.json`; of a GGUF file, those that say the same.
-        files: name -> content of what belongs to its tokenizer.
-        tokenizer: its config, with a file inside a model folder; None where it brings none.
-        left_out: parts of a model of several modalities that are not its language model, such as `vision_tower`.
+        raw: the fields of its `config.json`, or the equivalent fields of a GGUF file.
+        files: contents of the tokenizer's files, by name.
+        tokenizer: config of the tokenizer, with a file inside a model folder. None if the checkpoint has none.
+        left_out: parts of a multimodal model that are not its language model, such as `vision_tower`.
     """
 
     family: Family
@@ -41,13 +41,13 @@ class Checkpoint:
 
     @classmethod
     def open(cls, name: str, tokenizer: str | None = None) -> Checkpoint:
-        """Reads everything but the tensors.
+        """Reads everything except the tensors.
 
         Args:
-            tokenizer: a `tokenizer.json` to take in place of the checkpoint's own.
+            tokenizer: a `tokenizer.json` to use instead of the checkpoint's own.
 
         Raises:
-            AxcoreError: there is no such checkpoint, or it is damaged or not supported.
+            AxcoreError: the checkpoint does not exist, is damaged or is not supported.
         """
         found = cls._named(name)
         if tokenizer is None:
@@ -64,12 +64,12 @@ class Checkpoint:
         if kind == "gguf" and where:
             package = where.removeprefix("package:")
             return _of_gguf(_in_package(package) if package != where else pathlib.Path(where).expanduser())
-        raise AxcoreError(f"{name!r} names no checkpoint; give hf:DIR, gguf:FILE or gguf:package:NAME")
+        raise AxcoreError(f"{name!r} is not a checkpoint. Give hf:DIR, gguf:FILE or gguf:package:NAME.")
 
 
 def _of_folder(folder: pathlib.Path) -> Checkpoint:
     if not folder.is_dir():
-        raise AxcoreError(f"{folder} is no folder; hf: takes a downloaded checkpoint")
+        raise AxcoreError(f"{folder} is not a folder. hf: requires a downloaded checkpoint.")
     fields = Fields.of_folder(folder)
     part = language_part(fields)
     fields = part or fields
@@ -88,14 +88,14 @@ def _of_folder(folder: pathlib.Path) -> Checkpoint:
 
 
 def _checked(file: pathlib.Path, model: Any, raw: Mapping[str, Any]) -> HFTokenizer.Config:
-    """The tokenizer's config, if its ids fit the model."""
+    """The tokenizer's config. Raises if its ids exceed the model's vocabulary."""
     ends = raw.get("eos_token_id")
     ids = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
     cfg = HFTokenizer.Config(file=str(file), end_ids=ids)
     known = cfg.build().vocab_size
     if known > model.vocab_size:
         raise AxcoreError(
-            f"{file} has {known} ids, and the model a vocab_size of {model.vocab_size}: they do not belong together"
+            f"{file} has {known} ids, but the model has vocab_size={model.vocab_size}. Give the model's own tokenizer."
         )
     return cfg.set(file=FILE)
 
@@ -112,7 +112,7 @@ def _of_gguf(file: pathlib.Path) -> Checkpoint:
 
 
 def _in_package(package: str) -> pathlib.Path:
-    """The GGUF file that a Python package ships."""
+    """The GGUF file in an installed Python package."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         if found := sorted(pathlib.Path(folder).glob("*.gguf")):

@@ -12,18 +12,18 @@ from typing import Any
 from axcore.config import AxcoreError
 
 PUBLISHED = "published_config.json"
-"""In a model folder: the fields that the model was published with."""
+"""File in a model folder with the fields of the published config."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def convert(arguments: Sequence[str]) -> int:
     """`axcore convert SOURCE FOLDER`."""
     parser = argparse.ArgumentParser(
-        prog="axcore convert", description="Turns a transformers checkpoint or a GGUF file into a model folder."
+        prog="axcore convert", description="Converts a transformers checkpoint or a GGUF file to a model folder."
     )
     parser.add_argument("source", help="hf:DIR, gguf:FILE or gguf:package:NAME")
     parser.add_argument("folder", help="the model folder to write; it must not exist")
-    parser.add_argument("--tokenizer", help="a tokenizer.json, where the checkpoint brings none or another is wanted")
+    parser.add_argument("--tokenizer", help="a tokenizer.json that replaces the checkpoint's own")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the parameters (default: float32)")
     given = parser.parse_args(arguments)
 
@@ -46,23 +46,23 @@ def convert(arguments: Sequence[str]) -> int:
     count = sum(arrays[path].size for path in flat(params))
     print(f"{found.family.name}: {count:,} parameters in {given.dtype} -> {given.folder}")
     if found.left_out:
-        print(f"its language model alone; left out: {', '.join(found.left_out)}", file=sys.stderr)
+        print(f"converted only the language model, without {', '.join(found.left_out)}", file=sys.stderr)
     if found.tokenizer is None:
-        print("it brings no tokenizer, so it cannot generate text; --tokenizer FILE gives it one", file=sys.stderr)
+        print("no tokenizer found: to generate text, convert with --tokenizer FILE", file=sys.stderr)
     return 0
 
 
 def export(arguments: Sequence[str]) -> int:
     """`axcore export FOLDER DIR`."""
     parser = argparse.ArgumentParser(
-        prog="axcore export", description="Turns a model folder, or a run's, into a transformers checkpoint."
+        prog="axcore export", description="Converts a model folder or a run folder to a transformers checkpoint."
     )
-    parser.add_argument("folder", help="the folder of a model or of a run")
+    parser.add_argument("folder", help="a model folder or a run folder")
     parser.add_argument("out", help="the checkpoint to write; it must not exist")
-    parser.add_argument("--config", help="a config.json that describes the model, where the folder brings none")
-    parser.add_argument("--shard-gib", type=float, default=5.0, help="largest file (default: 5)")
-    parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest)")
-    parser.add_argument("--tokenizer", help="a tokenizer.json, where the checkpoint brings none or another is wanted")
+    parser.add_argument("--config", help="a config.json that describes the model, if the folder has none")
+    parser.add_argument("--shard-gib", type=float, default=5.0, help="largest file size in GiB (default: 5)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parser.add_argument("--tokenizer", help="a tokenizer.json that replaces the folder's own")
     parser.add_argument("--dtype", choices=DTYPES, help="of the tensors (default: as in the folder)")
     given = parser.parse_args(arguments)
 
@@ -97,7 +97,7 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _in_dtype(forms: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """The same shapes, in another floating dtype."""
+    """The same shapes in another floating-point dtype."""
     import jax
     import jax.numpy as jnp
 
@@ -114,11 +114,11 @@ def _published(folder: pathlib.Path, given: str | None) -> dict[str, Any]:
         raw = json.loads(file.read_bytes())
     except OSError as error:
         raise AxcoreError(
-            f"{file}: {error.strerror}. A model that was not converted needs --config FILE, a config.json of its "
-            f"family with its sizes"
+            f"{file}: {error.strerror}. A model that was not converted requires --config FILE, a config.json of its "
+            f"family with its sizes."
         ) from error
     except ValueError as error:
         raise AxcoreError(f"{file} is not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise AxcoreError(f"{file} holds no JSON object")
+        raise AxcoreError(f"{file} is not a JSON object")
     return raw

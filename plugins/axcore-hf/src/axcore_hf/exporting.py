@@ -1,4 +1,4 @@
-"""From the arrays of a model to a checkpoint that `transformers` reads."""
+"""Writes the arrays of a model as a `transformers` checkpoint."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def write(
     files: Mapping[str, bytes] | None = None,
     shard_bytes: int = 5 * GIB,
 ) -> None:
-    """Writes a checkpoint, whole or not at all, holding one file's tensors in memory at a time.
+    """Writes a checkpoint atomically, with the tensors of only one file in memory at a time.
 
     Args:
         cfg: the model's config.
-        arrays: path -> array, of its parameters and of its other Variables.
+        arrays: the parameters and other Variables of the model, by path.
         raw: the fields of config.json.
-        files: name -> content of what else belongs into the folder, such as a tokenizer.
+        files: contents of other files, such as a tokenizer, by name.
 
     Raises:
-        AxcoreError: the folder exists or cannot be written, or a parameter has no tensor.
+        AxcoreError: the folder exists or cannot be written, or a parameter has no corresponding tensor.
     """
     if folder.exists():
         raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
@@ -62,7 +62,7 @@ def write(
 
 
 def _described(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The fields of what is written: not quantized, and in this dtype."""
+    """The fields for the written tensors: without quantization, in this dtype."""
     named = {name: dtype for name in ("dtype", "torch_dtype") if name in raw}
     return {name: value for name, value in {**raw, **named}.items() if name != "quantization_config"}
 
@@ -86,7 +86,7 @@ def _write_tensors(
         held = {name: tensor for match in shard for name, tensor in tensors(match).items()}
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         safetensors.numpy.save_file(held, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o666 & folder.stat().st_mode)  # it makes them for the owner alone
+        (folder / file).chmod(0o666 & folder.stat().st_mode)  # safetensors creates files that only the owner can read
         index |= dict.fromkeys(held, file)
         total += sum(tensor.nbytes for tensor in held.values())
     if len(shards) > 1:
@@ -97,7 +97,7 @@ def _write_tensors(
 def _shards(
     found: list[Match], places: Mapping[str, tuple[str, tuple[int, ...]]], arrays: Mapping[str, Any], most: int
 ) -> list[list[Match]]:
-    """The matches in groups of at most so many bytes; one that has more is alone."""
+    """Groups of matches of at most the given size in bytes. A larger match forms its own group."""
     shards: list[list[Match]] = [[]]
     held = 0
     for match in found:

@@ -1,4 +1,4 @@
-"""A model family, as data: which config fields make which model, and which tensors are which parameters."""
+"""A model family as data: the mapping of config fields to a model, and of tensors to parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NO_EXPERT = re.compile(r"\{e\}")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Which tensors are which parameters.
+    """A mapping between tensors and parameters.
 
     Attributes:
-        ours: names of parameters as `axcore.nn.by_layer` gives them; `{i}` stands for every layer.
-        theirs: names of tensors; `{i}` for the layer, `{e}` for every expert.
-        transform: between them.
-        can_write: whether export uses it.
+        ours: names of parameters as in `axcore.nn.by_layer`; `{i}` stands for every layer.
+        theirs: names of tensors; `{i}` stands for the layer, `{e}` for every expert.
+        transform: converts between them.
+        can_write: whether export uses the rule.
     """
 
     ours: tuple[str, ...]
@@ -35,7 +35,7 @@ class Rule:
 def rule(
     ours: str | Sequence[str], theirs: str | Sequence[str], transform: Transform | None = None, **more: Any
 ) -> Rule:
-    """A `Rule`, of one name or several on either side."""
+    """A `Rule` with one or several names on either side."""
 
     def names(given: str | Sequence[str]) -> tuple[str, ...]:
         return (given,) if isinstance(given, str) else tuple(given)
@@ -44,21 +44,21 @@ def rule(
 
 
 Rules = Callable[[Any], Sequence[Rule]]
-"""(model config) -> rules. A rule holds wherever the model has all the parameters that it names; the first that fits
-the tensors at hand is used."""
+"""(model config) -> rules. A rule applies wherever the model has all parameters that it names. The first one that fits
+the available tensors is used."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What is published under one `model_type`.
+    """The models that are published under one `model_type`.
 
     Attributes:
         model: (fields) -> the config of the model.
         rules: see `Rules`.
-        ignored: regular expressions of tensors that are no parameters.
-        prefix: of the names of tensors below the head.
-        defaults: what `transformers` takes for fields that are left out. Only the `text_config` of a model of several
-            modalities may leave them out.
+        ignored: regular expressions of tensors that are not parameters.
+        prefix: prefix of the names of all tensors except the head's.
+        defaults: defaults of `transformers` for missing fields. Only the `text_config` of a multimodal model may omit
+            fields.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Family:
     defaults: Mapping[str, Any] = MappingProxyType({})
 
     def without_prefix(self) -> Family:
-        """The same for a checkpoint of the model without its head, as that of GPT-2 is published."""
+        """The same family for checkpoints without the head, such as the published GPT-2."""
 
         def rules(cfg: Any) -> Sequence[Rule]:
             return [
@@ -84,7 +84,7 @@ class Family:
         """The config of the model that these fields describe.
 
         Raises:
-            ConfigError: a field is missing, or not supported.
+            ConfigError: a field is missing or not supported.
         """
         cfg = self.model(fields)
         fields("model_type")
@@ -94,7 +94,7 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A rule at one place: these parameters are these tensors."""
+    """A rule applied at one place: the names of parameters and tensors."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -107,11 +107,11 @@ class Match:
 
 
 def matches(family: Family, cfg: Any, forms: Mapping[str, tuple[int, ...]]) -> Iterator[list[Match]]:
-    """For each place at which rules hold, all that do, in their order.
+    """Yields, for each place, the rules that apply there, in order.
 
     Args:
         cfg: the model's config.
-        forms: name of each parameter (see `axcore.nn.by_layer`) -> shape.
+        forms: the shape of each parameter, by name (see `axcore.nn.by_layer`).
     """
     count = len(layers_of(cfg.decoder))
     found: dict[tuple[str, ...], list[Match]] = {}
@@ -132,6 +132,6 @@ def matches(family: Family, cfg: Any, forms: Mapping[str, tuple[int, ...]]) -> I
 
 
 def choose(candidates: list[Match], names: Collection[str]) -> Match:
-    """The first whose tensors are there; where none's are, the one that export writes."""
+    """The first match whose tensors exist, or else the one that export writes."""
     there = (each for each in candidates if all(name in names for name in each.theirs))
     return next(there, None) or next(each for each in candidates if each.rule.can_write)

@@ -15,27 +15,27 @@ from axcore_hf.tokenizer import FILE, HFTokenizer
 def use_hf_weights(
     cfg: Trainer.Config, source: str, allow_new: tuple[str, ...] = (), end_ids: tuple[int, ...] = ()
 ) -> Trainer.Config:
-    """Starts from published weights, and reads text with their tokenizer.
+    """Starts from published weights and uses their tokenizer.
 
     Args:
-        source: `hf:DIR`, `gguf:FILE`, or `gguf:package:NAME`.
-        allow_new: globs of parameters that may be missing and then start afresh.
+        source: `hf:DIR`, `gguf:FILE` or `gguf:package:NAME`.
+        allow_new: globs of parameters that may be missing and are then newly initialized.
         end_ids: ids that end a text.
     """
     if not isinstance(cfg, Trainer.Config):
-        raise ax.ConfigError(f"hf-weights is for a trainer's config, not {type(cfg).__qualname__}")
+        raise ax.ConfigError(f"hf-weights requires a trainer's config, not {type(cfg).__qualname__}")
     tokenizer: Any = PublishedTokenizer.Config(source=source, end_ids=end_ids)
     cfg = cfg.set(initial=FromHF.Config(source=source, allow_new=allow_new))
     return ax.select(cfg, "input").set(tokenizer=tokenizer)
 
 
 class PublishedTokenizer(HFTokenizer):
-    """The tokenizer that a checkpoint brings."""
+    """The tokenizer of a checkpoint."""
 
     class Config(HFTokenizer.Config):
         file: str = FILE
         source: str = ax.REQUIRED
-        """As of `FromHF`."""
+        """The checkpoint, as in `FromHF`."""
 
         def inside(self, folder: pathlib.Path) -> PublishedTokenizer.Config:
             return self
@@ -47,7 +47,7 @@ class PublishedTokenizer(HFTokenizer):
 
         found = Checkpoint.open(cfg.source)
         if found.tokenizer is None:
-            raise ax.AxcoreError(f"{cfg.source} brings no tokenizer; set input.tokenizer")
+            raise ax.AxcoreError(f"{cfg.source} has no tokenizer. Set input.tokenizer.")
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, FILE)
             pathlib.Path(file).write_bytes(found.files[FILE])

@@ -1,4 +1,4 @@
-"""A published config, field by field, with a memory of which fields were read."""
+"""The fields of a published config. Records which fields were read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HARMLESS = frozenset({
     "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_version", "use_cache", "vocab_size",
 })
 # fmt: on
-"""Fields that say nothing about what an evaluated model computes, or nothing where nobody has read them."""
+"""Fields that do not affect the output in evaluation, or only if they have been read."""
 
 # fmt: off
 FLAGS = frozenset({
@@ -64,13 +64,13 @@ KINDS: tuple[tuple[frozenset[str], str, Callable[[Any], bool]], ...] = (
     (LISTS, "a list", lambda value: isinstance(value, list)),
     (TABLES, "an object", lambda value: isinstance(value, dict)),
 )
-"""What each field must hold that the families here read: names, words, check."""
+"""Field names, description and check of each kind of value."""
 
 
 class Fields:
     """The fields of a `config.json`.
 
-    Whoever builds a model of them reads them through this, and `refuse_unread` then finds what nobody understood.
+    Families read the fields through this class. `refuse_unread` then finds the fields that were not used.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str = "config.json"):
@@ -79,27 +79,27 @@ class Fields:
 
     @classmethod
     def of_folder(cls, folder: pathlib.Path) -> Fields:
-        """Those of a checkpoint's folder.
+        """The fields of a checkpoint folder.
 
         Raises:
-            AxcoreError: there is no such file, or it is not a JSON object.
+            AxcoreError: `config.json` does not exist or is not a JSON object.
         """
         file = folder / "config.json"
         try:
             raw = json.loads(file.read_bytes())
         except OSError as error:
-            raise AxcoreError(f"{folder} is no transformers checkpoint: config.json: {error.strerror}") from error
+            raise AxcoreError(f"{folder} is not a transformers checkpoint: config.json: {error.strerror}") from error
         except ValueError as error:
             raise AxcoreError(f"{file} is not JSON: {error}") from error
         if not isinstance(raw, dict):
-            raise AxcoreError(f"{file} holds no JSON object")
+            raise AxcoreError(f"{file} is not a JSON object")
         return cls(raw, str(file))
 
     def __call__(self, name: str, default: Any = ...) -> Any:
-        """A field's value; null counts as missing.
+        """The value of a field. null counts as missing.
 
         Raises:
-            ConfigError: it is missing, and there is no default; or it is of another kind than its name says.
+            ConfigError: the field is missing and has no default, or its value is of the wrong kind.
         """
         self._read.add(name)
         value = self.raw.get(name)
@@ -113,18 +113,18 @@ class Fields:
         return value
 
     def only(self, name: str, *known: Any, default: Any = None) -> Any:
-        """A field that may have these values alone.
+        """The value of a field that must be one of `known`.
 
         Raises:
-            ConfigError: it has another.
+            ConfigError: it has another value.
         """
         value = self(name, default)
         if value not in known:
-            raise ConfigError(f"{self.where}: {name}={value!r} is not supported; known: {', '.join(map(repr, known))}")
+            raise ConfigError(f"{self.where}: {name}={value!r} is not supported. Known: {', '.join(map(repr, known))}.")
         return value
 
     def unread(self) -> dict[str, Any]:
-        """What nobody has read and what is not known to be harmless. Empty values turn nothing on."""
+        """Fields that were not read and are not known to be harmless. Fields with empty values are harmless."""
         return {
             name: value
             for name, value in self.raw.items()
@@ -132,7 +132,7 @@ class Fields:
         }
 
     def refuse_unread(self) -> None:
-        """Raises: ConfigError: a field was not understood, so the model may compute something else."""
+        """Raises: ConfigError: a field was not read, so the model may compute something else."""
         if left := self.unread():
             listed = ", ".join(f"{name}={value!r}" for name, value in sorted(left.items()))
             kind = f" for model_type {self.raw['model_type']!r}" if "model_type" in self.raw else ""

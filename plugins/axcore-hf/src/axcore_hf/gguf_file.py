@@ -1,4 +1,4 @@
-"""What a GGUF file of llama.cpp says: the fields of a config, the rules of its tensors, its tokenizer."""
+"""GGUF files of llama.cpp: config fields, rules for tensors, and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from axcore_hf.transforms import InterleavedRope, Transposed
 ARCHITECTURES = {"llama": "llama"}
 """general.architecture -> model_type."""
 TAKES_DIGITS_APART = {"smollm": True, "gpt-2": False}
-"""By tokenizer.ggml.pre: whether each digit is a word of its own. What follows is the splitting of GPT-2."""
+"""tokenizer.ggml.pre -> whether each digit is a separate word. GPT-2's splitting follows."""
 CONTROL = 3
 """tokenizer.ggml.token_type of special tokens."""
 
 
 def config_of(source: Gguf) -> dict[str, Any]:
-    """The fields of a `config.json` that says what the metadata say.
+    """The fields of a `config.json` that is equivalent to the metadata.
 
     Raises:
-        AxcoreError: an architecture that is not supported, or metadata that are missing.
+        AxcoreError: the architecture is not supported, or metadata are missing.
     """
     kind = source.fields.get("general.architecture")
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"{source.where}: the architecture {kind!r} is not supported; known: {known}")
+        raise ConfigError(f"{source.where}: the architecture {kind!r} is not supported. Known: {known}")
 
     own = {name.removeprefix(f"{kind}."): value for name, value in source.fields.items() if name.startswith(f"{kind}.")}
     field = Fields(own, f"{source.where} (metadata of {kind})")
@@ -42,11 +42,11 @@ def config_of(source: Gguf) -> dict[str, Any]:
     field.only("rope.scaling.type", "none", default="none")
     if "rope_freqs.weight" in source.shapes:
         raise ConfigError(
-            f"{source.where} scales the frequencies of RoPE (rope_freqs.weight), which is not supported; import the "
-            f"transformers checkpoint of the model (hf:DIR)"
+            f"{source.where} scales the frequencies of RoPE (rope_freqs.weight), which is not supported. Import the "
+            f"transformers checkpoint of the model (hf:DIR)."
         )
     if "token_embd.weight" not in source.shapes:
-        raise AxcoreError(f"{source.where} has no tensor token_embd.weight; is it one part of several?")
+        raise AxcoreError(f"{source.where} has no tensor token_embd.weight. Is it one part of a split model?")
     fields = {
         "model_type": ARCHITECTURES[kind],
         "architectures": ["LlamaForCausalLM"],
@@ -69,7 +69,7 @@ def config_of(source: Gguf) -> dict[str, Any]:
 
 
 def rules(cfg: Any) -> Sequence[Rule]:
-    """llama.cpp's names; the rows of its query and key matrices are in the order of interleaved RoPE."""
+    """Rules with llama.cpp's names. The rows of its query and key matrices are ordered for interleaved RoPE."""
     layer: Any = layers_of(cfg.decoder)[0].config
     mixer = layer.attention
     heads, kv_heads = mixer.num_heads, mixer.num_kv_heads or mixer.num_heads
@@ -91,10 +91,10 @@ def rules(cfg: Any) -> Sequence[Rule]:
 
 
 def tokenizer_files(source: Gguf) -> dict[str, bytes]:
-    """`tokenizer.json` of a byte-level BPE that the metadata describe; nothing where they describe none.
+    """`tokenizer.json` of the byte-level BPE in the metadata, or nothing if they describe no tokenizer.
 
     Raises:
-        ConfigError: a tokenizer of a kind that is not supported.
+        ConfigError: the kind of tokenizer is not supported.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -102,11 +102,11 @@ def tokenizer_files(source: Gguf) -> dict[str, bytes]:
     if kind is None:
         return {}
     if kind != "gpt2":
-        raise ConfigError(f"{source.where}: tokenizer.ggml.model={kind!r} is not supported; known: gpt2")
+        raise ConfigError(f"{source.where}: tokenizer.ggml.model={kind!r} is not supported. Known: gpt2")
     split = fields.get("tokenizer.ggml.pre") or "gpt-2"
     if split not in TAKES_DIGITS_APART:
         known = ", ".join(TAKES_DIGITS_APART)
-        raise ConfigError(f"{source.where}: tokenizer.ggml.pre={split!r} is not supported; known: {known}")
+        raise ConfigError(f"{source.where}: tokenizer.ggml.pre={split!r} is not supported. Known: {known}")
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))

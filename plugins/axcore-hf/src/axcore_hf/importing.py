@@ -1,4 +1,4 @@
-"""From tensors on disk to the arrays of a model, one tensor at a time."""
+"""Loads tensors from disk as the arrays of a model, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def load(
     state: Forms,
     allow_new: Collection[str] = (),
 ) -> dict[str, jax.Array]:
-    """The arrays of a model from a checkpoint.
+    """Loads the arrays of a model from a checkpoint.
 
     Args:
         theirs: the config that the checkpoint describes.
-        ours: the config of the model that the arrays are for; its layers may be stacked otherwise.
-        params, state: path -> shape, dtype and sharding of its parameters and of its other Variables.
-        allow_new: globs of parameters that the checkpoint need not have.
+        ours: the config of the model to load for. Its layers may be stacked differently.
+        params, state: shape, dtype and sharding of its parameters and of its other Variables, by path.
+        allow_new: globs of parameters that the checkpoint may lack.
 
     Raises:
-        AxcoreError: tensors that are missing, unknown, or of another shape: all of them, with both names.
+        AxcoreError: tensors are missing, unknown or of another shape. The message lists all of them with both names.
     """
     forms = {**state, **params}
     places = by_layer(ours, forms)
@@ -57,7 +57,7 @@ def load(
             index = (*index, *inner)
             if not jnp.issubdtype(part.dtype, jnp.floating):
                 raise AxcoreError(
-                    f"{source.where}: {match.theirs[0]} holds {part.dtype}, and weights are floating-point numbers"
+                    f"{source.where}: {match.theirs[0]} has the dtype {part.dtype}, but weights must be floating-point"
                 )
             if not np.isfinite(part).all():
                 tensor = match.theirs[inner[0]] if len(match.theirs) > 1 and inner else match.theirs[0]
@@ -72,14 +72,14 @@ def load(
 
 
 def _placed(part: Array, dtype: Any, sharding: Any) -> jax.Array:
-    """On its devices; each gets, and the host converts, no more than its own piece."""
+    """Places the array on its devices. The host converts only the piece of each device."""
     if sharding is None:
         return jax.device_put(np.asarray(part, dtype))
     return jax.make_array_from_callback(part.shape, sharding, lambda piece: np.asarray(part[piece], dtype))
 
 
 def _written(whole: jax.Array | None, form: jax.ShapeDtypeStruct, part: Array, index: tuple[int, ...]) -> jax.Array:
-    """A stack of layers or experts with this part of it written, made in place of `whole`."""
+    """Writes one part of a stack of layers or experts, in place of `whole`."""
     sharding = form.sharding
     if whole is None:
         make = functools.partial(jnp.zeros, form.shape, form.dtype)
@@ -111,7 +111,7 @@ def _is_there(match: Match, source: Source) -> bool:
 
 
 def _check(family: Family, source: Source, chosen: list[Match], wanted: set[str]) -> None:
-    """Raises: AxcoreError: what is wrong with the checkpoint's tensors, a line for each."""
+    """Raises: AxcoreError: lists the problems with the checkpoint's tensors."""
     known = {name for match in chosen for name in match.theirs}
     extra = [name for name in source.shapes if name not in known and not is_ignored(name, family.ignored)]
     wrong: list[str] = []
@@ -127,4 +127,4 @@ def _check(family: Family, source: Source, chosen: list[Match], wanted: set[str]
     wrong += [f"no tensor is known for our {name}" for name in sorted(wanted - covered)]
     wrong += [f"unknown: {name} {source.shapes[name]}" for name in sorted(extra)]
     if wrong:
-        raise AxcoreError(f"{source.where} does not hold the tensors of {family.name}:{_listed(wrong)}")
+        raise AxcoreError(f"{source.where} does not have the tensors of {family.name}:{_listed(wrong)}")

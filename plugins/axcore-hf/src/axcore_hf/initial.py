@@ -1,4 +1,4 @@
-"""Published weights to start a run from."""
+"""Published weights as initial weights of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Model = config.Config
 class FromHF(Initial):
     """The weights of a `transformers` checkpoint or of a GGUF file.
 
-    The model may differ from the published one in whatever has no weights, and in how its layers are stacked.
+    The model may differ from the published one in parts without weights and in the stacking of its layers.
     """
 
     class Config(Initial.Config):

@@ -6,8 +6,8 @@ from axcore.plugin import Command, Feature, hookimpl
 @hookimpl
 def axcore_commands() -> list[Command]:
     return [
-        Command("convert", "axcore_hf.commands:convert", "A transformers checkpoint or GGUF file as a model folder."),
-        Command("export", "axcore_hf.commands:export", "A model folder as a transformers checkpoint."),
+        Command("convert", "axcore_hf.commands:convert", "Convert a transformers checkpoint or GGUF file."),
+        Command("export", "axcore_hf.commands:export", "Export a transformers checkpoint."),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Where tensors are read from, one at a time."""
+"""Sources that read tensors one at a time."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Source(Protocol):
 
 
 class Safetensors:
-    """The tensors of a folder: of `model.safetensors`, or of the files that its index lists.
+    """The tensors of a folder: from `model.safetensors`, or from the files that its index lists.
 
-    A file is read by position and not mapped, so that what was read once takes no memory.
+    Files are read by position instead of memory-mapped, so that tensors that were read do not stay in memory.
 
     Raises:
-        AxcoreError: a file is missing, truncated or none of this format, or index and files do not agree.
+        AxcoreError: a file is missing, truncated or of another format, or the index and the files differ.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -73,7 +73,7 @@ class Safetensors:
                 self._places[name] = (file, entry["dtype"], start, end, shapes[name])
         if gone := sorted(listed.keys() - shapes.keys()):
             raise AxcoreError(f"{folder / INDEX} lists tensors that its files do not have: {', '.join(gone[:8])}")
-        # 8-bit floats come with a factor for each block, which is part of how they are read and no tensor of its own.
+        # 8-bit floats have a scale per block, which is part of their encoding rather than a separate tensor.
         scales = {f"{name}_scale_inv" for name, (_, dtype, *_) in self._places.items() if dtype.startswith("F8")}
         self.shapes = {name: shape for name, shape in shapes.items() if name not in scales}
 
@@ -86,7 +86,7 @@ class Safetensors:
     def _array(self, name: str) -> Array:
         file, dtype, start, end, shape = self._places[name]
         if dtype not in DTYPES:
-            raise AxcoreError(f"{file}: {name} has the dtype {dtype}; known: {', '.join(DTYPES)}")
+            raise AxcoreError(f"{file}: {name} has the dtype {dtype}. Known: {', '.join(DTYPES)}")
         with file.open("rb") as opened:
             opened.seek(start)
             array = np.fromfile(opened, np.uint8, end - start)
@@ -95,10 +95,10 @@ class Safetensors:
 
 
 class LanguagePart:
-    """The tensors of the language model in a model of several modalities, named as if it were alone.
+    """The tensors of the language model in a multimodal model, named as in a separate language model.
 
     Attributes:
-        left_out: what the others belong to.
+        left_out: the parts that the other tensors belong to.
     """
 
     def __init__(self, whole: Source):
@@ -114,7 +114,7 @@ class LanguagePart:
 
 
 def _alone(name: str) -> str | None:
-    """The name of a tensor in its language model, which is `language_model` in files and, in some, `model` has it."""
+    """The name of a tensor within the language model, or None. In files, its prefix contains `language_model`."""
     if name.startswith("language_model."):
         return name.removeprefix("language_model.")
     if name.startswith("model.language_model."):
@@ -123,7 +123,7 @@ def _alone(name: str) -> str | None:
 
 
 def _index(folder: pathlib.Path) -> dict[str, str]:
-    """Tensor -> file; empty where all are in one file, which goes first, as in `transformers`."""
+    """Tensor -> file. Empty if there is a single file, which takes precedence, as in `transformers`."""
     if (folder / SINGLE).exists():
         return {}
     try:
@@ -132,21 +132,21 @@ def _index(folder: pathlib.Path) -> dict[str, str]:
     except FileNotFoundError:
         raise AxcoreError(f"{folder} has neither {SINGLE} nor {INDEX}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AxcoreError(f"{folder / INDEX} is no index of a checkpoint: {error}") from error
+        raise AxcoreError(f"{folder / INDEX} is not an index of a checkpoint: {error}") from error
 
 
 def _header(file: pathlib.Path) -> dict[str, Any]:
-    """Name -> dtype, shape and absolute byte range of each tensor, of a file that is whole."""
+    """Dtype, shape and absolute byte range of each tensor, by name. Raises if the file is incomplete."""
     try:
-        with safetensors.safe_open(file, "numpy"):  # it checks that header and size agree
+        with safetensors.safe_open(file, "numpy"):  # checks that the header and the size agree
             pass
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
     except FileNotFoundError as error:
-        raise AxcoreError(f"{file} is missing, and the index lists it") from error
+        raise AxcoreError(f"{file} is missing, but the index lists it") from error
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise AxcoreError(f"{file} is truncated or no safetensors file: {error}") from error
+        raise AxcoreError(f"{file} is truncated or not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
     for entry in header.values():
         entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
@@ -154,11 +154,11 @@ def _header(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _unscaled(weight: Array, scale: Array, where: str) -> Array:
-    """8-bit floats times the factor of their block of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
+    """8-bit floats times the scales of their 128 x 128 blocks (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
     expected = tuple(-(-size // 128) for size in weight.shape)
     if weight.ndim != 2 or scale.shape != expected:
         raise AxcoreError(
-            f"{where} has the shape {scale.shape}; {weight.shape} in blocks of 128 x 128 takes {expected}"
+            f"{where} has the shape {scale.shape}, but {weight.shape} in blocks of 128 x 128 requires {expected}"
         )
     rows, columns = weight.shape
     factors = scale.repeat(128, axis=0)[:rows].repeat(128, axis=1)[:, :columns]
@@ -169,11 +169,11 @@ class Gguf:
     """The tensors of a GGUF file, dequantized to float32 one at a time.
 
     Raises:
-        AxcoreError: it is truncated or none of this format.
+        AxcoreError: the file is truncated or of another format.
     """
 
     def __init__(self, file: pathlib.Path):
-        import gguf  # here, since it takes half a second
+        import gguf  # takes half a second
 
         self.where = str(file)
         try:
@@ -181,13 +181,13 @@ class Gguf:
         except FileNotFoundError as error:
             raise AxcoreError(f"{file} does not exist") from error
         except (OSError, ValueError, IndexError, KeyError) as error:
-            raise AxcoreError(f"{file} is truncated or no GGUF file: {error}") from error
+            raise AxcoreError(f"{file} is truncated or not a GGUF file: {error}") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self.shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in self._tensors.items()}
         self.fields = {name: self._field(name) for name in self._reader.fields}
 
     def _field(self, name: str) -> Any:
-        with contextlib.suppress(Exception):  # metadata of a kind that nobody asks for
+        with contextlib.suppress(Exception):  # ignore unused metadata of unknown kinds
             return self._reader.fields[name].contents()
         return None
 

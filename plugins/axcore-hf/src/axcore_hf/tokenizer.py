@@ -15,23 +15,23 @@ FILE = "tokenizer.json"
 
 
 class HFTokenizer(Tokenizer):
-    """What a `tokenizer.json` describes, by the library `tokenizers`."""
+    """The tokenizer in a `tokenizer.json`, run by the library `tokenizers`."""
 
     class Config(Tokenizer.Config):
         file: str
-        """Path of a `tokenizer.json`; in a model folder it is the file of that folder."""
+        """Path of a `tokenizer.json`. In a model folder, it is the file of that folder."""
         end_ids: tuple[int, ...] = ()
-        """Ids that end a generated text; the first also stands before each document of a corpus."""
+        """Ids that end a generated text. The first one also precedes each document of a corpus."""
 
         def inside(self, folder: pathlib.Path) -> HFTokenizer.Config:
-            """The same, of the file in a model folder."""
+            """The same config with the file in a model folder."""
             return self.set(file=str(folder / self.file))
 
     def __init__(self, cfg: Config):
         """
         Raises:
-            AxcoreError: there is no such file, or it describes no tokenizer.
-            ConfigError: an id that ends a text is none of its own.
+            AxcoreError: the file does not exist or is not a tokenizer.
+            ConfigError: an id in `end_ids` is not in the vocabulary.
         """
         from tokenizers import Tokenizer as Loaded
 
@@ -40,19 +40,19 @@ class HFTokenizer(Tokenizer):
             content = pathlib.Path(cfg.file).expanduser().read_text(encoding="utf-8")
             self._tokenizer: Any = Loaded.from_str(content)
         except OSError as error:
-            raise AxcoreError(f"{cfg.file}: {error.strerror}; give the path of a tokenizer.json") from error
-        except Exception as error:  # what `tokenizers` raises is a plain Exception
-            raise AxcoreError(f"{cfg.file} describes no tokenizer: {error}") from error
+            raise AxcoreError(f"{cfg.file}: {error.strerror}. Give the path of a tokenizer.json.") from error
+        except Exception as error:  # `tokenizers` raises plain Exceptions
+            raise AxcoreError(f"{cfg.file} is not a tokenizer: {error}") from error
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if bad := [number for number in cfg.end_ids if not 0 <= number < self.vocab_size]:
-            raise ConfigError(f"end_ids={bad} are no ids of {cfg.file}, which has {self.vocab_size}")
+            raise ConfigError(f"end_ids={bad} are not ids of {cfg.file}, which has {self.vocab_size}")
         self._end_ids = cfg.end_ids
         self._separator_id = cfg.end_ids[0] if cfg.end_ids else None
 
     @property
     def separator_id(self) -> int:  # type: ignore[override]
         if self._separator_id is None:
-            raise ConfigError("the tokenizer needs end_ids: the first of them separates documents")
+            raise ConfigError("the tokenizer requires end_ids, the first of which separates documents")
         return self._separator_id
 
     @property
@@ -62,7 +62,7 @@ class HFTokenizer(Tokenizer):
     def prompt(self, content: bytes) -> NDArray[np.integer]:
         ids = self._tokenizer.encode(content.decode(errors="replace")).ids
         if not ids:
-            raise AxcoreError("the prompt is empty; give some text to go on from")
+            raise AxcoreError("the prompt is empty. Give some text to continue.")
         return np.asarray(ids, np.int32)
 
     def encode(self, content: bytes) -> NDArray[np.integer]:

@@ -1,4 +1,4 @@
-"""How tensors of a checkpoint become parameters, and back."""
+"""Conversions between tensors of a checkpoint and parameters."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class Transform:
-    """Base: some tensors of theirs <-> some parameters of ours."""
+    """Base class: converts some of their tensors to some of our parameters, and back."""
 
     def read(self, theirs: Sequence[Array], shapes: Shapes) -> list[Array]:
-        """Our parameters.
+        """Converts their tensors to our parameters.
 
         Args:
-            shapes: those that they must have.
+            shapes: the required shapes of our parameters.
         """
         raise NotImplementedError
 
     def pieces(
         self, get: Callable[[str], Array], theirs: Sequence[str], shapes: Shapes
     ) -> Iterator[tuple[int, tuple[int, ...], Array]]:
-        """Our parameters, in pieces as large as what must be in memory at once.
+        """Yields our parameters in pieces, to limit memory.
 
         Args:
             get: reads one of their tensors.
-            theirs: their names.
+            theirs: names of their tensors.
 
         Yields:
-            (which parameter, index on its leading axes, what is there).
+            (number of the parameter, index into its leading axes, array at this index).
         """
         for number, part in enumerate(self.read([get(name) for name in theirs], shapes)):
             yield number, (), part
@@ -45,13 +45,13 @@ class Transform:
         raise NotImplementedError
 
     def expected(self, shapes: Shapes) -> list[tuple[int, ...]]:
-        """The shapes of their tensors, for parameters of these shapes."""
+        """The shapes of their tensors, given the shapes of our parameters."""
         ours = [np.broadcast_to(np.zeros((), np.int8), shape) for shape in shapes]
         return [each.shape for each in self.write(ours)]
 
 
 class Plain(Transform):
-    """As it is."""
+    """The identity."""
 
     def read(self, theirs: Sequence[Array], shapes: Shapes) -> list[Array]:
         return list(theirs)
@@ -61,14 +61,14 @@ class Plain(Transform):
 
 
 class Tied(Transform):
-    """Two copies of one matrix, of which one is kept."""
+    """Two copies of one matrix, of which only one is kept."""
 
     def read(self, theirs: Sequence[Array], shapes: Shapes) -> list[Array]:
         first, second = theirs
         if not np.array_equal(first, second):
             raise AxcoreError(
-                "tie_word_embeddings is true, and the checkpoint has an embedding and a head that differ; set it to "
-                "false in config.json if both are meant"
+                "tie_word_embeddings is true, but the embedding and the head in the checkpoint differ. Set it to false "
+                "in config.json to use both."
             )
         return [first]
 
@@ -88,10 +88,10 @@ class Transposed(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Fused(Transform):
-    """One tensor of theirs holds several of ours, one after another in the output dimension.
+    """One of their tensors is the concatenation of several of ours along the output dimension.
 
     Attributes:
-        transposed: whether theirs is [out, in].
+        transposed: whether their tensor is [out, in].
     """
 
     transposed: bool = True
@@ -109,7 +109,8 @@ class Fused(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class PerHead(Transform):
-    """One [heads * features, in] of theirs holds, head by head, the features of each of ours [in, heads * features]."""
+    """One of their tensors [heads * features, in] contains, head by head, the features of several of ours
+    [in, heads * features]."""
 
     heads: int
 
@@ -126,7 +127,7 @@ class PerHead(Transform):
 
 
 class Interleaved(Transform):
-    """One tensor of theirs holds two of ours, whose features take turns in its last dimension."""
+    """One of their tensors interleaves the features of two of ours along its last dimension."""
 
     def read(self, theirs: Sequence[Array], shapes: Shapes) -> list[Array]:
         (whole,) = theirs
@@ -138,7 +139,7 @@ class Interleaved(Transform):
 
 
 class Stacked(Transform):
-    """One [out, in] of theirs for each expert <-> one [expert, in, out]."""
+    """One of their tensors [out, in] per expert <-> one [expert, in, out]."""
 
     def pieces(
         self, get: Callable[[str], Array], theirs: Sequence[str], shapes: Shapes
@@ -153,8 +154,8 @@ class Stacked(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class InterleavedRope(Transform):
-    """[heads * head_dim, in] with rows for interleaved RoPE, as llama.cpp has them <-> [in, heads * head_dim] for RoPE
-    in halves."""
+    """[heads * head_dim, in] with rows ordered for interleaved RoPE, as in llama.cpp <-> [in, heads * head_dim] for
+    RoPE in halves."""
 
     heads: int
 
@@ -176,8 +177,8 @@ FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6
 class MXFP4(Transform):
     """Blocks of 4-bit floats with a shared exponent (OCP MX, version 1.0, section 5.3), then another transform.
 
-    Theirs are uint8 [expert, out, blocks, 16], two numbers in each byte, the low half first, and exponents uint8
-    [expert, out, blocks]. It is read only: what is written is not quantized again.
+    Their tensors are uint8 [expert, out, blocks, 16], with two numbers per byte, the low half first, and exponents
+    uint8 [expert, out, blocks]. Only reading is supported: export writes unquantized tensors.
     """
 
     then: Transform

@@ -167,7 +167,7 @@ FAMILIES = {
 
 
 def randomize(model: torch.nn.Module, zero_centred: bool) -> None:
-    """Random numbers in every parameter, so that none can be forgotten or swapped unseen."""
+    """Random numbers in every parameter, so that missing or swapped parameters are detected."""
     generator = torch.Generator().manual_seed(0)
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for name, parameter in [*model.named_parameters(), *biases]:
@@ -225,7 +225,7 @@ def record(name: str) -> None:
 
 
 def record_mxfp4() -> None:
-    """Random 4-bit blocks, and what `transformers` makes of them."""
+    """Random 4-bit blocks, and the numbers that `transformers` decodes."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(2)

@@ -119,7 +119,7 @@ def test_parity_of_exported_files(family, tmp_path, capsys):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parity_live(family, tmp_path):
-    """The exported checkpoint in `transformers` itself, where that is installed."""
+    """Loads the exported checkpoint in `transformers`, if it is installed."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     found, fn, params, state = loaded(family)

@@ -1,4 +1,4 @@
-"""`axcore loc check`: what a change that adds a feature does to the modules that were there before."""
+"""`axcore loc check`: the lines that a change that adds a feature costs in existing modules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from axcore_loc.git import Reader, Repository
 from axcore_loc.lines import changed_lines
 
 FEATURES = frozenset(kind.__name__ for kind in OFFERS.values() if kind not in (Recipe, Command))
-"""Kinds of offers that are part of a model or of its training. A recipe is a model itself, a command part of none."""
+"""Kinds of offers that extend a model or its training. Recipes and commands do not."""
 
 GUARDED = {"nn": "src/axcore/nn/", "recipes": "recipes/src/"}
-"""Owners whose modules a feature must leave alone, and where these are."""
+"""Owners whose modules a feature must not change, and the folders of these modules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Touched:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What a change adds, and what it does to existing modules.
+    """The features that a change adds, and the lines that it changes in existing modules.
 
     Attributes:
-        base: the commit that was compared with.
-        features: (kind, name, module that offers it) of each offer that is new.
-        touched: existing modules with changed lines of code, most first.
-        budget: how many lines may change in guarded modules.
+        base: the commit to compare with.
+        features: (kind, name, offering module) of each new offer.
+        touched: existing modules with changed lines of code, in descending order.
+        budget: number of lines that may change in guarded modules.
     """
 
     base: str
@@ -83,8 +83,8 @@ class Check:
         lines += ["", f"{' and '.join(GUARDED)}: {self.guarded_lines} lines, {verdict} the budget of {self.budget}"]
         if not self.passes:
             lines.append(
-                "A feature attaches from outside. If the core lacks the seam that it needs, add the seam in a change "
-                "of its own; else say --budget N, and why"
+                "A feature attaches from outside. If the core lacks an extension point, add it in a separate change. "
+                "Otherwise pass --budget N and explain why."
             )
         return "\n".join(lines)
 
@@ -109,10 +109,10 @@ def check(folder: Path, base: str, budget: int = 0) -> Check:
 
 
 def offers(files: Iterable[str], read: Reader) -> Iterator[tuple[str, str, str]]:
-    """(kind, name, module) of each feature that the distributions among some files offer, by their sources.
+    """(kind, name, module) of each feature that the distributions in `files` offer, according to their sources.
 
-    A distribution is a folder with a `pyproject.toml` that is not inside another one's `src` (a template); the modules
-    are those of its entry points. An offer counts if its name is written out.
+    A distribution is a folder with a `pyproject.toml` that is not inside another one's `src` (a template). Its modules
+    are those of its entry points. An offer counts if its name is a literal.
     """
     known = set(files)
     for file in sorted(path for path in known if PurePosixPath(path).name == "pyproject.toml"):
@@ -128,7 +128,7 @@ def offers(files: Iterable[str], read: Reader) -> Iterator[tuple[str, str, str]]
 
 
 def owner(path: str, offering: Collection[str]) -> str:
-    """Whose a module of the repository is, given the modules that offer what is new."""
+    """The owner of a module of the repository, given the modules with new offers."""
     pure = PurePosixPath(path)
     if "tests" in pure.parts:
         return "tests"

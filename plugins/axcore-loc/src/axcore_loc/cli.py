@@ -12,29 +12,29 @@ from typing import Any
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one command and returns its exit code: 0, or 1 where what was to be shown does not hold."""
+    """Runs one command and returns its exit code: 0, or 1 if the check or the proof fails."""
     parser = argparse.ArgumentParser(
         prog="axcore loc", description="Measures the lines that a feature costs in existing modules."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     measure = commands.add_parser("measure", help="a feature over N models x M attentions")
-    measure.add_argument("feature", metavar="FEATURE[:KEY=VALUE,...]", help="as --use takes it")
-    measure.add_argument("--models", type=int, metavar="N", help="so many models; all by default")
-    measure.add_argument("--slots", type=int, metavar="M", help="so many attentions; all by default")
-    measure.add_argument("--json", action="store_true", help="all that was found, on stdout")
+    measure.add_argument("feature", metavar="FEATURE[:KEY=VALUE,...]", help="in the form of --use")
+    measure.add_argument("--models", type=int, metavar="N", help="number of models (default: all)")
+    measure.add_argument("--slots", type=int, metavar="M", help="number of attentions (default: all)")
+    measure.add_argument("--json", action="store_true", help="print all results as JSON")
     measure.set_defaults(run=_measure)
 
-    check = commands.add_parser("check", help="whether a change that adds a feature leaves existing modules alone")
-    check.add_argument("--base", required=True, metavar="REV", help="the commit that the working tree is compared with")
+    check = commands.add_parser("check", help="check that a change that adds a feature leaves existing modules alone")
+    check.add_argument("--base", required=True, metavar="REV", help="the commit to compare the working tree with")
     check.add_argument("--budget", type=int, default=0, metavar="N", help="lines that may change in nn and recipes")
     check.add_argument("--json", action="store_true")
     check.set_defaults(run=_check)
 
-    peers = commands.add_parser("peers", help="the same question for published releases of other systems")
+    peers = commands.add_parser("peers", help="count lines in published releases of other systems")
     peers.add_argument("--json", action="store_true")
-    peers.add_argument("--write", type=Path, metavar="DIR", help="write the table, the figures and the plot there")
-    peers.add_argument("--cache", type=Path, metavar="DIR", help="where downloads are kept")
+    peers.add_argument("--write", type=Path, metavar="DIR", help="folder for the tables, the data and the plots")
+    peers.add_argument("--cache", type=Path, metavar="DIR", help="folder for downloads")
     peers.add_argument(
         "--source", action="append", default=[], metavar="NAME@VERSION=DIR", help="read a system from a checkout"
     )
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(parsed: argparse.Namespace) -> int:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # tiny models: an accelerator only takes longer to start
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the models are tiny, and accelerators start slowly
     from axcore_loc.measure import measure
     from axcore_loc.report import as_json, as_text
 

@@ -1,4 +1,4 @@
-"""Which variants have a feature, and what shows it."""
+"""Evidence that variants have a feature."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Pair = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """How many variants were proven to have the feature, and how.
+    """The proof that variants have the feature.
 
     Attributes:
         roles: the places where the feature was attached, over all variants.
-        by_shapes, by_numbers: variants looked at.
-        brought: nodes of the plugin in the configs of all variants.
-        new_parameters: parameters that it added, over all variants.
-        refused: model or attention that the feature refuses, with every partner, when its config is composed or when it
-            is built -> why. They are no part of the rest.
-        faults: pair -> what speaks against it.
+        by_shapes, by_numbers: number of variants checked.
+        brought: number of nodes of the plugin in the configs of all variants.
+        new_parameters: number of parameters that it added, over all variants.
+        refused: models and attentions that the feature rejects with every partner, and the reason. The other attributes
+            exclude them.
+        faults: pair -> evidence against the feature.
         replaced: objects of the core that the plugin replaced while it ran.
-        written: loaded modules that were there before, and whose files changed meanwhile.
+        written: existing modules whose files changed while the plugin ran.
     """
 
     roles: tuple[Role, ...]
@@ -50,7 +50,7 @@ class Proof:
 
 
 def composed(sources: workspace.Sources) -> tuple[dict[Pair, Any], dict[Pair, str]]:
-    """The recipe of each pair, and why some cannot be composed."""
+    """The recipe of each pair, and the reason for each pair that cannot be composed."""
     made: dict[Pair, Any] = {}
     refused: dict[Pair, str] = {}
     for pair in workspace.recipe_names(sources):
@@ -68,7 +68,7 @@ def prove(
     call: str,
     progress: Callable[[str], None],
 ) -> tuple[Proof, dict[Pair, Any]]:
-    """Builds every pair without a feature and with it, and looks for it in the second.
+    """Builds every pair without and with the feature, and checks for the feature in the second.
 
     Returns:
         The proof, and the recipes that have the feature.
@@ -102,7 +102,7 @@ def _prove(
             faults[pair] += shaped[pair].faults
         except AxcoreError as error:
             refused = {**refused, pair: str(error)}
-        except Exception as error:  # whatever a plugin raises, the others go on
+        except Exception as error:  # an error in one variant must not stop the others
             faults[pair].append(f"cannot be built: {type(error).__name__}: {error}")
 
     left_out = dropped([*without], refused)
@@ -137,7 +137,7 @@ def _prove(
 
 
 def dropped(pairs: list[Pair], refused: dict[Pair, str]) -> dict[str, str]:
-    """The models and attentions that are refused with every partner, and why."""
+    """The models and attentions that are rejected with every partner, and the reason."""
     found = {}
     for axis in (0, 1):
         for name in dict.fromkeys(pair[axis] for pair in pairs):
@@ -148,7 +148,7 @@ def dropped(pairs: list[Pair], refused: dict[Pair, str]) -> dict[str, str]:
 
 
 def some(pairs: list[Pair]) -> Iterator[Pair]:
-    """Pairs in which each model and each attention comes at least once."""
+    """Pairs that include each model and each attention at least once."""
     models, slots = ([*dict.fromkeys(pair[axis] for pair in pairs)] for axis in (0, 1))
     for index in range(max(len(models), len(slots))):
         yield models[index % len(models)], slots[index % len(slots)]

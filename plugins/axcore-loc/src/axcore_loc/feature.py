@@ -1,4 +1,4 @@
-"""The feature that is measured, the plugin that offers it, and whose sources are whose."""
+"""The measured feature, the plugin that offers it, and the owners of sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CORE = "core"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What `axcore.use` attaches by a name, with its options."""
+    """A feature that `axcore.use` attaches by name, with its options."""
 
     name: str
     options: Mapping[str, Any]
@@ -34,24 +34,24 @@ class Measured:
 
 
 def find(text: str) -> Measured:
-    """What `--use TEXT` would attach.
+    """The feature that `--use TEXT` attaches.
 
     Raises:
-        AxcoreError: nobody offers it, or an option does not fit; it is the core's own, which was there before.
+        AxcoreError: no plugin offers it, an option is invalid, or the core itself offers it.
     """
-    modifier = use_text(text)  # says what is wrong, if anything is
+    modifier = use_text(text)  # raises if the text is invalid
     name = text.partition(":")[0]
     kinds = [kind for kind in OFFERS.values() if kind is Feature or kind.slot]
     plugin, offer = next(found for kind in kinds if (found := registry().find(kind, name)) is not None)
     if plugin.id == CORE:
-        raise ConfigError(f"{name!r} is the core's own; `axcore loc measure` takes what a plugin offers")
+        raise ConfigError(f"{name!r} is a feature of the core. `axcore loc measure` requires a feature of a plugin.")
     return Measured(name, dict(modifier.options), plugin, offer)
 
 
 def package_sources(package: str) -> dict[str, str]:
-    """Path -> source of every module of an installed package, found without importing it.
+    """Path -> source of every module of an installed package, without importing it.
 
-    Python files in folders that are no packages (templates) are none of its modules.
+    Excludes Python files in folders that are not packages (templates).
     """
     spec = importlib.util.find_spec(package)
     if spec is None:
@@ -68,16 +68,16 @@ def package_sources(package: str) -> dict[str, str]:
 
 
 def existing_sources(measured: Measured) -> dict[str, dict[str, str]]:
-    """Owner -> path -> source of what was there before the feature: the core, and packages that offer recipes."""
+    """Owner -> path -> source of the modules that exist without the feature: the core and packages of recipes."""
     offering = {plugin.package for plugin, _ in registry().offers(Recipe)} - {measured.package, PACKAGE}
     recipes = [package_sources(package) for package in sorted(offering)]
     return {CORE: package_sources("axcore"), "recipe": {path: text for each in recipes for path, text in each.items()}}
 
 
 def names_of(measured: Measured) -> frozenset[str]:
-    """Names by which a source could speak of this plugin: its package, what it offers, and its public classes.
+    """Names that refer to this plugin: its package, its offers and its public classes.
 
-    A class that the core has too, by that name, is left out: a source that says it may mean the core's.
+    Excludes names of classes that the core has too, since they may refer to the core.
     """
     taken = set().union(*map(_classes, package_sources("axcore").values()))
     own = set().union(*map(_classes, package_sources(measured.package).values()))
@@ -100,7 +100,7 @@ CoreObjects = dict[tuple[str, str], Any]
 
 
 def core_objects() -> CoreObjects:
-    """(module, name) -> every function, class and class attribute of the core that is loaded now."""
+    """(module, name) -> object, for every loaded function, class and class attribute of the core."""
     found: CoreObjects = {}
     for module, loaded in list(sys.modules.items()):
         if loaded is None or not f"{module}.".startswith("axcore."):
@@ -114,5 +114,5 @@ def core_objects() -> CoreObjects:
 
 
 def replaced(before: CoreObjects, after: CoreObjects) -> list[str]:
-    """What a plugin put something else in place of: an integration that no source shows."""
+    """The objects that a plugin replaced at run time, which does not show in any source."""
     return sorted(".".join(key) for key, value in before.items() if after.get(key) is not value)

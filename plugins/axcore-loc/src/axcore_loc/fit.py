@@ -1,4 +1,4 @@
-"""How a number of lines grows with N models and M variants of a slot."""
+"""The growth of a number of lines with N models and M variants of a slot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 HALF_A_LINE = 0.5
-"""Less than this, over the whole grid, is no line."""
+"""Smaller contributions over the whole grid count as zero."""
 UNEVEN = 0.1
-"""Modules need not cost the same number of lines each; the counts may leave the formula by this part of the largest."""
+"""Allowed deviation of counts from the formula, relative to the largest, since modules may differ in cost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Fit:
     """`lines(n, m) = constant + per_model n + per_slot m + per_pair n m`, by least squares.
 
     Attributes:
-        residual: the largest distance of a count from the formula, in lines; 0 where it is exact.
-        order: O(1), O(N), O(M), O(N + M) or O(NM), from the terms that are there; `neither` where the counts are not of
-            this form.
+        residual: the largest deviation of a count from the formula, in lines.
+        order: O(1), O(N), O(M), O(N + M) or O(NM), from the nonzero terms; `neither` if the counts do not fit the
+            formula.
     """
 
     constant: float
@@ -34,16 +34,15 @@ class Fit:
 def fit(counts: Mapping[tuple[int, int], float]) -> Fit:
     """The formula that fits counts by (n, m).
 
-    A term is there if it is worth half a line at the largest n and m. It takes two values of n and two of m to tell all
-    four terms apart.
+    A term counts as nonzero if it contributes at least half a line at the largest n and m.
 
     Raises:
-        ValueError: the counts cannot tell them apart.
+        ValueError: the counts do not determine the terms, which requires two values of n crossed with two of m.
     """
     n, m = (np.array(axis, float) for axis in zip(*counts, strict=True))
     terms = np.stack([np.ones_like(n), n, m, n * m], axis=1)
     if np.linalg.matrix_rank(terms) < terms.shape[1]:
-        raise ValueError("to tell O(1), O(N), O(M) and O(NM) apart takes two values of n and two of m, crossed")
+        raise ValueError("distinguishing O(1), O(N), O(M) and O(NM) requires two values of n crossed with two of m")
     lines = np.array(list(counts.values()), float)
     factors = np.linalg.lstsq(terms, lines, rcond=None)[0]
     residual = float(np.abs(terms @ factors - lines).max())

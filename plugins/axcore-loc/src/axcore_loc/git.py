@@ -12,7 +12,7 @@ from axcore.config import AxcoreError
 
 
 class GitError(AxcoreError):
-    """git cannot tell; the message says what to do."""
+    """git failed. The message explains what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Repository:
         """The repository that holds a folder.
 
         Raises:
-            GitError: there is none, or it does not hold the base.
+            GitError: the folder is not in a repository, or the repository lacks the base.
         """
         top = _run(folder, "rev-parse", "--show-toplevel")
         if top.returncode:
-            raise GitError(f"{folder} is in no git repository; run this in a checkout ({_said(top)})")
+            raise GitError(f"{folder} is not in a git repository. Run this in a checkout ({_said(top)}).")
         root = Path(top.stdout.decode().strip())
         found = _run(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{base}^{{commit}}")
         if found.returncode:
@@ -42,14 +42,14 @@ class Repository:
                 if shallow
                 else "give a branch, a tag or a commit that `git log` shows"
             )
-            raise GitError(f"--base {base}: there is no such commit here; {remedy}")
+            raise GitError(f"--base {base}: the commit does not exist here; {remedy}")
         return cls(root, found.stdout.decode().strip())
 
     def base_files(self) -> list[str]:
         return _lines(_must(self.root, "ls-tree", "-r", "-z", "--name-only", self.base))
 
     def now_files(self) -> list[str]:
-        """What the working tree holds, without what git ignores."""
+        """The files in the working tree, except ignored ones."""
         listed = _lines(_must(self.root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"))
         return [path for path in dict.fromkeys(listed) if (self.root / path).is_file()]
 
@@ -60,7 +60,7 @@ class Repository:
         return (self.root / path).read_text(errors="replace")
 
     def changed(self) -> Iterator[tuple[str, str]]:
-        """(path in the base, path now) of every file of the base that changed; the second is empty if it has gone."""
+        """(path in the base, current path) of every changed file of the base. The second is empty if it was deleted."""
         parts = iter(_lines(_must(self.root, "diff", "--name-status", "-z", "--find-renames", self.base, "--")))
         for status in parts:
             path = next(parts)

@@ -1,7 +1,7 @@
-"""Ways to bring a feature into every variant. Each edits sources, so what it costs can be counted.
+"""Ways to add a feature to every variant. Each edits sources, so that its cost can be counted.
 
-`BY_USE` is the one that is measured. The others are controls: they do by hand, in each module, what `use` does in one
-place, and must be measured as what they are.
+`BY_USE` is the measured one. The others are controls: they do by hand in each module what `use` does in one place, and
+the measurement must report their higher order.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from axcore_loc.workspace import GRID, Sources, recipe_names
 
 @dataclasses.dataclass(frozen=True)
 class Integration:
-    """An edit of sources, by which every pair of a model and an attention gets a feature.
+    """An edit of sources that adds a feature to every pair of a model and an attention.
 
     Attributes:
         edit: (sources, the call of `axcore.use` as source) -> sources.
-        expected: how its lines must grow; None for what is measured.
+        expected: the expected order of its lines; None for the measured integration.
     """
 
     name: str
@@ -42,7 +42,7 @@ def use_call(feature: str, options: Mapping[str, Any]) -> str:
         except (ValueError, SyntaxError):
             written = False
         if not written:
-            raise ConfigError(f"option {name}={value!r} of {feature} cannot be written into a source; leave it out")
+            raise ConfigError(f"option {name}={value!r} of {feature} cannot be written as source. Leave it out.")
     return f"ax.use({', '.join([repr(feature), *(f'{name}={value!r}' for name, value in options.items())])})"
 
 
@@ -82,7 +82,7 @@ CONTROLS = (
 def _edited(
     sources: Sources, kind: str, function: str, lines: list[str], imported: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The sources with the end of one function changed in every variant of a kind."""
+    """The sources with another `return` of one function in every variant of a kind."""
     variants = {path for path in sources if path.startswith(f"{kind}/") and not path.endswith("__init__.py")}
     return {
         path: _with_import(_returning(source, function, tuple(lines)), *imported) if path in variants else source
@@ -104,7 +104,7 @@ def _returning(source: str, function: str, lines: tuple[str, ...]) -> str:
 
 @functools.cache
 def _with_import(source: str, *more: str) -> str:
-    """The source with `import axcore as ax`, and more imports, after its docstring; those that it has are not added."""
+    """The source with `import axcore as ax` and more imports after its docstring, unless it already has them."""
     text = source.splitlines()
     added = [line for line in ("import axcore as ax", *more) if line not in text]
     first = ast.parse(source).body[1].lineno - 1

@@ -1,4 +1,4 @@
-"""Counting lines of Python source: those that hold code, those that changed, those that mention a name."""
+"""Counts lines of Python source: lines of code, changed lines, and lines that mention a name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import functools
 from collections.abc import Callable, Iterator
 
 Mentions = dict[int, set[str]]
-"""Line number -> the names that a source mentions there."""
+"""Line number -> the names that the line mentions."""
 
 
 def code_lines(source: str) -> list[str]:
-    """The lines that hold code, without their indentation: no blank lines, comments or docstrings.
+    """The lines of code without their indentation: no blank lines, comments or docstrings.
 
-    Source that is no Python of this version keeps its docstrings. A line of a longer string that begins with `#` counts
-    as a comment.
+    Docstrings count if this version of Python cannot parse the source. A line of a multi-line string that begins with
+    `#` counts as a comment.
     """
     docs = set(_docstring_lines(source))
     stripped = enumerate((line.strip() for line in source.splitlines()), start=1)
@@ -24,20 +24,19 @@ def code_lines(source: str) -> list[str]:
 
 @functools.cache  # a grid of variants compares the same modules again and again
 def changed_lines(before: str, after: str) -> int:
-    """Lines of code added or removed between two versions of a module; a line that was replaced counts once."""
+    """Number of lines of code added or removed between two versions of a module. A replaced line counts once."""
     matcher = difflib.SequenceMatcher(None, code_lines(before), code_lines(after), autojunk=False)
     return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal")
 
 
 def mentions(source: str, wanted: Callable[[str], bool]) -> Mentions:
-    """The lines of code on which a name stands that is wanted.
+    """The lines of code that mention a wanted name.
 
-    Names are what the syntax tree holds: variables, attributes, arguments, keywords, definitions, imports (each part of
-    a dotted module), and strings without blanks, such as keys of a config. Comments, docstrings and other text do not
-    count.
+    Names come from the syntax tree: variables, attributes, arguments, keywords, definitions, imports (each part of a
+    dotted module), and strings without spaces, such as config keys. Comments, docstrings and other text do not count.
 
     Raises:
-        SyntaxError: the source is no Python of this version.
+        SyntaxError: this version of Python cannot parse the source.
     """
     tree = ast.parse(source)
     docs = {id(node) for node in _docstrings(tree)}
@@ -52,12 +51,12 @@ def mentions(source: str, wanted: Callable[[str], bool]) -> Mentions:
 
 
 def _names(node: ast.AST) -> Iterator[tuple[str, int]]:
-    """The names that one node holds, each with its line."""
+    """The names in one node, each with its line."""
     match node:
         case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             yield name, node.lineno
         case ast.Attribute(attr=name):
-            yield name, node.end_lineno or node.lineno  # of a chain over several lines, its own
+            yield name, node.end_lineno or node.lineno  # in a chain over several lines, the line of this name
         case ast.arg(arg=name):
             yield name, node.lineno
         case ast.keyword(arg=str(name)):
@@ -71,7 +70,7 @@ def _names(node: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def _docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
-    """String statements: docstrings, and those below a field that describe it."""
+    """String statements: docstrings of modules, classes, functions and fields."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value

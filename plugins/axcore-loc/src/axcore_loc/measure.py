@@ -1,4 +1,4 @@
-"""`axcore loc measure`: what a feature costs in the modules that were there before it."""
+"""`axcore loc measure`: the lines that a feature costs in existing modules."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from axcore_loc.integrations import BY_USE, CONTROLS, Integration
 from axcore_loc.lines import changed_lines, mentions
 
 OWNERS = ("core", "models", "recipe")
-"""Whose modules were there before the feature."""
+"""The owners of existing modules."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """An integration, counted.
+    """The counted lines of an integration.
 
     Attributes:
-        lines: (n, m) -> owner -> lines of existing modules: those changed, and those that mentioned the plugin before.
-        fit: of the sum over all owners.
-        refused: why it cannot be done this way; empty where it can.
-        same_recipes: whether each pair's recipe is, value for value, the one that `axcore.use` makes.
+        lines: (n, m) -> owner -> lines of existing modules that changed or that already mentioned the plugin.
+        fit: fit of the sum over all owners.
+        refused: the reason that this integration is impossible; empty if it is possible.
+        same_recipes: whether the recipe of each pair equals the one that `axcore.use` produces.
     """
 
     integration: Integration
@@ -48,7 +48,7 @@ class Counted:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What `axcore loc measure` found."""
+    """The result of `axcore loc measure`."""
 
     feature: feature.Measured
     counted: Counted
@@ -61,7 +61,7 @@ class Measurement:
 
     @property
     def sound(self) -> bool:
-        """Whether every variant has the feature, and every control that does the same was measured as what it is."""
+        """Whether every variant has the feature, and every equivalent control has its expected order."""
         done = [each for each in self.controls if each.same_recipes]
         return self.proof.holds and bool(done) and all(each.fit.order == each.integration.expected for each in done)
 
@@ -72,7 +72,7 @@ def measure(
     """Measures a feature, named as in `--use`, over the first `num_models` x `num_slots` variants.
 
     Raises:
-        AxcoreError: there is no such feature, not so many variants, or too few that it does not refuse.
+        AxcoreError: the feature does not exist, or too few variants exist or accept it.
     """
     start = time.process_time()
     objects = feature.core_objects()
@@ -105,7 +105,7 @@ def _refuse_too_few(
     measured: feature.Measured, models: Sequence[str], slots: Sequence[str], refused: Mapping[str, str]
 ) -> None:
     if min(len(models), len(slots)) < 2:
-        needed = f"to measure {measured.name} takes two models and two attentions or more"
+        needed = f"measuring {measured.name} requires at least two models and two attentions"
         raise ConfigError("\n".join([f"{needed}, not {len(models)} and {len(slots)}", *refused.values()]))
 
 
@@ -118,11 +118,11 @@ def _count(
     there: Mapping[str, int],
     **more: Any,
 ) -> Counted:
-    """Counts the lines of an integration for every number of models and of attentions up to those at hand.
+    """Counts the lines of an integration for every number of models and attentions.
 
     Args:
-        names: by which a source speaks of the plugin.
-        there: owner -> lines of other existing modules that do.
+        names: names that refer to the plugin.
+        there: owner -> lines of other existing modules that mention the plugin.
     """
     lines = {}
     for n in range(1, len(models) + 1):
@@ -140,7 +140,7 @@ def _count(
 def _control(
     integration: Integration, models: Sequence[str], slots: Sequence[str], call: str, texts: Mapping[Pair, str]
 ) -> dict[str, Any]:
-    """Composes the recipes of a control, to see that they are those of `axcore.use`; what `Counted` says of it."""
+    """Composes the recipes of a control and compares them with those of `axcore.use`; see `Counted`."""
     edited = integration.edit(workspace.sources(models, slots), call)
     with workspace.installed(edited):
         made, refused = composed(edited)
@@ -156,7 +156,7 @@ def _mentioning(source: str, names: frozenset[str]) -> int:
 
 
 def _written(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Modules of these sources that are loaded, and whose files are not what they were."""
+    """Loaded modules of these sources whose files have changed."""
     for owner, files in before.items():
         for path in files.keys() & after[owner].keys():
             module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

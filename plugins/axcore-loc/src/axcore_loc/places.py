@@ -1,8 +1,8 @@
-"""Where a feature is in a config tree, and where it should be, told by the trees themselves.
+"""Determines from config trees where a feature is and where it should be.
 
-A feature's *anchors* are the nodes of the original tree that hold what it brought, that it replaced, or whose values it
-changed. Each has a *role*: the slot of a kind of parent, filled by a kind of node. Wherever a variant has a node of a
-role that was an anchor in any variant, the feature should be there too.
+A feature's *anchors* are the nodes of the original tree that contain its nodes, that it replaced, or whose values it
+changed. Each has a *role*: the slot of a kind of parent, filled by a kind of node. If a role was an anchor in any
+variant, every variant with a node of this role should have the feature there.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from axcore.config import Config, get, walk
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """The place of a node: its parent's classes, the slot, its own classes, each by name, most special first."""
+    """The place of a node: names of its parent's classes, the slot, and names of its own classes, subclasses first."""
 
     parents: tuple[str, ...]
     slot: str
     classes: tuple[str, ...]
 
     def covers(self, other: Role) -> bool:
-        """Whether another place is of the same kind: slots of one name, classes that are those here or below them."""
+        """Whether another place is of the same kind: the same slot name, and the same classes or subclasses."""
         same_parent = not self.parents or self.parents[0] in other.parents
         return self.slot == other.slot and same_parent and self.classes[0] in other.classes
 
@@ -34,12 +34,12 @@ class Role:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Of one variant.
+    """The places in one variant.
 
     Attributes:
-        brought: paths, in the new tree, of the nodes that the plugin supplied.
-        anchors: path in the original tree -> role.
-        roles: the same for every node of the original tree.
+        brought: paths in the new tree of the plugin's nodes.
+        anchors: path in the original tree -> role, for the anchors.
+        roles: path in the original tree -> role, for every node.
     """
 
     brought: tuple[str, ...]
@@ -47,14 +47,14 @@ class Places:
     roles: dict[str, Role]
 
     def missing(self, expected: Iterable[Role]) -> list[str]:
-        """Paths of the original tree where the feature should be, by these roles, and is not."""
+        """Paths of the original tree where the feature is expected by these roles but missing."""
         expected = set(expected)
         wanted = {path for path, role in self.roles.items() if any(each.covers(role) for each in expected)}
         return sorted(wanted - self.anchors.keys())
 
 
 def places(before: Config, after: Config, package: str) -> Places:
-    """Where a feature of a plugin, whose code is in `package`, was attached."""
+    """The places where a feature of a plugin was attached, given the plugin's package."""
     roles = dict(_roles(before))
     brought = tuple(path for path, node in walk(after) if f"{type(node).__module__}.".startswith(f"{package}."))
     anchors = {_nearest(path, roles) for path in brought} | set(_edited(before, after))
@@ -72,20 +72,20 @@ def _roles(root: Config) -> Iterable[tuple[str, Role]]:
 
 
 def _classes(node: Any) -> tuple[str, ...]:
-    """The classes that a node builds, or is of, by name."""
+    """The names of the classes that a node builds or is an instance of."""
     cls = type(node).target or type(node)
     return tuple(f"{each.__module__}.{each.__qualname__}" for each in cls.__mro__ if each is not object)
 
 
 def _nearest(path: str, known: Iterable[str]) -> str:
-    """The longest path that is known, of this one and those above it."""
+    """The longest known path among this one and its ancestors."""
     while path and path not in known:
         path = path.rpartition(".")[0]
     return path
 
 
 def _edited(before: Config, after: Config) -> Iterable[str]:
-    """Nodes in whose place there is a node of another class, or with other values of its own."""
+    """Nodes that were replaced by a node of another class or with other values."""
     now = dict(walk(after))
     for path, node in walk(before):
         other = now.get(path)
@@ -94,6 +94,6 @@ def _edited(before: Config, after: Config) -> Iterable[str]:
 
 
 def _values(node: Config) -> dict[str, Any]:
-    """The fields that hold no nodes."""
+    """The fields without nodes."""
     held = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     return {name: value for name, value in held.items() if next(iter(walk(value)), None) is None}

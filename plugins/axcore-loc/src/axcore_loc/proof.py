@@ -1,7 +1,7 @@
-"""Proof, from what is built, that a variant has a feature and works.
+"""Proves that a built variant has a feature and works.
 
-`by_shapes` builds a variant without computing anything, and looks at the modules and at the traced program: quick, for
-every variant. `by_numbers` compiles and runs a training step: slower, for some.
+`by_shapes` builds a variant with abstract shapes and checks the modules and the traced program. It is fast and runs for
+every variant. `by_numbers` compiles and runs a training step. It is slower and runs for some variants.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from axcore_loc.places import Places
 BATCH, SEQ = 2, 12
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 NOISE = 0.05
-"""Spread of parameters that are no matrices, around one."""
+"""Spread around one of parameters that are not matrices."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A model as shapes, and the program of its loss.
+    """A model with abstract shapes, and the program of its loss.
 
     Attributes:
         modules: path -> class of every module.
@@ -51,11 +51,11 @@ class Built:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What the shapes of a variant show.
+    """The result of `by_shapes`.
 
     Attributes:
-        new_parameters: paths of those that it has with the feature and not without.
-        faults: what speaks against the feature being there, in sentences; empty is the proof.
+        new_parameters: paths of parameters that exist only with the feature.
+        faults: evidence against the feature, as sentences. Empty if the proof succeeds.
     """
 
     new_parameters: tuple[str, ...]
@@ -64,10 +64,10 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What a training step of a variant showed; `faults` as in `Shapes`.
+    """The result of `by_numbers`, with `faults` as in `Shapes`.
 
     Attributes:
-        loss, loss_without: nats; of the same parameters where both have them.
+        loss, loss_without: losses in nats with and without the feature, with equal values of shared parameters.
     """
 
     loss: float
@@ -84,18 +84,18 @@ def build(recipe: Any) -> Built:
 
 
 def by_shapes(without: Built, having: Built, found: Places, cfg: Config) -> Shapes:
-    """Holds what was built of `cfg`, a whole recipe, against its places."""
+    """Compares the model built from `cfg`, a whole recipe, with the expected places."""
     faults = []
     inside = [path.removeprefix("model.") for path in found.brought if path.startswith("model.")]
     for path in inside:
         wanted = get(cfg, f"model.{path}").target
         if isinstance(wanted, type) and issubclass(wanted, nnx.Module) and having.modules.get(path) is not wanted:
-            faults.append(f"{path} should be a {wanted.__name__} and is {having.modules.get(path)}")
+            faults.append(f"{path} should be a {wanted.__name__} but is {having.modules.get(path)}")
     if not found.brought and not found.anchors:
         faults.append("nothing changed")
     touches_model = inside or any(path.startswith("model") for path in found.anchors)
     if touches_model and str(without.program) == str(having.program):
-        faults.append("the loss is computed as without it")
+        faults.append("the program of the loss is the same without the feature")
     new = sorted(set(having.names) - set(without.names))
     _, used = partial_eval.dce_jaxpr(having.program.jaxpr, [True] * len(having.program.jaxpr.outvars))
     alive = dict(zip(having.names, used, strict=False))
@@ -104,11 +104,11 @@ def by_shapes(without: Built, having: Built, found: Places, cfg: Config) -> Shap
 
 
 def by_numbers(before: Any, after: Any, shapes: Shapes, changes_model: bool) -> Numbers:
-    """Runs a training step of a recipe with the feature, and one without it, on the same parameters.
+    """Runs a training step with the feature and one without it, on the same parameters.
 
     Args:
         before, after: whole recipes.
-        changes_model: whether the feature is in the model; else it must show in what a step does.
+        changes_model: whether the feature changes the model. Otherwise it must change the training step.
     """
     much = Until.GRADIENTS if changes_model else Until.UPDATE
     ran, without = _step(after, much), _step(before, Until.LOSS if changes_model else much)
@@ -121,9 +121,9 @@ def by_numbers(before: Any, after: Any, shapes: Shapes, changes_model: bool) -> 
     faults += [f"no gradient reaches {path}" for path in shapes.new_parameters if not np.any(ran.grads[path])]
     faults += [f"{path} is not finite after a step" for path, leaf in ran.moved.items() if not np.isfinite(leaf).all()]
     if changes_model and ran.loss == without.loss:
-        faults.append("the loss is the same without it")
+        faults.append("the loss is the same without the feature")
     if not changes_model and all(np.array_equal(leaf, without.moved[path]) for path, leaf in ran.moved.items()):
-        faults.append("a step moves every parameter as without it")
+        faults.append("a step changes every parameter in the same way without the feature")
     return Numbers(ran.loss, without.loss, tuple(faults))
 
 
@@ -133,7 +133,7 @@ def _broken(leaves: dict[str, np.ndarray]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Ran:
-    """A training step: the loss, and by path the gradients, and the parameters after."""
+    """A training step: the loss, and by path the gradients and the updated parameters."""
 
     loss: float
     grads: dict[str, np.ndarray]
@@ -141,7 +141,7 @@ class _Ran:
 
 
 class Until(enum.Enum):
-    """How much of a training step is run; each more costs compile time."""
+    """How much of a training step to run. Later stages cost more compile time."""
 
     LOSS = enum.auto()
     GRADIENTS = enum.auto()
@@ -149,11 +149,11 @@ class Until(enum.Enum):
 
 
 def _step(recipe: Any, until: Until) -> _Ran:
-    """One training step of a recipe, or the beginning of it."""
+    """One training step of a recipe, up to the given stage."""
     fn, shapes, state = abstract(recipe.model, "model")
     learner = recipe.learner.build(fn.axes)
     params = jax.tree.map_with_path(_value, shapes, fn.axes)
-    if jax.tree.leaves(state):  # seldom; what layers keep is as they start it
+    if jax.tree.leaves(state):  # rare: only layers with state need their initial values
         _, state = jax.jit(initializer(recipe.model), compiler_options=QUICK_COMPILE)(jax.random.key(0))
 
     def objective(params: Tree) -> jax.Array:
@@ -174,7 +174,7 @@ def _step(recipe: Any, until: Until) -> _Ran:
 
 
 def _objective(recipe: Any, fn: Functional, params: Tree, state: Tree) -> jax.Array:
-    """The loss that is trained, with all that layers add to it."""
+    """The training loss, including the losses that layers add."""
     objective: Objective = recipe.objective.build()
     return objective.value(fn, params, state, _batch(recipe.model), key=jax.random.key(0), training=True)
 
@@ -186,10 +186,10 @@ def _batch(model: Any) -> dict[str, jax.Array]:
 
 
 def _value(path: Any, shape: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> np.ndarray:
-    """A value that depends on the parameter's path alone, so that two models share what they both have.
+    """A value that depends only on the parameter's path, so that two models share equal parameters.
 
-    Matrices keep the size of what they multiply; all else is near one. Nothing is zero: what starts at zero by its
-    initializer (a bias, the second half of LoRA) would hide what it feeds.
+    Matrices preserve the scale of their inputs, and all other parameters are near one. No value is zero, since
+    parameters that start at zero (a bias, the second half of LoRA) would hide what depends on them.
     """
     random = np.random.default_rng(zlib.crc32(_name(path).encode())).standard_normal(shape.shape)
     inputs = [size for size, axis in zip(shape.shape, axes, strict=True) if axis != "layer"][:-1]
@@ -197,7 +197,7 @@ def _value(path: Any, shape: jax.ShapeDtypeStruct, axes: tuple[str | None, ...])
 
 
 def paths(tree: Tree) -> list[str]:
-    """The dotted path of each leaf, in the order in which jax takes them."""
+    """The dotted path of each leaf, in jax's order."""
     return [_name(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 

@@ -1,4 +1,4 @@
-"""What `axcore loc measure` prints, as text and as JSON."""
+"""The output of `axcore loc measure`, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN_FAULTS = 10
 def as_json(found: Measurement) -> dict[str, Any]:
     """The measurement as plain values.
 
-    `order` is null where the proof failed. `lines` are those of existing modules by owner, and of the plugin, all new.
+    `order` is null if the proof failed. `lines` counts lines of existing modules by owner, and of the plugin itself.
     """
     n, m = max(found.counted.lines)
     full = found.counted.full

@@ -1,4 +1,4 @@
-"""The variants as a distribution of their own, whose sources can be edited, counted and used as recipes."""
+"""The variants as a separate distribution, whose sources can be edited, counted and used as recipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Sources = Mapping[str, str]
 """Path below the package -> source."""
 
 GRID = "grid.py"
-"""The module that crosses models with attentions; each pair is a recipe of it."""
+"""The module that combines models with attentions. Each pair is one of its recipes."""
 
 _GRID = '''"""Every model with every attention."""
 
@@ -63,21 +63,21 @@ def axcore_recipes() -> list[Recipe]:
 
 
 def names(kind: str, count: int | None = None) -> list[str]:
-    """The first `count` variants of a kind, `models` or `attentions`; the plainest first.
+    """The first `count` variants of a kind, `models` or `attentions`, simplest first.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: there are fewer variants.
     """
     plainest = {"models": "small", "attentions": "mha"}[kind]
     found = sorted(path.stem for path in (VARIANTS / kind).glob("*.py") if path.stem != "__init__")
     found.sort(key=lambda name: name != plainest)
     if count is not None and not 0 < count <= len(found):
-        raise ConfigError(f"there are {len(found)} {kind}, so from 1 to {len(found)} of them can be had, not {count}")
+        raise ConfigError(f"the number of {kind} must be from 1 to {len(found)}, not {count}")
     return found[:count]
 
 
 def sources(models: Sequence[str], attentions: Sequence[str]) -> Sources:
-    """The sources of some models x some attentions, before any feature is integrated."""
+    """The sources of the given models and attentions, before any feature is added."""
     copied = ["__init__.py", "training.py", "models/__init__.py", "attentions/__init__.py"]
     copied += [f"models/{name}.py" for name in models] + [f"attentions/{name}.py" for name in attentions]
     listed = {"models": tuple(models), "attentions": tuple(attentions)}
@@ -94,7 +94,7 @@ def _read(path: str) -> str:
 
 
 def owner(path: str) -> str:
-    """Whose a path of the sources is: `recipe` for what composes the variants, `models` for the variants."""
+    """The owner of a path: `recipe` for the module that composes the variants, `models` for the variants."""
     return "recipe" if path in (GRID, "plugin.py") else "models"
 
 
@@ -109,7 +109,7 @@ def recipe_names(each: Sources) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def installed(each: Sources) -> Iterator[None]:
-    """While it is open, the sources are an installed plugin, and each pair is the recipe `MODEL-ATTENTION`."""
+    """Installs the sources as a plugin while active, in which each pair is the recipe `MODEL-ATTENTION`."""
     with tempfile.TemporaryDirectory(prefix="axcore-loc-") as folder:
         for path, source in each.items():
             file = Path(folder, PACKAGE, path)
@@ -129,7 +129,7 @@ def installed(each: Sources) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Lets the next import and the next look at the registry see what is on the path now."""
+    """Clears cached modules and the registry, so that they are read again from the current path."""
     for module in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
         del sys.modules[module]
     importlib.invalidate_caches()

@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel."""
+"""A short causal convolution per channel."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from axcore_mamba2.documents import Documents, cached_rows
 
 
 class CausalConv(ax.Layer):
-    """`y_t = sum_k weight_k x_{t - width + 1 + k} + bias`, each channel by itself, inside a document.
+    """`y_t = sum_k weight_k x_{t - width + 1 + k} + bias`, per channel and within a document.
 
-    What lies before a document counts as zeros. The sum is in float32.
+    Positions before a document count as zeros. The sum is in float32.
     """
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
         width: int = ax.REQUIRED
         init: Initializer = FanIn(scale=1 / 3)
-        """The variance of the published code, whose weights start uniform within 1 / sqrt(width)."""
+        """Has the variance of the published code, whose initial weights are uniform within 1 / sqrt(width)."""
         use_bias: bool = True
         axes: tuple[str | None, str | None] | None = None
         """Logical axes of the weight, [width, input_dim]; None: the parent's, or replicated."""
         batch_size: int | None = None
-        """Rows that are decoded together; the end of what they held is kept for the next call. None: nothing is."""
+        """Number of rows decoded together, whose last inputs are kept for the next call. None keeps nothing."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> CausalConv.Config:
             return self.set(batch_size=batch_size)

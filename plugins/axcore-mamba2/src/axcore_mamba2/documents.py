@@ -1,4 +1,4 @@
-"""Where documents begin in a row, and what of a row the next call still needs."""
+"""Document boundaries within rows, and the end of a row that the next call requires."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Documents:
     """The documents of the tokens of one call.
 
     Attributes:
-        numbers: int32 [batch, seq], 0 for tokens that go on with the document of the call before, then 1, 2, ...; None:
-            one document, and nothing before it.
-        valid: bool [batch, seq], false where there is no token; None: all are tokens.
-        cached: the rows that the tokens continue, while decoding.
+        numbers: int32 [batch, seq], 0 for tokens that continue the document of the previous call, then 1, 2, ... None
+            means one document that starts with this call.
+        valid: bool [batch, seq], false at padding. None means that all are tokens.
+        cached: the cached rows that the tokens continue while decoding.
     """
 
     numbers: jax.Array | None
@@ -29,13 +29,13 @@ class Documents:
 
     @classmethod
     def of(cls, tokens: TokenInfo, batch: int, last_segment: jax.Array | None = None) -> Documents:
-        """What `tokens` say.
+        """The documents that `tokens` describe.
 
-        A document begins at index 0 of the row, and where the segment differs from that of the token before.
+        A document begins at index 0 of the row and wherever the segment differs from the previous token's.
 
         Args:
-            batch: rows in the call.
-            last_segment: int32 [batch], the segment with which the call before ended; None: there was none.
+            batch: number of rows in the call.
+            last_segment: int32 [batch], the last segment of the previous call, or None if there is none.
         """
         shape = (batch, tokens.index.shape[1])
         valid = None if tokens.valid is None else jnp.broadcast_to(tokens.valid, shape)
@@ -51,25 +51,25 @@ class Documents:
         return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32), valid, tokens.cached)
 
     def only_tokens(self, x: jax.Array) -> jax.Array:
-        """x [batch, seq, features], 0 where there is no token."""
+        """x [batch, seq, features], 0 at padding."""
         return x if self.valid is None else jnp.where(self.valid[..., None], x, 0)
 
     def where_same(self, lag: int, x: jax.Array) -> jax.Array:
-        """x [batch, seq, features], 0 where the token and that `lag` places before it are of two documents."""
+        """x [batch, seq, features], 0 where the token `lag` places earlier belongs to another document."""
         if self.numbers is None or lag == 0:
             return x
         before = jnp.pad(self.numbers, ((0, 0), (lag, 0)))[:, : x.shape[1]]
         return jnp.where((before == self.numbers)[..., None], x, 0)
 
     def ending(self, past: jax.Array, x: jax.Array) -> jax.Array:
-        """The end of past and x, up to the last token: what the next call needs to go on.
+        """The last `length` places of past and x up to the last token, which the next call requires.
 
         Args:
-            past: [batch, length, features], what the call before kept.
-            x: [batch, seq, features], of this call.
+            past: [batch, length, features], kept by the previous call.
+            x: [batch, seq, features], from this call.
 
         Returns:
-            [batch, length, features] in the dtype of past, 0 where the last token's document had not begun.
+            [batch, length, features] in the dtype of past, 0 before the start of the last token's document.
         """
         assert self.numbers is not None
         seq, length = x.shape[1], past.shape[1]
@@ -89,5 +89,5 @@ def cached_rows(tokens: TokenInfo | Documents) -> CachedRows:
         ContextError: the model was called without a `Decoder`.
     """
     if tokens.cached is None:
-        raise ContextError("a model that keeps the state of its rows is called through axcore.infer.Decoder")
+        raise ContextError("a model that keeps the state of its rows must be called through axcore.infer.Decoder")
     return tokens.cached

@@ -1,4 +1,4 @@
-"""The feature `mamba2`: Mamba-2 in the place of attention."""
+"""The feature `mamba2`: replaces attention by Mamba-2."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def use_mamba2(
     where: ax.Where = BaseAttention,
     attention_every: int | None = None,
 ) -> ax.Config:
-    """Puts Mamba-2 in place of every selected attention, or of most.
+    """Replaces every selected attention, or most of them, by Mamba-2.
 
     Args:
         state_dim, head_dim, expand, num_groups, conv_width, chunk: see `Mamba2.Config`.
         where: which attentions.
-        attention_every: of each so many layers the last keeps its attention, as in the hybrids of Dao and Gu 2024,
-            section 9.2.3; a `Repeat` then repeats groups of so many layers. None: no layer keeps it.
+        attention_every: the last of every `attention_every` layers keeps its attention, as in the hybrids of Dao and Gu
+            2024, section 9.2.3. A `Repeat` then repeats groups of that many layers. None keeps no attention.
 
     Raises:
         ConfigError: nothing is selected.
@@ -47,7 +47,7 @@ def use_mamba2(
     if attention_every is None:
         return ax.select(cfg, where).map(in_place_of)
     if attention_every < 2:
-        raise ax.ConfigError(f"attention_every must be at least 2, not {attention_every}; None keeps no attention")
+        raise ax.ConfigError(f"attention_every must be at least 2, not {attention_every}. None keeps no attention.")
 
     def most(path: str, old: ax.Config, number: int) -> ax.Config:
         return old if number % attention_every == attention_every - 1 else in_place_of(path, old)

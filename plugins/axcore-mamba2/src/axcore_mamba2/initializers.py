@@ -1,4 +1,4 @@
-"""How the recurrence starts: the rates and step sizes of the published code (github.com/state-spaces/mamba)."""
+"""Initializers of decay rates and step sizes, as in the published code (github.com/state-spaces/mamba)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class LogRates(Initializer):
 
 
 class StepBias(Initializer):
-    """The inverse softplus of step sizes that are log-uniform from `low` to `high`, and `floor` at least.
+    """The inverse softplus of step sizes that are log-uniform from `low` to `high`, and at least `floor`.
 
-    With it the step of a token is in this range where the projection of the token is near 0.
+    The step size of a token is then in this range if the projection of the token is near 0.
     """
 
     low: float = 1e-3

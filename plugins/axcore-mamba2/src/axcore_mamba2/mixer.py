@@ -19,31 +19,31 @@ from axcore_mamba2.ssd import ssd
 
 
 class Mamba2(ax.Layer):
-    """A selective state space model with a scalar decay for each head, called as `axcore.nn.Attention` is.
+    """A selective state space model with a scalar decay per head, called like `axcore.nn.Attention`.
 
-    The names are the paper's; in terms of attention x is the value, B the key and C the query. Each has a projection
-    of its own, so that heads may lie on different devices. A published checkpoint holds them in one matrix, `in_proj`,
-    in the order z, x, B, C, dt, and the convolutions of x, B, C in one.
+    The names are the paper's: in terms of attention, x is the value, B the key and C the query. Each has a separate
+    projection, so that heads can be sharded. A published checkpoint has one matrix `in_proj` for z, x, B, C and dt, in
+    this order, and one convolution for x, B and C.
 
-    Documents of a packed row do not see each other: state and convolution start anew where `segment_ids` change. What
-    is not `valid` changes no state, in front of the tokens of a call or behind them.
+    Documents of a packed row are separate: state and convolution restart where `segment_ids` change. Tokens that are
+    not `valid`, before or after the tokens of a call, do not change the state.
 
-    For remat policies the values `query`, `key`, `value` and `heads` are tagged.
+    The values `query`, `key`, `value` and `heads` are tagged for remat policies.
     """
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
         state_dim: int = 128
-        """Numbers that each feature of a head keeps."""
+        """Size of the state of each feature of a head."""
         layout_fields = ("chunk",)
         head_dim: int = 64
         expand: int = 2
-        """The heads have `expand * input_dim` features together."""
+        """The heads have `expand * input_dim` features in total."""
         num_groups: int = 1
         """Each group of consecutive heads shares B and C."""
         conv_width: int = 4
         chunk: int = 256
-        """Tokens that see each other directly, by a matrix [chunk, chunk] for each head. No number depends on it."""
+        """Tokens per chunk, which interact through a [chunk, chunk] matrix per head. Does not change the result."""
         z_proj: Linear.Config = Linear.Config()
         x_proj: Linear.Config = Linear.Config()
         B_proj: Linear.Config = Linear.Config()
@@ -53,15 +53,15 @@ class Mamba2(ax.Layer):
         B_conv: CausalConv.Config = CausalConv.Config()
         C_conv: CausalConv.Config = CausalConv.Config()
         A_init: Initializer = LogRates()
-        """Of the logarithm of -A."""
+        """Initializer of the logarithm of -A."""
         dt_init: Initializer = StepBias()
-        """Of the bias of dt, before the softplus."""
+        """Initializer of the bias of dt, before the softplus."""
         D_init: Initializer = Ones()
         norm: ax.Layer.Config = GatedRMSNorm.Config()
-        """Called as `(heads, z)`, both [batch, seq, expand * input_dim]; is offered `input_dim` and `num_groups`."""
+        """Called as `(heads, z)`, both [batch, seq, expand * input_dim]. Receives `input_dim` and `num_groups`."""
         out_proj: Linear.Config = Linear.Config()
         batch_size: int | None = None
-        """Rows that are decoded together; the state is kept for the next call. None: nothing is."""
+        """Number of rows decoded together, whose state is kept for the next call. None keeps nothing."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Mamba2.Config:
             return self.set(batch_size=batch_size)
@@ -139,7 +139,7 @@ class Mamba2(ax.Layer):
 
     @staticmethod
     def _goes_on(kept: DecodingState, tokens: TokenInfo, shape: tuple[int, int]) -> jax.Array:
-        """bool [batch], whether a row begins, or goes on where it ended: a state cannot go back to an earlier token."""
+        """bool [batch], whether a row starts or continues at its end. A state cannot return to earlier tokens."""
         rows = cached_rows(tokens)
         index, length = jnp.broadcast_to(tokens.index, shape), rows.take(kept)
         exists = True if tokens.valid is None else tokens.valid
@@ -154,8 +154,8 @@ class Mamba2(ax.Layer):
         cached = cached_rows(tokens)
         if cached.slots is None and batch != self.config.batch_size:
             raise ax.ConfigError(
-                f"{self.frame.path}: Mamba2 keeps the state of batch_size={self.config.batch_size} rows and was called "
-                f"with {batch}; pass that many rows, or the slot of each"
+                f"{self.frame.path}: Mamba2 keeps the state of batch_size={self.config.batch_size} rows but was called "
+                f"with {batch}. Pass that many rows, or the slot of each."
             )
         before = cached.take(self.segment)
         documents = Documents.of(tokens, batch, before)

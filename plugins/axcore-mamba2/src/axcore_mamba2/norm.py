@@ -11,10 +11,10 @@ from axcore.nn import Initializer, Ones
 
 
 class GatedRMSNorm(ax.Layer):
-    """`rms_norm(x * silu(gate)) * scale`, in float32; each of `num_groups` parts of the features has an rms of its own.
+    """`rms_norm(x * silu(gate)) * scale`, in float32, with a separate rms for each of `num_groups` groups of features.
 
-    Source: Dao and Gu 2024, arXiv 2405.21060, section 7.1. One group for each that shares B and C, so that tensor
-    parallelism may split between groups (section 8.1).
+    Source: Dao and Gu 2024, arXiv 2405.21060, section 7.1. The groups match those that share B and C, so that tensor
+    parallelism can split between groups (section 8.1).
     """
 
     class Config(ax.Layer.Config):

@@ -27,18 +27,18 @@ def ssd(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T`, `y_t = h_t C_t` for every head.
 
-    Within a chunk each token sees the others directly, as in attention; between chunks it sees their state. The time
-    is linear in seq. The backward pass keeps only the arguments: the weights between tokens are computed again.
+    Tokens of a chunk interact directly, as in attention. Chunks interact through their states. The time is linear in
+    seq. The backward pass saves only the arguments and recomputes the weights between tokens.
 
     Args:
-        x: [batch, seq, head, head_dim]; matrix products are in its dtype, with float32 sums.
-        dt: float32 [batch, seq, head], the step sizes. A token whose step is 0 leaves the state as it is.
+        x: [batch, seq, head, head_dim]. Matrix products are in its dtype, with float32 sums.
+        dt: float32 [batch, seq, head], the step sizes. A token with step size 0 does not change the state.
         A: float32 [head], negative.
         B, C: [batch, seq, group, state_dim] in the dtype of x; each group serves `head / group` consecutive heads.
-        chunk: tokens in a chunk, at most.
-        state: float32 [batch, head, head_dim, state_dim], what came before; None: zeros.
-        documents: int32 [batch, seq], never falling: the state does not pass from one number to the next. It came
-            with number 0. None: all tokens have number 0.
+        chunk: largest number of tokens per chunk.
+        state: float32 [batch, head, head_dim, state_dim], the initial state; None for zeros.
+        documents: int32 [batch, seq], non-decreasing. The state is reset between different numbers; the initial state
+            belongs to number 0. None means number 0 for all tokens.
 
     Returns:
         y, float32 [batch, seq, head, head_dim], and the state after the last token.
@@ -46,21 +46,21 @@ def ssd(
     batch, seq, num_heads, head_dim = x.shape
     num_groups, state_dim = B.shape[2:]
     num_chunks = -(-seq // chunk)
-    chunk = -(-seq // num_chunks)  # as even as they can be
+    chunk = -(-seq // num_chunks)  # chunks as equal as possible
 
     def split(array: jax.Array) -> jax.Array:
-        """[batch, seq, ...] -> [batch, num_chunks, chunk, ...]. Tokens that are added at the end have dt = 0."""
+        """[batch, seq, ...] -> [batch, num_chunks, chunk, ...]. Padding at the end has dt = 0."""
         padding = [(0, 0), (0, num_chunks * chunk - seq), *[(0, 0)] * (array.ndim - 2)]
         return jnp.pad(array, padding).reshape(batch, num_chunks, chunk, *array.shape[2:])
 
     # Dimensions: b batch, c chunk, i and j tokens of a chunk, g group, r head of a group, p head_dim, n state_dim.
     per_group = (batch, seq, num_groups, num_heads // num_groups)
     inputs = split((x * dt[..., None]).astype(x.dtype).reshape(*per_group, head_dim))
-    decay = _running_sum(split((dt * A).reshape(per_group)))  # its logarithm, since the chunk began
+    decay = _running_sum(split((dt * A).reshape(per_group)))  # log decay since the start of the chunk
     B, C = split(B), split(C)
     linked, to_end, from_start, through = _links(documents, num_chunks, chunk)
 
-    # What tokens of a chunk give each other. Masked before the exponential, which would overflow above the diagonal.
+    # Interactions within a chunk. Masked before the exponential, which would overflow above the diagonal.
     by_head = tuple(jnp.moveaxis(part, 2, -1) for part in decay)
     between = sum(part[..., :, None] - part[..., None, :] for part in by_head)
     between = jnp.where(linked[:, :, None, None], between, -jnp.inf)
@@ -68,7 +68,7 @@ def ssd(
     weights = (scores[:, :, :, None] * jnp.exp(between)).astype(x.dtype)
     y = _product("bcgrij,bcjgrp->bcigrp", weights, inputs)
 
-    # What each chunk adds to the state, and how much of the state passes through it.
+    # The contribution of each chunk to the state, and the decay of the state across it.
     remaining = sum(part[:, :, -1:] - part for part in decay)
     remaining = jnp.where(to_end[..., None, None], jnp.exp(remaining), 0.0)
     added = _product("bcjgn,bcjgrp->cbgrpn", B, (inputs * remaining[..., None]).astype(x.dtype))
@@ -82,7 +82,7 @@ def ssd(
     first = jnp.zeros(added.shape[1:], jnp.float32) if state is None else state.reshape(added.shape[1:])
     after, before = jax.lax.scan(pass_chunk, first, (kept, added))
 
-    # What each token gets from the state before its chunk.
+    # The contribution of the state before the chunk to each token.
     seen = jnp.where(from_start[..., None, None], since_start, 0.0)
     y += _product("bcign,cbgrpn->bcigrp", C, before.astype(x.dtype)) * seen[..., None]
     y = y.reshape(batch, num_chunks * chunk, num_heads, head_dim)[:, :seq]
@@ -90,31 +90,31 @@ def ssd(
 
 
 LEAST = -104.0
-"""exp of this, and of anything below, is 0 in float32."""
+"""The exponential of this and of smaller values is 0 in float32."""
 
 
 def _running_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Running sums of dimension 2, as two parts whose differences are exact to float32.
+    """Running sums along dimension 2, in two parts whose differences have float32 accuracy.
 
-    A difference of plain float32 sums carries the rounding of their size: behind a hundred tokens that each decay by
-    exp(-100), the decay between the next two would be wrong by 1e-3. So multiples of a power of two, whose sums are
-    exact, are summed apart from the small rest.
+    A difference of plain float32 sums has a rounding error relative to the sums: after a hundred tokens that each decay
+    by exp(-100), the decay between the next two would be wrong by 1e-3. Therefore multiples of a power of two, whose
+    sums are exact, are summed separately from the small remainder.
 
     Args:
-        x: float32, not positive; what is below `LEAST` counts as `LEAST`.
+        x: float32, not positive. Values below `LEAST` count as `LEAST`.
     """
     x = jnp.maximum(x, LEAST)
     grain = 2.0 ** (math.ceil(math.log2(-LEAST * x.shape[2])) - 24)  # float32 holds integers up to 2**24
-    coarse = jnp.round(x / grain) * grain  # has no gradient, so that of x goes to the rest
+    coarse = jnp.round(x / grain) * grain  # has no gradient; the gradient of x goes to the remainder
     return jnp.cumsum(coarse, axis=2), jnp.cumsum(x - coarse, axis=2)
 
 
 def _links(documents: jax.Array | None, num_chunks: int, chunk: int) -> tuple[jax.Array, ...]:
-    """Between which places the state passes, as bool.
+    """Where the state is passed on, as bool.
 
     Returns:
         from token j to token i of a chunk [batch, num_chunks, i, j]; from j to the chunk's end [batch, num_chunks, j];
-        from the chunk's beginning to i [batch, num_chunks, i]; through the chunk [batch, num_chunks]. Without documents
+        from the chunk's start to i [batch, num_chunks, i]; across the chunk [batch, num_chunks]. Without documents,
         batch and num_chunks are 1.
     """
     causal = jnp.tril(jnp.ones((chunk, chunk), bool))[None, None]
@@ -123,6 +123,6 @@ def _links(documents: jax.Array | None, num_chunks: int, chunk: int) -> tuple[ja
     batch, seq = documents.shape
     numbers = jnp.pad(documents, ((0, 0), (0, num_chunks * chunk - seq)), mode="edge").reshape(batch, num_chunks, chunk)
     last = numbers[:, :, -1]
-    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)))  # the state came with number 0
+    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)))  # the initial state belongs to number 0
     linked = causal & (numbers[..., :, None] == numbers[..., None, :])
     return linked, numbers == last[..., None], numbers == before[..., None], last == before

@@ -1,4 +1,4 @@
-"""Losses that keep the load of experts even."""
+"""Losses that balance the load of experts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from axcore_moe.routing import Routing
 
 
 class LoadBalance(Config):
-    """`weight * num_experts * sum_i f_i P_i`, with f_i the mean number of a token's choices that are expert i, and P_i
-    the mean probability of expert i (Switch Transformers, arXiv 2101.03961, eq. 4-6; as `transformers` computes it)."""
+    """`weight * num_experts * sum_i f_i P_i`, where f_i is the mean number of choices of expert i per token and P_i its
+    mean probability (Switch Transformers, arXiv 2101.03961, eq. 4-6; as `transformers` computes it)."""
 
     weight: float
     scope: Literal["sequence", "batch", "global"] = "global"
-    """What the means are over: a row (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one shard of the batch, or
+    """The scope of the means: a row (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one shard of the batch, or
     all rows of the microbatch (Qiu et al. 2025, arXiv 2501.11873). The loss is the mean over these parts. With
     `Trainer.Config.microbatches`, the losses of `batch` and `global` are averaged over the microbatches of a step, so
-    they differ from those of the whole batch. Each layer adds its own loss."""
+    they differ from the losses of the whole batch. Each layer adds its own loss."""
     per_choice: bool = False
-    """Whether f is divided by the choices of a token, as in DeepSeek-V3."""
+    """Whether f is divided by the number of choices per token, as in DeepSeek-V3."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight")
 
     def __call__(self, routing: Routing, rows: int) -> LossSum:
-        """The loss, summed over its parts. The tokens are those of `rows` rows, one after another."""
+        """The loss, summed over its parts. The tokens are `rows` concatenated rows."""
         tokens, experts = routing.probs.shape
         chosen = jnp.zeros((tokens, experts), jnp.float32).at[routing.token, routing.expert].add(1.0)
         parts = {"sequence": rows, "batch": math.gcd(rows, _shards()), "global": 1}[self.scope]
@@ -49,7 +49,7 @@ def z_loss(routing: Routing, weight: float) -> LossSum:
 
 
 def _shards() -> int:
-    """Into how many parts the batch is spread."""
+    """The number of shards of the batch."""
     layout = active_layout()
     if layout is None:
         return 1

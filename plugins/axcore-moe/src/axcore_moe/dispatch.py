@@ -15,7 +15,7 @@ from axcore_moe.routing import Routing, RowAssignment, counts
 
 
 class Dispatch(Config):
-    """Base of dispatches. All compute the same sum, at different costs; some drop tokens if an expert is over
+    """Base class of dispatches. All compute the same sum at different costs. Some drop tokens if an expert exceeds its
     capacity."""
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
@@ -51,7 +51,7 @@ class Dropless(Dispatch):
 
 
 def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: int, matmul: GroupedMatmul) -> jax.Array:
-    """Applies to each row its expert: [rows, input_dim] -> the same shape. Rows may be in any order.
+    """Applies its expert to each row: [rows, input_dim] -> the same shape. Rows may be in any order.
 
     Args:
         expert: int32 [rows]; `num_experts` for rows without an expert, whose result is zeros.
@@ -68,11 +68,11 @@ def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: in
 
 
 class Capacity(Dispatch):
-    """Each expert has places for `factor` times its fair share; what finds none is dropped: the token passes by on the
-    residual (GShard, arXiv 2006.16668; Switch Transformers, arXiv 2101.03961, section 2.2).
+    """Each expert has a capacity of `factor` times its fair share of pairs. Pairs beyond it are dropped: their tokens
+    keep only the residual (GShard, arXiv 2006.16668; Switch Transformers, arXiv 2101.03961, section 2.2).
 
-    What a token gets then depends on the tokens around it, while decoding too. Parameters are those of the other
-    dispatches, so a model that was trained with it can be served with `Dropless`.
+    The output of a token then depends on other tokens, also while decoding. All dispatches use the same parameters, so
+    a model that was trained with `Capacity` can be served with `Dropless`.
     """
 
     factor: float = 1.25

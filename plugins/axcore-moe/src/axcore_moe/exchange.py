@@ -48,8 +48,8 @@ class Exchange(Dispatch):
             return Dropless(matmul=self.matmul)(experts, x, routing)
         if routing.choices is None:
             raise ax.ConfigError(
-                "dispatch=Exchange needs a router that gives every token the same number of experts, such as TopK; "
-                "with this one take dispatch=Dropless()"
+                "dispatch=Exchange requires a router that gives every token the same number of experts, such as TopK. "
+                "With this router use dispatch=Dropless()."
             )
         tokens, num_experts = x.shape[0], routing.num_experts
         missing = -tokens % layout.mesh.size

@@ -33,7 +33,7 @@ class Experts(ax.Layer):
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         block = cfg.block
         if block.hidden_dim is ax.REQUIRED:
-            raise ax.ConfigError("block.hidden_dim is REQUIRED; set the hidden features of each expert")
+            raise ax.ConfigError("block.hidden_dim is REQUIRED. Set it to the hidden features of each expert.")
         at_least(block, 1, "hidden_dim")
         into, out_of = (cfg.input_dim, block.hidden_dim), (block.hidden_dim, cfg.input_dim)
         self.gate = self._maps("gate", block.gate, into, ("expert", "embed", "mlp"), rngs)
@@ -49,7 +49,7 @@ class Experts(ax.Layer):
 
     @ax.method
     def grouped(self, x: jax.Array, expert: jax.Array, sizes: jax.Array, matmul: GroupedMatmul) -> jax.Array:
-        """Applies to each row its expert.
+        """Applies its expert to each row.
 
         Args:
             x: [rows, input_dim], sorted by expert.

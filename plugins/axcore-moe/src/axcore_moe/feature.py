@@ -47,7 +47,7 @@ def use_moe(
     bias_rate: float | None = None,
     where: ax.Where = FeedForward,
 ) -> ax.Config:
-    """Replaces every selected feed-forward block, or every n-th one, by a mixture of experts.
+    """Replaces every selected feed-forward block, or every n-th one, with a mixture of experts.
 
     Each expert has the config of the block that it replaces: its activation, gating, biases and initializers.
 
@@ -55,18 +55,18 @@ def use_moe(
         num_experts: experts of each mixture.
         top_k: number of experts of each token.
         every: the last of each `every` blocks becomes a mixture; a `Repeat` then repeats groups of `every` layers.
-        hidden_dim: hidden features of each expert; None: that of the block.
-        score, normalize, scale, groups, top_groups, jitter: of the router, see `TopK.Config`.
-        router_bias: whether the router's logits have a bias that is learned.
-        expert_choice: experts choose tokens, `top_k` for each on average. It is not causal, see `ExpertChoice`.
+        hidden_dim: hidden features of each expert. None keeps the block's.
+        score, normalize, scale, groups, top_groups, jitter: options of the router, see `TopK.Config`.
+        router_bias: whether the router's logits have a learned bias.
+        expert_choice: experts choose tokens, on average `top_k` experts per token. Not causal, see `ExpertChoice`.
         dispatch: how tokens are sent to experts; see `Dispatch`.
-        capacity_factor: places of an expert, as a multiple of its fair share; it needs dispatch="capacity".
+        capacity_factor: capacity of an expert as a multiple of its fair share. Requires dispatch="capacity".
         shared_experts: number of experts that compute every token, as one block of that many times the hidden features.
-        balance: weight of the load-balance loss, 0 leaves it out; None: 0.01, or 0 where `bias_rate` or `expert_choice`
-            balances.
+        balance: weight of the load-balance loss; 0 disables it. None means 0.01, or 0 with `bias_rate` or
+            `expert_choice`.
         balance_scope: see `LoadBalance.scope`.
         z_loss: weight of the router's z-loss.
-        bias_rate: balances without a loss, see `TopK.Config`; DeepSeek-V3 has 0.001.
+        bias_rate: balances without a loss, see `TopK.Config`. DeepSeek-V3 uses 0.001.
         where: which blocks.
 
     Raises:
@@ -79,26 +79,26 @@ def use_moe(
     chosen = DISPATCHES.get(dispatch) if isinstance(dispatch, str) else dispatch
     if not isinstance(chosen, Dispatch):
         raise ax.ConfigError(
-            f"dispatch={dispatch!r} is not a dispatch; give a Dispatch, or one of {', '.join(DISPATCHES)}"
+            f"dispatch={dispatch!r} is not a dispatch. Give a Dispatch, or one of {', '.join(DISPATCHES)}."
         )
     if capacity_factor is not None:
         if not isinstance(chosen, Capacity):
-            raise ax.ConfigError(f"capacity_factor={capacity_factor} needs dispatch='capacity', not {dispatch!r}")
+            raise ax.ConfigError(f"capacity_factor={capacity_factor} requires dispatch='capacity', not {dispatch!r}")
         chosen = chosen.set(factor=capacity_factor)
     if balance is None:
         balance = 0.01 if bias_rate is None and not expert_choice else 0.0
     elif balance and expert_choice:
-        raise ax.ConfigError(f"expert_choice has no use for balance={balance}: all experts have the same load")
+        raise ax.ConfigError(f"balance={balance} has no effect with expert_choice, which gives all experts equal loads")
     changed: list[str] = []
     mixtures = [path for path, node in walk(cfg) if isinstance(node, MoE.Config)]
 
     def edit(path: str, block: Any, number: int) -> Any:
         if above := next((each for each in mixtures if path.startswith(f"{each}.")), None):
-            raise ax.ConfigError(f"{above} is a mixture of experts already; select other blocks with where=")
+            raise ax.ConfigError(f"{above} is already a mixture of experts. Select other blocks with where=.")
         if number % every != every - 1:
             return block
         if not isinstance(block, FeedForward.Config):
-            raise ax.ConfigError(f"only a FeedForward becomes a mixture of experts, and this is {block!r}")
+            raise ax.ConfigError(f"only a FeedForward can become a mixture of experts, not {block!r}")
         changed.append(path)
         expert = block if hidden_dim is None else block.set(hidden_dim=hidden_dim)
         expert = expert.set(dtypes=None, tags=())
@@ -118,7 +118,7 @@ def use_moe(
 
     edited = edit_layers(cfg, where, edit)
     if not changed:
-        raise ax.ConfigError(f"every={every} is more than the feed-forward blocks that were selected, so none changed")
+        raise ax.ConfigError(f"every={every} exceeds the number of selected feed-forward blocks, so none would change")
     if isinstance(edited, Trainer.Config):
         edited = edited.set(callbacks={**edited.callbacks, "starvation": StarvationWarning.Config()})
     return edited
@@ -141,8 +141,8 @@ def _router(
     if expert_choice:
         if (score, normalize, scale, groups, top_groups, bias_rate) != ("softmax", True, 1.0, 1, 1, None):
             raise ax.ConfigError(
-                "expert_choice has no use for score, normalize, scale, groups, top_groups and bias_rate: they tell how "
-                "tokens choose"
+                "score, normalize, scale, groups, top_groups and bias_rate have no effect with expert_choice: they "
+                "control how tokens choose experts"
             )
         return ExpertChoice.Config(capacity_factor=float(top_k), jitter=jitter)
     return TopK.Config(

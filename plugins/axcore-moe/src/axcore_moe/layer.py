@@ -1,4 +1,4 @@
-"""A mixture of experts, in the place of a feed-forward block."""
+"""A mixture of experts, in place of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from axcore_moe.routing import Routing
 
 
 class StarvedSteps(nnx.Variable[Any]):
-    """int32 [experts]: for how many training steps (microbatches) in a row each expert got almost nothing."""
+    """int32 [experts]: the number of consecutive training steps (microbatches) in which each expert was starved."""
 
 
 class MoE(ax.Layer):
-    """A router sends each token to some of many feed-forward blocks (Shazeer et al. 2017, arXiv 1701.06538).
+    """A router sends each token to a few of many feed-forward blocks (Shazeer et al. 2017, arXiv 1701.06538).
 
-    It reports `max_load` and `min_load` (the load of the busiest and the idlest expert, as a multiple of the mean),
-    `dropped` (the share of choices that no expert computed) and `starved` (experts that have starved for long).
+    It reports `max_load` and `min_load` (the largest and smallest load of an expert, as a multiple of the mean),
+    `dropped` (the fraction of choices that no expert computed) and `starved` (the number of starved experts).
     """
 
     class Config(ax.Layer.Config):
@@ -38,14 +38,14 @@ class MoE(ax.Layer):
         shared: FeedForward.Config | None = None
         """A block that computes every token (DeepSeekMoE, arXiv 2401.06066, section 3.2)."""
         shared_gate: Linear.Config | None = None
-        """Given: the shared block's output is multiplied by the sigmoid of one feature (Qwen2-MoE)."""
+        """If given, the shared block's output is multiplied by the sigmoid of this map's one feature (Qwen2-MoE)."""
         balance: LoadBalance | None = None
         z_loss: float = 0.0
-        """Weight of the router's z-loss; 0 leaves it out."""
+        """Weight of the router's z-loss; 0 disables it."""
         starving_load: float = 0.1
-        """An expert starves in a step in which it has less than so much of the mean load."""
+        """An expert starves in a step if its load is below this fraction of the mean load."""
         starving_steps: int = 100
-        """Steps in a row after which an expert counts as starved."""
+        """Consecutive steps of starving after which an expert counts as starved."""
 
     config: Config
 
@@ -53,7 +53,7 @@ class MoE(ax.Layer):
         at_least(cfg, 1, "num_experts", "starving_steps")
         at_least(cfg, 0, "z_loss", "starving_load")
         if cfg.shared_gate is not None and cfg.shared is None:
-            raise ax.ConfigError("shared_gate weighs the shared block, and shared is None")
+            raise ax.ConfigError("shared_gate requires a shared block, but shared is None")
         widths = {"input_dim": cfg.input_dim, "num_experts": cfg.num_experts}
         self.router = self.child("router", cfg.router, rngs, **widths)
         self.experts = self.child("experts", cfg.experts, rngs, **widths)

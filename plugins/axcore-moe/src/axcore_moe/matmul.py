@@ -1,4 +1,4 @@
-"""Grouped products by tokamax."""
+"""Grouped matrix products with tokamax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from axcore.nn import GroupedMatmul
 
 
 class Tokamax(GroupedMatmul):
-    """`tokamax.ragged_dot`: kernels for GPUs and TPUs, and its own fallback elsewhere."""
+    """`tokamax.ragged_dot`: kernels for GPUs and TPUs, with tokamax's fallback elsewhere."""
 
     def __call__(
         self,
@@ -23,5 +23,5 @@ class Tokamax(GroupedMatmul):
         try:
             import tokamax  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
-            raise ax.ConfigError(f"the grouped product Tokamax needs tokamax (pip install tokamax): {error}") from error
+            raise ax.ConfigError(f"Tokamax requires the package tokamax (pip install tokamax): {error}") from error
         return tokamax.ragged_dot(x, matrices, sizes, preferred_element_type=accumulate)

@@ -5,4 +5,4 @@ from axcore.plugin import Feature, hookimpl
 
 @hookimpl
 def axcore_features() -> list[Feature]:
-    return [Feature("moe", "axcore_moe.feature:use_moe", "Mixtures of experts in the place of feed-forward blocks.")]
+    return [Feature("moe", "axcore_moe.feature:use_moe", "Mixtures of experts in place of feed-forward blocks.")]

@@ -1,4 +1,4 @@
-"""Routers: layers that choose experts for tokens."""
+"""Routers, which choose experts for tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from axcore_moe.routing import Routing
 
 
 class Router(ax.Layer):
-    """Base of routers."""
+    """Base class of routers."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
         num_experts: int = ax.REQUIRED
         linear: Linear.Config = Linear.Config(dtypes=ax.DTypes(compute=jnp.float32))
-        """Makes the logits; in float32, since small differences choose other experts."""
+        """Computes the logits in float32, since small differences change the choice of experts."""
         jitter: float = 0.0
-        """While training its input is multiplied by random factors from 1 - jitter to 1 + jitter (Switch Transformers,
+        """In training, the input is multiplied by random factors from 1 - jitter to 1 + jitter (Switch Transformers,
         arXiv 2101.03961, section 2.4)."""
 
     config: Any
@@ -44,35 +44,35 @@ class Router(ax.Layer):
         return self.linear(x).astype(jnp.float32)
 
     def __call__(self, x: jax.Array) -> Routing:
-        """[tokens, input_dim] -> the routing of these tokens."""
+        """Routes tokens [tokens, input_dim]."""
         raise NotImplementedError
 
 
 class SelectionBias(nnx.Variable[Any]):
-    """float32 [experts], added to the scores that experts are chosen by. It is no parameter: no gradient moves it."""
+    """float32 [experts], added to the scores for the choice of experts. Not a parameter: it has no gradient."""
 
 
 class TopK(Router):
     """Each token chooses the experts with the highest scores (Shazeer et al. 2017, arXiv 1701.06538).
 
-    With groups, experts are chosen from the best groups only; a group is as good as its two best experts together
+    With groups, experts are chosen only from the best groups. The score of a group is the sum of its two highest scores
     (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     class Config(Router.Config):
         top_k: int = 2
-        """Experts for each token."""
+        """Experts per token."""
         score: Literal["softmax", "sigmoid"] = "softmax"
         normalize: bool = True
-        """Whether the weights of the chosen experts are divided by their sum. With softmax they are then the softmax
-        over the chosen logits (Mixtral); without, those of the softmax over all (Qwen2-MoE)."""
+        """Whether the weights of the chosen experts are divided by their sum. With softmax scores this gives the
+        softmax over the chosen logits (Mixtral), otherwise the softmax over all logits (Qwen2-MoE)."""
         scale: float = 1.0
         """Multiplies the weights."""
         groups: int = 1
         top_groups: int = 1
         bias_rate: float | None = None
-        """Given: a bias is added to the scores for the choice alone. Each training step raises it by so much for
-        experts with less than the mean load, and lowers it for others (Wang et al. 2024, arXiv 2408.15664, alg. 1)."""
+        """If given, a bias is added to the scores for the choice only. Each training step raises it by this amount for
+        experts below the mean load and lowers it for others (Wang et al. 2024, arXiv 2408.15664, alg. 1)."""
 
     config: Config
 
@@ -83,11 +83,11 @@ class TopK(Router):
         if cfg.num_experts % cfg.groups:
             raise ax.ConfigError(f"num_experts={cfg.num_experts} does not divide into groups={cfg.groups}")
         if cfg.top_groups > cfg.groups:
-            raise ax.ConfigError(f"top_groups={cfg.top_groups} is more than the groups={cfg.groups} that there are")
+            raise ax.ConfigError(f"top_groups={cfg.top_groups} exceeds groups={cfg.groups}")
         available = cfg.num_experts // cfg.groups * cfg.top_groups
         if cfg.top_k > available:
             where = "" if cfg.groups == 1 else f" of top_groups={cfg.top_groups}"
-            raise ax.ConfigError(f"top_k={cfg.top_k} is more than the {available} experts{where} that there are")
+            raise ax.ConfigError(f"top_k={cfg.top_k} exceeds the {available} available experts{where}")
         self.bias = nnx.data(None)
         if cfg.bias_rate is not None:
             self.bias = SelectionBias(jnp.zeros((cfg.num_experts,), jnp.float32))
@@ -111,7 +111,7 @@ class TopK(Router):
         return routing
 
     def _of_best_groups(self, scores: jax.Array) -> jax.Array:
-        """The scores, minus infinity where the expert's group is none of the best."""
+        """The scores, with minus infinity for experts outside of the best groups."""
         cfg = self.config
         if cfg.groups == cfg.top_groups:
             return scores
@@ -122,20 +122,20 @@ class TopK(Router):
 
 
 class ExpertChoice(Router):
-    """Each expert chooses the tokens with the highest scores, as many as every other (Zhou et al. 2022, arXiv
+    """Each expert chooses an equal number of tokens, those with the highest scores (Zhou et al. 2022, arXiv
     2202.09368).
 
-    **It is not causal.** Whether a token is chosen depends on the tokens after it, and on other rows. It suits encoders
-    and comparisons; a causal model that was trained with it sees a little of the future and cannot be decoded.
+    **It is not causal.** Whether a token is chosen depends on later tokens and on other rows. It suits encoders and
+    comparisons. A causal model trained with it leaks information from later tokens and cannot be decoded.
     """
 
     class Config(Router.Config):
         capacity_factor: float = 2.0
-        """Experts for each token on average."""
+        """Mean number of experts per token."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Router.Config:
             raise ax.ConfigError(
-                "expert choice routes a token by those after it, so it cannot decode; train with the router TopK"
+                "expert choice routes a token depending on later tokens, so it cannot decode. Use the router TopK."
             )
 
     config: Config

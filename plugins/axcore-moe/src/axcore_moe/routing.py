@@ -1,4 +1,4 @@
-"""Which experts compute which tokens."""
+"""The assignment of tokens to experts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Routing:
     Attributes:
         token: int32 [pairs].
         expert: int32 [pairs].
-        weight: float32 [pairs], what the expert's output is multiplied with.
-        probs: float32 [tokens, experts], non-negative scores that sum to 1 for each token; balance losses see them.
+        weight: float32 [pairs], the factors of the experts' outputs.
+        probs: float32 [tokens, experts], non-negative scores that sum to 1 for each token, for balance losses.
         logits: float32 [tokens, experts].
-        choices: number of pairs of each token, if all tokens have equally many, of different experts. The pairs are
-            then the first choices of all tokens, followed by the second choices, and so on. None: in any order.
+        choices: number of pairs of each token, if it is equal for all tokens and their experts are distinct. The pairs
+            are then the first choices of all tokens, followed by the second choices, and so on. None: in any order.
     """
 
     token: jax.Array
@@ -33,8 +33,8 @@ class Routing:
 
     @classmethod
     def of_choices(cls, chosen: jax.Array, weights: jax.Array, probs: jax.Array, logits: jax.Array) -> Routing:
-        """From each token's choices, int and float32 [tokens, k], best first. Where places are few, no second choice
-        takes that of a first."""
+        """Creates a routing from each token's choices, int and float32 [tokens, k], best first. With limited capacity,
+        first choices take precedence over second choices."""
         tokens, k = chosen.shape
         token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (k, tokens))
         return cls(token.reshape(-1), chosen.T.reshape(-1).astype(jnp.int32), weights.T.reshape(-1), probs, logits, k)
@@ -44,7 +44,7 @@ class Routing:
         return self.probs.shape[1]
 
     def counts(self) -> jax.Array:
-        """int32 [experts]: how many tokens each expert computes."""
+        """int32 [experts]: the number of tokens of each expert."""
         return counts(self.expert, self.num_experts)
 
     def spread(self, x: jax.Array) -> jax.Array:
@@ -62,19 +62,19 @@ class Routing:
 
 
 def counts(expert: jax.Array, num_experts: int) -> jax.Array:
-    """int32 [pairs] -> int32 [experts]: how often each expert occurs. Numbers from `num_experts` on are ignored."""
+    """int32 [pairs] -> int32 [experts]: the count of each expert. Numbers from `num_experts` on are ignored."""
     return jnp.zeros((num_experts,), jnp.int32).at[expert].add(1, mode="drop")
 
 
 @jax.custom_vjp
 def moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    """`y[i] = x[source[i]]`, zeros where the source is beyond the end: [n, features] -> [m, features].
+    """`y[i] = x[source[i]]`, zeros where the source is out of range: [n, features] -> [m, features].
 
-    The gradient is such a move too, where the compiler would add up by index, which takes several times as long.
+    The gradient is a gather too. The compiler would emit a scatter-add, which is several times slower.
 
     Args:
-        source: int32 [m]; no row twice.
-        target: int32 [n]: where each row goes, m or more if nowhere.
+        source: int32 [m], without duplicates in range.
+        target: int32 [n], the destination of each row; m or more if it has none.
     """
     return x.at[source].get(mode="fill", fill_value=0)
 
@@ -105,13 +105,13 @@ class RowAssignment:
 
     @classmethod
     def of(cls, expert: jax.Array, starts: jax.Array, rows: int, places: int | None = None) -> RowAssignment:
-        """Assigns the pairs of each expert to the rows from its start on, in order.
+        """Assigns the pairs of each expert, in order, to the rows from its start on.
 
         Args:
             expert: int32 [pairs]; `starts.size` for pairs without a row.
             starts: int32 [experts].
             rows: number of rows.
-            places: the most rows of an expert; further pairs get none. None: unlimited.
+            places: the most rows of an expert. Further pairs get no row. None means unlimited.
         """
         pairs = expert.size
         order = jnp.argsort(expert, stable=True)

@@ -1,4 +1,4 @@
-"""A warning when experts starve."""
+"""A warning about starved experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUMMARY = "starved"
 
 
 class StarvationWarning(Callback):
-    """Warns on stderr, once for each layer, when experts get almost no tokens."""
+    """Warns on stderr, once per layer, when experts receive almost no tokens."""
 
     class Config(Callback.Config):
         """No fields of its own."""
@@ -29,8 +29,8 @@ class StarvationWarning(Callback):
                 self.warned.add(name)
                 where = layer or "the model"
                 print(
-                    f"step {info.step}: {count:.0f} experts of {where} have starved: the router sends them almost "
-                    f"nothing. Raise the weight of the balance loss, or let a selection bias balance them "
-                    f"(bias_rate=0.001)",
+                    f"step {info.step}: {count:.0f} experts of {where} are starved: the router sends them almost no "
+                    f"tokens. Raise the weight of the balance loss, or balance them with a selection bias "
+                    f"(bias_rate=0.001).",
                     file=sys.stderr,
                 )

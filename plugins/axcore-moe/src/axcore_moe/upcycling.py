@@ -1,4 +1,4 @@
-"""Mixtures of experts that start as a dense model."""
+"""Initializes mixtures of experts from a dense model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from axcore_moe.layer import MoE
 
 
 class Upcycled(Initial):
-    """The weights of a dense model, each of its feed-forward blocks copied into the experts that are now in its place
-    (Komatsuzaki et al. 2022, arXiv 2212.05055). Routers start afresh. The model computes what the dense one does, but
-    for tokens that its dispatch drops."""
+    """The weights of a dense model, with each feed-forward block copied into the experts that replace it (Komatsuzaki
+    et al. 2022, arXiv 2212.05055). Routers are newly initialized. Without noise, the model computes the same as the
+    dense one, except for tokens that its dispatch drops."""
 
     class Config(Initial.Config):
         source: Initial.Config = ax.REQUIRED
-        """The dense weights. It is asked for the model as it would be without mixtures."""
+        """Source of the dense weights. It loads the model as it would be without mixtures."""
         noise: float = 0.0
-        """Makes experts differ: standard deviation of what is added, as a multiple of that of each expert's array."""
+        """Standard deviation of noise that makes experts differ, relative to that of each expert's array."""
         seed: int = 0
-        """Of the noise."""
+        """Seed of the noise."""
         allow_new: tuple[str, ...] = ("**.router.**",)
 
     config: Config
@@ -43,8 +43,8 @@ class Upcycled(Initial):
         """See `Initial.load`.
 
         Raises:
-            ConfigError: the model has no mixture, or one that does not compute what its block did: with a shared block,
-                or with weights that do not add up to 1.
+            ConfigError: the model has no mixture, or a mixture is not equivalent to its block because it has a shared
+                block or weights that do not sum to 1.
         """
         dense = ax.select(model, MoE).map(lambda _, mixture: block_of(mixture))
         dense_params, dense_state = (flat(tree) for tree in abstract(dense)[1:])
@@ -64,12 +64,12 @@ def upcycled(
     """Experts that are copies of a dense model's feed-forward blocks.
 
     Args:
-        dense: path -> array of the dense model, whose layers are stacked as those of the other.
-        params: path -> array, or shape, dtype and sharding, of the parameters of the model with mixtures.
+        dense: arrays of the dense model by path. Its layers must be stacked like those of the model with mixtures.
+        params: arrays, or shapes, dtypes and shardings, of the parameters of the model with mixtures, by path.
         noise, seed: see `Upcycled.Config`.
 
     Returns:
-        Path -> array of the experts' parameters, placed as in `params`.
+        The arrays of the experts' parameters by path, sharded as in `params`.
     """
     key, paths = jax.random.key(seed), sorted(expert_paths(dense, params).items())
     return {
@@ -79,25 +79,25 @@ def upcycled(
 
 
 def block_of(mixture: Any) -> Any:
-    """The config of the feed-forward block that a mixture of its copies computes.
+    """The config of the feed-forward block that is equivalent to a mixture of its copies.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no block is equivalent.
     """
     router = mixture.router
     if mixture.shared is not None:
-        raise ax.ConfigError("a dense model has nothing for a shared block; leave it out (shared_experts=0)")
+        raise ax.ConfigError("a dense model has no weights for a shared block. Remove it (shared_experts=0).")
     if not getattr(router, "normalize", False) or router.scale != 1:
         raise ax.ConfigError(
-            f"the weights of a token's experts must add up to 1, and those of router={router!r} do not; TopK's do with "
-            f"normalize=True and scale=1.0"
+            f"the weights of a token's experts must sum to 1, but those of router={router!r} do not. Use TopK with "
+            f"normalize=True and scale=1.0."
         )
     return mixture.experts.block.set(input_dim=mixture.input_dim, dtypes=mixture.dtypes, tags=mixture.tags)
 
 
 def expert_paths(dense: Iterable[str], params: Container[str]) -> dict[str, str]:
-    """Path in a dense model -> path of its copies: `ffn.up.weight` -> `ffn.experts.up.weight`. Paths that have none in
-    `params` are left out."""
+    """Maps paths in a dense model to paths of their copies: `ffn.up.weight` -> `ffn.experts.up.weight`. Omits paths
+    whose copy is not in `params`."""
     found = {}
     for path in dense:
         owner, _, kind = path.rpartition(".")
@@ -109,7 +109,7 @@ def expert_paths(dense: Iterable[str], params: Container[str]) -> dict[str, str]
 
 
 def _rank(name: str) -> int:
-    """Dimensions of one expert's array: the axis of experts is before them."""
+    """Number of dimensions of one expert's array, which follow the expert axis."""
     return 1 if name.endswith(".bias") else 2
 
 
@@ -125,7 +125,7 @@ def _copies(leaf: jax.Array, form: Any, rank: int, noise: float, key: jax.Array)
 
 
 def _one_expert(experts: Any, rank: int) -> jax.ShapeDtypeStruct:
-    """The form of what `_copies` copies, placed as the copies are."""
+    """Shape, dtype and sharding of the array that `_copies` copies, sharded like the copies."""
     axis, sharding = len(experts.shape) - rank - 1, experts.sharding
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *(None,) * (len(experts.shape) - len(sharding.spec))]

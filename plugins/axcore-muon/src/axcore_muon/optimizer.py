@@ -1,4 +1,4 @@
-"""Muon: hidden matrices move by their orthogonalized momentum, all else by another optimizer."""
+"""Muon: orthogonalized momentum for hidden matrices, and another optimizer for all other parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from axcore.train import AdamW, Learner, Optimizer
 from axcore.train.step.learner import Axes
 
 STACKED = ("layer", "expert")
-"""Logical axes that number matrices and are no side of one."""
+"""Logical axes that stack matrices and are not part of one."""
 
 
 def hidden_matrices(path: str, axes: Axes) -> bool:
-    """True for matrices between two named widths of the model, neither of them the vocabulary.
+    """True for matrices between two named widths of the model, other than the vocabulary.
 
-    An axis without a name is no such width: convolutions over positions and parameters of each head stay out.
+    Axes without a name do not count, which excludes convolutions over positions and parameters per head.
     """
     del path
     sides = [axis for axis in axes if axis is not None and axis not in STACKED]
@@ -35,8 +35,8 @@ def hidden_matrices(path: str, axes: Axes) -> bool:
 class Muon(Optimizer):
     """Momentum, orthogonalized by a Newton-Schulz iteration (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-    A matrix is [..., fan_in, fan_out]: its last dimension is the output, and those before it, but for `layer` and
-    `expert`, are the input. Each layer of a stack and each expert is a matrix of its own.
+    A matrix is [..., fan_in, fan_out]: the last dimension is the output, and the dimensions before it, except `layer`
+    and `expert`, are the input. Each layer of a stack and each expert is a separate matrix.
     """
 
     class Config(Optimizer.Config):
@@ -45,25 +45,26 @@ class Muon(Optimizer):
         steps: int = 5
         """Newton-Schulz iterations."""
         coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-        """a, b, c of one iteration: X <- a X + (b A + c A A) X, where A = X X^T."""
+        """The coefficients a, b, c of one iteration: X <- a X + (b A + c A A) X, where A = X X^T."""
         eps: float = 1e-7
-        """Added to the Frobenius norm that the momentum is divided by."""
+        """Added to the Frobenius norm that divides the momentum."""
         dtype: DTypeLike | None = np.dtype(jnp.bfloat16)
-        """The iteration runs in this, as the original does; None: in the gradient's.
+        """Dtype of the iteration, by default that of the original. None uses the gradient's dtype.
 
-        Each iteration multiplies small singular values by a, so five multiply what a gradient holds beside its large
-        ones, rounding included, by up to 3.4445**5 = 485. Gradients that another layout sums in another order differ by
-        some 4e-7 of their norm: in float32 updates then differ by about 1e-5 of their largest value, in bfloat16, where
-        such a difference may round to the next value (4e-3), by up to 1e-1 where a gradient has nearly low rank."""
+        Each iteration multiplies small singular values by a, so five iterations amplify small components of a gradient,
+        including rounding errors, by up to 3.4445**5 = 485. Gradients of two layouts, which sum in different orders,
+        differ by about 4e-7 of their norm. In float32, updates then differ by about 1e-5 of their largest value. In
+        bfloat16, where such a difference may round to the next value (4e-3), they differ by up to 1e-1 if a gradient is
+        nearly of low rank."""
         rms: float | None = 0.2
-        """An update is scaled by `rms * sqrt(max(fan_in, fan_out))`, so that it has about this root mean square, as
-        AdamW's have, and both go by one learning rate (Liu et al. 2025, arXiv 2502.16982, eq. 4). None: by
-        `sqrt(max(1, fan_out / fan_in))`, as in the original; such updates want a larger rate (`learner.rates`)."""
+        """Updates are scaled by `rms * sqrt(max(fan_in, fan_out))`. Their root mean square is then about `rms`, like
+        AdamW's, and both optimizers can use one learning rate (Liu et al. 2025, arXiv 2502.16982, eq. 4). None scales
+        by `sqrt(max(1, fan_out / fan_in))`, as in the original, which requires a larger rate (`learner.rates`)."""
         weight_decay: float = 0.1
-        """Of the matrices, times the learning rate (eq. 3 of the same)."""
+        """Weight decay of the matrices, times the learning rate (eq. 3 of the same paper)."""
         orthogonalizes: Callable[[str, Axes], bool] = hidden_matrices
-        """Which parameters, by path and logical axes, are such matrices. Where it chooses none, as when LoRA freezes
-        them all, `others` trains everything."""
+        """Selects the matrices by path and logical axes. If it selects none, for instance because LoRA freezes them
+        all, `others` trains everything."""
         others: Optimizer.Config = AdamW.Config()
         """The optimizer of all other parameters."""
 
@@ -87,7 +88,7 @@ class Muon(Optimizer):
         """See `Optimizer.transformation`.
 
         Raises:
-            ConfigError: `orthogonalizes` chooses a parameter that is not a matrix.
+            ConfigError: `orthogonalizes` selects a parameter that is not a matrix.
         """
         cfg = self.config
 
@@ -109,8 +110,8 @@ class Muon(Optimizer):
 
     def _orthogonalize(self, matrices: Tree) -> optax.GradientTransformation:
         cfg = self.config
-        # With its own momentum off, optax's Muon is the iteration alone. That momentum corrects the bias of its two
-        # terms apart, which the published one does not.
+        # Without momentum, optax's Muon is only the iteration. Its own momentum corrects the bias of its two terms
+        # separately, unlike the published one.
         iteration = scale_by_muon(
             cfg.coefficients, cfg.steps, beta=0.0, eps=cfg.eps, nesterov=False, weight_dimension_numbers=matrices
         )
@@ -134,7 +135,7 @@ class Muon(Optimizer):
 
 
 def use_muon(cfg: ax.Config, where: ax.Where = Learner, **options: Any) -> ax.Config:
-    """Trains matrices with Muon. The optimizer that was there keeps the other parameters, as `Muon.Config.others`.
+    """Trains matrices with Muon. The previous optimizer keeps the other parameters, as `Muon.Config.others`.
 
     Args:
         where: which learners.
@@ -143,9 +144,9 @@ def use_muon(cfg: ax.Config, where: ax.Where = Learner, **options: Any) -> ax.Co
 
     def edit(_: str, learner: ax.Config) -> ax.Config:
         if not isinstance(learner, Learner.Config):
-            raise ax.ConfigError("Muon goes into a learner, and this is none")
+            raise ax.ConfigError("Muon requires a learner with an optimizer slot")
         if isinstance(learner.optimizer, Muon.Config):
-            raise ax.ConfigError("the optimizer is Muon already; edit its fields instead")
+            raise ax.ConfigError("the optimizer is already Muon. Edit its fields instead.")
         return learner.set(optimizer=Muon.Config(**{"others": learner.optimizer, **options}))
 
     return ax.select(cfg, where).map(edit)
@@ -155,7 +156,7 @@ def _sides(path: str, axes: Axes) -> MuonDimensionNumbers:
     sides = [index for index, axis in enumerate(axes) if axis not in STACKED]
     if len(sides) < 2:
         raise ax.ConfigError(
-            f"learner.optimizer.orthogonalizes chooses {path} with the axes {axes}; Muon needs two besides "
+            f"learner.optimizer.orthogonalizes selects {path} with the axes {axes}, but Muon requires two axes besides "
             f"{' and '.join(STACKED)}"
         )
     return MuonDimensionNumbers(reduction_axis=tuple(sides[:-1]), output_axis=sides[-1])

@@ -13,8 +13,8 @@ from axcore.plugin.slots import put
 
 
 class Alibi(ax.Layer):
-    """Lowers the logit of a key in proportion to its distance, at a slope of its own for each head (Press et al. 2021,
-    arXiv 2108.12409, section 3). It fills attention's `bias` slot."""
+    """Lowers the logit of a key in proportion to its distance, with a fixed slope per head (Press et al. 2021, arXiv
+    2108.12409, section 3). It fills attention's `bias` slot."""
 
     class Config(ax.Layer.Config):
         num_heads: int = ax.REQUIRED
@@ -22,22 +22,22 @@ class Alibi(ax.Layer):
     config: Config
 
     def __call__(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
-        """float32 [batch or 1, head, query, key]. Distances are of positions.
+        """float32 [batch or 1, head, query, key]. Distances are differences of positions.
 
         Raises:
-            ConfigError: positions of several coordinates.
+            ConfigError: the positions have several coordinates.
         """
         if query.positions.ndim != 2:
             raise ax.ConfigError(
-                f"{self.frame.path}: positions have {query.positions.shape[-1]} coordinates, and ALiBi knows one"
+                f"{self.frame.path}: positions have {query.positions.shape[-1]} coordinates, but ALiBi requires one"
             )
         distance = jnp.abs(query.positions[:, :, None] - key.positions[:, None, :])
         return -jnp.asarray(slopes(self.config.num_heads), jnp.float32)[:, None, None] * distance[:, None]
 
 
 def slopes(num_heads: int) -> list[float]:
-    """`2 ** (-8 (i + 1) / n)` for a power of two; else those of the power below, then every second of the one
-    above (as in the paper's code)."""
+    """`2 ** (-8 (i + 1) / n)` if n is a power of two. Otherwise the slopes of the next lower power, then every second
+    slope of the next higher one, as in the paper's code."""
     power = 2 ** math.floor(math.log2(num_heads))
     below = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     above = [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]
@@ -45,7 +45,7 @@ def slopes(num_heads: int) -> list[float]:
 
 
 def use_alibi(cfg: ax.Config, where: ax.Where = BaseAttention) -> ax.Config:
-    """Puts linear biases into the bias slot of every selected attention.
+    """Fills the bias slot of every selected attention with linear biases.
 
     Args:
         where: which attentions.

@@ -24,18 +24,19 @@ def use_rope(
     skip_every: int | None = None,
     where: ax.Where = BaseAttention,
 ) -> ax.Config:
-    """Puts RoPE into the position slot of every selected attention; where a layer with such a slot stands, into that.
+    """Fills the position slot of every selected attention with RoPE.
 
     Args:
-        theta: the base of the rates; larger turns slower and reaches further.
+        theta: the base of the rotation rates. A larger base rotates more slowly and reaches further.
         layout, rotary_dim, sections, interleave_sections: see `Rotary.Config`.
-        scaling: how rates change for long rows; or as published configs write it: `{"rope_type": "yarn", ...}`.
-        skip_every: of each so many layers the last has no positions (NoPE: Yang et al. 2025, arXiv 2501.18795; SmolLM
-            3 and Llama 4 with 4). None: all have them.
+        scaling: the scaling of rates for long rows, also in the form of published configs:
+            `{"rope_type": "yarn", ...}`.
+        skip_every: the last of every `skip_every` layers has no positions (NoPE: Yang et al. 2025, arXiv 2501.18795;
+            SmolLM 3 and Llama 4 use 4). None skips no layer.
         where: which attentions.
     """
     if skip_every is not None and skip_every < 2:
-        raise ax.ConfigError(f"skip_every must be at least 2, not {skip_every}; None skips no layer")
+        raise ax.ConfigError(f"skip_every must be at least 2, not {skip_every}. None skips no layer.")
     rotary = Rotary.Config(
         theta=theta,
         layout=layout,

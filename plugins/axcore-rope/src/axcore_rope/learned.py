@@ -19,7 +19,7 @@ class LearnedPositions(ax.Layer):
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
         max_len: int = ax.REQUIRED
-        """Positions that there are vectors for. What stands beyond them becomes NaN: nothing was learned for it."""
+        """Number of learned positions. Tokens at later positions become NaN, since nothing was learned for them."""
         init: Initializer = INIT
 
     config: Config
@@ -33,15 +33,15 @@ class LearnedPositions(ax.Layer):
         """[batch, seq, input_dim], int [batch or 1, seq] -> [batch, seq, input_dim].
 
         Raises:
-            ConfigError: a row is longer than `max_len`, or positions have several coordinates.
+            ConfigError: a row is longer than `max_len`, or the positions have several coordinates.
         """
         max_len = self.config.max_len
         if positions.ndim != 2:
             raise ax.ConfigError(
-                f"{self.frame.path}: positions have {positions.shape[-1]} coordinates, and vectors are learned for one"
+                f"{self.frame.path}: positions have {positions.shape[-1]} coordinates, but learned ones require one"
             )
         if x.shape[1] > max_len:
-            raise ax.ConfigError(f"{self.frame.path}: a row of {x.shape[1]} tokens, and positions only for {max_len}")
+            raise ax.ConfigError(f"{self.frame.path}: the row has {x.shape[1]} tokens, but max_len={max_len}")
         known = (positions >= 0) & (positions < max_len)
         vectors = self.weight[...].astype(x.dtype)[jnp.where(known, positions, 0)]
         return x + jnp.where(known[..., None], vectors, jnp.nan)
@@ -50,11 +50,11 @@ class LearnedPositions(ax.Layer):
 def use_learned_positions(
     cfg: ax.Config, max_len: int, init: Initializer = INIT, where: ax.Where = CausalLM
 ) -> ax.Config:
-    """Adds learned positions to the embeddings of every selected model. RoPE, where there is some, stays.
+    """Adds learned positions to the embeddings of every selected model. Keeps RoPE if there is any.
 
     Args:
-        max_len: positions that there are vectors for.
-        init: how they start.
+        max_len: number of learned positions.
+        init: initializer of the vectors.
         where: which models.
     """
     learned = LearnedPositions.Config(max_len=max_len, init=init)

@@ -1,4 +1,4 @@
-"""RoPE as published configs write it: the `rope_parameters` (formerly `rope_scaling`) of `transformers`."""
+"""RoPE in the form of published configs: the `rope_parameters` (formerly `rope_scaling`) of `transformers`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Fields = dict[str, Any]
 
 ORIGINAL = "original_max_position_embeddings"
 OF_ROTARY = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Fields of any type, which are about the rotation rather than its scaling."""
+"""Fields of every type, which concern the rotation rather than its scaling."""
 
 
 class Kind(NamedTuple):
-    """How one `rope_type` is written."""
+    """The format of one `rope_type`."""
 
     scaling: type[Scaling] | None
     fields: Mapping[str, str] = {}
-    """Their name there -> our name."""
+    """Published field name -> axcore's field name."""
     optional: tuple[str, ...] = ()
     by_ratio: bool = False
-    """Whether a factor that is not given is max_position_embeddings over the original length."""
+    """Whether a missing factor defaults to max_position_embeddings over the original length."""
 
 
 SAME = {"factor": "factor", ORIGINAL: "original_max"}
@@ -52,19 +52,19 @@ KINDS: dict[str, Kind] = {
         by_ratio=True,
     ),
 }
-ALIASES = {"su": "longrope"}  # as early checkpoints say
+ALIASES = {"su": "longrope"}  # the name in early checkpoints
 
 
 def scaling_of(parameters: Mapping[str, Any]) -> Scaling | None:
-    """The scaling that a published dictionary describes, which says nothing else.
+    """The scaling that a published dictionary describes. The dictionary must not contain anything else.
 
     Raises:
-        ConfigError: an unknown `rope_type`; a field that is missing, unknown, or not about the scaling.
+        ConfigError: the `rope_type` is unknown, or a field is missing, unknown or unrelated to the scaling.
     """
     if placed := [name for name in OF_ROTARY if parameters.get(name) is not None]:
         raise ax.ConfigError(
-            f"{', '.join(placed)} would be ignored in a scaling; give theta, rotary_dim and sections beside it, or "
-            f"read the whole with axcore_rope.published.from_rope_parameters"
+            f"{', '.join(placed)} would be ignored in a scaling. Set theta, rotary_dim and sections next to it, or "
+            f"read the whole dictionary with axcore_rope.published.from_rope_parameters."
         )
     return _scaling(dict(parameters), None)
 
@@ -81,20 +81,20 @@ def from_rope_parameters(
     """The layer that a published dictionary describes.
 
     Args:
-        parameters: `rope_parameters`, or `rope_scaling` of older configs; None: no scaling.
+        parameters: `rope_parameters`, or `rope_scaling` of older configs. None means no scaling.
         head_dim: features of a head.
-        theta, partial_rotary_factor: for dictionaries without them, as older ones.
-        max_position_embeddings: of the config; the original length where the dictionary gives none.
+        theta, partial_rotary_factor: values for older dictionaries, which lack them.
+        max_position_embeddings: the field of the config, used as original length if the dictionary has none.
 
     Raises:
-        ConfigError: an unknown `rope_type`, a field that is missing or unknown, or no theta.
+        ConfigError: the `rope_type` is unknown, a field is missing or unknown, or there is no theta.
     """
     fields = dict(parameters or {})
     if kinds := [name for name, value in fields.items() if isinstance(value, Mapping)]:
-        raise ax.ConfigError(f"rope_parameters differ by kind of layer; pass those of one: {', '.join(kinds)}")
+        raise ax.ConfigError(f"rope_parameters differ between layer types. Pass those of one: {', '.join(kinds)}.")
     theta = _first(fields.get("rope_theta"), theta)
     if theta is None:
-        raise ax.ConfigError("neither rope_parameters nor the config gives rope_theta")
+        raise ax.ConfigError("neither rope_parameters nor the config has rope_theta")
     fraction = _first(fields.get("partial_rotary_factor"), partial_rotary_factor, 1.0)
     for name, value in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
         if not is_positive(value):
@@ -111,14 +111,14 @@ def from_rope_parameters(
 
 
 def _scaling(fields: Fields, length: int | None) -> Scaling | None:
-    """Args: length: `max_position_embeddings`, where it is known."""
+    """Args: length: `max_position_embeddings`, if known."""
     name = _first(fields.get("rope_type"), fields.get("type"), "default")
     name = ALIASES.get(name, name)
     if name not in KINDS:
         raise ax.ConfigError(f"rope_type={name!r} is not known.{did_you_mean(name, KINDS)} Known: {', '.join(KINDS)}")
     kind = KINDS[name]
     if name == "mrope" and fields.get("mrope_section") is None:
-        raise ax.ConfigError("rope_type='mrope' needs mrope_section")
+        raise ax.ConfigError("rope_type='mrope' requires mrope_section")
     given: Fields = {
         field: tuple(value) if isinstance(value, list) else value
         for field, value in fields.items()
@@ -130,15 +130,15 @@ def _scaling(fields: Fields, length: int | None) -> Scaling | None:
         )
     if kind.scaling is DynamicNTK and length is not None and given.get(ORIGINAL, length) != length:
         raise ax.ConfigError(
-            f"rope_type='dynamic' has {ORIGINAL}={given[ORIGINAL]} beside max_position_embeddings={length}; "
-            f"transformers goes by the latter. Remove the former, or make them equal"
+            f"rope_type='dynamic' has {ORIGINAL}={given[ORIGINAL]} and max_position_embeddings={length}; transformers "
+            f"uses the latter. Remove the former, or make them equal."
         )
     if length is not None and ORIGINAL in kind.fields:
         given.setdefault(ORIGINAL, length)
         if kind.by_ratio:
             given.setdefault("factor", length / given[ORIGINAL])
     if missing := [field for field in kind.fields if field not in given and field not in kind.optional]:
-        raise ax.ConfigError(f"rope_type={name!r} needs {', '.join(missing)}")
+        raise ax.ConfigError(f"rope_type={name!r} requires {', '.join(missing)}")
     if kind.scaling is None:
         return None
     return kind.scaling(**{kind.fields[field]: value for field, value in given.items()})

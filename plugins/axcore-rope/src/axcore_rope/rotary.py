@@ -20,19 +20,19 @@ class Rotary(ax.Layer):
     class Config(ax.Layer.Config):
         head_dim: int = ax.REQUIRED
         theta: float = 10_000.0
-        """Pair i turns at the rate `theta ** (-2 i / rotary_dim)`."""
+        """Pair i rotates at the rate `theta ** (-2 i / rotary_dim)`."""
         layout: Layout = "half"
-        """Which features are a pair: i and i + rotary_dim / 2, as in checkpoints of `transformers`, or 2 i and 2 i + 1,
-        as in the paper."""
+        """Which features form a pair: i and i + rotary_dim / 2, as in checkpoints of `transformers`, or 2 i and
+        2 i + 1, as in the paper."""
         rotary_dim: int | None = None
-        """The first so many features are rotated, the others stay (GPT-NeoX, arXiv 2204.06745); None: all."""
+        """Number of leading features that are rotated (GPT-NeoX, arXiv 2204.06745). None rotates all."""
         scaling: Scaling | None = None
         sections: tuple[int, ...] | None = None
-        """Positions have several coordinates: so many pairs turn by the first, so many by the second, and so on
-        (M-RoPE: Qwen2-VL, arXiv 2409.12191, section 2.1). They add up to rotary_dim / 2."""
+        """For positions with several coordinates, the number of pairs that rotate by each coordinate (M-RoPE: Qwen2-VL,
+        arXiv 2409.12191, section 2.1). They sum to rotary_dim / 2."""
         interleave_sections: bool = False
-        """The coordinates take turns, pair by pair, as far as their sections reach; the first has the rest (Qwen3-VL,
-        arXiv 2511.21631)."""
+        """The coordinates alternate pair by pair until their sections are used up; the first coordinate gets the rest
+        (Qwen3-VL, arXiv 2511.21631)."""
 
     config: Config
 
@@ -48,9 +48,9 @@ class Rotary(ax.Layer):
         if not cfg.theta > 0:
             raise ax.ConfigError(f"theta must be positive, not {cfg.theta}")
         if cfg.sections is not None and (sum(cfg.sections) != rotary_dim // 2 or min(cfg.sections) < 0):
-            raise ax.ConfigError(f"sections={cfg.sections} must add up to the {rotary_dim // 2} pairs that are rotated")
+            raise ax.ConfigError(f"sections={cfg.sections} must sum to the {rotary_dim // 2} pairs that are rotated")
         if cfg.interleave_sections and cfg.sections is None:
-            raise ax.ConfigError("interleave_sections=True needs sections")
+            raise ax.ConfigError("interleave_sections=True requires sections")
         self.rotary_dim = rotary_dim
         if cfg.scaling is not None:
             _check_rates(cfg.scaling, cfg.theta, rotary_dim)
@@ -59,16 +59,16 @@ class Rotary(ax.Layer):
     def __call__(
         self, q: jax.Array, k: jax.Array | None, query_positions: jax.Array, key_positions: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Rotates both.
+        """Rotates queries and keys.
 
         Args:
             q: [batch, seq, head, head_dim].
-            k: [batch, kv_seq, kv_head, head_dim]; None where attention has no keys of its own.
-            query_positions, key_positions: int [batch or 1, seq] and [batch or 1, kv_seq]; with a last dimension of
-                coordinates where there are `sections`. Without it all coordinates are the same, as those of text.
+            k: [batch, kv_seq, kv_head, head_dim], or None if the attention does not compute keys.
+            query_positions, key_positions: int [batch or 1, seq] and [batch or 1, kv_seq]. With `sections`, they may
+                have a last dimension of coordinates. Without it, all coordinates are equal, as for text.
 
         Returns:
-            q and k in their shapes and dtypes; the rotation is in float32.
+            q and k in their shapes and dtypes. The rotation is computed in float32.
         """
         rates, factor = self._rates(query_positions, key_positions)
         turn = self._turn(query_positions, rates, factor)
@@ -80,7 +80,7 @@ class Rotary(ax.Layer):
         return rotated, self._rotate(k, turn)
 
     def _rates(self, query_positions: jax.Array, key_positions: jax.Array) -> tuple[Rates, float]:
-        """Radians from one position to the next, [rotary_dim / 2], and the factor of what is rotated."""
+        """Radians per position, [rotary_dim / 2], and the factor of rotated queries and keys."""
         theta, scaling = self.config.theta, self.config.scaling
         if scaling is None:
             return plain(theta, self.rotary_dim), 1.0
@@ -96,11 +96,11 @@ class Rotary(ax.Layer):
         return jnp.cos(angles)[:, :, None] * factor, jnp.sin(angles)[:, :, None] * factor
 
     def _by_pair(self, positions: jax.Array) -> jax.Array:
-        """[batch or 1, seq, coordinates] -> the coordinate that each pair turns by, [batch or 1, seq, pairs]."""
+        """[batch or 1, seq, coordinates] -> the coordinate that rotates each pair, [batch or 1, seq, pairs]."""
         sections, found = self.config.sections, positions.shape[-1]
         if sections is None or found != len(sections):
             raise ax.ConfigError(
-                f"{self.frame.path}: positions have {found} coordinates; RoPE needs a section for each, and "
+                f"{self.frame.path}: positions have {found} coordinates. RoPE requires a section for each, but "
                 f"sections={sections}"
             )
         return positions[..., np.array(self.coordinates)]
@@ -119,7 +119,7 @@ class Rotary(ax.Layer):
 
 
 def _coordinates(sections: tuple[int, ...], interleave: bool) -> tuple[int, ...]:
-    """For each pair, the coordinate that it turns by."""
+    """The index of the coordinate that rotates each pair."""
     if not interleave:
         return tuple(coordinate for coordinate, count in enumerate(sections) for _ in range(count))
     many = len(sections)
@@ -127,13 +127,13 @@ def _coordinates(sections: tuple[int, ...], interleave: bool) -> tuple[int, ...]
     found = tuple(coordinate if turn < sections[coordinate] else 0 for coordinate, turn in turns)
     if tuple(found.count(coordinate) for coordinate in range(many)) != sections:
         raise ax.ConfigError(
-            f"sections={sections} cannot take turns: each but the first gets at most one pair of {many}"
+            f"sections={sections} cannot alternate: each section except the first gets at most one pair of {many}"
         )
     return found
 
 
 def _check_rates(scaling: Scaling, theta: float, rotary_dim: int) -> None:
-    """Asks for the rates while the layer is built, where an error still has the path of the config."""
+    """Computes the rates once while the layer is built, so that errors have the config path."""
 
     def rates(length: jax.Array) -> jax.Array:
         return jnp.asarray(scaling.rates(theta, rotary_dim, length if scaling.by_length else None))
@@ -141,5 +141,6 @@ def _check_rates(scaling: Scaling, theta: float, rotary_dim: int) -> None:
     found = jax.eval_shape(rates, jax.ShapeDtypeStruct((), jnp.int32)).shape
     if found != (rotary_dim // 2,):
         raise ax.ConfigError(
-            f"scaling={scaling!r} gives rates of shape {found}; {rotary_dim} rotated features need ({rotary_dim // 2},)"
+            f"scaling={scaling!r} gives rates of shape {found}, but {rotary_dim} rotated features require "
+            f"({rotary_dim // 2},)"
         )

@@ -1,4 +1,4 @@
-"""Ways to stretch RoPE over rows longer than those of the training. Each is a config value."""
+"""Scalings of RoPE for rows longer than those in training. Each is a config value."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 import axcore as ax
 
 Rates = Any
-"""[rotary_dim / 2], of NumPy or of jax: radians that each pair of features turns from one position to the next."""
+"""NumPy or jax array [rotary_dim / 2]: radians by which each pair of features rotates per position."""
 
 
 class Scaling(ax.Config):
-    """Base of scalings. To add one, subclass it and override `rates`."""
+    """Base class of scalings. Subclasses override `rates`."""
 
     by_length: ClassVar[bool] = False
-    """Whether the rates depend on the length, which is the largest position of the call and 1, over all of its rows,
-    also under jit. While decoding, that is how far the rows have come: keys that are cached stay rotated by the rates
-    of their time, as in `transformers`, so past `original_max` it differs from the whole row at once."""
+    """Whether the rates depend on the length: the largest position of the call plus 1, over all rows, also under jit.
+    While decoding, this is the current length. Cached keys keep the rates of the call that computed them, as in
+    `transformers`, so decoding past `original_max` differs from computing the whole row at once."""
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
-        """The rates.
+        """Computes the rates.
 
         Args:
             theta: the base.
@@ -32,7 +32,7 @@ class Scaling(ax.Config):
             length: int scalar; None unless `by_length`.
 
         Raises:
-            ConfigError: it cannot do this.
+            ConfigError: the scaling does not support these arguments.
         """
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ def plain(theta: float, rotary_dim: int) -> np.ndarray:
 
 
 def check_positive(cfg: Scaling, *names: str) -> None:
-    """Refuses fields with anything but positive numbers, or tuples of them; published configs bring them unchecked."""
+    """Raises unless the fields are positive numbers or tuples of them. Values from published configs are unchecked."""
     for name in names:
         value = getattr(cfg, name)
         if value is None or value is ax.REQUIRED:
@@ -59,7 +59,7 @@ def check_positive(cfg: Scaling, *names: str) -> None:
 
 
 def is_positive(value: object) -> bool:
-    """Whether it is a positive, finite number; true is none."""
+    """Whether it is a positive, finite number. Booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
@@ -97,29 +97,29 @@ class DynamicNTK(Scaling):
 
 
 class YaRN(Scaling):
-    """Slow pairs turn `factor` times slower, fast ones as before, and logits are sharpened (Peng et al. 2023, arXiv
-    2309.00071, section 3)."""
+    """Slow pairs rotate `factor` times more slowly, fast pairs are unchanged, and logits are sharpened (Peng et al.
+    2023, arXiv 2309.00071, section 3)."""
 
     factor: float
     original_max: int
     """Length of the rows that the model was trained on."""
     beta_fast: float = 32.0
-    """A pair that turns so often within `original_max` is left as it is."""
+    """Pairs that rotate at least this many times within `original_max` are unchanged."""
     beta_slow: float = 1.0
-    """A pair that turns so seldom is slowed by the whole factor; those between by a part of it."""
+    """Pairs that rotate at most this many times are slowed by the whole factor; pairs in between by a part of it."""
     truncate: bool = True
-    """Whether the bounds between which pairs are slowed by a part are rounded outwards to whole pairs."""
+    """Whether the bounds of the range in between are rounded outwards to whole pairs."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention: float | None = None
-    """Factor of rotated queries and keys; None: that of the paper's eq. 22, or of `mscale` over `mscale_all_dim`."""
+    """Factor of rotated queries and keys. None: that of the paper's eq. 22, or of `mscale` over `mscale_all_dim`."""
 
     def __post_init__(self) -> None:
         check_positive(self, "factor", "original_max", "beta_fast", "beta_slow", "attention")
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         if theta <= 1:
-            raise ax.ConfigError(f"YaRN needs theta above 1, not {theta}")
+            raise ax.ConfigError(f"YaRN requires theta above 1, not {theta}")
 
         def pair_that_turns(times: float) -> float:
             return rotary_dim * math.log(self.original_max / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -149,7 +149,8 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 class Llama3(Scaling):
-    """Pairs of long wavelength turn `factor` times slower, those of short as before, the rest by a part (Llama 3.1)."""
+    """Pairs of long wavelength rotate `factor` times more slowly, pairs of short wavelength are unchanged, and others
+    are slowed by a part of it (Llama 3.1)."""
 
     factor: float
     original_max: int
@@ -168,15 +169,15 @@ class Llama3(Scaling):
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         rates = plain(theta, rotary_dim)
-        turns = self.original_max * rates / (2 * math.pi)  # within a row of the training
+        turns = self.original_max * rates / (2 * math.pi)  # within a training row
         smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         smooth = np.clip(smooth, 0, 1)
         return (1 - smooth) * rates / self.factor + smooth * rates
 
 
 class LongRoPE(Scaling):
-    """A factor of its own for each pair, of two lists: one for rows up to `original_max`, one for longer ones (Ding et
-    al. 2024, arXiv 2402.13753)."""
+    """A separate factor per pair, from two lists: one for rows up to `original_max`, one for longer rows (Ding et al.
+    2024, arXiv 2402.13753)."""
 
     by_length: ClassVar[bool] = True
     short: tuple[float, ...]
@@ -185,9 +186,9 @@ class LongRoPE(Scaling):
     original_max: int
     """Length of the rows that the model was trained on."""
     factor: float = 1.0
-    """How much longer rows may become; it gives the factor of rotated queries and keys."""
+    """Ratio of the longest row to `original_max`. It determines the factor of rotated queries and keys."""
     attention: float | None = None
-    """Factor of rotated queries and keys; None: sqrt(1 + ln(factor) / ln(original_max))."""
+    """Factor of rotated queries and keys. None: sqrt(1 + ln(factor) / ln(original_max))."""
 
     def __post_init__(self) -> None:
         check_positive(self, "short", "long", "original_max", "factor", "attention")
@@ -198,8 +199,8 @@ class LongRoPE(Scaling):
         for name in ("short", "long"):
             if len(getattr(self, name)) != rotary_dim // 2:
                 raise ax.ConfigError(
-                    f"LongRoPE.{name} has {len(getattr(self, name))} factors; {rotary_dim} rotated features need "
-                    f"{rotary_dim // 2}"
+                    f"LongRoPE.{name} has {len(getattr(self, name))} factors, but {rotary_dim} rotated features "
+                    f"require {rotary_dim // 2}"
                 )
         rates = plain(theta, rotary_dim)
         short, long = (jnp.asarray(rates / np.asarray(each), jnp.float32) for each in (self.short, self.long))

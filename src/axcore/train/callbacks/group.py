@@ -142,6 +142,8 @@ class Callbacks:
                 disabled.close()
         elif self.failure is None:
             self.failure = error
+        elif error is not self.failure:
+            print(error, file=sys.stderr)  # the run ends with the first error, and the others must not be lost
 
 
 def _of_plugin(cfg: Callback.Config) -> str:

@@ -1,4 +1,4 @@
-"""What the trainer asks of an input."""
+"""The interface of inputs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class ResumableBatches(Protocol):
 
 
 class Input(config.Configurable):
-    """Base of inputs: batches for training and for validation.
+    """Base class of inputs: batches for training and for validation.
 
-    Built as `cfg.build(process_index=..., process_count=...)`; each process makes its own rows of every global batch.
+    Build it with `cfg.build(process_index=..., process_count=...)`. Each process makes its own rows of every global
+    batch.
     """
 
     class Config(config.Config):
@@ -47,7 +48,7 @@ class Input(config.Configurable):
         batch_size: int = config.REQUIRED
         """Rows of a global batch, over all processes."""
         seed: int | None = None
-        """Determines the order of training rows. None: the trainer's seed."""
+        """Determines the order of training rows. None uses the trainer's seed."""
 
     @staticmethod
     def batch_spec(cfg: Config) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
@@ -61,7 +62,7 @@ class Input(config.Configurable):
 
     @property
     def validation_byte_count(self) -> int:
-        """Bytes of the validation text: what its loss is divided by for bits per byte."""
+        """Number of bytes of the validation text, the divisor of bits per byte."""
         raise NotImplementedError
 
     def validation_bytes(self) -> Iterator[bytes]:
@@ -73,27 +74,26 @@ class Input(config.Configurable):
         raise NotImplementedError
 
     def validation_batches(self) -> Iterator[Batch]:
-        """All validation batches, finite, in the same order each time, of the shape of training batches."""
+        """A finite iterator over all validation batches, always in the same order, in the shape of training batches."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, Json]:
-        """Everything that the sequence of batches and the validation text depend on, the same in all processes.
+        """Everything that determines the sequence of batches and the validation text, equal in all processes.
 
-        A state of `train_batches` is valid for an input of the same identity only.
+        A state of `train_batches` is valid only for an input of the same identity.
         """
         raise NotImplementedError
 
 
 def check_identity(saved: Mapping[str, Json], current: Mapping[str, Json]) -> None:
-    """Compares the identity stored with a state to that of the input which is to continue from it.
+    """Compares the identity stored with a state to the identity of the input that continues from it.
 
     Raises:
-        AxcoreError: names each entry that differs.
+        AxcoreError: lists the entries that differ.
     """
     names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if names:
         changes = ", ".join(f"{name} was {saved.get(name)!r}, is {current.get(name)!r}" for name in names)
         raise config.AxcoreError(
-            f"input: the data differs from that of the saved state ({changes}). Restore what changed, or start a "
-            f"new run."
+            f"input: the data differs from that of the saved state ({changes}). Restore the data, or start a new run."
         )

@@ -1,4 +1,4 @@
-"""The batch: what every input gives the trainer, for training and validation alike."""
+"""The batch format of all inputs, for training and validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Batch(TypedDict):
     """Token ids that the model reads."""
 
     targets: Int32[np.ndarray, "batch seq"]
-    """The token that follows each input: what the model predicts there."""
+    """The token that follows each input, which the model predicts."""
 
     weights: Float32[np.ndarray, "batch seq"]
     """1 where the target counts in the loss, 0 where it is padding."""
@@ -40,7 +40,7 @@ _DTYPES = {
 
 
 def batch_spec(batch_size: int, seq_len: int) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
-    """(shape, dtype) of each array of a `Batch`: what compiling ahead of time needs to know of the data."""
+    """(shape, dtype) of each array of a `Batch`, for ahead-of-time compilation."""
     return {name: ((batch_size, seq_len), dtype) for name, dtype in _DTYPES.items()}
 
 

@@ -1,4 +1,4 @@
-"""The form of a batch, known without reading data."""
+"""The shapes of a batch, without reading data."""
 
 from __future__ import annotations
 

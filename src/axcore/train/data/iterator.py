@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 class TrainBatches(Iterator[Batch]):
     """This process's rows of the global batches. Not for several threads at once.
 
-    The state of a stream is its position before the current group of batches and how many of the group were taken;
-    what was read ahead does not count.
+    The state of a stream is its position before the current group of batches and the number of batches taken from the
+    group. Batches that were read ahead do not count.
     """
 
     def __init__(self, groups: grain.IterDataset[list[Batch]], *, groups_ahead: int):
         """
         Args:
             groups: elements of several batches, whose state maps each stream to a position.
-            groups_ahead: how many to hold ready; 0 makes them when asked.
+            groups_ahead: number of groups to prepare ahead; 0 makes them on demand.
         """
         import grain.experimental
 
@@ -59,7 +59,7 @@ class TrainBatches(Iterator[Batch]):
         return {number: {"position": each, "batches": self._taken} for number, each in self._positions.items()}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """See `ResumableBatches.set_state`. What was read ahead is dropped.
+        """See `ResumableBatches.set_state`. Drops batches that were read ahead.
 
         Raises:
             AxcoreError: `state` does not have the form that `get_state` gives, or lacks a stream of this process.
@@ -86,7 +86,7 @@ class TrainBatches(Iterator[Batch]):
             next(self)
 
     def close(self) -> None:
-        """Stops the threads. The iterator cannot be used afterwards; calling this again does nothing."""
+        """Stops the threads. The iterator cannot be used afterwards. Further calls do nothing."""
         self._finalizer()
 
 

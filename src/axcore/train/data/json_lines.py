@@ -26,19 +26,20 @@ _READ_BYTES = 2**22
 
 
 class JsonLines(Source):
-    """A document for each line of a file, which is a JSON object.
+    """One document per line of a file of JSON objects.
 
-    A hash of its number assigns a line to validation or training, so lines that are appended move no other. The index
-    of the lines is a temporary file that is mapped into memory; a line is read when a batch needs it.
+    A hash of the line number assigns a line to validation or training, so appending lines does not move others. The
+    index of the lines is a memory-mapped temporary file. Lines are read on demand.
     """
 
     class Config(Source.Config):
+        layout_fields = ("file",)  # `Input.identity` compares the text itself
         file: str = config.REQUIRED
         """The file; `~` is the home directory."""
         field: str = "text"
-        """The entry of each object that holds the document."""
+        """The field of each object that contains the document."""
         validation_percent: float = 2.0
-        """The share of the lines that are for validation, above 0 and below 100."""
+        """Percentage of lines for validation, above 0 and below 100."""
 
     def __init__(self, cfg: JsonLines.Config):
         """

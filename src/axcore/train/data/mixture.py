@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 class Mixture(Source):
     """Named sources, each with its share of the training tokens.
 
-    Rows are mixed after packing, so the shares are those of tokens whatever the lengths of the documents. Each source
-    repeats its own documents when they have all been read. Validation reads those of all sources, one source after
-    the other, without weights.
+    Rows are mixed after packing, so the shares are shares of tokens, whatever the lengths of documents. Each source
+    repeats its documents when all have been read. Validation reads the documents of all sources, one source after the
+    other, without weights.
     """
 
     class Config(Source.Config):
         sources: Mapping[str, Source.Config] = config.REQUIRED
         """The sources by name."""
         weights: Mapping[str, float] = config.REQUIRED
-        """The share of each in the training tokens; they need not add up to 1."""
+        """The share of each source in the training tokens. They need not sum to 1."""
 
     def __init__(self, cfg: Mixture.Config):
         """
         Raises:
-            ConfigError: no sources, a weight that is missing, not positive or of no source, or what a source raises.
+            ConfigError: there are no sources, a weight is missing, not positive or without source, or a source raises.
         """
         if not cfg.sources:
             raise config.ConfigError("sources is empty. Give at least one.")
         if cfg.sources.keys() != cfg.weights.keys():
             raise config.ConfigError(
-                f"weights are given for {sorted(cfg.weights)} and sources for {sorted(cfg.sources)}. Give each source "
+                f"the weights are {sorted(cfg.weights)}, but the sources are {sorted(cfg.sources)}. Give each source "
                 f"one weight."
             )
         for name, weight in cfg.weights.items():

@@ -17,15 +17,15 @@ _MULTIPLIER = 0xD6E8FEB86659FD93
 class ShuffledDocuments(grain.MapDataset[T]):
     """A dataset in a random order, with another order in each epoch (each further `len` indices).
 
-    It computes each place by itself, in constant memory. grain's own shuffle needs milliseconds for each element of a
-    dataset of less than a hundred (it walks a cycle of 65,536), gives epoch 1 of a seed the order of epoch 0 of the
-    next seed, and may change between versions.
+    It computes each index independently, in constant memory. grain's own shuffle takes milliseconds per element of a
+    dataset with less than a hundred elements (it walks a cycle of 65,536), gives epoch 1 of a seed the order of epoch 0
+    of the next seed, and may change between versions.
     """
 
     def __init__(self, parent: grain.MapDataset[T], seed: int):
         super().__init__(parent)
         self._seed = seed
-        # Threads read around the end of an epoch.
+        # Threads may read the end of one epoch and the start of the next at the same time.
         self._keys = functools.lru_cache(maxsize=4)(self._new_keys)
 
     def __len__(self) -> int:
@@ -42,13 +42,13 @@ class ShuffledDocuments(grain.MapDataset[T]):
 
 
 def permute(index: int, length: int, keys: tuple[int, ...]) -> int:
-    """Where a permutation of `range(length)` takes `index`: a Feistel network over the next power of four, applied
+    """Applies a permutation of `range(length)` to `index`: a Feistel network over the next power of four, repeated
     until the result is in the range.
 
     Args:
         index: in `range(length)`.
         length: at least 1.
-        keys: 64-bit numbers that pick the permutation, one for each round.
+        keys: 64-bit numbers that select the permutation, one per round.
     """
     bits = max(1, ((length - 1).bit_length() + 1) // 2)
     mask = (1 << bits) - 1

@@ -1,4 +1,4 @@
-"""How the token sequences of documents become rows."""
+"""Packing token sequences of documents into rows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Tokens(TypedDict):
 
 
 class Packing(config.Configurable, abc.ABC):
-    """Base of what packs the token sequences of one stream into rows."""
+    """Base class of packings, which turn the token sequences of one stream into rows."""
 
     class Config(config.Config):
-        """Options that every packing has: none."""
+        """No common options."""
 
     @abc.abstractmethod
     def pack(self, sequences: grain.IterDataset[Tokens], seq_len: int) -> grain.IterDataset[Row]:
-        """Rows of `seq_len` pairs; a pair stays within its segment, and padding has segment id 0.
+        """Packs sequences into rows of `seq_len` pairs. A pair stays within its segment. Padding has segment id 0.
 
         Args:
             sequences: endless, of any length, each at least one segment.
@@ -40,10 +40,10 @@ class Packing(config.Configurable, abc.ABC):
 
 
 class ConcatThenSplit(Packing):
-    """Puts the sequences one after the other and cuts the result into rows: no padding, and long ones cross rows."""
+    """Concatenates the sequences and splits the result into rows, without padding. Long sequences cross rows."""
 
     class Config(Packing.Config):
-        """It has no options."""
+        """No options."""
 
     def __init__(self, cfg: ConcatThenSplit.Config):
         self.cfg = cfg
@@ -56,9 +56,9 @@ class ConcatThenSplit(Packing):
 
 
 class FirstFit(Packing):
-    """Puts each sequence into the first row that has room, so that rows hold whole sequences and some padding.
+    """Puts each sequence into the first row with enough room, so that rows contain whole sequences and some padding.
 
-    A sequence that is longer than a row is cut first.
+    Sequences that are longer than a row are cut first.
     """
 
     class Config(Packing.Config):

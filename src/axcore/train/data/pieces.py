@@ -1,4 +1,4 @@
-"""Files cut into pieces, read when they are indexed."""
+"""Files cut into pieces, which are read on demand."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Pieces:
     """A random-access data source: the pieces of some files, in order.
 
     A file of `n` bytes has `n // piece_bytes` pieces, at least one. Piece `j` begins after the first newline at or
-    behind byte `j * piece_bytes`, so an index needs sizes only and a piece is read at once. Where the next
+    after byte `j * piece_bytes`, so the index requires only sizes and a piece is read in one operation. If the next
     `piece_bytes / 2` bytes have no newline, the cut is at `j * piece_bytes`, moved to the start of a UTF-8 character.
     """
 
     def __init__(self, folder: Path, names: Sequence[str], sizes: Int64[np.ndarray, " files"], piece_bytes: int):
         """
         Args:
-            folder: what the names are relative to.
-            names: paths of the files.
+            folder: the root of the names.
+            names: paths of the files below `folder`.
             sizes: bytes of each file.
             piece_bytes: the approximate size of a piece.
         """
@@ -76,7 +76,7 @@ class Pieces:
 
 
 def _cut(content: bytes, at: int, slack: int) -> int:
-    """The offset of a cut at or behind `at`."""
+    """The offset of a cut at or after `at`."""
     newline = content.find(b"\n", at, at + slack)
     if newline >= 0:
         return newline + 1

@@ -1,5 +1,5 @@
-"""Transformations of grain datasets that grain does not have: packing many short rows at once, mixing by tokens, and
-joining streams into batches. Imported when an input is built, since grain is slow to import."""
+"""Transformations that grain lacks: packing many short rows at once, mixing by tokens, joining streams into batches.
+Imported when an input is built, since grain is slow to import."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fraction, times 2**64
 
 
 class ConcatThenSplitRows(grain.IterDataset[Row]):
-    """Rows from concatenated sequences. grain's own packer takes Python time for each row and each feature, too much
-    for rows of a hundred tokens; this one packs some thousand tokens at a time."""
+    """Rows from concatenated sequences. grain's own packer runs Python code per row and feature, which is too slow for
+    rows of a hundred tokens. This one packs several thousand tokens at a time."""
 
     def __init__(self, parent: grain.IterDataset[Tokens], seq_len: int):
         super().__init__(parent)
@@ -32,7 +32,7 @@ class ConcatThenSplitRows(grain.IterDataset[Row]):
 
 
 class _ConcatThenSplitIterator(grain.DatasetIterator[Row]):
-    """Its state is where the next row begins: the parent's position before a sequence, and an offset in that one."""
+    """Its state is the start of the next row: the parent's position before a sequence, and an offset in it."""
 
     def __init__(self, parent: grain.DatasetIterator[Tokens], seq_len: int):
         super().__init__(parent)
@@ -43,9 +43,9 @@ class _ConcatThenSplitIterator(grain.DatasetIterator[Row]):
     def _restart(self, parent_state: State, offset: int) -> None:
         self._rows: Sequence[Row] | Row = ()
         self._taken = 0
-        self._rest: Tokens | None = None  # of the last sequence, what the rows do not hold
+        self._rest: Tokens | None = None  # the part of the last sequence after the rows
         self._skip = offset
-        # Of each sequence in the rows: where it begins among their pairs, the parent's position, the offset there.
+        # For each sequence in the rows: its first pair, the parent's position, and the offset in the sequence.
         self._begins, self._sources = [0], [(parent_state, offset)]
 
     def __next__(self) -> Row:
@@ -103,7 +103,7 @@ def first_fit_rows(parent: grain.IterDataset[Tokens], seq_len: int, open_rows: i
 
     class Cut(grain.experimental.FlatMapTransform):
         def flat_map(self, element: Tokens) -> list[Tokens]:
-            """The packer refuses what is longer than a row."""
+            """Cuts sequences to at most one row, since the packer rejects longer ones."""
             length = len(element["inputs"])
             return [
                 Tokens(inputs=element["inputs"][at : at + seq_len], targets=element["targets"][at : at + seq_len])
@@ -120,8 +120,8 @@ def first_fit_rows(parent: grain.IterDataset[Tokens], seq_len: int, open_rows: i
 
 
 class ShuffledRows(grain.IterDataset[Row]):
-    """Rows in random order within consecutive windows. grain has a window shuffle, whose permutation costs 0.2 ms for
-    each row of a window of 256 (it walks a cycle of 65,536)."""
+    """Rows in random order within consecutive windows. grain's own window shuffle takes 0.2 ms per row of a window of
+    256 (it walks a cycle of 65,536)."""
 
     def __init__(self, parent: grain.IterDataset[Row], *, window: int, seed: int):
         """
@@ -138,13 +138,13 @@ class ShuffledRows(grain.IterDataset[Row]):
 
 
 class _ShuffledIterator(grain.DatasetIterator[Row]):
-    """Its state is the parent's position before the window and how many rows of the window were taken."""
+    """Its state is the parent's position before the window and the number of rows taken from the window."""
 
     def __init__(self, parent: grain.DatasetIterator[Row], window: int, seed: int):
         super().__init__(parent)
         self._size, self._seed = window, seed
         self._number, self._start = -1, parent.get_state()
-        self._rows: list[Row] = []  # those of the window that are left, the next one last
+        self._rows: list[Row] = []  # the remaining rows of the window, the next one last
 
     def __next__(self) -> Row:
         if not self._rows:
@@ -154,7 +154,7 @@ class _ShuffledIterator(grain.DatasetIterator[Row]):
     def _fill(self, number: int) -> None:
         self._number, self._start = number, self._parent.get_state()
         rows = [next(self._parent) for _ in range(self._size)]
-        # NumPy keeps the raw words of a bit generator for ever, but not `Generator.permutation`.
+        # NumPy guarantees the raw output of a bit generator across versions, but not `Generator.permutation`.
         words = np.random.Philox(key=np.array([self._seed, number], np.uint64)).random_raw(self._size)
         self._rows = [rows[index] for index in np.argsort(words, kind="stable")]
 
@@ -186,10 +186,10 @@ class MixedRows(grain.IterDataset[Row]):
         """
         Args:
             parents: the datasets, endless.
-            shares: of each, adding up to 1.
+            shares: the share of each, summing to 1.
             first_row: this stream's first row in each batch.
             rows: this stream's rows in each batch.
-            batch_size: rows of a batch, of all streams.
+            batch_size: rows of a batch over all streams.
         """
         super().__init__(parents)
         self._bounds = np.cumsum(shares)[:-1].tolist()
@@ -199,8 +199,8 @@ class MixedRows(grain.IterDataset[Row]):
         return _MixedIterator([iter(parent) for parent in self._parents], self._choose)
 
     def _choose(self, row: int) -> int:
-        """The dataset of a row of this stream. Multiples of the golden ratio are evenly spread over [0, 1), so any
-        consecutive rows of the batches have nearly the shares asked for."""
+        """The dataset of a row of this stream. Multiples of the golden ratio are evenly spread over [0, 1), so
+        consecutive rows of the batches have nearly the requested shares."""
         batch, offset = divmod(row, self._count)
         number = batch * self._batch_size + self._first_row + offset
         return bisect.bisect_right(self._bounds, number * _GOLDEN_RATIO % 2**64 / 2**64)
@@ -227,15 +227,15 @@ class _MixedIterator(grain.DatasetIterator[Row]):
 
 
 class JoinedBatches(grain.IterDataset[list[Batch]]):
-    """Groups of batches whose rows come from several streams. A hand-over between threads costs more than a small
-    batch, so an element is several batches. The state maps the number of each stream to its own state."""
+    """Groups of batches whose rows come from several streams. An element is several batches, since passing an element
+    between threads costs more than making a small batch. The state maps the number of each stream to its state."""
 
     def __init__(self, streams: Mapping[int, grain.IterDataset[Row]], rows: int, group: int):
         """
         Args:
-            streams: by number; the rows of a batch are in this order.
-            rows: of each stream in a batch.
-            group: batches in an element.
+            streams: streams by number, in the order of their rows in a batch.
+            rows: rows of each stream per batch.
+            group: batches per element.
         """
         super().__init__(list(streams.values()))
         self._numbers, self._count, self._group = [str(number) for number in streams], rows, group

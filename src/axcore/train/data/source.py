@@ -1,4 +1,4 @@
-"""Where text comes from: documents with random access, split once and for all into training and validation."""
+"""Sources of text: documents with random access and a fixed split into training and validation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Document:
     """A text, or one piece of a long text."""
 
     name: str
-    """What error messages call it."""
+    """Name for error messages."""
     content: bytes
     starts: bool = True
     """False for a piece that is not the first of its text."""
@@ -39,19 +39,19 @@ class Split(enum.StrEnum):
 
 
 class Source(config.Configurable, abc.ABC):
-    """Base of the sources of a `TextInput`."""
+    """Base class of the sources of a `TextInput`."""
 
     class Config(config.Config):
-        """Options that every source has: none."""
+        """No common options."""
 
     @abc.abstractmethod
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
         """The documents of a split, in the same order in every process.
 
-        The dataset reads a document when it is indexed and keeps none, so memory does not grow with the text.
+        The dataset reads documents on demand and does not keep them, so memory does not grow with the text.
 
         Args:
-            split: which part. A text that occurs in training must not occur in validation.
+            split: training or validation. A training text must not occur in validation.
             piece_bytes: texts much longer than this should come in consecutive pieces of about this size, so that
                 shuffling mixes texts and memory stays bounded. A source of short texts may ignore it.
         """
@@ -63,12 +63,12 @@ class Source(config.Configurable, abc.ABC):
     def fingerprint(self, piece_bytes: int) -> str:
         """A digest of the training documents, which changes when they do.
 
-        This one reads a sample of them; a source that knows a better digest overrides it.
+        The default reads a sample of them. Sources with a better digest override it.
         """
         documents = self.documents(Split.TRAIN, piece_bytes)
         digest = hashlib.sha256(str(len(documents)).encode())
         for index in range(0, len(documents), -(-len(documents) // _SAMPLE)):
-            if (document := documents[index]) is not None:  # grain's filter leaves holes
+            if (document := documents[index]) is not None:  # grain's filter leaves None in place of dropped elements
                 digest.update(b"%d:" % len(document.content) + document.content)
         return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""From a source to the streams of rows that batches are made of."""
+"""Streams of rows, from which batches are made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import grain
 
 ORDER_VERSION = 1
-"""Changes when the same config, text and seed give other batches."""
+"""Version of the order of rows. Increase it when the same config, text and seed give different batches."""
 
 _WINDOW_TOKENS = 2**18
 _WINDOWS_IN_EPOCH = 16  # at least, about
@@ -30,8 +30,8 @@ def encode(tokenizer: Tokenizer, document: Document) -> Int32[np.ndarray, " toke
     """The ids of a document, after a separator if the document is not a later piece of a text.
 
     Raises:
-        AxcoreError: the tokenizer raised, or gave an id outside of its vocabulary or the separator; the message names
-            the document.
+        AxcoreError: the tokenizer raised, or returned the separator or an id outside of its vocabulary. The message
+            names the document.
     """
     name = type(tokenizer).__name__
     try:
@@ -53,7 +53,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> Int32[np.ndarray, " toke
 
 
 def training_pairs(tokenizer: Tokenizer, document: Document) -> Tokens:
-    """Pairs of a token and the one that follows it: from the separator that starts a text to the one that ends it."""
+    """Pairs of consecutive tokens, from the separator before a text to the separator after it."""
     tokens = encode(tokenizer, document)
     if document.ends:
         tokens = np.concatenate([tokens, np.array([tokenizer.separator_id], np.int32)])
@@ -66,11 +66,11 @@ def derived_seed(seed: int, *names: object) -> int:
 
 
 class Streams:
-    """The recipe for all streams of an input.
+    """Builds the streams of an input.
 
     Stream `k` of `count` reads every `count`-th document of an endless sequence, from the `k`-th on. Each epoch of the
-    sequence has each document once, in a new order. So the streams together read each document once per epoch, and
-    none of them depends on the number of processes.
+    sequence contains each document once, in a new order. Together, the streams read each document once per epoch. They
+    do not depend on the number of processes.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Streams:
         Args:
             source: the documents.
             tokenizer: encodes them.
-            packing: makes rows of them.
+            packing: packs them into rows.
             count: the number of streams.
             seq_len: tokens in a row.
             batch_size: rows of a global batch.
             piece_bytes: see `Source.documents`.
-            seed: picks the orders.
+            seed: seed of the orders.
             shuffle: False keeps the order of the source.
-            threads: of each stream, which read and encode ahead.
+            threads: threads per stream that read and encode ahead.
         """
         self._parts: Mapping[str, tuple[float, Source]] = source.parts()
         self._documents = {name: part.documents(Split.TRAIN, piece_bytes) for name, (_, part) in self._parts.items()}

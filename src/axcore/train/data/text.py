@@ -1,4 +1,4 @@
-"""Text to batches: the input of a language model."""
+"""The text input of a language model."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ _ENCODED_SAMPLE = 8
 
 
 class TextInput(Input):
-    """Batches of text: endless and shuffled for training, finite and always the same for validation.
+    """Batches of text: endless and shuffled for training, finite and fixed for validation.
 
-    Training reads a fixed number of streams, which are shared out among the processes; each stream gives
+    Training reads a fixed number of streams, which are divided among the processes. Each stream provides
     `batch_size / streams` consecutive rows of every global batch. The global batch does not depend on the number of
     processes, and each document is read once per epoch. Memory does not grow with the text.
     """
 
     class Config(Input.Config):
-        """What to read and how to make rows of it."""
+        """The text to read and the packing into rows."""
 
         layout_fields = ("prefetch_batches", "read_threads")
         source: Source.Config = config.REQUIRED
         tokenizer: Tokenizer.Config = ByteTokenizer.Config()
         packing: Packing.Config = ConcatThenSplit.Config()
-        """How training documents become rows. Validation always concatenates and splits."""
+        """Packing of training documents. Validation always uses concat-then-split."""
         shuffle: bool = True
         """False keeps the order of the source."""
         streams: int | None = None
-        """Streams that the training text is dealt to: a divisor of `batch_size`, which the number of processes divides.
-        The order of the rows depends on it. None: the largest divisor of `batch_size` up to 64."""
+        """Number of streams of training text. It must divide `batch_size` and be a multiple of the number of processes.
+        The order of rows depends on it. None: the largest divisor of `batch_size` up to 64."""
         piece_bytes: int | None = None
-        """The approximate size of the pieces that long documents are cut into. A segment ends where its piece ends.
+        """Approximate size of the pieces that long documents are cut into. Segments do not cross the end of a piece.
         Shorter pieces mix the text better, longer ones break fewer rows. None: the text of about two rows."""
         prefetch_batches: int = 16
-        """Training batches that are made ahead of time; 0 makes each when it is asked for."""
+        """Number of training batches to prepare ahead; 0 makes them on demand."""
         read_threads: int = 0
-        """Threads of each stream that read and encode ahead, for slow storage or a slow tokenizer."""
+        """Threads per stream that read and encode ahead, for slow storage or a slow tokenizer."""
 
     def __init__(self, cfg: TextInput.Config, *, process_index: int = 0, process_count: int = 1):
         """Builds the index of the source.
 
         Args:
             cfg: see `Config`.
-            process_index: which of the processes this one is.
-            process_count: how many share a global batch.
+            process_index: index of this process.
+            process_count: number of processes that share a global batch.
 
         Raises:
-            ConfigError: a number that is out of range, streams that cannot be shared out, or fewer training rows than
-                one batch; and what the source and the tokenizer raise.
+            ConfigError: a number is out of range, the streams do not divide among the processes, or the training text
+                is shorter than one batch. Errors of the source and the tokenizer are raised too.
         """
         if not 0 <= process_index < process_count:
             raise ValueError(f"process_index={process_index} must lie in [0, process_count={process_count})")
@@ -106,7 +106,7 @@ class TextInput(Input):
 
     @property
     def validation_byte_count(self) -> int:
-        """Bytes of the validation text: what its loss is divided by for bits per byte."""
+        """Number of bytes of the validation text, the divisor of bits per byte."""
         return self._validation_text[0]
 
     def validation_bytes(self) -> Iterator[bytes]:
@@ -126,9 +126,9 @@ class TextInput(Input):
     def validation_batches(self) -> Iterator[Batch]:
         """This process's rows of each global validation batch, in the order of the source.
 
-        Every token but the very first is a target of weight 1 exactly once, separators too: a model pays for
-        knowing where documents end. All batches have one shape; padding has weight 0. Processes have equally
-        many batches.
+        Every token except the very first is a target of weight 1 exactly once, including separators, so the loss
+        includes predicting where documents end. All batches have one shape, and padding has weight 0. All processes
+        have the same number of batches.
         """
         return validation_batches(
             self._documents(Split.VALIDATION),
@@ -175,7 +175,7 @@ class TextInput(Input):
                 yield document
 
     def _check_length(self) -> None:
-        """Refuses a text that is too short for one batch; reads no more of it than that."""
+        """Raises if the text is too short for one batch. Reads at most that much text."""
         needed, found = self.cfg.batch_size * self.cfg.seq_len, 0
         for document in self._documents(Split.TRAIN):
             found += len(training_pairs(self.tokenizer, document)["inputs"])

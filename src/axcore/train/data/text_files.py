@@ -29,7 +29,7 @@ _NAMED = 5
 
 
 class Skip(enum.StrEnum):
-    """Why a file that matches is left out."""
+    """The reason that a matching file is skipped."""
 
     DUPLICATE = "duplicate"
     EMPTY = "empty"
@@ -40,41 +40,42 @@ class Skip(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class FileIndex:
-    """The files of each split with their sizes; the order is that of their paths."""
+    """The files of each split with their sizes, sorted by path."""
 
     folder: Path
     files: Mapping[Split, tuple[tuple[str, int], ...]]
     skipped: Mapping[Skip, int]
-    """How many files were left out, for each reason that occurred."""
+    """Number of skipped files, by reason."""
     digest: str
-    """Changes when a training file does."""
+    """Digest that changes when a training file changes."""
 
 
 class TextFiles(Source):
-    """The text files below a folder, a document each.
+    """The text files below a folder, one document each.
 
-    A hash of its path below the folder assigns a file to validation or training, so the split is the same on every
-    machine and adding a file moves no other. The index holds paths and sizes; content is read when a batch needs it.
-    Links are followed, each folder once.
+    A hash of the path below the folder assigns a file to validation or training, so the split is the same on every
+    machine, and adding a file does not move others. The index contains paths and sizes; contents are read on demand.
+    Links are followed, but each folder is visited only once.
     """
 
     class Config(Source.Config):
-        """Which files to read. Patterns match paths below the folder: `*` within a name, `**` any folders."""
+        """Selects files. Patterns match paths below the folder: `*` matches within a name, `**` any folders."""
 
+        layout_fields = ("folder",)  # `Input.identity` compares the text itself
         folder: str = config.REQUIRED
         """The folder; `~` is the home directory."""
         patterns: tuple[str, ...] = ("**/*.txt",)
-        """A file must match one of these."""
+        """Patterns of files to include."""
         exclude: tuple[str, ...] = ()
-        """A file or a whole folder that matches one of these is left out."""
+        """Patterns of files or folders to exclude."""
         max_file_bytes: int | None = None
         """Larger files are skipped."""
         validation_percent: float = 2.0
-        """The share of the files that are for validation, above 0 and below 100."""
+        """Percentage of files for validation, above 0 and below 100."""
         check_content: bool = True
-        """Read every file once at the start, to skip files that are not text (they contain a zero byte) and files with
-        the content of an earlier one, which could otherwise be trained on and validated with. Without it, the start is
-        quick and a change of a file is noticed only if its size changes."""
+        """Read every file once at the start, to skip files that are not text (they contain a zero byte) and duplicates,
+        which could otherwise be in both training and validation. Without it, the start is faster, but a changed file is
+        detected only if its size changes."""
         allow_unreadable: bool = False
         """Skip files and folders that cannot be read, instead of raising an error."""
 
@@ -88,7 +89,7 @@ class TextFiles(Source):
         self.cfg = cfg
 
     def folder(self) -> Path:
-        """The folder to read. A subclass may find it in its own way."""
+        """The folder to read. Subclasses may override it."""
         return expanded(self.cfg.folder, "folder")
 
     def is_validation(self, name: str) -> bool:
@@ -106,12 +107,12 @@ class TextFiles(Source):
         return grain.MapDataset.source(Pieces(index.folder, names, sizes, piece_bytes))
 
     def fingerprint(self, piece_bytes: int) -> str:
-        """See `Source.fingerprint`. This one covers every file."""
+        """See `Source.fingerprint`. Covers every file."""
         return self.index.digest
 
     @functools.cached_property
     def index(self) -> FileIndex:
-        """The files to read, found when first needed.
+        """The files to read, listed on first use.
 
         Raises:
             ConfigError: the folder is missing, not a folder, or without text; a file cannot be read; or a split is
@@ -151,7 +152,7 @@ class TextFiles(Source):
         return index
 
     def _names(self, folder: Path, unreadable: list[str]) -> Iterator[str]:
-        """Paths below the folder of all files that match; notes folders that cannot be listed."""
+        """Paths below the folder of all matching files. Adds folders that cannot be listed to `unreadable`."""
         seen: set[tuple[int, int]] = set()
 
         def note(error: OSError) -> None:
@@ -171,7 +172,7 @@ class TextFiles(Source):
                     yield path.as_posix()
 
     def _check_file(self, path: Path) -> tuple[int, bytes] | Skip:
-        """Size and digest of a file; no digest unless content is checked."""
+        """Size and digest of a file. The digest is empty unless contents are checked."""
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
             raise OSError(0, "not a regular file")
@@ -213,9 +214,8 @@ class TextFiles(Source):
             full, empty = ("training", "validation") if train else ("validation", "training")
             advice = f"{'Raise' if train else 'Lower'} validation_percent={percent}, or cut"
             raise config.ConfigError(
-                f"the files in folder={folder!r}, {train + validation} in number, are all for {full}, none is for "
-                f"{empty} (a hash of its path assigns each file). "
-                f"{advice if train + validation > 1 else 'Cut'} the text into more files."
+                f"all {train + validation} files in folder={folder!r} are for {full} and none for {empty} (a hash of its "
+                f"path assigns each file). {advice if train + validation > 1 else 'Cut'} the text into more files."
             )
 
 
@@ -233,7 +233,7 @@ def _matches_any(path: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def _matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """`PurePath.full_match`, which Python 3.12 does not have."""
+    """`PurePath.full_match`, which Python 3.12 lacks."""
     if not pattern:
         return not path
     if pattern[0] == "**":

@@ -11,16 +11,16 @@ from axcore import config
 
 
 class Tokenizer(config.Configurable, abc.ABC):
-    """Turns the bytes of a document into token ids. A subclass gives the ids their meaning."""
+    """Base class of tokenizers, which convert the bytes of a document to token ids."""
 
     class Config(config.Config):
-        """Options that every tokenizer has: none."""
+        """No common options."""
 
     vocab_size: int
-    """Ids are below this: the rows of the model's embedding, unused ones included."""
+    """Upper bound of ids: the number of rows of the model's embedding, including unused ones."""
 
     separator_id: int
-    """The id that stands before each document. `encode` never gives it."""
+    """The id before each document. `encode` never returns it."""
 
     bytes_per_token: float = 4.0
     """About how much text a token stands for. The size of the pieces of long documents follows from it."""
@@ -31,7 +31,7 @@ class Tokenizer(config.Configurable, abc.ABC):
         return (self.separator_id,)
 
     def prompt(self, content: bytes) -> NDArray[np.integer]:
-        """`[tokens]`, at least one: the ids that a model goes on from."""
+        """`[tokens]`, at least one: the ids of a prompt for generation."""
         return np.concatenate([[self.separator_id], self.encode(content)])
 
     @abc.abstractmethod
@@ -44,7 +44,7 @@ class Tokenizer(config.Configurable, abc.ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """One token for each byte: ids 0 to 255 are the bytes, 256 is the separator."""
+    """One token per byte: ids 0 to 255 are the bytes, 256 is the separator."""
 
     class Config(Tokenizer.Config):
         """Options of the byte tokenizer."""

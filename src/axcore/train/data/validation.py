@@ -16,17 +16,17 @@ from axcore.train.data.tokenizers import Tokenizer
 def validation_batches(
     documents: Iterable[Document], tokenizer: Tokenizer, *, seq_len: int, batch_size: int, rows: slice
 ) -> Iterator[Batch]:
-    """Some rows of each global batch.
+    """The given rows of each global batch.
 
-    The documents are one sequence of tokens (separator, document, separator, document, ...), of which each but the
-    first is a target of weight 1 exactly once. All batches have one shape; padding has weight 0.
+    The documents form one sequence of tokens (separator, document, separator, document, ...). Each token except the
+    first is a target of weight 1 exactly once. All batches have one shape, and padding has weight 0.
 
     Args:
-        documents: in order; the pieces of a text follow one another.
+        documents: the documents in order. Pieces of a text must be consecutive.
         tokenizer: encodes them.
         seq_len: tokens in a row.
         batch_size: rows of a global batch.
-        rows: those to return.
+        rows: the rows to return.
     """
     size = batch_size * seq_len
 

@@ -45,25 +45,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Objects that are built and validated before a run starts.
-
-    Attributes:
-        first: the first state, if the run starts from `initial` weights.
-    """
+    """Objects that are built and validated before a run starts."""
 
     program: Program
     callbacks: Callbacks
     input: Input
-    first: TrainState | None
 
 
 class Session:
-    """One attempt at a run."""
+    """One attempt at a run.
 
-    def __init__(self, cfg: Trainer.Config, prepared: Prepared, folder: Path):
+    Args:
+        first: the first state, if the run starts from given weights.
+    """
+
+    def __init__(self, cfg: Trainer.Config, prepared: Prepared, folder: Path, first: TrainState | None):
         self.cfg, self.folder = cfg, folder
         self.program, self.callbacks, self.input = prepared.program, prepared.callbacks, prepared.input
-        self.first = prepared.first
+        self.first = first
         self.plugins = active(cfg)
         self.batches = self.input.train_batches()
         self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)

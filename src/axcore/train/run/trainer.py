@@ -111,15 +111,15 @@ class Trainer(config.Configurable):
             agree(self.config)
             with runtime.together("prepare"):
                 prepared = self._prepare(folder, resume)
+            # Outside of `together`, since processes read weights together.
+            first = self._first_state(folder, resume, prepared.program)
+            with runtime.together("folder"):
                 if jax.process_index() == 0:
-                    folder = run_folder.create(folder)
-                    stack.enter_context(run_folder.Lock(folder))
-                    files.write_text(folder / CONFIG_FILE, self.config.text())
-                    model_folder.write_config(folder, self.config)
-            return Session(self.config, prepared, folder).run(resume)
+                    self._take_over(folder, resume, stack)
+            return Session(self.config, prepared, folder, first).run(resume)
 
     def _prepare(self, folder: Path, resume: bool) -> Prepared:
-        """Builds and validates everything, then moves an earlier run aside."""
+        """Builds and validates everything. Writes nothing."""
         cfg = self.config
         if cfg.minutes is not None and jax.process_count() > 1:
             raise ConfigError(
@@ -133,16 +133,33 @@ class Trainer(config.Configurable):
         callbacks = Callbacks(cfg.callbacks)
         prepared = self.program(callbacks)
         prepared.batch_shapes(batch_form(cfg.input))
-        checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
-        config.from_json(config.to_json(cfg))  # raises before an earlier run is moved if the config cannot be written
-        state: TrainState | None = None
-        if cfg.initial is not None and not (resume and checkpointer.latest() is not None):
-            state = begin(cfg.initial, cfg.model, prepared, np.array(cfg.seed, np.uint32))
-        if not resume and held and jax.process_index() == 0:
+        cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
+        config.from_json(config.to_json(cfg))  # raises before an earlier run is moved
+        return Prepared(prepared, callbacks, source)
+
+    def _first_state(self, folder: Path, resume: bool, program: Program) -> TrainState | None:
+        """The first state of a run that starts from given weights."""
+        cfg = self.config
+        checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
+        if cfg.initial is None or (resume and checkpointer.latest() is not None):
+            return None
+        return begin(cfg.initial, cfg.model, program, np.array(cfg.seed, np.uint32))
+
+    def _take_over(self, folder: Path, resume: bool, stack: contextlib.ExitStack) -> None:
+        """Moves an earlier run out of the way, then locks the folder and writes the config."""
+        if not resume and _holds_run(folder):
             with run_folder.Lock(folder):
                 aside = run_folder.move_aside(folder)
                 print(f"moved the earlier run in {folder} to {aside}", file=sys.stderr)
-        return Prepared(prepared, callbacks, source, state)
+        run_folder.create(folder)
+        stack.enter_context(run_folder.Lock(folder))
+        file = folder / CONFIG_FILE
+        if resume:
+            _, allowed = identity.changes(parse_text(file.read_text()), self.config)
+            if any(change.path == "minutes" for change in allowed):
+                (folder / PLAN_FILE).unlink(missing_ok=True)
+        files.write_text(file, self.config.text())
+        model_folder.write_config(folder, self.config)
 
     def _input(self) -> Input:
         cfg = self.config.input
@@ -162,11 +179,10 @@ class Trainer(config.Configurable):
         if not held:
             raise AxcoreError(f"there is no run to resume in {folder}. Omit --resume to start one.")
         allowed = identity.check(parse_text((folder / CONFIG_FILE).read_text()), self.config, folder)
-        if jax.process_index() == 0:
-            if allowed:
-                print(f"resuming with these changes:\n{allowed}", file=sys.stderr)
-            if any(change.path == "minutes" for change in allowed):
-                (folder / PLAN_FILE).unlink(missing_ok=True)
+        if allowed and jax.process_index() == 0:
+            print(f"resuming with these changes:\n{allowed}", file=sys.stderr)
+            if any(change.path in ("steps", "minutes") for change in allowed):
+                print("the learning rate follows the schedule of the new length from here on", file=sys.stderr)
 
 
 def _holds_run(folder: Path) -> bool:

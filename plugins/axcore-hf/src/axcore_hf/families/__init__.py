@@ -1,4 +1,4 @@
-"""The families, by `model_type`: those of this package, and those that others bring by entry point."""
+"""The families by `model_type`: those of this package and those of entry points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from axcore_hf.family import Family
 from axcore_hf.fields import Fields
 
 GROUP = "axcore_hf.families"
-"""Entry points of this group are named after a `model_type`, and name a `Family`."""
+"""Group of entry points that map a `model_type` to a `Family`."""
 
 OWN = {
     "deepseek_v3": "deepseek",
@@ -28,20 +28,20 @@ OWN = {
     "qwen3": "qwen",
     "qwen3_moe": "qwen",
 }
-"""model_type -> module of this package, imported when one is asked for."""
+"""model_type -> module of this package, imported on demand."""
 
 
 @functools.cache
 def _brought() -> dict[str, str]:
-    """model_type -> `package.module:attribute`, of other distributions."""
+    """model_type -> `package.module:attribute` in other distributions."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
 def by_type(kind: str) -> Family:
-    """The family of a `model_type`. What another distribution brings goes before this package's own.
+    """The family of a `model_type`. Other distributions take precedence over this package.
 
     Raises:
-        AxcoreError: an entry point names no family.
+        AxcoreError: an entry point does not name a family.
     """
     if kind in _brought():
         target = _brought()[kind]
@@ -51,23 +51,23 @@ def by_type(kind: str) -> Family:
         except Exception as error:
             raise AxcoreError(f"the family of model_type {kind!r}, {target}, cannot be loaded: {error}") from error
         if not isinstance(found, Family):
-            raise AxcoreError(f"the family of model_type {kind!r}, {target}, is no Family but {type(found).__name__}")
+            raise AxcoreError(f"the family of model_type {kind!r}, {target}, is a {type(found).__name__}, not a Family")
         return found
     families: tuple[Family, ...] = importlib.import_module(f"{__name__}.{OWN[kind]}").FAMILIES
     return next(family for family in families if kind in family.model_types)
 
 
 def known() -> list[str]:
-    """Every `model_type` that there is a family for."""
+    """Every `model_type` that has a family."""
     return sorted({*OWN, *_brought()})
 
 
 SHARED = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-"""Fields that a model of several modalities has beside its `text_config`, and that hold for it too."""
+"""Fields of a multimodal model outside of its `text_config` that apply to it too."""
 
 
 def language_part(fields: Fields) -> Fields | None:
-    """The fields of the language model in a model of several modalities; None where a config is of another kind."""
+    """The fields of the language model in a multimodal model, or None for other configs."""
     nested = fields.raw.get("text_config")
     if not isinstance(nested, dict):
         return None
@@ -82,7 +82,7 @@ def family_of(fields: Fields) -> Family:
     """The family that a config belongs to.
 
     Raises:
-        ConfigError: there is none; it says which of its fields the likest family does not know.
+        ConfigError: no family supports it. The message lists the fields that the most similar family lacks.
     """
     kind = fields.raw.get("model_type")
     if isinstance(kind, str) and kind in known():
@@ -96,5 +96,5 @@ def family_of(fields: Fields) -> Family:
     except ConfigError as error:
         lacking = f"; {error}"
     if unknown := sorted(trial.unread()):
-        message += f". Beside a llama it has: {', '.join(unknown)}{lacking}"
-    raise ConfigError(f"{message}. A family of your own arrives by an entry point of the group {GROUP}")
+        message += f". Fields that a llama lacks: {', '.join(unknown)}{lacking}"
+    raise ConfigError(f"{message}. To add a family, register an entry point in the group {GROUP}.")

@@ -117,6 +117,6 @@ def rules(cfg: Any) -> Sequence[Rule]:
 
 
 MTP = r"model\.layers\.61\..*"
-"""The published model's module for the token after the next; `transformers` leaves it out too."""
+"""The tensors of the published multi-token prediction module, which `transformers` ignores too."""
 
 FAMILIES = (Family("DeepSeek-V3", ("deepseek_v3",), deepseek_v3, rules, ignored=(r".*rotary_emb\.inv_freq", MTP)),)

@@ -100,7 +100,7 @@ DEFAULTS = {
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
 }
-"""Of `Gemma3TextConfig`; the configs that Google published with 4 to 27 billion parameters rely on them."""
+"""Defaults of `Gemma3TextConfig`. The configs that Google published with 4 to 27 billion parameters rely on them."""
 
 FAMILIES = (
     Family("Gemma 2", ("gemma2",), gemma2, fixed(RULES)),

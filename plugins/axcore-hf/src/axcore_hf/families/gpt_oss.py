@@ -61,7 +61,7 @@ RULES = (
     rule((f"{OURS}.gate.bias", f"{OURS}.up.bias"), f"{THEIRS}.gate_up_proj_bias", Interleaved()),
     rule(f"{OURS}.down.weight", f"{THEIRS}.down_proj"),
     rule(f"{OURS}.down.bias", f"{THEIRS}.down_proj_bias"),
-    # As they are published: in 4 bits.
+    # The published form: 4 bits.
     rule(
         (f"{OURS}.gate.weight", f"{OURS}.up.weight"),
         (f"{THEIRS}.gate_up_proj_blocks", f"{THEIRS}.gate_up_proj_scales"),

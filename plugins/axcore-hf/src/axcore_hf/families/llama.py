@@ -1,4 +1,4 @@
-"""Llama and its likes: Llama 2 and 3, SmolLM, Mistral, Mixtral."""
+"""Llama and similar models: Llama 2 and 3, SmolLM, Mistral, Mixtral."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RULES = (*EMBEDDINGS, *NORMS, *ATTENTION, *MLP)
 
 
 def llama(fields: Fields) -> Any:
-    mixer = attention(fields, position=rope(fields, theta=10_000.0))  # Llama 2 came without the field
+    mixer = attention(fields, position=rope(fields, theta=10_000.0))  # Llama 2 configs lack the field
     return causal_lm(fields, [pre_norm(fields, mixer, feed_forward(fields))] * fields("num_hidden_layers"))
 
 

@@ -1,4 +1,4 @@
-"""What families have in common."""
+"""Shared parts of families."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 LONG = ("longrope", "su")
-"""Types whose original length is outside of the dictionary; the second is an early name of the first."""
+"""Types whose original length is outside of the dictionary. The second is an early name of the first."""
 LAYER_TYPES = ("sliding_attention", "full_attention")
 EVERYTHING_BEFORE = Causal() & SameSegment()
 
@@ -57,8 +57,8 @@ def rope(fields: Fields, kind: str | None = None, theta: float | None = None, **
     """The position embedding.
 
     Args:
-        kind: the layer type, where each has its own.
-        theta: what holds where the fields do not say.
+        kind: the layer type, if each type has its own parameters.
+        theta: default for configs without the field.
     """
     parameters = fields("rope_parameters", None) or fields("rope_scaling", None)
     if kind is not None and parameters and not {*LAYER_TYPES}.isdisjoint(parameters):
@@ -71,7 +71,7 @@ def rope(fields: Fields, kind: str | None = None, theta: float | None = None, **
     theta = fields("rope_theta", theta)
     if kind is None and parameters and parameters.get("rope_theta", theta) != theta and "rope_theta" in fields.raw:
         inner = parameters["rope_theta"]
-        raise ConfigError(f"{fields.where}: rope_theta={theta!r} beside rope_theta={inner!r} of its RoPE parameters")
+        raise ConfigError(f"{fields.where}: rope_theta={theta!r}, but its RoPE parameters have rope_theta={inner!r}")
     try:
         return from_rope_parameters(
             parameters,
@@ -90,9 +90,9 @@ def attention(
     """Grouped-query attention.
 
     Args:
-        position: None: RoPE as the fields say.
-        bias: of queries, keys and values; None: as `attention_bias` says.
-        output_bias: of the projection; None: as `bias`.
+        position: None uses the RoPE of the fields.
+        bias: bias of queries, keys and values. None uses `attention_bias`.
+        output_bias: bias of the projection. None uses `bias`.
     """
     biased = bool(fields("attention_bias", False)) if bias is None else bias
     linear = Linear.Config(use_bias=biased)
@@ -121,7 +121,7 @@ def pre_norm(fields: Fields, mixer: Any, ffn: Any) -> TransformerLayer.Config:
 
 
 def causal_lm(fields: Fields, layers: Sequence[Any], *, tied: bool = False, **more: Any) -> CausalLM.Config:
-    """Args: tied: what holds where the fields do not say."""
+    """Args: tied: default for configs without the field."""
     return CausalLM.Config(
         vocab_size=fields("vocab_size"),
         dim=fields("hidden_size"),
@@ -136,16 +136,16 @@ def window(size: int | None) -> Mask:
 
 
 def sliding(fields: Fields, default: Sequence[bool]) -> list[bool]:
-    """For each layer, whether it attends within a window."""
+    """Whether each layer uses a sliding window."""
     kinds = fields("layer_types", None)
     if kinds is None:
         return list(default)
     if len(kinds) != len(default):
-        raise ConfigError(f"{fields.where}: layer_types lists {len(kinds)} layers, and there are {len(default)}")
+        raise ConfigError(f"{fields.where}: layer_types lists {len(kinds)} layers, but the model has {len(default)}")
     for kind in kinds:
         if kind not in LAYER_TYPES:
             raise ConfigError(
-                f"{fields.where}: layer_types has {kind!r}, which is not supported; known: {', '.join(LAYER_TYPES)}"
+                f"{fields.where}: layer_types has {kind!r}, which is not supported. Known: {', '.join(LAYER_TYPES)}"
             )
     return [kind == "sliding_attention" for kind in kinds]
 
@@ -158,13 +158,13 @@ EMBEDDINGS: tuple[Rule, ...] = (
 
 
 def fixed(rules: Sequence[Rule], embedding: str = "model.embed_tokens.weight") -> Rules:
-    """The same rules for all models of a family; where the head is the embedding, a copy of it may be there too."""
+    """Rules shared by all models of a family. With a tied head, the checkpoint may have a copy of the embedding."""
     tied = rule("embedding.weight", (embedding, "lm_head.weight"), Tied(), can_write=False)
     return lambda cfg: rules if cfg.head is not None else (tied, *rules)
 
 
 def linear(ours: str, theirs: str) -> tuple[Rule, Rule]:
-    """A linear map, with its bias where there is one."""
+    """Rules of a linear map and its bias, if any."""
     return rule(f"{ours}.weight", f"{theirs}.weight", Transposed()), rule(f"{ours}.bias", f"{theirs}.bias")
 
 
@@ -189,7 +189,7 @@ MLP: tuple[Rule, ...] = (
 
 
 def experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """A mixture of experts, each with tensors of its own; the names go on from the layer's."""
+    """Rules of a mixture of experts with separate tensors per expert. The names are relative to the layer."""
     return (
         *linear("decoder.{i}.ffn.router.linear", f"{LAYER}.{router}"),
         rule("decoder.{i}.ffn.experts.gate.weight", f"{LAYER}.{gate}.weight", Stacked()),

@@ -14,21 +14,19 @@ from axcore_loc.peers.systems import SYSTEMS
 
 
 def run(cache: Path | None, given: Sequence[str], progress: Callable[[str], None]) -> Peers:
-    """Counts every system. One whose sources cannot be had is left out, and the result says why.
+    """Counts every system. The result lists releases whose sources are not available, with the reason.
 
     Args:
-        cache: where downloads are kept; None: the user's cache folder.
-        given: `NAME@VERSION=DIR` or `NAME==VERSION=DIR`, for sources that are read from a folder.
+        cache: folder for downloads; None for the user's cache folder.
+        given: `NAME@VERSION=DIR` or `NAME==VERSION=DIR`, for releases to read from a folder.
 
     Raises:
-        AxcoreError: one of these is not of that form.
+        AxcoreError: an item of `given` has another form or names an unknown release.
     """
     folders = dict(map(_given, given))
     known = {part for system in SYSTEMS for release in system.releases for part in release}
     if unknown := folders.keys() - known:
-        raise AxcoreError(
-            f"--source {', '.join(sorted(unknown))}: no system has that release. Known: {', '.join(sorted(known))}"
-        )
+        raise AxcoreError(f"--source {', '.join(sorted(unknown))}: unknown release. Known: {', '.join(sorted(known))}")
     counts, missing = [], {}
     for system in SYSTEMS:
         for release in system.releases:
@@ -47,5 +45,5 @@ def run(cache: Path | None, given: Sequence[str], progress: Callable[[str], None
 def _given(text: str) -> tuple[str, Path]:
     release, _, folder = text.rpartition("=")
     if not release or not Path(folder).is_dir():
-        raise AxcoreError(f"--source takes NAME@VERSION=DIR with a folder that exists, not {text!r}")
+        raise AxcoreError(f"--source requires NAME@VERSION=DIR with an existing folder, not {text!r}")
     return release, Path(folder)

@@ -1,4 +1,4 @@
-"""Counting, in the sources of one release, what mentions a feature."""
+"""Counts the lines that mention a feature in the sources of one release."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from axcore_loc.peers.systems import GENERATED, TESTS, System
 from axcore_loc.peers.words import FEATURES, may_speak, speaks
 
 HEAD = 1000
-"""Characters at the top of a module in which it says that it is generated."""
+"""Number of characters at the top of a module that are searched for a note that it is generated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Count:
 
     Attributes:
         system, release, feature: what was counted.
-        models: models that there are.
-        having: models that mention the feature.
+        models: number of models.
+        having: number of models that mention the feature.
         model_modules, model_lines: modules and lines of models that mention it.
-        shared_modules, shared_lines: those of all other modules.
-        median: lines of those models that mention it, the middle one.
+        shared_modules, shared_lines: other modules and lines that mention it.
+        median: median number of lines of the models that mention it.
     """
 
     system: str
@@ -42,7 +42,7 @@ class Count:
 
     @property
     def per_model(self) -> float:
-        """Lines for each model that mentions it."""
+        """Mean number of lines of the models that mention it."""
         return self.model_lines / self.having if self.having else 0.0
 
 
@@ -50,7 +50,7 @@ def count(system: System, release: str, sources: Mapping[str, str]) -> list[Coun
     """Counts, for each feature, the modules and lines of a release that mention it.
 
     Args:
-        sources: path -> source. Tests, generated modules and what is no Python of this version are left out.
+        sources: path -> source. Tests, generated modules and files that Python cannot parse are skipped.
     """
     by_model: dict[str, collections.Counter[str]] = {}
     shared: collections.Counter[str] = collections.Counter()
@@ -90,7 +90,7 @@ def _count(
 
 
 def _lines(source: str, model: str) -> dict[str, int]:
-    """Feature -> lines of a module that mention it; features without any are not there."""
+    """Feature -> number of lines of a module that mention it, without zeros."""
     if not may_speak(source):
         return {}
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The sources of releases: from published packages, or from folders that are given."""
+"""The sources of releases, from published packages or given folders."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from axcore_loc.feature import package_sources
 from axcore_loc.peers.systems import INSTALLED
 
 PYTHON = "3.12"
-"""Wheels are looked for that this Python could install."""
+"""The Python version for which wheels are downloaded."""
 
 
 def default_cache() -> Path:
-    """Where downloads are kept unless somebody says otherwise."""
+    """The default folder for downloads."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "axcore-loc"
 
 
@@ -28,25 +28,25 @@ def sources(release: str, cache: Path, given: Mapping[str, Path]) -> dict[str, s
     """Path -> source of every Python file of a release, `name==version` or `name@version`.
 
     Raises:
-        AxcoreError: it cannot be had.
+        AxcoreError: the sources are not available.
     """
     if release in given:
         return folder_sources(given[release])
     if release.endswith("@installed"):
         return {path: source for package in INSTALLED for path, source in package_sources(package).items()}
     if "@" in release:
-        raise AxcoreError(f"{release} has no published package; give its sources: --source {release}=DIR")
+        raise AxcoreError(f"{release} has no published package. Give its sources: --source {release}=DIR")
     return archive_sources(download(release, cache))
 
 
 def download(requirement: str, cache: Path) -> Path:
-    """The wheel of a requirement `name==version`, or its source distribution where there is no wheel.
+    """The wheel of a requirement `name==version`, or its source distribution if there is no wheel.
 
-    It is downloaded with pip, without dependencies, and kept. pip runs the build backend of a source distribution to
-    learn its metadata.
+    It is downloaded with pip, without dependencies, and cached. pip runs the build backend of a source distribution to
+    read its metadata.
 
     Raises:
-        AxcoreError: pip could not; the message ends with what it said.
+        AxcoreError: pip failed. The message contains its output.
     """
     folder = cache / requirement.replace("==", "-")
     if kept := _archives(folder):
@@ -54,13 +54,13 @@ def download(requirement: str, cache: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     said = ""
     for how in (("--only-binary=:all:", f"--python-version={PYTHON}"), ("--no-binary=:all:",)):
-        with tempfile.TemporaryDirectory(dir=folder) as partial:  # a download that breaks off leaves nothing
+        with tempfile.TemporaryDirectory(dir=folder) as partial:  # an interrupted download leaves nothing behind
             command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *how, "-d", partial, requirement]
             done = subprocess.run(command, capture_output=True, text=True)
             if not done.returncode and (found := _archives(Path(partial))):
                 return found[0].rename(folder / found[0].name)
             said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"
-    raise AxcoreError(f"{requirement} could not be downloaded ({said}); give its sources: --source {requirement}=DIR")
+    raise AxcoreError(f"cannot download {requirement} ({said}). Give its sources: --source {requirement}=DIR")
 
 
 def _archives(folder: Path) -> list[Path]:
@@ -84,11 +84,11 @@ def folder_sources(folder: Path) -> dict[str, str]:
     """Path -> source of every Python file below a folder.
 
     Raises:
-        AxcoreError: there is none.
+        AxcoreError: the folder has no Python files.
     """
     found = {
         path.relative_to(folder).as_posix(): path.read_text(errors="replace") for path in sorted(folder.rglob("*.py"))
     }
     if not found:
-        raise AxcoreError(f"{folder} holds no Python files")
+        raise AxcoreError(f"{folder} has no Python files")
     return found

@@ -1,4 +1,4 @@
-"""The plot, as SVG written by hand."""
+"""Draws the plot as SVG."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a4
 
 
 def plot(feature: str, found: Mapping[str, Sequence[Count]]) -> str:
-    """Lines of models that mention a feature against the number of models; both axes are logarithmic.
+    """Plots the lines of models that mention a feature against the number of models, on logarithmic axes.
 
-    Each system is a line through its releases. No lines at all stand at the foot of the plot.
+    Each system is a line through its releases. Counts of zero are at the bottom of the plot.
     """
     points = [each for counts in found.values() for each in counts if each.models]
     x_end = _next_power(max((each.models for each in points), default=1))

@@ -1,4 +1,4 @@
-"""What `axcore loc peers` prints and writes."""
+"""The output of `axcore loc peers`."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ PAPER = {
 
 PAPER_MODELS = 20
 TREND_FROM = 3
-"""Releases that it takes to draw a line through."""
+"""Number of releases required for a trend."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """Every count, and why some releases are missing."""
+    """All counts, and the reasons for missing releases."""
 
     counts: tuple[Count, ...]
     missing: dict[str, str]
 
     def of(self, system: str, feature: str) -> list[Count]:
-        """Of one system, oldest release first."""
+        """The counts of one system, oldest release first."""
         return [each for each in self.counts if (each.system, each.feature) == (system, feature)]
 
     def trend(self, system: str, feature: str) -> float | None:
-        """Lines in models for each model that was added, by least squares over releases; None for too few."""
+        """Lines in models per added model, by least squares over releases. None for too few releases."""
         found = self.of(system, feature)
         if len(found) < TREND_FROM or len({each.models for each in found}) < 2:
             return None

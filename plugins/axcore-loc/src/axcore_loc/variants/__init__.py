@@ -1,5 +1,5 @@
-"""Models and attentions that features are attached to. None of them knows of any plugin.
+"""Models and attentions that features are attached to. They do not refer to any plugin.
 
-They are copied, as they stand, into a distribution of their own (`axcore_loc.workspace`); their sources are what is
-counted. Each file is one variant and has one function: `recipe(attention)` in `models`, `attention()` in `attentions`.
+They are copied unchanged into a separate distribution (`axcore_loc.workspace`), whose sources are counted. Each file is
+one variant with one function: `recipe(attention)` in `models`, `attention()` in `attentions`.
 """

@@ -1,4 +1,4 @@
-"""What the recipes of all variants share."""
+"""Training settings that all variants share."""
 
 from axcore.nn import CausalLM
 from axcore.train import CrossEntropy, Learner, Objective, Trainer, WarmupCosine

@@ -1,4 +1,4 @@
-"""axcore-new-attention computes the formula of attention, or says why it does not."""
+"""axcore-new-attention computes attention, or gives the reason why it does not."""
 
 from axcore.testing import KernelSuite
 

@@ -1,4 +1,4 @@
-"""Decoding with axcore-new-kv-cache equals computing everything anew."""
+"""Decoding with axcore-new-kv-cache equals full recomputation."""
 
 import jax.numpy as jnp
 import pytest
@@ -25,7 +25,7 @@ def test_a_mask_that_sees_further_is_refused():
         decoder(params, state, Step(jnp.zeros((1, 2), jnp.int32), start=jnp.zeros(1, jnp.int32)))
 
 
-def test_more_tokens_taken_back_than_it_has_to_spare_give_nan():
+def test_rolling_back_more_tokens_than_spare_gives_nan():
     model = TestRing().model().build(rngs=ax.Rngs(0))
     decoder, params, state = Decoder.of(model, cache=RingCache.Config(window=4, spare=1), batch_size=1, max_len=12)
     ids = jnp.arange(8)[None]

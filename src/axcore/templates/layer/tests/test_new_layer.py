@@ -1,4 +1,4 @@
-"""axcore-new-layer keeps to what every feature must, and computes what it says."""
+"""axcore-new-layer passes the suite of features and computes its formula."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""axcore-new-numerics computes nearly the exact product, and the integers that it says."""
+"""axcore-new-numerics computes nearly the exact product, and the expected integers."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ class TestIntegers(NumericsSuite):
 
 
 def test_scales_are_per_token_and_per_output():
-    """A token or an output a thousand times as large as the others costs them no precision."""
+    """A token or an output that is a thousand times larger than the others does not reduce their precision."""
     random = np.random.default_rng(0)
     x, weight = random.normal(size=(6, 32)), random.normal(size=(32, 5))
     x[2] *= 1000

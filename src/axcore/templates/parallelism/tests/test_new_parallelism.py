@@ -1,4 +1,4 @@
-"""Under axcore-new-parallelism a training step gives what it gives on one device."""
+"""A training step under axcore-new-parallelism equals the step on one device."""
 
 import pytest
 

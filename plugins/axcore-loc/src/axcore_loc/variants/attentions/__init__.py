@@ -1,1 +1,1 @@
-"""Attentions: each differs from all others in heads, mask, logits, kernel or output."""
+"""Attentions that differ in heads, mask, logits, kernel or output."""

@@ -1,4 +1,4 @@
-"""Bounded logits under a scale of their own."""
+"""Capped logits with a custom scale."""
 
 from axcore.nn import Attention
 

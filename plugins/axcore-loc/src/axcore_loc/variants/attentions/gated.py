@@ -1,4 +1,4 @@
-"""A gate on each head's output, a layer of its own."""
+"""A gate on each head's output, as a custom layer."""
 
 import jax
 

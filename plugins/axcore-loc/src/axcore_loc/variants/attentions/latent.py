@@ -1,4 +1,4 @@
-"""Latent attention: keys and values of all heads are made of one vector."""
+"""Latent attention: keys and values of all heads are projected from one vector."""
 
 from axcore.nn import BaseAttention, LatentAttention
 

@@ -1,4 +1,4 @@
-"""A kernel of its own: logits fall with the distance."""
+"""A custom kernel: logits decrease with the distance."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,9 @@ from axcore.nn import Attention, AttentionInputs, AttentionKernel, Heads
 
 
 class Receding(AttentionKernel):
-    """Logits less the distance times a slope for each head (ALiBi, arXiv 2108.12409, section 3)."""
+    """Subtracts the distance times a slope per head from the logits (ALiBi, arXiv 2108.12409, section 3)."""
 
-    local = False  # the slopes are those of all heads
+    local = False  # the slopes depend on all heads
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, None]:
         q, kv, query, key = inputs.q, inputs.plain, inputs.query, inputs.plain.tokens

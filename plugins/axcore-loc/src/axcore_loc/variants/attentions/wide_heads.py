@@ -1,4 +1,4 @@
-"""Heads that together are wider than the model."""
+"""Heads whose total width exceeds the model's."""
 
 from axcore.nn import Attention
 

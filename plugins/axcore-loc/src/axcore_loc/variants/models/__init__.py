@@ -1,1 +1,1 @@
-"""Models: each differs from all others in depth, width, structure, numerics or loss."""
+"""Models that differ in depth, width, structure, numerics or loss."""

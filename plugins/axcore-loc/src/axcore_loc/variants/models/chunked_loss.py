@@ -1,4 +1,4 @@
-"""Padded vocabulary, capped logits, and a loss that makes them in pieces."""
+"""A padded vocabulary, capped logits, and a loss that computes them in chunks."""
 
 from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.train import CrossEntropy, Trainer

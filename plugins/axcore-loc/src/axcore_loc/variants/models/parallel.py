@@ -1,4 +1,4 @@
-"""A layer of its own: attention and feed-forward block side by side."""
+"""A custom layer: attention and feed-forward block in parallel."""
 
 import jax
 
@@ -10,7 +10,7 @@ from ..training import pretraining
 
 
 class ParallelLayer(ax.Layer):
-    """Attention and feed-forward block side by side (PaLM, arXiv 2204.02311, section 2)."""
+    """Attention and feed-forward block in parallel (PaLM, arXiv 2204.02311, section 2)."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED

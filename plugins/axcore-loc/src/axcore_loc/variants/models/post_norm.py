@@ -1,4 +1,4 @@
-"""Norms behind each residual."""
+"""Norms after each residual connection."""
 
 from axcore.nn import BaseAttention, CausalLM, FeedForward, PostNormLayer, Repeat
 from axcore.train import Trainer

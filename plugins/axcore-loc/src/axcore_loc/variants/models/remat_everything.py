@@ -1,4 +1,4 @@
-"""The backward pass computes each layer again."""
+"""The backward pass recomputes each layer."""
 
 from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import Remat

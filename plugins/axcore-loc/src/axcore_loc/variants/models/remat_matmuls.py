@@ -1,4 +1,4 @@
-"""Matrix products are kept, the rest is computed again."""
+"""Matrix products are saved, the rest is recomputed."""
 
 from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import SaveMatmuls

@@ -1,4 +1,4 @@
-"""Named values are kept, the rest is computed again."""
+"""Named values are saved, the rest is recomputed."""
 
 from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.parallel import SaveNames

@@ -1,4 +1,4 @@
-"""Two layers, nothing special."""
+"""The baseline: two layers."""
 
 from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.train import Trainer

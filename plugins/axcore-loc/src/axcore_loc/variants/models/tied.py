@@ -1,4 +1,4 @@
-"""The embedding serves as head."""
+"""The embedding is also the head."""
 
 from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.train import Trainer

@@ -1,4 +1,4 @@
-"""Computes in bfloat16, sums in float32, in the decoder alone."""
+"""Computes in bfloat16 with float32 sums, only in the decoder."""
 
 import jax.numpy as jnp
 

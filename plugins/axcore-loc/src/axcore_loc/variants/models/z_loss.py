@@ -1,4 +1,4 @@
-"""A z-loss beside the cross-entropy."""
+"""A z-loss in addition to the cross-entropy."""
 
 from axcore.nn import BaseAttention, CausalLM, FeedForward, Repeat, TransformerLayer
 from axcore.train import CrossEntropy, Trainer

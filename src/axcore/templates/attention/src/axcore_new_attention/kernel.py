@@ -1,7 +1,7 @@
-"""Attention that never holds all logits of a query at once.
+"""Attention that never stores all logits of a query at once.
 
-The softmax is computed online (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3): keys come in blocks, and
-the running sums are rescaled whenever a larger logit appears.
+The softmax is computed online (Milakov and Gimelshein 2018, arXiv 1805.02867, algorithm 3): keys are processed in
+blocks, and the running sums are rescaled whenever a larger logit appears.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import axcore as ax
 from axcore.nn import LSE, AttentionInputs, AttentionKernel, Heads, KernelRequest, visible
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-"""The logit of what a query does not see. It is finite, or a block without any visible key would give NaN."""
+"""The logit of masked keys. It is finite, since a block without visible keys would otherwise give NaN."""
 
 
 class BlockKernel(AttentionKernel):
-    """Exact attention, a block of keys at a time; sums are float32.
+    """Exact attention, one block of keys at a time, with float32 sums.
 
-    Logits take `query_len * block` instead of `query_len * key_len`, in the backward pass as well, which computes them
-    again. The backward pass also keeps the sums after each block.
+    Logits take `query_len * block` instead of `query_len * key_len`, also in the backward pass, which recomputes them.
+    The backward pass also stores the sums after each block.
     """
 
     class Config(AttentionKernel.Config):
         block: int = 512
-        """Keys that are attended to at once."""
+        """Number of keys per block."""
 
     takes = frozenset({"lse"})  # and none of softcap, sinks, bias and dropout
 
@@ -40,13 +40,13 @@ class BlockKernel(AttentionKernel):
         ax.at_least(cfg, 1, "block")
 
     def supports(self, request: KernelRequest) -> str | None:
-        """None if this kernel can do it; else why not, so that another one can be chosen."""
-        return "its sums are float32, too coarse for float64" if request.dtype == jnp.float64 else None
+        """None if the kernel supports the request, else the reason, so that another kernel can be chosen."""
+        return "its float32 sums are too coarse for float64" if request.dtype == jnp.float64 else None
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
         """See `axcore.nn.AttentionKernel`."""
         kv, seq = inputs.plain, inputs.q.shape[1]
-        # The heads that share keys are rows of one product, and k and v need no copy for each.
+        # Heads that share keys are rows of one product, so k and v are not copied for each.
         q = rearrange(inputs.q, "b s (n g) d -> b n g s d", n=kv.k.shape[2])
         exists = jnp.ones(kv.tokens.index.shape, bool) if kv.tokens.valid is None else kv.tokens.valid
 
@@ -55,7 +55,7 @@ class BlockKernel(AttentionKernel):
             k, v, key = block
             logits = inputs.scale * jnp.einsum("bngsd,btnd->bngst", q, k, preferred_element_type=jnp.float32)
             logits = jnp.where(visible(inputs.mask, inputs.query, key)[:, None, None], logits, LOWEST)
-            # Any number could be subtracted inside the exponentials; no gradient passes through the choice.
+            # The subtracted number does not change the result, so no gradient passes through it.
             now = jax.lax.stop_gradient(jnp.maximum(highest, logits.max(-1)))
             weights, shrink = jnp.exp(logits - now[..., None]), jnp.exp(highest - now)
             seen = jnp.einsum("bngst,btnd->bngsd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
@@ -71,7 +71,7 @@ class BlockKernel(AttentionKernel):
         return heads, rearrange(jax.lax.stop_gradient(highest + jnp.log(total)), "b n g s -> b s (n g)")
 
     def _split(self, x: jax.Array) -> jax.Array:
-        """[batch, kv_seq, ...] -> [blocks, batch, block, ...]. What fills up the last block is no valid token."""
+        """[batch, kv_seq, ...] -> [blocks, batch, block, ...]. Padding in the last block is marked as invalid."""
         size = min(self.config.block, x.shape[1])
         widths = [(0, -x.shape[1] % size) if axis == 1 else (0, 0) for axis in range(x.ndim)]
         return rearrange(jnp.pad(x, widths), "b (c t) ... -> c b t ...", t=size)

@@ -1,4 +1,4 @@
-"""A KV cache whose memory does not grow with the row: the rolling buffer of Mistral 7B (arXiv 2310.06825, sec. 2)."""
+"""A KV cache of constant size: the rolling buffer of Mistral 7B (arXiv 2310.06825, sec. 2)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from axcore.nn import And, AttentionInputs, Contiguous, DecodingState, KVCache, 
 
 
 class RingCache(KVCache):
-    """Keeps the last `window + spare` tokens of each row: the token at `index` lies in the place `index % size`.
+    """Keeps the last `window + spare` tokens of each row. The token at `index` is stored in the place `index % size`.
 
-    Each place stores the index of its token. So it needs no order, and what is left of an earlier use of the row can be
-    told from what belongs to it.
+    Each place also stores the index of its token, so the places need no order, and leftovers of an earlier use of the
+    row can be recognized.
     """
 
     class Config(KVCache.Config):
         num_kv_heads: int = ax.REQUIRED
         head_dim: int = ax.REQUIRED
         value_dim: int | None = None
-        """Features of each value; None: head_dim."""
+        """Features of each value. None means head_dim."""
         batch_size: int = ax.REQUIRED
         window: int = ax.REQUIRED
-        """Tokens that a query sees; attention's mask must not reach further back."""
+        """Number of tokens that a query sees. Attention's mask must not reach further back."""
         spare: int = 4
-        """Tokens that can be taken back. What then is missing gives NaN."""
+        """Number of tokens that can be rolled back. Rolling back further gives NaN."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> RingCache.Config:
-            """What decoding knows and attention does not; `max_len` is of no concern here."""
+            """Sets the fields that only decoding determines. The size does not depend on `max_len`."""
             return self.set(batch_size=batch_size)
 
     config: Config
@@ -44,25 +44,25 @@ class RingCache(KVCache):
         self.index = DecodingState(jnp.full(shape[:2], -1, jnp.int32), axes=axes[:2])  # -1: an empty place
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Stores the last of these tokens. The view holds what was kept, and all of these: the first see further back.
+        """Stores the last of these tokens. The view contains the stored tokens and all new ones.
 
         Raises:
-            ConfigError: the mask lets a query see what the ring has forgotten.
+            ConfigError: the mask lets a query see tokens that the ring no longer stores.
         """
         window, reach = self.config.window, _reach(inputs.mask)
         if reach is None or reach > window:
             seen = "everything before it" if reach is None else f"{reach} tokens"
             raise ax.ConfigError(
-                f"window={window}, but a query sees {seen}; "
-                f"attention's mask must hold SlidingWindow(size={window}) or a smaller one"
+                f"window={window}, but a query sees {seen}. "
+                f"Attention's mask must contain SlidingWindow(size={window}) or a smaller one."
             )
         rows, new, size = self.rows(inputs), inputs.plain, self.config.window + self.config.spare
         slots, place = self.places(inputs, -1)  # -1: no token of the row
         first = inputs.query.index[:, :1]
         held = rows.take(self.index)
-        held = jnp.where(held < first, held, -1)  # what does not come before these tokens was taken back
+        held = jnp.where(held < first, held, -1)  # later tokens were rolled back
         oldest = jnp.maximum(first - window + 1, 0)
-        lost = (held >= oldest).sum(axis=1, keepdims=True) < first - oldest  # overwritten before it was taken back
+        lost = (held >= oldest).sum(axis=1, keepdims=True) < first - oldest  # overwritten before the rollback
         keys = jnp.concatenate([rows.take(self.keys), new.k.astype(self.dtypes.compute)], axis=1)
         values = jnp.concatenate([rows.take(self.values), new.v.astype(self.dtypes.compute)], axis=1)
         index = jnp.concatenate([held, place], axis=1)
@@ -78,7 +78,7 @@ class RingCache(KVCache):
 
 
 def _reach(mask: Mask) -> int | None:
-    """How many tokens back a query may see, itself counted; None where nothing bounds it."""
+    """Number of tokens that a query may see, including itself. None if it is unbounded."""
     if isinstance(mask, SlidingWindow):
         return mask.size
     if isinstance(mask, And):

@@ -9,7 +9,7 @@ from axcore.nn import Attention, Linear
 
 
 class HeadGate(ax.Layer):
-    """`heads * sigmoid(gate(x))`: each token says how much of each head it wants."""
+    """`heads * sigmoid(gate(x))`: each token scales each head."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
@@ -26,8 +26,8 @@ class HeadGate(ax.Layer):
         """Scales the heads.
 
         Args:
-            x: [batch, seq, input_dim], what attention was called with.
-            heads: [batch, seq, head, head_dim], what its kernel returned.
+            x: [batch, seq, input_dim], the input of attention.
+            heads: [batch, seq, head, head_dim], the output of its kernel.
 
         Returns:
             [batch, seq, head, head_dim] in the dtype of heads.
@@ -38,10 +38,10 @@ class HeadGate(ax.Layer):
 
 
 def use_gate(cfg: ax.Config, where: ax.Where = Attention, use_bias: bool = True) -> ax.Config:
-    """Puts the gate into the output slot of every selected attention.
+    """Fills the output slot of every selected attention with the gate.
 
     Args:
         where: which attentions.
-        use_bias: whether a gate has a bias beside its weights.
+        use_bias: whether the gates have biases.
     """
     return ax.select(cfg, where).set(output=HeadGate.Config(gate=Linear.Config(use_bias=use_bias)))

@@ -14,16 +14,16 @@ from axcore.numerics import Numerics, Product, Weight
 
 
 class Integers(Numerics):
-    """Products of integers: a scale for each row of x, found in each call, and one for each output of the weight.
+    """Products of integers, with one scale per row of x, computed in each call, and one per output of the weight.
 
-    In training the weight is a float parameter that is rounded in each call. The backward pass takes the rounding as
-    the identity (straight-through; Bengio et al. 2013, arXiv 1308.3432). For inference the weight is stored as `codes`,
-    int8, and `scales`, float32.
+    In training, the weight is a float parameter that is rounded in each call. The backward pass treats rounding as the
+    identity (straight-through; Bengio et al. 2013, arXiv 1308.3432). For inference, the weight is stored as `codes`
+    (int8) and `scales` (float32).
     """
 
     class Config(Numerics.Config):
         bits: int = 8
-        """From 2 to 8, the sign included. All are stored as int8; fewer only round more."""
+        """Number of bits from 2 to 8, including the sign. Codes are always stored as int8."""
 
     config: Config
 
@@ -41,7 +41,7 @@ class Integers(Numerics):
         return stored["codes"] * stored["scales"]
 
     def matrix(self, weight: Weight) -> jax.Array:
-        """The weight as products see it. Its gradient is that of the float weight."""
+        """The rounded weight that products use. Gradients pass through to the float weight."""
         if isinstance(weight, Mapping):
             return self.decode(weight)
         return weight + jax.lax.stop_gradient(self.decode(self.encode(weight)).astype(weight.dtype) - weight)
@@ -56,11 +56,11 @@ class Integers(Numerics):
 def integer_product(
     largest: int, x: jax.Array, weight: jax.Array, codes: jax.Array, scales: jax.Array, product: Product
 ) -> jax.Array:
-    """The product of x, rounded to integers from `-largest` to `largest`, with the codes; sums are int32.
+    """The product of the codes and x, rounded to integers from `-largest` to `largest`, with int32 sums.
 
     Args:
-        weight: in floats, for the backward pass alone.
-        scales: float32, of each output.
+        weight: the float weight, used only by the backward pass.
+        scales: float32, one per output.
     """
     x_codes, x_scales = rounded(x, -1, largest)
     sums = product(x_codes, codes, jnp.int32)
@@ -68,7 +68,7 @@ def integer_product(
 
 
 def rounded(x: jax.Array, axis: int, largest: int) -> tuple[jax.Array, jax.Array]:
-    """(int8 of the shape of x, float32 scale of each vector along the axis): `x ~ codes * scale`."""
+    """int8 codes in the shape of x and a float32 scale per vector along the axis, with `x ~ codes * scale`."""
     x = x.astype(jnp.float32)
     scale = jnp.abs(x).max(axis, keepdims=True) / largest
     scale = jnp.where(scale == 0, 1.0, scale)  # a vector of zeros

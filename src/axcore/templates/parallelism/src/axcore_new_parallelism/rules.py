@@ -1,4 +1,4 @@
-"""How a config lies on GPUs of which any two of a host are joined closely."""
+"""The layout of a config on hosts whose GPUs have a fast interconnect."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ RULES: dict[str, str | tuple[str, ...]] = {
     "mlp": "tensor",
     "vocab": "tensor",
 }
-"""Logical axis of an array -> mesh axes. The heads of attention, the hidden features of feed-forward blocks and the
-vocabulary are split over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3), and what is left of each
-parameter over fsdp."""
+"""Logical axis -> mesh axes. Attention heads, hidden features of feed-forward blocks and the vocabulary are sharded
+over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Parameters are also sharded over fsdp."""
 
 
 def pairs(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
@@ -26,6 +25,6 @@ def pairs(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
         ConfigError: a host has an odd number of GPUs.
     """
     if accelerator.per_host % 2:
-        raise ax.ConfigError(f"tensor parallelism in pairs needs an even number of GPUs, not {accelerator.per_host}")
+        raise ax.ConfigError(f"tensor parallelism in pairs requires an even number of GPUs, not {accelerator.per_host}")
     shape = {"data": accelerator.hosts, "fsdp": accelerator.per_host // 2, "tensor": 2}
     return cfg.set(mesh=ax.Mesh(shape=shape, rules=RULES))

@@ -10,9 +10,9 @@ from axcore_recipes.corpus import StandardLibrary
 
 
 def small() -> Trainer.Config:
-    """A decoder of 0.4M parameters on the standard library of the running Python.
+    """A decoder of 0.4M parameters, trained on the standard library of the running Python.
 
-    Attention looks back 64 bytes at most, half a row, in each of its two layers.
+    In each of its two layers, attention sees at most 64 bytes, half a row.
     """
     tokenizer = ByteTokenizer.Config()
     layer = TransformerLayer.Config(
@@ -24,7 +24,7 @@ def small() -> Trainer.Config:
             vocab_size=tokenizer.build().vocab_size,
             dim=128,
             decoder=Repeat.Config(num_layers=2, layers=layer),
-            head=None,  # the embedding serves as head too
+            head=None,  # tied with the embedding
         ),
         input=TextInput.Config(source=StandardLibrary.Config(), tokenizer=tokenizer, seq_len=128, batch_size=8),
         learner=Learner.Config(optimizer=AdamW.Config(), schedule=WarmupCosine(peak=2e-3, warmup_steps=50)),

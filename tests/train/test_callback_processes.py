@@ -1,0 +1,41 @@
+"""Callbacks that do different things on two processes neither part nor block them."""
+
+import os
+import pathlib
+import sys
+import time
+
+import pytest
+
+from axcore.runtime.launch import LaunchFailed, launch
+
+from ..conftest import TINY_PLUGIN
+
+pytestmark = pytest.mark.long
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def start(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(TINY_PLUGIN), *filter(None, sys.path)]))
+
+    def run(name):
+        command = [sys.executable, "-m", "tests.train.callback_processes", name, str(corpus), str(tmp_path / "run")]
+        return launch(command, processes=2, timeout=60)
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["flush", "saved"])
+def test_a_stop_comes_after_the_same_step_whatever_one_process_asks_for_at_that_time(start, capfd, name):
+    assert start(name) == 0
+    out = capfd.readouterr().out
+    assert "[0] steps 6" in out and "[1] steps 6" in out
+
+
+@pytest.mark.parametrize("name", ["evaluator", "disabled"])
+def test_an_evaluator_that_fails_on_one_process_ends_both_with_its_error(start, name):
+    began = time.monotonic()
+    with pytest.raises(LaunchFailed, match=r"process 1 of 2 failed: .*the data of process 1 cannot be read"):
+        start(name)
+    assert time.monotonic() - began < 60
