@@ -214,8 +214,8 @@ class TextFiles(Source):
             full, empty = ("training", "validation") if train else ("validation", "training")
             advice = f"{'Raise' if train else 'Lower'} validation_percent={percent}, or cut"
             raise config.ConfigError(
-                f"all {train + validation} files in folder={folder!r} are for {full} and none for {empty} (a hash of its "
-                f"path assigns each file). {advice if train + validation > 1 else 'Cut'} the text into more files."
+                f"all {train + validation} files in folder={folder!r} are for {full} and none for {empty} (a hash of "
+                f"its path assigns each file). {advice if train + validation > 1 else 'Cut'} the text into more files."
             )
 
 
