@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import time
@@ -73,6 +74,16 @@ def test_a_process_that_waits_in_vain_reports_it_and_exits():
     first, *_, last = done.stderr.splitlines()
     assert first == "process 0 of 8 (slurm): waiting for 7 others"
     assert "process 0 of 8 (slurm) waited 2 s for 7 others" in last and "AXCORE_PROCESSES=1 to run alone" in last
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = {"AXCORE_COORDINATOR": address, "AXCORE_PROCESSES": "2", "AXCORE_PROCESS_ID": "0"}
+        done = subprocess.run([sys.executable, SCENARIO, "meetings", "0"], env=os.environ | run, capture_output=True)
+    assert f"{address} may be in use; choose another port." in done.stderr.decode()
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -58,7 +58,9 @@ def start() -> None:
                 shutdown_timeout_seconds=max(1, int(start_seconds)),
             )
     except (RuntimeError, ValueError) as error:  # jax's detection failed, or the port is in use
-        raise AxcoreError(f"{place} cannot join the others: {error}") from error
+        address = "its port" if here.coordinator is None else here.coordinator
+        advice = f". {address} may be in use; choose another port." if "start RPC server" in str(error) else ""
+        raise AxcoreError(f"{place} cannot join the others: {error}{advice}") from error
     finally:
         timer.cancel()
 
