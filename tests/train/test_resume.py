@@ -206,6 +206,16 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_changed(train, copied, sna
     }
 
 
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe"])
+def test_a_damaged_config_of_the_earlier_run_is_named(axcore, tmp_path, corpus, content):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    if content is not None:
+        (run / "config.txt").write_bytes(content)
+    message = axcore("train", "tiny", "--set", f"input.source.folder={corpus}", "--out", run, "--resume").message
+    assert f"cannot read the config of the earlier run in {run}/config.txt: " in message and "omit --resume" in message
+
+
 @pytest.mark.parametrize("there", ["nothing", "an empty folder", "other files"])
 def test_there_must_be_a_run_to_resume(axcore, tmp_path, corpus, there):
     folder = tmp_path / "run"

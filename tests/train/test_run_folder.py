@@ -11,8 +11,9 @@ import sys
 import pytest
 
 from axcore.config import AxcoreError
-from axcore.train import files
+from axcore.train import WarmupStableDecay, files
 from axcore.train.run import folder as run_folder
+from axcore.train.run.budget import Budget
 
 
 def test_create_makes_parents_and_is_repeatable(tmp_path):
@@ -139,3 +140,10 @@ def test_release_lets_others_in_and_one_process_cannot_hold_it_twice(tmp_path):
 def test_lock_in_an_unwritable_folder_explains():
     with pytest.raises(AxcoreError, match="cannot write to the run folder /proc/run"):
         run_folder.Lock(pathlib.Path("/proc/run"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"total_steps": 5}', '{"total_steps": "5", "decided_at": 1}'])
+def test_a_damaged_plan_is_named(tmp_path, content):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(AxcoreError, match=r"plan\.json must be JSON with the whole numbers .* or remove it to decide"):
+        Budget(1.0, WarmupStableDecay(peak=1.0), tmp_path, began=0.0)

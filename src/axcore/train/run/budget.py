@@ -7,7 +7,8 @@ import json
 import time
 from pathlib import Path
 
-from axcore.train.files import write_text
+from axcore.config import AxcoreError
+from axcore.train.files import os_reason, write_text
 from axcore.train.step.program import UNKNOWN_STEPS
 from axcore.train.step.schedule import Schedule
 
@@ -37,7 +38,7 @@ class Budget:
         self._began = began
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=2000)
         self._expected: int | None = None
-        self.plan: dict[str, int] | None = json.loads(self._file.read_text()) if self._file.exists() else None
+        self.plan = _read(self._file) if self._file.exists() else None
 
     @property
     def expected(self) -> int | None:
@@ -67,3 +68,19 @@ class Budget:
         self.plan = {"total_steps": self._expected, "decided_at": step}
         write_text(self._file, json.dumps(self.plan))
         return self._expected
+
+
+def _read(file: Path) -> dict[str, int]:
+    try:
+        plan = json.loads(file.read_text())
+        if all(type(plan[name]) is int for name in ("total_steps", "decided_at")):
+            return dict(plan)
+        problem = "the two numbers are not whole"
+    except OSError as error:
+        problem = os_reason(error)
+    except (ValueError, KeyError, TypeError) as error:
+        problem = str(error)
+    raise AxcoreError(
+        f'{file} must be JSON with the whole numbers "total_steps" and "decided_at", but: {problem}. Restore the '
+        f"file, or remove it to decide the length of the run anew."
+    )

@@ -178,7 +178,7 @@ class Trainer(config.Configurable):
     def _check_same_run(self, folder: Path, held: bool) -> None:
         if not held:
             raise AxcoreError(f"there is no run to resume in {folder}. Omit --resume to start one.")
-        allowed = identity.check(parse_text((folder / CONFIG_FILE).read_text()), self.config, folder)
+        allowed = identity.check(_earlier_config(folder / CONFIG_FILE), self.config, folder)
         if allowed and jax.process_index() == 0:
             print(f"resuming with these changes:\n{allowed}", file=sys.stderr)
             if any(change.path in ("steps", "minutes") for change in allowed):
@@ -187,9 +187,22 @@ class Trainer(config.Configurable):
 
 def _holds_run(folder: Path) -> bool:
     try:
-        return (folder / CONFIG_FILE).exists()
+        return (folder / CONFIG_FILE).exists() or (folder / model_folder.CHECKPOINTS).exists()
     except OSError as error:
         raise AxcoreError(f"cannot use the run folder {folder}: {files.os_reason(error)}") from error
+
+
+def _earlier_config(path: Path) -> dict[str, str]:
+    try:
+        found, problem = parse_text(path.read_text()), "it does not contain a trainer's config"
+    except (OSError, ValueError) as error:
+        found, problem = {}, files.os_reason(error)
+    if "." not in found:
+        raise AxcoreError(
+            f"cannot read the config of the earlier run in {path}: {problem}. Restore the file, or omit --resume to "
+            f"move the run aside and start a new one."
+        )
+    return found
 
 
 def fit(cfg: Trainer.Config, out: str | Path, *, resume: bool = False) -> dict[str, Json]:
