@@ -86,8 +86,8 @@ def located(path: str) -> Iterator[None]:
     """Adds the config path to errors of the node at `path`."""
     try:
         yield
-    except config.MissingError as error:
-        raise error.below(path) from None
+    except config.MissingError as error:  # the trainer adds "input"
+        raise error.below(path.removeprefix("input").removeprefix(".")) from None
     except LocatedError as error:
         raise LocatedError(f"{path}.{error.path}", error.problem) from error
     except config.ConfigError as error:
