@@ -44,6 +44,9 @@ class Source(config.Configurable, abc.ABC):
     class Config(config.Config):
         """No common options."""
 
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
     @abc.abstractmethod
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
         """The documents of a split, in the same order in every process.
