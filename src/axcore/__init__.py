@@ -140,7 +140,11 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and reports eve
         from importlib import import_module
 
         if name not in __all__:
-            raise AttributeError(f"module 'axcore' has no attribute {name!r}")
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, __all__, n=1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"module 'axcore' has no attribute {name!r}{hint}")
         if name not in _HOMES:
             return import_module(f"axcore.{name}")
         value = globals()[name] = getattr(import_module(_HOMES[name]), name)

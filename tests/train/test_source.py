@@ -5,10 +5,11 @@ import json
 import os
 from typing import NamedTuple
 
+import grain
 import pytest
 
 from axcore.config import AxcoreError, ConfigError, override
-from axcore.train.data import JsonLines, Split, TextFiles
+from axcore.train.data import Document, JsonLines, Source, Split, TextFiles, TextInput
 from axcore.train.data.text_files import Skip
 
 
@@ -300,3 +301,29 @@ def test_a_json_lines_file_that_cannot_be_used(tmp_path):
         JsonLines.Config(file=str(tmp_path / "no")).build().documents(Split.TRAIN, 64)
     with pytest.raises(ConfigError, match=r"too few lines: with validation_percent=2.0 none is for validation"):
         json_lines(tmp_path / "x.jsonl", ['{"text": "a"}'])
+
+
+class Faulty(Source):
+    """Breaks the contract of sources."""
+
+    class Config(Source.Config):
+        kind: str = "list"
+
+    def documents(self, split, piece_bytes):
+        found = [Document(f"{n}", "text" if self.cfg.kind == "text" else b"text" * 9) for n in range(40)]
+        return found if self.cfg.kind == "list" else grain.MapDataset.source(found)
+
+    def fingerprint(self, piece_bytes):
+        return "none"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("list", r"input\.source: documents\(\) must return a grain\.MapDataset of Document, not list"),
+        ("text", r"0: Document\.content must be bytes, not str"),
+    ],
+)
+def test_a_source_that_breaks_its_contract_is_named(kind, message):
+    with pytest.raises(AxcoreError, match=message):
+        TextInput.Config(source=Faulty.Config(kind=kind), seq_len=8, batch_size=2, seed=0).build()

@@ -104,8 +104,10 @@ def tree(cfg: Config) -> ModuleNode:
     """The module tree of a model's config, or of the model in a trainer's config, as `axcore tree` prints it.
 
     Raises:
-        ConfigError: the config builds no module.
+        ConfigError: the config builds no module, or `cfg` is not a config.
     """
+    if not isinstance(cfg, Config):
+        raise ConfigError(f"tree requires a config, not {cfg!r}; a recipe's is axcore.recipe(name)")
     return module_tree(get(cfg, "model"), "model") if has_field(cfg, "model") else module_tree(cfg)
 
 

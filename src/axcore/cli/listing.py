@@ -71,6 +71,9 @@ def _named(name: str, plugins: list[Plugin]) -> Plugin:
     for plugin in plugins:
         if name in (plugin.id, plugin.distribution):
             return plugin
+    for plugin in plugins:
+        if any(offer.name == name for offer in plugin.offers):
+            raise AxcoreError(f"{name!r} is an offer of the plugin {plugin.id!r}. See: axcore plugins {plugin.id}")
     known = [each for plugin in plugins for each in (plugin.id, plugin.distribution)]
     raise AxcoreError(f"no plugin {name!r} is installed.{did_you_mean(name, known)} See: axcore plugins")
 

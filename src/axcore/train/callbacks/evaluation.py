@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from axcore import config
 from axcore.config import ConfigError, FrozenDict, at_least, under
 from axcore.train.callbacks import returned
-from axcore.train.callbacks.base import Callback, Request
+from axcore.train.callbacks.base import Callback, Request, RunInfo
 from axcore.train.callbacks.snapshot import Snapshot
 from axcore.train.errors import TrainingError
 
@@ -17,11 +17,13 @@ class Evaluator(config.Configurable):
     """Base class of evaluators: functions from a model to metrics, for the mapping `evaluators` of `Evaluation`.
 
     ```python
-    class Accuracy(Evaluator):
+    class Perplexity(ValidationLoss):
+        class Config(ValidationLoss.Config):
+            pass
+
         def __call__(self, model):
-            model_fn = jax.jit(lambda ids: model.model()(ids))
-            ...
-            return {"accuracy": correct / total}
+            total, count = self.sums(model)
+            return {"perplexity": math.exp(total / count)}
     ```
     """
 
@@ -30,6 +32,9 @@ class Evaluator(config.Configurable):
 
     def __init__(self, cfg: Config):
         self.config = cfg
+
+    def start(self, run: RunInfo) -> None:
+        """Called before the first step. Raises if the run lacks something that this evaluator requires."""
 
     def __call__(self, model: Snapshot) -> Mapping[str, float]:
         """Returns metric values by name. A metric is reported as `EVALUATOR/METRIC`, for instance `validation/loss`."""
@@ -49,15 +54,17 @@ class ValidationLoss(Evaluator):
         total, count = self.sums(model)
         return {"loss": total / count}
 
-    def sums(self, model: Snapshot) -> tuple[float, float]:
-        """Total and count of the objective over all validation batches."""
-        name = self.config.weights
-        if name is not None and "params" not in model.state.callbacks.get(name, {}):
+    def start(self, run: RunInfo) -> None:
+        name, kept = self.config.weights, run.program.state.callbacks
+        if name is not None and "params" not in kept.get(name, {}):
             raise ConfigError(
                 f"weights={name!r} is not a callback that keeps parameters. Choose one of: "
-                f"{', '.join(key for key, kept in model.state.callbacks.items() if 'params' in kept) or 'none'}"
+                f"{', '.join(key for key, tree in kept.items() if 'params' in tree) or 'none'}"
             )
-        params, total, count = model.params(name), 0.0, 0.0
+
+    def sums(self, model: Snapshot) -> tuple[float, float]:
+        """Total and count of the objective over all validation batches."""
+        params, total, count = model.params(self.config.weights), 0.0, 0.0
         for batch in model.validation_batches():
             summed, weights = model.loss(batch, params)
             total, count = total + float(summed), count + float(weights)
@@ -96,6 +103,11 @@ class Evaluation(Callback):
         for name, evaluator in cfg.evaluators.items():
             with under(f"evaluators.{name}"):
                 self.evaluators[name] = evaluator.build()
+
+    def start(self, run: RunInfo) -> None:
+        for name, evaluator in self.evaluators.items():
+            with under(f"evaluators.{name}"):
+                evaluator.start(run)
 
     def due(self, step: int) -> Request | None:
         every = self.config.every_steps

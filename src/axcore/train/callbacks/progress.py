@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -36,6 +36,10 @@ class Progress(Callback):
             if info.total_steps != self._display.total:
                 self._display.set_total(info.total_steps)
             self._display.update(info.step, info.metrics["loss"], info.metrics.get("tokens_per_second"))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._display is not None:
+            self._display.note(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
     def failure(self, error: BaseException) -> None:
         display, self._display = self._display, None

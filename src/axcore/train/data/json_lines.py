@@ -41,7 +41,9 @@ class JsonLines(Source):
         validation_percent: float = 2.0
         """Percentage of lines for validation, above 0 and below 100."""
 
-    def __init__(self, cfg: JsonLines.Config):
+    cfg: Config
+
+    def __init__(self, cfg: Config):
         """
         Raises:
             ConfigError: `validation_percent` is out of range.

@@ -27,7 +27,9 @@ class Mixture(Source):
         weights: Mapping[str, float] = config.REQUIRED
         """The share of each source in the training tokens. They need not sum to 1."""
 
-    def __init__(self, cfg: Mixture.Config):
+    cfg: Config
+
+    def __init__(self, cfg: Config):
         """
         Raises:
             ConfigError: there are no sources, a weight is missing, not positive or without source, or a source raises.

@@ -44,6 +44,9 @@ class Source(config.Configurable, abc.ABC):
     class Config(config.Config):
         """No common options."""
 
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
     @abc.abstractmethod
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
         """The documents of a split, in the same order in every process.
@@ -86,8 +89,8 @@ def located(path: str) -> Iterator[None]:
     """Adds the config path to errors of the node at `path`."""
     try:
         yield
-    except config.MissingError as error:
-        raise error.below(path) from None
+    except config.MissingError as error:  # the trainer adds "input"
+        raise error.below(path.removeprefix("input").removeprefix(".")) from None
     except LocatedError as error:
         raise LocatedError(f"{path}.{error.path}", error.problem) from error
     except config.ConfigError as error:

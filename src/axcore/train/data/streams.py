@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int32
 
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, ConfigError
 from axcore.train.data.batch import Row
 from axcore.train.data.packing import Packing, Tokens
 from axcore.train.data.source import Document, Source, Split
@@ -34,6 +34,8 @@ def encode(tokenizer: Tokenizer, document: Document) -> Int32[np.ndarray, " toke
             names the document.
     """
     name = type(tokenizer).__name__
+    if not isinstance(document.content, bytes):
+        raise AxcoreError(f"{document.name}: Document.content must be bytes, not {type(document.content).__name__}")
     try:
         ids = np.asarray(tokenizer.encode(document.content))
     except Exception as error:
@@ -101,8 +103,16 @@ class Streams:
             shuffle: False keeps the order of the source.
             threads: threads per stream that read and encode ahead.
         """
+        import grain  # takes a second
+
         self._parts: Mapping[str, tuple[float, Source]] = source.parts()
         self._documents = {name: part.documents(Split.TRAIN, piece_bytes) for name, (_, part) in self._parts.items()}
+        for documents in self._documents.values():
+            if not isinstance(documents, grain.MapDataset):
+                raise ConfigError(
+                    f"documents() must return a grain.MapDataset of Document, not {type(documents).__name__}. "
+                    f"grain.MapDataset.source(sequence) makes one of any sequence."
+                )
         self._tokenizer, self._packing, self._threads = tokenizer, packing, threads
         self._count, self._seq_len, self._batch_size = count, seq_len, batch_size
         self._seed, self._shuffle, self._piece_bytes = seed, shuffle, piece_bytes

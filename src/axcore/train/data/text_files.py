@@ -79,7 +79,9 @@ class TextFiles(Source):
         allow_unreadable: bool = False
         """Skip files and folders that cannot be read, instead of raising an error."""
 
-    def __init__(self, cfg: TextFiles.Config):
+    cfg: Config
+
+    def __init__(self, cfg: Config):
         """
         Raises:
             ConfigError: `validation_percent` is out of range.
