@@ -297,7 +297,8 @@ def test_a_full_disk_ends_the_run_with_one_message_and_earlier_checkpoints_resum
     sabotaged(lambda folder: fill(small_disk, leave=40_000 if full == "checkpoint" else 0))
     message = train("--out", run).message
     assert "No space left on device" in message
-    assert ("checkpoint" in message) == (full == "checkpoint") and str(run) in message
+    first = message.splitlines()[0]  # what failed after it follows
+    assert ("checkpoint" in first) == (full == "checkpoint") and str(run) in message
     assert restorable(run) == [10, 20]
     assert not (run / "summary.json").exists()
     (small_disk / "ballast").unlink()
@@ -320,7 +321,8 @@ def test_a_file_size_limit_ends_the_run_with_one_message_and_earlier_checkpoints
         sabotaged(limit)
         message = train("--out", run).message
     assert "File too large" in message
-    assert ("checkpoint" in message) == (full == "checkpoint") and str(run) in message
+    first = message.splitlines()[0]  # what failed after it follows
+    assert ("checkpoint" in first) == (full == "checkpoint") and str(run) in message
     assert restorable(run) == [10, 20]
     sabotaged(lambda folder: None)
     done = train("--out", run, "--resume")

@@ -74,7 +74,7 @@ def test_of_several_kernels_the_backward_pass_is_that_of_the_chosen_one():
     _, found = loss_and_grads(cfg, tiny_batch)
     _, exact = loss_and_grads(tiny_model(), tiny_batch)
     assert Counting.calls == [4, 4]
-    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6), found, exact)
+    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6), found, exact)
 
 
 def test_differentiating_the_merge_itself_would_be_wrong():

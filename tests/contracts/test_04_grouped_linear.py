@@ -192,5 +192,5 @@ def test_adapters_train_over_experts_that_are_stored_in_int8():
     exact = by_path(jax.jit(jax.grad(lambda params: objective(fn, params, state, tiny_batch())))(params))
     found, expected = gradients[f"{UP}.adapter.b"], exact[f"{UP}.adapter.b"]
     assert 0 < np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
-    with pytest.raises(ax.AxcoreError, match=r"experts\.\w+\.weight is stored as codes, scales.*merge first"):
+    with pytest.raises(ax.AxcoreError, match=r"experts\.\w+\.weight is stored as codes, scales.*Merge first"):
         merge(model, codes)

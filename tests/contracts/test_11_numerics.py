@@ -146,7 +146,7 @@ def test_a_history_survives_the_checkpoint(tmp_path):
     _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     state = step(cfg, state, whole(halves(0)))
     with Checkpointer.Config().build(tmp_path) as checkpointer:
-        checkpointer.save(1, {"params": params, "model_state": state}, data=b"", meta={})
+        checkpointer.save(1, {"params": params, "model_state": state}, data={}, meta={})
         restored = checkpointer.restore({"params": params, "model_state": state}).state
     assert by_path(state)["head.numerics.input"][0] > 0
     for path, leaf in by_path(restored["model_state"]).items():

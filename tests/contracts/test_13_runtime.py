@@ -147,7 +147,7 @@ def test_two_processes_train_to_the_losses_of_one_and_stop_and_resume_as_one_run
     code, err = command.end(signal.SIGTERM)
     assert code == 75, err
     steps = max(losses(two))
-    assert re.search(rf"^axcore: process \d of 2 failed: SIGTERM: .* saved after step {steps};", err, re.M), err
+    assert re.search(rf"^axcore: process \d of 2 failed: SIGTERM: .* saved after step {steps}\.", err, re.M), err
     assert saved(two) == steps
     assert {line[:3] for line in err.splitlines() if line.startswith("[")} == {"[0]", "[1]"}
 
@@ -165,7 +165,7 @@ def test_the_first_process_failing_at_a_file_ends_both_with_its_error(train, tmp
     assert f"axcore: process 0 of 2 failed: the run folder {tmp_path / 'run'} is a file" in err
 
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "checkpoints").touch()
+    (tmp_path / "other" / "checkpoints").symlink_to("/proc/nothing/here")
     code, err = train(processes=2, steps=20, out="other").end()
     assert code == 2, err
     assert re.search(r"^axcore: process 0 of 2 failed: .*checkpoints", err, re.M), err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 
@@ -45,6 +46,8 @@ def start() -> None:
     timer = threading.Timer(start_seconds, _give_up, [f"{place} waited {start_seconds:g} s for {others}"])
     timer.daemon = True
     timer.start()
+    if here.index == 0 and here.coordinator is not None:
+        _check_port(here.coordinator, place)
     explicit = here.kind == "axcore"
     try:
         with signals.default():  # Python handlers do not run during the wait in C
@@ -57,12 +60,20 @@ def start() -> None:
                 heartbeat_timeout_seconds=max(1, int(min(seconds, HEARTBEAT_SECONDS))),
                 shutdown_timeout_seconds=max(1, int(start_seconds)),
             )
-    except (RuntimeError, ValueError) as error:  # jax's detection failed, or the port is in use
-        address = "its port" if here.coordinator is None else here.coordinator
-        advice = f". {address} may be in use; choose another port." if "start RPC server" in str(error) else ""
-        raise AxcoreError(f"{place} cannot join the others: {error}{advice}") from error
+    except (RuntimeError, ValueError) as error:  # jax's detection failed
+        raise AxcoreError(f"{place} cannot join the others: {error}") from error
     finally:
         timer.cancel()
+
+
+def _check_port(coordinator: str, place: str) -> None:
+    """Raises if the port is in use. jaxlib may crash instead."""
+    try:
+        socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+    except OSError as error:
+        raise AxcoreError(
+            f"{place} cannot listen: {error.strerror}. {coordinator} may be in use; choose another port."
+        ) from error
 
 
 def _give_up(waited: str) -> None:

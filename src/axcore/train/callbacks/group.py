@@ -27,7 +27,7 @@ class Callbacks:
     """Calls every callback of a run.
 
     Attributes:
-        failure: the first error of a callback with `on_error="stop"`. The run ends with it.
+        failure: the first error of a callback with `on_error="stop"`, and what failed after it. The run ends with it.
     """
 
     def __init__(self, cfgs: Mapping[str, Callback.Config]):
@@ -38,7 +38,22 @@ class Callbacks:
                 with attributed(self._owners[name], EvaluationAbandoned):
                     self._callbacks[name] = cfg.build()
         self._states: dict[str, Mapping[str, Json]] = {}
-        self.failure: AxcoreError | None = None
+        self._failures: list[AxcoreError] = []
+
+    @property
+    def failure(self) -> AxcoreError | None:
+        return self.failure_with(None)
+
+    def failure_with(self, error: AxcoreError | None) -> AxcoreError | None:
+        """The error that the run ends with, if `error` came after the failure of a callback, such as a failed save."""
+        if not self._failures:
+            return None
+        first, *more = [*self._failures, *([error] if error is not None and error not in self._failures else [])]
+        if not more:
+            return first
+        joined = AxcoreError("\nAlso: ".join(map(str, [first, *more])))
+        joined.exit_code, joined.__cause__ = first.exit_code, first
+        return joined
 
     def on_device(self) -> dict[str, Callback]:
         """The callbacks that keep arrays on the devices."""
@@ -140,10 +155,8 @@ class Callbacks:
             disabled = self._callbacks.pop(name)
             with contextlib.suppress(Exception):
                 disabled.close()
-        elif self.failure is None:
-            self.failure = error
-        elif error is not self.failure:
-            print(error, file=sys.stderr)  # the run ends with the first error, and the others must not be lost
+        elif str(error) not in map(str, self._failures):
+            self._failures.append(error)
 
 
 def _of_plugin(cfg: Callback.Config) -> str:

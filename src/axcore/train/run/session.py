@@ -91,6 +91,8 @@ class Session:
             return self._finish(loop)
         except BaseException as error:
             self.callbacks.fail(error)
+            if isinstance(error, AxcoreError) and (failure := self.callbacks.failure_with(error)) is not None:
+                raise failure from error
             raise
         finally:
             self._close()
