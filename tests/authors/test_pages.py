@@ -29,7 +29,13 @@ def pip(tmp_path_factory):
     return folder / "bin" / "python"
 
 
-@pytest.mark.parametrize("name", PAGES)
+# Their suites take a minute each, and test_new_plugin runs the same templates.
+LENGTHY = ("attention", "kv_cache")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LENGTHY else name for name in PAGES]
+)
 @pytest.mark.parametrize("checks", [QUICK, pytest.param("", marks=pytest.mark.slow)], ids=["quick", "whole"])
 def test_a_reader_gets_what_the_page_shows(name, checks, pip, tmp_path):
     folder = tmp_path / name

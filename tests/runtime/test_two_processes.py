@@ -28,18 +28,18 @@ def test_without_failures(name):
 @pytest.mark.parametrize(
     ("name", "victim", "message", "exit_code"),
     [
-        ("before start", 0, "no such recipe", 2),
-        ("before start", 1, "no such recipe", 2),
-        ("refused", 0, "the folder is in use", 2),
-        ("mkdir", 1, "FileNotFoundError: [Errno 2]", 1),
+        pytest.param("before start", 0, "no such recipe", 2, marks=pytest.mark.slow),
+        pytest.param("before start", 1, "no such recipe", 2, marks=pytest.mark.slow),
+        pytest.param("refused", 0, "the folder is in use", 2, marks=pytest.mark.slow),
+        pytest.param("mkdir", 1, "FileNotFoundError: [Errno 2]", 1, marks=pytest.mark.slow),
         ("mkdir", 0, "FileNotFoundError: [Errno 2]", 1),
         ("loop", 0, "the loss is NaN", 2),
-        ("loop", 1, "the loss is NaN", 2),
-        ("bug", 0, "ZeroDivisionError: a bug", 1),
+        pytest.param("loop", 1, "the loss is NaN", 2, marks=pytest.mark.slow),
+        pytest.param("bug", 0, "ZeroDivisionError: a bug", 1, marks=pytest.mark.slow),
         ("bug", 1, "ZeroDivisionError: a bug", 1),
-        ("busy", 0, "failed while the other was busy", 2),
-        ("busy", 1, "failed while the other was busy", 2),
-        ("SIGKILL", 0, "it was killed by SIGKILL", 137),
+        pytest.param("busy", 0, "failed while the other was busy", 2, marks=pytest.mark.slow),
+        pytest.param("busy", 1, "failed while the other was busy", 2, marks=pytest.mark.slow),
+        pytest.param("SIGKILL", 0, "it was killed by SIGKILL", 137, marks=pytest.mark.slow),
         ("SIGKILL", 1, "it was killed by SIGKILL", 137),
     ],
 )
@@ -86,6 +86,7 @@ def test_a_port_in_use_is_named():
     assert f"{address} may be in use; choose another port." in done.stderr.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_hangs_ends_both_after_the_heartbeat(victim):
     with pytest.raises(LaunchFailed, match=f"process {victim} of 2 failed: it was killed because") as caught:

@@ -127,9 +127,9 @@ class Checkpointer(Configurable):
             if not self.folder.is_dir():
                 return []
             names = [path.name for path in self.folder.iterdir() if path.name.isdecimal()]
-            if not inventory.is_local(self.folder):  # an object store shows a folder before it is complete
-                names = [name for name in names if (self.folder / name / COMMITTED).exists()]
-            return sorted(map(int, names))
+            # An object store shows a folder before it is complete. A local folder appears complete, or is not ours.
+            marks = (inventory.NAME, RECORD_FILE) if inventory.is_local(self.folder) else (COMMITTED,)
+            return sorted(int(name) for name in names if any((self.folder / name / mark).exists() for mark in marks))
         except OSError as error:
             raise AxcoreError(f"cannot list the checkpoints in {self.folder}: {os_reason(error)}") from error
 
