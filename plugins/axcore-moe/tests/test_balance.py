@@ -9,7 +9,7 @@ from axcore.module import abstract
 from axcore.parallel import Mesh
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import OBJECTIVE
-from axcore.train import Learner
+from axcore.train import Learner, StepInfo
 from axcore.train.step.program import program
 from axcore_moe.balance import LoadBalance, z_loss
 from axcore_moe.router import TopK
@@ -62,16 +62,16 @@ def test_losses_join_the_objective_of_training_alone():
     assert names(False) == {"z_loss"}
 
 
-def test_an_expert_that_starves_is_counted_and_the_run_warns_once(capsys, tmp_path):
+def test_an_expert_that_starves_is_counted_and_the_run_warns_once(capsys):
     cfg = mixture(router=TopK.Config(top_k=1), starving_steps=2)
     params, state, found = to_first(parameters(cfg)), None, []
     for _ in range(3):
         _, collections, state = call(cfg, params, tokens(8), state, training=True)
         found.append(float(collections.scalars()["starved"]))
     assert found == [0, 3, 3]
-    writer = StarvationWarning.Config().build(tmp_path)
+    warning = StarvationWarning.Config().build()
     for step, count in enumerate(found):
-        writer.write(step, {"train/decoder.layers.1.ffn.starved": count, "train/loss": 1.0})
+        warning.step(StepInfo(step, {"decoder.layers.1.ffn.starved": count, "loss": 1.0}, None))
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and told.startswith("step 1: 3 experts of decoder.layers.1.ffn are starved")
 

@@ -123,7 +123,7 @@ def test_a_run_learns_and_warns_of_an_expert_that_starves(tmp_path, capsys):
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0] - 0.5
     told = [line for line in capsys.readouterr().err.splitlines() if "are starved" in line]
-    assert [line.partition(" of ")[2].partition(" have")[0] for line in told] == [
+    assert [line.partition(" of ")[2].partition(" are")[0] for line in told] == [
         "decoder.layers.0.ffn",
         "decoder.layers.1.ffn",
     ]
