@@ -139,5 +139,5 @@ def test_damaged_files_and_unknown_architectures_are_reported(tmp_path):
     gguf_other.write_kv_data_to_file()
     gguf_other.write_tensors_to_file()
     gguf_other.close()
-    with pytest.raises(AxcoreError, match="the architecture 'mamba' is not supported\. Known: llama"):
+    with pytest.raises(AxcoreError, match=r"the architecture 'mamba' is not supported\. Known: llama"):
         Checkpoint.open(f"gguf:{tmp_path / 'other.gguf'}")
