@@ -180,7 +180,10 @@ def test_positions_beyond_the_learned_ones_give_nan_or_an_error():
         ),
         (lambda: scaling_of({"rope_type": "linear", "factor": 2.0, "betafast": 1}), "has no field betafast"),
         (lambda: LongRoPE(short=(), long=(), original_max=1), "original_max must be at least 2, not 1"),
-        (lambda: rotated(features(), scaling=Short()), r"gives rates of shape \(3,\), but 8 rotated features require \(4,\)"),
+        (
+            lambda: rotated(features(), scaling=Short()),
+            r"gives rates of shape \(3,\), but 8 rotated features require \(4,\)",
+        ),
         (lambda: rotated(features(), scaling=YaRN(factor=2.0, original_max=4), theta=1.0), "requires theta above 1"),
         (lambda: rotated(features(), interleave_sections=True), "interleave_sections=True requires sections"),
         (
@@ -247,7 +250,9 @@ def test_unsupported_coordinates_are_rejected(feature, options, message):
 
 def test_unsupported_scalings_raise_while_building_the_model():
     scaling = LongRoPE(short=(1.0,), long=(1.0,), original_max=4)
-    with pytest.raises(ax.ConfigError, match=r"attention\.position: LongRoPE\.short has 1 factors, but 4 rotated features"):
+    with pytest.raises(
+        ax.ConfigError, match=r"attention\.position: LongRoPE\.short has 1 factors, but 4 rotated features"
+    ):
         abstract(ax.pipe(tiny_model(), ax.use("rope", scaling=scaling)))
 
 
