@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 
 from axcore.config import AxcoreError
+from axcore.runtime import ExitCode
 
 
 class TrainingError(AxcoreError):
     """The loss or the parameters are not finite, so training cannot continue. The state is not saved."""
 
-    exit_code = 82
+    exit_code = ExitCode.NOT_FINITE
 
 
 class RunStopped(AxcoreError):
@@ -24,4 +25,4 @@ class RunStopped(AxcoreError):
     def __init__(self, message: str, number: signal.Signals, step: int):
         super().__init__(message)
         self.signal, self.step = number, step
-        self.exit_code = 130 if number == signal.SIGINT else 75
+        self.exit_code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED

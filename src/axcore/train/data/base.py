@@ -95,5 +95,6 @@ def check_identity(saved: Mapping[str, Json], current: Mapping[str, Json]) -> No
     if names:
         changes = ", ".join(f"{name} was {saved.get(name)!r}, is {current.get(name)!r}" for name in names)
         raise config.AxcoreError(
-            f"input: the data differs from that of the saved state ({changes}). Restore the data, or start a new run."
+            f"input: the data differs from that of the saved state ({changes}). Restore the data, or start a new run "
+            f"from its weights with the feature run-weights."
         )

@@ -9,10 +9,9 @@ from typing import NotRequired, TypedDict, cast
 
 import jax
 
-from axcore.config import AxcoreError
 from axcore.train.checkpoint.manager import Checkpointer
-from axcore.train.checkpoint.state_layout import listed, named_leaves
-from axcore.train.data import Input
+from axcore.train.checkpoint.state_layout import named_leaves
+from axcore.train.data import Input, check_identity
 from axcore.train.files import Json
 from axcore.train.step.program import Program, TrainState
 
@@ -65,7 +64,7 @@ def restore(checkpointer: Checkpointer, program: Program, source: Input) -> Resu
         AxcoreError: the checkpoint is damaged, does not fit the state, or was trained on other data.
     """
     meta = cast(Meta, checkpointer.meta())
-    check_input(meta["input"], source.identity())
+    check_identity(meta["input"], source.identity())
     held = checkpointer.layout()
     fits = {name for name, tree in program.state.callbacks.items() if _fits(held, name, tree)}
     unread = {path.split(".")[1] for path in held if path.startswith("callbacks.")} - fits
@@ -82,20 +81,6 @@ def restore(checkpointer: Checkpointer, program: Program, source: Input) -> Resu
         made = program.start_callbacks(state.params)
         state = dataclasses.replace(state, callbacks=state.callbacks | {name: made[name] for name in missing})
     return Resumed(state, found.step, cast("dict[str, Json]", found.data), meta)
-
-
-def check_input(old: dict[str, Json], new: dict[str, Json]) -> None:
-    """Raises if the data differs from the data that the run was trained on.
-
-    Raises:
-        AxcoreError: lists the differences.
-    """
-    lines = [f"{name}: {old.get(name)} -> {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]
-    if lines:
-        raise AxcoreError(
-            f"the input differs from the one that the run was trained on, so the run cannot be resumed. Restore the "
-            f"data, or start a new run from its weights with the feature run-weights. Changes:{listed(lines)}"
-        )
 
 
 def _fits(held: Mapping[str, tuple[str, Sequence[int]]], name: str, tree: object) -> bool:
