@@ -231,7 +231,7 @@ def test_object_stores_that_orbax_writes_keep_their_address_and_others_are_refus
 
 
 UNCHANGED = """
-    import json, logging, resource, sys, warnings
+    import logging, resource, selectors, sys, time, warnings
     import jax.numpy as jnp, numpy as np
     from axcore.config import AxcoreError
     from axcore.train import Checkpointer
@@ -241,7 +241,13 @@ UNCHANGED = """
         log = (absl.level, absl.propagate, *map(list, (absl.filters, absl.handlers, logging.root.handlers)))
         return log, list(warnings.filters), sys.unraisablehook, sys.excepthook, sys.stdout, sys.stderr
 
-    before, state = process(), {str(i): jnp.arange(1 << 16) for i in range(8)}
+    select = selectors.DefaultSelector.select
+
+    def late(selector, timeout=None):  # so that several writes fail in one turn of Orbax's event loop
+        time.sleep(0.02)
+        return select(selector, timeout)
+
+    before, state = process(), {str(i): jnp.arange(1 << 16) for i in range(64)}
     with Checkpointer.Config().build(sys.argv[1]) as checkpointer:
         checkpointer.save(1, state, data=None, meta={})
         logging.getLogger("mine").warning("still here")
@@ -250,6 +256,7 @@ UNCHANGED = """
         assert process() == before
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+        selectors.DefaultSelector.select = late
         try:
             checkpointer.save(2, state, data=None, meta={})
             checkpointer.wait()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import logging
 import sys
 import threading
 from collections.abc import Iterator
 
+_LOGGERS = ("absl", "asyncio")
 _lock = threading.Lock()
 _active = 0
 _added_handler = False
@@ -35,9 +38,22 @@ def quiet() -> Iterator[None]:
                 _uninstall()
 
 
+def discard_late_errors() -> None:
+    """Marks the errors of asyncio futures as handled if their event loop is closed.
+
+    A failed save raises the error of the first write. Orbax does not ask for those of the other writes, which asyncio
+    would log when the futures are collected, at any later time.
+    """
+    for each in gc.get_objects():
+        if issubclass(type(each), asyncio.Future) and each.done() and not each.cancelled():
+            if each.get_loop().is_closed():
+                each.exception()
+
+
 def _install() -> None:
     global _added_handler, _previous_hook
-    logging.getLogger("absl").addFilter(_is_shown)
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_is_shown)
     _added_handler = not logging.root.handlers and logging.lastResort is not None
     if _added_handler:  # absl calls logging.basicConfig() where the root logger has no handler
         logging.root.addHandler(logging.lastResort)  # type: ignore[arg-type]
@@ -46,7 +62,8 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
-    logging.getLogger("absl").removeFilter(_is_shown)
+    for name in _LOGGERS:
+        logging.getLogger(name).removeFilter(_is_shown)
     if _added_handler:
         logging.root.removeHandler(logging.lastResort)  # type: ignore[arg-type]
     if sys.unraisablehook is _report:
@@ -54,7 +71,9 @@ def _uninstall() -> None:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname or logging.getLogger("axcore").isEnabledFor(logging.DEBUG)
+    # The messages of asyncio name the file or the function of Orbax.
+    source = record.getMessage() if record.name == "asyncio" else record.pathname
+    return "orbax" not in source or logging.getLogger("axcore").isEnabledFor(logging.DEBUG)
 
 
 def _report(unraisable: sys.UnraisableHookArgs) -> None:

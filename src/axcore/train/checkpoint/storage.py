@@ -22,7 +22,7 @@ from axcore.runtime import processes
 from axcore.runtime.errors import PeerFailed
 from axcore.train.checkpoint import inventory
 from axcore.train.checkpoint.inventory import TEMPORARY
-from axcore.train.checkpoint.quiet import quiet
+from axcore.train.checkpoint.quiet import discard_late_errors, quiet
 from axcore.train.checkpoint.state_layout import ArrayLike
 from axcore.train.files import os_reason, sync_folder
 
@@ -97,16 +97,20 @@ class Storage:
 
     def reset(self) -> None:
         """Discards the in-memory state of a failed save and Orbax's cache of the folder."""
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            with contextlib.suppress(Exception):  # closing raises the error of the save again
-                manager.close()
+        self._end_threads()
+        discard_late_errors()
 
     def close(self) -> None:
         """Ends Orbax's threads. No save may be in progress. A later call starts the threads again."""
         with quiet():
-            self.reset()
+            self._end_threads()
         self._quiet.close()
+
+    def _end_threads(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            with contextlib.suppress(Exception):  # closing raises the error of the save again
+                manager.close()
 
     def clear(self) -> None:
         """Removes leftovers of interrupted saves and deletions where possible. Called on the first process."""
@@ -228,6 +232,7 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        discard_late_errors()
         plain = _os_error(error)
         if plain is None or plain is error:
             raise
