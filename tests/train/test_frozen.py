@@ -1,5 +1,7 @@
 """Parameters whose rate is 0 have no gradient and no optimizer state, and do not count in the norm."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,7 +138,7 @@ def test_a_run_with_frozen_parameters_resumes_to_the_same_bits(tiny, tmp_path):
         ax.fit(cfg, tmp_path, resume=resume)
         with Checkpointer.Config().build(tmp_path / "checkpoints") as checkpointer:
             state = by_path(checkpointer.restore(form, 8).state)
-            checkpointer.delete_after(4)
+        shutil.rmtree(tmp_path / "checkpoints/8")
         return state
 
     straight, resumed = saved(resume=False), saved(resume=True)

@@ -5,6 +5,7 @@
 
 import json
 import pathlib
+import shutil
 import sys
 
 import jax
@@ -50,9 +51,11 @@ def main(process, port, corpus, folder):
     if process == 0:
         blocked.touch()
     found["folder"] = told(lambda: ax.fit(cfg, folder / "blocked-0"))
-    with Checkpointer.Config().build(folder / "run/checkpoints") as checkpointer:
-        checkpointer.delete_after(3)
-    found["steps"] = checkpointer.steps()
+    checkpoints = folder / "run/checkpoints"
+    with ax.runtime.together("removal"):
+        if process == 0:
+            shutil.rmtree(checkpoints / str(STEPS))
+    found["steps"] = Checkpointer.Config().build(checkpoints).steps()
     straight = losses(folder / "run")
     summary = ax.fit(cfg, folder / "run", resume=True)
     resumed = losses(folder / "run")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from axcore.runtime.initialize import start as start
     from axcore.runtime.processes import (
         barrier as barrier,
-        broadcast as broadcast,
         count as count,
         gather as gather,
         index as index,
@@ -28,7 +27,7 @@ _HOMES = {
     "cluster": "Cluster detect",
     "errors": "PeerFailed RuntimeTimeout",
     "exit_codes": "ExitCode",
-    "processes": "barrier broadcast count gather index together",
+    "processes": "barrier count gather index together",
     "requests": "Requests",
     "initialize": "start",
     "watcher": "leave watch",

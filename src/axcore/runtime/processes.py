@@ -64,11 +64,6 @@ def gather(name: str, value: bytes, timeout: float | None = None) -> list[bytes]
     return values
 
 
-def broadcast(name: str, value: bytes, timeout: float | None = None) -> bytes:
-    """The value of process 0, on every process. Raises like `gather`."""
-    return gather(name, value if index() == 0 else b"", timeout)[0]
-
-
 def barrier(name: str, timeout: float | None = None) -> None:
     """Waits for every process to arrive here. Raises like `gather`."""
     gather(name, b"", timeout)

@@ -48,7 +48,7 @@ class Checkpointer(Configurable):
 
     Build it with `cfg.build(folder)`, where `folder` is a path that `etils.epath` accepts. Building it changes no file,
     so a reader may open the folder of a running job. In a run of several processes, every process calls `save`,
-    `restore`, `delete_after` and `wait` on a shared folder, and a failure of one process raises on all. Use it as a
+    `restore` and `wait` on a shared folder, and a failure of one process raises on all. Use it as a
     context manager or call `close`: a save that is in progress when the interpreter exits is lost.
 
     An error in the background is raised by the next call of `check`, `save`, `wait` or `close`.
@@ -78,12 +78,11 @@ class Checkpointer(Configurable):
         self._storage = Storage(self.folder, cfg.keep, cfg.keep_every)
         self._thread: threading.Thread | None = None
         self._failure: AxcoreError | None = None
-        self._saved_step: int | None = None
 
     def save(self, step: int, state: PyTree, *, data: Json, meta: Mapping[str, object]) -> None:
         """Saves one checkpoint. When it returns, the arrays of `state` may be donated.
 
-        Waits for the previous save first. Does nothing if this object's last save was of the same step.
+        Waits for the previous save first.
 
         Args:
             step: number of steps done; names the checkpoint.
@@ -96,8 +95,6 @@ class Checkpointer(Configurable):
                 or a later step, or `state`, `data` or `meta` cannot be stored. Earlier checkpoints are unchanged.
         """
         self.wait()
-        if step == self._saved_step:
-            return
         named = named_leaves(state)
         try:
             record = json.loads(json.dumps({"step": step, "meta": meta, "data": data, "arrays": layout(named)}))
@@ -183,21 +180,6 @@ class Checkpointer(Configurable):
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[path] for path in wanted])
         return Restored(step, state, record["data"], record["meta"])
 
-    def delete_after(self, step: int) -> None:
-        """Removes the checkpoints after `step`, since the resumed run reaches those steps again."""
-        self.wait()
-        with processes.together(f"delete-after-{step}"):
-            for later in self.steps() if jax.process_index() == 0 else []:
-                if later > step:
-                    try:
-                        self._storage.delete(later)
-                    except OSError as error:
-                        raise AxcoreError(
-                            f"cannot remove checkpoint {self.folder / str(later)}: {os_reason(error)}"
-                        ) from error
-        self._storage.reset()
-        self._saved_step = None
-
     def wait(self) -> None:
         """Waits until the current save, if any, is committed and old checkpoints are removed."""
         if self._thread is not None:
@@ -242,7 +224,6 @@ class Checkpointer(Configurable):
         """Waits for the commit. Runs in the background thread."""
         try:
             self._storage.wait()
-            self._saved_step = step
         except BaseException as error:
             self._give_up()
             self._failure = self._cannot_write(step, error)

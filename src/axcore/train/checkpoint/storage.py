@@ -131,17 +131,6 @@ class Storage:
         (probe / RECORD).write_text(str(step))
         probe.rmtree()
 
-    def delete(self, step: int) -> None:
-        """Removes one checkpoint. Called on the first process."""
-        target = self.folder / str(step)
-        if inventory.is_local(self.folder):
-            (self.folder / REMOVED).mkdir(exist_ok=True)
-            target = target.rename(self.folder / REMOVED / str(step))
-        else:
-            (target / COMMITTED).unlink()
-        target.rmtree()
-        _remove(self.folder / REMOVED)
-
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
             import orbax.checkpoint as ocp
