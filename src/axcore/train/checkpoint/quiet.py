@@ -45,9 +45,9 @@ def discard_late_errors() -> None:
     would log when the futures are collected, at any later time.
     """
     for each in gc.get_objects():
-        if issubclass(type(each), asyncio.Future) and each.done() and not each.cancelled():
-            if each.get_loop().is_closed():
-                each.exception()
+        is_future = issubclass(type(each), asyncio.Future)
+        if is_future and each.get_loop().is_closed() and each.done() and not each.cancelled():
+            each.exception()
 
 
 def _install() -> None:
