@@ -8,114 +8,69 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from axcore import aot, config, infer, module, nn, numerics, parallel, plugin, runtime, testing, train
-    from axcore.aot import tree
+    # Type checkers follow only imports; `X as X` marks a name as public. `_NAMES` repeats them, since this block is not
+    # executed.
+    from axcore import (
+        aot as aot,
+        config as config,
+        infer as infer,
+        module as module,
+        nn as nn,
+        numerics as numerics,
+        parallel as parallel,
+        plugin as plugin,
+        runtime as runtime,
+        testing as testing,
+        train as train,
+    )
+    from axcore.aot import tree as tree
     from axcore.config import (
-        REQUIRED,
-        AxcoreError,
-        Codec,
-        Config,
-        ConfigError,
-        Configurable,
-        Modifier,
-        Where,
-        acting,
-        at_least,
-        content_hash,
-        from_json,
-        override,
-        pipe,
-        register,
-        register_codec,
-        select,
-        tagged,
-        to_json,
+        REQUIRED as REQUIRED,
+        AxcoreError as AxcoreError,
+        Codec as Codec,
+        Config as Config,
+        ConfigError as ConfigError,
+        Configurable as Configurable,
+        Modifier as Modifier,
+        Where as Where,
+        acting as acting,
+        at_least as at_least,
+        content_hash as content_hash,
+        from_json as from_json,
+        override as override,
+        pipe as pipe,
+        register as register,
+        register_codec as register_codec,
+        select as select,
+        tagged as tagged,
+        to_json as to_json,
     )
     from axcore.module import (
-        DTypes,
-        Layer,
-        Reduce,
-        Rngs,
-        cond,
-        current,
-        custom_jvp,
-        custom_vjp,
-        functional,
-        invoke,
-        method,
-        remat,
-        scan,
-        stack,
-        vmap,
-        while_loop,
+        DTypes as DTypes,
+        Layer as Layer,
+        Reduce as Reduce,
+        Rngs as Rngs,
+        cond as cond,
+        current as current,
+        custom_jvp as custom_jvp,
+        custom_vjp as custom_vjp,
+        functional as functional,
+        invoke as invoke,
+        method as method,
+        remat as remat,
+        scan as scan,
+        stack as stack,
+        vmap as vmap,
+        while_loop as while_loop,
     )
-    from axcore.nn import call, stock
-    from axcore.parallel import Mesh, shard_map
-    from axcore.plugin import recipe, target, use
-    from axcore.train import Trainer, fit
+    from axcore.nn import call as call, stock as stock
+    from axcore.parallel import Mesh as Mesh, shard_map as shard_map
+    from axcore.plugin import recipe as recipe, target as target, use as use
+    from axcore.train import Trainer as Trainer, fit as fit
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "REQUIRED",
-    "AxcoreError",
-    "Codec",
-    "Config",
-    "ConfigError",
-    "Configurable",
-    "DTypes",
-    "Layer",
-    "Mesh",
-    "Modifier",
-    "Reduce",
-    "Rngs",
-    "Trainer",
-    "Where",
-    "__version__",
-    "acting",
-    "aot",
-    "at_least",
-    "call",
-    "cond",
-    "config",
-    "content_hash",
-    "current",
-    "custom_jvp",
-    "custom_vjp",
-    "fit",
-    "from_json",
-    "functional",
-    "infer",
-    "invoke",
-    "method",
-    "module",
-    "nn",
-    "numerics",
-    "override",
-    "parallel",
-    "pipe",
-    "plugin",
-    "recipe",
-    "register",
-    "register_codec",
-    "remat",
-    "runtime",
-    "scan",
-    "select",
-    "shard_map",
-    "stack",
-    "stock",
-    "tagged",
-    "target",
-    "testing",
-    "to_json",
-    "train",
-    "tree",
-    "use",
-    "vmap",
-    "while_loop",
-]
-
+_SUBMODULES = "aot config infer module nn numerics parallel plugin runtime testing train"
 _NAMES = {
     "axcore.aot": "tree",
     "axcore.config": (
@@ -133,6 +88,7 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
+__all__ = sorted(["__version__", *_SUBMODULES.split(), *_HOMES])
 
 if not TYPE_CHECKING:  # a type checker reads the imports above, and reports every other name
 
