@@ -19,6 +19,8 @@ from axcore.train.data.tokenizers import Tokenizer
 if TYPE_CHECKING:
     import grain
 
+    from axcore.train.data.text import TextInput
+
 ORDER_VERSION = 1
 """Version of the order of rows. Increase it when the same config, text and seed give different batches."""
 
@@ -77,31 +79,22 @@ class Streams:
 
     def __init__(
         self,
+        cfg: TextInput.Config,
         source: Source,
         tokenizer: Tokenizer,
         packing: Packing,
         *,
         count: int,
-        seq_len: int,
-        batch_size: int,
         piece_bytes: int,
-        seed: int,
-        shuffle: bool,
-        threads: int,
     ):
-        """See `TextInput.Config`.
-
+        """
         Args:
+            cfg: the config of the input.
             source: the documents.
             tokenizer: encodes them.
             packing: packs them into rows.
             count: the number of streams.
-            seq_len: tokens in a row.
-            batch_size: rows of a global batch.
             piece_bytes: see `Source.documents`.
-            seed: seed of the orders.
-            shuffle: False keeps the order of the source.
-            threads: threads per stream that read and encode ahead.
         """
         import grain  # takes a second
 
@@ -113,9 +106,8 @@ class Streams:
                     f"documents() must return a grain.MapDataset of Document, not {type(documents).__name__}. "
                     f"grain.MapDataset.source(sequence) makes one of any sequence."
                 )
-        self._tokenizer, self._packing, self._threads = tokenizer, packing, threads
-        self._count, self._seq_len, self._batch_size = count, seq_len, batch_size
-        self._seed, self._shuffle, self._piece_bytes = seed, shuffle, piece_bytes
+        self._cfg, self._tokenizer, self._packing = cfg, tokenizer, packing
+        self._count, self._piece_bytes, self._seed = count, piece_bytes, cfg.seed or 0
 
     def rows(self, number: int) -> grain.IterDataset[Row]:
         """The endless rows of a stream."""
@@ -125,8 +117,8 @@ class Streams:
         if len(parts) == 1:
             return parts[0]
         shares = [share for share, _ in self._parts.values()]
-        rows = self._batch_size // self._count
-        return MixedRows(parts, shares, first_row=number * rows, rows=rows, batch_size=self._batch_size)
+        rows = self._cfg.batch_size // self._count
+        return MixedRows(parts, shares, first_row=number * rows, rows=rows, batch_size=self._cfg.batch_size)
 
     def _rows_of_part(self, name: str, number: int) -> grain.IterDataset[Row]:
         import grain
@@ -135,15 +127,16 @@ class Streams:
         from axcore.train.data.rows import ShuffledRows
 
         documents = self._documents[name]
-        if self._shuffle:
+        if self._cfg.shuffle:
             documents = ShuffledDocuments(documents, derived_seed(self._seed, "documents", name))
         documents = documents.repeat()[number :: self._count]
         sequences = documents.map(lambda document: training_pairs(self._tokenizer, document))
-        options = grain.ReadOptions(num_threads=self._threads, prefetch_buffer_size=2 * self._threads)
-        rows = self._packing.pack(sequences.to_iter_dataset(options), self._seq_len)
+        threads = self._cfg.read_threads
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
+        rows = self._packing.pack(sequences.to_iter_dataset(options), self._cfg.seq_len)
         window = min(_WINDOW_TOKENS, len(self._documents[name]) * self._piece_bytes // _WINDOWS_IN_EPOCH)
-        window //= self._count * self._seq_len
-        if self._shuffle and window > 1:
+        window //= self._count * self._cfg.seq_len
+        if self._cfg.shuffle and window > 1:
             seed = derived_seed(self._seed, "rows", name, number)
             rows = ShuffledRows(rows, window=window, seed=seed)
         return rows

@@ -81,16 +81,7 @@ class TextInput(Input):
         with located("input.source"):
             self.source: Source = cfg.source.build()
             self._streams = Streams(
-                self.source,
-                self.tokenizer,
-                packing,
-                count=streams,
-                seq_len=cfg.seq_len,
-                batch_size=cfg.batch_size,
-                piece_bytes=self._piece_bytes,
-                seed=cfg.seed or 0,
-                shuffle=cfg.shuffle,
-                threads=cfg.read_threads,
+                cfg, self.source, self.tokenizer, packing, count=streams, piece_bytes=self._piece_bytes
             )
             self._check_length()
         self._stream_count = streams
