@@ -209,10 +209,10 @@ class Numbered(Source):
         count: int = 13
 
     def __init__(self, cfg):
-        self.cfg = cfg
+        self.config = cfg
 
     def documents(self, split, piece_bytes):
-        contents = range(self.cfg.count) if split is Split.TRAIN else range(200, 201)
+        contents = range(self.config.count) if split is Split.TRAIN else range(200, 201)
         return grain.MapDataset.source(contents).map(lambda i: Document(f"number {i}", bytes([i] * 7)))
 
 
@@ -440,8 +440,8 @@ class Offset(Numbered):
         repeats: int = 1
 
     def documents(self, split, piece_bytes):
-        contents = range(100, 100 + self.cfg.count) if split is Split.TRAIN else range(201, 202)
-        length = 8 * self.cfg.repeats - 1
+        contents = range(100, 100 + self.config.count) if split is Split.TRAIN else range(201, 202)
+        length = 8 * self.config.repeats - 1
         return grain.MapDataset.source(contents).map(lambda i: Document(f"number {i}", bytes([i] * length)))
 
 

@@ -310,8 +310,8 @@ class Faulty(Source):
         kind: str = "list"
 
     def documents(self, split, piece_bytes):
-        found = [Document(f"{n}", "text" if self.cfg.kind == "text" else b"text" * 9) for n in range(40)]
-        return found if self.cfg.kind == "list" else grain.MapDataset.source(found)
+        found = [Document(f"{n}", "text" if self.config.kind == "text" else b"text" * 9) for n in range(40)]
+        return found if self.config.kind == "list" else grain.MapDataset.source(found)
 
     def fingerprint(self, piece_bytes):
         return "none"

@@ -43,14 +43,14 @@ class Shifted(Tokenizer):
     separator_id = 0
 
     def __init__(self, cfg):
-        self.cfg = cfg
+        self.config = cfg
         self.vocab_size = cfg.size
 
     def encode(self, content):
-        return np.frombuffer(content, np.uint8).astype(np.int64) + self.cfg.first
+        return np.frombuffer(content, np.uint8).astype(np.int64) + self.config.first
 
     def decode(self, ids):
-        return bytes(int(i) - self.cfg.first for i in ids if i)
+        return bytes(int(i) - self.config.first for i in ids if i)
 
 
 def test_separators_stand_before_a_text_and_after_it():

@@ -154,7 +154,7 @@ def separate(texts, separator):
 
 def test_bits_per_byte_equal_those_computed_from_the_logits_of_every_validation_byte(trained, corpus):
     """Each document's part of each window alone, without packing, in float64."""
-    source = trained.run.input.cfg.source.build()
+    source = trained.run.input.config.source.build()
     texts = [path.read_bytes() for path in sorted(corpus.iterdir()) if source.is_validation(path.name)]
     assert len(texts) > 3
     stream = separate(texts, 256)

@@ -39,7 +39,7 @@ class StandardLibrary(TextFiles):
         Raises:
             ConfigError: the standard library of the interpreter is not a folder of sources.
         """
-        if self.cfg.folder:
+        if self.config.folder:
             return super().folder()
         found = Path(sysconfig.get_path("stdlib"))
         if not (found / "os.py").is_file():

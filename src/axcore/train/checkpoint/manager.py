@@ -66,7 +66,7 @@ class Checkpointer(Configurable):
         for name, value in (("keep", cfg.keep), ("keep_every", cfg.keep_every)):
             if value is not None and value < 1:
                 raise ConfigError(f"checkpointer.{name}={value} must be at least 1")
-        self.cfg = cfg
+        self.config = cfg
         self.folder = epath.Path(folder)
         if inventory.is_local(self.folder):
             self.folder = self.folder.absolute()
@@ -109,7 +109,7 @@ class Checkpointer(Configurable):
             raise self._cannot_write(step, error) from error
         self._thread = threading.Thread(target=self._finish, args=(step,), name="axcore-checkpoint")
         self._thread.start()
-        if not self.cfg.asynchronous:
+        if not self.config.asynchronous:
             self.wait()
 
     def check(self) -> None:

@@ -41,7 +41,7 @@ class JsonLines(Source):
         validation_percent: float = 2.0
         """Percentage of lines for validation, above 0 and below 100."""
 
-    cfg: Config
+    config: Config
 
     def __init__(self, cfg: Config):
         """
@@ -49,17 +49,17 @@ class JsonLines(Source):
             ConfigError: `validation_percent` is out of range.
         """
         check_percent(cfg.validation_percent)
-        self.cfg = cfg
+        self.config = cfg
 
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
         """See `Source.documents`. A line is never cut."""
         import grain
 
-        return grain.MapDataset.source(_Lines(self._path, self.cfg.field, self._index[split]))
+        return grain.MapDataset.source(_Lines(self._path, self.config.field, self._index[split]))
 
     @property
     def _path(self) -> Path:
-        return expanded(self.cfg.file, "file")
+        return expanded(self.config.file, "file")
 
     @functools.cached_property
     def _index(self) -> dict[Split, Int64[np.ndarray, "lines 3"]]:
@@ -73,7 +73,7 @@ class JsonLines(Source):
         def add(number: int, starts: Int64[np.ndarray, " lines"], ends: Int64[np.ndarray, " lines"]) -> None:
             lines = np.stack([np.arange(number, number + len(starts)), starts, ends - starts], axis=1)
             lines = lines[lines[:, 2] > 2]  # empty ones, with either kind of line end, are no documents
-            validation = _hash(lines[:, 0]) < self.cfg.validation_percent / 100
+            validation = _hash(lines[:, 0]) < self.config.validation_percent / 100
             files[Split.TRAIN].write(lines[~validation].tobytes())
             files[Split.VALIDATION].write(lines[validation].tobytes())
 
@@ -89,13 +89,14 @@ class JsonLines(Source):
             if read > start:  # the last line has no newline
                 add(number, np.array([start]), np.array([read]))
         except OSError as error:
-            raise ConfigError(f"file={self.cfg.file!r} cannot be read: {os_reason(error)}") from error
+            raise ConfigError(f"file={self.config.file!r} cannot be read: {os_reason(error)}") from error
         index = {}
         for split, lines in files.items():
             if not lines.tell():
                 raise ConfigError(
-                    f"file={self.cfg.file!r} has too few lines: with validation_percent={self.cfg.validation_percent} "
-                    f"none is for {split}. Add lines, or change validation_percent."
+                    f"file={self.config.file!r} has too few lines: with "
+                    f"validation_percent={self.config.validation_percent} none is for {split}. Add lines, or change "
+                    f"validation_percent."
                 )
             lines.flush()
             index[split] = np.memmap(lines, np.int64, "r").reshape(-1, 3)

@@ -27,7 +27,7 @@ class Mixture(Source):
         weights: Mapping[str, float] = config.REQUIRED
         """The share of each source in the training tokens. They need not sum to 1."""
 
-    cfg: Config
+    config: Config
 
     def __init__(self, cfg: Config):
         """
@@ -47,7 +47,7 @@ class Mixture(Source):
                     f"weights.{name}={weight} must be positive and finite. To leave a source out, remove it from "
                     f"sources and weights."
                 )
-        self.cfg = cfg
+        self.config = cfg
         self._sources: dict[str, Source] = {}
         for name, source in cfg.sources.items():
             with located(f"sources.{name}"):
@@ -56,10 +56,10 @@ class Mixture(Source):
     def parts(self) -> Mapping[str, tuple[float, Source]]:
         """See `Source.parts`. A mixture within a mixture contributes its own sources."""
         parts = {}
-        total = math.fsum(self.cfg.weights.values())
+        total = math.fsum(self.config.weights.values())
         for name, source in self._sources.items():
             for below, (share, part) in source.parts().items():
-                parts[f"{name}.{below}" if below else name] = share * self.cfg.weights[name] / total, part
+                parts[f"{name}.{below}" if below else name] = share * self.config.weights[name] / total, part
         return parts
 
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:

@@ -46,7 +46,7 @@ class ConcatThenSplit(Packing):
         """No options."""
 
     def __init__(self, cfg: ConcatThenSplit.Config):
-        self.cfg = cfg
+        self.config = cfg
 
     def pack(self, sequences: grain.IterDataset[Tokens], seq_len: int) -> grain.IterDataset[Row]:
         """See `Packing.pack`."""
@@ -71,10 +71,10 @@ class FirstFit(Packing):
             ConfigError: `open_rows` is not positive.
         """
         config.at_least(cfg, 1, "open_rows")
-        self.cfg = cfg
+        self.config = cfg
 
     def pack(self, sequences: grain.IterDataset[Tokens], seq_len: int) -> grain.IterDataset[Row]:
         """See `Packing.pack`."""
         from axcore.train.data.rows import first_fit_rows
 
-        return first_fit_rows(sequences, seq_len, self.cfg.open_rows)
+        return first_fit_rows(sequences, seq_len, self.config.open_rows)

@@ -45,7 +45,7 @@ class Source(config.Configurable, abc.ABC):
         """No common options."""
 
     def __init__(self, cfg: Config):
-        self.cfg = cfg
+        self.config = cfg
 
     @abc.abstractmethod
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:

@@ -68,7 +68,7 @@ class TextInput(Input):
         if not 0 <= process_index < process_count:
             raise ValueError(f"process_index={process_index} must lie in [0, process_count={process_count})")
         streams = _check(cfg, process_count)
-        self.cfg = cfg
+        self.config = cfg
         self.local_batch_size: int = cfg.batch_size // process_count
         local_streams = streams // process_count
         self._local_streams = range(process_index * local_streams, (process_index + 1) * local_streams)
@@ -108,7 +108,7 @@ class TextInput(Input):
         """A new iterator over this process's rows of the endless global batches, from the first batch on."""
         from axcore.train.data.rows import JoinedBatches
 
-        cfg, ahead = self.cfg, self.cfg.prefetch_batches
+        cfg, ahead = self.config, self.config.prefetch_batches
         group = max(1, min(_TOKENS_IN_GROUP // (self.local_batch_size * cfg.seq_len), ahead))
         streams = {number: self._streams.rows(number) for number in self._local_streams}
         groups = JoinedBatches(streams, cfg.batch_size // self._stream_count, group)
@@ -124,14 +124,14 @@ class TextInput(Input):
         return validation_batches(
             self._documents(Split.VALIDATION),
             self.tokenizer,
-            seq_len=self.cfg.seq_len,
-            batch_size=self.cfg.batch_size,
+            seq_len=self.config.seq_len,
+            batch_size=self.config.batch_size,
             rows=self._rows,
         )
 
     def identity(self) -> dict[str, Json]:
         """See `Input.identity`."""
-        cfg = self.cfg
+        cfg = self.config
         tokens = hashlib.sha256()
         for document in _first(self._documents(Split.TRAIN), _ENCODED_SAMPLE):
             tokens.update(encode(self.tokenizer, document).tobytes())
@@ -167,14 +167,14 @@ class TextInput(Input):
 
     def _check_length(self) -> None:
         """Raises if the text is too short for one batch. Reads at most that much text."""
-        needed, found = self.cfg.batch_size * self.cfg.seq_len, 0
+        needed, found = self.config.batch_size * self.config.seq_len, 0
         for document in self._documents(Split.TRAIN):
             found += len(training_pairs(self.tokenizer, document)["inputs"])
             if found >= needed:
                 return
         raise config.ConfigError(
-            f"the training text has {found} tokens, fewer than a batch: batch_size={self.cfg.batch_size} rows of "
-            f"seq_len={self.cfg.seq_len}. Make either smaller, or add text."
+            f"the training text has {found} tokens, fewer than a batch: batch_size={self.config.batch_size} rows of "
+            f"seq_len={self.config.seq_len}. Make either smaller, or add text."
         )
 
 

@@ -79,7 +79,7 @@ class TextFiles(Source):
         allow_unreadable: bool = False
         """Skip files and folders that cannot be read, instead of raising an error."""
 
-    cfg: Config
+    config: Config
 
     def __init__(self, cfg: Config):
         """
@@ -88,16 +88,16 @@ class TextFiles(Source):
         """
         config.at_least(cfg, 0, "max_file_bytes")
         check_percent(cfg.validation_percent)
-        self.cfg = cfg
+        self.config = cfg
 
     def folder(self) -> Path:
         """The folder to read. Subclasses may override it."""
-        return expanded(self.cfg.folder, "folder")
+        return expanded(self.config.folder, "folder")
 
     def is_validation(self, name: str) -> bool:
         """Whether the file with this path below the folder is for validation."""
         digest = hashlib.sha256(os.fsencode(name)).digest()
-        return int.from_bytes(digest[:8], "big") < self.cfg.validation_percent / 100 * 2**64
+        return int.from_bytes(digest[:8], "big") < self.config.validation_percent / 100 * 2**64
 
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
         """See `Source.documents`."""
@@ -167,10 +167,10 @@ class TextFiles(Source):
                 continue
             seen.add((status.st_dev, status.st_ino))
             below = Path(parent).relative_to(folder)
-            folders[:] = sorted(name for name in folders if not _matches_any(below / name, self.cfg.exclude))
+            folders[:] = sorted(name for name in folders if not _matches_any(below / name, self.config.exclude))
             for name in files:
                 path = below / name
-                if _matches_any(path, self.cfg.patterns) and not _matches_any(path, self.cfg.exclude):
+                if _matches_any(path, self.config.patterns) and not _matches_any(path, self.config.exclude):
                     yield path.as_posix()
 
     def _check_file(self, path: Path) -> tuple[int, bytes] | Skip:
@@ -180,9 +180,9 @@ class TextFiles(Source):
             raise OSError(0, "not a regular file")
         if not status.st_size:
             return Skip.EMPTY
-        if self.cfg.max_file_bytes is not None and status.st_size > self.cfg.max_file_bytes:
+        if self.config.max_file_bytes is not None and status.st_size > self.config.max_file_bytes:
             return Skip.TOO_LARGE
-        if not self.cfg.check_content:
+        if not self.config.check_content:
             return status.st_size, b""
         digest, size = hashlib.sha256(), 0
         with path.open("rb", buffering=0) as file:
@@ -194,7 +194,7 @@ class TextFiles(Source):
         return size, digest.digest()
 
     def _report_unreadable(self, folder: Path, unreadable: list[str]) -> None:
-        if self.cfg.allow_unreadable:
+        if self.config.allow_unreadable:
             return
         more = f" and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         raise config.ConfigError(
@@ -203,14 +203,14 @@ class TextFiles(Source):
         )
 
     def _check_splits(self, index: FileIndex) -> None:
-        folder, percent = str(index.folder), self.cfg.validation_percent
+        folder, percent = str(index.folder), self.config.validation_percent
         train, validation = (len(index.files[split]) for split in Split)
         if not train and not validation:
             left_out = ", ".join(f"{count} {reason}" for reason, count in index.skipped.items())
             problem = f"all files that match were skipped ({left_out})" if left_out else "no file matches"
             raise config.ConfigError(
-                f"no text in folder={folder!r}: {problem}. Change the folder, patterns={self.cfg.patterns!r} or "
-                f"exclude={self.cfg.exclude!r}."
+                f"no text in folder={folder!r}: {problem}. Change the folder, patterns={self.config.patterns!r} or "
+                f"exclude={self.config.exclude!r}."
             )
         if not train or not validation:
             full, empty = ("training", "validation") if train else ("validation", "training")
