@@ -38,7 +38,7 @@ def read(folder, *, piece_bytes=2**20, **options):
 
 
 def names(corpus):
-    return sorted(document.name for document in corpus.train + corpus.validation)
+    return sorted({document.name for document in corpus.train + corpus.validation})
 
 
 def test_split_is_the_published_hash_of_the_path(tmp_path):
@@ -157,10 +157,31 @@ def test_a_path_that_cannot_exist(folder):
         read(folder)
 
 
-def test_one_file_cannot_be_divided(tmp_path):
-    write(tmp_path, {"a.txt": b"a"})
-    with pytest.raises(ConfigError, match=r"Cut the text into more files"):
-        read(tmp_path)
+@pytest.mark.parametrize("piece_bytes", [64, 2**20])
+@pytest.mark.parametrize("content", [b"".join(b"line %d\n" % n for n in range(1000)), b"no line end " * 800, b"ab"])
+def test_the_end_of_a_single_file_is_for_validation(tmp_path, content, piece_bytes):
+    write(tmp_path, {"a.txt": content, "copy.txt": content, "b.md": b"another"})
+    corpus = read(tmp_path, validation_percent=10.0, piece_bytes=piece_bytes)
+    train, validation = (b"".join(each.content for each in half) for half in (corpus.train, corpus.validation))
+    assert train + validation == content and train and validation
+    if len(content) > 2:
+        assert 0.09 < len(validation) / len(content) <= 0.1
+    if b"\n" in content:
+        assert train.endswith(b"\n")
+    for half in (corpus.train, corpus.validation):
+        assert half[0].starts and half[-1].ends
+
+
+def test_a_run_trains_on_a_single_file(tmp_path):
+    write(tmp_path, {"a.txt": b"".join(b"line %d\n" % n for n in range(1000))})
+    source = TextFiles.Config(folder=str(tmp_path))
+    made, moved = (
+        TextInput.Config(seq_len=16, batch_size=2, source=source.set(validation_percent=percent)).build()
+        for percent in (2.0, 10.0)
+    )
+    assert next(made.train_batches())["inputs"].shape == (2, 16)
+    assert 150 < made.validation_byte_count == sum(map(len, made.validation_bytes())) < 190
+    assert made.identity()["training_text"] != moved.identity()["training_text"]
 
 
 def test_a_folder_that_is_a_file(tmp_path):

@@ -6,40 +6,49 @@ import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
-from jaxtyping import Int64
 
 from axcore.config import AxcoreError
 from axcore.train.data.source import Document
 from axcore.train.files import os_reason
 
+_LINE_BYTES = 2**16
+
+
+class Span(NamedTuple):
+    """A part of a file."""
+
+    name: str
+    begin: int
+    size: int
+
 
 class Pieces:
-    """A random-access data source: the pieces of some files, in order.
+    """A random-access data source: the pieces of some files or parts of files, in order.
 
-    A file of `n` bytes has `n // piece_bytes` pieces, at least one. Piece `j` begins after the first newline at or
+    A text of `n` bytes has `n // piece_bytes` pieces, at least one. Piece `j` begins after the first newline at or
     after byte `j * piece_bytes`, so the index requires only sizes and a piece is read in one operation. If the next
     `piece_bytes / 2` bytes have no newline, the cut is at `j * piece_bytes`, moved to the start of a UTF-8 character.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], sizes: Int64[np.ndarray, " files"], piece_bytes: int):
+    def __init__(self, folder: Path, spans: Sequence[Span], piece_bytes: int):
         """
         Args:
             folder: the root of the names.
-            names: paths of the files below `folder`.
-            sizes: bytes of each file.
+            spans: the texts, with names below `folder`.
             piece_bytes: the approximate size of a piece.
         """
-        self._folder, self._names, self._sizes, self._piece_bytes = folder, names, sizes, piece_bytes
+        self._folder, self._spans, self._piece_bytes = folder, spans, piece_bytes
+        sizes = np.array([span.size for span in spans], np.int64)
         self._ends = np.cumsum(np.maximum(sizes // piece_bytes, 1))
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __repr__(self) -> str:
-        return f"{len(self._names)} files in {self._folder}"
+        return f"{len(self._spans)} files in {self._folder}"
 
     def __getitem__(self, index: SupportsIndex) -> Document:
         """
@@ -48,15 +57,16 @@ class Pieces:
         """
         index = operator.index(index)
         file = int(np.searchsorted(self._ends, index, side="right"))
-        name, size, step = self._names[file], int(self._sizes[file]), self._piece_bytes
+        (name, start, size), step = self._spans[file], self._piece_bytes
         count = max(size // step, 1)
         piece = index - (int(self._ends[file]) - count)
         last = piece == count - 1
         first_byte = piece * step
         end_byte = size if last else first_byte + step + step // 2
-        content = self._read(name, first_byte, min(end_byte, size))
+        content = self._read(name, start + first_byte, start + min(end_byte, size))
         begin = _cut(content, 0, step // 2) if piece else 0
         end = len(content) if last else _cut(content, step, step // 2)
+        first_byte += start
         where = name if count == 1 else f"{name} (bytes {first_byte + begin} to {first_byte + end})"
         return Document(where, content[begin:end], starts=piece == 0, ends=last)
 
@@ -73,6 +83,14 @@ class Pieces:
         if len(content) < end - begin:
             raise AxcoreError(f"{path} has become shorter since the run started. Restore it, or start a new run.")
         return content
+
+
+def line_start(path: Path, at: int, end: int) -> int:
+    """The start of the first line after byte `at`. If none starts soon before byte `end`, the start of a character."""
+    with path.open("rb") as file:
+        file.seek(at)
+        content = file.read(min(_LINE_BYTES, end - at))
+    return at + _cut(content, 0, len(content))
 
 
 def _cut(content: bytes, at: int, slack: int) -> int:

@@ -14,10 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from axcore import config
-from axcore.train.data.pieces import Pieces
+from axcore.train.data.pieces import Pieces, Span, line_start
 from axcore.train.data.source import Document, Source, Split
 from axcore.train.files import expanded, os_reason
 
@@ -40,10 +38,10 @@ class Skip(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class FileIndex:
-    """The files of each split with their sizes, sorted by path."""
+    """The files of each split, sorted by path."""
 
     folder: Path
-    files: Mapping[Split, tuple[tuple[str, int], ...]]
+    files: Mapping[Split, tuple[Span, ...]]
     skipped: Mapping[Skip, int]
     """Number of skipped files, by reason."""
     digest: str
@@ -54,8 +52,9 @@ class TextFiles(Source):
     """The text files below a folder, one document each.
 
     A hash of the path below the folder assigns a file to validation or training, so the split is the same on every
-    machine, and adding a file does not move others. The index contains paths and sizes; contents are read on demand.
-    Links are followed, but each folder is visited only once.
+    machine, and adding a file does not move others. A single file is divided instead: its end, from the start of a line
+    on, is for validation. The index contains paths and sizes; contents are read on demand. Links are followed, but each
+    folder is visited only once.
     """
 
     class Config(Source.Config):
@@ -71,7 +70,7 @@ class TextFiles(Source):
         max_file_bytes: int | None = None
         """Larger files are skipped."""
         validation_percent: float = 2.0
-        """Percentage of files for validation, above 0 and below 100."""
+        """Percentage of files, or of the bytes of a single file, for validation, above 0 and below 100."""
         check_content: bool = True
         """Read every file once at the start, to skip files that are not text (they contain a zero byte) and duplicates,
         which could otherwise be in both training and validation. Without it, the start is faster, but a changed file is
@@ -104,9 +103,7 @@ class TextFiles(Source):
         import grain  # slow to import, and a config's module should not be
 
         index = self.index
-        names = [name for name, _ in index.files[split]]
-        sizes = np.array([size for _, size in index.files[split]], np.int64)
-        return grain.MapDataset.source(Pieces(index.folder, names, sizes, piece_bytes))
+        return grain.MapDataset.source(Pieces(index.folder, index.files[split], piece_bytes))
 
     def fingerprint(self, piece_bytes: int) -> str:
         """See `Source.fingerprint`. Covers every file."""
@@ -126,8 +123,7 @@ class TextFiles(Source):
             raise config.ConfigError(f"folder={str(folder)!r} {problem}. Set it to a folder of text files.")
         skipped: collections.Counter[Skip] = collections.Counter()
         unreadable: list[str] = []
-        files: dict[Split, list[tuple[str, int]]] = {split: [] for split in Split}
-        total = hashlib.sha256()
+        found_files: list[tuple[str, int, bytes]] = []
         seen: set[bytes] = set()
         for name in sorted(self._names(folder, unreadable)):
             try:
@@ -142,16 +138,32 @@ class TextFiles(Source):
                 continue
             size, digest = found
             seen.add(digest)
-            split = Split.VALIDATION if self.is_validation(name) else Split.TRAIN
-            files[split].append((name, size))
-            if split is Split.TRAIN:
-                total.update(os.fsencode(name) + b"\0%d\0" % size + digest)
+            found_files.append((name, size, digest))
         if unreadable:
             self._report_unreadable(folder, unreadable)
             skipped[Skip.UNREADABLE] = len(unreadable)
-        index = FileIndex(folder, {split: tuple(found) for split, found in files.items()}, skipped, total.hexdigest())
+        files: dict[Split, list[Span]] = {split: [] for split in Split}
+        total = hashlib.sha256()
+        for name, size, digest in found_files:
+            parts = self._parts(folder, name, size, alone=len(found_files) == 1)
+            for split, span in parts.items():
+                files[split].append(span)
+            if Split.TRAIN in parts:
+                total.update(os.fsencode(name) + b"\0%d\0" % parts[Split.TRAIN].size + digest)
+        index = FileIndex(folder, {split: tuple(spans) for split, spans in files.items()}, skipped, total.hexdigest())
         self._check_splits(index)
         return index
+
+    def _parts(self, folder: Path, name: str, size: int, alone: bool) -> dict[Split, Span]:
+        """The part of a file for each split that it belongs to."""
+        if not alone:
+            return {Split.VALIDATION if self.is_validation(name) else Split.TRAIN: Span(name, 0, size)}
+        share = 1 - self.config.validation_percent / 100
+        try:
+            cut = line_start(folder / name, min(max(1, round(size * share)), size - 1), size - 1)
+        except OSError as error:
+            raise config.ConfigError(f"cannot read {folder / name}: {os_reason(error)}") from error
+        return {Split.TRAIN: Span(name, 0, cut), Split.VALIDATION: Span(name, cut, size - cut)}
 
     def _names(self, folder: Path, unreadable: list[str]) -> Iterator[str]:
         """Paths below the folder of all matching files. Adds folders that cannot be listed to `unreadable`."""
@@ -214,10 +226,10 @@ class TextFiles(Source):
             )
         if not train or not validation:
             full, empty = ("training", "validation") if train else ("validation", "training")
-            advice = f"{'Raise' if train else 'Lower'} validation_percent={percent}, or cut"
+            advice = "Raise" if train else "Lower"
             raise config.ConfigError(
                 f"all {train + validation} files in folder={folder!r} are for {full} and none for {empty} (a hash of "
-                f"its path assigns each file). {advice if train + validation > 1 else 'Cut'} the text into more files."
+                f"its path assigns each file). {advice} validation_percent={percent}, or cut the text into more files."
             )
 
 
