@@ -13,6 +13,7 @@ from axcore.config import parse_text
 from axcore.nn import Attention, AttentionKernel, ReferenceKernel, Repeat
 from axcore.parallel import SaveNames
 from axcore.train.callbacks.writers import read_jsonl
+from axcore.train.data.form import batch_form
 from axcore.train.run import identity
 
 from ..conftest import TINY_PLUGIN
@@ -116,6 +117,21 @@ def test_a_kernel_and_a_remat_policy_may_change(tiny):
     other = ax.select(tiny, Attention).set(kernel=ReferenceKernel.Config(chunk=2))
     other = ax.select(other, Repeat).set(remat=SaveNames(names=("query",)))
     assert len(identity.check(parse_text(tiny.text()), other, "runs/a")) >= 2
+
+
+@pytest.mark.parametrize(
+    ("where", "layer"),
+    [
+        ("decoder.layers", r"decoder\.layers\.\* \(TransformerLayer\)"),
+        ("decoder.layers.attention", r"decoder\.layers\.\*\.attention \(Attention\)"),
+    ],
+)
+def test_microbatches_may_change_only_if_no_layer_draws_random_numbers(tiny, tmp_path, where, layer):
+    assert tiny.build().program().random_layer(batch_form(tiny.input)) is None
+    cfg = ax.override(tiny, [f"model.{where}.dropout=0.1"])
+    (tmp_path / "config.txt").write_text(cfg.text())
+    with pytest.raises(ax.ConfigError, match=rf"microbatches=2: {layer} draws random .* Set microbatches=1, or"):
+        ax.fit(cfg.set(microbatches=2), tmp_path, resume=True)
 
 
 def test_other_data_is_refused(tiny, tmp_path, corpus):

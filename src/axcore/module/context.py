@@ -26,6 +26,21 @@ class ContextError(AxcoreError):
     """A layer used the invocation context in an unsupported way. The message names the layer."""
 
 
+class MissingKey(ContextError):
+    """A layer drew random numbers in a call without a key.
+
+    Attributes:
+        layer: the path and class of the layer.
+    """
+
+    def __init__(self, layer: str, stream: str):
+        super().__init__(
+            f"{layer} drew from the PRNG stream {stream!r}, but the call has no key. "
+            f"Call axcore.invoke(module, ..., key=...)"
+        )
+        self.layer = layer
+
+
 @dataclasses.dataclass
 class Frame:
     """One call of one layer.
@@ -73,10 +88,7 @@ class Frame:
         """A new key of the named stream. The n-th key of a stream in one call is always the same."""
         key = self.key
         if key is None:
-            raise ContextError(
-                f"{self.describe()} drew from the PRNG stream {stream!r}, but the call has no key. "
-                f"Call axcore.invoke(module, ..., key=...)"
-            )
+            raise MissingKey(self.describe(), stream)
         drawn = self.drawn[stream] = self.drawn.get(stream, -1) + 1
         key = fold(key, stream)
         return fold(key, drawn) if drawn else key

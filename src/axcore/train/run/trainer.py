@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from axcore import config, runtime
-from axcore.config import REQUIRED, AxcoreError, ConfigError, FrozenDict, at_least, parse_text, under
+from axcore.config import REQUIRED, AxcoreError, ConfigError, Diff, FrozenDict, at_least, parse_text, under
 from axcore.parallel import Mesh
 from axcore.runtime import signals
 from axcore.train import files
@@ -127,12 +127,19 @@ class Trainer(config.Configurable):
                 f"this run has {jax.process_count()}. Set steps instead."
             )
         held = _holds_run(folder)
-        if resume:
-            self._check_same_run(folder, held)
+        changed = self._check_same_run(folder, held) if resume else Diff()
         source = self._input()
         callbacks = Callbacks(cfg.callbacks)
         prepared = self.program(callbacks)
-        prepared.batch_shapes(batch_form(cfg.input))
+        batch = batch_form(cfg.input)
+        prepared.batch_shapes(batch)
+        for change in changed:
+            if change.path == "microbatches" and (layer := prepared.random_layer(batch)) is not None:
+                raise ConfigError(
+                    f"cannot resume the run in {folder} with microbatches={change.new}: {layer} draws random numbers, "
+                    f"which depend on the microbatches. Set microbatches={change.old}, or start a new run from the "
+                    f"weights: --use run-weights:folder={folder}"
+                )
         cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
         config.from_json(config.to_json(cfg))  # raises before an earlier run is moved
         return Prepared(prepared, callbacks, source)
@@ -175,7 +182,7 @@ class Trainer(config.Configurable):
             )
         return source
 
-    def _check_same_run(self, folder: Path, held: bool) -> None:
+    def _check_same_run(self, folder: Path, held: bool) -> Diff:
         if not held:
             raise AxcoreError(f"there is no run to resume in {folder}. Omit --resume to start one.")
         allowed = identity.check(_earlier_config(folder / CONFIG_FILE), self.config, folder)
@@ -183,6 +190,7 @@ class Trainer(config.Configurable):
             print(f"resuming with these changes:\n{allowed}", file=sys.stderr)
             if any(change.path in ("steps", "minutes") for change in allowed):
                 print("the learning rate follows the schedule of the new length from here on", file=sys.stderr)
+        return allowed
 
 
 def _holds_run(folder: Path) -> bool:

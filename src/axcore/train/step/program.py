@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import optax
 
 from axcore.config import Config, ConfigError, under
 from axcore.module import Functional, Tree, abstract, initializer, root
+from axcore.module.context import MissingKey
 from axcore.parallel import Layout
 from axcore.train.step.accumulation import ObjectiveGradient
 from axcore.train.step.learner import Learner
@@ -118,6 +120,16 @@ class Program:
         with self.layout.active():
             (loss, _), _ = self.fn(params, model_state, batch, method=self.objective)
         return loss.total, loss.count
+
+    def random_layer(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> str | None:
+        """A layer that draws random numbers in training steps on batches of these shapes; None if no layer does."""
+        step = functools.partial(self.fn, method=self.objective, training=True)
+        with self.layout.active():
+            try:
+                jax.eval_shape(step, self.state.params, self.state.model_state, self.batch_shapes(batch))
+            except MissingKey as error:
+                return error.layer
+        return None
 
     def batch_shapes(self, batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of batches like this one, whose arrays are [batch, seq, ...] or [batch].
