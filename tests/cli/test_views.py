@@ -9,6 +9,7 @@ import pytest
 import axcore as ax
 from axcore.config import from_json, text
 from axcore.module import abstract
+from axcore.train.checkpoint.model_folder import write_config
 
 ATTENTION = "model.decoder.layers.attention"
 
@@ -30,6 +31,15 @@ def test_show_prints_the_text_form_with_edits_applied(axcore):
     assert axcore("show", "tiny").out == text(ax.recipe("tiny"))
     shown = lines(axcore("show", "tiny", "--use", "rope:theta=3e4", "--set", "steps=7"))
     assert f"{ATTENTION}.position.theta: 30000.0" in shown and "steps: 7" in shown
+
+
+def test_show_prints_the_config_of_a_run_folder(axcore, tiny, tmp_path):
+    write_config(tmp_path, tiny)
+    assert axcore("show", str(tmp_path)).out == text(tiny)
+    assert from_json(axcore("show", str(tmp_path), "--json").out) == tiny
+    for flags in (("--set", "steps=7"), ("--history", "steps")):
+        assert "require a recipe, but this is a folder" in axcore("show", str(tmp_path), *flags).message
+    assert "is not a model folder" in axcore("show", str(tmp_path / "nowhere")).message
 
 
 def test_show_json_can_be_read_back(axcore):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +38,11 @@ def add_edits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", action=_InOrder, metavar="PATH=VALUE", help="override one value")
     parser.set_defaults(edits=[])
+
+
+def is_folder(name: str) -> bool:
+    """Whether the name of a recipe or folder on the command line is that of a folder."""
+    return os.sep in name or bool(name and pathlib.Path(name).is_dir())
 
 
 def compose(recipe: str, edits: Sequence[tuple[str, str]]) -> Any:  # Any: each recipe has a config class of its own

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from axcore.cli.compose import Commands, add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose, is_folder
 from axcore.config import AxcoreError, ConfigError, under
 from axcore.plugin import PluginError
 
@@ -68,7 +67,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
     from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
 
     name = arguments.model
-    if os.sep in name or (name and pathlib.Path(name).is_dir()):
+    if is_folder(name):
         if arguments.edits:
             raise AxcoreError(f"{name}: --use, --target and --set require a recipe, but this is a folder")
         found = ModelFolder.open(name)

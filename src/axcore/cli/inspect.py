@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from axcore.cli.compose import Commands, add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose, is_folder
+from axcore.config import AxcoreError, Config
 
 
 def add(commands: Commands) -> None:
     show = commands.add_parser(
-        "show", help="print the config of a recipe", description="Prints the config of a recipe as text."
+        "show",
+        help="print the config of a recipe or run",
+        description="Prints the config of a recipe, or the config that a folder was written with, as text.",
     )
-    show.add_argument("recipe")
+    show.add_argument("recipe", help="a recipe, a run folder or a folder that `axcore convert` wrote")
     show.add_argument("--json", action="store_true", help="print JSON that axcore.from_json reads")
     show.add_argument("--history", metavar="PATH", help="print only who set the node or value at PATH")
     add_edits(show)
@@ -40,11 +43,23 @@ def add(commands: Commands) -> None:
 def run_show(arguments: argparse.Namespace) -> None:
     from axcore.config import text, to_json
 
-    cfg = compose(arguments.recipe, arguments.edits)
+    cfg = _stored(arguments) if is_folder(arguments.recipe) else compose(arguments.recipe, arguments.edits)
     if arguments.history is not None:
         print(cfg.history(arguments.history))
     else:
         print(to_json(cfg) if arguments.json else text(cfg), end="\n" if arguments.json else "")
+
+
+def _stored(arguments: argparse.Namespace) -> Config:
+    """The config in a run folder or model folder."""
+    from axcore.train.checkpoint.model_folder import ModelFolder
+
+    if arguments.edits or arguments.history is not None:
+        raise AxcoreError(
+            f"{arguments.recipe}: --use, --target, --set and --history require a recipe, but this is a folder"
+        )
+    cfg: Config = ModelFolder.open(arguments.recipe).cfg
+    return cfg
 
 
 def run_diff(arguments: argparse.Namespace) -> None:
