@@ -52,13 +52,13 @@ def moved(kind, folder):
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_a_plugin_moves_by_few_lines(kind):
+def test_migration_changes_few_lines(kind):
     assert changed_lines((API_1 / f"{kind}.patch").read_text()) == LINES[kind]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LINES)
-def test_a_plugin_that_moved_passes_its_suite(kind, tmp_path):
+def test_a_migrated_plugin_passes_its_suite(kind, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests", *QUICK.split(" ", 1)]
     command[-1] = command[-1].strip("'")
     done = subprocess.run(command, cwd=tmp_path, env=moved(kind, tmp_path), capture_output=True, text=True, check=False)

@@ -44,7 +44,7 @@ def test_a_reader_gets_what_the_page_shows(name, checks, pip, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_page_of_a_kind_writes_it_installs_it_tests_it_and_sees_it_loaded(kind):
+def test_the_page_of_each_kind_creates_installs_and_tests_a_plugin(kind):
     found = steps(PAGES[kind])
     files = [step.path for step in found if isinstance(step, File)]
     commands = [step.line for step in found if isinstance(step, Command)]
@@ -61,7 +61,7 @@ def test_the_page_of_a_kind_writes_it_installs_it_tests_it_and_sees_it_loaded(ki
     assert len([path for path in files if path.startswith(package)]) == 2, "the manifest, and the module of its target"
 
 
-def test_the_list_of_the_core_s_layers_has_their_fields_and_defaults():
+def test_the_list_of_core_layers_has_their_fields_and_defaults():
     page = (DOCS / "building_blocks.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", page.partition("## The core's layers")[2], re.MULTILINE)
     with_pages_of_their_own = nn.AttentionKernel, nn.KVCache, nn.Numerics

@@ -194,7 +194,7 @@ def test_a_broken_recipe_is_named(axcore, edit, nothing_written):
     ],
     ids=["below a file", "a file", "/proc/run", "/proc", "long", "empty", "home"],
 )
-def test_an_output_folder_that_cannot_be_written_fails_with_the_reason(train, tmp_path, out, reason):
+def test_an_unwritable_output_folder_fails_with_the_reason(train, tmp_path, out, reason):
     (tmp_path / "file").write_text("mine")
     assert reason in train("--out", out).message
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "mine")]
@@ -292,7 +292,7 @@ def restorable(folder):
 
 
 @pytest.mark.parametrize("full", ["checkpoint", "metrics"])
-def test_a_full_disk_ends_the_run_with_one_message_and_earlier_checkpoints_resume(train, sabotaged, small_disk, full):
+def test_a_full_disk_ends_the_run_and_earlier_checkpoints_resume(train, sabotaged, small_disk, full):
     run = small_disk / "run"
     sabotaged(lambda folder: fill(small_disk, leave=40_000 if full == "checkpoint" else 0))
     message = train("--out", run).message
@@ -310,9 +310,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_earlier_checkpoints_resum
 
 
 @pytest.mark.parametrize("full", ["checkpoint", "metrics"])
-def test_a_file_size_limit_ends_the_run_with_one_message_and_earlier_checkpoints_resume(
-    train, sabotaged, tmp_path, full
-):
+def test_a_file_size_limit_ends_the_run_and_checkpoints_resume(train, sabotaged, tmp_path, full):
     run = tmp_path / "run"
     with contextlib.ExitStack() as stack:
         limit = lambda folder: stack.enter_context(  # noqa: E731
@@ -375,7 +373,7 @@ sys.exit(main(["train", "quickstart"]))
 """
 
 
-def test_a_missing_plugin_is_named_with_its_feature_recipe_and_install_command(tmp_path):
+def test_a_missing_plugin_is_named_with_the_install_command(tmp_path):
     """Also checks that no heavy package is imported before training. Runs in a new interpreter."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", ABSENT], capture_output=True, text=True, cwd=tmp_path, env=env)
@@ -479,7 +477,7 @@ def greet(arguments):
 """
 
 
-def test_the_command_of_a_plugin_receives_its_arguments_and_sets_the_exit_code(axcore, plugin_with):
+def test_a_plugin_command_gets_arguments_and_sets_the_exit_code(axcore, plugin_with):
     plugin_with("greeter", GREETER.format(command="greet", name="greeter", summary="100% friendly"))
     done = axcore("greet", "--help", "you")
     assert (done.code, done.out, done.err) == (5, "greetings from greeter --help you\n", "")
@@ -495,7 +493,7 @@ def test_a_plugin_cannot_replace_a_built_in_command(axcore, plugin_with):
     assert axcore("recipes").code == 0
 
 
-def test_two_plugins_with_one_command_are_named_and_other_commands_work(axcore, plugin_with):
+def test_two_plugins_with_the_same_command_are_named(axcore, plugin_with):
     for name in ("greeter", "rival"):
         plugin_with(name, GREETER.format(command="greet", name=name, summary="friendly"))
     message = axcore("greet").message
@@ -503,7 +501,7 @@ def test_two_plugins_with_one_command_are_named_and_other_commands_work(axcore, 
     assert axcore("plugins").code == 0 and axcore("--help").code == 0
 
 
-def test_a_plugin_that_cannot_be_imported_is_listed_as_failed_with_the_reason(axcore, plugin_with, corpus):
+def test_a_plugin_that_fails_to_import_is_listed_with_the_reason(axcore, plugin_with, corpus):
     plugin_with("greeter", "raise RuntimeError('no good today')\n")
     done = axcore("plugins")
     row = next(line for line in done.out.splitlines() if line.startswith("greeter "))

@@ -105,7 +105,7 @@ def saved(folder, cfg, tokenizer):
     return save_model(folder, cfg, *filled, tokenizer=tokenizer)
 
 
-def test_a_folder_without_a_tokenizer_and_one_with_too_small_a_vocabulary_fail(axcore, tiny, tmp_path):
+def test_a_missing_tokenizer_and_a_too_small_vocabulary_fail(axcore, tiny, tmp_path):
     cfg = tiny.model.set(vocab_size=260)
     for name, tokenizer, message in (
         ("none", None, "the model has no tokenizer"),

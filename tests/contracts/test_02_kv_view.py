@@ -52,7 +52,7 @@ def model(latent=False, **options):
 
 @pytest.mark.parametrize("unstack", [True, False], ids=["unstacked", "scanned"])
 @pytest.mark.parametrize("latent", [False, True], ids=["grouped", "latent"])
-def test_pages_of_int8_equal_full_recomputation(latent, unstack):
+def test_decoding_from_int8_pages_equals_a_full_call(latent, unstack):
     cfg = model(latent, **EVERY_OPTION)
     rounded = ax.select(cfg, BaseAttention).set(cache=RoundedKV.Config())
     if latent:  # what is rounded is the latent, with nothing absorbed
@@ -88,7 +88,7 @@ def deep(num_layers):
 
 
 @pytest.mark.parametrize("unstack", [True, False], ids=["unstacked", "scanned"])
-def test_temporaries_of_a_scanned_decode_step_are_under_one_percent_of_the_cache(unstack):
+def test_a_decode_step_needs_little_temporary_memory(unstack):
     decoder, params, state = Decoder.of(
         deep(16).build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=4096, unstack=unstack
     )
@@ -102,7 +102,7 @@ def test_temporaries_of_a_scanned_decode_step_are_under_one_percent_of_the_cache
     assert memory.temp_size_in_bytes < most, f"{memory.temp_size_in_bytes} of {held} bytes"
 
 
-def test_each_layer_has_arrays_of_its_own_and_modules_for_training_none():
+def test_a_decoder_unstacks_layers_and_drops_prediction_modules():
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=4, num_kv_heads=2), ffn=FeedForward.Config(hidden_dim=24)
     )
@@ -113,7 +113,7 @@ def test_each_layer_has_arrays_of_its_own_and_modules_for_training_none():
     assert not any("future" in path for path in [*paths, *by_path(state)])
 
 
-def test_a_gap_or_a_place_beyond_the_row_gives_nan_and_only_asked_logits_exist():
+def test_logits_at_selects_logits_and_invalid_positions_give_nan():
     decoder, params, state = Decoder.of(
         model().build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=8
     )

@@ -21,7 +21,7 @@ def found():
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_with_the_exchange_the_loss_and_every_gradient_are_those_of_one_device(found, mesh, routing):
+def test_exchange_gives_the_loss_and_gradients_of_one_device(found, mesh, routing):
     one, many = found["one"][routing], found[mesh][routing]
     assert many["dropped"] == 0
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
@@ -32,7 +32,7 @@ def test_with_the_exchange_the_loss_and_every_gradient_are_those_of_one_device(f
         np.testing.assert_allclose(many["gradients"][path], gradient, rtol=0, atol=1e-6 * largest, err_msg=path)
 
 
-def test_the_routings_are_what_they_are_called(found):
+def test_each_routing_uses_the_expected_experts(found):
     def fed(routing):
         gradient = found["one"][routing]["gradients"]["experts.up.weight"]
         return np.abs(gradient).sum(axis=(1, 2)) > 0
@@ -43,14 +43,14 @@ def test_the_routings_are_what_they_are_called(found):
 
 
 @pytest.mark.parametrize("mesh", PARTS)
-def test_a_device_holds_its_own_experts_only(found, mesh):
+def test_a_device_holds_only_its_own_experts(found, mesh):
     for path, (whole, held) in found[mesh]["bytes"].items():
         if path.startswith("experts.") and not path.endswith("bias"):
             assert held == [whole // PARTS[mesh]] * 8, path
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_no_device_sees_the_experts_of_others_while_it_computes(found, mesh):
+def test_no_device_gathers_the_experts_of_other_devices(found, mesh):
     text = found[mesh]["text"]
     assert "all-to-all" in text
     whole = [f"f32[{EXPERTS},{DIM},{HIDDEN}]", f"f32[{EXPERTS},{HIDDEN},{DIM}]", f"f32[{EXPERTS},{HIDDEN}]"]
@@ -64,12 +64,12 @@ def test_limited_capacity_drops_pairs_and_reports_them(found):
     assert 0 < found["bounded"]["random"]["dropped"] < 0.5
 
 
-def test_a_body_writes_variables_that_name_their_axes(found):
+def test_variables_with_axes_can_be_written_in_shard_map(found):
     it = found["remembered"]
     np.testing.assert_allclose(it["new"]["sums"], it["x"].sum(axis=1), rtol=1e-5, atol=1e-5)
 
 
-def test_the_gradient_of_a_parameter_adds_up_over_devices_and_that_of_gradient_state_is_the_largest(found):
+def test_devices_sum_gradients_and_take_the_max_of_gradient_state(found):
     it = found["remembered"]
     x, scale = it["x"].astype(np.float64), it["scale"].astype(np.float64)
     params, state = it["gradients"]

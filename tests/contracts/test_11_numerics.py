@@ -100,7 +100,7 @@ def seen(fn, params, state, batch):
     return {path.replace(".*", "").removesuffix(f".{SAW}"): np.asarray(value) for path, value in outputs.items()}
 
 
-def test_a_history_moves_once_a_step_under_scan_remat_and_microbatches():
+def test_scan_remat_and_microbatches_update_a_history_once_per_step():
     cfg = ax.select(with_probe(tiny_model()), Repeat).set(remat=Remat())
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     first, second = halves(0), halves(1)
@@ -121,7 +121,7 @@ def test_a_history_moves_once_a_step_under_scan_remat_and_microbatches():
         assert gradient.shape == history.shape
 
 
-def test_the_largest_counts_where_one_layer_is_called_many_times():
+def test_a_history_keeps_the_maximum_over_repeated_calls():
     """A head in chunks of the loss: the sum would be four times as large, and a scale four times as coarse."""
     cfg = with_probe(tiny_model().set(head=None))
     state = functional(cfg.build(rngs=ax.Rngs(0)))[2]
@@ -176,7 +176,7 @@ def weight_bytes(params):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("experts", [False, True])
-def test_codes_are_stored_and_no_float_copy(tied, experts):
+def test_stored_weights_are_codes_without_a_float_copy(tied, experts):
     cfg = tiny_model().set(dim=64)
     cfg = cfg.set(head=None) if tied else cfg
     cfg = ax.pipe(cfg, ax.use("moe", num_experts=4)) if experts else cfg
@@ -198,7 +198,7 @@ def test_codes_are_stored_and_no_float_copy(tied, experts):
     assert 0 < np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
 
 
-def test_decoding_takes_codes_alone():
+def test_decoding_uses_only_stored_codes():
     from axcore.infer import Decoder, Step
     from axcore.nn import ContiguousCache
 

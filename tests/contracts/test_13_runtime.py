@@ -125,19 +125,19 @@ def interrupt(train, folder, moments, rng):
     assert sorted(losses(folder)) == list(range(1, before + 4))
 
 
-def test_a_signal_at_three_moments_is_never_lost_and_the_run_resumes(train, tmp_path):
+def test_a_run_resumes_after_signals_at_three_moments(train, tmp_path):
     interrupt(train, tmp_path / "run", ["start", "compilation", "steps"], random.Random(0))
 
 
 @pytest.mark.slow
-def test_a_signal_at_thirty_random_moments_is_never_lost_and_the_run_resumes(train, tmp_path):
+def test_a_run_resumes_after_signals_at_thirty_random_moments(train, tmp_path):
     seed = random.randrange(2**32)
     print("seed of the signals:", seed)
     moments = ["compilation", "steps", *["start"] * 6, *["compilation"] * 6, *["steps"] * 16]
     interrupt(train, tmp_path / "run", moments, random.Random(seed))
 
 
-def test_two_processes_train_to_the_losses_of_one_and_stop_and_resume_as_one_run(train, tmp_path):
+def test_two_processes_train_stop_and_resume_like_one(train, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     code, err = train(steps=12, out="one").end()
     assert code == 0, err
@@ -158,7 +158,7 @@ def test_two_processes_train_to_the_losses_of_one_and_stop_and_resume_as_one_run
     np.testing.assert_allclose([found[step] for step in expected], list(expected.values()), rtol=1e-5)
 
 
-def test_the_first_process_failing_at_a_file_ends_both_with_its_error(train, tmp_path):
+def test_a_file_error_of_process_0_ends_both_processes(train, tmp_path):
     (tmp_path / "run").touch()
     code, err = train(processes=2, steps=5).end()
     assert code == 2, err

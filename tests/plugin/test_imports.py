@@ -30,7 +30,7 @@ def loaded(code):
         ("import axcore.cli", 250),
     ],
 )
-def test_it_loads_few_modules_and_neither_jax_nor_flax(code, most):
+def test_axcore_imports_few_modules_and_neither_jax_nor_flax(code, most):
     modules = loaded(code)
     assert not {name.partition(".")[0] for name in modules} & HEAVY
     assert len(modules) <= most

@@ -45,7 +45,7 @@ TPU = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "3"}
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
     ],
 )
-def test_detected(environ, expected):
+def test_detect_reads_the_environment(environ, expected):
     assert detect(environ) == expected
 
 
@@ -70,6 +70,6 @@ def test_steps_of_one_slurm_job_have_different_ports():
         (SLURM | {"SLURM_PROCID": "8"}, "SLURM_PROCID='8' must be from 0 to 7, since SLURM_NTASKS=8"),
     ],
 )
-def test_refused(environ, expected):
+def test_invalid_environments_raise(environ, expected):
     with pytest.raises(AxcoreError, match=expected.replace("'", ".")):
         detect(environ)

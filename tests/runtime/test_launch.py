@@ -32,7 +32,7 @@ def short(monkeypatch):
     monkeypatch.setattr(launching, "ENDING_SECONDS", 1.0)
 
 
-def test_each_process_has_its_own_environment_and_its_output_says_whose_it_is(capfd):
+def test_each_process_has_its_own_environment_and_output_prefix(capfd):
     code = "names = ('AXCORE_', 'JAX_LOCAL', 'JAX_NUM')\n"
     code += "print(json.dumps({name: v for name, v in os.environ.items() if name.startswith(names)}))\n"
     code += "print('half a line', end='', file=sys.stderr)"
@@ -62,7 +62,7 @@ def test_each_process_has_its_own_environment_and_its_output_says_whose_it_is(ca
         ("fail('saved', 75)", "failed: saved", 75),
     ],
 )
-def test_the_first_failure_is_the_message_and_the_exit_code(code, message, exit_code):
+def test_the_first_failure_gives_the_message_and_exit_code(code, message, exit_code):
     with pytest.raises(LaunchFailed) as caught:
         start(code)
     assert message in str(caught.value)

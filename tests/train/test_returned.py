@@ -71,7 +71,7 @@ def outcome(callbacks, method):
         ("state", "scalar", "state must return values that JSON can hold, got x=.*float"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_callback(method, value, message):
+def test_an_invalid_return_value_is_named_with_its_callback(method, value, message):
     assert re.search(message, outcome({"bad": Returns.Config(method=method, value=value)}, method)[1])
 
 
