@@ -1,4 +1,4 @@
-"""`LayerSuite` of a layer that returns several arrays: it passes what is right and finds a mistake in any of them."""
+"""`LayerSuite` for a layer that returns several arrays: it passes if they are correct and fails if any is wrong."""
 
 import jax.numpy as jnp
 import numpy as np

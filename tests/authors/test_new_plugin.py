@@ -1,4 +1,4 @@
-"""`axcore new-plugin`: what it writes is whole, and what it refuses leaves nothing behind."""
+"""`axcore new-plugin`: it writes complete plugins, and an error leaves no files behind."""
 
 import pathlib
 import re
@@ -139,7 +139,7 @@ def test_new_plugins_pass_mypy_and_ruff_with_our_settings(tmp_path):
     check = ["-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
     done = subprocess.run([sys.executable, *check, *sources], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    # Ruff reads patterns of a settings file relative to that file, so those that matter are said again.
+    # Ruff resolves patterns relative to their settings file, so the relevant ones are repeated here.
     options = ["--config", str(ROOT / "pyproject.toml"), "--config", "lint.isort.known-first-party=['axcore*']"]
     for command in (["check", "--per-file-ignores", "**/tests/*:RUF012"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", *options, "."]

@@ -207,11 +207,13 @@ if os.geteuid() == 0:
     header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(header, data) == 0
 """
-"""Root gives up its capabilities: it stays the owner of its files, so that it can still import a checkout that only its
-owner can read, but their modes now bind it. (The numbers: version 3 of the call, this thread, and no capabilities.)"""
+"""Drops the capabilities of root, so that file modes apply. Root still owns its files, so it can import a checkout that
+only its owner can read. (The numbers mean: version 3 of the call, this thread, no capabilities.)"""
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and sys.platform != "linux", reason="root gives up capabilities on Linux only")
+@pytest.mark.skipif(
+    os.geteuid() == 0 and sys.platform != "linux", reason="dropping the capabilities of root requires Linux"
+)
 @pytest.mark.parametrize("at", ["the run folder", "its parent", "the corpus"])
 def test_missing_permissions_are_named(processes, corpus, tmp_path, at):
     texts, run = tmp_path / "texts", tmp_path / "parent" / "run"
@@ -297,7 +299,7 @@ def test_a_full_disk_ends_the_run_and_earlier_checkpoints_resume(train, sabotage
     sabotaged(lambda folder: fill(small_disk, leave=40_000 if full == "checkpoint" else 0))
     message = train("--out", run).message
     assert "No space left on device" in message
-    first = message.splitlines()[0]  # what failed after it follows
+    first = message.splitlines()[0]  # later failures follow on more lines
     assert ("checkpoint" in first) == (full == "checkpoint") and str(run) in message
     assert restorable(run) == [10, 20]
     assert not (run / "summary.json").exists()
@@ -319,7 +321,7 @@ def test_a_file_size_limit_ends_the_run_and_checkpoints_resume(train, sabotaged,
         sabotaged(limit)
         message = train("--out", run).message
     assert "File too large" in message
-    first = message.splitlines()[0]  # what failed after it follows
+    first = message.splitlines()[0]  # later failures follow on more lines
     assert ("checkpoint" in first) == (full == "checkpoint") and str(run) in message
     assert restorable(run) == [10, 20]
     sabotaged(lambda folder: None)

@@ -30,7 +30,7 @@ def packed(rows):
 
 @pytest.mark.parametrize("chunk", [None, 3], ids=["whole", "in chunks"])
 def test_merging_two_halves_of_the_keys_equals_one_call(chunk):
-    """Every option at once, in an attention with packed rows."""
+    """Uses every option at once, on packed rows."""
     batch = packed(2)
     tokens = TokenInfo.of(batch["inputs"], None, batch["segment_ids"])
     x = jax.random.normal(jax.random.key(5), (2, 8, 16))
@@ -60,7 +60,7 @@ def test_choose_kernel_runs_the_backward_of_the_chosen_kernel():
             return "takes nothing at all"
 
         def backward(self, inputs, heads, lse, heads_grad):
-            raise AssertionError("it did not run forward")
+            raise AssertionError("this kernel was not chosen")
 
     class Counting(ReferenceKernel):
         calls: ClassVar[list[int]] = []
@@ -78,7 +78,7 @@ def test_choose_kernel_runs_the_backward_of_the_chosen_kernel():
 
 
 def test_autodiff_through_merge_by_lse_is_wrong():
-    """Why kernels have a backward entry: the log-sum-exp carries no gradient."""
+    """This is why kernels define `backward`: no gradient passes through the log-sum-exp."""
     case = CASES["causal"]
     arrays = arrays_of(case, "float32")
     kernel = ReferenceKernel.Config(head_dim=case.head_dim).build(rngs=ax.Rngs(0))
@@ -96,7 +96,7 @@ def test_autodiff_through_merge_by_lse_is_wrong():
 
 
 def test_a_local_kernel_on_a_sharded_sequence_equals_one_device():
-    """Bias, dropout, sinks, one kv head for two tensor shards, and queries over two devices."""
+    """Uses a bias, dropout, sinks, one kv head for two tensor shards, and queries sharded over two devices."""
     attention = {"num_kv_heads": 1, **OPTIONS}
     plain = ax.select(tiny_model(), Attention).set(**attention)
     local = ax.select(plain, Attention).set(kernel=LocalKernel.Config())

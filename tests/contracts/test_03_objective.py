@@ -68,14 +68,14 @@ MODEL = ax.select(PLAIN, "decoder").set(layers=PROBED)
 LOSS = CrossEntropy.Config(z_loss=0.1, label_smoothing=0.1, chunk=3)
 INPUT = TextInput.Config(source=TextFiles.Config(), tokenizer=ByteTokenizer.Config(), seq_len=SEQ, batch_size=ROWS)
 LEARNER = Learner.Config(
-    optimizer=AdamW.Config(eps=1.0),  # far below it, a first update is the gradient's sign, and that of noise
+    optimizer=AdamW.Config(eps=1.0),  # with a small eps, the first update is the sign of the gradient, even of noise
     schedule=WarmupStableDecay(peak=1.0, warmup_steps=1, decay=0.0),
     clip_norm=0.5,
 )
 
 
 def batch():
-    """Packed rows of unequal weight; with four microbatches the second has no target that counts."""
+    """Packed rows of unequal weight. With four microbatches, the second has a total weight of zero."""
     random = np.random.default_rng(0)
     ids = random.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
     weights = (random.random((ROWS, SEQ)) * (random.random((ROWS, SEQ)) < 0.7)).astype(np.float32)
@@ -92,7 +92,7 @@ def compiled(microbatches, objective, model):
 
 @functools.cache
 def trained(microbatches, objective=LOSS, model=MODEL):
-    """[(metrics, state)] of two steps."""
+    """[(metrics, state)] after each of two steps."""
     made, step = compiled(microbatches, objective, model)
     state, found = made.init(jnp.uint32(3)), []
     for _ in range(2):
@@ -109,7 +109,7 @@ def assert_equal(found, expected):
 
 
 def gradients(state):
-    """By 0.1: the first moments after the first step."""
+    """The gradients times 0.1: the first moments after the first step."""
     return {path: leaf for path, leaf in by_path(state.optimizer).items() if ".mu." in path}
 
 
@@ -155,7 +155,7 @@ def test_counting_targets_first_adds_no_matrix_products():
 
 
 class EachRow(Objective):
-    """Each row counts alike, however many of its targets count: an objective from outside."""
+    """A third-party objective that weights all rows equally, whatever the weights of their targets."""
 
     class Config(Objective.Config):
         entropy: float = 0.0

@@ -37,7 +37,7 @@ class Codes(Numerics):
 
 
 def built(adapter, **options):
-    """(config, its function, its parameters in normal numbers)."""
+    """(config, function, normally distributed parameters)."""
     cfg = GroupedLinear.Config(
         groups=GROUPS, input_dim=INPUT, output_dim=OUTPUT, use_bias=True, adapter=ADAPTERS[adapter], **options
     )
@@ -47,7 +47,7 @@ def built(adapter, **options):
 
 
 def separate(cfg, params, x):
-    """The rows of each group by a `Linear` of its own."""
+    """Applies a separate `Linear` to the rows of each group."""
     one = Linear.Config(input_dim=INPUT, output_dim=OUTPUT, use_bias=True, adapter=cfg.adapter)
     fn, _, state = functional(one.build(rngs=ax.Rngs(0)))
     of = lambda group: jax.tree.map(lambda leaf: leaf[group], params)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Contract 4: in a sharded body each device holds its own experts only, and numbers are those of one device."""
+"""Contract 4: under `shard_map` each device holds only its own experts, and results equal those of one device."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_each_routing_uses_the_expected_experts(found):
 
     assert fed("random").sum() > 12
     assert fed("four experts").nonzero()[0].tolist() == [0, 1, 2, 3]
-    assert fed("one expert").nonzero()[0].tolist() == [0, 1]  # the first choice of all, and the second of all
+    assert fed("one expert").nonzero()[0].tolist() == [0, 1]  # the first and second choice of every token
 
 
 @pytest.mark.parametrize("mesh", PARTS)
@@ -59,7 +59,7 @@ def test_no_device_gathers_the_experts_of_other_devices(found, mesh):
 
 
 def test_limited_capacity_drops_pairs_and_reports_them(found):
-    # A device has 6 tokens of 2 choices, and one place on each of 8 devices for a fair share of 12 / 8, so 2.
+    # Each device sends the 2 choices of its 6 tokens to one device, whose capacity is 12 / 8, rounded up to 2.
     assert found["bounded"]["one expert"]["dropped"] == pytest.approx(1 - 2 / 12)
     assert 0 < found["bounded"]["random"]["dropped"] < 0.5
 

@@ -28,7 +28,7 @@ class TpuKernel(AttentionKernel):
     def supports(self, request):
         if request.platform != "tpu":
             return f"requires a TPU, and this is {request.platform}"
-        assert (request.batch, request.num_heads, request.num_kv_heads) == (2, 2, 1), "one shard is asked for"
+        assert (request.batch, request.num_heads, request.num_kv_heads) == (2, 2, 1), "the request is for one shard"
         return None
 
     def __call__(self, inputs):

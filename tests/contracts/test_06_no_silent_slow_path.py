@@ -15,7 +15,7 @@ TARGET = "gpu-h100-8"
 
 @pytest.mark.parametrize("name", ["llama2-7b", "gpt-oss-20b", "deepseek-v3", "gemma3-4b", "smollm2-135m"])
 def test_recipes_with_packed_rows_choose_a_fused_kernel(name):
-    """Windows, sinks, heads of 256 features, latent attention and heads of 64 features."""
+    """Covers sliding windows, sinks, latent attention, and heads of 64 and 256 features."""
     found = explain(ax.pipe(ax.recipe(name), ax.target(TARGET)), TARGET)
     kernels = [slot for slot in found.slots if slot.kind == "attention kernel"]
     assert kernels

@@ -63,7 +63,7 @@ print("ok", read("large", 3000))
 
 
 def write_corpus(folder, megabytes, files=40):
-    """Random numbers; little of it is for validation, which the trainer reads as a whole."""
+    """A corpus of random numbers. Its validation split is small, because the trainer reads all of it."""
     folder.mkdir()
     source = TextFiles.Config(folder=str(folder), validation_percent=25.0).build()
     rng = np.random.default_rng(len(str(folder)))
@@ -128,7 +128,7 @@ def test_one_two_and_four_processes_read_each_document_once_per_epoch(tmp_path):
     second, state = read(2, 120, state)
     third, state = read(4, steps - 210, state)
     assert first + second + third == whole  # in order, bit for bit
-    # Rows are shuffled in windows, so the ends of epochs are blurred by a window for each stream.
+    # Rows are shuffled within windows, so consecutive epochs overlap by one window per stream.
     counts = np.unique(whole, return_counts=True)
     assert counts[0].tolist() == contents
     assert set(counts[1].tolist()) <= {4, 5, 6}

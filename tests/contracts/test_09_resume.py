@@ -1,4 +1,4 @@
-"""Contract 9: changes to the mathematics of a run are refused on resume; changes to its layout are not."""
+"""Contract 9: on resume, changes to the mathematics of a run raise; changes to its layout do not."""
 
 import os
 import pathlib
@@ -22,7 +22,7 @@ DEVICES = {1: ["data=1", "fsdp=1"], 8: ["data=1", "fsdp=8"], (2, 4): ["data=2", 
 
 
 def train(corpus, folder, steps, devices, *flags):
-    """One attempt, in a process of its own."""
+    """Runs one attempt in a separate process. Returns its stderr."""
     count = devices if isinstance(devices, int) else 8
     given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     env = os.environ | {

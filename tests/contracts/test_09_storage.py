@@ -1,5 +1,5 @@
-"""Contract 9, storage: a checkpoint restores exactly onto other devices, a flipped byte is refused, and a commit that
-failed is never the latest checkpoint."""
+"""Contract 9, storage: a checkpoint restores exactly onto other devices, a changed byte raises, and a failed commit is
+never the latest checkpoint."""
 
 import os
 import subprocess

@@ -43,7 +43,7 @@ NUM_LAYERS = 4
 
 
 def repeated_in(layers, parts):
-    """(number of groups, config of the group) of layers that are to be divided into equal parts."""
+    """(number of groups, config of a group) of layers. The number of groups is a multiple of `parts`."""
     for size in range(1, len(layers) + 1):
         if layers == layers[:size] * (len(layers) // size) and len(layers) // size % parts == 0:
             return len(layers) // size, layers[0] if size == 1 else Sequence.Config(layers=layers[:size])
@@ -80,7 +80,7 @@ class Halves(Stack):
 
 
 class Stages(Stack):
-    """Layers as a pipeline has them: arrays of [stage, layer in the stage, ...]."""
+    """A pipeline: arrays have the shape [stage, layer in the stage, ...]."""
 
     class Config(Stack.Config):
         is_sequential: ClassVar[bool] = True
@@ -118,7 +118,7 @@ def model(decoder, *features):
 
 
 def arrays(cfg, seed=0):
-    """Random parameters and other state, in the form that `cfg` wants."""
+    """Random parameters and other state with the shapes that `cfg` requires."""
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: (0.3 * random.normal(size=leaf.shape)).astype(leaf.dtype), forms(cfg)[1:])
 
@@ -133,7 +133,7 @@ def logits(cfg, params, state):
 
 
 def moved(folder, cfg):
-    """The arrays that a model loads from a model folder."""
+    """(parameters, state) that a model loads from a model folder."""
     _, params, state = forms(cfg)
     found = gathered(FromRun.Config(folder=str(folder)), cfg, flat(params), flat(state), 0)
     return like(params, found), like(state, found)
@@ -142,7 +142,7 @@ def moved(folder, cfg):
 @pytest.mark.parametrize("name", PROBES)
 @pytest.mark.parametrize("feature", EVERY_SECOND)
 def test_features_and_weights_address_layers_by_number(name, feature, tmp_path):
-    """A `Repeat` and the probe are edited alike, and compute the same on weights that moved either way."""
+    """A feature edits the same layers of a `Repeat` and of the probe. Both compute the same on weights of the other."""
     plain, probe = (model(each, EVERY_SECOND[feature]()) for each in (MANY, PROBES[name]))
     assert type(probe.decoder) is type(PROBES[name])
     places = layers_of(probe.decoder)

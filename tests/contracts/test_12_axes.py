@@ -1,4 +1,4 @@
-"""Contract 12: rules name axes that exist, and what they shard is nowhere replicated."""
+"""Contract 12: mesh rules name existing axes, and no array is replicated along an axis that they shard."""
 
 import itertools
 from typing import ClassVar
@@ -25,7 +25,7 @@ EIGHT = AbstractMesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
 
 
 class Beams(ax.Layer):
-    """Constrains an axis of its own that no parameter carries."""
+    """Constrains a custom activation axis that no parameter has."""
 
     activation_axes: ClassVar[tuple[str, ...]] = ("beam",)
 
@@ -37,7 +37,7 @@ class Beams(ax.Layer):
 
 
 class Codebook(ax.Layer):
-    """Has a parameter of an axis of its own."""
+    """Has a parameter with a custom axis."""
 
     class Config(ax.Layer.Config):
         beams: Beams.Config = Beams.Config()
@@ -82,7 +82,7 @@ def test_logical_axes_lists_every_axis_of_core_parameters():
 
 
 def replicated(shapes):
-    """The shapes of which one device has a whole dimension that the rules shard, by the axis."""
+    """{axis that the rules shard: shapes in which one device has the whole dimension}."""
     whole = {"mlp": HIDDEN, "vocab": VOCAB, "head": HEADS * HEAD_DIM}
     by_axis = {name: [shape for shape in shapes if size in shape] for name, size in whole.items()}
     by_axis["head"] += [shape for shape in shapes if (HEADS, HEAD_DIM) in itertools.pairwise(shape)]
@@ -92,7 +92,7 @@ def replicated(shapes):
 def test_tensor_parallel_parameters_and_moments_are_sharded(found):
     leaves, _ = found["all"]
     sharded = [path for path, (axes, _, _) in leaves.items() if RULES.keys() & set(axes)]
-    assert len(sharded) == 3 * 9  # four of attention, three of the feed-forward block, embedding and head; two moments
+    assert len(sharded) == 3 * 9  # 4 in attention, 3 in the feed-forward block, embedding, head; each with 2 moments
     for path, (axes, entering, leaving) in leaves.items():
         assert entering == leaving == (8 if path in sharded else 1), (path, axes)
 

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.long
 
 ENDLESS = 1_000_000
 CODES = {signal.SIGINT: {130, -signal.SIGINT}, signal.SIGTERM: {75, 143, -signal.SIGTERM}}
-"""By documentation; the negative ones only before the command is loaded, when Python itself ends the process."""
+"""Documented exit codes. Negative ones occur only before the command is loaded, when the signal kills Python."""
 
 
 @dataclasses.dataclass
 class Command:
-    """`axcore ARGV...` in a process of its own, started as a user does."""
+    """A process of `axcore ARGV...`, started as a user starts it."""
 
     argv: tuple[object, ...]
     folder: pathlib.Path
@@ -54,7 +54,7 @@ class Command:
         return "compiling" in self.err.read_text()
 
     def end(self, number=None, seconds=240):
-        """Signals it, if asked to; returns its exit code and stderr."""
+        """Sends the signal, if any, and waits. Returns (exit code, stderr)."""
         try:
             if number is not None:
                 self.process.send_signal(number)
@@ -85,7 +85,7 @@ def train(corpus, tmp_path):
 
 
 def losses(folder):
-    """step -> training loss; the last one where a step was repeated."""
+    """{step: training loss}. The last loss counts if a step was repeated."""
     path = folder / "metrics.jsonl"
     rows = read_jsonl(path) if path.exists() else []
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
@@ -97,7 +97,7 @@ def saved(folder):
 
 
 def interrupt(train, folder, moments, rng):
-    """Interrupts a run at each of the moments, resuming it each time; then trains it to an end."""
+    """Interrupts a run at each of the moments, resumes it each time, and finally trains a few more steps."""
     before = 0
     for moment in moments:
         kind = rng.choice([signal.SIGINT, signal.SIGTERM])

@@ -123,7 +123,7 @@ def test_axes_that_do_not_match_the_shape_raise_and_name_the_parameter():
         build(Wrong.Config())
 
 
-def test_an_initializer_that_returns_another_shape_raises_and_names_the_parameter():
+def test_an_initializer_with_a_wrong_shape_names_the_parameter():
     class Wrong(ax.Layer):
         class Config(ax.Layer.Config):
             pass

@@ -253,12 +253,12 @@ class NarrowValues(AttentionKernel):
     """A kernel that requires equal widths of keys and values, like some fused kernels."""
 
     def supports(self, request):
-        return None if request.value_dim == request.head_dim else "values are as wide as keys here"
+        return None if request.value_dim == request.head_dim else "requires value_dim equal to head_dim"
 
     takes = frozenset({"lse"})
 
     def __call__(self, inputs):
-        raise AssertionError("it was not to be called")
+        raise AssertionError("this kernel must not be called")
 
 
 def test_kernel_requests_contain_the_widths_of_latent_attention():
@@ -273,7 +273,7 @@ def test_kernel_requests_contain_the_widths_of_latent_attention():
     assert (choice.request.num_kv_heads, choice.request.head_dim, choice.request.value_dim) == (HEADS, 6, 3)
     alone = latent(kernel=NarrowValues.Config())
     with pytest.raises(
-        ax.ConfigError, match=r"no kernel supports the call .*NarrowValues: values are as wide as keys here"
+        ax.ConfigError, match=r"no kernel supports the call .*NarrowValues: requires value_dim equal to head_dim"
     ):
         call(alone, params, X, TOKENS)
     assert use_kernels(cfg, ("reference",)).kernel.order == (ReferenceKernel.Config(),)

@@ -1,4 +1,4 @@
-"""AXCORE_ALLOWLIST: what is not listed, or not as it was listed, is never imported."""
+"""AXCORE_ALLOWLIST: a plugin that is not listed, or has changed since, is never imported."""
 
 import base64
 import hashlib
@@ -18,7 +18,7 @@ def hashed(content):
 
 
 def record(site, id, *more):
-    """Writes RECORD for a distribution as pip does, with CRLF. Returns its path and its hash, computed here."""
+    """Writes the RECORD of a distribution like pip, with CRLF. Returns its path and its hash."""
     info = site.folder / f"ax_{id}-0.1.dist-info"
     files = [site.folder / f"thrown_ax_{id}.py", info / "METADATA", info / "entry_points.txt"]
     rows = [f"{file.relative_to(site.folder)},{hashed(file.read_bytes())},{file.stat().st_size}" for file in files]
@@ -34,7 +34,7 @@ def table(name="ax-good", version="0.1", record="sha256:" + 64 * "0"):
 
 @pytest.fixture
 def allow(site, tmp_path):
-    """Finds plugins under an allowlist of this text."""
+    """The plugins found with an allowlist of the given text: `allow(text)`."""
 
     def under(text):
         file = tmp_path / "allow.toml"
@@ -150,7 +150,7 @@ def test_an_unreadable_allowlist_raises_and_nothing_is_imported(site, tmp_path, 
     assert "thrown_ax_good" not in sys.modules
 
 
-# Writing one.
+# Writing an allowlist.
 
 
 def test_write_allowlist_lists_plugins_and_returns_omitted_ones(site, tmp_path):

@@ -1,4 +1,4 @@
-"""Discovery: every way a plugin can go wrong, and that it harms nobody else."""
+"""Plugin discovery: each way in which a plugin can fail, without an effect on other plugins."""
 
 import importlib.metadata
 import pathlib
@@ -33,12 +33,12 @@ BROKEN = {
     "hook that returns classes": (hook("return [Feature]"), "axcore_features"),
     "hook that returns another kind of offer": (hook("return [Recipe('x', 'a:b', '')]"), "axcore_features"),
     "offer without target": (hook("return [Feature('x', 'a.b', '')]"), "'a.b' of 'x' is not 'module:attribute'"),
-    "offer with a name that is no word": (
+    "offer with an invalid name": (
         hook("return [Feature('a b', 'a:b', '')]"),
         "the name 'a b' may contain only",
     ),
     "offer without a name": (hook("return [Feature('', 'a:b', '')]"), "the name '' may contain only"),
-    "offer with a field that is no text": (
+    "offer with a field that is not a string": (
         hook("return [Feature('x', 'a:b', 3)]"),
         "every field of an offer must be a string",
     ),
@@ -46,7 +46,7 @@ BROKEN = {
     "good hook beside a bad one": (GOOD + hook("return []", name="axcore_recipes", arguments="wrong"), "wrong"),
     "good hook beside an unknown one": (GOOD + hook("return []", name="axcore_wings"), "axcore_wings"),
     "misspelt hook, with the right one": (hook("return []", name="axcore_feature"), "Did you mean 'axcore_features'?"),
-    "api that is no number": ("axcore_api = '1'\n" + GOOD, "axcore_api must be an integer, not str"),
+    "api that is not an integer": ("axcore_api = '1'\n" + GOOD, "axcore_api must be an integer, not str"),
     "target without an attribute": (hook("return [Feature('x', 'a:', '')]"), "'a:' of 'x' is not 'module:attribute'"),
     "endless repr": (hook("return ['x' * 10**6]"), "not of str"),
     "generator that raises midway": (hook("yield Feature('x', 'a:b', ''); 1 / 0"), "ZeroDivisionError"),

@@ -1,4 +1,4 @@
-"""What code of a plugin raises is told with the plugin's name; what it does at discovery harms nobody."""
+"""Errors of plugin code name the plugin, and its side effects during discovery do not affect the program."""
 
 import json
 import signal
@@ -143,7 +143,7 @@ def test_version_works_without_plugin_discovery(monkeypatch, capsys, fresh_regis
 
 def test_ctrl_c_during_discovery_propagates(site):
     site.install("slow", "import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             site.registry()

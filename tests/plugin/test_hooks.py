@@ -1,4 +1,4 @@
-"""The hooks: one for each kind of offer, what they are given, and the version of the plugin API."""
+"""Plugin hooks: their offers, their arguments, and the version of the plugin API."""
 
 import importlib.metadata
 import pathlib
@@ -44,7 +44,7 @@ def test_the_plugins_page_lists_every_hook_with_its_offer():
         assert f"| `{hook}` | `{kind.__name__}(" in page
 
 
-# What a hook is given.
+# Arguments of hooks.
 
 
 def test_a_hook_may_take_the_host(site):

@@ -1,4 +1,4 @@
-"""Plugins that ask for plugins, threads, the core's own offers, strict mode."""
+"""Plugin discovery: recursion, threads, offers of the core, conflicts and strict mode."""
 
 import importlib.metadata
 import threading
@@ -21,7 +21,7 @@ from axcore.plugin.registry import CORE_POINT
 GOOD = "@hookimpl\ndef axcore_features():\n    return [Feature('{0}', 'math:sqrt', 'Good.')]\n"
 
 
-# Plugins that ask for plugins while they are looked for.
+# Plugins that use the registry during discovery.
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_discovery_runs_once_but_again_after_an_error(alone, monkeypatch):
     assert registry() is first and "late" not in first.plugins
 
 
-# The core's own offers.
+# Offers of the core.
 
 
 def test_an_empty_axcore_plugins_does_not_disable_the_core(alone, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_conflict_with_the_core_says_which_plugin_to_disable(site):
         Registry(points, {}).find(KVCacheOffer, "contiguous")
 
 
-# One name claimed twice, and strict mode.
+# Conflicts and strict mode.
 
 
 def twice(site):

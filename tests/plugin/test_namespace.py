@@ -1,4 +1,4 @@
-"""`import axcore as ax` provides every public name and submodule when it is first used, and nothing else."""
+"""`import axcore as ax` provides exactly the public names and submodules, and imports each on first use."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Which plugin a module belongs to, and that the guard, `active` and mesh rules go by it."""
+"""Which plugin owns a module, as seen by the slot guard, `active` and mesh rules."""
 
 import importlib
 
@@ -45,7 +45,7 @@ class Node(Config):
 
 @pytest.fixture(params=["thrown_{id}", "thrown_acme.{id}"], ids=["top-level modules", "a shared namespace"])
 def install(alone, request):
-    """Installs a plugin whose module and whose code are two modules beside each other."""
+    """Installs a plugin whose hooks and code are in sibling modules. Returns the name of the code module."""
     (alone.folder / "thrown_acme").mkdir()
 
     def put(id):

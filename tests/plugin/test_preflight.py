@@ -1,4 +1,4 @@
-"""A jax and a flax that do not work together are refused before flax is imported."""
+"""Incompatible versions of jax and flax raise before flax is imported."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from axcore import preflight
 
-ROOMS = ("module", "parallel", "nn", "train", "infer", "aot", "testing")
+SUBPACKAGES = ("module", "parallel", "nn", "train", "infer", "aot", "testing")
 
 
 @pytest.fixture
@@ -62,18 +62,18 @@ def test_every_subpackage_raises_before_it_imports_flax(versions, tmp_path):
     code = f"""
 import importlib, json, sys
 found = {{}}
-for room in {ROOMS!r}:
+for name in {SUBPACKAGES!r}:
     try:
-        importlib.import_module("axcore." + room)
-        found[room] = "imported"
+        importlib.import_module("axcore." + name)
+        found[name] = "imported"
     except Exception as error:
-        found[room] = f"{{type(error).__name__}}: {{error}}"
-    found[room] += " and flax" * ("flax" in sys.modules)
+        found[name] = f"{{type(error).__name__}}: {{error}}"
+    found[name] += " and flax" * ("flax" in sys.modules)
 print(json.dumps(found))
 """
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)
-    for room in ROOMS:
-        assert told[room].startswith("AxcoreError: jax "), told
-        assert told[room].endswith("pip install -U 'jax>=0.11.1' 'flax>=0.12.9'"), told
+    for name in SUBPACKAGES:
+        assert told[name].startswith("AxcoreError: jax "), told
+        assert told[name].endswith("pip install -U 'jax>=0.11.1' 'flax>=0.12.9'"), told

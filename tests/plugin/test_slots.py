@@ -1,4 +1,4 @@
-"""`use` of what fills a slot, and the guard over what another plugin has put into one."""
+"""`use` fills slots, and the guard protects slots that another plugin has filled."""
 
 import sys
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Attention(Configurable):
 
 
 class Disk(Config):
-    """Has a field by the name of a slot, of another type."""
+    """Has a field with the name of a slot but another type."""
 
     cache: str = "/var/cache"
 
@@ -56,7 +56,7 @@ class Run(Config):
 
 
 class Hooked(Config):
-    """Has a field by the name of a mapping slot, of another type."""
+    """Has a field with the name of a mapping slot but another type."""
 
     callbacks: tuple[str, ...] = ()
 
@@ -304,7 +304,7 @@ def test_an_offer_replaces_its_own_entry_but_not_another_class(stop):
     assert list(use("two-stop")(cfg).callbacks) == ["progress", "stop", "two-stop"]
 
 
-# What another plugin has put there.
+# Slots filled by another plugin.
 
 
 @pytest.fixture
@@ -369,7 +369,7 @@ def test_slots_of_swapped_and_wrapped_nodes_are_guarded(two):
     with pytest.raises(ConfigError, match=r": attention\.position was filled by one"):
         use("two-swap")(cfg)
     assert use("two-swap", keep=True)(cfg).free.position == cfg.free.position
-    enclosed = use("two-enclose")(cfg)  # the wrapper has a field `position` of its own
+    enclosed = use("two-enclose")(cfg)  # the wrapper has its own field `position`
     assert enclosed.free.inner == cfg.free and enclosed.free.position is None
     grown = use("one-swap", keep=True)(cfg)
     with pytest.raises(ConfigError, match=r": attention\.position was filled by one"):

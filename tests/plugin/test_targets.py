@@ -1,4 +1,4 @@
-"""`target`: what an accelerator's text means, and which mesh rule lays a config out for it."""
+"""`target`: how accelerator names are parsed, and which mesh rule applies."""
 
 import pytest
 
@@ -118,8 +118,8 @@ def test_two_equally_specific_rules_raise_and_are_named(rules):
         target("gpu-h100-8x4")
     for part in ("gpu-h100-* of one (ax-one 0.1)", "*-h100-8x4 of two (ax-two 0.1)", "AXCORE_DISABLE=two"):
         assert part in str(error.value)
-    assert "gpu-* of" not in str(error.value)  # it is weaker
-    assert ax.pipe(node(), target("gpu-a100-8x4")).size == 7  # and does for another accelerator
+    assert "gpu-* of" not in str(error.value)  # less specific
+    assert ax.pipe(node(), target("gpu-a100-8x4")).size == 7  # the only rule for this accelerator
 
 
 def test_a_target_without_a_rule_raises_and_lists_the_patterns(rules):

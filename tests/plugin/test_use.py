@@ -50,7 +50,7 @@ RECIPES = ("plain_recipe", "asks", "asks_disabled", "returns_text", "raises", "t
 
 @pytest.fixture
 def code(site):
-    """A plugin with code behind it."""
+    """Installs a plugin whose offers are the functions of `CODE`."""
     module = "thrown_code"
 
     def offers(kind, names):

@@ -1,4 +1,4 @@
-"""The place of a process among several, by environment variables."""
+"""`detect` finds the process count and index in environment variables."""
 
 import pytest
 

@@ -118,7 +118,7 @@ sys.exit(code)
 
 
 def send_to_group(child, *numbers):
-    """Starts a launcher in a group of its own, signals the group as a terminal does. Returns code and stdout."""
+    """Starts a launcher in its own process group and signals the group like a terminal. Returns (exit code, stdout)."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, PRELUDE + child],
         stdout=subprocess.PIPE,

@@ -53,7 +53,7 @@ def test_no_signal_is_lost_during_compilation_or_garbage_collection():
                 lasting += 1
             timer.join()
             assert signals.stop_requested() is kind
-            raise StopIteration  # as a run does, so that the signal counts as answered
+            raise StopIteration  # like a run; an exception marks the signal as handled
 
 
 def test_a_repeated_signal_is_handled_once_and_does_not_kill():

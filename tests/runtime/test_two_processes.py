@@ -61,7 +61,7 @@ def test_a_process_may_close_slowly_after_a_signal(capfd):
 
 
 def test_waiting_for_missing_processes_times_out():
-    """As in a shell under `srun --pty -n 8`, which has the variables of a task."""
+    """As in a shell under `srun --pty -n 8`, which sets the variables of a task."""
     slurm = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "8", "PROCID": "0", "LOCALID": "0"}
     done = subprocess.run(
         [sys.executable, SCENARIO, "meetings", "0"],

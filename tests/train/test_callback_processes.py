@@ -1,4 +1,4 @@
-"""Callbacks that do different things on two processes neither part nor block them."""
+"""Callbacks that act differently on two processes neither separate nor block the processes."""
 
 import os
 import pathlib

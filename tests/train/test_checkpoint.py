@@ -74,7 +74,7 @@ def test_state_may_be_donated_right_after_save(folder):
     bump = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 - 1, state), donate_argnums=0)
     probe = jnp.ones(1 << 20)
     bump(probe)
-    assert probe.is_deleted()  # otherwise this test says nothing
+    assert probe.is_deleted()  # donation works here
     with Checkpointer.Config(keep=9).build(folder) as checkpointer:
         for step in range(1, 4):
             rng = np.random.default_rng(step)
@@ -114,7 +114,7 @@ def test_deleted_later_steps_can_be_saved_again(checkpointer, folder):
 
 def test_the_same_step_is_not_written_twice(checkpointer):
     save(checkpointer, 4)
-    save(checkpointer, 4)  # the last step of a run that was also due
+    save(checkpointer, 4)  # as after a last step at which a checkpoint is also due
     with Checkpointer.Config().build(checkpointer.folder) as other:
         for step in (3, 4):
             with pytest.raises(AxcoreError, match=rf"cannot save step {step}: .* has checkpoints of 4"):
@@ -127,7 +127,7 @@ def test_leftovers_of_an_interrupted_run_do_not_count_and_are_cleared(checkpoint
     assert checkpointer.latest() is None
     with pytest.raises(AxcoreError, match="no checkpoint in"):
         checkpointer.restore(abstract(make_state(1)))
-    assert len(names(folder)) == 2  # a reader beside a run that saves must leave its files alone
+    assert len(names(folder)) == 2  # reading must not delete the files of a run that is saving
     save(checkpointer, 5)
     checkpointer.wait()
     assert names(folder) == ["5"]

@@ -93,7 +93,7 @@ KILL = """
 
 
 def test_sigkill_at_any_moment_leaves_whole_checkpoints(folder):
-    run_python(KILL, folder, 8)  # kills until 8 fell into saves
+    run_python(KILL, folder, 8)  # until 8 kills have interrupted a save
 
 
 def test_old_checkpoints_are_deleted_after_the_new_one_is_written(checkpointer, monkeypatch):
@@ -133,7 +133,7 @@ def test_check_raises_background_errors_and_the_save_can_be_retried(checkpointer
         save(checkpointer, 2)
         with pytest.raises(AxcoreError, match=rf"^cannot write checkpoint {folder}/2: No space left on device$"):
             wait_for_failure(checkpointer)
-    checkpointer.check()  # once is enough
+    checkpointer.check()  # the error is raised only once
     assert checkpointer.latest() == 1 and names(folder) == ["1"]
     save(checkpointer, 2)
     checkpointer.wait()
@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, below):
             save(checkpointer, 1)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="requires root")
 def test_missing_permission_is_named():
     nobody = 65534
     with tempfile.TemporaryDirectory() as folder, Checkpointer.Config().build(f"{folder}/checkpoints") as checkpointer:

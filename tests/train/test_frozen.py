@@ -1,4 +1,4 @@
-"""Parameters whose rate is 0 have no gradient and no optimizer state, and do not count in the norm."""
+"""Parameters with a rate of 0 have no gradient and no optimizer state, and do not count in the gradient norm."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def moved():
 
 @pytest.fixture(scope="module")
 def gradients():
-    """Of the whole objective by every parameter, without a trainer, in float64: path -> array."""
+    """{path: gradient of the objective}, computed without the trainer and converted to float64."""
     fn, _, _ = abstract(MODEL)
 
     def objective(params):
@@ -79,11 +79,11 @@ def test_only_trained_parameters_change_and_count_in_the_norm(moved, gradients):
     norm = np.sqrt(sum(np.square(gradients[path]).sum() for path in TRAINED))
     np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
     whole = np.sqrt(sum(np.square(leaf).sum() for leaf in gradients.values()))
-    assert whole > 1.5 * norm  # otherwise the line before says little
+    assert whole > 1.5 * norm  # the norm over all parameters is clearly different
 
 
 def test_clipping_uses_the_norm_of_the_trained_gradients():
-    """With eps far above the gradient, Adam's first update is g / eps: it shows the clipped gradient itself."""
+    """With eps far above the gradient, the first update of Adam is g / eps, so it reveals the clipped gradient."""
     eps, clip = 1e6, 1e-3
     optimizer = AdamW.Config(eps=eps, weight_decay=0.0)
     rates = {"**": 0.0, "norm.**": 1.0}
@@ -108,7 +108,7 @@ def test_the_step_does_not_compute_gradients_of_frozen_matrices():
         found = made(rates)
         return jax.jit(found.train_step).lower(found.state, found.batch_shapes(batch())).cost_analysis()["flops"]
 
-    # Of the three products of a matrix (forward, gradient of its input, its own gradient) the last falls away.
+    # A matrix has three products: forward pass, input gradient and weight gradient. Freezing removes the last.
     assert flops({"decoder.**": 0.0}) < 0.8 * flops({})
 
 

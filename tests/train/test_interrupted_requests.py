@@ -1,4 +1,4 @@
-"""What callbacks asked for is not lost when a run stops, is resumed, or is extended."""
+"""Requests of callbacks are not lost when a run stops, resumes or is extended."""
 
 import json
 
@@ -44,7 +44,7 @@ class Terminate(Callback):
 
 
 class Fragile(Callback):
-    """Fails at its first step; remembers whether it was closed."""
+    """Fails at its first step, and counts the calls of `close`."""
 
     class Config(Callback.Config):
         """No fields of its own."""
@@ -101,7 +101,7 @@ def test_a_finished_run_continues_if_given_more_minutes(tiny, tmp_path, monkeypa
     assert again["steps"] == first["steps"]
     with Lock(tmp_path / "run"), pytest.raises(ax.AxcoreError, match="in use"):
         ax.fit(cfg.set(minutes=0.1), tmp_path / "run", resume=True)
-    assert (tmp_path / "run" / "plan.json").exists()  # it is that of the run that holds the folder
+    assert (tmp_path / "run" / "plan.json").exists()  # a run that cannot lock the folder must not delete the plan
     second = ax.fit(cfg.set(minutes=0.1), tmp_path / "run", resume=True)
     assert second["steps"] > first["steps"] and second["train_seconds"] == pytest.approx(6, abs=1.5)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())

@@ -36,7 +36,7 @@ def to_float64(tree):
 
 
 class Reference:
-    """Algorithm 2 of arXiv 1711.05101 with the decay times the rate, gradients clipped to a global norm before it."""
+    """Algorithm 2 of arXiv 1711.05101, with decay scaled by the rate and gradients first clipped to a global norm."""
 
     def __init__(self, params, *, b1, b2, eps, decay, clip, rate):
         self.params = to_float64(params)
@@ -161,7 +161,7 @@ def test_moments_and_updates_of_bfloat16_parameters_follow_float64(moment_dtype)
     assert adam.mu["weight"].dtype == jnp.dtype(moment_dtype)
     rough = 1e-5 if moment_dtype == "float32" else 4e-2
     expected = m / (1 - 0.9**60) / (np.sqrt(v / (1 - 0.999**60)) + 1e-8)
-    np.testing.assert_allclose(adam.nu["weight"], v, rtol=1e-5)  # in bfloat16 it stops at a fifth of it
+    np.testing.assert_allclose(adam.nu["weight"], v, rtol=1e-5)  # a bfloat16 accumulator would stall at a fifth of this
     np.testing.assert_allclose(np.asarray(adam.mu["weight"], np.float64), m, rtol=rough)
     np.testing.assert_allclose(updates["weight"], expected, rtol=rough)
 

@@ -17,7 +17,7 @@ SEEN = []
 
 
 class Telling(Optimizer):
-    """Gradients as they are, and a report."""
+    """Returns the gradients unchanged. Reports summaries and, if `loss` is set, a loss."""
 
     class Config(Optimizer.Config):
         loss: bool = False

@@ -20,7 +20,7 @@ from axcore.train.callbacks.writers import read_jsonl
 
 
 def opened(cfg, folder):
-    """A writer as it is after `start`."""
+    """A writer with the folder that `start` would set."""
     writer = cfg.build()
     writer.folder = folder
     return writer
@@ -183,7 +183,7 @@ def test_files_may_be_in_subfolders(tmp_path):
 
 
 def read_events(folder):
-    """(step, {tag: value}) or (step, "purge") of each event, in order, by the documented record format."""
+    """(step, {tag: value}) or (step, "purge") of each event, in order. Reads the documented record format."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     found = []

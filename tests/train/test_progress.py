@@ -22,7 +22,7 @@ class Clock:
 
 
 class NotToBeTouched:
-    """A loss that is still being computed."""
+    """A loss that is still being computed, so that converting it would block."""
 
     def __float__(self):
         raise AssertionError("waited for a value that is not shown")

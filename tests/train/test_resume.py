@@ -61,7 +61,7 @@ def train(processes, corpus):
 
 
 def lines_of(folder):
-    """Lines of metrics so far."""
+    """The number of lines of metrics so far."""
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -76,7 +76,7 @@ def evaluations(folder):
 
 
 def bits_of_state(tiny, folder):
-    """Every array of the last checkpoint: path -> bytes."""
+    """(step, data, {path: bytes of the array}) of the last checkpoint."""
     program = tiny.build().program()
     with Checkpointer.Config().build(folder / "checkpoints") as checkpointer:
         restored = checkpointer.restore(program.state)
@@ -91,7 +91,7 @@ def saving(folder):
 
 @pytest.fixture(scope="module")
 def whole(train, tmp_path_factory):
-    """The run that nothing interrupted."""
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = train(folder).wait()
     assert done.code == 0, done.err
@@ -137,8 +137,8 @@ def test_a_run_limited_by_minutes_keeps_its_plan_on_resume(train, tmp_path):
     assert train(folder, "--resume", minutes=0.2, pace=0.3).kill_when(plan.exists)
     decided, content = plan.stat().st_mtime_ns, json.loads(plan.read_text())
     known = max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
-    assert known < content["decided_at"]  # no checkpoint knows of the plan
-    done = train(folder, "--resume", minutes=0.2, pace=0.01).wait()  # alone, it would plan another number of steps
+    assert known < content["decided_at"]  # the plan is newer than every checkpoint
+    done = train(folder, "--resume", minutes=0.2, pace=0.01).wait()  # a new plan would have another number of steps
     assert done.code == 0, done.err
     assert plan.stat().st_mtime_ns == decided and json.loads(plan.read_text()) == content
     total = content["total_steps"]
@@ -235,7 +235,7 @@ def test_two_processes_cannot_train_in_one_folder(train, axcore, corpus, tmp_pat
     while lines_of(folder) < 12:
         assert first.poll() is None
         time.sleep(0.01)
-    os.kill(first.pid, signal.SIGSTOP)  # it lives, but waits for us
+    os.kill(first.pid, signal.SIGSTOP)  # suspended but alive
     try:
         arguments = ("train", "tiny", "--set", f"input.source.folder={corpus}", "--out", folder)
         assert f"is in use by process {first.pid} on " in axcore(*arguments).message

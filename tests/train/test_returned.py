@@ -49,7 +49,7 @@ VALUES = {
 
 
 def outcome(callbacks, method):
-    """What the group returns, and its failure."""
+    """(what the group of callbacks returns, its failure)."""
     group = Callbacks(callbacks)
     finished = FinishedRun(None, None, None, None, {"steps": 3})
     calls = {"step": group.step, "evaluate": group.evaluate, "end": group.end, "state": lambda _: group.states()}

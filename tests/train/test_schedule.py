@@ -1,4 +1,4 @@
-"""Schedules against their formulas in float64, and the decision how many steps fit into minutes."""
+"""Schedules against their formulas in float64, and the number of steps that fits a time budget."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ def compiled(schedule):
 
 
 def rates(schedule, total, steps=None):
-    """The rate of each step, in groups of one size so that a schedule compiles once."""
+    """The rate of each step. Steps are evaluated in groups of equal size, so that a schedule compiles once."""
     steps = np.arange(total) if steps is None else np.asarray(steps)
     padded = np.resize(steps, -(-len(steps) // 500) * 500)
     groups = [compiled(schedule)(group.astype(np.int32), jnp.int32(total)) for group in padded.reshape(-1, 500)]

@@ -1,4 +1,4 @@
-"""Text files: selection, splitting and errors."""
+"""Text files and JSON lines: selection, splitting and errors."""
 
 import hashlib
 import json
@@ -98,7 +98,7 @@ def test_a_new_file_does_not_change_the_split_of_others(tmp_path):
 def test_patterns_select_files(tmp_path, monkeypatch, patterns, exclude, expected):
     files = ("a.txt", "x/b.txt", "x/test/c.txt", "x/y/d.txt", "x/e.md")
     write(tmp_path, {name: name.encode() for name in files})
-    monkeypatch.setattr(TextFiles, "_check_splits", lambda *args: None)  # so few files may all fall into one half
+    monkeypatch.setattr(TextFiles, "_check_splits", lambda *args: None)  # with so few files, one split may be empty
     assert names(read(tmp_path, patterns=patterns, exclude=exclude)) == expected
 
 
@@ -107,7 +107,7 @@ def test_files_that_are_not_text_are_counted(tmp_path):
     write(tmp_path, {"empty.txt": b"", "nul.txt": b"a\0b", "copy.txt": b"document 3", "large.txt": b"x" * 1001})
     write(tmp_path, {"latin.txt": b"\xe9", "limit.txt": b"y" * 1000})
     os.symlink(tmp_path / "nowhere", tmp_path / "dangling.txt")
-    os.mkfifo(tmp_path / "pipe.txt")  # opening it would wait for ever
+    os.mkfifo(tmp_path / "pipe.txt")  # opening it would block forever
     corpus = read(tmp_path, validation_percent=20.0, max_file_bytes=1000, allow_unreadable=True)
     assert corpus.skipped == {
         Skip.EMPTY: 1,
@@ -116,7 +116,7 @@ def test_files_that_are_not_text_are_counted(tmp_path):
         Skip.TOO_LARGE: 1,
         Skip.UNREADABLE: 2,
     }
-    # The copy comes first by path, so it stays and the original goes.
+    # The copy has the first path, so it is kept and the original is skipped.
     assert names(corpus) == sorted({*many(), "copy.txt", "latin.txt", "limit.txt"} - {"d3/f3.txt"})
 
 
@@ -258,7 +258,7 @@ def test_a_file_that_shrinks_or_disappears_raises(tmp_path):
         documents[3]
 
 
-# ---- one file of JSON lines
+# JSON lines.
 
 
 def json_lines(path, lines, **options):

@@ -34,7 +34,7 @@ def test_separator_and_unused_ids_decode_to_nothing():
 
 
 class Shifted(Tokenizer):
-    """Ids `byte + first`; a separator of 0, so that `first=0` collides with it on NUL."""
+    """Encodes a byte as `byte + first`. The separator is 0, so with `first=0` it collides with NUL."""
 
     class Config(Tokenizer.Config):
         first: int = 1

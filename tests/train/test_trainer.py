@@ -37,7 +37,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class Log(Writer):
-    """Notes in `Log.events` what happens, in order."""
+    """Appends every call to `Log.events`."""
 
     class Config(Writer.Config):
         """No fields of its own."""
@@ -125,11 +125,11 @@ def bits_of_unigrams(content):
 
 def test_the_model_learns_more_than_byte_frequencies(trained):
     unigrams = bits_of_unigrams(b"".join(trained.run.input.validation_bytes()))
-    assert 3 < unigrams < 4  # otherwise this test says little
+    assert 3 < unigrams < 4  # the corpus has the expected entropy
     last = np.mean([line["train/loss"] for line in trained.train[-20:]]) / math.log(2)
     assert last < unigrams - 1
     assert trained.summary["validation/bits_per_byte"] < unigrams - 1
-    assert trained.train[0]["train/loss"] > math.log(256) - 0.5  # it knew nothing at first
+    assert trained.train[0]["train/loss"] > math.log(256) - 0.5  # the first loss is that of an untrained model
 
 
 def test_the_summary_describes_the_run(trained):
@@ -153,7 +153,7 @@ def separate(texts, separator):
 
 
 def test_bits_per_byte_equal_a_float64_computation_from_logits(trained, corpus):
-    """Each document's part of each window alone, without packing, in float64."""
+    """The reference evaluates the part of each document in each window separately, without packing, in float64."""
     source = trained.run.input.cfg.source.build()
     texts = [path.read_bytes() for path in sorted(corpus.iterdir()) if source.is_validation(path.name)]
     assert len(texts) > 3
@@ -164,11 +164,11 @@ def test_bits_per_byte_equal_a_float64_computation_from_logits(trained, corpus):
         parts = np.split(np.arange(len(after)), np.flatnonzero(window[: len(after)] == 256))
         for part in filter(len, parts):
             pad = 16 - len(part)
-            inputs.append(np.pad(window[part], (0, pad), constant_values=7))  # what follows cannot be seen
+            inputs.append(np.pad(window[part], (0, pad), constant_values=7))  # later tokens have no effect
             targets.append(np.pad(after[part], (0, pad)))
             scored.append(np.arange(16) < len(part))
     targets, scored = np.array(targets), np.array(scored)
-    assert scored.sum() == sum(map(len, texts)) + len(texts) - 1  # all but the first separator
+    assert scored.sum() == sum(map(len, texts)) + len(texts) - 1  # every token except the first separator is a target
     logits = np.asarray(jax.jit(lambda ids: trained.run.model(ids))(np.array(inputs, np.int32)), np.float64)
     top = logits.max(-1, keepdims=True)
     log_z = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
@@ -240,7 +240,7 @@ def test_the_run_folder_has_config_checkpoints_and_metadata(trained):
 
 @pytest.fixture(scope="module")
 def thrice(tiny, tmp_path_factory, snapshot):
-    """Three short runs in one folder, one after the other, the last with another seed; what each had left."""
+    """(folder, [results of each run]) of three short runs in the same folder. The last run has another seed."""
     folder = tmp_path_factory.mktemp("thrice") / "run"
     short = tiny.set(steps=3, callbacks={"metrics": JsonlWriter.Config(), "evaluation": Evaluation.Config()})
     runs = []
@@ -291,7 +291,7 @@ def test_an_earlier_run_is_moved_aside_and_not_lost(thrice, snapshot):
 
 
 class Poison(Schedule):
-    """A rate that is not a number from one step on."""
+    """A rate that is NaN at one step."""
 
     at: int = 0
 
@@ -300,13 +300,13 @@ class Poison(Schedule):
 
 
 def poisoned(tiny, *, steps, every_steps):
-    """The update of step 15 breaks the parameters, so that the loss of step 16 is the first that is not finite."""
+    """The update of step 15 makes the parameters NaN, so the loss of step 16 is the first that is not finite."""
     callbacks = tiny.callbacks | {"saving": Saving.Config(every_steps=every_steps)}
     return tiny.set(learner=tiny.learner.set(schedule=Poison(at=14)), steps=steps, callbacks=callbacks)
 
 
 def finite_checkpoints(cfg, folder):
-    """The steps of the checkpoints that hold nothing but finite parameters; there must be no others."""
+    """The steps of all checkpoints. Asserts that all their parameters are finite."""
     program = cfg.build().program()
     with cfg.checkpointer.build(folder / "checkpoints") as checkpointer:
         for step in checkpointer.steps():
@@ -329,7 +329,7 @@ def test_a_nonfinite_loss_stops_the_run_and_keeps_checkpoints(tiny, tmp_path):
 
 @pytest.mark.parametrize("steps", [30, 15], ids=["at a checkpoint", "at the last step"])
 def test_nonfinite_parameters_are_never_saved(tiny, tmp_path, steps):
-    """The step whose update breaks the parameters has a finite loss itself, and a checkpoint may follow it."""
+    """The update that makes the parameters NaN belongs to a step with a finite loss and a checkpoint."""
     cfg = poisoned(tiny, steps=steps, every_steps=5)
     with pytest.raises(TrainingError, match="Earlier checkpoints are unchanged"):
         ax.fit(cfg, out=tmp_path / "run")
@@ -388,7 +388,7 @@ def test_an_invalid_config_raises_before_any_file_changes(tiny, tmp_path, snapsh
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_raises(tiny, tmp_path, untrained):
-    """jax would silently read out of bounds of the embedding."""
+    """jax does not report out-of-bounds reads of the embedding."""
     with pytest.raises(AxcoreError, match="vocab_size"):
         ax.fit(ax.override(tiny, ["model.vocab_size=200"]), out=tmp_path / "run")
 

@@ -1,4 +1,4 @@
-"""What a type checker says about a user's plugin."""
+"""mypy on the code of a sample plugin."""
 
 import pathlib
 import re
@@ -50,5 +50,5 @@ def test_each_mistake_is_reported_on_its_line(found):
     errors = found["sample_bad.py"]
     assert len(expected) > 12 and errors.keys() == expected.keys(), errors
     for number, codes in expected.items():
-        kinds = set(errors[number]) - {"misc"}  # older versions of mypy add a note of their own kind
+        kinds = set(errors[number]) - {"misc"}  # older versions of mypy add `misc`
         assert kinds == set(codes) - {"misc"}, (number, errors[number])
