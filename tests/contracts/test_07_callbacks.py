@@ -1,4 +1,4 @@
-"""Contract 7: early stopping, averages and warnings are callbacks outside the core, with state of their own."""
+"""Contract 7: early stopping, averages and warnings are callbacks outside the core, with their own state."""
 
 import json
 import math

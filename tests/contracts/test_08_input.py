@@ -87,17 +87,17 @@ def run_under_a_limit(code, tmp_path, limit_mb, *more):
     assert "ok " in done.stdout, done.stderr[-3000:]
 
 
-def test_a_corpus_ten_times_the_memory_is_read(tmp_path):
+def test_a_corpus_of_ten_times_the_memory_limit_is_read(tmp_path):
     run_under_a_limit(READ, tmp_path, 24)
 
 
 @pytest.mark.long
-def test_a_corpus_ten_times_the_memory_trains(tmp_path):
+def test_a_corpus_of_ten_times_the_memory_limit_trains(tmp_path):
     run_under_a_limit(TRAIN, tmp_path, 128, "3")
 
 
 @pytest.mark.slow
-def test_an_epoch_of_a_corpus_ten_times_the_memory_trains(tmp_path):
+def test_an_epoch_of_ten_times_the_memory_limit_trains(tmp_path):
     """Every piece is read and trained on once."""
     run_under_a_limit(TRAIN, tmp_path, 128, str(1280 * 2**20 // (16 * 64)))
 

@@ -141,7 +141,7 @@ def test_sampled_tokens_are_distributed_as_softmax_of_the_logits(generator, logi
             chi_square += sum((s - e) ** 2 / e for s, e in groups)
             degrees += len(groups) - 1
     assert degrees > 20
-    # Within 4.5 standard deviations (Wilson and Hilferty 1931): a correct sampler fails for one of 300,000 keys.
+    # Within 4.5 standard deviations (Wilson and Hilferty 1931): a correct sampler fails for about one in 300,000 keys.
     z = ((chi_square / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5
     assert z < 4.5
 

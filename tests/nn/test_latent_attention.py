@@ -100,7 +100,7 @@ IN_PIECES = [(0, 3), (3, 4), (4, 6)]
     [{}, {"q_lora_rank": None}, {"scale": 0.9}, {"softcap": 0.5}, {"sinks": Normal()}, {"position": None}],
     ids=str,
 )
-def test_it_follows_the_formula(changes):
+def test_latent_attention_follows_the_formula(changes):
     cfg = latent(**changes)
     params = parameters(cfg)
     options = {name: value for name, value in changes.items() if name in ("scale", "softcap")}
@@ -113,7 +113,7 @@ def test_it_follows_the_formula(changes):
     np.testing.assert_allclose(call(cfg, params, X, TOKENS)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_parameters_have_these_shapes_and_axes():
+def test_parameters_have_the_expected_shapes_and_axes():
     fn, params, _ = abstract(latent())
     found = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape

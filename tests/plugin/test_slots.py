@@ -141,7 +141,7 @@ def axcore_features():
 
 @pytest.fixture
 def plugin(alone, monkeypatch):
-    """Installs a plugin with code of its own: `plugin("id", caches={name: target}, features={name: target})`."""
+    """Installs a plugin with its own copy of `CODE`: `plugin("id", caches={name: target}, features={name: target})`."""
     monkeypatch.setitem(sys.modules, "tests_of_slots", sys.modules[__name__])
 
     def install(id, caches=(), features=(), more=""):

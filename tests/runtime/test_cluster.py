@@ -34,7 +34,7 @@ TPU = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "3"}
         (OPEN_MPI, Cluster("ompi", 4, 2)),
         (TPU, Cluster("tpu", 4, 3)),
         (TPU | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}, Cluster("tpu", 8, 7)),
-        (SLURM | LAUNCHED, Cluster("axcore", 2, 1, "127.0.0.1:4000")),  # `axcore launch` inside of srun
+        (SLURM | LAUNCHED, Cluster("axcore", 2, 1, "127.0.0.1:4000")),  # `axcore launch` inside srun
         (SLURM | {"AXCORE_PROCESSES": "1"}, None),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
         ({name: SLURM[name] for name in SLURM if name != "SLURM_STEP_NODELIST"}, None),  # in the batch script

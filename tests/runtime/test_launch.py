@@ -84,7 +84,7 @@ def test_a_command_that_cannot_start_is_reported():
         ({"devices_per_process": 0}, "--devices-per-process must be 1 or more, not 0"),
     ],
 )
-def test_bad_arguments(options, expected):
+def test_invalid_arguments_raise(options, expected):
     with pytest.raises(AxcoreError, match=expected):
         start("", **options)
 
@@ -98,7 +98,7 @@ def test_bad_arguments(options, expected):
         (["--", "train", "tiny"], "--processes"),
     ],
 )
-def test_bad_command_lines(axcore, arguments, expected):
+def test_invalid_command_lines_fail(axcore, arguments, expected):
     assert expected in axcore("launch", *arguments).message
 
 

@@ -21,7 +21,7 @@ def start(name, victim=0, timeout=60):
 
 
 @pytest.mark.parametrize("name", ["meetings", "requests"])
-def test_without_failures(name):
+def test_processes_communicate_without_failures(name):
     assert start(name) == 0
 
 

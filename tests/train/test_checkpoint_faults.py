@@ -112,7 +112,7 @@ def test_old_checkpoints_are_deleted_after_the_new_one_is_written(checkpointer, 
     assert seen == [("1", [5, 9]), ("5", [9, 12])]
 
 
-def test_a_save_counts_when_it_is_committed(checkpointer, monkeypatch):
+def test_a_checkpoint_is_listed_only_after_its_commit(checkpointer, monkeypatch):
     written = storage.inventory.write
     monkeypatch.setattr(storage.inventory, "write", lambda *args: (time.sleep(1), written(*args)))
     save(checkpointer, 1)

@@ -111,7 +111,7 @@ def drive(clock, decider, seconds_per_step, start=0, stop_after=3600.0):
 
 
 @pytest.mark.parametrize("seconds_per_step", [0.0005, 0.002, 0.1, 2.0, 20.0])
-def test_steps_of_any_length_fill_the_minutes(clock, tmp_path, seconds_per_step):
+def test_steps_of_any_duration_fill_the_time_budget(clock, tmp_path, seconds_per_step):
     decider = Budget(4.0, WSD, tmp_path, began=clock.now)
     decided = drive(clock, decider, seconds_per_step, stop_after=300)
     assert decided is not None, "the run would never end"
@@ -167,7 +167,7 @@ def test_another_attempt_repeats_the_decision_at_another_pace(clock, tmp_path):
     assert drive(clock, again, 3.0, start=step - 40) == (step, total)
 
 
-def test_the_estimate_precedes_the_decision(clock, tmp_path):
+def test_an_estimate_is_available_before_the_decision(clock, tmp_path):
     decider = Budget(4.0, WSD, tmp_path, began=clock.now)
     for step in range(1, 101):
         clock.now += 0.1
