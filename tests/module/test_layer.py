@@ -93,7 +93,7 @@ def test_an_error_of_a_child_begins_with_its_config_path(cfg, start):
     with pytest.raises(BuildError) as error:
         build(cfg)
     path = start.removesuffix(": ")
-    assert str(error.value).startswith((start, f"{path}."))  # of the node, or of a field of it
+    assert str(error.value).startswith((start, f"{path}."))  # the path of the node or of one of its fields
     assert ax.select(cfg, path)  # the message can be pasted into an edit
 
 

@@ -159,7 +159,7 @@ def test_remat_and_unroll_apply_to_every_scan():
 def test_use_remat_sets_the_policy_of_each_layer():
     decoder = use_remat(stacked([layer(kind) for kind in [0, 1, 1, 1, 2, 1, 2, 1]]), Remat())
     assert [type(part).__qualname__ for part in decoder.layers] == ["FeedForward.Config", *["Repeat.Config"] * 2]
-    assert decoder.remat == Remat()  # of the first layer
+    assert decoder.remat == Remat()  # the policy of the first layer
     assert [(part.remat, getattr(part.layers, "remat", None)) for part in decoder.layers[1:]] == [
         (Remat(), None),
         (None, Remat()),
