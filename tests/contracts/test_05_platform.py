@@ -28,7 +28,7 @@ class TpuKernel(AttentionKernel):
     def supports(self, request):
         if request.platform != "tpu":
             return f"requires a TPU, and this is {request.platform}"
-        assert (request.batch, request.num_heads, request.num_kv_heads) == (2, 2, 1), "one shard is asked for"
+        assert (request.batch, request.num_heads, request.num_kv_heads) == (2, 2, 1), "the request is for one shard"
         return None
 
     def __call__(self, inputs):
@@ -44,7 +44,7 @@ def lowered(layout, **kernel):
     ).as_text()
 
 
-def test_a_kernel_for_tpus_alone_is_in_the_step_lowered_for_a_tpu_topology():
+def test_a_tpu_only_kernel_is_in_the_step_lowered_for_a_tpu():
     order = ChooseKernel.Config(order=(TpuKernel.Config(), ReferenceKernel.Config()))
     text = lowered(MESH.abstract(8, "tpu", "TPU v5 lite"), kernel=order)
     assert "probe_of_a_tpu_kernel" in text

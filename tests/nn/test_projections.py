@@ -21,7 +21,7 @@ def attention(kv_heads=2, **changes):
 
 
 def grouped(params, kv_heads, name):
-    """Three weights (or biases) as one, whose columns are grouped by kv head: queries, key, value."""
+    """Fuses three weights (or biases). The columns are grouped by kv head: queries, key, value."""
     heads = {
         each: params[each][name].reshape(*params[each][name].shape[:-1], -1, HEAD_DIM)
         for each in ("query", "key", "value")

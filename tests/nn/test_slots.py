@@ -38,7 +38,7 @@ class Plus(ax.Layer):
         return y + product(x, self.extra[...])
 
 
-def test_numerics_compute_the_product_and_the_adapter_changes_it_before_the_bias():
+def test_the_adapter_acts_after_numerics_and_before_the_bias():
     cfg = Linear.Config(
         input_dim=3,
         output_dim=4,

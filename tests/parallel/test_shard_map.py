@@ -44,7 +44,7 @@ def test_summaries_are_reduced_over_devices_by_their_rule(found):
     np.testing.assert_allclose(found["rules"]["spread"][1], edges[1:], rtol=1e-5)
 
 
-def test_each_device_and_each_place_draws_different_bits(found):
+def test_each_device_and_each_call_draws_different_bits(found):
     assert len({tuple(row) for row in found["draws"]}) == len(found["draws"]) == 18
     assert found["draws"] == found["draws without jit"]
 
