@@ -64,7 +64,7 @@ def test_where_selects_the_layers():
     assert [role for role, _ in roles(cfg.decoder).values()] == ["shares", "alone", "borrows"]
 
 
-def test_a_sequence_with_one_attention_is_part_of_a_repeated_layer():
+def test_sequence_with_one_attention_counts_as_one_layer():
     hybrid = Repeat.Config(num_layers=4, layers=Sequence.Config(layers=(OTHER, LAYER)))
     cfg = use_cross_layer_kv(hybrid)
     assert cfg.num_layers == 2

@@ -28,7 +28,7 @@ NAMES = ["rope", "no rope here"]
 '''
 
 
-def test_code_lines_leave_out_blank_lines_comments_and_docstrings():
+def test_code_lines_exclude_blanks_comments_and_docstrings():
     assert code_lines(SOURCE) == [
         "import rope.scaling as scaled",
         "class Layer:",

@@ -27,8 +27,7 @@ from axcore.nn import (
 
 
 class DiffAttention(AttentionKernel):
-    """Computes `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` for pairs of heads and normalizes each result (eq. 1 to
-    3).
+    """`(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` for each pair of heads, followed by a norm (eq. 1 to 3).
 
     Key-value heads 2j and 2j + 1 are k1 and k2 of pair j. Their concatenated values are v, which is twice as wide. The
     query heads of k1 are q1, those of k2 are q2, in the same order. The attention layer keeps its projections, position

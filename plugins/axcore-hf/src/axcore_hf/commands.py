@@ -87,7 +87,7 @@ def export(arguments: Sequence[str]) -> int:
     params, state = (_in_dtype(flat(tree), given.dtype) for tree in abstract(found.model)[1:])
     arrays, missing, _ = found.load(found.model, params, state, step=given.step)
     if missing:
-        raise AxcoreError(f"{found.folder} lacks parameters of its own model: {', '.join(missing[:8])}")
+        raise AxcoreError(f"{found.folder} lacks parameters of its model: {', '.join(missing[:8])}")
     files = {name: (found.folder / name).read_bytes() for name in TOKENIZER_FILES if (found.folder / name).exists()}
     out = pathlib.Path(given.out).expanduser().absolute()
     size = int(given.shard_gib * exporting.GIB)

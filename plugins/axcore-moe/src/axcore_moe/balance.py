@@ -20,9 +20,9 @@ class LoadBalance(Config):
 
     weight: float
     scope: Literal["sequence", "batch", "global"] = "global"
-    """What the means are taken over: one row (`sequence`: DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one
-    shard of the batch (`batch`), or all rows of the microbatch (`global`: Qiu et al. 2025, arXiv 2501.11873). The loss
-    is averaged over rows or shards. With `Trainer.Config.microbatches`, the losses of `batch` and `global` are averaged
+    """The means are taken over one row (`sequence`: DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one shard of
+    the batch (`batch`), or all rows of the microbatch (`global`: Qiu et al. 2025, arXiv 2501.11873). The loss is
+    averaged over rows or shards. With `Trainer.Config.microbatches`, the losses of `batch` and `global` are averaged
     over the microbatches of a step, so they differ from the losses of the whole batch. Each layer adds its own loss."""
     per_choice: bool = False
     """Whether f is divided by the number of choices per token, as in DeepSeek-V3."""

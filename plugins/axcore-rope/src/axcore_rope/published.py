@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
         by_ratio=True,
     ),
 }
-ALIASES = {"su": "longrope"}  # the name in early checkpoints
+ALIASES = {"su": "longrope"}  # used in early checkpoints
 
 
 def scaling_of(parameters: Mapping[str, Any]) -> Scaling | None:

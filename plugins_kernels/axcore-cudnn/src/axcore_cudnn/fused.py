@@ -85,7 +85,7 @@ def _attention_fwd(form: Form, q: Array, k: Array, v: Array, segment_ids: Array 
         total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         heads = (heads * jnp.exp(lse - total).transpose(0, 2, 1)[..., None]).astype(heads.dtype)
         lse = total
-    # Saved as [batch, seq, features], the shape that the output projection reads, so that it is saved once.
+    # Tagged as [batch, seq, features], the shape that the output projection reads, so that the array is saved once.
     flat = checkpoint_name(heads.reshape(*heads.shape[:2], -1), HEADS)
     lse = checkpoint_name(lse, LSE)
     heads = flat.reshape(heads.shape)
