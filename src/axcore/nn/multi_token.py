@@ -17,7 +17,7 @@ class MultiTokenPrediction(Layer):
     """A module that predicts one token further ahead than the previous one:
     `layer(projection([hidden_norm(hidden), embedding_norm(embedding)]))` (DeepSeek-V3, arXiv 2412.19437, eq. 21-23).
 
-    `embedding` embeds a later token. The module uses the embedding table and the head of the model.
+    `embedding` is the embedding of a later token. The module shares the embedding table and the head of the model.
     """
 
     class Config(Layer.Config):

@@ -99,7 +99,7 @@ class ParallelLayer(Layer):
         norm: Layer.Config = RMSNorm.Config()
         attention: Layer.Config = Attention.Config()
         ffn_norm: Layer.Config | None = None
-        """Norm of the feed-forward block (GPT-NeoX); None: it shares `norm` with attention."""
+        """Norm of the feed-forward block (GPT-NeoX); None: the block shares `norm` with attention."""
         ffn: Layer.Config = FeedForward.Config()
         dropout: float = 0.0
         """Probability of zeroing each feature that is added to the residual stream while training."""
@@ -172,11 +172,11 @@ class Repeat(Stack):
         layers: Layer.Config = TransformerLayer.Config()
         """The config that every layer is built from."""
         unroll: int = 1
-        """Number of layers in one step of the loop. More layers run faster and compile more slowly; results are
+        """Number of layers in one step of the loop. A larger number runs faster and compiles more slowly; results are
         equal."""
         remat: Remat | None = None
-        """Remat policy of one repetition. For a separate policy of each layer of a group see `Sequence.Config.remat`.
-        None: the backward pass keeps every intermediate value."""
+        """Remat policy of one repetition; None: the backward pass keeps every intermediate value. If the repetition is
+        a group of layers, `Sequence.Config.remat` sets the policy of each layer."""
 
         def places(self) -> tuple[Place, ...]:
             if self.num_layers is REQUIRED:
@@ -194,7 +194,7 @@ class Repeat(Stack):
             if type(self) is not Repeat.Config:
                 raise ConfigError(
                     f"the layers of a {type_name(type(self))} are unequal, and it inherits restack from Repeat, which "
-                    f"would replace it by another class. Override restack in its Config"
+                    f"would replace it with another class. Override restack in its Config"
                 )
             made = stacked(layers, remat=self.remat, unroll=self.unroll)
             return made.set(input_dim=self.input_dim, dtypes=self.dtypes, tags=self.tags)

@@ -25,7 +25,7 @@ from axcore.plugin.slots import put
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which kernel an attention call runs.
+    """The kernel that an attention call runs.
 
     Attributes:
         path: path of the kernel slot; the layer index in a scanned stack is `*`.
@@ -60,7 +60,7 @@ def recording() -> Iterator[list[Choice]]:
 class ChooseKernel(AttentionKernel):
     """Runs the first kernel of `order` that supports the call.
 
-    A call that no kernel supports raises: the core never falls back to a kernel that is not in `order`.
+    A call that no kernel supports raises. There is no fallback to a kernel outside `order`.
     """
 
     class Config(AttentionKernel.Config):

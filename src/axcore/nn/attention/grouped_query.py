@@ -22,9 +22,9 @@ Projected = Float[Array, "batch seq head head_dim"]
 class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 
-    Besides the slots of `BaseAttention` it has `query_norm` and `key_norm`: `heads -> heads`, each [batch, seq, head,
-    head_dim], applied before the position embedding (Henry et al. 2020, arXiv 2010.04245). Both receive `head_dim` as
-    `input_dim`.
+    In addition to the slots of `BaseAttention`, it has `query_norm` and `key_norm`: `heads -> heads`, each [batch, seq,
+    head, head_dim], applied before the position embedding (Henry et al. 2020, arXiv 2010.04245). Both receive
+    `head_dim` as `input_dim`.
     """
 
     class Config(BaseAttention.Config):
@@ -34,7 +34,7 @@ class Attention(BaseAttention):
         """Features of a head; None: input_dim / num_heads."""
         query: Linear.Config | None = Linear.Config()
         key: Linear.Config | None = Linear.Config()
-        """Projection of the keys. None, together with `value`, if the cache provides keys and values."""
+        """Projection of the keys. `key` and `value` are None if the cache provides keys and values."""
         value: Linear.Config | None = Linear.Config()
         qkv: Linear.Config | None = None
         """One fused projection that replaces the other three, which must then be None. Its columns are grouped by kv
@@ -78,7 +78,7 @@ class Attention(BaseAttention):
         self.cache = self.child("cache", cfg.cache, rngs, **widths, head_dim=self.head_dim)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
-        """Attends and projects."""
+        """Computes attention and the output projection."""
         q, k, v = self._queries_keys_values(x)
         if self.query_norm is not None:
             q = self.query_norm(q)
@@ -116,8 +116,8 @@ def _check_projections(cfg: Attention.Config) -> None:
     if cfg.qkv is not None and apart:
         raise ConfigError(f"qkv computes queries, keys and values in one product; set {', '.join(apart)} to None")
     if cfg.qkv is None and cfg.query is None:
-        raise ConfigError("query and qkv are both None; give query, or qkv for queries, keys and values in one product")
-    if cfg.qkv is None and len(apart) < 3 and (len(apart) == 2 or cfg.cache is None):
         raise ConfigError(
-            "key and value must both be given, or both be None with a cache that provides keys and values"
+            "query and qkv are both None; set query, or set qkv to compute queries, keys and values in one product"
         )
+    if cfg.qkv is None and len(apart) < 3 and (len(apart) == 2 or cfg.cache is None):
+        raise ConfigError("key and value must both be set, or both be None with a cache that provides keys and values")

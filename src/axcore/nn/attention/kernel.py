@@ -60,9 +60,9 @@ class AttentionKernel(Layer):
         raise NotImplementedError
 
     def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
-        """Gradients of a call with some of the keys, whose heads were merged with those of other keys.
+        """Gradients of a call on a subset of the keys, whose result was merged with those of other subsets.
 
-        The default recomputes the logits by the formula. A fused kernel overrides it.
+        The default recomputes the logits by the formula. A fused kernel overrides this method.
 
         Args:
             inputs: the inputs of this call.

@@ -31,7 +31,7 @@ class LatentAttention(BaseAttention):
     The cache stores the latent and the shared key features as one key of `kv_lora_rank + qk_rope_head_dim` features,
     without a value, so its config must have the field `value_dim`. With a cache, a call with at most `absorb_up_to`
     tokens attends to the latents, with `key_up` and `value_up` absorbed into queries and heads (section 2.1.2); a
-    longer one expands the latents to keys and values first.
+    longer call first expands the latents to keys and values.
     """
 
     class Config(BaseAttention.Config):
@@ -93,7 +93,7 @@ class LatentAttention(BaseAttention):
         return self.child(name, getattr(self.config, name), rngs, input_dim=input_dim, output_dim=output_dim, axes=axes)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
-        """Attends and projects."""
+        """Computes attention and the output projection."""
         cfg, flat, shape = self.config, rows(x), x.shape[:2]
         source = flat if cfg.q_lora_rank is None else self.query_norm(self.query_down(flat))
         q = self.query_up(source).reshape(*shape, cfg.num_heads, -1)
@@ -119,7 +119,7 @@ class LatentAttention(BaseAttention):
         return self.project(x, heads)
 
     def _expanded(self, inputs: AttentionInputs) -> Heads:
-        """Expands the latents to keys and values, and attends to those."""
+        """Expands the latents to keys and values, then attends to these."""
         cfg, kept = self.config, inputs.plain
         latent, position_key = kept.k[..., 0, : cfg.kv_lora_rank], kept.k[..., cfg.kv_lora_rank :]
         shape = (*latent.shape[:2], cfg.num_heads, -1)
