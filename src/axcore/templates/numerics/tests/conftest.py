@@ -1,4 +1,4 @@
-"""What all tests share: jax on CPU, and quick compilation. What the environment says goes first."""
+"""Runs the tests with JAX on CPU and fast compilation, unless the environment sets these variables."""
 
 import os
 
