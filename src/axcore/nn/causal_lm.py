@@ -94,8 +94,8 @@ class CausalLM(Layer):
         self.position = self.child("position", cfg.position, rngs, input_dim=cfg.dim)
         self.decoder = self.child("decoder", cfg.decoder, rngs, input_dim=cfg.dim)
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=cfg.dim)
-        wide = {"input_dim": cfg.dim, "output_dim": rows, "axes": ("embed", "vocab")}
-        self.head = self.child("head", cfg.head, rngs, **wide)
+        widths = {"input_dim": cfg.dim, "output_dim": rows, "axes": ("embed", "vocab")}
+        self.head = self.child("head", cfg.head, rngs, **widths)
         self.future = self.children("future", cfg.future, rngs, input_dim=cfg.dim)
 
     def __call__(

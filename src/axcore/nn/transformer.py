@@ -42,13 +42,13 @@ class TransformerLayer(Layer):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         check_rates(cfg, "dropout")
-        wide = {"input_dim": cfg.input_dim}
-        self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **wide)
-        self.attention = self.child("attention", cfg.attention, rngs, **wide)
-        self.attention_output_norm = self.child("attention_output_norm", cfg.attention_output_norm, rngs, **wide)
-        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **wide)
-        self.ffn = self.child("ffn", cfg.ffn, rngs, **wide)
-        self.ffn_output_norm = self.child("ffn_output_norm", cfg.ffn_output_norm, rngs, **wide)
+        widths = {"input_dim": cfg.input_dim}
+        self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **widths)
+        self.attention = self.child("attention", cfg.attention, rngs, **widths)
+        self.attention_output_norm = self.child("attention_output_norm", cfg.attention_output_norm, rngs, **widths)
+        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **widths)
+        self.ffn = self.child("ffn", cfg.ffn, rngs, **widths)
+        self.ffn_output_norm = self.child("ffn_output_norm", cfg.ffn_output_norm, rngs, **widths)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Applies the layer."""
@@ -77,11 +77,11 @@ class PostNormLayer(Layer):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         check_rates(cfg, "dropout")
-        wide = {"input_dim": cfg.input_dim}
-        self.attention = self.child("attention", cfg.attention, rngs, **wide)
-        self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **wide)
-        self.ffn = self.child("ffn", cfg.ffn, rngs, **wide)
-        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **wide)
+        widths = {"input_dim": cfg.input_dim}
+        self.attention = self.child("attention", cfg.attention, rngs, **widths)
+        self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **widths)
+        self.ffn = self.child("ffn", cfg.ffn, rngs, **widths)
+        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **widths)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Applies the layer."""
@@ -108,11 +108,11 @@ class ParallelLayer(Layer):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         check_rates(cfg, "dropout")
-        wide = {"input_dim": cfg.input_dim}
-        self.norm = self.child("norm", cfg.norm, rngs, **wide)
-        self.attention = self.child("attention", cfg.attention, rngs, **wide)
-        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **wide)
-        self.ffn = self.child("ffn", cfg.ffn, rngs, **wide)
+        widths = {"input_dim": cfg.input_dim}
+        self.norm = self.child("norm", cfg.norm, rngs, **widths)
+        self.attention = self.child("attention", cfg.attention, rngs, **widths)
+        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **widths)
+        self.ffn = self.child("ffn", cfg.ffn, rngs, **widths)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Applies the layer."""
@@ -150,10 +150,10 @@ class Sequence(Stack):
 
     def __call__(self, x: Hidden, *args: object) -> Hidden:
         """Applies the layers in order. `args` are passed to every layer."""
-        own = self.config.remat
-        again = None if own is None else remat(lambda layer, *args: layer(*args), policy=own.policy())
-        for layer, cfg in zip(self.layers, self.config.layers, strict=True):
-            x = layer(x, *args) if again is None or _has_remat(cfg) else again(layer, x, *args)
+        cfg = self.config.remat
+        call = None if cfg is None else remat(lambda layer, *args: layer(*args), policy=cfg.policy())
+        for layer, layer_cfg in zip(self.layers, self.config.layers, strict=True):
+            x = layer(x, *args) if call is None or _has_remat(layer_cfg) else call(layer, x, *args)
         return x
 
 
@@ -235,22 +235,24 @@ def stacked(
     if not layers:
         raise ConfigError("stacked requires at least one layer, got none")
     parts: list[Layer.Config] = []
-    alone, start = False, 0
+    has_single, start = False, 0
     while start < len(layers):
         size, count = _longest(layers, start)
         group = layers[start : start + size]
         if count == 1:
             parts += group
-            alone = True
+            has_single = True
         else:
             steps = min(count, -(-unroll // size))
-            own = size > 1 or _has_remat(group[0])
-            one = Sequence.Config(layers=group, remat=remat) if size > 1 else group[0]
-            parts.append(Repeat.Config(num_layers=count, layers=one, unroll=steps, remat=None if own else remat))
+            sets_remat = size > 1 or _has_remat(group[0])
+            layer = Sequence.Config(layers=group, remat=remat) if size > 1 else group[0]
+            parts.append(
+                Repeat.Config(num_layers=count, layers=layer, unroll=steps, remat=None if sets_remat else remat)
+            )
         start += size * count
-    if not alone and len(parts) == 1:
+    if not has_single and len(parts) == 1:
         return cast(Repeat.Config, parts[0])
-    return Sequence.Config(layers=tuple(parts), remat=remat if alone else None)
+    return Sequence.Config(layers=tuple(parts), remat=remat if has_single else None)
 
 
 def _longest(layers: tuple[Layer.Config, ...], start: int) -> tuple[int, int]:

@@ -255,9 +255,9 @@ def _allowed(case: Case) -> Bool[np.ndarray, "batch query key"]:
     """True where the query sees the key."""
     places = _query_index(case)
     segments = _segments(case) if case.segments else np.zeros((BATCH, case.key_len), int)
-    asking = np.take_along_axis(segments, places, axis=1)
+    query_segments = np.take_along_axis(segments, places, axis=1)
     allowed = case.allowed(
-        places[:, :, None], np.arange(case.key_len)[None, None], asking[:, :, None], segments[:, None]
+        places[:, :, None], np.arange(case.key_len)[None, None], query_segments[:, :, None], segments[:, None]
     )
     return np.broadcast_to(allowed & _valid(case)[:, None], (BATCH, case.query_len, case.key_len))
 
@@ -270,6 +270,6 @@ def _tokens(case: Case) -> tuple[TokenInfo, TokenInfo]:
     key = TokenInfo(index, index, jnp.asarray(segments, jnp.int32) if case.segments else None, written)
     if (case.start, case.behind, case.written, case.query_len) == (0, 0, None, case.key_len):
         return key, key
-    asking = jnp.asarray(np.take_along_axis(segments, places, axis=1), jnp.int32) if case.segments else None
+    query_segments = jnp.asarray(np.take_along_axis(segments, places, axis=1), jnp.int32) if case.segments else None
     place = jnp.asarray(places if case.behind else places[:1], jnp.int32)
-    return TokenInfo(place, place, asking), key
+    return TokenInfo(place, place, query_segments), key

@@ -70,17 +70,20 @@ class LayerSuite:
         call, params, inputs = self._case("float32")
         random = np.random.default_rng(7)
         weights = [random.normal(size=each.shape) for each in self._expected(_wide(params), *map(_float64, inputs))]
-        smooth = [i for i, each in enumerate(inputs) if jnp.issubdtype(each.dtype, jnp.floating)]
+        float_inputs = [i for i, each in enumerate(inputs) if jnp.issubdtype(each.dtype, jnp.floating)]
 
         def scalar(params: Tree, *chosen: jax.Array) -> jax.Array:
             every = list(inputs)
-            for index, value in zip(smooth, chosen, strict=True):
+            for index, value in zip(float_inputs, chosen, strict=True):
                 every[index] = value
             return _weighted(call(params, *every), weights)
 
-        chosen = [inputs[index] for index in smooth]
-        grads = jax.jit(jax.grad(scalar, argnums=tuple(range(1 + len(smooth)))))(params, *chosen)
-        found = {**by_path(grads[0]), **{f"input {index}": grad for index, grad in zip(smooth, grads[1:], strict=True)}}
+        chosen = [inputs[index] for index in float_inputs]
+        grads = jax.jit(jax.grad(scalar, argnums=tuple(range(1 + len(float_inputs)))))(params, *chosen)
+        found = {
+            **by_path(grads[0]),
+            **{f"input {index}": grad for index, grad in zip(float_inputs, grads[1:], strict=True)},
+        }
         for name, grad in found.items():
             direction = random.normal(size=grad.shape)
 

@@ -103,8 +103,8 @@ class BaseAttention(Layer):
         self.bias = self.child("bias", cfg.bias, rngs, **widths)
         self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
         self.output = self.child("output", cfg.output, rngs, **widths)
-        wide = {"input_dim": cfg.num_heads * (value_dim or head_dim), "output_dim": cfg.input_dim}
-        self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("head", "embed"))
+        projection_widths = {"input_dim": cfg.num_heads * (value_dim or head_dim), "output_dim": cfg.input_dim}
+        self.projection = self.child("projection", cfg.projection, rngs, **projection_widths, axes=("head", "embed"))
 
     def inputs(
         self,

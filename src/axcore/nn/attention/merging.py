@@ -53,7 +53,7 @@ def attend_in_parts(
     Raises:
         ConfigError: the kernel does not support one of the parts.
     """
-    wanted = inputs.return_lse
+    return_lse = inputs.return_lse
     inputs = inputs.replace(kv=None, return_lse=True)
 
     def part(inputs: AttentionInputs, view: KVView) -> AttentionInputs:
@@ -83,7 +83,7 @@ def attend_in_parts(
         return total, *(each.kv for each in found)
 
     heads, lse = custom_vjp(run, forward, backward)(inputs, *parts)
-    return heads, lse if wanted else None
+    return heads, lse if return_lse else None
 
 
 def _added(found: list[AttentionInputs]) -> AttentionInputs:
