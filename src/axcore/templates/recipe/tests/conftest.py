@@ -1,4 +1,4 @@
-"""Runs the tests with JAX on CPU and fast compilation, unless the environment sets these variables."""
+"""Runs the tests on the CPU with quick compilation, unless JAX_PLATFORMS or XLA_FLAGS is set."""
 
 import os
 
