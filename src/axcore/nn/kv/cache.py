@@ -22,7 +22,7 @@ class KVCache(Layer):
     """
 
     class Config(Layer.Config):
-        """Fields of the cache. It receives `input_dim`, `num_heads`, `num_kv_heads` and `head_dim` from attention if it
+        """The config of a cache. Attention passes `input_dim`, `num_heads`, `num_kv_heads` and `head_dim` to it if it
         declares these fields."""
 
         def build(self, *args: object, **kwargs: object) -> Any:
