@@ -30,7 +30,7 @@ class AttentionKernel(Layer):
     """The views of keys and values that the kernel reads. Other views are first gathered into a `Contiguous`."""
 
     tags_heads: ClassVar[bool] = False
-    """Whether the kernel itself tags its heads as `heads` for remat policies. True for a kernel with a custom gradient."""
+    """Whether the kernel itself tags its heads as `heads` for remat policies, which a custom gradient requires."""
 
     local: ClassVar[bool] = True
     """Whether the kernel runs under `shard_map`, on the rows, heads and queries of one device and all keys of those
