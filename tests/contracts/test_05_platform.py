@@ -56,8 +56,7 @@ def test_kernels_that_the_target_does_not_support_are_rejected():
         def supports(self, request):
             return None if request.platform == "cpu" else f"requires a CPU, and this is {request.platform}"
 
-    told = (
-        r"attention\.kernel: no kernel supports the call \(tpu, .* 2 rows, 2 heads on 1 of 4.*CpuKernel: requires a CPU"
-    )
+    request = r"\(tpu, .* batch=2, .* num_heads=2, num_kv_heads=1, head_dim=4.*\)"
+    told = rf"attention\.kernel: no kernel supports the call {request}\. CpuKernel: requires a CPU"
     with pytest.raises(ax.ConfigError, match=told):
         lowered(MESH.abstract(8, "tpu"), kernel=CpuKernel.Config())

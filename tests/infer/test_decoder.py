@@ -83,7 +83,7 @@ def test_a_model_without_decoding_state_raises():
 
 def test_building_a_cache_without_sizes_raises():
     cfg = ax.pipe(tiny_model(), ax.use("contiguous"))
-    with pytest.raises(ax.ConfigError, match=r"attention\.cache: batch_size and max_len of the KV cache: REQUIRED"):
+    with pytest.raises(ax.ConfigError, match=r"attention\.cache: the KV cache requires batch_size and max_len"):
         abstract(cfg)
 
 

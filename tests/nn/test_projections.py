@@ -140,8 +140,8 @@ LINEAR = Linear.Config()
     [
         ({"qkv": LINEAR}, "qkv computes queries, keys and values in one product; set query, key, value to None"),
         ({"qkv": LINEAR, "key": None, "value": None}, "set query to None"),
-        (APART, "query and qkv are both None; give query, or qkv"),
-        ({"key": None}, "key and value must both be given"),
+        (APART, "query and qkv are both None; set query, or set qkv"),
+        ({"key": None}, "key and value must both be set"),
         ({"query": None}, "query and qkv are both None"),
     ],
 )
