@@ -14,7 +14,7 @@ def add(commands: Commands) -> None:
     )
     show.add_argument("recipe")
     show.add_argument("--json", action="store_true", help="print JSON that axcore.from_json reads")
-    show.add_argument("--history", metavar="PATH", help="print only who set the node or value at PATH")
+    show.add_argument("--history", metavar="PATH", help="print only the edits of the node or value at PATH")
     add_edits(show)
     show.set_defaults(run=run_show)
 
