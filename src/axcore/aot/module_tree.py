@@ -106,7 +106,7 @@ def tree(cfg: Config) -> ModuleNode:
         ConfigError: the config builds no module, or `cfg` is not a config.
     """
     if not isinstance(cfg, Config):
-        raise ConfigError(f"tree requires a config, not {cfg!r}; axcore.recipe(name) returns that of a recipe")
+        raise ConfigError(f"tree requires a config, not {cfg!r}; for a recipe, pass axcore.recipe(name)")
     return module_tree(get(cfg, "model"), "model") if has_field(cfg, "model") else module_tree(cfg)
 
 

@@ -27,7 +27,7 @@ class Codec[T, J]:
         tag: The kind of value in JSON, as in `{"$dtype": "bfloat16"}`.
         write: Converts a value to a JSON value.
         read: The inverse of `write`.
-        show: Converts a value to text for people.
+        show: Formats a value for display.
     """
 
     tag: str

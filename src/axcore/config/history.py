@@ -56,7 +56,7 @@ def event(action: str, *names: str) -> Event:
 
 @contextlib.contextmanager
 def acting(actor: str) -> Iterator[None]:
-    """Attributes edits made inside to `actor`."""
+    """Attributes the edits that the block makes to `actor`."""
     token = _actors.set((*_actors.get(), actor))
     try:
         yield

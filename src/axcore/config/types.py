@@ -34,7 +34,7 @@ def hints(cls: type) -> dict[str, object]:
 
 
 def describe(hint: object) -> str:
-    """An annotation as text for people."""
+    """Formats an annotation for error messages."""
     if hint is type(None):
         return "None"
     if typing.get_origin(hint) is Literal:

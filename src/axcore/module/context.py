@@ -82,7 +82,7 @@ class Frame:
         return fold(key, drawn) if drawn else key
 
     def add_summary(self, name: str, value: ArrayLike, reduce: Reduce = Reduce.MEAN, kind: Kind = Kind.SCALAR) -> None:
-        """Reports a value to the caller of `invoke`. Without an `invoke` the value is dropped."""
+        """Reports a value to the caller of `invoke`. Outside of `invoke`, the value is dropped."""
         if self.collections is not None:
             array = jnp.asarray(value)
             array = histogram(array) if kind is Kind.HISTOGRAM else array

@@ -31,7 +31,7 @@ class Registry:
         environ: may contain AXCORE_DISABLE, AXCORE_PLUGINS, AXCORE_ALLOWLIST and AXCORE_STRICT.
 
     Raises:
-        PluginError: a variable is invalid, or AXCORE_STRICT=1 and a plugin is broken or in conflict with another.
+        PluginError: a variable is invalid, or AXCORE_STRICT=1 and a plugin is broken or conflicts with another.
     """
 
     def __init__(self, points: Iterable[EntryPoint], environ: Mapping[str, str]):

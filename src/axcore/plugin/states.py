@@ -18,7 +18,7 @@ CORE_MODULE = "axcore.core_plugin"
 
 
 class PluginError(AxcoreError):
-    """A plugin is missing, broken, or in conflict with another. The message says what to do."""
+    """A plugin is missing or broken, or conflicts with another. The message says what to do."""
 
 
 class Unavailable(Exception):
