@@ -222,8 +222,8 @@ def is_sharded() -> bool:
 def constrain(x: Shaped[Array, ...], *axes: Axis) -> Shaped[Array, ...]:
     """Constrains the sharding of an activation by the rules of the active layout.
 
-    Returns `x` unchanged if no layout is active, and inside `shard_map`. A dimension is replicated if its axis is None
-    or if its mesh axes do not divide its size, as for the single token of a decoding step.
+    Returns `x` unchanged if no layout is active, and inside `shard_map`. A dimension is replicated if its axis is None.
+    Mesh axes that do not divide the size of a dimension are dropped, as for the single token of a decoding step.
 
     Args:
         axes: The logical axis of each dimension.

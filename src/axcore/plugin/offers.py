@@ -78,7 +78,7 @@ class EvaluatorOffer(Offer):
 
 @dataclasses.dataclass(frozen=True)
 class MeshRule(Offer):
-    """A function `(cfg) -> cfg` or `(cfg, accelerator) -> cfg` that adapts a config to an accelerator, such as its mesh.
+    """A function `(cfg) -> cfg` or `(cfg, accelerator) -> cfg` that adapts a config to an accelerator.
 
     Attributes:
         pattern: a glob of the accelerators that the rule applies to, such as `gpu-h100-*`.
