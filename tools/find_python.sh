@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prints the path of a working Python >= 3.12 that can create virtual environments, and its version on stderr.
+# Prints the path of a working Python >= 3.12 that can create virtual environments, also on stderr.
 # Usage: tools/find_python.sh [MAJOR.MINOR]    With a version, accepts only that one. Exits with 1 if there is none.
 #
 # Runs each candidate, because its name is not enough: a pyenv shim is on PATH even if no version is selected, and

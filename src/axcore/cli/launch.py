@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--processes", type=int, required=True, help="number of processes")
     parser.add_argument(
-        "--timeout", type=float, help="seconds that a process waits for the other processes (default: 600)"
+        "--timeout", type=float, help="seconds that a process waits for the others (default: AXCORE_TIMEOUT or 600)"
     )
     parser.add_argument("--devices-per-process", type=int, help="number of devices for each process (default: 1)")
     parser.add_argument(
