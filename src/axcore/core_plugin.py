@@ -31,7 +31,7 @@ def axcore_attention_kernels() -> list[AttentionKernelOffer]:
 
 @hookimpl
 def axcore_kv_caches() -> list[KVCacheOffer]:
-    return [KVCacheOffer("contiguous", "axcore.nn:ContiguousCache", "All keys and values in one array per layer.")]
+    return [KVCacheOffer("contiguous", "axcore.nn:ContiguousCache", "One array of keys and one of values per layer.")]
 
 
 @hookimpl
