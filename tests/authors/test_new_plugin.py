@@ -71,18 +71,18 @@ def test_the_plugin_id_omits_the_axcore_prefix(axcore, tmp_path):
 @pytest.mark.parametrize("name", ["My-Gate", "my_gate", "my gate", "2nd", "my-", "axcore-", "../up", "", "é"])
 def test_invalid_names_raise(axcore, tmp_path, name):
     message = axcore("new-plugin", "--kind", "layer", "--", name).message
-    assert "lower-case words joined by hyphens" in message and repr(name) in message
+    assert "lowercase words joined by hyphens" in message and repr(name) in message
     assert left_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("rope", r"the plugin 'rope' \(axcore-rope .*\) is installed already"),
-        ("axcore-recipes", r"the plugin 'recipes' \(axcore-recipes .*\) is installed already"),
+        ("rope", r"the plugin 'rope' \(axcore-rope .*\) is already installed"),
+        ("axcore-recipes", r"the plugin 'recipes' \(axcore-recipes .*\) is already installed"),
         ("core", r"the plugin 'core'"),
-        ("contiguous", r"'core' \(axcore .*\) offers the kv cache 'contiguous' already"),
-        ("quickstart", r"'recipes' \(axcore-recipes .*\) offers the recipe 'quickstart' already"),
+        ("contiguous", r"'core' \(axcore .*\) already offers the kv cache 'contiguous'"),
+        ("quickstart", r"'recipes' \(axcore-recipes .*\) already offers the recipe 'quickstart'"),
     ],
 )
 def test_a_name_in_use_raises(axcore, tmp_path, name, reason):
@@ -93,13 +93,13 @@ def test_a_name_in_use_raises(axcore, tmp_path, name, reason):
 def test_an_existing_package_raises(axcore, tmp_path, monkeypatch):
     (tmp_path / "axcore_lost.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "'axcore_lost' can be imported already" in axcore("new-plugin", "lost", "--kind", "layer").message
+    assert "'axcore_lost' is already installed" in axcore("new-plugin", "lost", "--kind", "layer").message
 
 
 def test_an_existing_folder_is_left_alone(axcore, tmp_path):
     (tmp_path / "my-gate").mkdir()
     (tmp_path / "my-gate/notes").write_text("mine")
-    assert "my-gate exists already" in axcore("new-plugin", "my-gate", "--kind", "layer").message
+    assert "my-gate already exists" in axcore("new-plugin", "my-gate", "--kind", "layer").message
     assert left_in(tmp_path / "my-gate") == ["notes"]
 
 

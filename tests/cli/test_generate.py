@@ -74,8 +74,8 @@ def test_dtype_is_applied_and_checked(axcore, trained):
     ("argv", "message"),
     [
         (["tiny"], r"the recipe 'tiny' has no weights. Pass the folder of a trained run (axcore train tiny)"),
-        (["tinny"], "'tinny' is not a folder, and not a recipe: there is no recipe 'tinny'"),
-        ([""], "'' is not a folder, and not a recipe: there is no recipe ''"),
+        (["tinny"], "'tinny' is not a folder and cannot be composed as a recipe: there is no recipe 'tinny'"),
+        ([""], "'' is not a folder and cannot be composed as a recipe: there is no recipe ''"),
         (["./tiny"], "/tiny is not a model folder: config.json: No such file or directory"),
         (["RUN", "--set", "steps=3"], "--use, --target and --set require a recipe, but this is a folder"),
         (["RUN", "--tokens", "0"], "--tokens must be from 1 to 2**31 - 1, not 0"),

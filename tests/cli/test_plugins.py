@@ -240,7 +240,7 @@ def test_a_failing_backend_and_a_missing_offer_target_are_reported(install, monk
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo noise\necho 'last words' >&2\nkill -ABRT $$", "ended with -6: last words"),
+        ("echo noise\necho 'last words' >&2\nkill -ABRT $$", "exited with -6: last words"),
         ("exec sleep 30", "no devices within 0.2 s"),
     ],
 )

@@ -212,7 +212,7 @@ def test_a_sample_ends_with_the_first_end_token(generator, context, cache):
 
 def test_with_a_cache_prompt_and_sample_are_limited_to_the_context(cached):
     assert cached([1] * 30, num_tokens=10, key=KEY).size == 10
-    with pytest.raises(AxcoreError, match=r"prompt of 30 tokens and num_tokens=11 exceed context=40"):
+    with pytest.raises(AxcoreError, match=r"prompt of 30 tokens plus num_tokens=11 exceeds context=40"):
         cached([1] * 30, num_tokens=11, key=KEY)
 
 

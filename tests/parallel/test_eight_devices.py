@@ -85,5 +85,5 @@ def test_a_batch_that_does_not_divide_raises(results):
 def test_a_parameter_that_does_not_divide_raises_and_is_named(results):
     kind, message = results["narrow model"]
     assert kind == "ConfigError"
-    assert "does not divide" in message
+    assert "is not divisible" in message
     assert "weight" in message or "scale" in message

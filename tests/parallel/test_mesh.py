@@ -95,7 +95,7 @@ def test_a_parameter_that_does_not_divide_raises_with_shape_and_axes():
     shapes = {"a": {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32)}}
     with pytest.raises(ConfigError) as error:
         layout().shardings(shapes, {"a": {"w": ("embed", "mlp")}})
-    for part in ("a.w", "(6, 3)", "('embed', 'mlp')", "fsdp", "does not divide"):
+    for part in ("a.w", "(6, 3)", "('embed', 'mlp')", "fsdp", "is not divisible"):
         assert part in str(error.value)
 
 

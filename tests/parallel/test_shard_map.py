@@ -69,4 +69,4 @@ def test_errors_name_the_layer(found, case, words):
 
 def test_axes_that_cannot_be_gathered_or_divided_raise(found):
     assert found["messages"]["gathers"] == "ConfigError: gather names fsdp, but the axes of the mesh are data, tensor"
-    assert "ConfigError: scale of shape (6,) does not divide over" in found["messages"]["does not divide"]
+    assert "ConfigError: scale of shape (6,) is not divisible into shards" in found["messages"]["does not divide"]

@@ -256,7 +256,7 @@ def test_a_plugin_that_cannot_run_here_is_unavailable_with_its_reason(site):
 
 def test_a_plugin_that_is_unavailable_without_a_reason_says_so(site):
     site.install("tpu", "raise Unavailable\n")
-    assert site.registry().plugins["tpu"].reason == "it does not say why"
+    assert site.registry().plugins["tpu"].reason == "no reason given"
 
 
 @pytest.mark.parametrize("variable", ["AXCORE_DISABLE", "AXCORE_PLUGINS"])

@@ -39,10 +39,10 @@ def test_a_plugin_that_uses_the_registry_in_discovery_fails_alone(alone, body):
     alone.install("good", GOOD.format("good"))
     plugins = registry().plugins
     assert plugins["asks"].state is State.FAILED
-    assert "plugins are still being found" in plugins["asks"].reason
+    assert "plugin discovery is still running" in plugins["asks"].reason
     assert plugins["good"].state is State.LOADED
     assert registry().plugins is plugins
-    with pytest.raises(PluginError, match=r"plugin 'asks' \(ax-asks 0\.1\) .* failed: .*still being found"):
+    with pytest.raises(PluginError, match=r"plugin 'asks' \(ax-asks 0\.1\) .* failed: .*still running"):
         use("asks")
 
 

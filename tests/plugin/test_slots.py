@@ -293,12 +293,12 @@ def test_an_offer_replaces_its_own_entry_but_not_another_class(stop):
     cfg = use("stop", patience=5)(use("stop")(Run()))
     assert cfg.callbacks["stop"].patience == 5
     with pytest.raises(
-        ConfigError, match=r"callbacks\.progress is .*Callback already; remove it before adding another"
+        ConfigError, match=r"callbacks\.progress is already .*Callback; remove it before adding another"
     ):
         use("progress")(Run())
     foreign = cfg.set(callbacks={**cfg.callbacks, "two-stop": cfg.callbacks["stop"]})
     with pytest.raises(
-        ConfigError, match=r"callbacks\.two-stop is thrown_one\.code\.Stop of one \(ax-one 0\.1\) already"
+        ConfigError, match=r"callbacks\.two-stop is already thrown_one\.code\.Stop of one \(ax-one 0\.1\)"
     ):
         use("two-stop")(foreign)
     assert list(use("two-stop")(cfg).callbacks) == ["progress", "stop", "two-stop"]

@@ -114,13 +114,13 @@ def test_an_unknown_option_raises_immediately_with_a_suggestion(code):
 
 
 def test_a_missing_required_option_raises_immediately(code):
-    with pytest.raises(ConfigError, match=r"grow needs the option 'by'.*ax-code 0\.1"):
+    with pytest.raises(ConfigError, match=r"grow requires the option 'by'.*ax-code 0\.1"):
         use("grow")
 
 
 def test_a_missing_required_option_raises_with_free_options_too(code):
     assert use("keywords", needed=1, anything=2)(Node()).size == 2
-    with pytest.raises(ConfigError, match=r"keywords needs the option 'needed'"):
+    with pytest.raises(ConfigError, match=r"keywords requires the option 'needed'"):
         use("keywords", anything=2)
 
 
