@@ -170,7 +170,10 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished_when_resume
 
 def test_fewer_steps_than_are_done_train_none_and_say_so(train, copied):
     done = train(copied, "--resume", "--steps", "5").wait()
-    assert done.code == 0 and f"steps=5 is fewer than the {STEPS} steps already done, so no step is trained" in done.err
+    assert (
+        done.code == 0
+        and f"steps=5 is fewer than the {STEPS} steps already done, so there is nothing to train" in done.err
+    )
 
 
 def test_metrics_after_the_checkpoint_are_written_anew(train, whole, copied, tiny):

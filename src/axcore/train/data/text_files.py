@@ -84,7 +84,7 @@ class TextFiles(Source):
     def __init__(self, cfg: Config):
         """
         Raises:
-            ConfigError: `validation_percent` is out of range.
+            ConfigError: `max_file_bytes` or `validation_percent` is out of range.
         """
         config.at_least(cfg, 0, "max_file_bytes")
         check_percent(cfg.validation_percent)
