@@ -104,8 +104,8 @@ class Callback(config.Configurable):
     If one raises, the others still run; see `on_error`.
 
     A callback that keeps arrays in device memory, such as an average of the parameters, defines `device_init` and
-    `device_update`. Both are pure functions that are compiled into the training step. Their arrays are sharded like
-    the parameters and are saved in each checkpoint.
+    `device_update`. Both are pure functions; the second is compiled into the training step. A tree with the structure
+    of the parameters is sharded like them. All arrays are saved in each checkpoint.
 
     ```python
     class StopAtLoss(Callback):

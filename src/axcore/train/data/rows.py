@@ -21,7 +21,7 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
 class ConcatThenSplitRows(grain.IterDataset[Row]):
     """Rows from concatenated sequences. grain's own packer runs Python code per row and feature, which is too slow for
-    rows of a hundred tokens. This one packs several thousand tokens at a time."""
+    rows of a hundred tokens. This class packs several thousand tokens at a time."""
 
     def __init__(self, parent: grain.IterDataset[Tokens], seq_len: int):
         super().__init__(parent)

@@ -61,7 +61,7 @@ class AdamW(Optimizer):
         b2: float = 0.95
         eps: float = 1e-8
         weight_decay: float = 0.1
-        """Multiplied by the learning rate."""
+        """Multiplied by the learning rate, as in PyTorch and optax."""
         decays: Callable[[str, Axes], bool] = matrices
         """Selects the parameters that decay, by path and logical axes."""
         moment_dtype: DTypeLike = np.dtype(jnp.float32)
