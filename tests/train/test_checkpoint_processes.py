@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_made_and_damage_are_raised_on_both(found, folde
 
 
 def test_a_missing_process_is_named_after_the_timeout(found):
-    assert found[0]["late"].startswith("RuntimeTimeout: process 0 of 2 waited 2 s at 'restore-4' for process(es) 1,")
+    assert found[0]["late"].startswith("RuntimeTimeout: process 0 of 2 waited 2 s at 'restore-4' for process 1,")
 
 
 def test_one_process_reads_what_two_wrote_and_finds_damage_in_each_file(found, folder):

@@ -118,8 +118,10 @@ def _get(here: World, name: str, number: int, process: int, deadline: float, sec
             raise failure.seen_from(here)
         if left <= 0:
             arrived = {int(key.rpartition("/")[2]) for key, _ in here.store.key_value_dir_get_bytes(_key(name, number))}
-            missing = ", ".join(str(each) for each in range(here.count) if each not in arrived)
+            missing = [str(each) for each in range(here.count) if each not in arrived]
+            who = f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}"
             raise RuntimeTimeout(
-                f"{here.named(here.index)} waited {seconds:g} s at {name!r} for process(es) {missing}, which did not "
-                f"arrive. Check their output. If they are just slow, increase {TIMEOUT} (seconds)."
+                f"{here.named(here.index)} waited {seconds:g} s at {name!r} for {who}, which "
+                f"did not arrive. Check the output of each missing process, or increase {TIMEOUT} (seconds) if it is "
+                f"just slow."
             )
