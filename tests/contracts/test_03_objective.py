@@ -220,7 +220,10 @@ def test_sharded_microbatches_give_the_gradients_of_one_device():
 
 @pytest.mark.parametrize(
     ("microbatches", "told"),
-    [(3, r"input\.batch_size=8 does not divide into microbatches=3"), (0, "microbatches must be at least 1, not 0")],
+    [
+        (3, r"input\.batch_size=8 cannot be split evenly into microbatches=3"),
+        (0, "microbatches must be at least 1, not 0"),
+    ],
 )
 def test_invalid_microbatches_are_rejected(microbatches, told):
     cfg = Trainer.Config(model=PLAIN, input=INPUT, learner=LEARNER, steps=1, microbatches=microbatches)

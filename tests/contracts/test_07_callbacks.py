@@ -175,7 +175,7 @@ def test_callbacks_may_be_added_and_removed_on_resume(tiny, tmp_path, capsys):
     ax.fit(cfg.set(steps=4, callbacks=stop), out=tmp_path / "run", resume=True)
     assert "callbacks.ema: the arrays in the checkpoint do not fit this run" in capsys.readouterr().err
     ax.fit(cfg.set(steps=5), out=tmp_path / "run", resume=True)
-    assert "keeping the state of 'early_stopping', which this run does not have" in capsys.readouterr().err
+    assert "keeping the saved state of 'early_stopping', which is not in this config" in capsys.readouterr().err
     with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
         assert checkpointer.meta()["callbacks"]["early_stopping"] == {"best": 1.5, "waited": 0}
 

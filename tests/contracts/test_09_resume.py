@@ -130,7 +130,7 @@ def test_resume_rejects_changed_data(tiny, tmp_path, corpus):
     validation = next(path for path in sorted(copied.iterdir()) if source.is_validation(path.name))
     text = validation.read_text()
     validation.write_text(text[::-1])
-    with pytest.raises(ax.AxcoreError, match="the data differs from that of the saved state"):
+    with pytest.raises(ax.AxcoreError, match="the data differs from that of the checkpoint"):
         ax.fit(cfg.set(steps=2), out=tmp_path / "run", resume=True)
     validation.write_text(text)
     assert ax.fit(cfg.set(steps=2), out=tmp_path / "run", resume=True)["steps"] == 2

@@ -109,8 +109,12 @@ def test_the_check_detects_missing_rules(found):
 def test_batches_are_sharded_on_entry_and_must_divide(found):
     held, (tokens, rows) = found["entering"]
     assert held == {(ROWS // 2, SEQ // 4)}
-    assert tokens.startswith("input.seq_len=17 does not divide over the 4 devices that mesh.rules assign to 'seq'")
-    assert rows.startswith("input.batch_size=3 does not divide over the 2 devices that mesh.rules assign to 'batch'")
+    assert tokens.startswith(
+        "input.seq_len=17 cannot be split evenly over the 4 devices that mesh.rules assign to 'seq'"
+    )
+    assert rows.startswith(
+        "input.batch_size=3 cannot be split evenly over the 2 devices that mesh.rules assign to 'batch'"
+    )
 
 
 def test_a_sharded_sequence_gives_the_step_of_one_device():

@@ -117,7 +117,7 @@ def test_the_same_step_is_not_written_twice(checkpointer):
     save(checkpointer, 4)  # as after a last step at which a checkpoint is also due
     with Checkpointer.Config().build(checkpointer.folder) as other:
         for step in (3, 4):
-            with pytest.raises(AxcoreError, match=rf"cannot save step {step}: .* has checkpoints of 4"):
+            with pytest.raises(AxcoreError, match=rf"cannot save step {step}: .* has checkpoints of steps 4"):
                 save(other, step)
 
 
@@ -214,7 +214,7 @@ def test_unsupported_leaves_are_named(checkpointer):
 def test_an_unknown_step_lists_the_known_ones(checkpointer):
     save(checkpointer, 4)
     checkpointer.wait()
-    with pytest.raises(AxcoreError, match=r"no checkpoint of step 5 in .*\. It has 4\."):
+    with pytest.raises(AxcoreError, match=r"no checkpoint of step 5 in .*\. It has steps 4\."):
         checkpointer.meta(5)
 
 

@@ -86,7 +86,7 @@ def test_folder_and_damage_errors_are_raised_on_both(found, folder):
 
 
 def test_a_missing_process_is_named_after_the_timeout(found):
-    assert found[0]["late"].startswith("RuntimeTimeout: process 0 of 2 waited 2 s at 'restore-4' for process(es) 1,")
+    assert found[0]["late"].startswith("RuntimeTimeout: process 0 of 2 waited 2 s at 'restore-4' for process 1,")
 
 
 def test_one_process_restores_and_checks_a_checkpoint_of_two(found, folder):

@@ -194,7 +194,9 @@ def test_invalid_folders_have_distinct_errors(saved, tmp_path):
             ModelFolder.open(tmp_path)
     content = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "plugins": {"nobody": "axcore-nobody 1.0"}}))
-    with pytest.raises(AxcoreError, match=r"made with axcore-nobody 1\.0, and the plugin 'nobody' is not installed"):
+    with pytest.raises(
+        AxcoreError, match=r"requires the plugin 'nobody' \(axcore-nobody 1\.0\), which is not installed"
+    ):
         ModelFolder.open(tmp_path)
 
 

@@ -170,7 +170,10 @@ def test_a_run_killed_after_its_last_checkpoint_finishes_on_resume(train, whole,
 
 def test_resuming_with_fewer_steps_trains_none_and_says_so(train, copied):
     done = train(copied, "--resume", "--steps", "5").wait()
-    assert done.code == 0 and f"steps=5 is fewer than the {STEPS} steps already done, so no step is trained" in done.err
+    assert (
+        done.code == 0
+        and f"steps=5 is fewer than the {STEPS} steps already done, so there is nothing to train" in done.err
+    )
 
 
 def test_metrics_after_the_checkpoint_are_rewritten(train, whole, copied, tiny):

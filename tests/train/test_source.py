@@ -159,7 +159,7 @@ def test_an_invalid_path_raises(folder):
 
 def test_a_single_file_cannot_be_split(tmp_path):
     write(tmp_path, {"a.txt": b"a"})
-    with pytest.raises(ConfigError, match=r"Cut the text into more files"):
+    with pytest.raises(ConfigError, match=r"Split the text into more files"):
         read(tmp_path)
 
 
@@ -186,11 +186,11 @@ def test_a_folder_of_only_skipped_files_raises(tmp_path):
     [
         (
             0.001,
-            "all 3 files .* are for training and none for validation .*Raise validation_percent",
+            "all 3 files .* are in training and none in validation .*Raise validation_percent",
         ),
         (
             99.999,
-            "all 3 files .* are for validation and none for training .*Lower validation_percent",
+            "all 3 files .* are in validation and none in training .*Lower validation_percent",
         ),
     ],
 )
@@ -299,7 +299,7 @@ def test_an_invalid_json_line_raises(tmp_path, line, message):
 def test_a_missing_or_too_short_json_lines_file_raises(tmp_path):
     with pytest.raises(ConfigError, match=r"file='.*' cannot be read: No such file"):
         JsonLines.Config(file=str(tmp_path / "no")).build().documents(Split.TRAIN, 64)
-    with pytest.raises(ConfigError, match=r"too few lines: with validation_percent=2.0 none is for validation"):
+    with pytest.raises(ConfigError, match=r"too few lines: with validation_percent=2.0 no line is in validation"):
         json_lines(tmp_path / "x.jsonl", ['{"text": "a"}'])
 
 

@@ -64,12 +64,12 @@ def test_separators_surround_each_document():
 
 
 def test_id_outside_the_vocabulary_names_the_document():
-    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt with ids from 1 to 256.*vocab_size is 256"):
+    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt to ids from 1 to 256.*vocab_size is 256"):
         encode(Shifted.Config(size=256).build(), Document("b.txt", b"\x00\xff"))
 
 
 def test_separator_inside_a_document_raises():
-    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt with its own separator"):
+    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt to ids that include its separator_id=0"):
         encode(Shifted.Config(first=0).build(), Document("b.txt", b"a\0"))
 
 
