@@ -90,7 +90,7 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()
 
 __all__ = sorted(["__version__", *_SUBMODULES.split(), *_HOMES])
 
-if not TYPE_CHECKING:  # a type checker reads the imports above, and reports every other name
+if not TYPE_CHECKING:  # type checkers read the imports above instead
 
     def __getattr__(name: str) -> object:
         from importlib import import_module

@@ -73,8 +73,8 @@ class TextFiles(Source):
         """Percentage of files, or of the bytes of a single file, for validation, above 0 and below 100."""
         check_content: bool = True
         """Read every file once at the start, to skip files that are not text (they contain a zero byte) and duplicates,
-        which could otherwise be in both training and validation. Without it, the start is faster, but a changed file is
-        detected only if its size changes."""
+        which could otherwise be in both training and validation. False starts faster, but a change of a file is
+        detected only if it changes the size."""
         allow_unreadable: bool = False
         """Skip files and folders that cannot be read, instead of raising an error."""
 
@@ -83,7 +83,7 @@ class TextFiles(Source):
     def __init__(self, cfg: Config):
         """
         Raises:
-            ConfigError: `validation_percent` is out of range.
+            ConfigError: `max_file_bytes` or `validation_percent` is out of range.
         """
         config.at_least(cfg, 0, "max_file_bytes")
         check_percent(cfg.validation_percent)
@@ -100,7 +100,7 @@ class TextFiles(Source):
 
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
         """See `Source.documents`."""
-        import grain  # slow to import, and a config's module should not be
+        import grain  # slow to import, so not at the top of a module with configs
 
         index = self.index
         return grain.MapDataset.source(Pieces(index.folder, index.files[split], piece_bytes))
@@ -114,7 +114,7 @@ class TextFiles(Source):
         """The files to read, listed on first use.
 
         Raises:
-            ConfigError: the folder is missing, not a folder, or without text; a file cannot be read; or a split is
+            ConfigError: the folder is missing, not a folder, or contains no text; a file cannot be read; or a split is
                 empty.
         """
         folder = self.folder()
@@ -228,8 +228,8 @@ class TextFiles(Source):
             full, empty = ("training", "validation") if train else ("validation", "training")
             advice = "Raise" if train else "Lower"
             raise config.ConfigError(
-                f"all {train + validation} files in folder={folder!r} are for {full} and none for {empty} (a hash of "
-                f"its path assigns each file). {advice} validation_percent={percent}, or cut the text into more files."
+                f"all {train + validation} files in folder={folder!r} are in {full} and none in {empty} (a hash of its "
+                f"path assigns each file). {advice} validation_percent={percent}, or split the text into more files."
             )
 
 
