@@ -226,7 +226,8 @@ UNCHANGED = """
     def process():
         absl = logging.getLogger("absl")
         log = (absl.level, absl.propagate, *map(list, (absl.filters, absl.handlers, logging.root.handlers)))
-        return log, list(warnings.filters), sys.unraisablehook, sys.excepthook, sys.stdout, sys.stderr
+        asyncio = list(logging.getLogger("asyncio").filters)
+        return log, asyncio, list(warnings.filters), sys.unraisablehook, sys.excepthook, sys.stdout, sys.stderr
 
     select = selectors.DefaultSelector.select
 
