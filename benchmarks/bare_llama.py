@@ -1,7 +1,6 @@
-"""The training step of a Llama in bare JAX: the mathematics of the axcore recipes, without a framework.
+"""The training step of a Llama in bare JAX: the same computation as the axcore recipes, without a framework.
 
-What axcore is measured against in `dispatch.py` and `step_vs_bare.py`. Keep it equal in mathematics: both programs
-check that the losses agree.
+`dispatch.py` and `step_vs_bare.py` compare axcore with it, and check that the losses agree.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class Shape:
     vocab_size: int
     compute: Any = jnp.bfloat16
     attention: str = "reference"
-    """`reference`, or `cudnn`: the kernel of axcore-cudnn, so that packed rows are attended alike."""
+    """`reference`, or `cudnn`: the attention function of axcore-cudnn, which supports packed rows."""
     unroll: int = 1
     saved: tuple[str, ...] | None = None
-    """Names that the backward pass keeps; None: everything."""
+    """Names of the values that the backward pass keeps; None: all."""
 
     @property
     def head_dim(self) -> int:
@@ -40,7 +39,7 @@ class Shape:
 
 
 def init(shape: Shape, key: jax.Array) -> dict[str, Any]:
-    """float32 parameters, layers stacked, standard deviation 0.02."""
+    """Stacked float32 parameters with standard deviation 0.02."""
     dim, hidden, layers = shape.dim, shape.hidden_dim, shape.num_layers
     kv = shape.num_kv_heads * shape.head_dim
     sizes = {
@@ -108,7 +107,7 @@ def loss(shape: Shape, params: dict[str, Any], batch: dict[str, jax.Array]) -> j
 
 
 def _attend(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Causal attention inside documents, by cuDNN or written out (`reference`)."""
+    """Causal attention within documents, by cuDNN or in plain JAX (`reference`)."""
     if shape.attention == "cudnn":
         from axcore_cudnn.fused import attention
         from axcore_cudnn.primitives import Form
@@ -127,7 +126,7 @@ def _attend(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids:
 
 
 def optimizer(params: dict[str, Any]) -> optax.GradientTransformation:
-    """Clipping, Adam and decoupled weight decay, before the learning rate."""
+    """Clipping, Adam and decoupled weight decay, without the learning rate."""
     decays = {name: "norm" not in name for name in params}
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -137,7 +136,7 @@ def optimizer(params: dict[str, Any]) -> optax.GradientTransformation:
 
 
 def make_step(shape: Shape, transformation: optax.GradientTransformation) -> Callable[..., Any]:
-    """(params, optimizer state, step, total steps, batch) -> the first four, one step later, and metrics."""
+    """(params, optimizer state, step, total steps, batch) -> the updated first four, and metrics."""
 
     def step(params: Any, state: Any, count: jax.Array, total: jax.Array, batch: dict[str, jax.Array]) -> Any:
         value, grads = jax.value_and_grad(lambda params: loss(shape, params, batch))(params)

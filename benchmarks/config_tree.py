@@ -1,7 +1,7 @@
-"""Edits of a config tree of a thousand nodes.
+"""Time of operations on a config tree of a thousand nodes.
 
-Prints one JSON object on its last line: `edit_ms` (set one field on every attention; bar 20), `text_ms` (bar 50),
-`diff_ms` (bar 100), medians.
+Prints a JSON object on the last line, with medians: `edit_ms` (setting one field of every attention layer; limit 20),
+`text_ms` (limit 50) and `diff_ms` (limit 100).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from axcore.nn import Attention, FeedForward, TransformerLayer
 
 
 class Tower(ax.Config):
-    """Layers side by side, each a tree of its own."""
+    """Independent layers."""
 
     layers: tuple[TransformerLayer.Config, ...]
 

@@ -1,7 +1,7 @@
-"""Decoding one row: axcore's `Generator` with a contiguous cache beside the same mathematics in bare JAX.
+"""Decoding of one row: axcore's `Generator` with a contiguous cache, compared with the same computation in bare JAX.
 
-The shape is that of Llama 2 7B, with random bfloat16 weights; 512 tokens in, 256 out, greedy. Prints one JSON object:
-tokens/s, and the milliseconds until the first token.
+The model has the shape of Llama 2 7B and random bfloat16 weights. It gets a prompt of 512 tokens and generates 256,
+greedily. Prints a JSON object with tokens/s and the milliseconds until the first token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def measured(name: str, sample: Callable[[int], Any]) -> dict[str, Any]:
-    """Times a function of the number of tokens."""
+    """Times a function that generates a given number of tokens."""
 
     def seconds(count: int) -> float:
         began = time.perf_counter()
@@ -75,7 +75,7 @@ def axcore_sampler(given: Any) -> Callable[[int], Any]:
 
 
 def bare_sampler(given: Any) -> Callable[[int], Any]:
-    """Plain JAX with one array a layer and the caches donated."""
+    """The same decoding in bare JAX, with separate arrays for each layer and donated caches."""
     dim, hidden, heads, head_dim = given.dim, given.hidden, given.heads, given.dim // given.heads
     keys = iter(jax.random.split(jax.random.key(0), 7 * given.layers + 2))
 

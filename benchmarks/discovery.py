@@ -1,9 +1,9 @@
-"""Finding the plugins when fifty are installed.
+"""Time of plugin discovery with fifty plugins installed.
 
-Makes throw-away distributions, each with an entry point, a module and metadata of a usual size, and times
-`Registry(...)` in fresh processes, after `importlib.metadata` has gone through the distributions. Prints one JSON
-object on its last line: `min_ms` and `median_ms` (bar 30), `cpu_ms` (processor time, median), `import_ms` (importing
-the modules and nothing else, median), `scan_ms` (the metadata scan, median), `plugins` (how many were loaded).
+Creates temporary distributions, each with an entry point, a module and metadata of realistic size, and times
+`Registry(...)` in fresh processes, after the metadata scan of `importlib.metadata`. Prints a JSON object on the last
+line: `min_ms` and `median_ms` (limit 30), `cpu_ms` (median CPU time), `import_ms` (median time of importing only the
+modules), `scan_ms` (median time of the metadata scan) and `plugins` (number of loaded plugins).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ print(json.dumps(1e3 * (time.perf_counter() - began)))
 
 
 def install(site: Path, number: int) -> None:
-    """Writes one distribution as an installer would leave it."""
+    """Writes the files of one installed distribution."""
     name = f"bench-{number}"
     package, info = site / f"bench_{number}", site / f"bench_{number}-1.0.dist-info"
     package.mkdir()
@@ -72,7 +72,7 @@ def install(site: Path, number: int) -> None:
     (package / "__init__.py").write_text("")
     (package / "plugin.py").write_text(MODULE.format(name=name, number=number))
     needs = "".join(f"Requires-Dist: {needed}\n" for needed in ("axcore>=0.1", "jax>=0.11.1", "flax>=0.12.9"))
-    readme = "A line of a README, as long as such lines are, and there are many of them.\n" * 100
+    readme = "A line of a README with a typical length, repeated to a typical file size.\n" * 100
     head = f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\n{needs}"
     (info / "METADATA").write_text(f"{head}\n{readme}")
     (info / "entry_points.txt").write_text(f"[axcore.plugins]\n{name} = bench_{number}.plugin\n")
@@ -86,7 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(arguments.plugins):
             install(Path(folder), number)
-        compileall.compile_dir(folder, quiet=2)  # as an installer does
+        compileall.compile_dir(folder, quiet=2)  # installers do this too
         environ = {**os.environ, "PYTHONPATH": folder}
 
         def measured(script: str, *args: str) -> Any:

@@ -1,7 +1,7 @@
-"""What axcore adds to bare JAX before the device has anything to do: tracing, dispatch, and compile time over depth.
+"""Host overhead of axcore over bare JAX: tracing, dispatch, and compile time by depth.
 
-Prints one JSON object on its last line: `trace_ratio` (32 scanned layers; bar 1.15), `dispatch_ratio` (steady step on
-tiny arrays; bar 1.10), `compile_flatness` (compile time of 96 scanned layers over that of 2; bar 1.15).
+Prints a JSON object on the last line: `trace_ratio` (32 scanned layers; limit 1.15), `dispatch_ratio` (steady step on
+tiny arrays; limit 1.10) and `compile_flatness` (compile time of 96 scanned layers over that of 2; limit 1.15).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pair(
     before: Callable[[], Any] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, float]:
-    """Median seconds of each, taken in turn so that a drift of the machine hits both."""
+    """Median seconds of each function. They run in turn, so that drift of the machine affects both."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for fn, kept in zip((a, b), times, strict=True):
@@ -66,7 +66,7 @@ def main() -> None:
         lambda: jax.jit(bare_step).trace(*bare_state, data),
         rounds,
         jax.clear_caches,
-        time.process_time,  # tracing is Python on one thread: what else runs here should not count
+        time.process_time,  # tracing uses one thread, and other processes should not count
     )
 
     ours = program.compile_train(data)

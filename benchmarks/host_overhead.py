@@ -1,7 +1,7 @@
-"""Python work between steps of a real run: the quickstart recipe, its writers on, each step logged.
+"""Time of Python between the steps of a run of the quickstart recipe, with its writers, logging each step.
 
-Prints one JSON object on its last line: `host_ms_p50` and `host_ms_p90`, the time between the return of one step call
-and the next that was not spent waiting for the device.
+Prints a JSON object on the last line: `host_ms_p50` and `host_ms_p90`, the time between one step call and the next,
+without waiting for the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     cfg = cfg.set(callbacks={name: each for name, each in cfg.callbacks.items() if name not in AT_THE_END})
     seconds: list[float] = []
 
-    class Recorded(session.Loop):  # the trainer reports the median only
+    class Recorded(session.Loop):  # the trainer only reports the median
         def flush(self) -> None:
             super().flush()
             seconds[:] = self.host_seconds[20:]

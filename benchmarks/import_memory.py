@@ -1,7 +1,7 @@
-"""Host memory that importing a checkpoint takes beside the arrays that it ends in; the bar is the largest file and 10%.
+"""Peak host memory of importing a checkpoint, without the final arrays. The limit is the largest file plus 10%.
 
-Writes a random Llama checkpoint in shards, imports it on the CPU, where the arrays lie in host memory too, and reads
-peaks from Linux's /proc. Prints one JSON object on its last line.
+Writes a sharded Llama checkpoint, imports it on the CPU, where the final arrays are in host memory too, and reads the
+peak from /proc (Linux). Prints a JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from axcore_hf.sources import Safetensors
 
 
 def resident(kind: str) -> int:
-    """Bytes of this process: VmRSS now, or VmHWM at most since the peak was cleared."""
+    """Resident bytes of this process: `VmRSS` now, `VmHWM` the peak since it was last cleared."""
     (line,) = (line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
     return 1024 * int(line.split()[1])
 
@@ -60,7 +60,7 @@ def main() -> None:
         largest = max(file.stat().st_size for file in folder.glob("*.safetensors"))
         jax.block_until_ready(importing.load(family, cfg, Safetensors(folder), cfg, params, {}))  # compiles
         gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # or freed memory would hide what is staged
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # otherwise, reuse of freed memory would hide allocations
         pathlib.Path("/proc/self/clear_refs").write_text("5")
         before, start = resident("VmRSS"), time.perf_counter()
         loaded = jax.block_until_ready(importing.load(family, cfg, Safetensors(folder), cfg, params, {}))
@@ -73,7 +73,7 @@ def main() -> None:
                 "checkpoint_mib": round(size / 2**20),
                 "largest_file_mib": round(largest / 2**20),
                 "staged_mib": round(staged / 2**20),
-                "of_bar": round(staged / (1.1 * largest), 3),
+                "of_limit": round(staged / (1.1 * largest), 3),
                 "seconds": round(seconds, 2),
             }
         )

@@ -1,4 +1,4 @@
-"""An axcore training step and its twin in bare JAX, on the same batch, from the same sizes."""
+"""The same Llama training step in axcore and in bare JAX, and a batch for both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from axcore.train.step.program import Program, program
 
 
 def axcore_program(shape: Shape, features: Sequence[str] = ()) -> Program:
-    """The step that axcore's trainer runs for these sizes, on one device."""
+    """The training step of axcore for these sizes, on one device."""
     linear = Linear.Config(init=Normal(stddev=0.02))
     layer = TransformerLayer.Config(
         attention=Attention.Config(
@@ -47,13 +47,13 @@ def axcore_program(shape: Shape, features: Sequence[str] = ()) -> Program:
 
 
 def batch(batch_size: int, seq_len: int) -> dict[str, jax.Array]:
-    """The first batch that the trainer makes of Python's standard library: packed rows of bytes."""
+    """The first training batch of Python's standard library: packed rows of bytes."""
     cfg = ax.recipe("quickstart").input.set(batch_size=batch_size, seq_len=seq_len, prefetch_batches=0)
     return {name: jnp.asarray(x) for name, x in next(iter(cfg.build().train_batches())).items()}
 
 
 def documents_per_row(data: dict[str, jax.Array]) -> float:
-    """How many documents a row holds on average."""
+    """Average number of documents per row."""
     begins = np.diff(np.asarray(data["segment_ids"]), axis=1) != 0
     return float(1 + begins.sum(axis=1).mean())
 
@@ -66,7 +66,7 @@ def kernels_of(program: Program, data: Any) -> str:
 
 
 def bare_params(params: Any) -> dict[str, Any]:
-    """axcore's parameters as the bare program names them, so that both start alike."""
+    """axcore's parameters with the names of the bare program, so that both start from the same values."""
     layers = params["decoder"]["layers"]
     attention = {name: layers["attention"][name]["weight"] for name in ("query", "key", "value", "projection")}
     ffn = {name: layers["ffn"][name]["weight"] for name in ("gate", "up", "down")}

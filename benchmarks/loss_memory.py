@@ -1,7 +1,7 @@
-"""Memory of the loss and its gradients, by how many places of a row have logits at once (`CrossEntropy.Config.chunk`).
+"""Memory of the loss and its gradients, by `CrossEntropy.Config.chunk`: the tokens of a row whose logits exist at once.
 
-A model of embedding, norm and head alone, so that nothing else takes memory, is compiled and, with --run, timed. Prints
-a table of the temporaries that the compiler plans, and one JSON object on its last line.
+Compiles a model without layers, so that almost only the loss takes memory, and times it with --run. Prints a table of
+the temporary buffers in the compiled program, and a JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def measured(cfg: CausalLM.Config, chunk: int | None, batch: Any, run: bool) -> tuple[int, float | None]:
-    """(bytes of the compiled gradient step beside its arguments and results, median milliseconds of a step)."""
+    """(bytes of temporary buffers in the compiled gradient step, median milliseconds per step)."""
     fn, params, _ = abstract(cfg)
     objective = CrossEntropy.Config(z_loss=1e-4, chunk=chunk).build()
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--tied", action="store_true")
-    parser.add_argument("--run", action="store_true", help="time each, too")
+    parser.add_argument("--run", action="store_true", help="also time each chunk size")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     rows = (arguments.batch, arguments.seq)
@@ -67,7 +67,7 @@ def main() -> None:
         cfg = cfg.set(head=None)
     logits = 4 * arguments.batch * arguments.seq * arguments.vocab
     print(f"all logits in float32: {logits / MIB:,.0f} MiB\n")
-    print("| chunk | temporaries | of all at once | ms |\n|---|---:|---:|---:|")
+    print("| chunk | temporaries | relative to None | ms |\n|---|---:|---:|---:|")
     chunks = [None, *(arguments.seq // parts for parts in (2, 4, 8, 16, 32) if arguments.seq >= parts)]
     found = {str(chunk): measured(cfg, chunk, batch, arguments.run) for chunk in chunks}
     for chunk, (size, ms) in found.items():

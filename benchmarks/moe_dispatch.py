@@ -1,7 +1,7 @@
-"""Time of a mixture of experts, forward and backward, by dispatch; against a plain feed-forward block of as many active
-features, which no dispatch can beat.
+"""Time of a mixture of experts, forward and backward, for each dispatch.
 
-Prints a table for each shape, and one JSON object on its last line. Run it on an accelerator.
+The lower bound is a plain feed-forward block with the same number of active features. Prints a table for each shape,
+and a JSON object on the last line. Run it on an accelerator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from axcore_moe.matmul import Tokamax
 from axcore_moe.router import TopK
 
 SHAPES = {
-    # name: (tokens, dim, hidden features of an expert, experts, experts for each token)
+    # name: (tokens, dim, hidden features of an expert, experts, experts per token)
     "mixtral-8x7b": (8192, 4096, 14_336, 8, 2),
     "qwen3-30b-a3b": (16_384, 2048, 768, 128, 8),
     "tiny": (256, 64, 32, 8, 2),
@@ -79,12 +79,12 @@ def main() -> None:
             layers["Dense"] = moe.set(dispatch=Dense())
             layers["Dropless(RaggedDot)"] = moe.set(dispatch=Dropless(matmul=RaggedDot()))
         print(f"\n{name}: {tokens} tokens, {dim} -> {hidden}, {top_k} of {experts} experts\n")
-        print("| layer | ms | of the plain block | GiB of temporaries |\n|---|---:|---:|---:|")
+        print("| layer | ms | relative to the plain block | GiB of temporaries |\n|---|---:|---:|---:|")
         found = {}
         for label, layer in layers.items():
             try:
                 found[label] = milliseconds(layer, tokens, dim, arguments.rounds)
-            except Exception as error:  # a variant that this machine cannot run must not take the others along
+            except Exception as error:  # if one variant fails on this machine, continue with the others
                 print(f"| {label} | {type(error).__name__}: {str(error).splitlines()[0][:100]} | | |", flush=True)
                 continue
             ms, gib = found[label]

@@ -1,7 +1,7 @@
 """Time and memory of cuDNN attention on packed rows, on one GPU: `python benchmarks/packed_attention.py`.
 
-Prints milliseconds (median of five times five calls) and GiB of temporaries, forward and with the backward pass, for
-plain causal attention and for packed rows of some documents each.
+Prints milliseconds (median of five runs of five calls) and GiB of temporaries, for the forward pass and for forward and
+backward pass, with plain causal attention and with several numbers of documents per row.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def main() -> None:
     )
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {arguments}")
     rows: dict[str, Any] = {"plain causal": None}
-    rows |= {f"{n} documents a row": jnp.asarray(even(batch, seq, n)) for n in (1, 4, 16, 64)}
+    rows |= {f"{n} documents per row": jnp.asarray(even(batch, seq, n)) for n in (1, 4, 16, 64)}
     mixed = lognormal(batch, seq)
-    rows[f"random lengths, {mixed.max(1).mean():.1f} documents a row"] = jnp.asarray(mixed)
+    rows[f"random lengths, {mixed.max(1).mean():.1f} documents per row"] = jnp.asarray(mixed)
     for name, ids in rows.items():
 
         def forward(q: Any, k: Any, v: Any, ids: Any) -> Any:
@@ -56,7 +56,7 @@ def even(batch: int, seq: int, count: int) -> np.ndarray:
 
 
 def lognormal(batch: int, seq: int) -> np.ndarray:
-    """Segment ids of documents with a median of 403 tokens, at least 10, cut at the end of the row."""
+    """Segment ids of documents of random length: median 403 tokens, at least 10, cut at the end of the row."""
     random, ids = np.random.default_rng(0), np.zeros((batch, seq), np.int32)
     for row in ids:
         start, number = 0, 1

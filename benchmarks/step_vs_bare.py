@@ -1,7 +1,8 @@
-"""The axcore training step of a Llama beside the same mathematics in bare JAX, on one accelerator.
+"""The training step of a Llama in axcore, compared with the same computation in bare JAX, on one accelerator.
 
-Both are compiled with the same remat, unroll and flags and timed in turn, in blocks. Prints one JSON object on its last
-line; `scan_ratio` and `unrolled_ratio` are axcore's step time over bare JAX's (bar 1.02).
+Both are compiled with the same remat policy, unroll and flags, and timed in alternating blocks of steps. Prints a JSON
+object on the last line. `scan_ratio` and `unrolled_ratio` are the step time of axcore over that of bare JAX (limit
+1.02).
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--attention", default="cudnn", help="cudnn, or reference on a machine without it")
+    parser.add_argument("--attention", default="cudnn", help="cudnn, or reference on a machine without cuDNN")
     parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=8, help="in a block")
-    parser.add_argument("--profile", action="store_true", help="also print where the time of each variant goes")
+    parser.add_argument("--steps", type=int, default=8, help="steps per block")
+    parser.add_argument("--profile", action="store_true", help="also print the device time of each operation")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     shape = bare_llama.Shape(
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def compare(name: str, shape: bare_llama.Shape, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times both programs in one form; returns figures named after it."""
+    """Times both programs with this shape. The names of the figures begin with `name`."""
     program = axcore_program(shape, [arguments.attention] if arguments.attention == "cudnn" else [])
     data = batch(arguments.batch, arguments.seq)
     ours = program.compile_train(data)
@@ -110,7 +111,7 @@ def compare(name: str, shape: bare_llama.Shape, arguments: argparse.Namespace) -
 
 
 def profile(run: Any, steps: int = 3, top: int = 14) -> list[tuple[str, float]]:
-    """Device time of one step by kind of operation, from the profiler, largest first."""
+    """(operation, device milliseconds of one step) from the profiler, longest first."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(steps):

@@ -1,6 +1,7 @@
-"""Training throughput of a Llama on every local device, FSDP, on the packed batch that the trainer makes.
+"""Training throughput of a Llama with FSDP over all local devices, on a packed batch of the trainer.
 
-Prints one JSON object: tokens/s of a device, and MFU over 989 TFLOP/s, counting the whole attention square.
+Prints a JSON object with tokens/s per device, and the MFU at a peak of 989 TFLOP/s, counting attention without the
+causal mask.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     sizes = {"dim": 4096, "layers": 32, "heads": 32, "kv-heads": 32, "hidden": 11008, "batch": 2, "seq": 4096}
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help="batch: rows a device" * (name == "batch"))
+        parser.add_argument(f"--{name}", type=int, default=default, help="rows per device" * (name == "batch"))
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--unroll", type=int, help="layers in a step of the loop; all, if not given")
-    parser.add_argument("--chunk", type=int, help="places of each row whose logits exist at once")
-    parser.add_argument("--saved", help="names that the backward pass keeps, with commas; everything, if not given")
+    parser.add_argument("--unroll", type=int, help="layers per loop step; default: all")
+    parser.add_argument("--chunk", type=int, help="tokens of each row whose logits exist at once")
+    parser.add_argument(
+        "--saved", help="comma-separated names of the values that the backward pass keeps; default: all"
+    )
     parser.add_argument("--kernel", default="cudnn")
     given = parser.parse_args()
     layer = TransformerLayer.Config(

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Prints the path of a working Python >= 3.12 that can create virtual environments, and its version on stderr.
-# Usage: tools/find_python.sh [MAJOR.MINOR]    With a version, accepts only that one. Exits 1 if there is none.
+# Prints the path of a working Python >= 3.12 that can create virtual environments, also on stderr.
+# Usage: tools/find_python.sh [MAJOR.MINOR]    With a version, accepts only that one. Exits with 1 if there is none.
 #
-# It runs each candidate instead of trusting its name: a pyenv shim is on PATH even where no version is selected,
-# and Debian ships a Python without ensurepip.
+# Runs each candidate, because its name is not enough: a pyenv shim is on PATH even if no version is selected, and
+# Debian ships a Python without ensurepip.
 want=${1:-}
 
 # probe CANDIDATE LOWEST HIGHEST: prints the interpreter's own path if it is a CPython in that range of versions.
@@ -35,11 +35,11 @@ if [ -n "$want" ]; then
   search "$want" "$want"
 else
   if [ -n "$PYTHON" ] && ! probe "$PYTHON" 3.12 3.99 >/dev/null; then
-    echo "PYTHON=$PYTHON is no Python >= 3.12 that runs; looking for another" >&2
+    echo "PYTHON=$PYTHON is not a working Python >= 3.12; looking for another" >&2
   elif [ -n "$PYTHON" ]; then
     search 3.12 3.99
   fi
-  search 3.12 3.13 # the versions that every pinned package has wheels for
+  search 3.12 3.13 # every pinned package has wheels for these versions
   search 3.12 3.99
 fi
 exit 1

@@ -1,7 +1,7 @@
 """Writes requirements.lock, requirements-oldest.lock and requirements-newest.lock with `uv pip compile`.
 
 Run it as `make lock`. Inputs: requirements.in and the dependencies of every distribution in the repository.
-The locks serve every platform and Python from 3.12 on (`--universal`), and name no package index.
+The locks are valid for every platform and for Python 3.12 and later (`--universal`), and name no package index.
 """
 
 import re
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Each version cell: its lock file, extra requirements, extra flags.
 CELLS: list[tuple[str, list[str], list[str]]] = [
     ("requirements.lock", ["jax==0.11.2", "flax==0.12.10"], []),
-    # The declared lower bounds, which today means jax 0.11.1 and flax 0.12.9.
+    # The declared lower bounds, currently jax 0.11.1 and flax 0.12.9.
     ("requirements-oldest.lock", [], ["--resolution", "lowest-direct"]),
     ("requirements-newest.lock", [], []),
 ]

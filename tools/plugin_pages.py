@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/plugin_pages.py
 
-A page names its plugin in the line `$ axcore new-plugin NAME --kind KIND`. Its blocks with a title below `NAME/` are
-rewritten.
+A page names its plugin in the line `$ axcore new-plugin NAME --kind KIND`. The script rewrites the code blocks of the
+page whose titles are files of the plugin.
 """
 
 import pathlib

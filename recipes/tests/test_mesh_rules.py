@@ -1,4 +1,4 @@
-"""The mesh rules: the fields that they set, and equality of sharded and single-device steps."""
+"""Mesh rules: the fields that they set, and equality of sharded and single-device steps."""
 
 import re
 
@@ -13,7 +13,7 @@ from axcore.plugin import registry, use_text
 from axcore.testing import ParallelismSuite
 
 
-@pytest.mark.slow  # tests/parallel runs the suite by day
+@pytest.mark.slow  # tests/parallel runs the suite in the short run
 class TestCpu(ParallelismSuite):
     name = "cpu"
     accelerator = "cpu-4x2"
@@ -28,11 +28,11 @@ class TestCpu(ParallelismSuite):
         ("tpu-v5e-256x4", {"data": 4, "fsdp": 256}),
     ],
 )
-def test_parameters_are_sharded_within_a_host_or_slice_and_copied_over_them(accelerator, shape):
+def test_meshes_shard_within_a_host_and_replicate_over_hosts(accelerator, shape):
     assert ax.pipe(ax.recipe("llama2-7b"), ax.target(accelerator)).mesh.shape == shape
 
 
-def test_small_tpus_recompute_all_and_large_ones_as_the_recipe_says():
+def test_remat_depends_on_the_memory_of_the_tpu():
     recipe = ax.recipe("llama2-7b")
     assert ax.pipe(recipe, ax.target("tpu-v5e-256")).model.decoder.remat == Remat()
     assert ax.pipe(recipe, ax.target("tpu-v5p-512")).model.decoder.remat == recipe.model.decoder.remat
@@ -52,18 +52,18 @@ def without_cudnn(monkeypatch):
     registry.cache_clear()
 
 
-def test_on_an_h100_attention_is_cudnn_s_alone():
-    """A fallback would silently train slowly."""
+def test_h100_attention_uses_only_cudnn():
+    """A fallback kernel would be slow without notice."""
     pytest.importorskip("axcore_cudnn")
     recipe = ax.recipe("llama2-7b")
     (kernel,) = kernels(ax.pipe(recipe, ax.target("gpu-h100-8")))
     assert [type(each).__qualname__ for each in kernel.order] == ["CudnnKernel.Config"]
     assert kernels(ax.pipe(recipe, ax.target("gpu-a100-8"))) == kernels(recipe)
     own = ax.select(recipe, Attention).set(kernel=kernel.order[0])
-    assert kernels(ax.pipe(own, ax.target("gpu-h100-8"))) == [kernel.order[0]]  # what somebody chose stays
+    assert kernels(ax.pipe(own, ax.target("gpu-h100-8"))) == [kernel.order[0]]  # an explicit kernel is kept
 
 
-def test_what_computes_in_float32_keeps_the_reference_kernel():
+def test_float32_attention_keeps_the_reference_kernel():
     recipe = ax.recipe("quickstart")
     assert kernels(ax.pipe(recipe, ax.target("gpu-h100-8"))) == kernels(recipe) == [ReferenceKernel.Config()]
     wide = ax.select(ax.recipe("llama2-7b"), Attention).set(dtypes=ax.DTypes(compute=jnp.float32))
@@ -72,7 +72,7 @@ def test_what_computes_in_float32_keeps_the_reference_kernel():
     assert kernels(ax.pipe(narrow, ax.target("gpu-h100-8"))) != [ReferenceKernel.Config()]
 
 
-def test_without_axcore_cudnn_an_h100_is_refused_until_the_reference_kernel_is_allowed(without_cudnn):
+def test_h100_requires_cudnn_or_an_explicit_reference_kernel(without_cudnn):
     recipe = ax.recipe("llama2-7b")
     with pytest.raises(ax.ConfigError, match=r"attention\.kernel: .*Install axcore-cudnn, or allow") as refused:
         ax.pipe(recipe, ax.target("gpu-h100-8"))
@@ -82,7 +82,7 @@ def test_without_axcore_cudnn_an_h100_is_refused_until_the_reference_kernel_is_a
     ax.pipe(ax.recipe("quickstart"), ax.target("gpu-h100-8"))
 
 
-def test_cudnn_takes_the_packed_rows_that_the_recipe_trains_on():
+def test_cudnn_supports_the_packed_rows_of_a_recipe():
     pytest.importorskip("axcore_cudnn")
     cfg = ax.pipe(ax.recipe("llama2-7b"), ax.target("gpu-h100-8")).set(microbatches=16)
     (found,) = [each for each in explain(cfg, "gpu-h100-8").slots if each.kind == "attention kernel"]

@@ -23,7 +23,7 @@ PUBLISHED = {
     "gpt-oss-20b": 20.915e9,
     "smollm2-135m": 134.515e6,
 }
-"""Parameters that the weight files of each hold; of Gemma 3 those of the text model."""
+"""Number of parameters in the published weights; for Gemma 3, in its text model."""
 
 
 def parameters(cfg):
@@ -31,18 +31,18 @@ def parameters(cfg):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_it_has_as_many_parameters_as_published(name):
+def test_parameter_count_equals_the_published_model(name):
     assert parameters(ax.recipe(name)) == pytest.approx(PUBLISHED[name], rel=1e-3)
 
 
-def test_deepseek_v3_has_671b_parameters_and_a_module_for_the_token_after_the_next():
+def test_deepseek_v3_has_671b_parameters_and_one_future_module():
     cfg = ax.recipe("deepseek-v3")
     without = cfg.set(model=cfg.model.set(future=()))
     assert parameters(without) == pytest.approx(671.03e9, rel=1e-3)
     assert len(cfg.model.future) == 1
 
 
-def test_gemma3_has_five_local_layers_and_then_a_global_one():
+def test_gemma3_alternates_five_local_layers_and_a_global_layer():
     sizes = [len(place.config.attention.mask.masks) for place in layers_of(ax.recipe("gemma3-4b").model.decoder)]
     assert sizes == ([3] * 5 + [2]) * 5 + [3] * 4
 

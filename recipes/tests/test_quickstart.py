@@ -1,4 +1,4 @@
-"""The recipe `quickstart`: its components, and (slow) the files of a run."""
+"""The recipe `quickstart`: its components, and the files of a run (slow)."""
 
 import json
 import math
@@ -20,21 +20,21 @@ def quickstart():
     return ax.recipe("quickstart")
 
 
-def test_it_composes_to_the_same_config_every_time(quickstart):
+def test_recipe_is_deterministic(quickstart):
     assert ax.recipe("quickstart").text() == quickstart.text()
     assert quickstart.build().config == quickstart
 
 
-def test_it_is_as_long_as_the_first_page_of_the_readme_says(quickstart):
+def test_duration_is_the_one_in_the_readme(quickstart):
     assert quickstart.steps is None and 3 <= quickstart.minutes < 4  # the command takes under four minutes
 
 
-def test_every_layer_begins_with_a_short_convolution(quickstart):
+def test_every_layer_has_a_short_convolution(quickstart):
     found = ax.select(quickstart.model, TransformerLayer)
     assert {type(node) for _, node in found} == {ConvTransformerLayer.Config}
 
 
-def test_muon_moves_the_matrices_of_the_layers_and_adamw_everything_else(quickstart):
+def test_muon_updates_layer_matrices_and_adamw_the_rest(quickstart):
     assert type(quickstart.learner.optimizer.others) is AdamW.Config
     state = quickstart.build().program().state.optimizer
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
@@ -51,7 +51,7 @@ def test_rope_is_in_every_attention(quickstart):
     assert {type(node.position).__module__ for node in found} == {"axcore_rope.rotary"}
 
 
-def test_its_model_builds_and_has_the_size_that_it_says(quickstart):
+def test_model_has_the_documented_size(quickstart):
     fn, params, state = abstract(quickstart.model)
     sizes = [math.prod(leaf.shape) for leaf in _leaves(params)]
     assert 0.5e6 < sum(sizes) < 0.55e6
@@ -61,11 +61,11 @@ def test_its_model_builds_and_has_the_size_that_it_says(quickstart):
     assert stacked and {leaf.shape[0] for leaf in stacked} == {layers}
 
 
-def test_its_vocabulary_is_that_of_its_tokenizer(quickstart):
+def test_vocabulary_size_equals_the_tokenizer(quickstart):
     assert quickstart.model.vocab_size == quickstart.input.tokenizer.build().vocab_size
 
 
-def test_it_holds_no_path_of_this_machine(quickstart, tmp_path):
+def test_config_contains_no_absolute_path(quickstart, tmp_path):
     assert "/" not in quickstart.text().replace("**/", "")
 
 
@@ -78,7 +78,7 @@ def _leaves(tree):
 
 
 @pytest.mark.slow
-def test_a_short_run_leaves_picture_sample_summary_and_config(tmp_path, capsys):
+def test_a_short_run_writes_its_files(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", "quickstart", "--set", "steps=40", "--set", "minutes=none", "--out", str(out)]) == 0
     names = {path.name for path in out.iterdir()}

@@ -1,4 +1,4 @@
-"""Compression figures and the picture of the losses."""
+"""Compression baselines and the loss plot."""
 
 import itertools
 import json
@@ -16,14 +16,14 @@ from matplotlib.image import imread
 from axcore_recipes.reports import compression_bits_per_byte, plot_losses, read_series, smooth
 
 
-def test_random_bytes_do_not_compress_and_equal_ones_do():
+def test_constant_bytes_compress_and_random_bytes_do_not():
     random = compression_bits_per_byte([os.urandom(50_000)])
     assert all(8 <= value < 8.1 for value in random.values())
     equal = compression_bits_per_byte([b"a" * 50_000])
     assert all(0 < value < 0.05 for value in equal.values())
 
 
-def test_figures_are_of_one_whole_stream():
+def test_chunks_are_compressed_as_one_stream():
     data = b"".join(b"def f%d(x):\n    return x + %d\n" % (i, i * i) for i in range(2000))
     figures = compression_bits_per_byte([data])
     z, x = (figures[f"{name}_bits_per_byte"] * len(data) / 8 for name in ("zlib", "lzma"))
@@ -32,7 +32,7 @@ def test_figures_are_of_one_whole_stream():
     assert x < z < len(data) / 2
 
 
-def test_nothing_cannot_be_compressed():
+def test_an_empty_text_raises():
     with pytest.raises(ValueError, match="no bytes"):
         compression_bits_per_byte([b""])
 
@@ -47,7 +47,7 @@ def metrics(tmp_path):
     return write
 
 
-def test_series_are_read_by_step(metrics):
+def test_series_are_sorted_by_step(metrics):
     path = metrics(
         [
             {"step": 20, "train/loss": 2},
@@ -62,19 +62,19 @@ def test_series_are_read_by_step(metrics):
     assert read_series(path, "validation/bits_per_byte") == [(10, 4.0)]
 
 
-def test_a_last_line_that_was_cut_off_is_left_out(metrics):
+def test_an_incomplete_last_line_is_skipped(metrics):
     path = metrics([{"step": 1, "train/loss": 2.0}, '{"step": 2, "tra'], end="")
     assert read_series(path, "train/loss") == [(1, 2.0)]
 
 
 @pytest.mark.parametrize("line", ['{"step": 2, "tra', "[]", "{}", '{"step": "x"}'])
-def test_any_other_broken_line_is_an_error(metrics, line):
+def test_any_other_invalid_line_raises(metrics, line):
     path = metrics([{"step": 1}, line, {"step": 3}])
     with pytest.raises(ValueError, match="line 2: not a JSON object with a step"):
         read_series(path, "train/loss")
 
 
-def test_smoothing_is_a_mean_of_neighbours():
+def test_smoothing_averages_neighbours():
     assert smooth((1.0, 2.0, 6.0, 3.0, 1.0), 1) == [1.0, 3.0, 11 / 3, 10 / 3, 2.0]
     assert smooth((4.0, 8.0), 0) == [4.0, 8.0]
 
@@ -99,7 +99,7 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_plot_shows_the_numbers(metrics, tmp_path, drawn):
+def test_plot_shows_losses_and_baselines(metrics, tmp_path, drawn):
     plot_losses(metrics(run_of(200)), tmp_path / "loss.png", title="A run", baselines=BASELINES)
     [axes] = drawn[0].axes
     lines = [(line.get_xdata(), line.get_ydata()) for line in axes.get_lines()]
@@ -134,22 +134,22 @@ def test_labels_do_not_overlap(metrics, tmp_path, drawn):
     [[{"step": 1, "train/loss": 2.0}], [{"step": 0, "validation/bits_per_byte": 3.0}], run_of(3), run_of(60)],
     ids=["one step", "only validation", "short", "no baselines"],
 )
-def test_runs_of_any_length_are_drawn(metrics, tmp_path, entries):
+def test_runs_of_any_length_are_plotted(metrics, tmp_path, entries):
     plot_losses(metrics(entries), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tokens_of_several_bytes(metrics, tmp_path, drawn):
+def test_loss_is_converted_to_bits_per_byte(metrics, tmp_path, drawn):
     path = metrics([{"step": i, "train/loss": 4 * math.log(2)} for i in (1, 2, 3)])
     plot_losses(path, tmp_path / "loss.png", bytes_per_token=4.0)
     assert list(drawn[0].axes[0].get_lines()[0].get_ydata()) == pytest.approx([1.0] * 3)
 
 
-def test_nothing_to_draw(metrics, tmp_path):
+def test_metrics_without_losses_raise(metrics, tmp_path):
     with pytest.raises(ValueError, match="has neither"):
         plot_losses(metrics([{"step": 1}]), tmp_path / "loss.png")
 
 
-def test_pyplot_is_left_alone(metrics, tmp_path):
+def test_pyplot_is_not_imported(metrics, tmp_path):
     plot_losses(metrics(run_of(60)), tmp_path / "loss.png")
     assert "matplotlib.pyplot" not in sys.modules

@@ -1,4 +1,4 @@
-"""The short convolution against its formula in NumPy float64; documents, decoding, errors."""
+"""The short convolution: comparison with NumPy float64, documents, decoding and errors."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,19 +28,19 @@ def formula(x, positions, weight):
 
 
 @pytest.mark.parametrize("positions", [POSITIONS, np.tile(np.arange(SEQ), (2, 1))], ids=["packed", "one document"])
-def test_it_is_its_formula(positions):
+def test_output_equals_the_formula(positions):
     fn, params, state = built()
     y = fn(params, state, X, TokenInfo(np.arange(SEQ)[None], positions))[0][0]
     np.testing.assert_allclose(y, formula(X, positions, params["weight"]), rtol=1e-5, atol=1e-5)
 
 
-def test_it_starts_as_the_identity():
+def test_a_new_layer_is_the_identity():
     fn, params, state = built(ShortConv.Config(input_dim=DIM))
     np.testing.assert_array_equal(fn(params, state, X, TokenInfo.of(jnp.zeros((2, SEQ), jnp.int32)))[0][0], X)
 
 
 @pytest.mark.parametrize("cuts", [[5], [1, 2, 6], range(1, SEQ)], ids=["2 pieces", "4 pieces", "tokens"])
-def test_decoding_in_pieces_is_the_full_computation(cuts):
+def test_decoding_in_pieces_equals_one_call(cuts):
     cfg = for_decoding(CONFIG, batch_size=2, max_len=SEQ, cache=ContiguousCache.Config())
     fn, params, state = built(cfg)
     found = []
@@ -51,7 +51,7 @@ def test_decoding_in_pieces_is_the_full_computation(cuts):
     np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_at_the_end_of_a_prompt_is_not_kept():
+def test_padding_at_the_end_of_a_prompt_is_not_stored():
     cfg = for_decoding(CONFIG, batch_size=2, max_len=SEQ, cache=ContiguousCache.Config())
     fn, params, state = built(cfg)
     padded = np.concatenate([X[:, :5], np.full((2, 3, DIM), 100, np.float32)], axis=1)
@@ -70,13 +70,13 @@ def decoded(fn, params, state, x, start, valid=None):
     return y, {**state, **new}
 
 
-def test_the_layer_keeps_its_convolution_beside_attention_and_feed_forward_block():
+def test_layer_has_a_convolution_attention_and_ffn():
     cfg = ConvTransformerLayer.Config(
         input_dim=DIM, attention=Attention.Config(num_heads=1), ffn=FeedForward.Config(hidden_dim=8)
     )
     assert {"conv", "attention", "ffn"} <= abstract(cfg)[1].keys()
 
 
-def test_a_width_of_zero_is_an_error():
+def test_a_width_of_zero_raises():
     with pytest.raises(ax.ConfigError, match="width must be at least 1, not 0"):
         abstract(CONFIG.set(width=0))

@@ -134,7 +134,7 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
-if not TYPE_CHECKING:  # a type checker reads the imports above, and reports every other name
+if not TYPE_CHECKING:  # type checkers read the imports above instead
 
     def __getattr__(name: str) -> object:
         from importlib import import_module

@@ -1,4 +1,4 @@
-"""The `axcore` command, also as `python -m axcore`. Installs signal handlers before slow imports."""
+"""Entry point of `axcore` and `python -m axcore`. Installs signal handlers before slow imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core's own offers, made through the same hooks as those of plugins. Imports neither jax nor flax."""
+"""The built-in offers of axcore, registered through the same hooks as a plugin's. Imports neither jax nor flax."""
 
 from axcore.plugin import AttentionKernelOffer, Feature, KVCacheOffer, OptimizerOffer, SourceOffer, hookimpl
 
@@ -9,29 +9,29 @@ axcore_api = 2
 def axcore_features() -> list[Feature]:
     features = "axcore.nn.features"
     return [
-        Feature("dropout", f"{features}:use_dropout", "Dropout wherever a layer has a rate for it."),
-        Feature("fused-qkv", f"{features}:use_fused_qkv", "Queries, keys and values in one product."),
-        Feature("kernels", "axcore.nn:use_kernels", "Attention kernels in an order of preference, by backend."),
-        Feature("qk-norm", f"{features}:use_qk_norm", "Normalized queries and keys."),
+        Feature("dropout", f"{features}:use_dropout", "Dropout in every layer that has a dropout rate."),
+        Feature("fused-qkv", f"{features}:use_fused_qkv", "One linear layer for queries, keys and values."),
+        Feature(
+            "kernels", "axcore.nn:use_kernels", "Attention kernels in order; each call runs the first that supports it."
+        ),
+        Feature("qk-norm", f"{features}:use_qk_norm", "RMSNorm of queries and keys."),
         Feature(
             "run-weights",
             "axcore.train:use_run_weights",
-            "Weights of another run or a model folder.",
+            "Initial weights from another run or a model folder.",
         ),
-        Feature("sliding-window", f"{features}:use_sliding_window", "Attention to near tokens, in all or most layers."),
+        Feature("sliding-window", f"{features}:use_sliding_window", "Sliding-window attention in all or most layers."),
     ]
 
 
 @hookimpl
 def axcore_attention_kernels() -> list[AttentionKernelOffer]:
-    return [
-        AttentionKernelOffer("reference", "axcore.nn:ReferenceKernel", "The formula of attention, on any platform.")
-    ]
+    return [AttentionKernelOffer("reference", "axcore.nn:ReferenceKernel", "Attention in plain JAX, on any platform.")]
 
 
 @hookimpl
 def axcore_kv_caches() -> list[KVCacheOffer]:
-    return [KVCacheOffer("contiguous", "axcore.nn:ContiguousCache", "All keys and values in one array per layer.")]
+    return [KVCacheOffer("contiguous", "axcore.nn:ContiguousCache", "One array of keys and one of values per layer.")]
 
 
 @hookimpl
@@ -42,6 +42,6 @@ def axcore_optimizers() -> list[OptimizerOffer]:
 @hookimpl
 def axcore_input_sources() -> list[SourceOffer]:
     return [
-        SourceOffer("json-lines", "axcore.train.data:JsonLines", "A document for each line of a JSON lines file."),
-        SourceOffer("text-files", "axcore.train.data:TextFiles", "The text files below a folder."),
+        SourceOffer("json-lines", "axcore.train.data:JsonLines", "One document per line of a JSON Lines file."),
+        SourceOffer("text-files", "axcore.train.data:TextFiles", "One document per text file below a folder."),
     ]

@@ -12,7 +12,7 @@ import re
 from axcore.config.errors import AxcoreError
 
 OLDEST = {"jax": "0.11.1", "flax": "0.12.9"}
-"""The oldest versions that work with each other and with axcore. All newer pairs so far work too."""
+"""The oldest versions that work with each other and with axcore. All newer pairs released so far also work."""
 
 
 def bad_pair() -> str:

@@ -31,7 +31,10 @@ def test_every_node_has_a_supplier_and_an_actor():
 def test_the_kernel_slot_lists_every_candidate_with_a_verdict():
     found, verdicts = slot(explain(tiny_model()), "attention kernel")
     assert found.paths == (f"{ATTENTION}.kernel",)
-    assert "cpu, train, float32, 1 rows, 4 heads on 2 of 4, 128 x 128 tokens" in found.request
+    assert (
+        "cpu, train, float32, batch=1, query_len=128, key_len=128, num_heads=4, num_kv_heads=2, head_dim=4"
+        in found.request
+    )
     assert verdicts["reference"] == "chosen"
     assert verdicts["cudnn"] == "no: requires an NVIDIA GPU, and this is cpu"
 

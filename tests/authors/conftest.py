@@ -1,1 +1,1 @@
-collect_ignore = ["api_1"]  # plugins of before; test_api_2.py moves and runs them
+collect_ignore = ["api_1"]  # plugins written for API 1; test_api_2.py migrates and runs them

@@ -1,4 +1,4 @@
-"""A page of docs/plugins, read as a reader reads it: files to write and commands to run, in order."""
+"""Follows a page of docs/plugins as a reader does: writes its files and runs its commands, in order."""
 
 import dataclasses
 import os
@@ -43,16 +43,16 @@ def steps(page):
 
 
 class Machine:
-    """A folder outside the repository, and an environment whose one link to that of the tests is a .pth file."""
+    """A folder outside the repository, and a virtual environment that sees the test environment through a .pth file."""
 
     def __init__(self, folder, pip, checks=""):
-        """`checks`: options for every pytest that a page runs."""
+        """`checks`: options for every pytest run of the page."""
         self.folder, self.pip, self.checks = folder, pip, checks
         self.python = folder.parent / f"{folder.name}-env" / "bin" / "python"
         venv.create(self.python.parents[1], symlinks=True)
         own = next(self.python.parents[1].glob("lib/python*/site-packages"))
         link = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-        (own / "tests.pth").write_text(link)  # a line of code, so that the .pth files over there count as well
+        (own / "tests.pth").write_text(link)  # unlike a plain path, addsitedir also reads the .pth files there
 
     def follow(self, page):
         for step in steps(page):
@@ -64,15 +64,15 @@ class Machine:
                     assert " ".join(line.split()) in output, f"$ {step.line}\n{line}\nis not in\n{output}"
 
     def write(self, file):
-        """What `axcore new-plugin` has written must be as the page shows it; other files are new."""
+        """Writes a file of the page. A file that `axcore new-plugin` has written must already have this content."""
         path = self.folder / file.path
         if path.exists():
-            assert path.read_text() == file.content, f"{file.path} differs; tools/plugin_pages.py rewrites the pages"
+            assert path.read_text() == file.content, f"{file.path} differs from the page; run tools/plugin_pages.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(file.content)
 
     def run(self, line):
-        """What a command of a page prints. `pip install` builds the wheel and installs that, without a network."""
+        """The output of a command of the page. `pip install` builds a wheel and installs it without network access."""
         program, *arguments = shlex.split(line)
         if program == "pip":
             (path,) = [each for each in arguments if each.startswith(".")]

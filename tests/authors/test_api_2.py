@@ -1,6 +1,6 @@
-"""Plugins that were written for API 1 move to API 2 by few lines, as docs/plugins/api_2.md says.
+"""Plugins written for API 1 migrate to API 2 with few changed lines, as docs/plugins/api_2.md describes.
 
-`api_1/KIND` is what `axcore new-plugin` wrote then, `api_1/KIND.patch` the move.
+`api_1/KIND` is what `axcore new-plugin` wrote for API 1; `api_1/KIND.patch` is the migration.
 """
 
 import os
@@ -29,7 +29,7 @@ LINES = {
 
 
 def changed_lines(patch):
-    """(in the plugin, in its tests)."""
+    """(changed lines in the plugin, changed lines in its tests)."""
     counts = {"src": 0, "tests": 0}
     for file in re.split(r"^diff --git a/", patch, flags=re.MULTILINE)[1:]:
         for run in re.findall(r"(?:^[-+](?![-+]).*\n)+", file, re.MULTILINE):
@@ -38,7 +38,7 @@ def changed_lines(patch):
 
 
 def moved(kind, folder):
-    """The plugin for API 2, installed in a folder that is on the path."""
+    """Migrates a plugin to API 2 in `folder`. Returns the environment variables with which it is installed."""
     shutil.copytree(API_1 / kind, folder, dirs_exist_ok=True)
     subprocess.run(["git", "apply", str(API_1 / f"{kind}.patch")], cwd=folder, check=True)
     name = f"new-{kind.replace('_', '-')}"
@@ -52,13 +52,13 @@ def moved(kind, folder):
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_a_plugin_moves_by_few_lines(kind):
+def test_migration_changes_few_lines(kind):
     assert changed_lines((API_1 / f"{kind}.patch").read_text()) == LINES[kind]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LINES)
-def test_a_plugin_that_moved_passes_its_suite(kind, tmp_path):
+def test_a_migrated_plugin_passes_its_suite(kind, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests", *QUICK.split(" ", 1)]
     command[-1] = command[-1].strip("'")
     done = subprocess.run(command, cwd=tmp_path, env=moved(kind, tmp_path), capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""`LayerSuite` of a layer that returns several arrays: it passes what is right and finds a mistake in any of them."""
+"""`LayerSuite` for a layer that returns several arrays: it passes if they are correct and fails if any is wrong."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,14 +42,14 @@ class TestPair(LayerSuite):
         lambda self, params, x, y: (x * params["scale"] ** 2, y**2),
     ],
 )
-def test_a_mistake_in_either_is_found(reference):
+def test_a_mistake_in_either_output_is_found(reference):
     suite = type("Wrong", (TestPair,), {"reference": reference, "__test__": False})()
     for check in (suite.test_outputs_equal_the_formula, suite.test_gradients_equal_the_formula):
         with pytest.raises(AssertionError):
             check()
 
 
-def test_an_output_that_the_reference_lacks_is_found():
+def test_an_output_missing_from_the_reference_is_found():
     def reference(self, params, x, y):
         return np.asarray(x * params["scale"])
 

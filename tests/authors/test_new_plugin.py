@@ -1,4 +1,4 @@
-"""`axcore new-plugin`: what it writes is whole, and what it refuses leaves nothing behind."""
+"""`axcore new-plugin`: it writes complete plugins, and an error leaves no files behind."""
 
 import pathlib
 import re
@@ -60,7 +60,7 @@ def test_the_last_lines_are_the_next_commands(axcore, tmp_path):
     ]
 
 
-def test_the_prefix_belongs_to_the_distribution_alone(axcore, tmp_path):
+def test_the_plugin_id_omits_the_axcore_prefix(axcore, tmp_path):
     told = axcore("new-plugin", "axcore-my-gate", "--kind", "layer", "--out", tmp_path / "new" / "place").out
     folder = tmp_path / "new" / "place" / "axcore-my-gate"
     assert f"wrote {folder}; next:" in told and "axcore plugins my-gate" in told
@@ -69,48 +69,48 @@ def test_the_prefix_belongs_to_the_distribution_alone(axcore, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["My-Gate", "my_gate", "my gate", "2nd", "my-", "axcore-", "../up", "", "é"])
-def test_other_names_are_refused(axcore, tmp_path, name):
+def test_invalid_names_raise(axcore, tmp_path, name):
     message = axcore("new-plugin", "--kind", "layer", "--", name).message
-    assert "lower-case words joined by hyphens" in message and repr(name) in message
+    assert "lowercase words joined by hyphens" in message and repr(name) in message
     assert left_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("rope", r"the plugin 'rope' \(axcore-rope .*\) is installed already"),
-        ("axcore-recipes", r"the plugin 'recipes' \(axcore-recipes .*\) is installed already"),
+        ("rope", r"the plugin 'rope' \(axcore-rope .*\) is already installed"),
+        ("axcore-recipes", r"the plugin 'recipes' \(axcore-recipes .*\) is already installed"),
         ("core", r"the plugin 'core'"),
-        ("contiguous", r"'core' \(axcore .*\) offers the kv cache 'contiguous' already"),
-        ("quickstart", r"'recipes' \(axcore-recipes .*\) offers the recipe 'quickstart' already"),
+        ("contiguous", r"'core' \(axcore .*\) already offers the kv cache 'contiguous'"),
+        ("quickstart", r"'recipes' \(axcore-recipes .*\) already offers the recipe 'quickstart'"),
     ],
 )
-def test_a_name_that_is_taken_is_refused(axcore, tmp_path, name, reason):
+def test_a_name_in_use_raises(axcore, tmp_path, name, reason):
     assert re.search(reason, axcore("new-plugin", name, "--kind", "layer").message)
     assert left_in(tmp_path) == []
 
 
-def test_a_package_that_exists_is_refused(axcore, tmp_path, monkeypatch):
+def test_an_existing_package_raises(axcore, tmp_path, monkeypatch):
     (tmp_path / "axcore_lost.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "'axcore_lost' can be imported already" in axcore("new-plugin", "lost", "--kind", "layer").message
+    assert "'axcore_lost' is already installed" in axcore("new-plugin", "lost", "--kind", "layer").message
 
 
 def test_an_existing_folder_is_left_alone(axcore, tmp_path):
     (tmp_path / "my-gate").mkdir()
     (tmp_path / "my-gate/notes").write_text("mine")
-    assert "my-gate exists already" in axcore("new-plugin", "my-gate", "--kind", "layer").message
+    assert "my-gate already exists" in axcore("new-plugin", "my-gate", "--kind", "layer").message
     assert left_in(tmp_path / "my-gate") == ["notes"]
 
 
-def test_an_unknown_kind_is_refused_and_the_kinds_are_listed(axcore, tmp_path):
+def test_an_unknown_kind_raises_and_lists_the_kinds(axcore, tmp_path):
     message = axcore("new-plugin", "my-gate", "--kind", "optimiser").message
     assert all(kind in message for kind in KINDS)
     assert "--kind" in axcore("new-plugin", "my-gate").message
     assert left_in(tmp_path) == []
 
 
-def test_a_write_that_fails_leaves_nothing(axcore, tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_files(axcore, tmp_path, monkeypatch):
     write_text, written = pathlib.Path.write_text, []
 
     def fail_at_the_third(self, *args, **kwargs):
@@ -126,12 +126,12 @@ def test_a_write_that_fails_leaves_nothing(axcore, tmp_path, monkeypatch):
     assert left_in(tmp_path) == []
 
 
-def test_a_place_that_is_a_file_is_refused(axcore, tmp_path):
+def test_an_output_folder_that_is_a_file_raises(axcore, tmp_path):
     (tmp_path / "file").write_text("")
     assert "cannot write" in axcore("new-plugin", "my-gate", "--kind", "layer", "--out", "file").message
 
 
-def test_what_is_written_is_clean_by_the_settings_of_this_project(tmp_path):
+def test_new_plugins_pass_mypy_and_ruff_with_our_settings(tmp_path):
     sources = []
     for kind in KINDS:
         folder = new_plugin.new_plugin(f"my-{kind.replace('_', '-')}", kind, tmp_path)
@@ -139,7 +139,7 @@ def test_what_is_written_is_clean_by_the_settings_of_this_project(tmp_path):
     check = ["-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
     done = subprocess.run([sys.executable, *check, *sources], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    # Ruff reads patterns of a settings file relative to that file, so those that matter are said again.
+    # Ruff resolves patterns relative to their settings file, so the relevant ones are repeated here.
     options = ["--config", str(ROOT / "pyproject.toml"), "--config", "lint.isort.known-first-party=['axcore*']"]
     for command in (["check", "--per-file-ignores", "**/tests/*:RUF012"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", *options, "."]

@@ -1,4 +1,4 @@
-"""Every page of docs/plugins works as it stands: its files, its commands, and the plugin's own tests."""
+"""Every page of docs/plugins works as written: its files, its commands and the plugin's own tests."""
 
 import re
 import venv
@@ -15,9 +15,9 @@ from .pages import DOCS, Command, File, Machine, steps
 
 pytestmark = pytest.mark.long
 
-AT_NIGHT = ("gradients", "eight_devices", "bfloat16", "recomputed", "recomputing", "unrolled", "mapped", "rows")
+AT_NIGHT = ("gradients", "eight_devices", "bfloat16", "remat", "unrolled", "vmap", "rows")
 QUICK = f"-k '{' and '.join(f'not {each}' for each in AT_NIGHT)}'"
-"""What pytest leaves out of a plugin's own tests by day: most of their time. At night they run whole."""
+"""A pytest option that deselects the slowest tests of a plugin. The nightly run has all tests."""
 PAGES = {page.stem: page for page in sorted(DOCS.glob("*.md")) if any(isinstance(each, File) for each in steps(page))}
 
 
@@ -29,7 +29,7 @@ def pip(tmp_path_factory):
     return folder / "bin" / "python"
 
 
-# Their suites take a minute each, and test_new_plugin runs the same templates.
+# Their suites take a minute each.
 LENGTHY = ("attention", "kv_cache")
 
 
@@ -44,7 +44,7 @@ def test_a_reader_gets_what_the_page_shows(name, checks, pip, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_page_of_a_kind_writes_it_installs_it_tests_it_and_sees_it_loaded(kind):
+def test_the_page_of_each_kind_creates_installs_and_tests_a_plugin(kind):
     found = steps(PAGES[kind])
     files = [step.path for step in found if isinstance(step, File)]
     commands = [step.line for step in found if isinstance(step, Command)]
@@ -58,10 +58,10 @@ def test_the_page_of_a_kind_writes_it_installs_it_tests_it_and_sees_it_loaded(ki
     package = f"{name}/src/axcore_{name.replace('-', '_')}"
     assert f"{package}/plugin.py" in files
     assert any(path.startswith(f"{name}/tests/test_") for path in files)
-    assert len([path for path in files if path.startswith(package)]) == 2, "the manifest, and the module of its target"
+    assert len([path for path in files if path.startswith(package)]) == 2, "expected plugin.py and one other module"
 
 
-def test_the_list_of_the_core_s_layers_has_their_fields_and_defaults():
+def test_the_list_of_core_layers_has_their_fields_and_defaults():
     page = (DOCS / "building_blocks.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \|$", page.partition("## The core's layers")[2], re.MULTILINE)
     with_pages_of_their_own = nn.AttentionKernel, nn.KVCache, nn.Numerics

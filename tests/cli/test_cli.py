@@ -194,7 +194,7 @@ def test_a_broken_recipe_is_named(axcore, edit, nothing_written):
     ],
     ids=["below a file", "a file", "/proc/run", "/proc", "long", "empty", "home"],
 )
-def test_an_output_folder_that_cannot_be_written_fails_with_the_reason(train, tmp_path, out, reason):
+def test_an_unwritable_output_folder_fails_with_the_reason(train, tmp_path, out, reason):
     (tmp_path / "file").write_text("mine")
     assert reason in train("--out", out).message
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "mine")]
@@ -207,11 +207,13 @@ if os.geteuid() == 0:
     header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(header, data) == 0
 """
-"""Root gives up its capabilities: it stays the owner of its files, so that it can still import a checkout that only its
-owner can read, but their modes now bind it. (The numbers: version 3 of the call, this thread, and no capabilities.)"""
+"""Drops the capabilities of root, so that file modes apply. Root still owns its files, so it can import a checkout that
+only its owner can read. (The numbers mean: version 3 of the call, this thread, no capabilities.)"""
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and sys.platform != "linux", reason="root gives up capabilities on Linux only")
+@pytest.mark.skipif(
+    os.geteuid() == 0 and sys.platform != "linux", reason="dropping the capabilities of root requires Linux"
+)
 @pytest.mark.parametrize("at", ["the run folder", "its parent", "the corpus"])
 def test_missing_permissions_are_named(processes, corpus, tmp_path, at):
     texts, run = tmp_path / "texts", tmp_path / "parent" / "run"
@@ -292,12 +294,12 @@ def restorable(folder):
 
 
 @pytest.mark.parametrize("full", ["checkpoint", "metrics"])
-def test_a_full_disk_ends_the_run_with_one_message_and_earlier_checkpoints_resume(train, sabotaged, small_disk, full):
+def test_a_full_disk_ends_the_run_and_earlier_checkpoints_resume(train, sabotaged, small_disk, full):
     run = small_disk / "run"
     sabotaged(lambda folder: fill(small_disk, leave=40_000 if full == "checkpoint" else 0))
     message = train("--out", run).message
     assert "No space left on device" in message
-    first = message.splitlines()[0]  # what failed after it follows
+    first = message.splitlines()[0]  # later failures follow on more lines
     assert ("checkpoint" in first) == (full == "checkpoint") and str(run) in message
     assert restorable(run) == [10, 20]
     assert not (run / "summary.json").exists()
@@ -310,9 +312,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_earlier_checkpoints_resum
 
 
 @pytest.mark.parametrize("full", ["checkpoint", "metrics"])
-def test_a_file_size_limit_ends_the_run_with_one_message_and_earlier_checkpoints_resume(
-    train, sabotaged, tmp_path, full
-):
+def test_a_file_size_limit_ends_the_run_and_checkpoints_resume(train, sabotaged, tmp_path, full):
     run = tmp_path / "run"
     with contextlib.ExitStack() as stack:
         limit = lambda folder: stack.enter_context(  # noqa: E731
@@ -321,7 +321,7 @@ def test_a_file_size_limit_ends_the_run_with_one_message_and_earlier_checkpoints
         sabotaged(limit)
         message = train("--out", run).message
     assert "File too large" in message
-    first = message.splitlines()[0]  # what failed after it follows
+    first = message.splitlines()[0]  # later failures follow on more lines
     assert ("checkpoint" in first) == (full == "checkpoint") and str(run) in message
     assert restorable(run) == [10, 20]
     sabotaged(lambda folder: None)
@@ -375,7 +375,7 @@ sys.exit(main(["train", "quickstart"]))
 """
 
 
-def test_a_missing_plugin_is_named_with_its_feature_recipe_and_install_command(tmp_path):
+def test_a_missing_plugin_is_named_with_the_install_command(tmp_path):
     """Also checks that no heavy package is imported before training. Runs in a new interpreter."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", ABSENT], capture_output=True, text=True, cwd=tmp_path, env=env)
@@ -479,7 +479,7 @@ def greet(arguments):
 """
 
 
-def test_the_command_of_a_plugin_receives_its_arguments_and_sets_the_exit_code(axcore, plugin_with):
+def test_a_plugin_command_gets_arguments_and_sets_the_exit_code(axcore, plugin_with):
     plugin_with("greeter", GREETER.format(command="greet", name="greeter", summary="100% friendly"))
     done = axcore("greet", "--help", "you")
     assert (done.code, done.out, done.err) == (5, "greetings from greeter --help you\n", "")
@@ -495,7 +495,7 @@ def test_a_plugin_cannot_replace_a_built_in_command(axcore, plugin_with):
     assert axcore("recipes").code == 0
 
 
-def test_two_plugins_with_one_command_are_named_and_other_commands_work(axcore, plugin_with):
+def test_two_plugins_with_the_same_command_are_named(axcore, plugin_with):
     for name in ("greeter", "rival"):
         plugin_with(name, GREETER.format(command="greet", name=name, summary="friendly"))
     message = axcore("greet").message
@@ -503,7 +503,7 @@ def test_two_plugins_with_one_command_are_named_and_other_commands_work(axcore, 
     assert axcore("plugins").code == 0 and axcore("--help").code == 0
 
 
-def test_a_plugin_that_cannot_be_imported_is_listed_as_failed_with_the_reason(axcore, plugin_with, corpus):
+def test_a_plugin_that_fails_to_import_is_listed_with_the_reason(axcore, plugin_with, corpus):
     plugin_with("greeter", "raise RuntimeError('no good today')\n")
     done = axcore("plugins")
     row = next(line for line in done.out.splitlines() if line.startswith("greeter "))

@@ -38,14 +38,14 @@ def expected(model, prompt, **arguments):
     return prompt + bytes(found[found < 256].tolist()).decode(errors="replace") + "\n"
 
 
-def test_a_folder_continues_the_prompt_like_the_model_without_a_cache(axcore, trained, model):
+def test_a_run_folder_generates_like_the_model_without_a_cache(axcore, trained, model):
     for prompt in (PROMPT, ""):
         done = axcore("generate", trained, "--prompt", prompt, "--tokens", "9")
         assert (done.code, done.err) == (0, "")
         assert done.out == expected(model, prompt)
 
 
-def test_bytes_that_are_not_text_are_replaced(axcore, trained):
+def test_invalid_utf8_in_the_prompt_is_replaced(axcore, trained):
     done = axcore("generate", trained, "--prompt", "ab\udcff", "--tokens", "1")
     assert done.code == 0 and done.out.startswith("ab\ufffd"), done
 
@@ -64,7 +64,7 @@ def test_the_seed_determines_the_sampled_tokens(axcore, trained, model):
     assert drawn[0] != drawn[1] == expected(model, PROMPT, temperature=1.5, key=jax.random.key(2))
 
 
-def test_another_dtype(axcore, trained):
+def test_dtype_is_applied_and_checked(axcore, trained):
     done = axcore("generate", trained, "--prompt", PROMPT, "--tokens", 3, "--dtype", "bfloat16")
     assert done.code == 0 and done.out.startswith(PROMPT)
     assert "'b16' is not a dtype" in axcore("generate", trained, "--prompt", "a", "--dtype", "b16").message
@@ -74,8 +74,8 @@ def test_another_dtype(axcore, trained):
     ("argv", "message"),
     [
         (["tiny"], r"the recipe 'tiny' has no weights. Pass the folder of a trained run (axcore train tiny)"),
-        (["tinny"], "'tinny' is not a folder, and not a recipe: there is no recipe 'tinny'"),
-        ([""], "'' is not a folder, and not a recipe: there is no recipe ''"),
+        (["tinny"], "'tinny' is not a folder and cannot be composed as a recipe: there is no recipe 'tinny'"),
+        ([""], "'' is not a folder and cannot be composed as a recipe: there is no recipe ''"),
         (["./tiny"], "/tiny is not a model folder: config.json: No such file or directory"),
         (["RUN", "--set", "steps=3"], "--use, --target and --set require a recipe, but this is a folder"),
         (["RUN", "--tokens", "0"], "--tokens must be from 1 to 2**31 - 1, not 0"),
@@ -92,7 +92,7 @@ def test_invalid_arguments_fail_with_a_message(axcore, trained, argv, message):
     assert message in axcore("generate", *argv, "--prompt", "a").message
 
 
-def test_a_text_longer_than_the_positions_of_the_model_fails(axcore, tiny, tmp_path):
+def test_more_tokens_than_the_models_max_len_fail(axcore, tiny, tmp_path):
     cfg = ax.pipe(tiny.model, ax.use("learned-positions", max_len=8))
     folder = saved(tmp_path / "short", cfg, ByteTokenizer.Config())
     message = axcore("generate", folder, "--prompt", "abcd", "--tokens", "4").message
@@ -105,7 +105,7 @@ def saved(folder, cfg, tokenizer):
     return save_model(folder, cfg, *filled, tokenizer=tokenizer)
 
 
-def test_a_folder_without_a_tokenizer_and_one_with_too_small_a_vocabulary_fail(axcore, tiny, tmp_path):
+def test_a_missing_tokenizer_and_a_too_small_vocabulary_fail(axcore, tiny, tmp_path):
     cfg = tiny.model.set(vocab_size=260)
     for name, tokenizer, message in (
         ("none", None, "the model has no tokenizer"),

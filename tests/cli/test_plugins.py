@@ -86,7 +86,7 @@ def test_json_of_one_plugin_has_the_same_form(axcore):
     assert json.loads(axcore("plugins", "axcore-rope", "--json").out)["plugins"] == [rope]
 
 
-def test_one_plugin_is_shown_with_its_offers_and_another_with_its_traceback(axcore, install):
+def test_a_plugin_is_shown_with_its_offers_or_its_traceback(axcore, install):
     install("broken", BROKEN)
     install("old", OLD)
     lines = axcore("plugins", "old").out.splitlines()
@@ -102,9 +102,8 @@ def test_the_options_of_a_plugin_are_shown_with_their_defaults(axcore, install):
     found = axcore("plugins", "rope").out
     assert '\n                theta=10000.0, layout="half", rotary_dim=None, scaling=None' in found
     assert "\n                max_len, init=Normal(), where=axcore.nn.causal_lm.CausalLM\n" in found
-    assert (
-        "chunk=1024, block=256, where=None\n" in axcore("plugins", "core").out
-    )  # the fields of a class that fills a slot
+    # The options of a slot offer are the fields of its class.
+    assert "chunk=1024, block=256, where=None\n" in axcore("plugins", "core").out
     install("old", OLD)
     assert "  the options are unknown: " in axcore("plugins", "old").out
 
@@ -219,7 +218,7 @@ def test_an_unsupported_pair_is_reported_without_importing_jax(axcore, install, 
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flax\nVersion: 0.12.8\n")
     monkeypatch.delitem(sys.modules, "axcore.preflight", raising=False)
-    monkeypatch.setattr(doctor, "_backends_and_offers", lambda: pytest.fail("jax was asked for"))
+    monkeypatch.setattr(doctor, "_backends_and_offers", lambda: pytest.fail("jax was used"))
     done = axcore("doctor")
     assert done.code == 1
     (line,) = lines(done, "jax and flax")
@@ -241,7 +240,7 @@ def test_a_failing_backend_and_a_missing_offer_target_are_reported(install, monk
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo noise\necho 'last words' >&2\nkill -ABRT $$", "ended with -6: last words"),
+        ("echo noise\necho 'last words' >&2\nkill -ABRT $$", "exited with -6: last words"),
         ("exec sleep 30", "no devices within 0.2 s"),
     ],
 )

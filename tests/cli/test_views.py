@@ -80,7 +80,7 @@ def test_tree_totals_equal_the_number_of_parameters(axcore, recipe):
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in params)
     assert row["size"] == {"tiny": f"{size / 1024:.1f} KiB", "llama2-7b": f"{size / 1024**3:.1f} GiB"}[recipe]
     if recipe == "llama2-7b":
-        assert row["count"] == "6,738,415,616"  # equal to Meta's checkpoint
+        assert row["count"] == "6,738,415,616"  # as in Meta's checkpoint
 
 
 def test_tree_shows_shapes_axes_bytes_and_suppliers(axcore):

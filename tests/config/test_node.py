@@ -352,7 +352,7 @@ def test_repr_shows_the_class_and_non_default_fields():
     assert repr(Norm()) == "Norm()"
 
 
-def test_an_annotation_that_only_type_checkers_resolve_accepts_every_value():
+def test_an_annotation_for_type_checkers_only_accepts_every_value():
     class Lazy(Config):
         thing: "NotImportedHere" = None  # noqa: F821
         size: int = 1

@@ -121,7 +121,7 @@ def test_map_requires_a_config(result):
         select(ROOT, "items.1").map(lambda path, node: result)
 
 
-def test_map_names_the_path_of_a_failing_edit_and_of_a_node_that_does_not_fit():
+def test_map_names_the_path_of_a_failing_or_misfitting_edit():
     with pytest.raises(ConfigError, match=r"at table.x: .*no field 'nothing'"):
         select(ROOT, "table.x").map(lambda path, node: node.set(nothing=1))
     with pytest.raises(ConfigError, match=r"at left: .*Strict.leaf must be Leaf"):

@@ -18,7 +18,7 @@ ROOT = Branch(
 
 
 def reference_match(pattern, path):
-    """The documented rule, segment by segment: `*` matches within one, `**` matches zero or more."""
+    """The documented rule: `*` matches within one segment, `**` matches zero or more segments."""
     if not pattern:
         return not path
     first, *rest = pattern

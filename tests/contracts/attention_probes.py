@@ -47,7 +47,7 @@ class SplitKeys(AttentionKernel):
 
 
 class LocalKernel(ReferenceKernel):
-    """The reference under `shard_map`; it refuses to be given more than one device's rows, heads and queries."""
+    """The reference kernel under `shard_map`. It fails if its inputs are larger than the shards of one device."""
 
     local = True
 
@@ -64,10 +64,10 @@ class LocalKernel(ReferenceKernel):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages(KVView):
-    """Pages of int8 codes in pools that all rows share, with a scale for each token and head, and a table."""
+    """Pages of int8 codes, with a scale for each token and head. Rows share the pools; `table` lists their pages."""
 
     pools: Any
-    """Of keys and of values: codes [*layer, page, slot, kv_head, dim] and scales without the last dimension."""
+    """For keys and for values: (codes [*layer, page, slot, kv_head, dim], scales [*layer, page, slot, kv_head])."""
     table: jax.Array
     tokens: TokenInfo
     layer: tuple[jax.Array, ...]
@@ -99,7 +99,7 @@ class Pages(KVView):
 
 
 class PagedInt8Cache(KVCache):
-    """Keeps int8 codes in pages; the step says which pages are whose."""
+    """Stores int8 codes in pages. The step assigns pages to rows."""
 
     class Config(KVCache.Config):
         num_kv_heads: int = ax.REQUIRED
@@ -135,7 +135,7 @@ class PagedInt8Cache(KVCache):
 
 
 class RoundedKV(KVCache):
-    """No cache: rounds keys and values as `PagedInt8Cache` does, so that a whole forward pass tells what is right."""
+    """Stores nothing. Rounds keys and values like `PagedInt8Cache`, so that a full forward pass is the reference."""
 
     class Config(KVCache.Config):
         value_dim: int | None = None

@@ -1,4 +1,4 @@
-"""Sharded bodies on eight CPU devices and on one; `axcore.testing.devices.on_devices` runs `main`."""
+"""Layers under `shard_map` on eight CPU devices and on one; `axcore.testing.devices.on_devices` runs `main`."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ MESHES = {
     "expert=4, fsdp=2": Mesh(
         shape={"fsdp": 2, "expert": 4}, rules={"batch": "fsdp", "expert": "expert", "embed": "fsdp", "mlp": "fsdp"}
     ),
-    "expert on two axes, a sequence that is split": Mesh(
+    "expert on two axes, sharded sequence": Mesh(
         shape={"data": 2, "a": 2, "b": 2}, rules={"batch": "data", "seq": "a", "expert": ("a", "b"), "mlp": "b"}
     ),
 }
@@ -46,11 +46,11 @@ def parameters(shapes, routing):
     random = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: (0.5 * random.normal(size=leaf.shape)).astype(leaf.dtype), shapes)
     weight = params["router"]["linear"]["weight"]
-    if routing == "four experts":  # the others are always less likely: all that is positive feeds these
+    if routing == "four experts":  # inputs are positive, so these always have the largest logits
         weight[:, 4:] = -np.abs(weight[:, 4:]) - 5
         weight[:, :4] = np.abs(weight[:, :4])
     if routing == "one expert":
-        weight[:] = 0  # ties go to the first
+        weight[:] = 0  # ties select the first experts
     return params
 
 
@@ -60,7 +60,7 @@ def tokens(routing):
 
 
 def gradients(cfg, layout):
-    """For each routing loss, gradients by path, what each device holds; and the text of the compiled program."""
+    """{routing: loss, dropped share and gradients}, the bytes on each device, and the text of the compiled program."""
     fn, shapes, state = abstract(cfg)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
 
@@ -90,7 +90,7 @@ def gradients(cfg, layout):
 
 
 class Amax(ax.Layer):
-    """Scales x, remembers each row's sum, and the largest |x| of the batch as delayed scaling does."""
+    """Scales x. Stores the sum of each row and, like delayed scaling, the largest absolute output of the batch."""
 
     class Config(ax.Layer.Config):
         named: bool = True
@@ -114,7 +114,7 @@ def recorded(x, amax):
 
 
 def remembered():
-    """What a body writes, and the gradient of a GradientState, over devices that hold different parts of x."""
+    """The Variables and gradients of `Amax` when each device has a different part of x."""
     layout = Mesh(shape={"data": 4, "tensor": 2}, rules={"batch": "data", "embed": "tensor"}).make()
     x = np.random.default_rng(2).normal(size=(ROWS, DIM)).astype(np.float32)
     fn, params, state = ax.functional(Amax.Config().build(rngs=ax.Rngs(0)))

@@ -1,4 +1,4 @@
-"""Decodes on eight CPU devices and on one; `axcore.testing.devices.on_devices` runs it."""
+"""Decodes on eight CPU devices and on one; `axcore.testing.devices.on_devices` runs `main`."""
 
 
 def main():

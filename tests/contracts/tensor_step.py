@@ -28,8 +28,8 @@ def batch(rows=ROWS, seq=SEQ):
 
 
 def compiled(rules):
-    """Per leaf of the state (logical axes, parts that it is held in), on entry and on leaving; every shape of the step
-    that one device runs."""
+    """{path: (logical axes, number of shards on entry, number of shards on exit)} of the state, and every array shape
+    in the program of one device."""
     made = program(MODEL, Learner.Config(), Mesh(shape={"tensor": 8}, rules=rules).make(), OBJECTIVE)
     step = made.compile_train(batch())
     leaves, entry = by_path(made.state), by_path(step.input_shardings[0][0])
@@ -40,7 +40,7 @@ def compiled(rules):
         shape = leaves[path].shape
         return math.prod(shape) // math.prod(shardings[path].shard_shape(shape))
 
-    def names(path):  # of the parameter that a moment belongs to
+    def names(path):  # a moment has the axes of its parameter
         return next((axes[name] for name in axes if path.endswith(f".{name}") and leaves[path].ndim), ())
 
     shapes = {tuple(map(int, found.split(","))) for found in re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", step.as_text())}
@@ -53,7 +53,7 @@ def flat(axes):
 
 
 def entering():
-    """What one device holds of a batch whose rows and tokens are split; what is said of one that does not divide."""
+    """The shard shapes of a batch with sharded rows and tokens, and the errors for batches that do not divide."""
     made = program(MODEL, Learner.Config(), SPLIT.make())
     told = []
     for shape in ((ROWS, SEQ + 1), (ROWS + 1, SEQ)):

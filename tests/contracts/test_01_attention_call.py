@@ -29,8 +29,8 @@ def packed(rows):
 
 
 @pytest.mark.parametrize("chunk", [None, 3], ids=["whole", "in chunks"])
-def test_halves_of_the_keys_merge_into_one_call_forward_and_backward(chunk):
-    """Every option at once, in an attention with packed rows."""
+def test_merging_two_halves_of_the_keys_equals_one_call(chunk):
+    """Uses every option at once, on packed rows."""
     batch = packed(2)
     tokens = TokenInfo.of(batch["inputs"], None, batch["segment_ids"])
     x = jax.random.normal(jax.random.key(5), (2, 8, 16))
@@ -54,13 +54,13 @@ def test_halves_of_the_keys_merge_into_one_call_forward_and_backward(chunk):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
-def test_of_several_kernels_the_backward_pass_is_that_of_the_chosen_one():
+def test_choose_kernel_runs_the_backward_of_the_chosen_kernel():
     class Refusing(ReferenceKernel):
         def supports(self, request):
             return "takes nothing at all"
 
         def backward(self, inputs, heads, lse, heads_grad):
-            raise AssertionError("it did not run forward")
+            raise AssertionError("this kernel was not chosen")
 
     class Counting(ReferenceKernel):
         calls: ClassVar[list[int]] = []
@@ -77,8 +77,8 @@ def test_of_several_kernels_the_backward_pass_is_that_of_the_chosen_one():
     jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6), found, exact)
 
 
-def test_differentiating_the_merge_itself_would_be_wrong():
-    """Why kernels have a backward entry: the log-sum-exp carries no gradient."""
+def test_autodiff_through_merge_by_lse_is_wrong():
+    """This is why kernels define `backward`: no gradient passes through the log-sum-exp."""
     case = CASES["causal"]
     arrays = arrays_of(case, "float32")
     kernel = ReferenceKernel.Config(head_dim=case.head_dim).build(rngs=ax.Rngs(0))
@@ -95,8 +95,8 @@ def test_differentiating_the_merge_itself_would_be_wrong():
     assert np.abs(np.asarray(grads["q"]) - exact.grads["q"]).max() > 0.1
 
 
-def test_a_local_kernel_with_every_option_on_a_sharded_sequence_equals_one_device():
-    """Bias, dropout, sinks, one kv head for two tensor shards, and queries over two devices."""
+def test_a_local_kernel_on_a_sharded_sequence_equals_one_device():
+    """Uses a bias, dropout, sinks, one kv head for two tensor shards, and queries sharded over two devices."""
     attention = {"num_kv_heads": 1, **OPTIONS}
     plain = ax.select(tiny_model(), Attention).set(**attention)
     local = ax.select(plain, Attention).set(kernel=LocalKernel.Config())
@@ -120,7 +120,7 @@ def test_dropout_does_not_depend_on_chunks():
     np.testing.assert_allclose(chunked, whole, rtol=0, atol=1e-6)
 
 
-def test_a_refusal_names_the_path_the_request_and_the_reason():
+def test_an_unsupported_call_names_path_request_and_reason():
     class Narrow(ReferenceKernel):
         takes = frozenset()
 
@@ -132,7 +132,9 @@ def test_a_refusal_names_the_path_the_request_and_the_reason():
         fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
         return jax.eval_shape(lambda ids: fn(params, state, ids), tiny_batch()["inputs"])
 
-    request = r"\(cpu, train, float32, 2 rows, 4 heads on 2 of 4, 8 x 8 tokens, Contiguous\)"
+    request = (
+        r"\(cpu, train, float32, batch=2, query_len=8, key_len=8, num_heads=4, num_kv_heads=2, head_dim=4, Contiguous\)"
+    )
     reason = r"Narrow: requires head_dim=64, got 4"
     with pytest.raises(ax.ConfigError, match=rf"attention\.kernel: no kernel supports the call {request}\. {reason}"):
         asked()
@@ -140,7 +142,7 @@ def test_a_refusal_names_the_path_the_request_and_the_reason():
         asked(softcap=2.0, sinks=Normal())
 
 
-def test_attend_is_the_only_way_in():
+def test_attend_returns_the_heads_and_lse_of_a_kernel():
     case = CASES["causal"]
     kernel = ReferenceKernel.Config(head_dim=64).build(rngs=ax.Rngs(0))
     inputs = inputs_of(case, arrays_of(case, "float32"), return_lse=True)

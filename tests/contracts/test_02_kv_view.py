@@ -30,7 +30,7 @@ from axcore.testing.models import by_path
 pytestmark = pytest.mark.long
 
 IDS = jax.random.randint(jax.random.key(4), (2, 11), 0, 32)
-TABLE = jnp.asarray([[7, 2, 19, 11], [4, 23, 0, 13]])  # pages of a shared pool, in no order
+TABLE = jnp.asarray([[7, 2, 19, 11], [4, 23, 0, 13]])  # pages of a shared pool, in arbitrary order
 EVERY_OPTION = {
     "softcap": 1.5,
     "scale": 0.9,
@@ -52,10 +52,10 @@ def model(latent=False, **options):
 
 @pytest.mark.parametrize("unstack", [True, False], ids=["unstacked", "scanned"])
 @pytest.mark.parametrize("latent", [False, True], ids=["grouped", "latent"])
-def test_pages_of_int8_equal_full_recomputation(latent, unstack):
+def test_decoding_from_int8_pages_equals_a_full_call(latent, unstack):
     cfg = model(latent, **EVERY_OPTION)
     rounded = ax.select(cfg, BaseAttention).set(cache=RoundedKV.Config())
-    if latent:  # what is rounded is the latent, with nothing absorbed
+    if latent:  # rounds the latents and absorbs no weights
         rounded = ax.select(rounded, BaseAttention).set(absorb_up_to=0)
     fn, params, state = functional(rounded.build(rngs=ax.Rngs(0)))
     expected = np.asarray(jax.jit(lambda ids: fn(params, state, ids)[0][0])(IDS))
@@ -64,7 +64,7 @@ def test_pages_of_int8_equal_full_recomputation(latent, unstack):
         cfg.build(rngs=ax.Rngs(0)), cache=PagedInt8Cache.Config(), batch_size=2, max_len=16, unstack=unstack
     )
     step = jax.jit(decoder.__call__, donate_argnums=1)
-    # Row 1 is two tokens behind; row 0 then verifies three tokens at once, of which two are taken back.
+    # Row 1 is two tokens behind. Row 0 then verifies three draft tokens at once; two of them are rolled back.
     first = Step(IDS[:, :6], jnp.zeros(2, jnp.int32), lengths=jnp.asarray([6, 4]), pages=TABLE)
     logits, state = step(params, state, first)
     np.testing.assert_allclose(logits[0], expected[0, :6], rtol=0, atol=2e-5)
@@ -88,7 +88,7 @@ def deep(num_layers):
 
 
 @pytest.mark.parametrize("unstack", [True, False], ids=["unstacked", "scanned"])
-def test_temporaries_of_a_scanned_decode_step_are_under_one_percent_of_the_cache(unstack):
+def test_a_decode_step_needs_little_temporary_memory(unstack):
     decoder, params, state = Decoder.of(
         deep(16).build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=4096, unstack=unstack
     )
@@ -96,13 +96,13 @@ def test_temporaries_of_a_scanned_decode_step_are_under_one_percent_of_the_cache
     token = Step(jnp.zeros((2, 1), jnp.int32), jnp.asarray([100, 7]))
     memory = step.lower(params, state, token).compile().memory_analysis()
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert memory.alias_size_in_bytes >= held - 64, "the state is donated and written in place"
-    # A layer's own arrays are read by one product, which XLA on CPU gives a copy of that layer's keys in another order.
+    assert memory.alias_size_in_bytes >= held - 64, "the state must be donated and written in place"
+    # Unstacked: XLA on CPU copies the keys of one layer into another memory layout for a product.
     most = held / 16 * 1.2 if unstack else 0.01 * held
     assert memory.temp_size_in_bytes < most, f"{memory.temp_size_in_bytes} of {held} bytes"
 
 
-def test_each_layer_has_arrays_of_its_own_and_modules_for_training_none():
+def test_a_decoder_unstacks_layers_and_drops_prediction_modules():
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=4, num_kv_heads=2), ffn=FeedForward.Config(hidden_dim=24)
     )
@@ -113,7 +113,7 @@ def test_each_layer_has_arrays_of_its_own_and_modules_for_training_none():
     assert not any("future" in path for path in [*paths, *by_path(state)])
 
 
-def test_a_gap_or_a_place_beyond_the_row_gives_nan_and_only_asked_logits_exist():
+def test_logits_at_selects_logits_and_invalid_positions_give_nan():
     decoder, params, state = Decoder.of(
         model().build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=8
     )
@@ -126,7 +126,7 @@ def test_a_gap_or_a_place_beyond_the_row_gives_nan_and_only_asked_logits_exist()
     beyond, after = step(params, state, Step(IDS[:, :4], jnp.asarray([5, 3])))
     assert np.isnan(beyond[0, 3]).all()
     assert np.isfinite(beyond[0, :3]).all()
-    assert after["lengths"].tolist() == [8, 7], "what lies beyond max_len is not part of a row"
+    assert after["lengths"].tolist() == [8, 7], "tokens beyond max_len must not count"
 
 
 def test_decoding_on_a_mesh_equals_one_device():
@@ -136,4 +136,4 @@ def test_decoding_on_a_mesh_equals_one_device():
 
     found = on_devices(decode_on_mesh.main)
     np.testing.assert_allclose(found["eight"], found["one"], rtol=0, atol=2e-6)
-    assert found["cache_shards"] == 8, "rows and kv heads of the cache are spread over the devices"
+    assert found["cache_shards"] == 8, "rows and kv heads of the cache must be sharded"

@@ -68,14 +68,14 @@ MODEL = ax.select(PLAIN, "decoder").set(layers=PROBED)
 LOSS = CrossEntropy.Config(z_loss=0.1, label_smoothing=0.1, chunk=3)
 INPUT = TextInput.Config(source=TextFiles.Config(), tokenizer=ByteTokenizer.Config(), seq_len=SEQ, batch_size=ROWS)
 LEARNER = Learner.Config(
-    optimizer=AdamW.Config(eps=1.0),  # far below it, a first update is the gradient's sign, and that of noise
+    optimizer=AdamW.Config(eps=1.0),  # with a small eps, the first update is the sign of the gradient, even of noise
     schedule=WarmupStableDecay(peak=1.0, warmup_steps=1, decay=0.0),
     clip_norm=0.5,
 )
 
 
 def batch():
-    """Packed rows of unequal weight; with four microbatches the second has no target that counts."""
+    """Packed rows of unequal weight. With four microbatches, the second has a total weight of zero."""
     random = np.random.default_rng(0)
     ids = random.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
     weights = (random.random((ROWS, SEQ)) * (random.random((ROWS, SEQ)) < 0.7)).astype(np.float32)
@@ -92,7 +92,7 @@ def compiled(microbatches, objective, model):
 
 @functools.cache
 def trained(microbatches, objective=LOSS, model=MODEL):
-    """[(metrics, state)] of two steps."""
+    """[(metrics, state)] after each of two steps."""
     made, step = compiled(microbatches, objective, model)
     state, found = made.init(jnp.uint32(3)), []
     for _ in range(2):
@@ -109,12 +109,12 @@ def assert_equal(found, expected):
 
 
 def gradients(state):
-    """By 0.1: the first moments after the first step."""
+    """The gradients times 0.1: the first moments after the first step."""
     return {path: leaf for path, leaf in by_path(state.optimizer).items() if ".mu." in path}
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_microbatches_of_unequal_weight_give_losses_gradients_and_updates_of_the_whole_batch(microbatches):
+def test_microbatches_of_unequal_weight_equal_the_whole_batch(microbatches):
     (found, state), (expected, whole) = trained(microbatches)[0], trained(1)[0]
     assert {"loss", "z_loss", "label_smoothing", "future.0", "gradient_norm"} <= expected.keys()
     assert "decoder.layers.*.ffn.down.adapter.size" in expected
@@ -123,7 +123,7 @@ def test_microbatches_of_unequal_weight_give_losses_gradients_and_updates_of_the
     assert_equal(by_path(state.params), by_path(whole.params))
 
 
-def test_the_mean_of_the_means_would_be_wrong():
+def test_averaging_over_microbatches_would_be_wrong():
     """The weights of the rows differ enough to detect averaging over microbatches."""
     made, _ = compiled(1, LOSS, MODEL)
     start, objective, rows = made.init(jnp.uint32(3)), LOSS.build(), batch()
@@ -138,7 +138,7 @@ def test_the_mean_of_the_means_would_be_wrong():
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_gradient_state_updates_once_per_step_through_scan_remat_and_microbatches(microbatches):
+def test_scan_remat_and_microbatches_update_gradient_state_once(microbatches):
     metrics, (_, state) = zip(*trained(microbatches), strict=True)
     history = by_path(state.model_state)["decoder.layers.ffn.down.adapter.history"]
     largest = [each["decoder.layers.*.ffn.down.adapter.largest"] for each in metrics]
@@ -147,7 +147,7 @@ def test_gradient_state_updates_once_per_step_through_scan_remat_and_microbatche
     assert not any("history" in path for path in by_path((state.optimizer, state.params)))
 
 
-def test_counting_ahead_of_the_gradients_costs_no_products():
+def test_counting_targets_first_adds_no_matrix_products():
     def products(microbatches):
         return len(re.findall(r" dot\(", compiled(microbatches, LOSS, MODEL)[1].as_text()))
 
@@ -155,7 +155,7 @@ def test_counting_ahead_of_the_gradients_costs_no_products():
 
 
 class EachRow(Objective):
-    """Each row counts alike, however many of its targets count: an objective from outside."""
+    """A third-party objective that weights all rows equally, whatever the weights of their targets."""
 
     class Config(Objective.Config):
         entropy: float = 0.0
@@ -181,7 +181,7 @@ class Distillation(Objective):
         return LossSum((divergence * batch["weights"]).sum(), batch["weights"].sum())
 
 
-def test_an_objective_from_outside_trains_through_the_trainers_config():
+def test_a_third_party_objective_supports_microbatches():
     objective, model = EachRow.Config(entropy=0.01), PLAIN.set(future=())
     (found, state), (expected, whole) = (trained(count, objective, model)[0] for count in (4, 1))
     assert_equal(found, expected)
@@ -190,7 +190,7 @@ def test_an_objective_from_outside_trains_through_the_trainers_config():
     assert expected["loss"] != pytest.approx(trained(1)[0][0]["loss"], rel=1e-3)
 
 
-def test_a_batch_may_hold_what_only_the_objective_knows():
+def test_a_batch_may_contain_arrays_for_the_objective_only():
     teacher = np.random.default_rng(1).dirichlet(np.ones(VOCAB), (ROWS, SEQ)).astype(np.float32)
     rows = batch() | {"teacher": teacher}
     cfg = Trainer.Config(
@@ -204,7 +204,7 @@ def test_a_batch_may_hold_what_only_the_objective_knows():
     assert metrics["loss"] > 0
 
 
-def test_a_batch_cut_over_devices_and_microbatches_gives_the_gradients_of_one_device():
+def test_sharded_microbatches_give_the_gradients_of_one_device():
     one = Mesh(shape={"data": 1}, rules={})
     context = {"batch": "data", "seq": "context"}
     meshes = {
@@ -220,7 +220,10 @@ def test_a_batch_cut_over_devices_and_microbatches_gives_the_gradients_of_one_de
 
 @pytest.mark.parametrize(
     ("microbatches", "told"),
-    [(3, r"input\.batch_size=8 does not divide into microbatches=3"), (0, "microbatches must be at least 1, not 0")],
+    [
+        (3, r"input\.batch_size=8 cannot be split evenly into microbatches=3"),
+        (0, "microbatches must be at least 1, not 0"),
+    ],
 )
 def test_invalid_microbatches_are_rejected(microbatches, told):
     cfg = Trainer.Config(model=PLAIN, input=INPUT, learner=LEARNER, steps=1, microbatches=microbatches)

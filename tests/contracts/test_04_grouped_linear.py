@@ -37,7 +37,7 @@ class Codes(Numerics):
 
 
 def built(adapter, **options):
-    """(config, its function, its parameters in normal numbers)."""
+    """(config, function, normally distributed parameters)."""
     cfg = GroupedLinear.Config(
         groups=GROUPS, input_dim=INPUT, output_dim=OUTPUT, use_bias=True, adapter=ADAPTERS[adapter], **options
     )
@@ -47,7 +47,7 @@ def built(adapter, **options):
 
 
 def separate(cfg, params, x):
-    """The rows of each group by a `Linear` of its own."""
+    """Applies a separate `Linear` to the rows of each group."""
     one = Linear.Config(input_dim=INPUT, output_dim=OUTPUT, use_bias=True, adapter=cfg.adapter)
     fn, _, state = functional(one.build(rngs=ax.Rngs(0)))
     of = lambda group: jax.tree.map(lambda leaf: leaf[group], params)  # noqa: E731
@@ -65,7 +65,7 @@ def groups_in(way):
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("way", ["rows", "blocks", "batched"])
-def test_it_equals_separate_linear_maps_in_values_and_gradients(way, adapter):
+def test_values_and_gradients_equal_separate_linear_maps(way, adapter):
     cfg, fn, params = built(adapter)
     shape = (GROUPS, 4, INPUT) if way == "batched" else (ROWS, INPUT)
     x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
@@ -91,13 +91,13 @@ def test_it_equals_separate_linear_maps_in_values_and_gradients(way, adapter):
         np.testing.assert_allclose(found[path], leaf, rtol=1e-4, atol=1e-4, err_msg=path)
 
 
-def test_groups_of_any_sizes_are_made_from_sizes_alone():
+def test_grouped_of_assigns_rows_to_groups_by_size():
     found = Grouped.of(jnp.asarray(SIZES, jnp.int32), ROWS)
     np.testing.assert_array_equal(found.group, np.repeat(np.arange(GROUPS), SIZES))
     np.testing.assert_array_equal(found.broadcast(jnp.arange(6.0).reshape(3, 2))[:, 0], np.repeat([0, 2, 4], SIZES))
 
 
-def test_each_group_starts_as_a_linear_map_of_its_own():
+def test_each_group_is_initialized_like_a_separate_linear():
     cfg = GroupedLinear.Config(groups=50, input_dim=64, output_dim=32)
     weight = functional(cfg.build(rngs=ax.Rngs(0)))[1]["weight"]
     np.testing.assert_allclose(weight.std(axis=(1, 2)), 1 / 8, rtol=0.1)  # the fan-in is 64, not 50 * 64
@@ -105,7 +105,7 @@ def test_each_group_starts_as_a_linear_map_of_its_own():
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_matrix_is_what_rows_meet(adapter):
+def test_matrix_equals_the_matrix_applied_to_rows(adapter):
     _, fn, params = built(adapter)
     x = np.random.default_rng(1).normal(size=(GROUPS, 4, INPUT)).astype(np.float32)
     matrix = fn(params, {}, method="matrix")[0][0]
@@ -113,7 +113,7 @@ def test_matrix_is_what_rows_meet(adapter):
     np.testing.assert_allclose(jnp.einsum("gni,gio->gno", x, matrix), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_axes_of_groups_and_of_what_is_attached():
+def test_weights_biases_codes_and_adapters_have_the_group_axis():
     cfg, _, _ = built("dora", axes=("expert", "embed", "mlp"), numerics=Codes.Config(stored=True))
     axes = abstract(cfg)[0].axes
     assert axes["weight"] == {"codes": ("expert", "embed", "mlp"), "scales": ("expert", None, "mlp")}

@@ -1,4 +1,4 @@
-"""Contract 4: in a sharded body each device holds its own experts only, and numbers are those of one device."""
+"""Contract 4: under `shard_map` each device holds only its own experts, and results equal those of one device."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def found():
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_with_the_exchange_the_loss_and_every_gradient_are_those_of_one_device(found, mesh, routing):
+def test_exchange_gives_the_loss_and_gradients_of_one_device(found, mesh, routing):
     one, many = found["one"][routing], found[mesh][routing]
     assert many["dropped"] == 0
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6)
@@ -32,25 +32,25 @@ def test_with_the_exchange_the_loss_and_every_gradient_are_those_of_one_device(f
         np.testing.assert_allclose(many["gradients"][path], gradient, rtol=0, atol=1e-6 * largest, err_msg=path)
 
 
-def test_the_routings_are_what_they_are_called(found):
+def test_each_routing_uses_the_expected_experts(found):
     def fed(routing):
         gradient = found["one"][routing]["gradients"]["experts.up.weight"]
         return np.abs(gradient).sum(axis=(1, 2)) > 0
 
     assert fed("random").sum() > 12
     assert fed("four experts").nonzero()[0].tolist() == [0, 1, 2, 3]
-    assert fed("one expert").nonzero()[0].tolist() == [0, 1]  # the first choice of all, and the second of all
+    assert fed("one expert").nonzero()[0].tolist() == [0, 1]  # the first and second choice of every token
 
 
 @pytest.mark.parametrize("mesh", PARTS)
-def test_a_device_holds_its_own_experts_only(found, mesh):
+def test_a_device_holds_only_its_own_experts(found, mesh):
     for path, (whole, held) in found[mesh]["bytes"].items():
         if path.startswith("experts.") and not path.endswith("bias"):
             assert held == [whole // PARTS[mesh]] * 8, path
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_no_device_sees_the_experts_of_others_while_it_computes(found, mesh):
+def test_no_device_gathers_the_experts_of_other_devices(found, mesh):
     text = found[mesh]["text"]
     assert "all-to-all" in text
     whole = [f"f32[{EXPERTS},{DIM},{HIDDEN}]", f"f32[{EXPERTS},{HIDDEN},{DIM}]", f"f32[{EXPERTS},{HIDDEN}]"]
@@ -59,17 +59,17 @@ def test_no_device_sees_the_experts_of_others_while_it_computes(found, mesh):
 
 
 def test_limited_capacity_drops_pairs_and_reports_them(found):
-    # A device has 6 tokens of 2 choices, and one place on each of 8 devices for a fair share of 12 / 8, so 2.
+    # Each device sends the 2 choices of its 6 tokens to one device, whose capacity is 12 / 8, rounded up to 2.
     assert found["bounded"]["one expert"]["dropped"] == pytest.approx(1 - 2 / 12)
     assert 0 < found["bounded"]["random"]["dropped"] < 0.5
 
 
-def test_a_body_writes_variables_that_name_their_axes(found):
+def test_variables_with_axes_can_be_written_in_shard_map(found):
     it = found["remembered"]
     np.testing.assert_allclose(it["new"]["sums"], it["x"].sum(axis=1), rtol=1e-5, atol=1e-5)
 
 
-def test_the_gradient_of_a_parameter_adds_up_over_devices_and_that_of_gradient_state_is_the_largest(found):
+def test_devices_sum_gradients_and_take_the_max_of_gradient_state(found):
     it = found["remembered"]
     x, scale = it["x"].astype(np.float64), it["scale"].astype(np.float64)
     params, state = it["gradients"]

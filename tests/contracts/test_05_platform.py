@@ -28,7 +28,7 @@ class TpuKernel(AttentionKernel):
     def supports(self, request):
         if request.platform != "tpu":
             return f"requires a TPU, and this is {request.platform}"
-        assert (request.batch, request.num_heads, request.num_kv_heads) == (2, 2, 1), "one shard is asked for"
+        assert (request.batch, request.num_heads, request.num_kv_heads) == (2, 2, 1), "the request is for one shard"
         return None
 
     def __call__(self, inputs):
@@ -44,7 +44,7 @@ def lowered(layout, **kernel):
     ).as_text()
 
 
-def test_a_kernel_for_tpus_alone_is_in_the_step_lowered_for_a_tpu_topology():
+def test_a_tpu_only_kernel_is_in_the_step_lowered_for_a_tpu():
     order = ChooseKernel.Config(order=(TpuKernel.Config(), ReferenceKernel.Config()))
     text = lowered(MESH.abstract(8, "tpu", "TPU v5 lite"), kernel=order)
     assert "probe_of_a_tpu_kernel" in text
@@ -56,8 +56,7 @@ def test_kernels_that_the_target_does_not_support_are_rejected():
         def supports(self, request):
             return None if request.platform == "cpu" else f"requires a CPU, and this is {request.platform}"
 
-    told = (
-        r"attention\.kernel: no kernel supports the call \(tpu, .* 2 rows, 2 heads on 1 of 4.*CpuKernel: requires a CPU"
-    )
+    request = r"\(tpu, .* batch=2, .* num_heads=2, num_kv_heads=1, head_dim=4.*\)"
+    told = rf"attention\.kernel: no kernel supports the call {request}\. CpuKernel: requires a CPU"
     with pytest.raises(ax.ConfigError, match=told):
         lowered(MESH.abstract(8, "tpu"), kernel=CpuKernel.Config())

@@ -14,8 +14,8 @@ TARGET = "gpu-h100-8"
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "gpt-oss-20b", "deepseek-v3", "gemma3-4b", "smollm2-135m"])
-def test_the_recipes_own_packed_rows_are_attended_by_a_fused_kernel(name):
-    """Windows, sinks, heads of 256 features, latent attention and heads of 64 features."""
+def test_recipes_with_packed_rows_choose_a_fused_kernel(name):
+    """Covers sliding windows, sinks, latent attention, and heads of 64 and 256 features."""
     found = explain(ax.pipe(ax.recipe(name), ax.target(TARGET)), TARGET)
     kernels = [slot for slot in found.slots if slot.kind == "attention kernel"]
     assert kernels
@@ -32,7 +32,7 @@ def traced(cfg):
         jax.eval_shape(lambda *args: fn(*args, method=objective), params, state, batch_form(cfg.input))
 
 
-def test_what_the_fused_kernel_refuses_is_an_error_unless_the_order_names_another():
+def test_an_unsupported_call_raises_unless_another_kernel_is_listed():
     cfg = ax.pipe(ax.recipe("llama-1b"), ax.target(TARGET))
     capped = ax.select(cfg, Attention).set(softcap=50.0)
     refused = "CudnnKernel: does not take softcap"

@@ -1,4 +1,4 @@
-"""Contract 7: early stopping, averages and warnings are callbacks outside the core, with state of their own."""
+"""Contract 7: early stopping, averages and warnings are callbacks outside the core, with their own state."""
 
 import json
 import math
@@ -123,13 +123,13 @@ def test_early_stopping_ends_the_run_when_the_metric_stagnates(tiny, tmp_path, c
 
 
 @pytest.mark.parametrize("interrupted", [1, 4, 5, 6])
-def test_a_resumed_run_stops_at_the_step_of_an_unbroken_one(tiny, tmp_path, interrupted):
+def test_early_stopping_of_a_resumed_run_stops_at_the_same_step(tiny, tmp_path, interrupted):
     ax.fit(stopping(tiny, interrupted), out=tmp_path / "run")
     summary = ax.fit(stopping(tiny, 12), out=tmp_path / "run", resume=True)
     assert summary["steps"] == 7
 
 
-def test_an_average_follows_the_parameters_and_is_in_the_checkpoint(tiny, tmp_path):
+def test_ema_follows_the_parameters_and_is_in_the_checkpoint(tiny, tmp_path):
     callbacks = {"saving": Saving.Config(every_steps=1), "ema": EMA.Config(decay=0.9, warmup=False)}
     cfg = tiny.set(steps=4, callbacks=callbacks, checkpointer=tiny.checkpointer.set(keep=10))
     ax.fit(cfg.set(steps=2), out=tmp_path / "run")
@@ -155,7 +155,8 @@ def test_an_evaluator_can_use_the_average(tiny, tmp_path):
     evaluators = {"validation": BitsPerByte.Config(), "ema": BitsPerByte.Config(weights="ema")}
     callbacks = {"evaluation": Evaluation.Config(evaluators=evaluators), "ema": EMA.Config(decay=0.0, warmup=False)}
     summary = ax.fit(tiny.set(steps=3, callbacks=callbacks), out=tmp_path / "now")
-    assert summary["ema/bits_per_byte"] == summary["validation/bits_per_byte"]  # no memory at all
+    # With decay=0 the average equals the parameters.
+    assert summary["ema/bits_per_byte"] == summary["validation/bits_per_byte"]
     slow = callbacks | {"ema": EMA.Config(decay=0.999, warmup=False)}
     slow = ax.fit(tiny.set(steps=3, callbacks=slow), out=tmp_path / "slow")
     assert slow["validation/bits_per_byte"] == summary["validation/bits_per_byte"]
@@ -165,7 +166,7 @@ def test_an_evaluator_can_use_the_average(tiny, tmp_path):
         ax.fit(tiny.set(steps=3, callbacks=wrong), out=tmp_path / "wrong")
 
 
-def test_a_callback_may_come_and_go_between_attempts(tiny, tmp_path, capsys):
+def test_callbacks_may_be_added_and_removed_on_resume(tiny, tmp_path, capsys):
     cfg, ema = tiny.set(steps=2, callbacks={}), {"ema": EMA.Config()}
     ax.fit(cfg, out=tmp_path / "run")
     ax.fit(cfg.set(steps=3, callbacks=ema), out=tmp_path / "run", resume=True)
@@ -174,7 +175,7 @@ def test_a_callback_may_come_and_go_between_attempts(tiny, tmp_path, capsys):
     ax.fit(cfg.set(steps=4, callbacks=stop), out=tmp_path / "run", resume=True)
     assert "callbacks.ema: the arrays in the checkpoint do not fit this run" in capsys.readouterr().err
     ax.fit(cfg.set(steps=5), out=tmp_path / "run", resume=True)
-    assert "keeping the state of 'early_stopping', which this run does not have" in capsys.readouterr().err
+    assert "keeping the saved state of 'early_stopping', which is not in this config" in capsys.readouterr().err
     with cfg.checkpointer.build(tmp_path / "run" / "checkpoints") as checkpointer:
         assert checkpointer.meta()["callbacks"]["early_stopping"] == {"best": 1.5, "waited": 0}
 
@@ -197,7 +198,7 @@ def test_events_come_in_order_and_once(tiny, tmp_path, events):
     assert events[0] == ("start", 4, True) and events[1] == ("step", 5)
 
 
-def test_requests_are_granted_at_once_evaluation_first_and_stop_last(tiny, tmp_path, events):
+def test_requests_evaluate_then_save_then_stop_after_the_same_step(tiny, tmp_path, events):
     evaluation = Evaluation.Config(evaluators={"validation": Scripted.Config()})
     asked = Ask.Config(evaluate=2, save=2, stop=3)
     cfg = tiny.set(steps=9, callbacks={"evaluation": evaluation, "ask": asked, "note": Note.Config()})
@@ -208,7 +209,7 @@ def test_requests_are_granted_at_once_evaluation_first_and_stop_last(tiny, tmp_p
     ]
 
 
-def test_an_exception_lets_the_others_run_saves_the_state_and_names_file_and_owner(tiny, tmp_path, events):
+def test_a_failing_callback_is_named_and_the_state_is_saved(tiny, tmp_path, events):
     cfg = tiny.set(steps=9, callbacks={"broken": Broken.Config(), "note": Note.Config()})
     line = next(
         n for n, text in enumerate(pathlib.Path(__file__).read_text().splitlines(), 1) if "out of ideas" in text
@@ -231,7 +232,7 @@ def test_a_callback_with_on_error_disable_is_disabled_with_a_message(tiny, tmp_p
     assert [event for event in events if event[0] == "step"] == [("step", number) for number in range(1, 6)]
 
 
-def test_bits_per_byte_belong_to_an_evaluator(tiny, tmp_path):
+def test_without_an_evaluator_there_is_no_bits_per_byte(tiny, tmp_path):
     callbacks = {"metrics": JsonlWriter.Config(), "evaluation": Evaluation.Config(evaluators={})}
     summary = ax.fit(tiny.set(steps=1, callbacks=callbacks), out=tmp_path / "run")
     assert not [name for name in summary if "bits_per_byte" in name]
@@ -251,7 +252,7 @@ def test_offers_attach_by_name():
     [({"patience": 0}, "patience"), ({"mode": "least"}, "mode"), ({"min_change": -1.0}, "min_change")],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_a_wrong_field_is_named_by_its_path(tiny, tmp_path, fields, message):
+def test_an_invalid_field_raises_and_is_named(tiny, tmp_path, fields, message):
     with pytest.raises(ax.ConfigError, match=message):
         ax.fit(tiny.set(callbacks={"early_stopping": EarlyStopping.Config(**fields)}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -63,7 +63,7 @@ print("ok", read("large", 3000))
 
 
 def write_corpus(folder, megabytes, files=40):
-    """Random numbers; little of it is for validation, which the trainer reads as a whole."""
+    """A corpus of random numbers. Its validation split is small, because the trainer reads all of it."""
     folder.mkdir()
     source = TextFiles.Config(folder=str(folder), validation_percent=25.0).build()
     rng = np.random.default_rng(len(str(folder)))
@@ -87,17 +87,17 @@ def run_under_a_limit(code, tmp_path, limit_mb, *more):
     assert "ok " in done.stdout, done.stderr[-3000:]
 
 
-def test_a_corpus_ten_times_the_memory_is_read(tmp_path):
+def test_a_corpus_of_ten_times_the_memory_limit_is_read(tmp_path):
     run_under_a_limit(READ, tmp_path, 24)
 
 
 @pytest.mark.long
-def test_a_corpus_ten_times_the_memory_trains(tmp_path):
+def test_a_corpus_of_ten_times_the_memory_limit_trains(tmp_path):
     run_under_a_limit(TRAIN, tmp_path, 128, "3")
 
 
 @pytest.mark.slow
-def test_an_epoch_of_a_corpus_ten_times_the_memory_trains(tmp_path):
+def test_an_epoch_of_ten_times_the_memory_limit_trains(tmp_path):
     """Every piece is read and trained on once."""
     run_under_a_limit(TRAIN, tmp_path, 128, str(1280 * 2**20 // (16 * 64)))
 
@@ -128,7 +128,7 @@ def test_one_two_and_four_processes_read_each_document_once_per_epoch(tmp_path):
     second, state = read(2, 120, state)
     third, state = read(4, steps - 210, state)
     assert first + second + third == whole  # in order, bit for bit
-    # Rows are shuffled in windows, so the ends of epochs are blurred by a window for each stream.
+    # Rows are shuffled within windows, so consecutive epochs overlap by one window per stream.
     counts = np.unique(whole, return_counts=True)
     assert counts[0].tolist() == contents
     assert set(counts[1].tolist()) <= {4, 5, 6}

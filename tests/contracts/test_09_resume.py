@@ -1,4 +1,4 @@
-"""Contract 9: changes to the mathematics of a run are refused on resume; changes to its layout are not."""
+"""Contract 9: on resume, changes to the mathematics of a run raise; changes to its layout do not."""
 
 import os
 import pathlib
@@ -22,7 +22,7 @@ DEVICES = {1: ["data=1", "fsdp=1"], 8: ["data=1", "fsdp=8"], (2, 4): ["data=2", 
 
 
 def train(corpus, folder, steps, devices, *flags):
-    """One attempt, in a process of its own."""
+    """Runs one attempt in a separate process. Returns its stderr."""
     count = devices if isinstance(devices, int) else 8
     given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     env = os.environ | {
@@ -40,7 +40,7 @@ def losses(folder):
 
 
 @pytest.mark.long
-def test_one_eight_and_two_by_four_devices_continue_one_run(corpus, tmp_path):
+def test_a_run_resumes_on_1_then_8_then_2x4_devices(corpus, tmp_path):
     train(corpus, tmp_path / "whole", 9, 1)
     folder = tmp_path / "moved"
     train(corpus, folder, 3, 1)
@@ -100,7 +100,7 @@ class Sharpened(AttentionKernel):
         factor: float = 2.0
 
 
-def test_a_kernel_that_affects_the_result_may_not_change_but_the_one_inside_may(tiny):
+def test_only_the_inner_kernel_of_a_result_changing_kernel_may_change(tiny):
     def sharpened(**fields):
         return ax.select(tiny, Attention).set(kernel=Sharpened.Config(**fields))
 
@@ -118,7 +118,7 @@ def test_a_kernel_and_a_remat_policy_may_change(tiny):
     assert len(identity.check(parse_text(tiny.text()), other, "runs/a")) >= 2
 
 
-def test_other_data_is_refused(tiny, tmp_path, corpus):
+def test_resume_rejects_changed_data(tiny, tmp_path, corpus):
     """The corpus changes between two attempts; the config does not."""
     copied = tmp_path / "corpus"
     copied.mkdir()
@@ -130,7 +130,7 @@ def test_other_data_is_refused(tiny, tmp_path, corpus):
     validation = next(path for path in sorted(copied.iterdir()) if source.is_validation(path.name))
     text = validation.read_text()
     validation.write_text(text[::-1])
-    with pytest.raises(ax.AxcoreError, match="the data differs from that of the saved state"):
+    with pytest.raises(ax.AxcoreError, match="the data differs from that of the checkpoint"):
         ax.fit(cfg.set(steps=2), out=tmp_path / "run", resume=True)
     validation.write_text(text)
     assert ax.fit(cfg.set(steps=2), out=tmp_path / "run", resume=True)["steps"] == 2

@@ -43,7 +43,7 @@ NUM_LAYERS = 4
 
 
 def repeated_in(layers, parts):
-    """(number of groups, config of the group) of layers that are to be divided into equal parts."""
+    """(number of groups, config of a group) of layers. The number of groups is a multiple of `parts`."""
     for size in range(1, len(layers) + 1):
         if layers == layers[:size] * (len(layers) // size) and len(layers) // size % parts == 0:
             return len(layers) // size, layers[0] if size == 1 else Sequence.Config(layers=layers[:size])
@@ -80,7 +80,7 @@ class Halves(Stack):
 
 
 class Stages(Stack):
-    """Layers as a pipeline has them: arrays of [stage, layer in the stage, ...]."""
+    """A pipeline: arrays have the shape [stage, layer in the stage, ...]."""
 
     class Config(Stack.Config):
         is_sequential: ClassVar[bool] = True
@@ -118,7 +118,7 @@ def model(decoder, *features):
 
 
 def arrays(cfg, seed=0):
-    """Random parameters and other state, in the form that `cfg` wants."""
+    """Random parameters and other state with the shapes that `cfg` requires."""
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: (0.3 * random.normal(size=leaf.shape)).astype(leaf.dtype), forms(cfg)[1:])
 
@@ -133,7 +133,7 @@ def logits(cfg, params, state):
 
 
 def moved(folder, cfg):
-    """The arrays that a model loads from a model folder."""
+    """(parameters, state) that a model loads from a model folder."""
     _, params, state = forms(cfg)
     found = gathered(FromRun.Config(folder=str(folder)), cfg, flat(params), flat(state), 0)
     return like(params, found), like(state, found)
@@ -141,8 +141,8 @@ def moved(folder, cfg):
 
 @pytest.mark.parametrize("name", PROBES)
 @pytest.mark.parametrize("feature", EVERY_SECOND)
-def test_features_edit_every_second_layer_and_weights_move_by_number(name, feature, tmp_path):
-    """A `Repeat` and the probe are edited alike, and compute the same on weights that moved either way."""
+def test_features_and_weights_address_layers_by_number(name, feature, tmp_path):
+    """A feature edits the same layers of a `Repeat` and of the probe. Both compute the same on weights of the other."""
     plain, probe = (model(each, EVERY_SECOND[feature]()) for each in (MANY, PROBES[name]))
     assert type(probe.decoder) is type(PROBES[name])
     places = layers_of(probe.decoder)
@@ -162,7 +162,7 @@ def test_features_edit_every_second_layer_and_weights_move_by_number(name, featu
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_layers_a_stack_cannot_run_are_refused_by_path(name):
+def test_layers_that_a_stack_cannot_run_raise_with_its_path(name):
     def edit(_, node, number):
         return node.set(hidden_dim=8) if number == 1 else node
 
@@ -171,7 +171,7 @@ def test_layers_a_stack_cannot_run_are_refused_by_path(name):
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_weights_are_read_from_published_files_and_written_by_number(name, tmp_path):
+def test_published_weights_are_read_and_written_by_layer_number(name, tmp_path):
     from axcore_hf import exporting
     from axcore_hf.families import by_type
     from axcore_hf.importing import load
@@ -193,7 +193,7 @@ def test_weights_are_read_from_published_files_and_written_by_number(name, tmp_p
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_a_model_with_a_stack_from_outside_decodes_what_it_computes(name):
+def test_decoding_with_a_third_party_stack_equals_a_full_call(name):
     cfg = model(PROBES[name], ax.use("rope"), EVERY_SECOND["window"]())
     params, state = arrays(cfg)
     assert_decodes(forms(cfg)[0].bind(params, state), logits(cfg, params, state))
@@ -227,7 +227,7 @@ SEQUENTIAL = {
 
 
 @pytest.mark.parametrize("name", SEQUENTIAL)
-def test_unstacked_each_layer_has_arrays_of_its_own(name):
+def test_unstacked_layers_have_separate_arrays(name):
     cfg = model(SEQUENTIAL[name], *([ax.use("moe", bias_rate=0.1, num_experts=2, top_k=1)] if name == "groups" else []))
     flattened = unstacked(cfg)
     assert unstacked(flattened) == flattened
@@ -256,7 +256,7 @@ def named(cfg, params):
 
 
 @pytest.mark.parametrize("stack", [MANY, Stages.Config()], ids=["repeat", "stages"])
-def test_values_that_layers_of_a_group_share_are_still_shared(stack):
+def test_unstacking_keeps_values_shared_within_a_group(stack):
     cfg = model(stack, ax.use("cross-layer-kv", every=2))
     assert type(cfg.decoder) is type(stack)
     flattened, (params, state) = unstacked(cfg), arrays(cfg)
@@ -299,7 +299,7 @@ class WithNorm(Stages):
         self.bias = self.param("bias", (cfg.input_dim,), jax.nn.initializers.ones, rngs, axes=("embed",))
 
 
-def test_arrays_that_would_be_lost_are_an_error():
+def test_unstacking_raises_if_arrays_would_be_lost():
     cfg = model(WithNorm.Config())
     with pytest.raises(
         ax.ConfigError, match=r"WithNorm has the arrays bias outside its layers.* set is_sequential to False"
@@ -310,7 +310,7 @@ def test_arrays_that_would_be_lost_are_an_error():
     assert names["decoder.3.ffn.up.weight"] == ("decoder.stage.layers.ffn.up.weight", (1, 1))
 
 
-def test_what_a_lone_layer_shares_reaches_the_layers_after_it():
+def test_a_value_shared_by_one_layer_reaches_later_layers():
     class First(TransformerLayer):
         class Config(TransformerLayer.Config):
             pass

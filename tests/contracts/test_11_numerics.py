@@ -19,11 +19,11 @@ pytestmark = pytest.mark.long
 
 LAYERS, HISTORY = 2, 3
 SAW = "saw"
-"""What the probe reports: the largest input."""
+"""The name under which the probe reports its largest input."""
 
 
 class Delayed(Numerics):
-    """A probe of delayed scaling: products in 255 steps of a scale that comes from the maxima of earlier steps."""
+    """Delayed scaling: rounds to 255 levels, with a scale from the maxima of earlier steps."""
 
     def __init__(self, cfg, *, rngs):
         super().__init__(cfg, rngs=rngs)
@@ -67,7 +67,7 @@ def with_probe(model):
 
 
 def step(cfg, state, batch, microbatches=1, chunk=None):
-    """The next state of the training step, from the parameters that seed 0 gives."""
+    """The model state after one training step from the parameters of seed 0."""
     layout = Mesh(shape={"data": 1}, rules={}).make(jax.devices()[:1])
     made = program(cfg, Learner.Config(), layout, CrossEntropy.Config(chunk=chunk), microbatches)
     before = made.init(jnp.uint32(0))
@@ -83,24 +83,24 @@ def halves(seed):
 
 
 def whole(microbatches):
-    """The batch that the training step cuts into these: each gets every second row."""
+    """The batch that the training step splits into these two microbatches: each gets every second row."""
     return {name: np.stack([each[name] for each in microbatches], 1).reshape(4, -1) for name in microbatches[0]}
 
 
 def largest_seen(fn, params, state, microbatches):
-    """`seen` of a whole step."""
+    """The maximum of `seen` over two microbatches."""
     each = [seen(fn, params, state, batch) for batch in microbatches]
     return {path: np.maximum(each[0][path], each[1][path]) for path in each[0]}
 
 
 def seen(fn, params, state, batch):
-    """Path of a linear map -> the largest input that it saw in a forward pass, of each layer."""
+    """{path of a linear map: its largest input in a forward pass, per layer}."""
     model = fn.bind(params, state)
     outputs = invoke(model, batch["inputs"], capture=[f"**.{SAW}"])[1].outputs
     return {path.replace(".*", "").removesuffix(f".{SAW}"): np.asarray(value) for path, value in outputs.items()}
 
 
-def test_a_history_moves_once_a_step_under_scan_remat_and_microbatches():
+def test_scan_remat_and_microbatches_update_a_history_once_per_step():
     cfg = ax.select(with_probe(tiny_model()), Repeat).set(remat=Remat())
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     first, second = halves(0), halves(1)
@@ -121,8 +121,8 @@ def test_a_history_moves_once_a_step_under_scan_remat_and_microbatches():
         assert gradient.shape == history.shape
 
 
-def test_the_largest_counts_where_one_layer_is_called_many_times():
-    """A head in chunks of the loss: the sum would be four times as large, and a scale four times as coarse."""
+def test_a_history_keeps_the_maximum_over_repeated_calls():
+    """A loss in four chunks calls the head four times. Summing over the calls would make the scale too coarse."""
     cfg = with_probe(tiny_model().set(head=None))
     state = functional(cfg.build(rngs=ax.Rngs(0)))[2]
     expected, found = (by_path(step(cfg, state, whole(halves(0)), chunk=chunk)) for chunk in (None, 2))
@@ -154,7 +154,7 @@ def test_a_history_survives_the_checkpoint(tmp_path):
 
 
 class Codes(Numerics):
-    """A probe of weight-only storage: int8 codes and a float32 scale for each output."""
+    """Weight-only quantization: int8 codes and a float32 scale for each output."""
 
     def encode(self, weight):
         scales = jnp.abs(weight).max(self.config.input_axis, keepdims=True).astype(jnp.float32) / 127
@@ -170,13 +170,13 @@ class Codes(Numerics):
 
 
 def weight_bytes(params):
-    """Bytes of the arrays below a path `weight`, in all."""
+    """The total size of all weights in bytes."""
     return sum(leaf.nbytes for path, leaf in by_path(params).items() if "weight" in path.split("."))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("experts", [False, True])
-def test_codes_are_stored_and_no_float_copy(tied, experts):
+def test_stored_weights_are_codes_without_a_float_copy(tied, experts):
     cfg = tiny_model().set(dim=64)
     cfg = cfg.set(head=None) if tied else cfg
     cfg = ax.pipe(cfg, ax.use("moe", num_experts=4)) if experts else cfg
@@ -187,7 +187,7 @@ def test_codes_are_stored_and_no_float_copy(tied, experts):
 
     floats = [path for path, leaf in by_path(codes).items() if leaf.dtype != jnp.int8 and "weight" in path.split(".")]
     assert floats and all(path.endswith("weight.scales") for path in floats)
-    assert weight_bytes(codes) < 0.32 * weight_bytes(params)  # 1/4, and one scale for 16 numbers at the least
+    assert weight_bytes(codes) < 0.32 * weight_bytes(params)  # int8: 1/4, plus one scale for 16 or more numbers
     assert by_path(codes)["embedding.weight.codes"].dtype == jnp.int8
     if experts:
         assert by_path(codes)["decoder.layers.ffn.experts.up.weight.codes"].shape == (LAYERS, 4, 64, 24)
@@ -198,7 +198,7 @@ def test_codes_are_stored_and_no_float_copy(tied, experts):
     assert 0 < np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
 
 
-def test_decoding_takes_codes_alone():
+def test_decoding_uses_only_stored_codes():
     from axcore.infer import Decoder, Step
     from axcore.nn import ContiguousCache
 

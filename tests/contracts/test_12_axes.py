@@ -1,4 +1,4 @@
-"""Contract 12: rules name axes that exist, and what they shard is nowhere replicated."""
+"""Contract 12: mesh rules name existing axes, and no array is replicated along an axis that they shard."""
 
 import itertools
 from typing import ClassVar
@@ -25,7 +25,7 @@ EIGHT = AbstractMesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
 
 
 class Beams(ax.Layer):
-    """Constrains an axis of its own that no parameter carries."""
+    """Constrains a custom activation axis that no parameter has."""
 
     activation_axes: ClassVar[tuple[str, ...]] = ("beam",)
 
@@ -37,7 +37,7 @@ class Beams(ax.Layer):
 
 
 class Codebook(ax.Layer):
-    """Has a parameter of an axis of its own."""
+    """Has a parameter with a custom axis."""
 
     class Config(ax.Layer.Config):
         beams: Beams.Config = Beams.Config()
@@ -57,7 +57,7 @@ def found():
     return on_devices(main)
 
 
-def test_a_rule_for_an_unknown_axis_is_an_error_that_lists_the_known_and_suggests_the_nearest(monkeypatch):
+def test_a_rule_for_an_unknown_axis_raises_and_suggests_the_nearest(monkeypatch):
     monkeypatch.setattr(jax, "jit", lambda *_, **__: pytest.fail("something was compiled"))
     layout = Layout(EIGHT, {"batch": "data", "hedas": "tensor"})
     with pytest.raises(ConfigError) as error:
@@ -67,7 +67,7 @@ def test_a_rule_for_an_unknown_axis_is_an_error_that_lists_the_known_and_suggest
     assert all(name in told for name in LOGICAL_AXES)
 
 
-def test_axes_that_a_parameter_or_a_layer_below_declares_are_known_and_others_of_that_kind_are_not():
+def test_only_axes_declared_in_the_model_are_known():
     fn = abstract(Codebook.Config())[0]
     assert fn.activation_axes == {"beam"}
     assert fn.logical_axes == {"beam", "code"}
@@ -77,43 +77,47 @@ def test_axes_that_a_parameter_or_a_layer_below_declares_are_known_and_others_of
             Layout(EIGHT, {name: "data"}).check_rules(abstract(MODEL)[0].logical_axes)
 
 
-def test_every_axis_of_the_core_s_parameters_is_in_the_vocabulary():
+def test_logical_axes_lists_every_axis_of_core_parameters():
     assert abstract(MODEL)[0].logical_axes <= LOGICAL_AXES.keys() >= RULES.keys()
 
 
 def replicated(shapes):
-    """The shapes of which one device has a whole dimension that the rules shard, by the axis."""
+    """{axis that the rules shard: shapes in which one device has the whole dimension}."""
     whole = {"mlp": HIDDEN, "vocab": VOCAB, "head": HEADS * HEAD_DIM}
     by_axis = {name: [shape for shape in shapes if size in shape] for name, size in whole.items()}
     by_axis["head"] += [shape for shape in shapes if (HEADS, HEAD_DIM) in itertools.pairwise(shape)]
     return {name: shapes for name, shapes in by_axis.items() if shapes}
 
 
-def test_no_parameter_and_no_moment_of_a_tensor_parallel_step_is_replicated_that_the_rules_shard(found):
+def test_tensor_parallel_parameters_and_moments_are_sharded(found):
     leaves, _ = found["all"]
     sharded = [path for path, (axes, _, _) in leaves.items() if RULES.keys() & set(axes)]
-    assert len(sharded) == 3 * 9  # four of attention, three of the feed-forward block, embedding and head; two moments
+    assert len(sharded) == 3 * 9  # 4 in attention, 3 in the feed-forward block, embedding, head; each with 2 moments
     for path, (axes, entering, leaving) in leaves.items():
         assert entering == leaving == (8 if path in sharded else 1), (path, axes)
 
 
-def test_no_array_inside_the_compiled_step_is_replicated_that_the_rules_shard(found):
+def test_arrays_inside_the_compiled_step_are_sharded(found):
     assert not replicated(found["all"][1])
 
 
-def test_the_check_sees_axes_without_their_rules(found):
+def test_the_check_detects_missing_rules(found):
     assert replicated(found["none"]).keys() == {"mlp", "vocab", "head"}
     assert replicated(found["no kv_head"]).keys() == {"head"}
 
 
-def test_rows_and_tokens_of_a_batch_are_split_on_entry_and_a_count_that_does_not_divide_says_so(found):
+def test_batches_are_sharded_on_entry_and_must_divide(found):
     held, (tokens, rows) = found["entering"]
     assert held == {(ROWS // 2, SEQ // 4)}
-    assert tokens.startswith("input.seq_len=17 does not divide over the 4 devices that mesh.rules assign to 'seq'")
-    assert rows.startswith("input.batch_size=3 does not divide over the 2 devices that mesh.rules assign to 'batch'")
+    assert tokens.startswith(
+        "input.seq_len=17 cannot be split evenly over the 4 devices that mesh.rules assign to 'seq'"
+    )
+    assert rows.startswith(
+        "input.batch_size=3 cannot be split evenly over the 2 devices that mesh.rules assign to 'batch'"
+    )
 
 
-def test_a_sequence_that_is_split_gives_the_step_of_one_device():
+def test_a_sharded_sequence_gives_the_step_of_one_device():
     one = Mesh(shape=dict.fromkeys(SPLIT.shape, 1), rules=SPLIT.rules)
     alone, many = steps(MODEL, batch(), [one, SPLIT])
     np.testing.assert_allclose(many["loss"], alone["loss"], rtol=1e-6)
@@ -132,12 +136,12 @@ def test_a_sequence_that_is_split_gives_the_step_of_one_device():
         ((1, 4), (None, "tensor")),
     ],
 )
-def test_a_dimension_of_an_activation_that_does_not_divide_stays_whole_on_the_axes_that_do_not_fit(shape, spec):
+def test_activations_skip_mesh_axes_that_do_not_divide_them(shape, spec):
     layout = Layout(EIGHT, {"batch": ("data", "tensor"), "seq": "tensor"})
     assert tuple(layout.spec(("batch", "seq"), shape)) == spec
 
 
-def test_the_platform_is_that_of_the_devices_and_not_of_this_process():
+def test_the_platform_is_that_of_the_devices_of_the_layout():
     assert Mesh(shape={"data": 1}, rules={}).make(jax.devices()[:1]).platform == "cpu"
     gpu = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
     assert Layout(EIGHT.update(abstract_device=gpu), {}).platform == "gpu"

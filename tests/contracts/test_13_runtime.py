@@ -21,12 +21,12 @@ pytestmark = pytest.mark.long
 
 ENDLESS = 1_000_000
 CODES = {signal.SIGINT: {130, -signal.SIGINT}, signal.SIGTERM: {75, 143, -signal.SIGTERM}}
-"""By documentation; the negative ones only before the command is loaded, when Python itself ends the process."""
+"""Documented exit codes. Negative ones occur only before the command is loaded, when the signal kills Python."""
 
 
 @dataclasses.dataclass
 class Command:
-    """`axcore ARGV...` in a process of its own, started as a user does."""
+    """A process of `axcore ARGV...`, started as a user starts it."""
 
     argv: tuple[object, ...]
     folder: pathlib.Path
@@ -54,7 +54,7 @@ class Command:
         return "compiling" in self.err.read_text()
 
     def end(self, number=None, seconds=240):
-        """Signals it, if asked to; returns its exit code and stderr."""
+        """Sends the signal, if any, and waits. Returns (exit code, stderr)."""
         try:
             if number is not None:
                 self.process.send_signal(number)
@@ -85,7 +85,7 @@ def train(corpus, tmp_path):
 
 
 def losses(folder):
-    """step -> training loss; the last one where a step was repeated."""
+    """{step: training loss}. The last loss counts if a step was repeated."""
     path = folder / "metrics.jsonl"
     rows = read_jsonl(path) if path.exists() else []
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
@@ -97,7 +97,7 @@ def saved(folder):
 
 
 def interrupt(train, folder, moments, rng):
-    """Interrupts a run at each of the moments, resuming it each time; then trains it to an end."""
+    """Interrupts a run at each of the moments, resumes it each time, and finally trains a few more steps."""
     before = 0
     for moment in moments:
         kind = rng.choice([signal.SIGINT, signal.SIGTERM])
@@ -125,19 +125,19 @@ def interrupt(train, folder, moments, rng):
     assert sorted(losses(folder)) == list(range(1, before + 4))
 
 
-def test_a_signal_at_three_moments_is_never_lost_and_the_run_resumes(train, tmp_path):
+def test_a_run_resumes_after_signals_at_three_moments(train, tmp_path):
     interrupt(train, tmp_path / "run", ["start", "compilation", "steps"], random.Random(0))
 
 
 @pytest.mark.slow
-def test_a_signal_at_thirty_random_moments_is_never_lost_and_the_run_resumes(train, tmp_path):
+def test_a_run_resumes_after_signals_at_thirty_random_moments(train, tmp_path):
     seed = random.randrange(2**32)
     print("seed of the signals:", seed)
     moments = ["compilation", "steps", *["start"] * 6, *["compilation"] * 6, *["steps"] * 16]
     interrupt(train, tmp_path / "run", moments, random.Random(seed))
 
 
-def test_two_processes_train_to_the_losses_of_one_and_stop_and_resume_as_one_run(train, tmp_path):
+def test_two_processes_train_stop_and_resume_like_one(train, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     code, err = train(steps=12, out="one").end()
     assert code == 0, err
@@ -158,7 +158,7 @@ def test_two_processes_train_to_the_losses_of_one_and_stop_and_resume_as_one_run
     np.testing.assert_allclose([found[step] for step in expected], list(expected.values()), rtol=1e-5)
 
 
-def test_the_first_process_failing_at_a_file_ends_both_with_its_error(train, tmp_path):
+def test_a_file_error_of_process_0_ends_both_processes(train, tmp_path):
     (tmp_path / "run").touch()
     code, err = train(processes=2, steps=5).end()
     assert code == 2, err

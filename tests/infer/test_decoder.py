@@ -25,11 +25,11 @@ def decoder_of(cfg):
 
 @pytest.fixture(scope="module")
 def tiny_decoder():
-    """One for all tests, which share what it compiles; its state is never changed in place."""
+    """Shared by all tests, so that it compiles once. No test changes its state in place."""
     return decoder_of(tiny_model())
 
 
-def test_a_model_that_has_caches_already_gets_them_in_the_right_size(tiny_decoder):
+def test_existing_caches_are_resized_for_the_decoder(tiny_decoder):
     filled = ax.select(tiny_model(), Attention).set(cache=ContiguousCache.Config(batch_size=1, max_len=3))
     decoder, params, state = decoder_of(filled)
     plain, _, empty = tiny_decoder
@@ -83,7 +83,7 @@ def test_a_model_without_decoding_state_raises():
 
 def test_building_a_cache_without_sizes_raises():
     cfg = ax.pipe(tiny_model(), ax.use("contiguous"))
-    with pytest.raises(ax.ConfigError, match=r"attention\.cache: batch_size and max_len of the KV cache: REQUIRED"):
+    with pytest.raises(ax.ConfigError, match=r"attention\.cache: the KV cache requires batch_size and max_len"):
         abstract(cfg)
 
 

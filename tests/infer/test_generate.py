@@ -52,13 +52,13 @@ def logits_of(model):
 
 @pytest.fixture(scope="module")
 def generator(model):
-    """A function of the arguments of `Generator`, which makes each once."""
+    """Builds a `Generator` from its arguments. Equal arguments return the same one."""
     return functools.cache(functools.partial(Generator, model))
 
 
 def naive_greedy(logits_of, row, prompt_len, context):
     """The likeliest token after each window of `context` tokens, from the end of the prompt on."""
-    first = logits_of(row[:context])  # the windows that begin with the row
+    first = logits_of(row[:context])  # serves every window that starts at the start of the row
     after = [first[end - 1] if end <= context else logits_of(row[end - context : end])[-1] for end in range(len(row))]
     return [int(np.argmax(logits)) for logits in after[prompt_len:]]
 
@@ -79,7 +79,7 @@ def test_greedy_sampling_equals_a_loop_over_full_windows(generator, logits_of, p
 
 
 def test_the_next_token_depends_on_the_whole_window(logits_of):
-    """Otherwise the test above would prove little."""
+    """Checks that the test above can detect a wrong window."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, VOCAB, 8) for _ in range(40)]
     for shorter in (7, 1):
@@ -141,7 +141,7 @@ def test_sampled_tokens_are_distributed_as_softmax_of_the_logits(generator, logi
             chi_square += sum((s - e) ** 2 / e for s, e in groups)
             degrees += len(groups) - 1
     assert degrees > 20
-    # Within 4.5 standard deviations (Wilson and Hilferty 1931): a correct sampler fails for one of 300,000 keys.
+    # Within 4.5 standard deviations (Wilson and Hilferty 1931): a correct sampler fails for about one in 300,000 keys.
     z = ((chi_square / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5
     assert z < 4.5
 
@@ -212,7 +212,7 @@ def test_a_sample_ends_with_the_first_end_token(generator, context, cache):
 
 def test_with_a_cache_prompt_and_sample_are_limited_to_the_context(cached):
     assert cached([1] * 30, num_tokens=10, key=KEY).size == 10
-    with pytest.raises(AxcoreError, match=r"prompt of 30 tokens and num_tokens=11 exceed context=40"):
+    with pytest.raises(AxcoreError, match=r"prompt of 30 tokens plus num_tokens=11 exceeds context=40"):
         cached([1] * 30, num_tokens=11, key=KEY)
 
 

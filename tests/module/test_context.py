@@ -200,7 +200,7 @@ def test_a_layer_called_twice_draws_different_bits_or_raises():
     assert not np.array_equal(one, two)
 
 
-def test_calling_a_layer_that_the_caller_does_not_contain_raises_and_names_both(holder):
+def test_calling_a_layer_outside_the_caller_raises_and_names_both(holder):
     stranger = build(Probe.Config())
     with pytest.raises(ContextError, match=r"Probe was called inside plain|Probe was called inside Holder"):
         invoke(holder, lambda holder: stranger)

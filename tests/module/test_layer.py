@@ -93,7 +93,7 @@ def test_an_error_of_a_child_begins_with_its_config_path(cfg, start):
     with pytest.raises(BuildError) as error:
         build(cfg)
     path = start.removesuffix(": ")
-    assert str(error.value).startswith((start, f"{path}."))  # of the node, or of a field of it
+    assert str(error.value).startswith((start, f"{path}."))  # the path of the node or of one of its fields
     assert ax.select(cfg, path)  # the message can be pasted into an edit
 
 
@@ -123,7 +123,7 @@ def test_axes_that_do_not_match_the_shape_raise_and_name_the_parameter():
         build(Wrong.Config())
 
 
-def test_an_initializer_that_returns_another_shape_raises_and_names_the_parameter():
+def test_an_initializer_with_a_wrong_shape_names_the_parameter():
     class Wrong(ax.Layer):
         class Config(ax.Layer.Config):
             pass

@@ -574,7 +574,7 @@ def test_keeping_a_traced_value_in_an_attribute_raises(wrap):
         return x
 
     fn, params, state = functional(in_a_parent(lambda self, x: wrap(keeps)(self, x)))
-    with pytest.raises(ContextError, match=r"\(Holder\) keeps a traced value in its attribute 'kept'"):
+    with pytest.raises(ContextError, match=r"\(Holder\) stores a traced value in its attribute 'kept'"):
         jax.jit(lambda x: fn(params, state, "top", x)[0][0])(X)
 
 

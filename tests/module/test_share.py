@@ -90,7 +90,7 @@ def test_the_body_of_a_scan_reads_earlier_values(remat):
 
 
 def test_values_shared_in_a_scan_stay_inside():
-    assert run(Stacked.Config(after=Taker.Config())) == 29.0  # 27 + what the layer before the stack shared
+    assert run(Stacked.Config(after=Taker.Config())) == 29.0  # 27 + the value shared before the stack
 
     class Quiet(ax.Layer):
         def __call__(self, x):

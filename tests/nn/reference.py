@@ -17,8 +17,10 @@ def layer_norm(x, scale, bias=0.0, eps=1e-5):
 
 
 def attend(q, k, v, allowed, scale=None, softcap=None, bias=None, sinks=None):
-    """Loops over batch, head and query. q [b, s, h, d]; k [b, t, n, d]; v [b, t, n, e]; allowed [b, s, t];
-    bias [b, h, s, t]; sinks [h]."""
+    """Softmax attention, looping over batch, head and query.
+
+    q [b, s, h, d]; k [b, t, n, d]; v [b, t, n, e]; allowed [b, s, t]; bias [b, h, s, t]; sinks [h].
+    """
     batch, seq, heads, head_dim = q.shape
     group = heads // k.shape[2]
     scale = 1 / np.sqrt(head_dim) if scale is None else scale

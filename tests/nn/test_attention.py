@@ -138,7 +138,7 @@ class Gate(ax.Layer):
         return heads * (x @ self.weight[...])[:, :, None, None]
 
 
-def test_the_position_slot_receives_packed_positions_and_the_output_slot_the_input():
+def test_slots_receive_packed_positions_and_the_attention_input():
     cfg = Attention.Config(
         input_dim=4, num_heads=2, num_kv_heads=1, position=Shift.Config(), output=Gate.Config(), mask=Full()
     )

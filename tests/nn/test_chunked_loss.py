@@ -104,7 +104,7 @@ def sizes(jaxpr):
 
 
 WIDE = model(vocab_size=1024, dim=16)
-"""A vocabulary that outweighs all else: 64 places of 8 rows, 16 wide, 1024 tokens."""
+"""A model whose logits are far larger than any other array: 8 rows of 64 tokens, dim 16, a vocabulary of 1024."""
 
 
 ROWS_OF_MANY = {"inputs": np.zeros((8, 64), np.int32), "targets": np.ones((8, 64), np.int32)}

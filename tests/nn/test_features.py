@@ -73,7 +73,7 @@ def test_the_columns_of_a_fused_projection_are_grouped_by_kv_head():
 def test_unequal_projections_are_not_fused():
     cfg = ax.select(tiny_model(), "**.key").set(use_bias=True)
     with pytest.raises(
-        ax.ConfigError, match=r"at decoder.layers.attention: query, key and value must be given and equal"
+        ax.ConfigError, match=r"at decoder.layers.attention: query, key and value must be set and equal"
     ):
         ax.pipe(cfg, ax.use("fused-qkv"))
     with pytest.raises(ax.ConfigError, match="qkv is already set"):

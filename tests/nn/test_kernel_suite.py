@@ -50,7 +50,7 @@ def test_blocks_are_read_from_a_cache_of_all_layers(name):
 
 def test_logits_of_bfloat16_are_exact_to_float32():
     """Scaling the queries first would round them, with an error of 1.7e-3."""
-    case = dataclasses.replace(CASES["every key"], scale=0.3)
+    case = dataclasses.replace(CASES["full attention"], scale=0.3)
     inputs = inputs_of(case, arrays_of(case, "bfloat16"))
     q, k = (np.asarray(x, np.float64) for x in (inputs.q, inputs.plain.k))
     exact = 0.3 * np.einsum("bshd,bthd->bhst", q, k)

@@ -100,7 +100,7 @@ IN_PIECES = [(0, 3), (3, 4), (4, 6)]
     [{}, {"q_lora_rank": None}, {"scale": 0.9}, {"softcap": 0.5}, {"sinks": Normal()}, {"position": None}],
     ids=str,
 )
-def test_it_follows_the_formula(changes):
+def test_latent_attention_follows_the_formula(changes):
     cfg = latent(**changes)
     params = parameters(cfg)
     options = {name: value for name, value in changes.items() if name in ("scale", "softcap")}
@@ -113,7 +113,7 @@ def test_it_follows_the_formula(changes):
     np.testing.assert_allclose(call(cfg, params, X, TOKENS)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_parameters_have_these_shapes_and_axes():
+def test_parameters_have_the_expected_shapes_and_axes():
     fn, params, _ = abstract(latent())
     found = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
@@ -253,12 +253,12 @@ class NarrowValues(AttentionKernel):
     """A kernel that requires equal widths of keys and values, like some fused kernels."""
 
     def supports(self, request):
-        return None if request.value_dim == request.head_dim else "values are as wide as keys here"
+        return None if request.value_dim == request.head_dim else "requires value_dim equal to head_dim"
 
     takes = frozenset({"lse"})
 
     def __call__(self, inputs):
-        raise AssertionError("it was not to be called")
+        raise AssertionError("this kernel must not be called")
 
 
 def test_kernel_requests_contain_the_widths_of_latent_attention():
@@ -273,7 +273,7 @@ def test_kernel_requests_contain_the_widths_of_latent_attention():
     assert (choice.request.num_kv_heads, choice.request.head_dim, choice.request.value_dim) == (HEADS, 6, 3)
     alone = latent(kernel=NarrowValues.Config())
     with pytest.raises(
-        ax.ConfigError, match=r"no kernel supports the call .*NarrowValues: values are as wide as keys here"
+        ax.ConfigError, match=r"no kernel supports the call .*NarrowValues: requires value_dim equal to head_dim"
     ):
         call(alone, params, X, TOKENS)
     assert use_kernels(cfg, ("reference",)).kernel.order == (ReferenceKernel.Config(),)

@@ -21,7 +21,7 @@ def attention(kv_heads=2, **changes):
 
 
 def grouped(params, kv_heads, name):
-    """Three weights (or biases) as one, whose columns are grouped by kv head: queries, key, value."""
+    """Fuses three weights (or biases). The columns are grouped by kv head: queries, key, value."""
     heads = {
         each: params[each][name].reshape(*params[each][name].shape[:-1], -1, HEAD_DIM)
         for each in ("query", "key", "value")
@@ -140,8 +140,8 @@ LINEAR = Linear.Config()
     [
         ({"qkv": LINEAR}, "qkv computes queries, keys and values in one product; set query, key, value to None"),
         ({"qkv": LINEAR, "key": None, "value": None}, "set query to None"),
-        (APART, "query and qkv are both None; give query, or qkv"),
-        ({"key": None}, "key and value must both be given"),
+        (APART, "query and qkv are both None; set query, or set qkv"),
+        ({"key": None}, "key and value must both be set"),
         ({"query": None}, "query and qkv are both None"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_layer_follows_its_formula(name):
 
 
 @pytest.mark.parametrize("name", ["sandwich", "post", "parallel"])
-def test_every_parameter_of_a_scanned_bfloat16_stack_with_remat_has_a_gradient(name):
+def test_every_parameter_of_a_bfloat16_stack_with_remat_has_a_gradient(name):
     stack = Repeat.Config(num_layers=2, layers=LAYOUTS[name][0], remat=Remat())
     cfg = CausalLM.Config(vocab_size=32, dim=DIM, decoder=stack, dtypes=ax.DTypes(compute="bfloat16"))
     params = parameters(cfg)

@@ -38,7 +38,7 @@ class Plus(ax.Layer):
         return y + product(x, self.extra[...])
 
 
-def test_numerics_compute_the_product_and_the_adapter_changes_it_before_the_bias():
+def test_the_adapter_acts_after_numerics_and_before_the_bias():
     cfg = Linear.Config(
         input_dim=3,
         output_dim=4,
@@ -64,7 +64,7 @@ def test_filling_slots_does_not_change_parameter_paths():
 
 def test_key_and_value_projections_require_each_other():
     for changes in ({"key": None}, {"value": None}, {"key": None, "value": None}):
-        with pytest.raises(ax.ConfigError, match="key and value must both be given"):
+        with pytest.raises(ax.ConfigError, match="key and value must both be set"):
             Attention.Config(input_dim=8, num_heads=2, **changes).build(rngs=ax.Rngs(0))
 
 

@@ -159,7 +159,7 @@ def test_remat_and_unroll_apply_to_every_scan():
 def test_use_remat_sets_the_policy_of_each_layer():
     decoder = use_remat(stacked([layer(kind) for kind in [0, 1, 1, 1, 2, 1, 2, 1]]), Remat())
     assert [type(part).__qualname__ for part in decoder.layers] == ["FeedForward.Config", *["Repeat.Config"] * 2]
-    assert decoder.remat == Remat()  # of the first layer
+    assert decoder.remat == Remat()  # the policy of the first layer
     assert [(part.remat, getattr(part.layers, "remat", None)) for part in decoder.layers[1:]] == [
         (Remat(), None),
         (None, Remat()),
@@ -180,7 +180,7 @@ def test_a_decoder_requires_a_layer_built_from_a_config():
 
 
 def numbered(cfg, where=FeedForward):
-    """The config in which the width of each selected layer is its number, and the numbers in order."""
+    """(config with each selected layer's number as its width, [(number, path)] in the order of the edits)."""
     told = []
 
     def edit(path, node, number):
@@ -209,7 +209,7 @@ def test_editing_every_nth_layer_edits_no_other_layer(pattern, every):
     assert found == [50 if number % every == 0 else kind + 2 for number, kind in enumerate(pattern)]
 
 
-def test_equal_edits_keep_the_scan_and_an_edit_without_changes_keeps_the_config():
+def test_equal_edits_keep_the_scan_and_empty_edits_keep_the_config():
     cfg = tiny_model()
     same = edit_layers(cfg, FeedForward, lambda path, node, number: node.set(hidden_dim=32))
     assert same == ax.select(cfg, FeedForward).set(hidden_dim=32)
@@ -316,7 +316,7 @@ def test_names_of_parameters_contain_the_number_of_the_layer(name):
     }
 
 
-def test_a_failed_edit_raises_with_the_path_and_an_empty_selection_raises():
+def test_failed_edits_name_the_path_and_empty_selections_raise():
     with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.ffn: .*Did you mean 'hidden_dim'"):
         edit_layers(tiny_model(), FeedForward, lambda path, node, number: node.set(hiden_dim=3))
     with pytest.raises(ax.ConfigError, match=r"at decoder\.layers\.ffn: the edit returned 7, not a config"):

@@ -289,7 +289,7 @@ class Plain(nnx.Module):
         return invoke(self.third, h)[0]
 
 
-def test_an_axcore_layer_trains_inside_a_plain_model_with_nnx_optimizer_and_jit():
+def test_an_axcore_layer_trains_inside_a_plain_nnx_model():
     model = Plain(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 4)), jnp.float32)

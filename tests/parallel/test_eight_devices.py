@@ -45,7 +45,7 @@ def test_the_step_minimizes_the_whole_objective_including_z_loss(results):
         np.testing.assert_allclose(one["gradients"][path], gradient, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
-def test_initial_parameters_are_created_in_place_and_do_not_depend_on_the_mesh(results):
+def test_initial_parameters_are_sharded_and_independent_of_the_mesh(results):
     one, many = results["initial"]["one"], results["initial"]["data=2, fsdp=4"]
     assert one.keys() == many.keys()
     for path, (values, shard) in many.items():
@@ -85,5 +85,5 @@ def test_a_batch_that_does_not_divide_raises(results):
 def test_a_parameter_that_does_not_divide_raises_and_is_named(results):
     kind, message = results["narrow model"]
     assert kind == "ConfigError"
-    assert "does not divide" in message
+    assert "is not divisible" in message
     assert "weight" in message or "scale" in message

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1], ids="{} kv heads".format)
-def test_a_local_kernel_on_eight_devices_receives_shards_and_returns_the_gradients_of_one_device(num_kv_heads):
+def test_a_local_kernel_receives_shards_and_equals_one_device(num_kv_heads):
     """Uses documents, sinks, a bias, dropout, fewer kv heads than devices, and queries sharded over two devices."""
     plain = ax.select(tiny_model(), Attention).set(
         num_kv_heads=num_kv_heads, sinks=Normal(stddev=1.0), bias=Slopes.Config(), dropout=0.25

@@ -91,11 +91,11 @@ def test_shardings_follow_the_axes_of_each_parameter():
     assert found["b"].spec == PartitionSpec(None)
 
 
-def test_a_parameter_that_does_not_divide_is_named_with_shape_axes_and_mesh():
+def test_a_parameter_that_does_not_divide_raises_with_shape_and_axes():
     shapes = {"a": {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32)}}
     with pytest.raises(ConfigError) as error:
         layout().shardings(shapes, {"a": {"w": ("embed", "mlp")}})
-    for part in ("a.w", "(6, 3)", "('embed', 'mlp')", "fsdp", "does not divide"):
+    for part in ("a.w", "(6, 3)", "('embed', 'mlp')", "fsdp", "is not divisible"):
         assert part in str(error.value)
 
 
@@ -107,7 +107,7 @@ def test_constrain_does_nothing_without_a_layout_and_on_one_device():
         assert constrain(x, "batch", "embed") is x
 
 
-def test_a_layout_is_active_only_inside_its_block_even_after_an_exception():
+def test_a_layout_is_inactive_after_its_block_even_if_it_raises():
     assert not is_sharded()
     with pytest.raises(RuntimeError, match="inside"), layout().active():
         assert is_sharded()

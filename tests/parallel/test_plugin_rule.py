@@ -69,7 +69,7 @@ def test_the_more_specific_rule_of_two_plugins_applies(lab):
     assert ax.pipe(ax.recipe("quickstart"), ax.target("cpu-4")).mesh.shape == {"data": 1, "fsdp": 4}
 
 
-def test_the_suite_detects_a_rule_that_shards_no_parameter_or_changes_the_objective(lab):
+def test_the_suite_detects_replicated_parameters_and_a_changed_loss(lab):
     suite = Wrong()
     suite.test_the_batch_is_sharded()
     for check in (

@@ -44,7 +44,7 @@ def test_summaries_are_reduced_over_devices_by_their_rule(found):
     np.testing.assert_allclose(found["rules"]["spread"][1], edges[1:], rtol=1e-5)
 
 
-def test_each_device_and_each_place_draws_different_bits(found):
+def test_each_device_and_each_call_draws_different_bits(found):
     assert len({tuple(row) for row in found["draws"]}) == len(found["draws"]) == 18
     assert found["draws"] == found["draws without jit"]
 
@@ -69,4 +69,4 @@ def test_errors_name_the_layer(found, case, words):
 
 def test_axes_that_cannot_be_gathered_or_divided_raise(found):
     assert found["messages"]["gathers"] == "ConfigError: gather names fsdp, but the axes of the mesh are data, tensor"
-    assert "ConfigError: scale of shape (6,) does not divide over" in found["messages"]["does not divide"]
+    assert "ConfigError: scale of shape (6,) is not divisible into shards" in found["messages"]["does not divide"]

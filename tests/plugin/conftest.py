@@ -1,4 +1,4 @@
-"""Throw-away distributions."""
+"""Temporary plugin distributions."""
 
 import importlib
 import importlib.metadata
@@ -37,7 +37,7 @@ class Site:
         return self.install(id, f"@hookimpl\ndef axcore_features():\n    return [{offers}]\n", **options)
 
     def registry(self, environ=()):
-        """A registry of what is installed here and of nothing else."""
+        """A registry of only the plugins in this folder."""
         found = importlib.metadata.distributions(path=[str(self.folder)])
         return Registry([point for dist in found for point in dist.entry_points], dict(environ))
 
@@ -56,7 +56,7 @@ def site(tmp_path, monkeypatch):
 
 @pytest.fixture
 def alone(site, monkeypatch):
-    """Nothing is installed but what is installed here, also for `registry()`."""
+    """A `Site` whose plugins are the only ones that `registry()` finds."""
 
     def entry_points(group):
         found = importlib.metadata.distributions(path=[str(site.folder)])

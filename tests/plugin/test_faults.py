@@ -1,4 +1,4 @@
-"""What code of a plugin raises is told with the plugin's name; what it does at discovery harms nobody."""
+"""Errors of plugin code name the plugin, and its side effects during discovery do not affect the program."""
 
 import json
 import signal
@@ -70,20 +70,20 @@ def code(alone):
         (lambda: target("gpu-h100-8"), r"mesh rule 's' of ax-code 0\.1 could not be loaded from .*: SystemExit: 4"),
     ],
 )
-def test_whatever_is_raised_names_the_plugin_the_offer_and_the_cause(code, call, told):
+def test_errors_name_the_plugin_the_offer_and_the_cause(code, call, told):
     with pytest.raises(PluginError, match=told) as error:
         call()
     assert error.value.__cause__ is not None
 
 
-def test_ctrl_c_and_other_errors_of_axcore_pass():
+def test_ctrl_c_and_axcore_errors_propagate_unchanged():
     for passing in (KeyboardInterrupt(), AxcoreError("complete")):
         with pytest.raises(type(passing)) as error, attributed("it"):
             raise passing
         assert error.value is passing
 
 
-def test_the_line_is_the_owners_and_not_that_of_a_library_it_calls():
+def test_errors_name_the_line_of_the_plugin_not_of_a_library():
     with (
         pytest.raises(PluginError, match=r"^callback stop failed at .*test_faults\.py:\d+: JSONDecodeError: ") as error,
         attributed("callback stop"),
@@ -92,7 +92,7 @@ def test_the_line_is_the_owners_and_not_that_of_a_library_it_calls():
     assert isinstance(error.value.__cause__, json.JSONDecodeError)
 
 
-def test_commands_that_fail_are_named_and_exit_codes_are_numbers(code, capsys):
+def test_failing_commands_are_named_and_exit_codes_are_checked(code, capsys):
     assert main(["fails"]) == 2
     assert "command 'fails' (ax-code 0.1) failed at " in capsys.readouterr().err
     assert main(["text"]) == 2
@@ -119,7 +119,7 @@ def test_options_given_twice_or_without_a_value_raise(code, text, told):
     assert told in str(error.value)
 
 
-def test_what_plugins_print_does_not_get_into_what_the_program_prints(alone, capsys):
+def test_output_of_plugins_during_discovery_goes_to_stderr(alone, capsys):
     alone.install("loud", "print('imported')\n@hookimpl\ndef axcore_features():\n    print('asked')\n    return []\n")
     assert main(["plugins", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -127,7 +127,7 @@ def test_what_plugins_print_does_not_get_into_what_the_program_prints(alone, cap
     assert err == "imported\nasked\n"
 
 
-def test_a_text_that_the_terminal_cannot_show_is_escaped(alone, monkeypatch, tmp_path):
+def test_text_that_stdout_cannot_encode_is_escaped(alone, monkeypatch, tmp_path):
     alone.install("odd", "raise RuntimeError('caf\\xe9 \\ud800')\n")
     with (tmp_path / "out").open("w", encoding="ascii") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
@@ -135,15 +135,15 @@ def test_a_text_that_the_terminal_cannot_show_is_escaped(alone, monkeypatch, tmp
     assert r"RuntimeError: caf\xe9 \ud800" in (tmp_path / "out").read_text("ascii")
 
 
-def test_the_version_needs_no_plugins(monkeypatch, capsys, fresh_registry):
+def test_version_works_without_plugin_discovery(monkeypatch, capsys, fresh_registry):
     monkeypatch.setenv("AXCORE_DISABLE", "no-such-plugin")
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
 
 
-def test_a_ctrl_c_while_plugins_load_is_no_fault_of_a_plugin(site):
+def test_ctrl_c_during_discovery_propagates(site):
     site.install("slow", "import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             site.registry()

@@ -1,4 +1,4 @@
-"""The hooks: one for each kind of offer, what they are given, and the version of the plugin API."""
+"""Plugin hooks: their offers, their arguments, and the version of the plugin API."""
 
 import importlib.metadata
 import pathlib
@@ -17,7 +17,7 @@ def features(argument="", *, name="axcore_features", mark="@hookimpl", summary="
     return f"{mark}\ndef {name}({argument}):\n    return [Feature({id!r}, 'math:sqrt', {summary})]\n"
 
 
-def test_every_kind_of_offer_is_public_and_has_a_hook_and_a_slot_of_its_own():
+def test_every_kind_of_offer_is_public_and_has_its_own_hook():
     kinds = {each for each in vars(public).values() if isinstance(each, type) and issubclass(each, Offer)}
     assert set(OFFERS.values()) == kinds - {Offer}
     assert len({kind.kind for kind in OFFERS.values()}) == len(OFFERS) == 11
@@ -26,7 +26,7 @@ def test_every_kind_of_offer_is_public_and_has_a_hook_and_a_slot_of_its_own():
 
 
 @pytest.mark.parametrize("hook", OFFERS)
-def test_a_hook_returns_its_kind_of_offer_and_no_other(site, hook):
+def test_a_hook_must_return_its_kind_of_offer(site, hook):
     kind = OFFERS[hook]
     more = ", 'cpu-*'" if kind is MeshRule else ""
     head = "from axcore.plugin import *\n@hookimpl\n"
@@ -38,16 +38,16 @@ def test_a_hook_returns_its_kind_of_offer_and_no_other(site, hook):
     assert plugins["p1"].state is State.FAILED and f"must return a list of {kind.__name__}" in plugins["p1"].reason
 
 
-def test_the_page_of_plugins_lists_every_hook_with_its_offer():
+def test_the_plugins_page_lists_every_hook_with_its_offer():
     page = INDEX.read_text()
     for hook, kind in OFFERS.items():
         assert f"| `{hook}` | `{kind.__name__}(" in page
 
 
-# What a hook is given.
+# Arguments of hooks.
 
 
-def test_a_hook_that_asks_for_the_host_gets_it(site):
+def test_a_hook_may_take_the_host(site):
     told = "' '.join([str(host.api), host.axcore, host.python, host.platform, str(host.installed('no-such-thing'))])"
     site.install("good", features("host", summary=told))
     (offer,) = site.registry().plugins["good"].offers
@@ -55,7 +55,7 @@ def test_a_hook_that_asks_for_the_host_gets_it(site):
     assert offer.summary == f"{API_VERSION} {version} {sys.version.split()[0]} {sys.platform} None"
 
 
-def test_the_host_knows_what_is_installed():
+def test_host_installed_returns_the_version_of_a_distribution():
     assert Host(1).installed("pluggy") == importlib.metadata.version("pluggy")
     assert Host(1).installed("no-such-distribution") is None
 
@@ -66,25 +66,25 @@ def test_a_hook_may_offer_nothing(site):
     assert (plugin.state, plugin.offers) == (State.LOADED, ())
 
 
-def test_an_argument_with_a_default_is_the_plugins_own(site):
+def test_a_hook_may_have_extra_arguments_with_defaults(site):
     site.install("good", features("host, extra=3", summary="str(extra)"))
     assert site.registry().plugins["good"].offers[0].summary == "3"
 
 
-def test_an_argument_that_was_taken_away_fails_the_plugin_that_has_it_and_names_it(site):
+def test_a_hook_with_an_unknown_argument_fails_and_names_it(site):
     site.install("old", features("site"))
     plugin = site.registry().plugins["old"]
     assert plugin.state is State.FAILED and "'site'" in plugin.detail
 
 
-def test_a_hook_of_a_newer_axcore_may_be_implemented_as_optional(site):
+def test_an_unknown_hook_may_be_marked_optional(site):
     site.install("good", features() + "@hookimpl(optionalhook=True)\ndef axcore_wings(feathers):\n    return 1 / 0\n")
     plugin = site.registry().plugins["good"]
     assert plugin.state is State.LOADED, plugin.detail
     assert [offer.name for offer in plugin.offers] == ["good"]
 
 
-def test_a_hook_may_have_a_name_of_its_own(site):
+def test_a_hook_function_may_have_another_name(site):
     site.install("good", features(name="mine", mark="@hookimpl(specname='axcore_features')"))
     assert [offer.name for offer in site.registry().plugins["good"].offers] == ["good"]
 
@@ -109,7 +109,7 @@ NEWER = f"axcore_api = {API_VERSION + 1}\n"
         "raise SystemExit\n",
     ],
 )
-def test_a_plugin_for_a_newer_api_that_does_not_even_import_is_incompatible_and_not_failed(site, trouble):
+def test_a_plugin_for_a_newer_api_that_fails_to_import_is_incompatible(site, trouble):
     if trouble.startswith("@"):
         trouble = f"from axcore.plugin import hookimpl\n{trouble}"
     site.install("newer", trouble + NEWER, head="")
@@ -120,12 +120,12 @@ def test_a_plugin_for_a_newer_api_that_does_not_even_import_is_incompatible_and_
 
 
 @pytest.mark.parametrize("stated", [f"axcore_api: int = {API_VERSION}\n", "axcore_api = 1 + 1\n", "def broken(:\n", ""])
-def test_a_plugin_that_states_no_other_api_has_failed(site, stated):
+def test_an_import_error_without_another_api_version_is_a_failure(site, stated):
     site.install("broken", stated, head="import no_such_module_anywhere\n")
     assert site.registry().plugins["broken"].state is State.FAILED
 
 
-def test_the_api_is_read_below_a_package_without_importing_it(site):
+def test_the_api_version_is_read_without_importing_the_package(site):
     package = site.folder / "thrown_package"
     package.mkdir()
     (package / "__init__.py").write_text("1 / 0\n")

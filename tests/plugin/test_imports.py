@@ -1,4 +1,4 @@
-"""Importing axcore and looking for plugins is light."""
+"""Importing axcore and discovering plugins imports few modules."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ HEAVY = {"jax", "jaxlib", "flax", "numpy", "optax", "orbax", "grain", "scipy", "
 
 
 def loaded(code):
-    """Modules that a fresh interpreter holds after `code`, beyond those it starts with."""
+    """The modules that `code` imports in a new interpreter."""
     script = (
         f"import sys, json\nbefore = set(sys.modules)\n{code}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
     )
@@ -30,7 +30,7 @@ def loaded(code):
         ("import axcore.cli", 250),
     ],
 )
-def test_it_loads_few_modules_and_neither_jax_nor_flax(code, most):
+def test_axcore_imports_few_modules_and_neither_jax_nor_flax(code, most):
     modules = loaded(code)
     assert not {name.partition(".")[0] for name in modules} & HEAVY
     assert len(modules) <= most

@@ -1,4 +1,4 @@
-"""Plugins that ask for plugins, threads, the core's own offers, strict mode."""
+"""Plugin discovery: recursion, threads, offers of the core, conflicts and strict mode."""
 
 import importlib.metadata
 import threading
@@ -21,7 +21,7 @@ from axcore.plugin.registry import CORE_POINT
 GOOD = "@hookimpl\ndef axcore_features():\n    return [Feature('{0}', 'math:sqrt', 'Good.')]\n"
 
 
-# Plugins that ask for plugins while they are looked for.
+# Plugins that use the registry during discovery.
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,15 @@ GOOD = "@hookimpl\ndef axcore_features():\n    return [Feature('{0}', 'math:sqrt
     ],
     ids=["use", "recipe", "registry", "in a hook"],
 )
-def test_a_plugin_that_asks_for_plugins_at_import_fails_alone(alone, body):
+def test_a_plugin_that_uses_the_registry_in_discovery_fails_alone(alone, body):
     alone.install("asks", body)
     alone.install("good", GOOD.format("good"))
     plugins = registry().plugins
     assert plugins["asks"].state is State.FAILED
-    assert "plugins are still being found" in plugins["asks"].reason
+    assert "plugin discovery is still running" in plugins["asks"].reason
     assert plugins["good"].state is State.LOADED
     assert registry().plugins is plugins
-    with pytest.raises(PluginError, match=r"plugin 'asks' \(ax-asks 0\.1\) .* failed: .*still being found"):
+    with pytest.raises(PluginError, match=r"plugin 'asks' \(ax-asks 0\.1\) .* failed: .*still running"):
         use("asks")
 
 
@@ -51,7 +51,7 @@ def test_a_plugin_may_import_all_of_axcore(alone):
     assert registry().plugins["good"].state is State.LOADED
 
 
-def test_threads_that_ask_at_once_get_one_discovery(alone):
+def test_concurrent_threads_share_one_discovery(alone):
     alone.install("slow", "import time\ntime.sleep(0.1)\n" + GOOD.format("slow"))
     found = []
     threads = [threading.Thread(target=lambda: found.append(registry())) for _ in range(8)]
@@ -63,7 +63,7 @@ def test_threads_that_ask_at_once_get_one_discovery(alone):
     assert found[0].plugins["slow"].state is State.LOADED
 
 
-def test_discovery_happens_once_and_anew_after_it_raised(alone, monkeypatch):
+def test_discovery_runs_once_but_again_after_an_error(alone, monkeypatch):
     alone.install("good", GOOD.format("good"))
     monkeypatch.setenv("AXCORE_DISABLE", "goood")
     for _ in range(2):
@@ -75,10 +75,10 @@ def test_discovery_happens_once_and_anew_after_it_raised(alone, monkeypatch):
     assert registry() is first and "late" not in first.plugins
 
 
-# The core's own offers.
+# Offers of the core.
 
 
-def test_the_core_is_a_plugin_that_no_list_keeps_out(alone, monkeypatch):
+def test_an_empty_axcore_plugins_does_not_disable_the_core(alone, monkeypatch):
     alone.install("good", GOOD.format("good"))
     monkeypatch.setenv("AXCORE_PLUGINS", "")
     core = registry().plugins["core"]
@@ -95,11 +95,11 @@ def test_the_core_cannot_be_disabled(alone, monkeypatch):
         registry()
 
 
-def test_the_core_supplies_nothing_that_counts_as_a_plugins(alone):
+def test_modules_of_the_core_have_no_owner(alone):
     assert registry().owner("axcore.nn.linear") is None
 
 
-def test_an_offer_of_the_core_that_a_plugin_makes_too_says_which_to_disable(site):
+def test_a_conflict_with_the_core_says_which_plugin_to_disable(site):
     site.install(
         "rival", "@hookimpl\ndef axcore_kv_caches():\n    return [KVCacheOffer('contiguous', 'a:b', 'Mine.')]\n"
     )
@@ -108,7 +108,7 @@ def test_an_offer_of_the_core_that_a_plugin_makes_too_says_which_to_disable(site
         Registry(points, {}).find(KVCacheOffer, "contiguous")
 
 
-# One name claimed twice, and strict mode.
+# Conflicts and strict mode.
 
 
 def twice(site):
@@ -116,7 +116,7 @@ def twice(site):
         site.install(id, "@hookimpl\ndef axcore_kv_caches():\n    return [KVCacheOffer('ring', 'a:b', 'A ring.')]\n")
 
 
-def test_a_slot_offer_made_twice_is_listed_and_refused_only_when_it_is_wanted(site):
+def test_a_conflict_is_listed_and_raises_only_when_used(site):
     twice(site)
     site.install("good", GOOD.format("good"))
     found = site.registry()
@@ -129,7 +129,7 @@ def test_a_slot_offer_made_twice_is_listed_and_refused_only_when_it_is_wanted(si
         found.find(KVCacheOffer, "ring")
 
 
-def test_strict_mode_lists_everything_that_is_wrong_at_discovery(site):
+def test_strict_mode_raises_at_discovery_and_lists_all_problems(site):
     twice(site)
     site.install("broken", "1 / 0\n")
     site.install("newer", "axcore_api = 99\n")
@@ -148,12 +148,12 @@ def test_strict_mode_lists_everything_that_is_wrong_at_discovery(site):
 
 
 @pytest.mark.parametrize("value", ["yes", "2", "true"])
-def test_strict_is_0_or_1(site, value):
+def test_axcore_strict_must_be_0_or_1(site, value):
     with pytest.raises(PluginError, match=rf"AXCORE_STRICT must be 0 or 1, not '{value}'"):
         site.registry({"AXCORE_STRICT": value})
 
 
-def test_a_broken_plugin_of_another_name_is_told_of_when_something_is_missing(alone):
+def test_the_error_for_a_missing_offer_lists_failed_plugins(alone):
     alone.install("quant", "1 / 0\n")
     with pytest.raises(
         PluginError, match=r"offers the feature.*\n  not loaded: quant \(ax-quant 0\.1, failed: ZeroDiv"
@@ -163,7 +163,7 @@ def test_a_broken_plugin_of_another_name_is_told_of_when_something_is_missing(al
         recipe("x")
 
 
-def test_what_is_kept_out_is_told_of_when_something_is_missing_but_not_at_any_length(alone, monkeypatch):
+def test_the_error_for_a_missing_offer_lists_at_most_five_plugins(alone, monkeypatch):
     for number in range(7):
         alone.install(f"p{number}", GOOD.format(f"p{number}"))
     monkeypatch.setenv("AXCORE_PLUGINS", "")

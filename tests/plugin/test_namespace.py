@@ -1,4 +1,4 @@
-"""`import axcore as ax` provides every public name and submodule when it is first used, and nothing else."""
+"""`import axcore as ax` provides exactly the public names and submodules, and imports each on first use."""
 
 import ast
 import importlib
@@ -17,13 +17,13 @@ PACKAGES = [*(f"axcore.{name}" for name in SUBMODULES), "axcore.train.data"]
 
 
 @pytest.mark.parametrize("use", ["nn.Linear", "train.Trainer", "config.walk", "tree", "Trainer", "fit", "aot.explain"])
-def test_it_works_on_a_fresh_import(use):
+def test_public_names_are_imported_on_first_use(use):
     code = f"import sys, axcore as ax\nassert not {{'jax', 'flax'}} & set(sys.modules)\nax.{use}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_every_name_leads_somewhere_and_nothing_else_is_listed():
+def test_dir_lists_exactly_the_public_names():
     assert dir(ax) == sorted(ax.__all__)
     assert {name for name in ax.__all__ if inspect.ismodule(getattr(ax, name))} == set(SUBMODULES)
     for name in ("Confg", "importlib", "Any", "annotations"):
@@ -41,13 +41,13 @@ def test_type_checkers_see_the_same_names():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_dir_of_a_package_is_what_it_exports(package):
+def test_dir_of_a_package_equals_its_all(package):
     module = importlib.import_module(package)
     assert dir(module) == sorted(module.__all__)
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-def test_no_two_public_classes_have_one_name():
+def test_public_classes_have_unique_names():
     homes = {}
     for package in ["axcore", *PACKAGES]:
         module = importlib.import_module(package)

@@ -1,4 +1,4 @@
-"""Which plugin a module belongs to, and that the guard, `active` and mesh rules go by it."""
+"""Which plugin owns a module, as seen by the slot guard, `active` and mesh rules."""
 
 import importlib
 
@@ -45,7 +45,7 @@ class Node(Config):
 
 @pytest.fixture(params=["thrown_{id}", "thrown_acme.{id}"], ids=["top-level modules", "a shared namespace"])
 def install(alone, request):
-    """Installs a plugin whose module and whose code are two modules beside each other."""
+    """Installs a plugin whose hooks and code are in sibling modules. Returns the name of the code module."""
     (alone.folder / "thrown_acme").mkdir()
 
     def put(id):
@@ -60,7 +60,7 @@ def install(alone, request):
     return put
 
 
-def test_code_beside_the_module_belongs_to_the_plugin_that_offers_it(install):
+def test_a_sibling_module_belongs_to_the_plugin_that_offers_it(install):
     for id in ("one", "two"):
         code = install(id)
         registry.cache_clear()
@@ -72,7 +72,7 @@ def test_code_beside_the_module_belongs_to_the_plugin_that_offers_it(install):
         use("two")(use("one")(Node()))
 
 
-def test_a_mesh_rule_must_not_take_away_what_another_plugin_put_in(install):
+def test_a_mesh_rule_cannot_empty_a_slot_of_another_plugin(install):
     for id in ("one", "two"):
         install(id)
     cfg = use("one")(Node())
@@ -82,7 +82,7 @@ def test_a_mesh_rule_must_not_take_away_what_another_plugin_put_in(install):
     assert target("tpu-two-8")(cfg) == cfg.set(size=2)
 
 
-def test_offering_what_another_plugin_or_the_core_has_does_not_make_it_ones_own(alone):
+def test_offering_code_of_others_does_not_change_its_owner(alone):
     module = alone.feature("owner", target="thrown_ax_owner:hookimpl")
     alone.feature("borrower", names=("b", "c"), target=f"{module}:hookimpl")
     alone.feature("reuser", target="axcore.nn:use_kernels")
@@ -90,7 +90,7 @@ def test_offering_what_another_plugin_or_the_core_has_does_not_make_it_ones_own(
     assert registry().owner("axcore.nn.linear") is None
 
 
-def test_of_two_plugins_of_one_distribution_in_one_package_the_first_has_it(alone):
+def test_a_package_shared_by_two_plugins_belongs_to_the_first(alone):
     for id in ("one", "two"):
         alone.install(id, distribution="ax-both", version=id, module=f"unused_{id}", entry=f"thrown_acme.{id}")
     assert registry().owner("thrown_acme.common").id == "one"

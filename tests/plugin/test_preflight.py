@@ -1,4 +1,4 @@
-"""A jax and a flax that do not work together are refused before flax is imported."""
+"""Incompatible versions of jax and flax raise before flax is imported."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from axcore import preflight
 
-ROOMS = ("module", "parallel", "nn", "train", "infer", "aot", "testing")
+SUBPACKAGES = ("module", "parallel", "nn", "train", "infer", "aot", "testing")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def versions(tmp_path, monkeypatch):
     ("jax", "flax"),
     [("0.11.1", "0.12.9"), ("0.11.2", "0.12.12"), ("0.12.0.1", "0.12.12"), ("1.0", "0.13.0rc1"), ("0.11.1.dev1", "1")],
 )
-def test_good_pairs(versions, jax, flax):
+def test_supported_versions_pass(versions, jax, flax):
     versions(jax=jax, flax=flax)
     assert preflight.bad_pair() == ""
 
@@ -38,7 +38,7 @@ def test_good_pairs(versions, jax, flax):
 @pytest.mark.parametrize(
     ("jax", "flax"), [("0.11.2", "0.12.8"), ("0.11.0", "0.12.9"), ("0.9", "0.12.9"), ("0.10.2", "0.12.4"), ("?", "1")]
 )
-def test_bad_pairs_are_one_sentence_with_versions_and_the_command_that_mends_them(versions, jax, flax):
+def test_the_error_names_both_versions_and_the_pip_command(versions, jax, flax):
     versions(jax=jax, flax=flax)
     assert preflight.bad_pair() == (
         f"jax {jax} and flax {flax} are installed, but axcore requires jax>=0.11.1 and flax>=0.12.9: "
@@ -46,7 +46,7 @@ def test_bad_pairs_are_one_sentence_with_versions_and_the_command_that_mends_the
     )
 
 
-def test_what_is_not_installed_is_told_too(monkeypatch):
+def test_missing_packages_are_reported(monkeypatch):
     monkeypatch.setattr("importlib.metadata.Distribution.from_name", staticmethod(_absent))
     assert preflight.bad_pair().startswith("no jax and no flax are installed, but axcore requires ")
 
@@ -57,23 +57,23 @@ def _absent(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
 
-def test_every_room_says_so_before_it_imports_flax(versions, tmp_path):
+def test_every_subpackage_raises_before_it_imports_flax(versions, tmp_path):
     versions(flax="0.12.8")
     code = f"""
 import importlib, json, sys
 found = {{}}
-for room in {ROOMS!r}:
+for name in {SUBPACKAGES!r}:
     try:
-        importlib.import_module("axcore." + room)
-        found[room] = "imported"
+        importlib.import_module("axcore." + name)
+        found[name] = "imported"
     except Exception as error:
-        found[room] = f"{{type(error).__name__}}: {{error}}"
-    found[room] += " and flax" * ("flax" in sys.modules)
+        found[name] = f"{{type(error).__name__}}: {{error}}"
+    found[name] += " and flax" * ("flax" in sys.modules)
 print(json.dumps(found))
 """
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)
-    for room in ROOMS:
-        assert told[room].startswith("AxcoreError: jax "), told
-        assert told[room].endswith("pip install -U 'jax>=0.11.1' 'flax>=0.12.9'"), told
+    for name in SUBPACKAGES:
+        assert told[name].startswith("AxcoreError: jax "), told
+        assert told[name].endswith("pip install -U 'jax>=0.11.1' 'flax>=0.12.9'"), told

@@ -1,4 +1,4 @@
-"""`use` of what fills a slot, and the guard over what another plugin has put into one."""
+"""`use` fills slots, and the guard protects slots that another plugin has filled."""
 
 import sys
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Attention(Configurable):
 
 
 class Disk(Config):
-    """Has a field by the name of a slot, of another type."""
+    """Has a field with the name of a slot but another type."""
 
     cache: str = "/var/cache"
 
@@ -56,7 +56,7 @@ class Run(Config):
 
 
 class Hooked(Config):
-    """Has a field by the name of a mapping slot, of another type."""
+    """Has a field with the name of a mapping slot but another type."""
 
     callbacks: tuple[str, ...] = ()
 
@@ -141,7 +141,7 @@ def axcore_features():
 
 @pytest.fixture
 def plugin(alone, monkeypatch):
-    """Installs a plugin with code of its own: `plugin("id", caches={name: target}, features={name: target})`."""
+    """Installs a plugin with its own copy of `CODE`: `plugin("id", caches={name: target}, features={name: target})`."""
     monkeypatch.setitem(sys.modules, "tests_of_slots", sys.modules[__name__])
 
     def install(id, caches=(), features=(), more=""):
@@ -158,7 +158,7 @@ def plugin(alone, monkeypatch):
 # Filling a slot.
 
 
-def test_an_offer_goes_into_every_slot_that_takes_it_with_its_options(plugin):
+def test_use_fills_every_matching_slot_and_applies_options(plugin):
     plugin("ring", caches={"ring": "Ring"})
     cfg = Layer(other=Attention.Config())
     new = use("ring", size=4, window=2.5)(cfg)
@@ -170,7 +170,7 @@ def test_an_offer_goes_into_every_slot_that_takes_it_with_its_options(plugin):
     assert "use:ring of ax-ring 0.1(size=4, window=2.5)" in str(new.history("attention.cache"))
 
 
-def test_where_says_which_nodes(plugin):
+def test_where_selects_the_nodes(plugin):
     plugin("ring", caches={"ring": "Ring"})
     cfg = Layer(other=Attention.Config())
     for where in ("other", lambda path, _: path == "other"):
@@ -198,13 +198,13 @@ def test_options_from_text_are_typed_by_the_fields(plugin):
         ({"where": "attention.kernel"}, r"no node has a field 'cache' that takes"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_name_and_plugin(plugin, options, told):
+def test_invalid_options_raise_with_the_offer_and_its_plugin(plugin, options, told):
     plugin("ring", caches={"ring": "Ring"})
     with pytest.raises(ConfigError, match=told.replace("Config\\(\\)", ".*")):
         use("ring", **options)(Layer())
 
 
-def test_a_config_without_the_slot_is_refused(plugin):
+def test_a_config_without_the_slot_raises(plugin):
     plugin("ring", caches={"ring": "Ring", "stranger": "Stranger"})
     with pytest.raises(ConfigError, match=r"kv cache 'ring' \(.*\): no node has a field 'cache' that takes"):
         use("ring")(Position())
@@ -213,26 +213,26 @@ def test_a_config_without_the_slot_is_refused(plugin):
 
 
 @pytest.mark.parametrize("target", ["plain", "Position"])
-def test_a_target_that_builds_nothing_is_a_plugin_error(plugin, target):
+def test_a_target_without_a_config_class_is_a_plugin_error(plugin, target):
     plugin("ring", caches={"ring": target})
     with pytest.raises(PluginError, match=r"kv cache 'ring' of ax-ring 0\.1 must name a class with a Config"):
         use("ring")
 
 
-def test_an_unknown_name_suggests_what_fills_slots_too(plugin):
+def test_an_unknown_name_suggests_slot_offers_too(plugin):
     plugin("ring", caches={"ring-buffer": "Ring"})
     with pytest.raises(PluginError, match=r"Did you mean 'ring-buffer'\?"):
         use("ring-bufer")
 
 
-def test_a_feature_of_the_same_plugin_says_how_its_offer_attaches(plugin):
+def test_a_feature_replaces_the_offer_of_its_plugin_and_name(plugin):
     plugin("ring", caches={"ring": "Ring"}, features={"ring": "special"})
     assert use("ring", depth=5)(Layer()).attention.cache.size == 5
     with pytest.raises(ConfigError, match="no option 'size'"):
         use("ring", size=5)
 
 
-def test_a_name_that_two_plugins_or_two_kinds_have_is_ambiguous(plugin):
+def test_a_name_offered_by_two_plugins_is_ambiguous(plugin):
     plugin("one", caches={"ring": "Ring"})
     plugin("two", features={"ring": "special"})
     with pytest.raises(PluginError) as error:
@@ -241,7 +241,7 @@ def test_a_name_that_two_plugins_or_two_kinds_have_is_ambiguous(plugin):
         assert part in str(error.value)
 
 
-def test_two_kinds_of_one_plugin_by_one_name_are_ambiguous_too(plugin):
+def test_a_name_with_two_kinds_in_one_plugin_is_ambiguous(plugin):
     numerics = "@hookimpl\ndef axcore_numerics():\n    return [NumericsOffer('ring', 'a:b', '')]\n"
     plugin("one", caches={"ring": "Ring"}, more=numerics)
     with pytest.raises(PluginError, match=r"kv cache by one .* and numerics by one"):
@@ -268,7 +268,7 @@ def axcore_evaluators():
     plugin("two", more=hook.format(id="two", names=["two-stop", "progress"]))
 
 
-def test_a_callback_is_added_under_its_name_to_every_mapping_that_takes_it(stop):
+def test_use_adds_a_callback_to_every_matching_mapping(stop):
     cfg = Run(evaluation=Wrapper(inner=Run(callbacks={}, evaluation=Hooked())))
     new = use("stop", patience=5)(cfg)
     assert list(new.callbacks) == ["progress", "stop"] and list(new.evaluation.inner.callbacks) == ["stop"]
@@ -278,7 +278,7 @@ def test_a_callback_is_added_under_its_name_to_every_mapping_that_takes_it(stop)
     assert ax.override(new, ["callbacks.stop.every=7"]).callbacks["stop"].every == 7
 
 
-def test_where_says_which_mappings(stop):
+def test_where_selects_the_mappings(stop):
     cfg = Run(evaluation=Run())
     assert list(use_text("stop:where=evaluation")(cfg).callbacks) == ["progress"]
     with pytest.raises(
@@ -289,22 +289,22 @@ def test_where_says_which_mappings(stop):
         use("bits")(cfg)
 
 
-def test_the_same_offer_replaces_its_entry_and_another_class_does_not(stop):
+def test_an_offer_replaces_its_own_entry_but_not_another_class(stop):
     cfg = use("stop", patience=5)(use("stop")(Run()))
     assert cfg.callbacks["stop"].patience == 5
     with pytest.raises(
-        ConfigError, match=r"callbacks\.progress is .*Callback already; remove it before adding another"
+        ConfigError, match=r"callbacks\.progress is already .*Callback; remove it before adding another"
     ):
         use("progress")(Run())
     foreign = cfg.set(callbacks={**cfg.callbacks, "two-stop": cfg.callbacks["stop"]})
     with pytest.raises(
-        ConfigError, match=r"callbacks\.two-stop is thrown_one\.code\.Stop of one \(ax-one 0\.1\) already"
+        ConfigError, match=r"callbacks\.two-stop is already thrown_one\.code\.Stop of one \(ax-one 0\.1\)"
     ):
         use("two-stop")(foreign)
     assert list(use("two-stop")(cfg).callbacks) == ["progress", "stop", "two-stop"]
 
 
-# What another plugin has put there.
+# Slots filled by another plugin.
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def two(plugin):
         plugin(id, features=features, caches={f"{id}-ring": "Ring"})
 
 
-def test_a_slot_that_another_plugin_filled_is_not_taken_over(two):
+def test_a_slot_filled_by_another_plugin_is_not_replaced(two):
     cfg = use("one-position")(Layer())
     with pytest.raises(ConfigError) as error:
         use("two-position")(cfg)
@@ -328,7 +328,7 @@ def test_a_slot_that_another_plugin_filled_is_not_taken_over(two):
     assert type(use("two-position")(emptied).attention.position).__module__ == "thrown_two.code"
 
 
-def test_a_slot_that_cannot_be_empty_says_how_to_set_another(two):
+def test_the_error_for_a_required_slot_says_how_to_set_it(two):
     def fill(cfg, plugin):
         return ax.select(cfg, Attention).set(kernel=use(f"{plugin}-ring")(cfg).attention.cache)
 
@@ -343,18 +343,18 @@ def test_filling_a_slot_by_name_is_guarded_too(two):
         use("two-ring")(cfg)
 
 
-def test_emptying_a_slot_of_another_plugin_is_refused(two):
+def test_emptying_a_slot_of_another_plugin_raises(two):
     with pytest.raises(ConfigError, match=r"attention\.position was filled by one"):
         use("two-clear")(use("one-position")(Layer()))
 
 
-def test_the_same_plugin_may_be_applied_again_and_clear_its_own(two):
+def test_a_plugin_may_replace_and_clear_its_own_slots(two):
     cfg = use("one-position", size=3)(use("one-position")(Layer()))
     assert cfg.attention.position.size == 3
     assert use("one-clear")(cfg).attention.position is None
 
 
-def test_wrapping_and_editing_what_another_plugin_put_there_is_fine(two):
+def test_wrapping_and_editing_a_node_of_another_plugin_is_allowed(two):
     cfg = use("one-position")(Layer())
     wrapped = use("two-wrap")(cfg)
     assert type(wrapped.attention.position).__module__ == "thrown_two.code"
@@ -364,28 +364,28 @@ def test_wrapping_and_editing_what_another_plugin_put_there_is_fine(two):
         use("one-position")(wrapped)
 
 
-def test_a_slot_is_guarded_also_where_the_node_that_holds_it_is_swapped_or_wrapped(two):
+def test_slots_of_swapped_and_wrapped_nodes_are_guarded(two):
     cfg = use("one-position")(Layer(free=Attention.Config()))
     with pytest.raises(ConfigError, match=r": attention\.position was filled by one"):
         use("two-swap")(cfg)
     assert use("two-swap", keep=True)(cfg).free.position == cfg.free.position
-    enclosed = use("two-enclose")(cfg)  # the wrapper has a field `position` of its own
+    enclosed = use("two-enclose")(cfg)  # the wrapper has its own field `position`
     assert enclosed.free.inner == cfg.free and enclosed.free.position is None
     grown = use("one-swap", keep=True)(cfg)
     with pytest.raises(ConfigError, match=r": attention\.position was filled by one"):
         use("two-position")(grown)
 
 
-def test_what_the_core_or_the_user_put_there_may_be_replaced(two):
+def test_nodes_of_the_core_or_the_user_may_be_replaced(two):
     cfg = ax.select(Layer(), Attention).set(position=Position(), cache=Cache.Config())
     assert type(use("one-ring")(use("one-position")(cfg)).attention.position).__module__ == "thrown_one.code"
 
 
-def test_a_slot_that_goes_with_the_node_that_held_it_is_nobodys(two):
+def test_removing_the_node_that_holds_a_slot_is_allowed(two):
     assert use("two-restructure")(use("one-position")(Layer())).attention == 0
 
 
-def test_a_node_that_came_with_a_recipe_may_be_replaced(two, plugin):
+def test_a_node_from_a_recipe_may_be_replaced(two, plugin):
     plugin("recipes", more="def f(): pass\n")
     import thrown_recipes.code
 

@@ -1,4 +1,4 @@
-"""`target`: what an accelerator's text means, and which mesh rule lays a config out for it."""
+"""`target`: how accelerator names are parsed, and which mesh rule applies."""
 
 import pytest
 
@@ -72,7 +72,7 @@ def node():
         ("trn2-16x64", "trn", "trn2", 1024, 64),
     ],
 )
-def test_the_text_of_an_accelerator_says_platform_kind_devices_and_hosts(text, platform, kind, count, hosts):
+def test_parse_reads_platform_kind_devices_and_hosts(text, platform, kind, count, hosts):
     assert Accelerator.parse(text) == Accelerator(text, platform, kind, count, hosts)
     assert Accelerator.parse(text).per_host * hosts == count
 
@@ -84,26 +84,26 @@ def test_the_text_of_an_accelerator_says_platform_kind_devices_and_hosts(text, p
         *("gpu", "gpu-8", "gpu-h100", "gpu-h100-8x", "gpu-h100-x4", "gpu-h100-8x4x2", "GPU-H100-8", "tpu-8"),
     ],
 )
-def test_a_text_of_another_form_is_refused_with_examples(text):
+def test_invalid_accelerator_text_raises_with_examples(text):
     with pytest.raises(ConfigError) as error:
         target(text)
     assert repr(text) in str(error.value) and "gpu-h100-8x4 (4 hosts of 8)" in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["cpu-0", "gpu-h100-8x0", "tpu-v5p-7", "tpu-v5p-0"])
-def test_no_device_or_half_a_device_is_refused(text):
+def test_zero_or_half_a_device_raises(text):
     with pytest.raises(ConfigError, match=f"'{text}' must name"):
         target(text)
 
 
-def test_a_rule_takes_the_config_and_the_accelerator_if_it_wants_to(rules):
+def test_a_rule_may_take_the_accelerator(rules):
     rules("bench", **{"gpu-h100-*": "plain", "tpu-v5p-*": "told", "tpu-v5e-*": "keyword"})
     assert ax.pipe(node(), target("gpu-h100-8")).size == 7
     assert ax.pipe(node(), target("tpu-v5p-512")) == node().set(size=256, name="v5p")
     assert ax.pipe(node(), ax.target("tpu-v5e-16x4")).size == 16
 
 
-def test_the_most_specific_pattern_wins_whoever_offers_it(rules):
+def test_the_most_specific_pattern_wins_across_plugins(rules):
     rules("aaa", **{"gpu-*": "told", "gpu-h100-8x?": "plain"})
     rules("zzz", **{"*": "fails", "gpu-h100-*": "fails", "gpu-[bc]*-8x4": "fails"})
     assert [rule.pattern for _, rule in mesh_rules("gpu-h100-8x4")] == ["gpu-h100-8x?", "gpu-h100-*", "gpu-*", "*"]
@@ -111,31 +111,31 @@ def test_the_most_specific_pattern_wins_whoever_offers_it(rules):
     assert ax.pipe(node(), target("gpu-a100-8")).size == 8
 
 
-def test_two_rules_of_equal_strength_are_an_error_that_names_both(rules):
+def test_two_equally_specific_rules_raise_and_are_named(rules):
     rules("one", **{"gpu-h100-*": "plain"})
     rules("two", **{"*-h100-8x4": "plain", "gpu-*": "plain"})
     with pytest.raises(PluginError) as error:
         target("gpu-h100-8x4")
     for part in ("gpu-h100-* of one (ax-one 0.1)", "*-h100-8x4 of two (ax-two 0.1)", "AXCORE_DISABLE=two"):
         assert part in str(error.value)
-    assert "gpu-* of" not in str(error.value)  # it is weaker
-    assert ax.pipe(node(), target("gpu-a100-8x4")).size == 7  # and does for another accelerator
+    assert "gpu-* of" not in str(error.value)  # less specific
+    assert ax.pipe(node(), target("gpu-a100-8x4")).size == 7  # the only rule for this accelerator
 
 
-def test_no_rule_is_an_error_that_lists_those_there_are(rules):
+def test_a_target_without_a_rule_raises_and_lists_the_patterns(rules):
     rules("one", **{"gpu-h100-*": "plain", "tpu-*": "plain"})
     with pytest.raises(PluginError, match="no mesh rule matches the target 'trn2-16'") as error:
         target("trn2-16")
     assert "gpu-h100-* (one), tpu-* (one)" in str(error.value)
 
 
-def test_without_any_rule_the_error_says_why_or_what_to_install(rules):
+def test_without_rules_the_error_names_the_disabled_plugin(rules):
     rules("empty")
     with pytest.raises(PluginError, match=r"plugin 'recipes' .* is installed but disabled: by AXCORE_PLUGINS"):
         target("cpu-8")
 
 
-def test_without_any_rule_the_error_says_what_to_install(alone):
+def test_without_rules_the_error_says_what_to_install(alone):
     with pytest.raises(PluginError, match="pip install axcore-recipes"):
         target("cpu-8")
 
@@ -148,25 +148,25 @@ def test_a_rule_that_cannot_be_loaded_or_called_names_its_plugin(rules):
         ax.pipe(node(), target("gpu-h100-8"))
 
 
-def test_an_error_of_the_rule_names_the_target_the_pattern_and_the_plugin(rules):
+def test_an_error_of_a_rule_names_target_pattern_and_plugin(rules):
     rules("bench", **{"cpu-*": "fails"})
     with pytest.raises(ConfigError, match=r"target 'cpu-8', rule 'cpu-\*' \(ax-bench 0\.1\): mesh\.shape is wrong"):
         ax.pipe(node(), target("cpu-8"))
 
 
-def test_a_rule_that_returns_nothing_is_an_error_of_pipe(rules):
+def test_a_rule_that_returns_none_raises(rules):
     rules("bench", **{"cpu-*": "nothing"})
     with pytest.raises(ConfigError, match=r"target:cpu-8 of ax-bench 0\.1 returned NoneType"):
         ax.pipe(node(), target("cpu-8"))
 
 
-def test_the_history_says_which_target_set_a_value(rules):
+def test_the_history_names_the_target_that_set_a_value(rules):
     rules("bench", **{"cpu-*": "plain"})
     history = str(ax.pipe(node(), target("cpu-8")).history("size"))
     assert "target:cpu-8 of ax-bench 0.1(rule='cpu-*'): set size" in history
 
 
-def test_on_the_command_line_it_is_applied_in_order_with_use_and_set(axcore):
+def test_command_line_edits_and_targets_apply_in_order(axcore):
     def mesh(*flags):
         out = axcore("show", "quickstart", *flags).out
         return next(line for line in out.splitlines() if line.startswith("mesh.shape"))

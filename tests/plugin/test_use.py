@@ -50,7 +50,7 @@ RECIPES = ("plain_recipe", "asks", "asks_disabled", "returns_text", "raises", "t
 
 @pytest.fixture
 def code(site):
-    """A plugin with code behind it."""
+    """Installs a plugin whose offers are the functions of `CODE`."""
     module = "thrown_code"
 
     def offers(kind, names):
@@ -106,26 +106,26 @@ def test_a_feature_of_a_failed_plugin_gives_the_cause(site):
         use("wanted")
 
 
-def test_an_unknown_option_is_an_error_at_once_with_a_suggestion(code):
+def test_an_unknown_option_raises_immediately_with_a_suggestion(code):
     with pytest.raises(ConfigError, match=r"grow has no option 'factr'\. Did you mean 'factor'\?.*ax-code 0\.1"):
         use("grow", by=1, factr=2)
     with pytest.raises(ConfigError, match=r"no option 'cfg'"):
         use("grow", by=1, cfg=2)
 
 
-def test_a_missing_required_option_is_an_error_at_once(code):
-    with pytest.raises(ConfigError, match=r"grow needs the option 'by'.*ax-code 0\.1"):
+def test_a_missing_required_option_raises_immediately(code):
+    with pytest.raises(ConfigError, match=r"grow requires the option 'by'.*ax-code 0\.1"):
         use("grow")
 
 
-def test_a_missing_required_option_is_an_error_beside_free_options_too(code):
+def test_a_missing_required_option_raises_with_free_options_too(code):
     assert use("keywords", needed=1, anything=2)(Node()).size == 2
-    with pytest.raises(ConfigError, match=r"keywords needs the option 'needed'"):
+    with pytest.raises(ConfigError, match=r"keywords requires the option 'needed'"):
         use("keywords", anything=2)
 
 
 @pytest.mark.parametrize(("name", "cause"), [("gone", "ModuleNotFoundError"), ("absent", "AttributeError")])
-def test_a_target_that_cannot_be_imported_names_plugin_target_and_cause(code, name, cause):
+def test_a_target_that_fails_to_import_names_plugin_and_cause(code, name, cause):
     with pytest.raises(PluginError) as error:
         use(name)
     for part in (f"feature {name!r}", "ax-code 0.1", cause):
@@ -133,12 +133,12 @@ def test_a_target_that_cannot_be_imported_names_plugin_target_and_cause(code, na
     assert type(error.value.__cause__).__name__ == cause
 
 
-def test_a_feature_that_is_no_function_is_a_plugin_error(code):
+def test_a_feature_that_is_not_a_function_is_a_plugin_error(code):
     with pytest.raises(PluginError, match=r"'number'.*ax-code 0\.1"):
         use("number")
 
 
-def test_a_recipe_that_is_no_function_or_wants_arguments_is_a_plugin_error(code):
+def test_a_recipe_must_be_a_function_without_arguments(code):
     for name in ("number", "takes"):
         with pytest.raises(PluginError, match=rf"{name}'.*ax-code 0\.1"):
             recipe(name)
@@ -151,7 +151,7 @@ def test_a_config_error_inside_a_feature_names_it_and_its_plugin(code):
         use("optional", amount="x")(Node())
 
 
-def test_options_of_a_modifier_do_not_change_when_the_callers_dict_does(code):
+def test_a_modifier_copies_its_options(code):
     options = {"by": 1}
     modifier = use("grow", **options)
     options["by"] = 5
@@ -163,23 +163,23 @@ def test_a_recipe_is_a_config(code):
     assert recipe("plain_recipe").size == 7
 
 
-def test_an_unknown_recipe_suggests_and_lists(code):
+def test_an_unknown_recipe_suggests_the_nearest_and_lists_all(code):
     with pytest.raises(PluginError, match=r"no recipe 'plain_recip'\. Did you mean 'plain_recipe'\? Known: .*asks"):
         recipe("plain_recip")
 
 
-def test_without_any_recipe_the_error_says_why_or_what_to_install(code, monkeypatch):
+def test_without_recipes_the_error_names_the_disabled_plugin(code, monkeypatch):
     monkeypatch.setenv("AXCORE_PLUGINS", "")
     with pytest.raises(PluginError, match=r"plugin 'recipes' .* disabled: by AXCORE_PLUGINS, which is set and empty"):
         recipe("quickstart")
 
 
-def test_without_any_recipe_the_error_says_what_to_install(alone):
+def test_without_recipes_the_error_says_what_to_install(alone):
     with pytest.raises(PluginError, match=r"pip install axcore-recipes"):
         recipe("quickstart")
 
 
-def test_a_recipe_that_returns_no_config_is_an_error_that_names_it(code):
+def test_a_recipe_must_return_a_config(code):
     with pytest.raises(PluginError, match=r"recipe 'returns_text' \(ax-code 0\.1\) returned str, not a config"):
         recipe("returns_text")
 
@@ -192,7 +192,7 @@ def test_a_config_error_inside_a_recipe_names_the_recipe(code):
     assert "raises" in told
 
 
-def test_active_lists_plugins_that_supplied_a_node_with_versions(code):
+def test_active_lists_the_plugins_of_nodes_with_versions(code):
     module = registry().plugins["code"].module
 
     class Holder(Config):

@@ -1,4 +1,4 @@
-"""One of several processes, with something that happens to one of them: `python scenario.py NAME PROCESS`."""
+"""One of several processes, of which one may fail: `python scenario.py NAME VICTIM`."""
 
 import os
 import pathlib
@@ -33,13 +33,13 @@ def meetings():
             assert str(error) == expected, error
     with runtime.together("fine"):
         pass
-    try:  # its own error counts, also when the other does not come
+    try:  # a process reports its own error even if the other process never arrives
         if index == 0:
             with runtime.together("nobody", timeout=1.0):
                 raise AxcoreError("the root cause")
     except AxcoreError as error:
         assert str(error) == "the root cause", error
-    for _ in range(2):  # an error that the caller handles on every process ends nothing, and the next run begins anew
+    for _ in range(2):  # an error that the caller handles on every process does not end the next run
         try:
             with runtime.watch(), runtime.watch():
                 raise AxcoreError("handled")
@@ -49,7 +49,7 @@ def meetings():
     try:
         runtime.gather("alone", b"", timeout=1.0) if index == 0 else None
     except runtime.RuntimeTimeout as error:
-        assert "process 0 of 2 waited 1 s at 'alone' for process(es) 1" in str(error)
+        assert "process 0 of 2 waited 1 s at 'alone' for process 1," in str(error)
         assert time.monotonic() - began < 30
     else:
         assert index == 1
@@ -101,7 +101,7 @@ class Stopped(AxcoreError):
 
 
 def step():
-    """Something that needs the devices of both processes."""
+    """A computation on the devices of both processes."""
     import jax
     from jax.experimental.multihost_utils import process_allgather
 
@@ -109,7 +109,7 @@ def step():
 
 
 def train(name, victim):
-    """Runs steps until something happens to one process."""
+    """Runs steps until the victim fails."""
     is_victim = runtime.index() == victim
     with runtime.watch():
         with runtime.together("prepare"):
@@ -126,7 +126,7 @@ def train(name, victim):
                     raise ZeroDivisionError("a bug")
                 if name in ("SIGKILL", "SIGSTOP"):
                     os.kill(os.getpid(), signal.Signals[name])
-                if name == "busy":  # the other process is not in a device computation, and never looks
+                if name == "busy":  # the other process sleeps and never checks for failures
                     raise AxcoreError("failed while the other was busy")
             if number == 3 and name == "busy":
                 time.sleep(600)

@@ -1,4 +1,4 @@
-"""The place of a process among several, by environment variables."""
+"""`detect` finds the process count and index in environment variables."""
 
 import pytest
 
@@ -34,7 +34,7 @@ TPU = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "3"}
         (OPEN_MPI, Cluster("ompi", 4, 2)),
         (TPU, Cluster("tpu", 4, 3)),
         (TPU | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}, Cluster("tpu", 8, 7)),
-        (SLURM | LAUNCHED, Cluster("axcore", 2, 1, "127.0.0.1:4000")),  # `axcore launch` inside of srun
+        (SLURM | LAUNCHED, Cluster("axcore", 2, 1, "127.0.0.1:4000")),  # `axcore launch` inside srun
         (SLURM | {"AXCORE_PROCESSES": "1"}, None),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
         ({name: SLURM[name] for name in SLURM if name != "SLURM_STEP_NODELIST"}, None),  # in the batch script
@@ -45,7 +45,7 @@ TPU = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "3"}
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
     ],
 )
-def test_detected(environ, expected):
+def test_detect_reads_the_environment(environ, expected):
     assert detect(environ) == expected
 
 
@@ -70,6 +70,6 @@ def test_steps_of_one_slurm_job_have_different_ports():
         (SLURM | {"SLURM_PROCID": "8"}, "SLURM_PROCID='8' must be from 0 to 7, since SLURM_NTASKS=8"),
     ],
 )
-def test_refused(environ, expected):
+def test_invalid_environments_raise(environ, expected):
     with pytest.raises(AxcoreError, match=expected.replace("'", ".")):
         detect(environ)

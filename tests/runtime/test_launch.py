@@ -32,7 +32,7 @@ def short(monkeypatch):
     monkeypatch.setattr(launching, "ENDING_SECONDS", 1.0)
 
 
-def test_each_process_has_its_own_environment_and_its_output_says_whose_it_is(capfd):
+def test_each_process_has_its_own_environment_and_output_prefix(capfd):
     code = "names = ('AXCORE_', 'JAX_LOCAL', 'JAX_NUM')\n"
     code += "print(json.dumps({name: v for name, v in os.environ.items() if name.startswith(names)}))\n"
     code += "print('half a line', end='', file=sys.stderr)"
@@ -62,7 +62,7 @@ def test_each_process_has_its_own_environment_and_its_output_says_whose_it_is(ca
         ("fail('saved', 75)", "failed: saved", 75),
     ],
 )
-def test_the_first_failure_is_the_message_and_the_exit_code(code, message, exit_code):
+def test_the_first_failure_gives_the_message_and_exit_code(code, message, exit_code):
     with pytest.raises(LaunchFailed) as caught:
         start(code)
     assert message in str(caught.value)
@@ -84,7 +84,7 @@ def test_a_command_that_cannot_start_is_reported():
         ({"devices_per_process": 0}, "--devices-per-process must be 1 or more, not 0"),
     ],
 )
-def test_bad_arguments(options, expected):
+def test_invalid_arguments_raise(options, expected):
     with pytest.raises(AxcoreError, match=expected):
         start("", **options)
 
@@ -98,7 +98,7 @@ def test_bad_arguments(options, expected):
         (["--", "train", "tiny"], "--processes"),
     ],
 )
-def test_bad_command_lines(axcore, arguments, expected):
+def test_invalid_command_lines_fail(axcore, arguments, expected):
     assert expected in axcore("launch", *arguments).message
 
 
@@ -118,7 +118,7 @@ sys.exit(code)
 
 
 def send_to_group(child, *numbers):
-    """Starts a launcher in a group of its own, signals the group as a terminal does. Returns code and stdout."""
+    """Starts a launcher in its own process group and signals the group like a terminal. Returns (exit code, stdout)."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, PRELUDE + child],
         stdout=subprocess.PIPE,

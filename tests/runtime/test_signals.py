@@ -29,13 +29,13 @@ def run(code):
 
 
 @pytest.mark.parametrize("number", signals.HANDLED)
-def test_with_nothing_to_save_the_process_ends_at_once(number):
+def test_without_a_graceful_block_the_process_ends_immediately(number):
     code, err = run(f"try:\n    send({int(number)})\nfinally:\n    print('never')")
     assert code == 128 + number
     assert number.name in err
 
 
-def test_no_signal_is_swallowed_while_code_compiles_and_collects_garbage():
+def test_no_signal_is_lost_during_compilation_or_garbage_collection():
     import jax
     import jax.numpy as jnp
 
@@ -53,10 +53,10 @@ def test_no_signal_is_swallowed_while_code_compiles_and_collects_garbage():
                 lasting += 1
             timer.join()
             assert signals.stop_requested() is kind
-            raise StopIteration  # as a run does, so that the signal counts as answered
+            raise StopIteration  # like a run; an exception marks the signal as handled
 
 
-def test_a_signal_is_answered_once_and_the_same_one_twice_does_not_kill():
+def test_a_repeated_signal_is_handled_once_and_does_not_kill():
     code, err = run(
         "with signals.graceful():\n    send(15); send(15)\n    print(signals.stop_requested()); os._exit(7)"
     )
@@ -64,7 +64,7 @@ def test_a_signal_is_answered_once_and_the_same_one_twice_does_not_kill():
     assert err.count("SIGTERM") == 1
 
 
-def test_a_second_signal_kills():
+def test_a_second_signal_kills_the_process():
     code, err = run(
         "signals.SAME_SIGNAL_SECONDS = 0.01\nwith signals.graceful():\n    send(15); send(2)\n    os._exit(7)"
     )
@@ -72,12 +72,12 @@ def test_a_second_signal_kills():
     assert "SIGINT again" in err
 
 
-def test_an_unhandled_signal_takes_effect_at_the_end():
+def test_an_unhandled_signal_takes_effect_after_the_block():
     code, _ = run("with signals.graceful():\n    send(15)\nprint('never')\nos._exit(7)")
     assert code == 128 + signal.SIGTERM
 
 
-def test_outside_of_the_command_the_handlers_of_the_program_come_back():
+def test_graceful_restores_the_handlers_of_the_program():
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append("theirs"))
     try:
@@ -96,7 +96,7 @@ def test_outside_of_the_command_the_handlers_of_the_program_come_back():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_inside_another_and_in_other_threads_it_does_nothing():
+def test_graceful_does_nothing_when_nested_or_in_other_threads():
     found = []
 
     def other():
@@ -114,7 +114,7 @@ def test_inside_another_and_in_other_threads_it_does_nothing():
     assert found == [None]
 
 
-def test_the_command_handles_signals_before_it_imports_anything_slow():
+def test_the_command_handles_signals_before_slow_imports():
     code = "import sys; import axcore.__main__; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
     assert "axcore.runtime.signals" in loaded

@@ -21,7 +21,7 @@ def start(name, victim=0, timeout=60):
 
 
 @pytest.mark.parametrize("name", ["meetings", "requests"])
-def test_without_failures(name):
+def test_processes_communicate_without_failures(name):
     assert start(name) == 0
 
 
@@ -52,7 +52,7 @@ def test_the_failure_of_one_ends_both(name, victim, message, exit_code):
     assert time.monotonic() - began < 200
 
 
-def test_after_a_signal_a_process_may_take_its_time_to_close(capfd):
+def test_a_process_may_close_slowly_after_a_signal(capfd):
     with pytest.raises(LaunchFailed, match="SIGTERM: the run stops") as caught:
         start("stop", victim=1)
     assert caught.value.exit_code == 75
@@ -60,8 +60,8 @@ def test_after_a_signal_a_process_may_take_its_time_to_close(capfd):
     assert "[1] closed" in out and "[1] axcore: process 0 of 2 failed" not in err
 
 
-def test_a_process_that_waits_in_vain_reports_it_and_exits():
-    """As in a shell under `srun --pty -n 8`, which has the variables of a task."""
+def test_waiting_for_missing_processes_times_out():
+    """As in a shell under `srun --pty -n 8`, which sets the variables of a task."""
     slurm = {"JOB_ID": "7", "STEP_NODELIST": "localhost", "NTASKS": "8", "PROCID": "0", "LOCALID": "0"}
     done = subprocess.run(
         [sys.executable, SCENARIO, "meetings", "0"],
@@ -88,7 +88,7 @@ def test_a_port_in_use_is_named():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_hangs_ends_both_after_the_heartbeat(victim):
+def test_a_hanging_process_ends_both_after_the_heartbeat_timeout(victim):
     with pytest.raises(LaunchFailed, match=f"process {victim} of 2 failed: it was killed because") as caught:
         start("SIGSTOP", victim, timeout=10)
     assert caught.value.exit_code == 81

@@ -45,7 +45,7 @@ on_grid.defvjp(lambda x, largest: (on_grid(x, largest), jnp.abs(x).max().astype(
 
 
 class OneProduct(Right):
-    """Computes a plain product for every `product`."""
+    """Ignores `product` and always computes `x @ weight`."""
 
     def __call__(self, x, weight, product):
         return x @ self.matrix(weight).astype(x.dtype)
@@ -102,7 +102,7 @@ class Writes(Right):
 
 
 class Wider(Right):
-    """Returns float32 for bfloat16."""
+    """Returns float32 for bfloat16, and NaN."""
 
     def __call__(self, x, weight, product):
         return product(x.astype(jnp.float32), self.matrix(weight)) + jnp.nan

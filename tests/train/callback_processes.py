@@ -9,7 +9,7 @@ from axcore.train import Callback, Evaluation, JsonlWriter, Request, ValidationL
 
 
 class SaveOnFirst(Callback):
-    """Asks for a checkpoint on process 0 only, as a clock does."""
+    """Requests a checkpoint on process 0 only, like a callback that reads the clock."""
 
     class Config(Callback.Config):
         at: int
@@ -21,7 +21,7 @@ class SaveOnFirst(Callback):
 
 
 class StopAt(Callback):
-    """Every process asks for a stop, and for a save, after the same step."""
+    """Requests a stop, and a checkpoint if `save` is set, after the same step on every process."""
 
     class Config(Callback.Config):
         at: int

@@ -1,4 +1,4 @@
-"""One of two processes that save checkpoints together. Prints the errors that it raised as JSON.
+"""One of two processes that save checkpoints together. Prints its results and errors as JSON.
 
 `python -m tests.train.checkpoint_processes PROCESS PORT FOLDER`
 """
@@ -48,7 +48,7 @@ def limited_files(size):
 
 @contextlib.contextmanager
 def replaced(write):
-    """Another way to write the inventory."""
+    """Replaces the function that writes the inventory."""
     original = storage.inventory.write
     storage.inventory.write = lambda folder, entries: write(original, folder, entries)
     try:
@@ -62,7 +62,7 @@ def no_space(original, folder, entries):
 
 
 def occupied(original, folder, entries):
-    """The name that the checkpoint is about to get is taken."""
+    """Creates a folder under the final name of the checkpoint."""
     original(folder, entries)
     target = folder.with_name(folder.name.partition(".")[0])
     target.mkdir()
@@ -134,5 +134,5 @@ if __name__ == "__main__":
     rank = int(sys.argv[1])
     print(json.dumps(main(rank, sys.argv[2], pathlib.Path(sys.argv[3]))), flush=True)
     processes.barrier("end", 60)
-    time.sleep(1 if rank == 0 else 0)  # the first process hosts the service that the other one still uses
-    os._exit(0)  # the last meeting was missed on purpose, so jax would wait for it
+    time.sleep(1 if rank == 0 else 0)  # process 0 hosts the service that process 1 still uses
+    os._exit(0)  # a normal exit would wait for the barrier that one process missed on purpose

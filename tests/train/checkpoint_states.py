@@ -12,7 +12,7 @@ import optax
 
 
 def make_state(seed: int, size: int = 1000):
-    """Every kind of leaf and container that a training state has."""
+    """A state with every kind of leaf and container that a training state has."""
     rng = np.random.default_rng(seed)
     params = {
         "layer": {"kernel": jnp.asarray(rng.standard_normal((size, 8)), jnp.float32)},
@@ -47,7 +47,7 @@ def names(folder):
 
 
 def run_python(code: str, *arguments: object, devices: int = 1, stderr: str = "") -> str:
-    """The stdout of a process, which must succeed and print `stderr`."""
+    """The stdout of a Python process, which must succeed and print exactly `stderr` to stderr."""
     env = {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",

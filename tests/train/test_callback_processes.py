@@ -1,4 +1,4 @@
-"""Callbacks that do different things on two processes neither part nor block them."""
+"""Callbacks that act differently on two processes neither separate nor block the processes."""
 
 import os
 import pathlib
@@ -27,14 +27,14 @@ def start(corpus, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["flush", pytest.param("saved", marks=pytest.mark.slow)])
-def test_a_stop_comes_after_the_same_step_whatever_one_process_asks_for_at_that_time(start, capfd, name):
+def test_both_processes_stop_after_the_same_step(start, capfd, name):
     assert start(name) == 0
     out = capfd.readouterr().out
     assert "[0] steps 6" in out and "[1] steps 6" in out
 
 
 @pytest.mark.parametrize("name", ["evaluator", pytest.param("disabled", marks=pytest.mark.slow)])
-def test_an_evaluator_that_fails_on_one_process_ends_both_with_its_error(start, name):
+def test_an_evaluator_error_on_one_process_ends_both(start, name):
     began = time.monotonic()
     with pytest.raises(LaunchFailed, match=r"process 1 of 2 failed: .*the data of process 1 cannot be read"):
         start(name)

@@ -25,7 +25,7 @@ def checkpointer(folder):
         yield built
 
 
-def test_everything_comes_back_bit_for_bit(checkpointer, capfd):
+def test_a_restored_state_is_equal_bit_for_bit(checkpointer, capfd):
     state = make_state(7)
     data = {"streams": {"0": {"next_index": 5}}, "text": "\0ü"}
     checkpointer.save(7, state, data=data, meta={"config": "a: 1\n", "loss": 0.1 + 0.2})
@@ -45,7 +45,7 @@ def test_any_name_can_be_a_key(checkpointer):
     assert_same_bits(checkpointer.restore(abstract({"params": state})).state["params"], state)
 
 
-def test_a_state_of_empty_arrays_and_one_of_none(checkpointer):
+def test_empty_arrays_and_an_empty_state_are_restored(checkpointer):
     for step, state in enumerate(({"a": jnp.zeros((0, 3), jnp.bfloat16)}, {})):
         checkpointer.save(step, state, data=None, meta={})
         assert_same_bits(checkpointer.restore(abstract(state)).state, state)
@@ -58,7 +58,7 @@ def test_a_part_of_the_state_can_be_restored(checkpointer):
     assert_same_bits(restored.state, {"params": {"layer": make_state(3)["params"]["layer"]}})
 
 
-def test_meta_and_layout_need_no_array(checkpointer, folder):
+def test_meta_and_layout_do_not_read_arrays(checkpointer, folder):
     save(checkpointer, 3)
     checkpointer.wait()
     for path in (folder / "3/state").rglob("*"):
@@ -74,7 +74,7 @@ def test_state_may_be_donated_right_after_save(folder):
     bump = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 - 1, state), donate_argnums=0)
     probe = jnp.ones(1 << 20)
     bump(probe)
-    assert probe.is_deleted()  # otherwise this test says nothing
+    assert probe.is_deleted()  # donation works here
     with Checkpointer.Config(keep=9).build(folder) as checkpointer:
         for step in range(1, 4):
             rng = np.random.default_rng(step)
@@ -114,10 +114,10 @@ def test_deleted_later_steps_can_be_saved_again(checkpointer, folder):
 
 def test_the_same_step_is_not_written_twice(checkpointer):
     save(checkpointer, 4)
-    save(checkpointer, 4)  # the last step of a run that was also due
+    save(checkpointer, 4)  # as after a last step at which a checkpoint is also due
     with Checkpointer.Config().build(checkpointer.folder) as other:
         for step in (3, 4):
-            with pytest.raises(AxcoreError, match=rf"cannot save step {step}: .* has checkpoints of 4"):
+            with pytest.raises(AxcoreError, match=rf"cannot save step {step}: .* has checkpoints of steps 4"):
                 save(other, step)
 
 
@@ -127,7 +127,7 @@ def test_leftovers_of_an_interrupted_run_do_not_count_and_are_cleared(checkpoint
     assert checkpointer.latest() is None
     with pytest.raises(AxcoreError, match="no checkpoint in"):
         checkpointer.restore(abstract(make_state(1)))
-    assert len(names(folder)) == 2  # a reader beside a run that saves must leave its files alone
+    assert len(names(folder)) == 2  # reading must not delete the files of a run that is saving
     save(checkpointer, 5)
     checkpointer.wait()
     assert names(folder) == ["5"]
@@ -172,7 +172,7 @@ def test_restores_onto_another_mesh_and_back(checkpointer, folder):
     assert len(restored.state["kernel"].devices()) == 1
 
 
-def test_another_float_dtype_is_read_only_when_asked(checkpointer):
+def test_float_dtypes_are_cast_only_on_request(checkpointer):
     weight = jnp.asarray(np.random.default_rng(0).standard_normal(1000), jnp.float32)
     checkpointer.save(1, {"weight": weight, "count": jnp.arange(3)}, data=None, meta={})
     half = {"weight": jax.ShapeDtypeStruct((1000,), jnp.bfloat16), "count": jax.ShapeDtypeStruct((3,), jnp.int32)}
@@ -185,7 +185,7 @@ def test_another_float_dtype_is_read_only_when_asked(checkpointer):
             checkpointer.restore(wanted, cast=True)
 
 
-def test_a_state_that_does_not_fit_is_one_error_with_all_paths(checkpointer):
+def test_all_mismatches_of_a_state_are_in_one_error(checkpointer):
     save(checkpointer, 1)
     wanted = abstract(make_state(1))
     wanted["params"]["layer"]["kernel"] = jax.ShapeDtypeStruct((5, 8), jnp.float32)
@@ -214,17 +214,17 @@ def test_unsupported_leaves_are_named(checkpointer):
 def test_an_unknown_step_lists_the_known_ones(checkpointer):
     save(checkpointer, 4)
     checkpointer.wait()
-    with pytest.raises(AxcoreError, match=r"no checkpoint of step 5 in .*\. It has 4\."):
+    with pytest.raises(AxcoreError, match=r"no checkpoint of step 5 in .*\. It has steps 4\."):
         checkpointer.meta(5)
 
 
-def test_bad_values_are_config_errors(folder):
+def test_invalid_config_values_raise(folder):
     for bad in ({"keep": 0}, {"keep_every": 0}):
         with pytest.raises(ConfigError, match=rf"checkpointer\.{next(iter(bad))}=0"):
             Checkpointer.Config(**bad).build(folder)
 
 
-def test_object_stores_that_orbax_writes_keep_their_address_and_others_are_refused():
+def test_gs_addresses_are_kept_and_s3_addresses_raise():
     assert str(Checkpointer.Config().build("gs://bucket/run").folder) == "gs://bucket/run"
     with pytest.raises(ConfigError, match=r"cannot keep checkpoints in s3://bucket/run, .* Give a gs:// path"):
         Checkpointer.Config().build("s3://bucket/run")
@@ -261,7 +261,7 @@ UNCHANGED = """
 
 
 @pytest.mark.long
-def test_logging_warnings_and_hooks_of_the_process_are_as_before(folder):
+def test_saving_does_not_change_logging_warnings_or_hooks(folder):
     out = run_python(UNCHANGED, folder, stderr="still here\n")
     assert out == f"cannot write checkpoint {folder / '2'}: File too large\n"
 

@@ -93,10 +93,10 @@ KILL = """
 
 
 def test_sigkill_at_any_moment_leaves_whole_checkpoints(folder):
-    run_python(KILL, folder, 8)  # kills until 8 fell into saves
+    run_python(KILL, folder, 8)  # until 8 kills have interrupted a save
 
 
-def test_old_checkpoints_go_only_after_the_new_one_is_there(checkpointer, monkeypatch):
+def test_old_checkpoints_are_deleted_after_the_new_one_is_written(checkpointer, monkeypatch):
     seen = []
     remove = storage._remove
 
@@ -112,7 +112,7 @@ def test_old_checkpoints_go_only_after_the_new_one_is_there(checkpointer, monkey
     assert seen == [("1", [5, 9]), ("5", [9, 12])]
 
 
-def test_a_save_counts_when_it_is_committed(checkpointer, monkeypatch):
+def test_a_checkpoint_is_listed_only_after_its_commit(checkpointer, monkeypatch):
     written = storage.inventory.write
     monkeypatch.setattr(storage.inventory, "write", lambda *args: (time.sleep(1), written(*args)))
     save(checkpointer, 1)
@@ -122,9 +122,7 @@ def test_a_save_counts_when_it_is_committed(checkpointer, monkeypatch):
     assert checkpointer.latest() == 1
 
 
-def test_what_fails_in_the_background_is_raised_by_the_next_check_and_the_step_can_be_saved_again(
-    checkpointer, folder, monkeypatch, capfd
-):
+def test_check_raises_background_errors_and_the_save_can_be_retried(checkpointer, folder, monkeypatch, capfd):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -135,7 +133,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_check_and_the_step_c
         save(checkpointer, 2)
         with pytest.raises(AxcoreError, match=rf"^cannot write checkpoint {folder}/2: No space left on device$"):
             wait_for_failure(checkpointer)
-    checkpointer.check()  # once is enough
+    checkpointer.check()  # the error is raised only once
     assert checkpointer.latest() == 1 and names(folder) == ["1"]
     save(checkpointer, 2)
     checkpointer.wait()
@@ -179,7 +177,7 @@ def test_each_damaged_file_is_named_with_the_step_to_resume_from(checkpointer, f
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_damaged_only_checkpoint_says_that_there_is_no_other(checkpointer, folder):
+def test_the_error_for_a_damaged_only_checkpoint_suggests_no_other(checkpointer, folder):
     save(checkpointer, 1)
     checkpointer.wait()
     (folder / "1" / "inventory.json").unlink()
@@ -207,7 +205,7 @@ def full_disk(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "size limit"])
-def test_a_full_disk_is_one_sentence_and_earlier_checkpoints_stay(tmp_path, capfd, kind):
+def test_a_full_disk_raises_and_earlier_checkpoints_remain(tmp_path, capfd, kind):
     if kind == "tmpfs":
         mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", tmp_path], capture_output=True)
         if mounted.returncode:
@@ -244,7 +242,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, below):
             save(checkpointer, 1)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="requires root")
 def test_missing_permission_is_named():
     nobody = 65534
     with tempfile.TemporaryDirectory() as folder, Checkpointer.Config().build(f"{folder}/checkpoints") as checkpointer:

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """The errors of each process."""
+    """The results and errors of each process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -54,7 +54,7 @@ def found(folder):
     return [json.loads(out.splitlines()[-1]) for out, _ in done]
 
 
-def test_they_save_keep_and_restore_their_shards(found):
+def test_two_processes_save_keep_and_restore_their_shards(found):
     for each in found:
         assert each["steps"] == [2, 3] and each["exact"] and each["data"] == {"position": 3}
         assert each["deleted"] == [3] and each["at last"] == [3, 4]
@@ -77,7 +77,7 @@ def test_a_failed_save_is_raised_on_both_and_is_not_the_latest(found, folder, fa
     assert own[1] == other[1] == 3
 
 
-def test_a_folder_that_cannot_be_made_and_damage_are_raised_on_both(found, folder):
+def test_folder_and_damage_errors_are_raised_on_both(found, folder):
     first, second = (each["folder"] for each in found)
     assert first == f"AxcoreError: cannot write checkpoint {folder}/a_file/checkpoints/1: Not a directory"
     assert second == f"PeerFailed: process 0 of 2 failed: {first.partition(': ')[2]}"
@@ -86,10 +86,10 @@ def test_a_folder_that_cannot_be_made_and_damage_are_raised_on_both(found, folde
 
 
 def test_a_missing_process_is_named_after_the_timeout(found):
-    assert found[0]["late"].startswith("RuntimeTimeout: process 0 of 2 waited 2 s at 'restore-4' for process(es) 1,")
+    assert found[0]["late"].startswith("RuntimeTimeout: process 0 of 2 waited 2 s at 'restore-4' for process 1,")
 
 
-def test_one_process_reads_what_two_wrote_and_finds_damage_in_each_file(found, folder):
+def test_one_process_restores_and_checks_a_checkpoint_of_two(found, folder):
     expected = values(4)
     wanted = {name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for name, leaf in expected.items()}
     with Checkpointer.Config().build(folder) as checkpointer:

@@ -1,4 +1,4 @@
-"""Parameters whose rate is 0 have no gradient and no optimizer state, and do not count in the norm."""
+"""Parameters with a rate of 0 have no gradient and no optimizer state, and do not count in the gradient norm."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def moved():
 
 @pytest.fixture(scope="module")
 def gradients():
-    """Of the whole objective by every parameter, without a trainer, in float64: path -> array."""
+    """{path: gradient of the objective}, computed without the trainer and converted to float64."""
     fn, _, _ = abstract(MODEL)
 
     def objective(params):
@@ -73,17 +73,17 @@ def test_no_optimizer_state_is_held_for_frozen_parameters():
     assert by_path(state.params).keys() == by_path(made().state.params).keys()
 
 
-def test_only_trained_parameters_move_and_the_norm_is_theirs(moved, gradients):
+def test_only_trained_parameters_change_and_count_in_the_norm(moved, gradients):
     before, after, metrics = moved
     assert {path for path in before if (before[path] != after[path]).any()} == TRAINED
     norm = np.sqrt(sum(np.square(gradients[path]).sum() for path in TRAINED))
     np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
     whole = np.sqrt(sum(np.square(leaf).sum() for leaf in gradients.values()))
-    assert whole > 1.5 * norm  # otherwise the line before says little
+    assert whole > 1.5 * norm  # the norm over all parameters is clearly different
 
 
-def test_clipping_is_to_the_norm_of_the_trained_gradients():
-    """With eps far above the gradient, Adam's first update is g / eps: it shows the clipped gradient itself."""
+def test_clipping_uses_the_norm_of_the_trained_gradients():
+    """With eps far above the gradient, the first update of Adam is g / eps, so it reveals the clipped gradient."""
     eps, clip = 1e6, 1e-3
     optimizer = AdamW.Config(eps=eps, weight_decay=0.0)
     rates = {"**": 0.0, "norm.**": 1.0}
@@ -94,7 +94,7 @@ def test_clipping_is_to_the_norm_of_the_trained_gradients():
     np.testing.assert_allclose(np.linalg.norm(moved), clip, rtol=1e-3)
 
 
-def test_the_trained_parameters_move_as_adamw_on_them_alone_would(moved, gradients):
+def test_trained_parameters_are_updated_like_plain_adamw(moved, gradients):
     before, after, _ = moved
     for path, factor in {"decoder.layers.attention.query.weight": 1.0, "norm.scale": 0.5}.items():
         gradient, start = gradients[path], np.asarray(before[path], np.float64)
@@ -108,21 +108,21 @@ def test_the_step_does_not_compute_gradients_of_frozen_matrices():
         found = made(rates)
         return jax.jit(found.train_step).lower(found.state, found.batch_shapes(batch())).cost_analysis()["flops"]
 
-    # Of the three products of a matrix (forward, gradient of its input, its own gradient) the last falls away.
+    # A matrix has three products: forward pass, input gradient and weight gradient. Freezing removes the last.
     assert flops({"decoder.**": 0.0}) < 0.8 * flops({})
 
 
-def test_nothing_changes_while_nothing_is_frozen():
+def test_nonzero_rates_do_not_change_the_state_structure():
     assert jax.tree.structure(made({"norm.**": 0.5}).state) == jax.tree.structure(made().state)
 
 
-def test_freezing_everything_is_an_error():
+def test_freezing_everything_raises():
     with pytest.raises(ax.ConfigError, match=r"learner\.rates: .* freezes every parameter"):
         made({"**": 0.0})
 
 
 @pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf")])
-def test_an_invalid_factor_is_an_error_that_names_the_pattern(factor):
+def test_an_invalid_factor_raises_and_names_the_pattern(factor):
     with pytest.raises(ax.ConfigError, match=r"learner\.rates: the factor of norm\.\*\* must be finite and at least 0"):
         made({"norm.**": factor})
 

@@ -50,14 +50,14 @@ def unrolled(cfg):
 @pytest.mark.parametrize(
     "restack", [lambda cfg: cfg, unrolled, lambda cfg: ax.pipe(cfg, ax.use("sliding-window", size=8, global_every=2))]
 )
-def test_weights_come_back_however_the_layers_are_stacked(saved, restack):
+def test_weights_load_into_differently_stacked_layers(saved, restack):
     folder, cfg, expected = saved
     other = restack(cfg)
     params, state = loaded(other, FromRun.Config(folder=str(folder)))
     np.testing.assert_allclose(logits(other, params, state), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_folder_says_what_it_holds(saved):
+def test_a_model_folder_has_the_config_and_extra_files(saved):
     folder, cfg, _ = saved
     found = ModelFolder.open(folder)
     assert found.model == cfg and found.tokenizer is None
@@ -83,7 +83,7 @@ def test_mismatches_are_listed_by_layer_and_nothing_is_loaded(saved):
 
 
 @pytest.mark.parametrize("restack", [lambda cfg: cfg, unrolled])
-def test_weights_are_read_in_another_float_dtype_and_never_as_integers(saved, restack):
+def test_weights_are_cast_to_other_float_dtypes_but_not_integers(saved, restack):
     folder, cfg, _ = saved
     expected = loaded(restack(cfg), FromRun.Config(folder=str(folder)))
     wanted = [
@@ -140,11 +140,11 @@ class Tied(Initial):
         return {path: ones[form.shape] for path, form in params.items()}
 
 
-def test_an_array_may_be_given_for_several_parameters(tiny, tmp_path):
+def test_one_array_may_initialize_several_parameters(tiny, tmp_path):
     assert np.isfinite(ax.fit(tiny.set(steps=2, initial=Tied.Config()), out=tmp_path / "a")["validation/bits_per_byte"])
 
 
-def test_numbers_that_are_not_finite_and_arrays_that_do_not_fit_are_refused():
+def test_nonfinite_values_and_mismatched_arrays_raise():
     with pytest.raises(AxcoreError, match=r"initial \(Poisoned\) has values that are not finite:\n  norm\.scale"):
         loaded(tiny_model(), Poisoned.Config())
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_numbers_that_are_not_finite_and_arrays_that_do_not_fit_are_refused():
         loaded(tiny_model(), Misshaped.Config())
 
 
-def test_a_run_starts_from_another_and_resumes_from_its_own(tiny, tmp_path):
+def test_a_run_starts_from_another_run_and_resumes_from_itself(tiny, tmp_path):
     first = ax.fit(tiny.set(steps=4), out=tmp_path / "a")
     cfg = tiny.set(steps=3, initial=FromRun.Config(folder=str(tmp_path / "a")))
     assert ax.pipe(tiny.set(steps=3), use_text(f"run-weights:folder={tmp_path / 'a'}")) == cfg
@@ -166,7 +166,7 @@ def test_a_run_starts_from_another_and_resumes_from_its_own(tiny, tmp_path):
     )
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_given_weights_again(tiny, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_reloads_initial(tiny, tmp_path):
     ax.fit(tiny.set(steps=4), out=tmp_path / "a")
     cfg = tiny.set(steps=3, initial=FromRun.Config(folder=str(tmp_path / "a")))
     expected = ax.fit(cfg, out=tmp_path / "b")["validation/bits_per_byte"]
@@ -176,7 +176,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_given
     assert ax.fit(cfg, out=tmp_path / "b", resume=True)["validation/bits_per_byte"] == expected
 
 
-def test_a_run_that_cannot_start_leaves_an_earlier_one_where_it_is(tiny, tmp_path):
+def test_a_run_that_fails_to_start_does_not_move_an_earlier_run(tiny, tmp_path):
     ax.fit(tiny.set(steps=1), out=tmp_path / "a")
     with pytest.raises(AxcoreError, match=r"is not a model folder: config\.json: No such file"):
         ax.fit(tiny.set(steps=1, initial=FromRun.Config(folder=str(tmp_path / "none"))), out=tmp_path / "a")
@@ -194,11 +194,13 @@ def test_invalid_folders_have_distinct_errors(saved, tmp_path):
             ModelFolder.open(tmp_path)
     content = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "plugins": {"nobody": "axcore-nobody 1.0"}}))
-    with pytest.raises(AxcoreError, match=r"made with axcore-nobody 1\.0, and the plugin 'nobody' is not installed"):
+    with pytest.raises(
+        AxcoreError, match=r"requires the plugin 'nobody' \(axcore-nobody 1\.0\), which is not installed"
+    ):
         ModelFolder.open(tmp_path)
 
 
-def test_a_model_is_written_whole_or_not_at_all(saved, tmp_path, monkeypatch):
+def test_save_model_is_atomic(saved, tmp_path, monkeypatch):
     _, cfg, expected = saved
     _, params, state = functional(cfg.build(rngs=ax.Rngs(5)))
     monkeypatch.setattr(Checkpointer, "save", interrupted)

@@ -377,7 +377,7 @@ print(json.dumps([rows, inp.identity()]))
 def test_another_input_has_another_identity(cfg, options, message):
     identity = json.loads(json.dumps(cfg.build(process_index=1, process_count=2).identity()))
     check_identity(identity, cfg.set(prefetch_batches=0).build().identity())
-    with pytest.raises(AxcoreError, match=rf"differs from that of the saved state \({message}"):
+    with pytest.raises(AxcoreError, match=rf"differs from that of the checkpoint \({message}"):
         check_identity(identity, cfg.set(**options).build().identity())
 
 
@@ -392,17 +392,17 @@ def test_another_text_has_another_identity(cfg, files, split, tmp_path):
     )
     (tmp_path / "copy" / name).write_bytes(files[name][::-1])
     word = {Split.TRAIN: ".*training_text", Split.VALIDATION: "validation_text"}[split]
-    with pytest.raises(AxcoreError, match=rf"saved state \({word} was '[0-9a-f]+', is '[0-9a-f]+'\)"):
+    with pytest.raises(AxcoreError, match=rf"checkpoint \({word} was '[0-9a-f]+', is '[0-9a-f]+'\)"):
         check_identity(identity, cfg.build().identity())
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("3"), "no position for stream 3, but None"),
-        (lambda state: state.update({"3": 7}), "no position for stream 3, but 7"),
-        (lambda state: state["3"].update(batches=-1), "no position for stream 3"),
-        (lambda state: state["3"].update(batches=2), r"taken \[1, 2\] batches"),
+        (lambda state: state.pop("3"), "must have a position for stream 3, got None"),
+        (lambda state: state.update({"3": 7}), "must have a position for stream 3, got 7"),
+        (lambda state: state["3"].update(batches=-1), "must have a position for stream 3"),
+        (lambda state: state["3"].update(batches=2), r"same number of batches, got \[1, 2\]"),
         (lambda state: state["3"].update(position={}), "does not fit its streams: KeyError"),
     ],
 )
@@ -544,17 +544,17 @@ def test_training_leaves_validation_alone(cfg):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 5}, r"^input: batch_size=5 does not divide among 2 processes\. Make it a multiple of 2"),
-        ({"streams": 5}, "^input: streams=5 does not divide batch_size=12"),
+        ({"batch_size": 5}, r"^input: batch_size=5 cannot be split evenly among 2 processes\. Make it a multiple of 2"),
+        ({"streams": 5}, "^input: streams=5 is not a divisor of batch_size=12"),
         (
             {"streams": 3},
-            "^input: streams=3 do not divide among 2 processes.* divisor of batch_size=12 .* multiple of 2",
+            "^input: streams=3 cannot be split evenly among 2 processes.* divisor of batch_size=12 .* multiple of 2",
         ),
         (
             {"batch_size": 1000},
-            r"input.source: .* has \d+ tokens, fewer than a batch: batch_size=1000 rows of seq_",
+            r"input.source: .* has \d+ tokens, fewer than one batch of batch_size=1000 rows of seq_",
         ),
-        ({"seq_len": 100_000}, "tokens, fewer than a batch: .* seq_len=100000"),
+        ({"seq_len": 100_000}, "tokens, fewer than one batch of .* seq_len=100000"),
         ({"seq_len": 0}, "^input: seq_len must be at least 1, not 0"),
         ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
         ({"streams": 0}, "streams must be at least 1, not 0"),

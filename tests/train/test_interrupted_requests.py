@@ -1,4 +1,4 @@
-"""What callbacks asked for is not lost when a run stops, is resumed, or is extended."""
+"""Requests of callbacks are not lost when a run stops, resumes or is extended."""
 
 import json
 
@@ -44,7 +44,7 @@ class Terminate(Callback):
 
 
 class Fragile(Callback):
-    """Fails at its first step; remembers whether it was closed."""
+    """Fails at its first step, and counts the calls of `close`."""
 
     class Config(Callback.Config):
         """No fields of its own."""
@@ -76,7 +76,7 @@ def rising(tiny, steps, **callbacks):
 
 
 @pytest.mark.parametrize("during", ["step", "evaluation"])
-def test_an_evaluation_that_a_signal_prevented_is_made_when_the_run_is_resumed(tiny, tmp_path, during):
+def test_an_evaluation_interrupted_by_a_signal_runs_on_resume(tiny, tmp_path, during):
     folder = tmp_path / "run"
     with pytest.raises(RunStopped):
         ax.fit(rising(tiny, 6, kill=Terminate.Config(at=4, during=during, order=-1)), folder)
@@ -85,7 +85,7 @@ def test_an_evaluation_that_a_signal_prevented_is_made_when_the_run_is_resumed(t
     assert evaluated(folder) == [2, 4, 6]
 
 
-def test_a_run_that_early_stopping_ended_stays_ended_until_its_patience_grows(tiny, tmp_path):
+def test_an_early_stopped_run_continues_only_with_more_patience(tiny, tmp_path):
     folder = tmp_path / "run"
     patience = lambda steps: rising(tiny, 20, stop=EarlyStopping.Config(patience=steps))  # noqa: E731
     assert ax.fit(patience(2), folder)["steps"] == 6
@@ -93,7 +93,7 @@ def test_a_run_that_early_stopping_ended_stays_ended_until_its_patience_grows(ti
     assert ax.fit(patience(4), folder, resume=True)["steps"] == 10
 
 
-def test_a_finished_run_goes_on_when_it_is_given_more_minutes(tiny, tmp_path, monkeypatch):
+def test_a_finished_run_continues_if_given_more_minutes(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "MEASURED_SECONDS", 0.2)
     cfg = tiny.set(steps=None, minutes=0.05, callbacks={"saving": Saving.Config()})
     first = ax.fit(cfg, tmp_path / "run")
@@ -101,7 +101,7 @@ def test_a_finished_run_goes_on_when_it_is_given_more_minutes(tiny, tmp_path, mo
     assert again["steps"] == first["steps"]
     with Lock(tmp_path / "run"), pytest.raises(ax.AxcoreError, match="in use"):
         ax.fit(cfg.set(minutes=0.1), tmp_path / "run", resume=True)
-    assert (tmp_path / "run" / "plan.json").exists()  # it is that of the run that holds the folder
+    assert (tmp_path / "run" / "plan.json").exists()  # a run that cannot lock the folder must not delete the plan
     second = ax.fit(cfg.set(minutes=0.1), tmp_path / "run", resume=True)
     assert second["steps"] > first["steps"] and second["train_seconds"] == pytest.approx(6, abs=1.5)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
@@ -114,7 +114,7 @@ def test_a_disabled_callback_is_closed_once(tiny, tmp_path, monkeypatch):
     assert Fragile.closed == 1
 
 
-def test_an_error_of_state_names_the_callback_on_resume_too(tiny, tmp_path):
+def test_an_error_in_state_names_the_callback_on_resume(tiny, tmp_path):
     ax.fit(tiny.set(steps=1, callbacks={}), tmp_path / "run")
     with pytest.raises(ax.AxcoreError, match=r"callbacks\.unreadable failed at .*ValueError: no state"):
         ax.fit(tiny.set(steps=2, callbacks={"unreadable": Unreadable.Config()}), tmp_path / "run", resume=True)

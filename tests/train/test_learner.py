@@ -36,7 +36,7 @@ def to_float64(tree):
 
 
 class Reference:
-    """Algorithm 2 of arXiv 1711.05101 with the decay times the rate, gradients clipped to a global norm before it."""
+    """Algorithm 2 of arXiv 1711.05101, with decay scaled by the rate and gradients first clipped to a global norm."""
 
     def __init__(self, params, *, b1, b2, eps, decay, clip, rate):
         self.params = to_float64(params)
@@ -90,7 +90,7 @@ def test_several_steps_equal_adamw_written_out(clip):
             np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-6)
 
 
-def test_without_gradients_only_matrices_shrink_and_stacked_norms_do_not():
+def test_weight_decay_shrinks_only_matrices():
     learner = Learner.Config(
         optimizer=AdamW.Config(weight_decay=0.5), schedule=WarmupStableDecay(peak=0.1, warmup_steps=1, decay=0.0)
     ).build(AXES)
@@ -102,7 +102,7 @@ def test_without_gradients_only_matrices_shrink_and_stacked_norms_do_not():
     np.testing.assert_allclose(new["embedding"], params["embedding"] * (1 - 0.1 * 0.5), rtol=1e-6)
 
 
-def test_which_parameters_decay_can_be_chosen_by_path():
+def test_decayed_parameters_can_be_chosen_by_path():
     config = AdamW.Config(weight_decay=0.5, decays=lambda path, axes: path == "decoder.norm")
     learner = Learner.Config(optimizer=config, schedule=WarmupStableDecay(warmup_steps=1)).build(AXES)
     params = random_tree(0)
@@ -119,7 +119,7 @@ def test_the_stacking_axis_does_not_make_a_vector_a_matrix():
     assert matrices("x", ("embed", "mlp")) and matrices("x", ("layer", None, None))
 
 
-def test_in_a_real_model_exactly_embeddings_and_projections_decay(tiny):
+def test_in_a_model_all_parameters_except_norms_decay(tiny):
     program = tiny.build().program()
     learner, params = program.learner, program.state.params
     ones = jax.tree.map(lambda shape: jnp.ones(shape.shape, shape.dtype), params)
@@ -161,7 +161,7 @@ def test_moments_and_updates_of_bfloat16_parameters_follow_float64(moment_dtype)
     assert adam.mu["weight"].dtype == jnp.dtype(moment_dtype)
     rough = 1e-5 if moment_dtype == "float32" else 4e-2
     expected = m / (1 - 0.9**60) / (np.sqrt(v / (1 - 0.999**60)) + 1e-8)
-    np.testing.assert_allclose(adam.nu["weight"], v, rtol=1e-5)  # in bfloat16 it stops at a fifth of it
+    np.testing.assert_allclose(adam.nu["weight"], v, rtol=1e-5)  # a bfloat16 accumulator would stall at a fifth of this
     np.testing.assert_allclose(np.asarray(adam.mu["weight"], np.float64), m, rtol=rough)
     np.testing.assert_allclose(updates["weight"], expected, rtol=rough)
 
@@ -187,6 +187,6 @@ def test_rates_scale_and_freeze_by_path_and_the_last_pattern_counts():
     np.testing.assert_allclose(mixed["embedding"], 0.5 * plain["embedding"], rtol=1e-3, atol=1e-7)
 
 
-def test_a_pattern_of_rates_that_matches_no_parameter_is_an_error():
+def test_a_rate_pattern_without_a_match_raises():
     with pytest.raises(ax.ConfigError, match=r"learner\.rates: decodr"):
         Learner.Config(rates={"decodr.**": 0.0}).build(AXES)

@@ -17,7 +17,7 @@ SEEN = []
 
 
 class Telling(Optimizer):
-    """Gradients as they are, and a report."""
+    """Returns the gradients unchanged. Reports summaries and, if `loss` is set, a loss."""
 
     class Config(Optimizer.Config):
         loss: bool = False
@@ -45,7 +45,7 @@ def step(**options):
     return jax.jit(made.train_step)(made.init(jnp.uint32(3)), batch)[1]
 
 
-def test_its_path_training_flag_and_draws_are_the_learners_and_its_summaries_arrive_in_the_metrics():
+def test_the_context_is_the_learners_and_summaries_become_metrics():
     SEEN.clear()
     metrics = step()
     assert SEEN == [("learner", True)]

@@ -20,7 +20,7 @@ from axcore.train.callbacks.writers import read_jsonl
 
 
 def opened(cfg, folder):
-    """A writer as it is after `start`."""
+    """A writer with the folder that `start` would set."""
     writer = cfg.build()
     writer.folder = folder
     return writer
@@ -73,12 +73,12 @@ def test_each_line_is_standard_json_with_step_and_time(writer, path):
     assert math.isnan(record["a"]) and record["b"] == math.inf and record["c"] == -math.inf
 
 
-def test_a_metric_cannot_take_the_place_of_the_step(writer):
+def test_a_metric_cannot_be_named_step(writer):
     with pytest.raises(AxcoreError, match="cannot be named"):
         writer.write(1, {"step": 2.0})
 
 
-def test_rewind_forgets_what_comes_after_and_a_torn_line(writer, path):
+def test_rewind_drops_later_lines_and_a_torn_line(writer, path):
     for step in range(1, 8):
         writer.write(step, {"loss": step / 3})
     writer.close()
@@ -95,7 +95,7 @@ def test_rewind_forgets_what_comes_after_and_a_torn_line(writer, path):
     assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_rewind_of_the_past_changes_nothing(writer, path):
+def test_rewind_without_later_lines_changes_nothing(writer, path):
     writer.rewind(3)
     assert not path.exists()
     writer.write(1, {"loss": 1.0})
@@ -115,7 +115,7 @@ def test_appending_to_a_torn_line_drops_it(path, length):
     assert steps(path) == [1, 3]
 
 
-def test_a_broken_line_that_no_crash_explains_is_an_error(path):
+def test_a_broken_line_before_the_last_raises(path):
     path.write_text('{"step": 1}\noops\n{"step": 2}\n')
     with pytest.raises(AxcoreError, match="line 2"):
         read_jsonl(path)
@@ -146,7 +146,7 @@ def test_a_killed_process_loses_no_line(path):
 
 
 @pytest.mark.parametrize("kind", [JsonlWriter, TensorBoardWriter])
-def test_full_disk_names_the_path_and_tears_nothing(tmp_path, kind):
+def test_a_full_disk_names_the_path_and_leaves_whole_lines(tmp_path, kind):
     writer = opened(kind.Config(), tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
@@ -183,7 +183,7 @@ def test_files_may_be_in_subfolders(tmp_path):
 
 
 def read_events(folder):
-    """(step, {tag: value}) or (step, "purge") of each event, in order, by the documented record format."""
+    """(step, {tag: value}) or (step, "purge") of each event, in order. Reads the documented record format."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     found = []
@@ -215,7 +215,7 @@ def test_tensorboard_scalars_and_purge_on_resume(tmp_path):
     resumed.close()
 
 
-def test_tensorboard_flushes_while_values_come(tmp_path):
+def test_tensorboard_flushes_after_flush_seconds(tmp_path):
     writer = opened(TensorBoardWriter.Config(flush_seconds=0.0), tmp_path)
     writer.write(1, {"loss": 1.0})
     assert read_events(tmp_path / "tensorboard") == [(1, {"loss": 1.0})]

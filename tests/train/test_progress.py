@@ -22,7 +22,7 @@ class Clock:
 
 
 class NotToBeTouched:
-    """A loss that is still being computed."""
+    """A loss that is still being computed, so that converting it would block."""
 
     def __float__(self):
         raise AssertionError("waited for a value that is not shown")
@@ -33,7 +33,7 @@ def clock():
     return Clock()
 
 
-def test_lines_without_a_terminal(clock):
+def test_without_a_terminal_progress_is_printed_as_lines(clock):
     out = io.StringIO()
     with ProgressDisplay(1000, stream=out, clock=clock) as progress:
         for step in range(1, 101):
@@ -51,7 +51,7 @@ def test_lines_without_a_terminal(clock):
     assert lines[1] == "step 21/1000  loss 3.1416  12,346 tokens/s  8:10 left"  # 979 steps of 0.5 s
 
 
-def test_time_left_counts_from_where_the_process_began(clock):
+def test_time_left_uses_only_the_steps_of_this_process(clock):
     out = io.StringIO()
     with ProgressDisplay(1100, start=1000, stream=out, clock=clock) as progress:
         clock.now += 100.0
@@ -59,7 +59,7 @@ def test_time_left_counts_from_where_the_process_began(clock):
     assert out.getvalue() == "step 1010/1100  15:00 left\n"  # 90 steps of 10 s
 
 
-def test_total_may_come_later_or_never(clock):
+def test_the_total_may_be_set_later(clock):
     out = io.StringIO()
     with ProgressDisplay(stream=out, clock=clock) as progress:
         progress.update(1, 1.0, None)
@@ -84,7 +84,7 @@ def test_bar_on_a_terminal_redraws_ten_times_a_second(clock, monkeypatch):
     assert "1000/1000" in text and "loss 2.5000" in text and "1,000 tokens/s" in text and "0:00 left" in text
 
 
-def test_notes_stay_above_the_bar_and_are_taken_as_they_are(clock, monkeypatch):
+def test_notes_are_printed_verbatim(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     for out in (Terminal(), io.StringIO()):
         with ProgressDisplay(10, stream=out, clock=clock) as progress:
@@ -93,7 +93,7 @@ def test_notes_stay_above_the_bar_and_are_taken_as_they_are(clock, monkeypatch):
         assert "saved [bold]checkpoints/1[/bold] in a rather long line of text\n" in out.getvalue()
 
 
-def test_a_terminal_that_goes_away_does_not_end_the_run(clock):
+def test_a_closed_stream_does_not_end_the_run(clock):
     for out in (Terminal(), io.StringIO()):
         with ProgressDisplay(10, stream=out, clock=clock) as progress:
             progress.update(1, 1.0, 1.0)
@@ -110,7 +110,7 @@ def test_writes_to_stderr(capsys):
     assert captured.out == "" and captured.err.startswith("step 1/10")
 
 
-def test_an_error_passes_through_and_stdout_comes_back(clock):
+def test_an_error_propagates_and_stdout_is_restored(clock):
     before = sys.stdout
     with pytest.raises(KeyError), ProgressDisplay(10, stream=Terminal(), clock=clock) as progress:
         progress.update(1, 1.0, 1.0)
@@ -118,7 +118,7 @@ def test_an_error_passes_through_and_stdout_comes_back(clock):
     assert sys.stdout is before
 
 
-def test_output_that_goes_into_a_file_stays_there(clock, capsys):
+def test_redirected_stdout_is_not_captured(clock, capsys):
     out = Terminal()
     with ProgressDisplay(10, stream=out, clock=clock):
         print("result")

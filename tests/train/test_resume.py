@@ -61,7 +61,7 @@ def train(processes, corpus):
 
 
 def lines_of(folder):
-    """Lines of metrics so far."""
+    """The number of lines of metrics so far."""
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -76,7 +76,7 @@ def evaluations(folder):
 
 
 def bits_of_state(tiny, folder):
-    """Every array of the last checkpoint: path -> bytes."""
+    """(step, data, {path: bytes of the array}) of the last checkpoint."""
     program = tiny.build().program()
     with Checkpointer.Config().build(folder / "checkpoints") as checkpointer:
         restored = checkpointer.restore(program.state)
@@ -91,7 +91,7 @@ def saving(folder):
 
 @pytest.fixture(scope="module")
 def whole(train, tmp_path_factory):
-    """The run that nothing interrupted."""
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = train(folder).wait()
     assert done.code == 0, done.err
@@ -99,7 +99,7 @@ def whole(train, tmp_path_factory):
     return folder
 
 
-def test_killed_at_any_moment_it_resumes_to_the_same_losses_and_parameters_bit_for_bit(train, whole, tiny, tmp_path):
+def test_a_run_killed_at_any_moment_resumes_bit_for_bit(train, whole, tiny, tmp_path):
     folder = tmp_path / "run"
     seed = random.randrange(2**32)
     rng = random.Random(seed)
@@ -129,7 +129,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_losses_and_parameters_bit_f
     assert not saving(folder)
 
 
-def test_a_run_that_was_given_minutes_repeats_its_plan(train, tmp_path):
+def test_a_run_limited_by_minutes_keeps_its_plan_on_resume(train, tmp_path):
     folder = tmp_path / "run"
     plan = folder / "plan.json"
     assert train(folder, minutes=0.2, pace=0.3).kill_when(lambda: lines_of(folder) >= 13)
@@ -137,8 +137,8 @@ def test_a_run_that_was_given_minutes_repeats_its_plan(train, tmp_path):
     assert train(folder, "--resume", minutes=0.2, pace=0.3).kill_when(plan.exists)
     decided, content = plan.stat().st_mtime_ns, json.loads(plan.read_text())
     known = max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
-    assert known < content["decided_at"]  # no checkpoint knows of the plan
-    done = train(folder, "--resume", minutes=0.2, pace=0.01).wait()  # alone, it would plan another number of steps
+    assert known < content["decided_at"]  # the plan is newer than every checkpoint
+    done = train(folder, "--resume", minutes=0.2, pace=0.01).wait()  # a new plan would have another number of steps
     assert done.code == 0, done.err
     assert plan.stat().st_mtime_ns == decided and json.loads(plan.read_text()) == content
     total = content["total_steps"]
@@ -158,7 +158,7 @@ def copied(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "run")
 
 
-def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished_when_resumed(train, whole, copied, tiny):
+def test_a_run_killed_after_its_last_checkpoint_finishes_on_resume(train, whole, copied, tiny):
     (copied / "summary.json").unlink()
     done = train(copied, "--resume").wait()
     assert done.code == 0, done.err
@@ -168,12 +168,15 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished_when_resume
     assert bits_of_state(tiny, copied) == bits_of_state(tiny, whole)
 
 
-def test_fewer_steps_than_are_done_train_none_and_say_so(train, copied):
+def test_resuming_with_fewer_steps_trains_none_and_says_so(train, copied):
     done = train(copied, "--resume", "--steps", "5").wait()
-    assert done.code == 0 and f"steps=5 is fewer than the {STEPS} steps already done, so no step is trained" in done.err
+    assert (
+        done.code == 0
+        and f"steps=5 is fewer than the {STEPS} steps already done, so there is nothing to train" in done.err
+    )
 
 
-def test_metrics_after_the_checkpoint_are_written_anew(train, whole, copied, tiny):
+def test_metrics_after_the_checkpoint_are_rewritten(train, whole, copied, tiny):
     shutil.rmtree(copied / "checkpoints" / str(STEPS))
     with (copied / "metrics.jsonl").open("a") as file:
         file.write('{"step": 81, "train/loss": 1e9}\n{"step": 82, "tra')  # torn by a crash
@@ -182,7 +185,7 @@ def test_metrics_after_the_checkpoint_are_written_anew(train, whole, copied, tin
     assert bits_of_state(tiny, copied) == bits_of_state(tiny, whole)
 
 
-def test_a_checkpoint_of_another_config_is_refused_and_the_difference_is_shown(axcore, whole, snapshot, corpus):
+def test_resume_rejects_another_config_and_shows_the_difference(axcore, whole, snapshot, corpus):
     before = snapshot(whole)
     flags = ("--set", f"input.source.folder={corpus}", "--set", "model.dim=32", "--seed", "3", "--resume")
     message = axcore("train", "tiny", *flags, "--out", whole).message
@@ -217,7 +220,7 @@ def test_a_damaged_config_of_the_earlier_run_is_named(axcore, tmp_path, corpus, 
 
 
 @pytest.mark.parametrize("there", ["nothing", "an empty folder", "other files"])
-def test_there_must_be_a_run_to_resume(axcore, tmp_path, corpus, there):
+def test_resume_without_an_earlier_run_raises(axcore, tmp_path, corpus, there):
     folder = tmp_path / "run"
     if there != "nothing":
         folder.mkdir()
@@ -235,7 +238,7 @@ def test_two_processes_cannot_train_in_one_folder(train, axcore, corpus, tmp_pat
     while lines_of(folder) < 12:
         assert first.poll() is None
         time.sleep(0.01)
-    os.kill(first.pid, signal.SIGSTOP)  # it lives, but waits for us
+    os.kill(first.pid, signal.SIGSTOP)  # suspended but alive
     try:
         arguments = ("train", "tiny", "--set", f"input.source.folder={corpus}", "--out", folder)
         assert f"is in use by process {first.pid} on " in axcore(*arguments).message

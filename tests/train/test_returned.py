@@ -49,7 +49,7 @@ VALUES = {
 
 
 def outcome(callbacks, method):
-    """What the group returns, and its failure."""
+    """(what the group of callbacks returns, its failure)."""
     group = Callbacks(callbacks)
     finished = FinishedRun(None, None, None, None, {"steps": 3})
     calls = {"step": group.step, "evaluate": group.evaluate, "end": group.end, "state": lambda _: group.states()}
@@ -71,7 +71,7 @@ def outcome(callbacks, method):
         ("state", "scalar", "state must return values that JSON can hold, got x=.*float"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_callback(method, value, message):
+def test_an_invalid_return_value_is_named_with_its_callback(method, value, message):
     assert re.search(message, outcome({"bad": Returns.Config(method=method, value=value)}, method)[1])
 
 

@@ -23,7 +23,7 @@ def test_create_makes_parents_and_is_repeatable(tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_create_explains(tmp_path):
+def test_create_raises_with_the_reason(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(AxcoreError, match=r"the run folder .*/file is a file"):
         run_folder.create(tmp_path / "file")
@@ -35,7 +35,7 @@ def test_create_explains(tmp_path):
         run_folder.create("/proc")
 
 
-def test_written_content(tmp_path):
+def test_written_files_have_the_given_content(tmp_path):
     files.write_bytes(tmp_path / "b", b"\0\r\n")
     files.write_text(tmp_path / "t", "é\n")
     files.write_json(tmp_path / "j", {"x": [1, 0.1 + 0.2]})
@@ -47,7 +47,7 @@ def test_written_content(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["b", "j", "t"]
 
 
-def test_a_failed_write_leaves_the_old_file_alone(tmp_path):
+def test_a_failed_write_leaves_the_old_file_unchanged(tmp_path):
     path = tmp_path / "summary.json"
     files.write_bytes(path, b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -61,7 +61,7 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path):
     assert os.listdir(tmp_path) == ["summary.json"]
 
 
-def test_the_new_file_is_whole_before_it_has_its_name(tmp_path, monkeypatch):
+def test_a_new_file_is_complete_before_it_replaces_the_old_one(tmp_path, monkeypatch):
     seen = []
     replace = os.replace
 
@@ -105,7 +105,7 @@ def hold(folder, *extra):
     return child
 
 
-def test_a_second_process_is_refused_by_name(tmp_path):
+def test_the_lock_rejects_a_second_process_and_names_the_first(tmp_path):
     child = hold(tmp_path)
     try:
         with pytest.raises(AxcoreError, match=rf"is in use by process {child.pid} on \S+\. Stop that run"):
@@ -116,7 +116,7 @@ def test_a_second_process_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("extra", [(), ("fork",), ("exec",)])
-def test_death_releases_the_lock_though_its_children_live(tmp_path, extra):
+def test_a_killed_process_releases_the_lock_despite_its_children(tmp_path, extra):
     child = hold(tmp_path, *extra)
     try:
         child.send_signal(signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_death_releases_the_lock_though_its_children_live(tmp_path, extra):
             os.killpg(child.pid, signal.SIGKILL)
 
 
-def test_release_lets_others_in_and_one_process_cannot_hold_it_twice(tmp_path):
+def test_a_lock_is_exclusive_until_it_is_released(tmp_path):
     with run_folder.Lock(tmp_path), pytest.raises(AxcoreError, match=f"in use by process {os.getpid()}"):
         run_folder.Lock(tmp_path)
     lock = run_folder.Lock(tmp_path)
@@ -137,7 +137,7 @@ def test_release_lets_others_in_and_one_process_cannot_hold_it_twice(tmp_path):
     run_folder.Lock(tmp_path).release()
 
 
-def test_lock_in_an_unwritable_folder_explains():
+def test_a_lock_in_an_unwritable_folder_raises():
     with pytest.raises(AxcoreError, match="cannot write to the run folder /proc/run"):
         run_folder.Lock(pathlib.Path("/proc/run"))
 
@@ -145,5 +145,7 @@ def test_lock_in_an_unwritable_folder_explains():
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"total_steps": 5}', '{"total_steps": "5", "decided_at": 1}'])
 def test_a_damaged_plan_is_named(tmp_path, content):
     (tmp_path / "plan.json").write_text(content)
-    with pytest.raises(AxcoreError, match=r"plan\.json must be JSON with the whole numbers .* or remove it to decide"):
+    with pytest.raises(
+        AxcoreError, match=r"cannot read .*plan\.json: .* must be JSON with the integers .* or remove it"
+    ):
         Budget(1.0, WarmupStableDecay(peak=1.0), tmp_path, began=0.0)

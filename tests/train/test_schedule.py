@@ -1,4 +1,4 @@
-"""Schedules against their formulas in float64, and the decision how many steps fit into minutes."""
+"""Schedules against their formulas in float64, and the number of steps that fits a time budget."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ def compiled(schedule):
 
 
 def rates(schedule, total, steps=None):
-    """The rate of each step, in groups of one size so that a schedule compiles once."""
+    """The rate of each step. Steps are evaluated in groups of equal size, so that a schedule compiles once."""
     steps = np.arange(total) if steps is None else np.asarray(steps)
     padded = np.resize(steps, -(-len(steps) // 500) * 500)
     groups = [compiled(schedule)(group.astype(np.int32), jnp.int32(total)) for group in padded.reshape(-1, 500)]
@@ -30,7 +30,7 @@ def rates(schedule, total, steps=None):
 
 @pytest.mark.parametrize("warmup", [0, 1, 10, 250])
 @pytest.mark.parametrize("total", [1, 7, 100, 1000])
-def test_warmup_then_half_a_cosine(total, warmup):
+def test_warmup_cosine_follows_its_formula(total, warmup):
     found = rates(WarmupCosine(peak=3e-3, warmup_steps=warmup, final=0.2), total)
     for step in range(total):
         expected = 1.0
@@ -43,7 +43,7 @@ def test_warmup_then_half_a_cosine(total, warmup):
 
 @pytest.mark.parametrize("total", [1, 7, 100, 1000])
 @pytest.mark.parametrize(("warmup", "decay"), [(0, 0.3), (10, 0.3), (1, 1.0), (10, 0.0), (250, 0.5)])
-def test_warmup_then_steady_then_linear_to_zero(total, warmup, decay):
+def test_warmup_stable_decay_follows_its_formula(total, warmup, decay):
     found = rates(WarmupStableDecay(peak=2e-3, warmup_steps=warmup, decay=decay), total)
     for step in range(total):
         left = (total - step) / (decay * total) if decay * total >= 1 else 1.0
@@ -52,26 +52,26 @@ def test_warmup_then_steady_then_linear_to_zero(total, warmup, decay):
 
 
 @pytest.mark.parametrize("schedule", [WarmupCosine(warmup_steps=10), WarmupStableDecay(warmup_steps=10)])
-def test_the_rate_is_float32_and_never_rises_after_the_warmup_nor_leaves_zero_to_peak(schedule):
+def test_rates_are_float32_positive_and_do_not_rise_after_warmup(schedule):
     found = rates(schedule, 500)
     assert found.dtype == np.float32
     assert (found > 0).all() and (found <= np.float32(schedule.peak)).all()
     assert (np.diff(found[:10]) > 0).all() and (np.diff(found[10:]) <= 1e-10).all()
 
 
-def test_the_last_step_of_a_steady_schedule_still_learns_and_the_step_after_would_not():
+def test_warmup_stable_decay_reaches_zero_after_the_last_step():
     found = rates(WarmupStableDecay(peak=1.0, warmup_steps=1, decay=0.5), 100, [99, 100, 101])
     assert found.tolist() == pytest.approx([0.02, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("schedule", [WarmupCosine(warmup_steps=10), WarmupStableDecay(warmup_steps=10)])
-def test_a_run_that_does_not_know_its_length_keeps_the_peak_after_the_warmup(schedule):
+def test_with_unknown_length_the_rate_stays_at_the_peak(schedule):
     found = rates(schedule, UNKNOWN_STEPS, [0, 4, 9, 10, 1000, 100_000])
     assert found.tolist() == pytest.approx([schedule.peak * x for x in (0.1, 0.5, 1, 1, 1, 1)], rel=1e-5)
 
 
 @pytest.mark.parametrize("total", [50, 1000, 20_000])
-def test_up_to_its_settled_share_a_schedule_gives_the_same_rates_whatever_the_length(total):
+def test_rates_in_the_settled_share_do_not_depend_on_the_length(total):
     for schedule in (WarmupStableDecay(warmup_steps=10, decay=0.4), WarmupCosine(warmup_steps=10)):
         until = int(schedule.settled() * total)
         steps = np.arange(until)
@@ -111,7 +111,7 @@ def drive(clock, decider, seconds_per_step, start=0, stop_after=3600.0):
 
 
 @pytest.mark.parametrize("seconds_per_step", [0.0005, 0.002, 0.1, 2.0, 20.0])
-def test_steps_of_any_length_fill_the_minutes(clock, tmp_path, seconds_per_step):
+def test_steps_of_any_duration_fill_the_time_budget(clock, tmp_path, seconds_per_step):
     decider = Budget(4.0, WSD, tmp_path, began=clock.now)
     decided = drive(clock, decider, seconds_per_step, stop_after=300)
     assert decided is not None, "the run would never end"
@@ -120,7 +120,7 @@ def test_steps_of_any_length_fill_the_minutes(clock, tmp_path, seconds_per_step)
     assert total * seconds_per_step == pytest.approx(240, abs=2 * seconds_per_step + 0.01)
 
 
-def test_the_decision_comes_when_the_schedule_needs_it(clock, tmp_path):
+def test_the_total_is_decided_when_the_schedule_needs_it(clock, tmp_path):
     (tmp_path / "cosine").mkdir()
     cosine = drive(clock, Budget(4.0, WarmupCosine(), tmp_path / "cosine", began=clock.now), 0.1)
     steady = drive(clock, Budget(4.0, WSD, tmp_path, began=clock.now), 0.1)
@@ -135,7 +135,7 @@ def test_time_before_the_first_step_counts(clock, tmp_path):
     assert total * 0.1 == pytest.approx(140, abs=0.3)
 
 
-def test_the_rate_is_that_of_the_latest_steps(clock, tmp_path):
+def test_the_pace_is_that_of_the_latest_steps(clock, tmp_path):
     decider = Budget(60.0, WSD, tmp_path, began=clock.now)
     step, total = drive(clock, decider, lambda step: 10.0 if step <= 20 else 0.5)
     spent = 200 + (step - 20) * 0.5
@@ -143,7 +143,7 @@ def test_the_rate_is_that_of_the_latest_steps(clock, tmp_path):
     assert (total - step) * 0.5 == pytest.approx(3600 - spent, abs=2)
 
 
-def test_a_budget_that_is_spent_still_ends_at_once(clock, tmp_path):
+def test_a_spent_budget_ends_after_one_more_step(clock, tmp_path):
     decider = Budget(1.0, WSD, tmp_path, began=clock.now - 1000.0)
     step, total = drive(clock, decider, 0.1)
     assert total == step + 1
@@ -159,7 +159,7 @@ def test_a_decision_is_made_once_and_kept_on_disk(clock, tmp_path):
     assert all(decider.decide(later) is None for later in range(step + 1, total))
 
 
-def test_another_attempt_repeats_the_decision_at_the_same_step_at_another_pace(clock, tmp_path):
+def test_another_attempt_repeats_the_decision_at_another_pace(clock, tmp_path):
     step, total = drive(clock, Budget(4.0, WSD, tmp_path, began=clock.now), 0.1)
     clock.now += 10_000.0
     again = Budget(4.0, WSD, tmp_path, began=clock.now)
@@ -167,7 +167,7 @@ def test_another_attempt_repeats_the_decision_at_the_same_step_at_another_pace(c
     assert drive(clock, again, 3.0, start=step - 40) == (step, total)
 
 
-def test_the_estimate_precedes_the_decision(clock, tmp_path):
+def test_an_estimate_is_available_before_the_decision(clock, tmp_path):
     decider = Budget(4.0, WSD, tmp_path, began=clock.now)
     for step in range(1, 101):
         clock.now += 0.1

@@ -1,4 +1,4 @@
-"""Text files: selection, splitting and errors."""
+"""Text files and JSON lines: selection, splitting and errors."""
 
 import hashlib
 import json
@@ -71,7 +71,7 @@ def test_split_does_not_depend_on_the_order_of_listing(tmp_path, monkeypatch):
     assert read(tmp_path, validation_percent=20.0) == expected
 
 
-def test_another_file_moves_no_other(tmp_path):
+def test_a_new_file_does_not_change_the_split_of_others(tmp_path):
     write(tmp_path, many())
     before = read(tmp_path, validation_percent=20.0)
     write(tmp_path, {"a/new.txt": b"new"})
@@ -95,10 +95,10 @@ def test_another_file_moves_no_other(tmp_path):
         (("**/[ad].txt",), (), ["a.txt", "x/y/d.txt"]),
     ],
 )
-def test_patterns(tmp_path, monkeypatch, patterns, exclude, expected):
+def test_patterns_select_files(tmp_path, monkeypatch, patterns, exclude, expected):
     files = ("a.txt", "x/b.txt", "x/test/c.txt", "x/y/d.txt", "x/e.md")
     write(tmp_path, {name: name.encode() for name in files})
-    monkeypatch.setattr(TextFiles, "_check_splits", lambda *args: None)  # so few files may all fall into one half
+    monkeypatch.setattr(TextFiles, "_check_splits", lambda *args: None)  # with so few files, one split may be empty
     assert names(read(tmp_path, patterns=patterns, exclude=exclude)) == expected
 
 
@@ -107,7 +107,7 @@ def test_files_that_are_not_text_are_counted(tmp_path):
     write(tmp_path, {"empty.txt": b"", "nul.txt": b"a\0b", "copy.txt": b"document 3", "large.txt": b"x" * 1001})
     write(tmp_path, {"latin.txt": b"\xe9", "limit.txt": b"y" * 1000})
     os.symlink(tmp_path / "nowhere", tmp_path / "dangling.txt")
-    os.mkfifo(tmp_path / "pipe.txt")  # opening it would wait for ever
+    os.mkfifo(tmp_path / "pipe.txt")  # opening it would block forever
     corpus = read(tmp_path, validation_percent=20.0, max_file_bytes=1000, allow_unreadable=True)
     assert corpus.skipped == {
         Skip.EMPTY: 1,
@@ -116,11 +116,11 @@ def test_files_that_are_not_text_are_counted(tmp_path):
         Skip.TOO_LARGE: 1,
         Skip.UNREADABLE: 2,
     }
-    # The copy comes first by path, so it stays and the original goes.
+    # The copy has the first path, so it is kept and the original is skipped.
     assert names(corpus) == sorted({*many(), "copy.txt", "latin.txt", "limit.txt"} - {"d3/f3.txt"})
 
 
-def test_no_content_is_in_both_halves(tmp_path):
+def test_no_content_is_in_both_splits(tmp_path):
     write(tmp_path, {f"{copy}/{name}": content for copy in "abc" for name, content in many(50).items()})
     corpus = read(tmp_path, validation_percent=40.0)
     assert not {d.content for d in corpus.train} & {d.content for d in corpus.validation}
@@ -146,36 +146,36 @@ def test_home_is_expanded(tmp_path, monkeypatch):
     assert len(names(read("~/texts", validation_percent=20.0))) == 200
 
 
-def test_a_folder_that_is_missing(tmp_path):
+def test_a_missing_folder_raises(tmp_path):
     with pytest.raises(ConfigError, match=r"folder='.*/nowhere' does not exist"):
         read(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("folder", ["", "a\0b", "~nobody-here/texts"])
-def test_a_path_that_cannot_exist(folder):
+def test_an_invalid_path_raises(folder):
     with pytest.raises(ConfigError, match=r"folder=.* Give "):
         read(folder)
 
 
-def test_one_file_cannot_be_divided(tmp_path):
+def test_a_single_file_cannot_be_split(tmp_path):
     write(tmp_path, {"a.txt": b"a"})
-    with pytest.raises(ConfigError, match=r"Cut the text into more files"):
+    with pytest.raises(ConfigError, match=r"Split the text into more files"):
         read(tmp_path)
 
 
-def test_a_folder_that_is_a_file(tmp_path):
+def test_a_file_in_place_of_a_folder_raises(tmp_path):
     write(tmp_path, {"a.txt": b"a"})
     with pytest.raises(ConfigError, match=r"a\.txt' is not a folder"):
         read(tmp_path / "a.txt")
 
 
-def test_a_folder_without_text(tmp_path):
+def test_a_folder_without_matching_files_raises(tmp_path):
     write(tmp_path, {"a.md": b"a"})
     with pytest.raises(ConfigError, match=r"no text in .*: no file matches\. Change .*patterns=\('\*\*/\*\.txt',\)"):
         read(tmp_path)
 
 
-def test_a_folder_with_nothing_to_read(tmp_path):
+def test_a_folder_of_only_skipped_files_raises(tmp_path):
     write(tmp_path, {"a.txt": b"", "b.txt": b"\0", "c.txt": b""})
     with pytest.raises(ConfigError, match=r"all files that match were skipped \(2 empty, 1 not text\)"):
         read(tmp_path)
@@ -186,22 +186,22 @@ def test_a_folder_with_nothing_to_read(tmp_path):
     [
         (
             0.001,
-            "all 3 files .* are for training and none for validation .*Raise validation_percent",
+            "all 3 files .* are in training and none in validation .*Raise validation_percent",
         ),
         (
             99.999,
-            "all 3 files .* are for validation and none for training .*Lower validation_percent",
+            "all 3 files .* are in validation and none in training .*Lower validation_percent",
         ),
     ],
 )
-def test_one_half_is_empty(tmp_path, percent, message):
+def test_an_empty_split_raises(tmp_path, percent, message):
     write(tmp_path, {f"{n}.txt": n.encode() for n in "abc"})
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, validation_percent=percent)
 
 
 @pytest.mark.parametrize("percent", [0.0, 100.0, -1.0, float("nan")])
-def test_percent_out_of_range(percent):
+def test_a_percentage_out_of_range_raises(percent):
     with pytest.raises(ConfigError, match=r"validation_percent=.* must lie between 0 and 100"):
         TextFiles.Config(folder="x", validation_percent=percent).build()
 
@@ -212,7 +212,7 @@ def test_config_takes_overrides():
     assert cfg.max_file_bytes == 10
 
 
-def test_unreadable_files_are_an_error_that_names_them(tmp_path):
+def test_unreadable_files_raise_and_are_named(tmp_path):
     write(tmp_path, many())
     for number in range(20):
         os.symlink(tmp_path / "nowhere", tmp_path / f"{number:02}.txt")
@@ -220,14 +220,14 @@ def test_unreadable_files_are_an_error_that_names_them(tmp_path):
         read(tmp_path)
 
 
-def test_content_is_not_read_without_the_check(tmp_path, monkeypatch):
+def test_without_check_content_binary_and_duplicate_files_stay(tmp_path, monkeypatch):
     write(tmp_path, {**many(), "nul.txt": b"\0", "copy.txt": b"document 3"})
     corpus = read(tmp_path, validation_percent=20.0, check_content=False)
     assert names(corpus) == sorted([*many(), "nul.txt", "copy.txt"])
 
 
 @pytest.mark.parametrize("piece_bytes", [4, 10, 64, 100_000])
-def test_pieces_are_the_file(tmp_path, piece_bytes):
+def test_pieces_join_to_the_file(tmp_path, piece_bytes):
     files = {}
     for i in range(1, 9):
         files[f"{i}.txt"] = "".join(f"ä{j}\n" if j % 9 < i else f"–{j}" for j in range(40 * i)).encode()
@@ -245,7 +245,7 @@ def test_pieces_are_the_file(tmp_path, piece_bytes):
             assert [piece.content.decode() for piece in pieces]  # no cut within a character
 
 
-def test_a_file_that_shrinks_is_an_error(tmp_path):
+def test_a_file_that_shrinks_or_disappears_raises(tmp_path):
     write(tmp_path, many())
     source = TextFiles.Config(folder=str(tmp_path), validation_percent=20.0).build()
     documents = source.documents(Split.TRAIN, 100)
@@ -258,7 +258,7 @@ def test_a_file_that_shrinks_is_an_error(tmp_path):
         documents[3]
 
 
-# ---- one file of JSON lines
+# JSON lines.
 
 
 def json_lines(path, lines, **options):
@@ -268,7 +268,7 @@ def json_lines(path, lines, **options):
 
 
 @pytest.mark.parametrize("final_newline", [True, False])
-def test_json_lines(tmp_path, monkeypatch, final_newline):
+def test_json_lines_are_read_and_split(tmp_path, monkeypatch, final_newline):
     monkeypatch.setattr("axcore.train.data.json_lines._READ_BYTES", 50)
     texts = [f"text {i} " + "ü" * (i % 40) for i in range(300)]
     lines = [json.dumps({"id": i, "text": text}) if i % 7 else "" for i, text in enumerate(texts)]
@@ -291,15 +291,15 @@ def test_json_lines(tmp_path, monkeypatch, final_newline):
         ('{"text": 7}', "the field 'text' must be a string, got int"),
     ],
 )
-def test_a_line_that_is_not_a_document(tmp_path, line, message):
+def test_an_invalid_json_line_raises(tmp_path, line, message):
     with pytest.raises(AxcoreError, match=rf"x\.jsonl:\d+:? {message}"):
         json_lines(tmp_path / "x.jsonl", [line] * 100, validation_percent=20.0)
 
 
-def test_a_json_lines_file_that_cannot_be_used(tmp_path):
+def test_a_missing_or_too_short_json_lines_file_raises(tmp_path):
     with pytest.raises(ConfigError, match=r"file='.*' cannot be read: No such file"):
         JsonLines.Config(file=str(tmp_path / "no")).build().documents(Split.TRAIN, 64)
-    with pytest.raises(ConfigError, match=r"too few lines: with validation_percent=2.0 none is for validation"):
+    with pytest.raises(ConfigError, match=r"too few lines: with validation_percent=2.0 no line is in validation"):
         json_lines(tmp_path / "x.jsonl", ['{"text": "a"}'])
 
 

@@ -34,7 +34,7 @@ def test_separator_and_unused_ids_decode_to_nothing():
 
 
 class Shifted(Tokenizer):
-    """Ids `byte + first`; a separator of 0, so that `first=0` collides with it on NUL."""
+    """Encodes a byte as `byte + first`. The separator is 0, so with `first=0` it collides with NUL."""
 
     class Config(Tokenizer.Config):
         first: int = 1
@@ -53,7 +53,7 @@ class Shifted(Tokenizer):
         return bytes(int(i) - self.cfg.first for i in ids if i)
 
 
-def test_separators_stand_before_a_text_and_after_it():
+def test_separators_surround_each_document():
     tokenizer = Shifted.Config().build()
     assert encode(tokenizer, Document("a", b"xy")).tolist() == [0, 121, 122]
     assert encode(tokenizer, Document("a", b"xy", starts=False)).tolist() == [121, 122]
@@ -64,16 +64,16 @@ def test_separators_stand_before_a_text_and_after_it():
 
 
 def test_id_outside_the_vocabulary_names_the_document():
-    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt with ids from 1 to 256.*vocab_size is 256"):
+    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt to ids from 1 to 256.*vocab_size is 256"):
         encode(Shifted.Config(size=256).build(), Document("b.txt", b"\x00\xff"))
 
 
-def test_separator_inside_a_document_is_an_error():
-    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt with its own separator"):
+def test_separator_inside_a_document_raises():
+    with pytest.raises(AxcoreError, match=r"Shifted encodes b\.txt to ids that include its separator_id=0"):
         encode(Shifted.Config(first=0).build(), Document("b.txt", b"a\0"))
 
 
-def test_a_tokenizer_that_raises_is_named_with_the_document_and_the_line():
+def test_a_failing_tokenizer_is_named_with_document_and_line():
     class Broken(Shifted):
         def encode(self, content):
             raise LookupError("no such merge")

@@ -37,7 +37,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class Log(Writer):
-    """Notes in `Log.events` what happens, in order."""
+    """Appends every call to `Log.events`."""
 
     class Config(Writer.Config):
         """No fields of its own."""
@@ -123,16 +123,16 @@ def bits_of_unigrams(content):
     return -(shares * np.log2(shares)).sum()
 
 
-def test_it_learns_more_than_how_frequent_each_byte_is(trained):
+def test_the_model_learns_more_than_byte_frequencies(trained):
     unigrams = bits_of_unigrams(b"".join(trained.run.input.validation_bytes()))
-    assert 3 < unigrams < 4  # otherwise this test says little
+    assert 3 < unigrams < 4  # the corpus has the expected entropy
     last = np.mean([line["train/loss"] for line in trained.train[-20:]]) / math.log(2)
     assert last < unigrams - 1
     assert trained.summary["validation/bits_per_byte"] < unigrams - 1
-    assert trained.train[0]["train/loss"] > math.log(256) - 0.5  # it knew nothing at first
+    assert trained.train[0]["train/loss"] > math.log(256) - 0.5  # the first loss is that of an untrained model
 
 
-def test_the_summary_tells_what_happened(trained):
+def test_the_summary_describes_the_run(trained):
     summary = trained.summary
     assert summary == json.loads((trained.folder / "summary.json").read_text())
     assert summary["steps"] == STEPS
@@ -152,8 +152,8 @@ def separate(texts, separator):
     return np.array(stream)
 
 
-def test_bits_per_byte_equal_those_computed_from_the_logits_of_every_validation_byte(trained, corpus):
-    """Each document's part of each window alone, without packing, in float64."""
+def test_bits_per_byte_equal_a_float64_computation_from_logits(trained, corpus):
+    """The reference evaluates the part of each document in each window separately, without packing, in float64."""
     source = trained.run.input.cfg.source.build()
     texts = [path.read_bytes() for path in sorted(corpus.iterdir()) if source.is_validation(path.name)]
     assert len(texts) > 3
@@ -164,11 +164,11 @@ def test_bits_per_byte_equal_those_computed_from_the_logits_of_every_validation_
         parts = np.split(np.arange(len(after)), np.flatnonzero(window[: len(after)] == 256))
         for part in filter(len, parts):
             pad = 16 - len(part)
-            inputs.append(np.pad(window[part], (0, pad), constant_values=7))  # what follows cannot be seen
+            inputs.append(np.pad(window[part], (0, pad), constant_values=7))  # later tokens have no effect
             targets.append(np.pad(after[part], (0, pad)))
             scored.append(np.arange(16) < len(part))
     targets, scored = np.array(targets), np.array(scored)
-    assert scored.sum() == sum(map(len, texts)) + len(texts) - 1  # all but the first separator
+    assert scored.sum() == sum(map(len, texts)) + len(texts) - 1  # every token except the first separator is a target
     logits = np.asarray(jax.jit(lambda ids: trained.run.model(ids))(np.array(inputs, np.int32)), np.float64)
     top = logits.max(-1, keepdims=True)
     log_z = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
@@ -196,26 +196,26 @@ def test_every_step_reports_loss_gradient_norm_rate_and_z_loss(trained):
     assert all(line["train/tokens_per_second"] > 0 for line in trained.train[1:40])
 
 
-def test_z_loss_pulls_the_partition_but_is_not_counted_as_loss(trained):
+def test_the_first_z_loss_follows_from_near_zero_logits(trained):
     # At the start all logits are near 0, so that log Z is near ln 264.
     first = trained.train[0]
     assert first["train/z_loss"] == pytest.approx(1e-3 * first["train/loss"] ** 2, rel=0.3)
 
 
-def test_evaluations_come_on_schedule_and_at_the_end_once(trained):
+def test_evaluations_run_on_schedule_and_once_at_the_end(trained):
     assert [line["step"] for line in trained.evals] == [50, 100, 150]
     bits = [line["validation/bits_per_byte"] for line in trained.evals]
     assert bits == sorted(bits, reverse=True) and bits[-1] == trained.summary["validation/bits_per_byte"]
 
 
-def test_the_train_step_is_traced_once_and_compiled_once_and_never_after_the_first_step(trained):
+def test_the_train_step_is_traced_and_compiled_exactly_once(trained):
     assert trained.traces["train_step"] == 1
     compiled = [index for index, event in enumerate(trained.events) if event == ("compiled", "jit(train_step)")]
     first_step = next(index for index, event in enumerate(trained.events) if event[0] == 1)
     assert len(compiled) == 1 and compiled[0] < first_step
 
 
-def test_nothing_at_all_is_compiled_once_steps_are_running(trained):
+def test_nothing_is_compiled_between_later_steps(trained):
     first, last = (next(i for i, event in enumerate(trained.events) if event[0] == step) for step in (2, 39))
     assert not [event for event in trained.events[first:last] if event[0] == "compiled"]
 
@@ -228,7 +228,7 @@ def test_writers_are_flushed_with_every_checkpoint_and_closed(trained):
     assert events[-1] == "close"
 
 
-def test_the_folder_holds_what_the_run_was(trained):
+def test_the_run_folder_has_config_checkpoints_and_metadata(trained):
     assert (trained.folder / "config.txt").read_text() == trained.cfg.text()
     assert any((trained.folder / "tensorboard").iterdir())
     with trained.cfg.checkpointer.build(trained.folder / "checkpoints") as checkpointer:
@@ -240,7 +240,7 @@ def test_the_folder_holds_what_the_run_was(trained):
 
 @pytest.fixture(scope="module")
 def thrice(tiny, tmp_path_factory, snapshot):
-    """Three short runs in one folder, one after the other, the last with another seed; what each had left."""
+    """(folder, [results of each run]) of three short runs in the same folder. The last run has another seed."""
     folder = tmp_path_factory.mktemp("thrice") / "run"
     short = tiny.set(steps=3, callbacks={"metrics": JsonlWriter.Config(), "evaluation": Evaluation.Config()})
     runs = []
@@ -256,7 +256,7 @@ def thrice(tiny, tmp_path_factory, snapshot):
     return folder, runs
 
 
-def test_two_runs_of_one_config_are_equal_to_the_bit_and_another_seed_is_not(trained, thrice):
+def test_equal_configs_give_equal_losses_and_another_seed_does_not(trained, thrice):
     _, (first, second, third) = thrice
     assert len(first.losses) == 3 and first.losses == second.losses
     assert not set(first.losses) & set(third.losses)
@@ -267,7 +267,7 @@ def test_each_run_in_one_process_counts_its_own_compilations(thrice):
     assert [run.summary["compilations"] for run in thrice[1]] == [1, 1, 1]
 
 
-def test_a_resume_with_other_plugins_than_the_checkpoint_was_written_with_says_so(tiny, tmp_path, capsys, monkeypatch):
+def test_resume_reports_changed_plugin_versions(tiny, tmp_path, capsys, monkeypatch):
     cfg = tiny.set(steps=1, callbacks={})
     ax.fit(cfg, out=tmp_path / "run")
     capsys.readouterr()
@@ -291,7 +291,7 @@ def test_an_earlier_run_is_moved_aside_and_not_lost(thrice, snapshot):
 
 
 class Poison(Schedule):
-    """A rate that is not a number from one step on."""
+    """A rate that is NaN at one step."""
 
     at: int = 0
 
@@ -300,13 +300,13 @@ class Poison(Schedule):
 
 
 def poisoned(tiny, *, steps, every_steps):
-    """The update of step 15 breaks the parameters, so that the loss of step 16 is the first that is not finite."""
+    """The update of step 15 makes the parameters NaN, so the loss of step 16 is the first that is not finite."""
     callbacks = tiny.callbacks | {"saving": Saving.Config(every_steps=every_steps)}
     return tiny.set(learner=tiny.learner.set(schedule=Poison(at=14)), steps=steps, callbacks=callbacks)
 
 
 def finite_checkpoints(cfg, folder):
-    """The steps of the checkpoints that hold nothing but finite parameters; there must be no others."""
+    """The steps of all checkpoints. Asserts that all their parameters are finite."""
     program = cfg.build().program()
     with cfg.checkpointer.build(folder / "checkpoints") as checkpointer:
         for step in checkpointer.steps():
@@ -315,7 +315,7 @@ def finite_checkpoints(cfg, folder):
         return checkpointer.steps()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_earlier_checkpoints_stay(tiny, tmp_path):
+def test_a_nonfinite_loss_stops_the_run_and_keeps_checkpoints(tiny, tmp_path):
     cfg = poisoned(tiny, steps=30, every_steps=4)
     with pytest.raises(TrainingError, match="Earlier checkpoints are unchanged"):
         ax.fit(cfg, out=tmp_path / "run")
@@ -328,8 +328,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_earlier_checkpoints_stay(ti
 
 
 @pytest.mark.parametrize("steps", [30, 15], ids=["at a checkpoint", "at the last step"])
-def test_parameters_that_are_not_finite_are_never_saved(tiny, tmp_path, steps):
-    """The step whose update breaks the parameters has a finite loss itself, and a checkpoint may follow it."""
+def test_nonfinite_parameters_are_never_saved(tiny, tmp_path, steps):
+    """The update that makes the parameters NaN belongs to a step with a finite loss and a checkpoint."""
     cfg = poisoned(tiny, steps=steps, every_steps=5)
     with pytest.raises(TrainingError, match="Earlier checkpoints are unchanged"):
         ax.fit(cfg, out=tmp_path / "run")
@@ -342,7 +342,7 @@ def untrained(monkeypatch):
     monkeypatch.setattr("axcore.train.run.trainer.Session.run", lambda run, resume: {"resumed": resume})
 
 
-def test_an_earlier_run_below_the_home_directory_is_moved_aside_too(tiny, tmp_path, monkeypatch, untrained):
+def test_an_earlier_run_at_a_tilde_path_is_moved_aside(tiny, tmp_path, monkeypatch, untrained):
     monkeypatch.setenv("HOME", str(tmp_path))
     for _ in range(2):  # a shell does not expand --out=~/run
         ax.fit(tiny, out="~/run")
@@ -350,7 +350,7 @@ def test_an_earlier_run_below_the_home_directory_is_moved_aside_too(tiny, tmp_pa
     assert ax.fit(tiny, out="~/run", resume=True) == {"resumed": True}
 
 
-def test_a_folder_that_another_run_holds_is_refused(tiny, tmp_path, snapshot, untrained):
+def test_a_run_folder_in_use_raises(tiny, tmp_path, snapshot, untrained):
     folder = tmp_path / "run"
     ax.fit(tiny, out=folder)
     with Lock(folder):
@@ -378,7 +378,7 @@ def test_a_folder_that_another_run_holds_is_refused(tiny, tmp_path, snapshot, un
     ],
     ids=str,
 )
-def test_a_config_that_cannot_run_is_refused_before_anything_is_touched(tiny, tmp_path, snapshot, broken, untrained):
+def test_an_invalid_config_raises_before_any_file_changes(tiny, tmp_path, snapshot, broken, untrained):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.txt").write_text("an earlier run")
     before = snapshot(tmp_path)
@@ -387,8 +387,8 @@ def test_a_config_that_cannot_run_is_refused_before_anything_is_touched(tiny, tm
     assert snapshot(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tiny, tmp_path, untrained):
-    """jax would silently read out of bounds of the embedding."""
+def test_a_vocabulary_smaller_than_the_tokenizers_raises(tiny, tmp_path, untrained):
+    """jax does not report out-of-bounds reads of the embedding."""
     with pytest.raises(AxcoreError, match="vocab_size"):
         ax.fit(ax.override(tiny, ["model.vocab_size=200"]), out=tmp_path / "run")
 
@@ -401,7 +401,7 @@ class Failing(Callback):
         raise AxcoreError("the report failed")
 
 
-def test_a_callback_that_fails_at_the_end_does_not_cost_the_trained_model(tiny, tmp_path):
+def test_a_callback_failure_at_the_end_keeps_the_trained_model(tiny, tmp_path):
     cfg = tiny.set(steps=2, callbacks={"failing": Failing.Config()})
     with pytest.raises(AxcoreError, match="the report failed"):
         ax.fit(cfg, out=tmp_path / "run")

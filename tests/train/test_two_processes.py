@@ -65,7 +65,7 @@ def agreeing(corpus, folder):
 
 
 @pytest.mark.slow
-def test_they_train_to_the_losses_of_one_process(agreeing, corpus, tiny_on_path, folder, tmp_path):
+def test_two_processes_train_to_the_losses_of_one(agreeing, corpus, tiny_on_path, folder, tmp_path):
     ax.fit(config(corpus), tmp_path / "one")
     expected = losses(tmp_path / "one")
     assert len(expected) == STEPS and expected[-1] < expected[0]
@@ -79,7 +79,7 @@ def test_they_train_to_the_losses_of_one_process(agreeing, corpus, tiny_on_path,
 
 
 @pytest.mark.slow
-def test_they_resume_from_a_common_checkpoint_to_the_same_losses(agreeing, folder):
+def test_two_processes_resume_to_the_same_losses(agreeing, folder):
     assert [each["steps"] for each in agreeing] == [[3], [3]]
     for each in agreeing:
         assert each["resumed"] == each["straight"]
@@ -88,7 +88,7 @@ def test_they_resume_from_a_common_checkpoint_to_the_same_losses(agreeing, folde
 
 
 @pytest.mark.slow
-def test_with_another_config_both_stop_with_the_difference_and_nothing_is_written(agreeing, folder):
+def test_different_configs_stop_both_processes_and_are_shown(agreeing, folder):
     first, second = (each["other config"] for each in agreeing)
     assert first == second
     assert "the 2 processes of this run have different configs or packages; nothing was trained" in first
@@ -104,7 +104,7 @@ def test_an_error_before_training_stops_both(agreeing):
         assert "minutes=1.0 requires a run of one process" in each["minutes"]
 
 
-def test_with_another_version_of_a_plugin_both_stop(corpus, tmp_path):
+def test_different_plugin_versions_stop_both_processes(corpus, tmp_path):
     newer = tmp_path / "newer"
     shutil.copytree(TINY_PLUGIN, newer)
     metadata = newer / "axcore_tiny-1.0.dist-info" / "METADATA"
@@ -118,7 +118,7 @@ def test_with_another_version_of_a_plugin_both_stop(corpus, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["newer"]
 
 
-def test_differences_say_which_processes_have_what():
+def test_differences_list_the_processes_of_each_value():
     found = [{"a": "1", "b": "x"}] * 3 + [{"a": "2", "b": "x"}, {"b": "x", "c": "3"}] + [{"a": "1", "b": "x"}] * 9
     assert agreement.differences(found) == [
         "a: 1 on processes 0, 1, 2, 5, 6, 7, 8, 9 and 4 more; 2 on process 3; absent on process 4",
@@ -126,7 +126,7 @@ def test_differences_say_which_processes_have_what():
     ]
 
 
-def test_the_facts_hold_versions_plugins_and_every_value_of_the_config(tiny):
+def test_facts_contain_versions_plugins_and_config_values(tiny):
     facts = agreement.facts(tiny)
     assert {"version of axcore", "version of jax", "version of flax", "plugin rope"} <= facts.keys()
     assert facts["model.dim"] == "16"

@@ -1,4 +1,4 @@
-"""One of two processes that train together. Prints its errors as JSON.
+"""One of two processes that train together. Prints its results and errors as JSON.
 
 `python -m tests.train.two_processes PROCESS PORT CORPUS FOLDER`
 """
@@ -46,10 +46,10 @@ def main(process, port, corpus, folder):
         found["other plugin"] = told(lambda: ax.fit(cfg, folder / "run"))
         return found
     found["minutes"] = told(lambda: ax.fit(cfg.set(steps=None, minutes=1.0), folder / "minutes"))
-    blocked = folder / f"blocked-{process}"  # of the second process alone it is a run already
+    blocked = folder / "blocked"
     if process == 0:
-        blocked.touch()
-    found["folder"] = told(lambda: ax.fit(cfg, folder / "blocked-0"))
+        blocked.touch()  # a file, so process 0 cannot create the run folder
+    found["folder"] = told(lambda: ax.fit(cfg, blocked))
     with Checkpointer.Config().build(folder / "run/checkpoints") as checkpointer:
         checkpointer.delete_after(3)
     found["steps"] = checkpointer.steps()

@@ -1,4 +1,4 @@
-"""Mistakes that a type checker must find. Each line says which error it gives."""
+"""Mistakes that a type checker must find. Each line names its error codes."""
 
 import axcore as ax
 from axcore.nn import CausalLM, FeedForward, Linear

@@ -1,4 +1,4 @@
-"""What a plugin's author writes. `test_types.py` has mypy read it; it is not run."""
+"""Code as a plugin author writes it. `test_types.py` checks it with mypy; it is never executed."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""A small model, and what it must compute, layer by layer in NumPy float64."""
+"""A small model and its reference, layer by layer in NumPy float64."""
 
 import functools
 
@@ -17,7 +17,7 @@ POSITIONS = np.array([[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4]], np.int32)
 
 
 class Stretch(ax.Layer):
-    """A position embedding that shows every wrong position: both grow with it."""
+    """Scales queries and keys by their position, so that a wrong position changes the result."""
 
     def __call__(self, q, k, query_positions, key_positions):
         return tuple(
@@ -56,7 +56,7 @@ shapes = functools.cache(abstract)
 
 
 def parameters(cfg, seed=0):
-    """Random, in the form that `cfg` wants."""
+    """Random parameters for `cfg`."""
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: (0.5 * random.normal(size=leaf.shape)).astype(leaf.dtype), shapes(cfg)[1])
 

@@ -40,7 +40,7 @@ def test_the_order_of_two_features_does_not_matter(name):
     assert ax.pipe(plain(), other, CROSS) == ax.pipe(plain(), CROSS, other)
 
 
-def test_a_model_with_many_features_decodes_what_it_computes():
+def test_decoding_with_many_features_matches_the_full_pass():
     installed = {name: options for name, options in FEATURES.items() if registry().find(Feature, name) is not None}
     cfg = ax.pipe(plain(), *[ax.use(name, **options) for name, options in installed.items()], CROSS)
     ids = batch()["inputs"]

@@ -1,4 +1,4 @@
-"""axcore-cross-layer-kv passes the suite of features."""
+"""axcore-cross-layer-kv passes `FeatureSuite`."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def decoding(cfg):
     "cfg",
     [pytest.param(repeated(4, 2), id="repeated"), pytest.param(listed(3, 3), id="listed", marks=pytest.mark.long)],
 )
-def test_prefill_in_pieces_is_the_whole_computed_again(cfg, pieces):
+def test_prefill_in_pieces_matches_the_full_pass(cfg, pieces):
     step, params, state, whole = decoding(cfg)
     found, start = [], 0
     for size in pieces:
@@ -44,21 +44,21 @@ def test_prefill_in_pieces_is_the_whole_computed_again(cfg, pieces):
 
 
 def kept(cfg):
-    """Path -> how many numbers a decoding model keeps there."""
+    """The number of elements of decoding state, by path."""
     cfg = for_decoding(cfg, batch_size=BATCH, max_len=MAX_LEN, cache=ContiguousCache.Config())
     leaves = jax.tree.leaves_with_path(abstract(cfg)[2])
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.size for path, leaf in leaves}
 
 
 @pytest.mark.parametrize("every", [2, 4])
-def test_caches_are_fewer_by_the_size_of_a_group(every):
+def test_caches_shrink_by_the_group_size(every):
     shared, alone = kept(repeated(8, every)), kept(repeated(8))
     assert every * sum(shared.values()) == sum(alone.values())
     assert {path.rpartition(".")[0] for path in shared} == {"decoder.layers.layers.0.attention.cache.cache"}
 
 
 class Halved(KVCache):
-    """Stands for a cache that returns other keys than it receives, such as a quantized one."""
+    """A cache that returns different keys than it receives, like a quantized cache."""
 
     def __call__(self, inputs):
         kv = inputs.plain
@@ -70,7 +70,7 @@ def with_cache(cache):
     return ax.use("cross-layer-kv")(model(Sequence.Config(layers=[layer] * 2)))
 
 
-def test_what_is_shared_is_what_the_cache_hands_to_attention():
+def test_shared_keys_are_those_that_the_cache_returns():
     params, plain = parameters(listed(2, 2)), listed(2, 2)
     found, _ = loss_and_grads(with_cache(Halved.Config()), params, batch())
     first = params["decoder"]["layers"][0]["attention"]
@@ -78,18 +78,18 @@ def test_what_is_shared_is_what_the_cache_hands_to_attention():
     np.testing.assert_allclose(found, loss_and_grads(plain, params, batch())[0], rtol=1e-6)
 
 
-def test_a_cache_that_the_attention_had_is_kept_for_decoding():
+def test_existing_cache_is_kept_for_decoding():
     assert kept(with_cache(Halved.Config())) == {}
 
 
 class Reading(KVCache):
-    """Attends by itself."""
+    """A cache that computes attention itself."""
 
     def __call__(self, inputs):
         return inputs.q
 
 
-def test_a_cache_that_attends_by_itself_is_refused_by_path():
+def test_cache_that_computes_attention_is_rejected_by_path():
     cfg = with_cache(Reading.Config())
     with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.0\.attention\.cache: Reading computes attention"):
         loss_and_grads(cfg, parameters(cfg), batch())

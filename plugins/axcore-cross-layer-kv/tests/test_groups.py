@@ -1,4 +1,4 @@
-"""Which layers share with which: the edit of the config, and what it refuses."""
+"""Config edits: which layers share keys and values, and which configs are rejected."""
 
 import jax
 import pytest
@@ -38,11 +38,11 @@ def test_a_repeat_repeats_groups():
 
 
 @pytest.mark.parametrize(("unroll", "expected"), [(1, 1), (2, 1), (3, 2), (4, 2), (9, 2)])
-def test_as_many_layers_are_unrolled_as_before(unroll, expected):
+def test_unroll_is_divided_by_the_group_size(unroll, expected):
     assert repeated(4, 2, unroll=unroll).decoder.unroll == expected
 
 
-def test_a_sequence_is_divided_by_index():
+def test_sequence_is_grouped_by_index():
     assert roles(listed(4, 2).decoder) == {
         "layers.0.attention": ("shares", "0.attention"),
         "layers.1.attention": ("borrows", "0.attention"),
@@ -51,7 +51,7 @@ def test_a_sequence_is_divided_by_index():
     }
 
 
-def test_layers_without_attention_lie_between():
+def test_layers_without_attention_are_skipped():
     cfg = use_cross_layer_kv(Sequence.Config(layers=(OTHER, LAYER, OTHER, LAYER)))
     assert roles(cfg) == {
         "layers.1.attention": ("shares", "1.attention"),
@@ -59,12 +59,12 @@ def test_layers_without_attention_lie_between():
     }
 
 
-def test_where_says_which_layers_take_part():
+def test_where_selects_the_layers():
     cfg = use_cross_layer_kv(listed(3), where=lambda path, _: path.endswith(("0.attention", "2.attention")))
     assert [role for role, _ in roles(cfg.decoder).values()] == ["shares", "alone", "borrows"]
 
 
-def test_a_sequence_with_one_attention_is_part_of_a_repeated_layer():
+def test_sequence_with_one_attention_counts_as_one_layer():
     hybrid = Repeat.Config(num_layers=4, layers=Sequence.Config(layers=(OTHER, LAYER)))
     cfg = use_cross_layer_kv(hybrid)
     assert cfg.num_layers == 2
@@ -74,7 +74,7 @@ def test_a_sequence_with_one_attention_is_part_of_a_repeated_layer():
     }
 
 
-def test_a_repeated_group_with_several_attentions_is_divided_itself():
+def test_repeated_sequence_with_two_attentions_is_grouped_inside():
     alternating = Repeat.Config(num_layers=3, layers=Sequence.Config(layers=(LAYER, OTHER, LAYER)))
     cfg = use_cross_layer_kv(alternating)
     assert cfg.num_layers == 3
@@ -84,7 +84,7 @@ def test_a_repeated_group_with_several_attentions_is_divided_itself():
     }
 
 
-def test_stacks_are_divided_each_for_itself():
+def test_stacks_are_grouped_separately():
     two = Sequence.Config(layers=(Repeat.Config(num_layers=2, layers=LAYER), Repeat.Config(num_layers=4, layers=LAYER)))
     cfg = use_cross_layer_kv(two)
     assert isinstance(cfg.layers[0], Sequence.Config) and cfg.layers[1].num_layers == 2
@@ -117,7 +117,7 @@ class TwoAttentions(TransformerLayer):
         return super().__call__(x, tokens) + self.second(x, tokens)
 
 
-def test_each_attention_of_a_layer_is_paired_with_the_one_at_its_place():
+def test_attentions_are_paired_by_their_path_in_the_layer():
     layer = TwoAttentions.Config(attention=LAYER.attention, second=LAYER.attention.set(num_kv_heads=4), ffn=LAYER.ffn)
     cfg = use_cross_layer_kv(model(Repeat.Config(num_layers=2, layers=layer)))
     assert list(roles(cfg.decoder.layers).values()) == [
@@ -126,7 +126,7 @@ def test_each_attention_of_a_layer_is_paired_with_the_one_at_its_place():
         ("borrows", "0.attention"),
         ("borrows", "0.second"),
     ]
-    run(cfg)  # a mistaken pair would have another number of heads
+    run(cfg)  # pairing different attentions would raise, since their numbers of heads differ
 
 
 def run(cfg):
@@ -141,14 +141,14 @@ def run(cfg):
         (
             repeated(3),
             {},
-            r"at decoder: 3 layers .* every=2\. Nearest: 2 and 4, or 3 with every=3\.",
+            r"at decoder: 3 layers .* every=2\. Use 2 or 4 layers, every=3, or allow_shorter",
         ),
-        (repeated(2), {"every": 5}, r"at decoder: 2 layers .* every=5\. Nearest: 5, or 2 with every=2\."),
+        (repeated(2), {"every": 5}, r"at decoder: 2 layers .* every=5\. Use 5 layers, every=2, or allow_shorter"),
         (repeated(1), {}, r"^decoder\.layers\.attention: not in a stack with another layer"),
         (
             listed(5),
             {"every": 3},
-            r"at decoder: 5 layers with attention .*\. Nearest: 3 and 6, or 5 with every=5\.",
+            r"at decoder: 5 layers with attention .*\. Use 3 or 6 layers, every=5, or allow_shorter",
         ),
         (listed(1), {}, r"^decoder\.layers\.0\.attention: not in a stack with another layer"),
         (LAYER.attention, {}, "^the root: not in a stack"),
@@ -171,7 +171,7 @@ def run(cfg):
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_grouped_is_refused_by_path(cfg, options, message):
+def test_invalid_groups_are_rejected_by_path(cfg, options, message):
     with pytest.raises(ax.ConfigError, match=message):
         use_cross_layer_kv(cfg, **options)
 
@@ -188,6 +188,6 @@ SHARES, BORROWS = "decoder.layers.layers.0.attention", "decoder.layers.layers.1.
         (BORROWS, {"key": Linear.Config(), "value": Linear.Config()}, ax.ConfigError, r"layers\.1.*would not be used"),
     ],
 )
-def test_a_group_that_was_broken_later_is_refused_by_path(path, change, error, message):
+def test_groups_broken_by_later_edits_are_rejected_by_path(path, change, error, message):
     with pytest.raises(error, match=message):
         run(ax.select(repeated(4, 2), path).set(**change))

@@ -31,7 +31,7 @@ PACKED = reference.batch(SEGMENTS, POSITIONS)
 
 @pytest.mark.parametrize(("num_layers", "every"), [(4, 2), (6, 3)])
 @pytest.mark.parametrize("batch", [reference.batch(), PACKED], ids=["whole rows", "packed rows"])
-def test_the_loss_is_that_of_a_loop_in_float64(num_layers, every, batch):
+def test_loss_matches_the_reference(num_layers, every, batch):
     cfg = repeated(num_layers, every)
     params = parameters(cfg)
     found, _ = loss_and_grads(cfg, params, batch)
@@ -41,12 +41,12 @@ def test_the_loss_is_that_of_a_loop_in_float64(num_layers, every, batch):
 def test_a_shorter_last_group_computes_its_own_keys_and_values():
     cfg = use_cross_layer_kv(repeated(3), allow_shorter=True)
     params = parameters(cfg)
-    layers = list(params["decoder"]["layers"].values())  # none repeats
+    layers = list(params["decoder"]["layers"].values())  # no layer is repeated
     found, _ = loss_and_grads(cfg, params, PACKED)
     np.testing.assert_allclose(found, reference.loss(params, layers, PACKED, every=2), rtol=1e-5)
 
 
-def test_gradients_are_those_of_finite_differences_in_float64():
+def test_gradients_match_finite_differences():
     cfg, every, step = repeated(4, 2), 2, 1e-5
     params = parameters(cfg)
     _, grads = loss_and_grads(cfg, params, PACKED)
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_finite_differences_in_float64():
         np.testing.assert_allclose((grad * direction).sum(), slope, rtol=1e-3, atol=1e-5, err_msg=str(path))
 
 
-def test_keys_and_values_learn_from_the_layers_that_borrow_them():
+def test_shared_keys_get_gradients_from_borrowing_layers():
     """With a projection of zeros, the first layer does not use its own keys and values."""
     cfg = repeated(4, 2)
     params = parameters(cfg)
@@ -86,14 +86,14 @@ def test_keys_and_values_learn_from_the_layers_that_borrow_them():
         np.testing.assert_allclose((found[name]["weight"] * direction).sum(), slope, rtol=1e-3)
 
 
-def test_layers_that_borrow_have_no_parameters_for_keys_and_values():
+def test_borrowing_layers_have_no_key_and_value_parameters():
     params = shapes(repeated(4, 2))[1]["decoder"]["layers"]["layers"]
     assert sorted(params[0]["attention"]) == ["key", "projection", "query", "value"]
     assert sorted(params[1]["attention"]) == ["projection", "query"]
     assert params[0]["attention"]["key"]["weight"].shape == (2, 8, 4)
 
 
-def test_a_sequence_of_layers_computes_what_a_repeated_group_does():
+def test_sequence_matches_repeated_groups():
     every = 2
     params = parameters(repeated(4, every))
     spread = {**params, "decoder": {"layers": dict(enumerate(layers_of(params, every)))}}
@@ -106,7 +106,7 @@ def test_a_sequence_of_layers_computes_what_a_repeated_group_does():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), layer, of_group)
 
 
-def test_one_layer_may_share_with_a_whole_stack_behind_it():
+def test_one_layer_can_share_with_a_later_stack():
     """As in YOCO (Sun et al. 2024, arXiv 2405.05254), where the upper half attends with one layer's keys and values."""
     first = ax.select(LAYER, "attention").map(lambda _, attention: sharing(attention, "all"))
     other = ax.select(LAYER, "attention").map(lambda _, attention: borrowing(attention, "all"))

@@ -1,4 +1,4 @@
-"""axcore-diff-attention passes the suite of features."""
+"""axcore-diff-attention passes `FeatureSuite`."""
 
 import pytest
 
@@ -13,6 +13,6 @@ class TestDiffAttention(FeatureSuite):
     feature = "diff-attention"
 
     def model(self):
-        """With all other options of an attention."""
+        """A model whose attention has RoPE, a softcap, a custom scale and grouped queries."""
         cfg = ax.use("rope")(super().model())
         return ax.select(cfg, Attention).set(softcap=30.0, scale=0.2, num_heads=8, num_kv_heads=4)

@@ -83,7 +83,7 @@ def seen_by_default():
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 4), (8, 4), (12, 4), (6, 2)])
 @pytest.mark.parametrize("lambda_init", [0.8, 0.2])
-def test_it_is_the_difference_of_two_maps_for_every_ratio_of_heads(num_heads, num_kv_heads, lambda_init):
+def test_matches_the_equations_for_every_head_ratio(num_heads, num_kv_heads, lambda_init):
     fn, params = built(num_heads, num_kv_heads, lambda_init=lambda_init)
     q, k, v = arrays(0, num_heads, num_kv_heads)
     ((found, lse), reported), _ = jax.jit(fn)(params, {}, asked(q, k, v))
@@ -96,7 +96,7 @@ def test_it_is_the_difference_of_two_maps_for_every_ratio_of_heads(num_heads, nu
     assert float(reported.summaries["lambda"]) == pytest.approx(share, rel=1e-5)
 
 
-def test_the_mask_is_the_attentions():
+def test_applies_the_mask():
     fn, params = built(2, 2)
     q, k, v = arrays(0, 2, 2)
     ((found, _), _), _ = fn(params, {}, asked(q, k, v, MASK & SlidingWindow(size=2)))
@@ -105,7 +105,7 @@ def test_the_mask_is_the_attentions():
     np.testing.assert_allclose(found, expected.reshape(found.shape), rtol=1e-4, atol=1e-5)
 
 
-def test_in_bfloat16_the_difference_is_taken_in_float32():
+def test_bfloat16_inputs_are_subtracted_in_float32():
     fn, params = built(4, 2)
     q, k, v = arrays(0, 4, 2, jnp.bfloat16)
     ((found, _), _), _ = fn(params, {}, asked(q, k, v))
@@ -115,7 +115,7 @@ def test_in_bfloat16_the_difference_is_taken_in_float32():
 
 
 class EqualWidths(ReferenceKernel):
-    """A kernel like those on accelerators: it requires equal widths of q, k and v in bfloat16."""
+    """Requires bfloat16 and equal widths of q, k and v, like kernels for accelerators."""
 
     takes = frozenset()
 
@@ -130,7 +130,7 @@ class EqualWidths(ReferenceKernel):
         return super().__call__(inputs)
 
 
-def test_the_kernel_inside_sees_equal_widths_and_says_what_is_supported():
+def test_inner_kernel_gets_equal_widths_and_decides_support():
     layer = DiffAttention.Config(num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM, kernel=EqualWidths.Config())
     layer = layer.build(rngs=ax.Rngs(0))
     low, full = arrays(0, 4, 2, jnp.bfloat16), arrays(0, 4, 2)
@@ -144,7 +144,7 @@ def test_the_kernel_inside_sees_equal_widths_and_says_what_is_supported():
     assert np.isfinite(np.asarray(heads, np.float32)).all()
 
 
-def test_a_kernel_may_be_chosen_inside():
+def test_inner_kernel_can_be_choose_kernel():
     order = (EqualWidths.Config(), ReferenceKernel.Config())
     fn, params = built(4, 2, kernel=ChooseKernel.Config(order=order))
     q, k, v = arrays(0, 4, 2)
@@ -161,7 +161,7 @@ def model(num_heads=4, num_kv_heads=2):
     return CausalLM.Config(vocab_size=7, dim=8 * num_heads, decoder=Repeat.Config(num_layers=2, layers=layer))
 
 
-def test_the_feature_wraps_the_kernel_that_is_there():
+def test_feature_wraps_the_existing_kernel():
     cfg = ax.pipe(model(), ax.use("cudnn"), ax.use("rope"), ax.use("diff-attention", lambda_init=0.5))
     attention, before = cfg.decoder.layers.attention, ax.use("cudnn")(model()).decoder.layers.attention
     assert attention.kernel == DiffAttention.Config(kernel=before.kernel, lambda_init=0.5)
@@ -174,18 +174,18 @@ def test_the_feature_wraps_the_kernel_that_is_there():
 
 
 @pytest.mark.parametrize("name", ["cudnn", "reference"])
-def test_a_kernel_that_is_chosen_later_goes_inside(name):
+def test_later_kernel_features_replace_the_inner_kernel(name):
     cfg = ax.pipe(model(), ax.use("diff-attention"), ax.use(name))
     kernel = cfg.decoder.layers.attention.kernel
     assert kernel == DiffAttention.Config(kernel=ax.use(name)(model()).decoder.layers.attention.kernel)
 
 
-def test_an_order_of_kernels_that_is_given_later_goes_inside():
+def test_later_kernel_order_replaces_the_inner_kernel():
     cfg = ax.pipe(model(), ax.use("diff-attention"), ax.use("kernels", order=("cudnn", "reference")))
     assert isinstance(cfg.decoder.layers.attention.kernel.kernel, ChooseKernel.Config)
 
 
-def test_it_adds_five_small_parameters_to_each_attention():
+def test_adds_five_small_parameters_to_each_attention():
     before, after = abstract(model())[1], abstract(use_diff_attention(model()))[1]
     kernel = after["decoder"]["layers"]["attention"].pop("kernel")
     assert jax.tree.structure(after) == jax.tree.structure(before)
@@ -195,7 +195,7 @@ def test_it_adds_five_small_parameters_to_each_attention():
 
 
 @pytest.mark.parametrize("pieces", [(3, 1, 2), (1,) * 6])
-def test_with_a_kv_cache_tokens_in_pieces_are_tokens_at_once(pieces):
+def test_cached_decoding_matches_the_full_pass(pieces):
     cfg = ax.pipe(model(), ax.use("rope"), ax.use("diff-attention"))
     whole = cfg.build(rngs=ax.Rngs(0))
     ids = np.random.default_rng(0).integers(0, 7, (2, sum(pieces))).astype(np.int32)
@@ -211,12 +211,12 @@ def test_with_a_kv_cache_tokens_in_pieces_are_tokens_at_once(pieces):
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 1), (3, 3), (9, 3)])
-def test_key_value_heads_without_a_partner_are_refused_with_the_path(num_heads, num_kv_heads):
+def test_odd_num_kv_heads_raises_with_the_path(num_heads, num_kv_heads):
     with pytest.raises(ax.ConfigError, match=rf"^decoder\.layers\.attention\.kernel: .*even, not {num_kv_heads}"):
         abstract(use_diff_attention(model(num_heads, num_kv_heads)))
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.0])
-def test_lambda_init_must_leave_something(value):
+def test_lambda_init_out_of_range_raises(value):
     with pytest.raises(ax.ConfigError, match=rf"lambda_init must be .*, not {value}"):
         abstract(use_diff_attention(model(), lambda_init=value))

@@ -1,4 +1,4 @@
-"""On eight devices: published weights arrive in the model's shardings, and with the values that one device gets."""
+"""Loads published weights on eight devices and compares shardings and values with those of one device."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ from axcore_hf import importing
 from axcore_hf.checkpoint import Checkpoint
 
 RECORDED = pathlib.Path(__file__).parent / "parity" / "recorded"
-# Layers and experts are cut too, which are written one at a time.
+# These rules also shard layers and experts, which are written one at a time.
 RULES = {
     "layer": "fsdp",
     "expert": "fsdp",

@@ -1,4 +1,4 @@
-"""Writes smollm2.json: what `transformers` makes of the GGUF file of SmolLM2-135M. Run it where it is installed:
+"""Writes smollm2.json: tokens and continuations of SmolLM2-135M by `transformers`. Requires `transformers`.
 
 python tests/record_smollm2.py FILE.gguf
 """
@@ -54,7 +54,7 @@ def main(file: Path) -> None:
     folder, name = file.parent, file.name
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    # Its published tokenizer takes digits apart, which the conversion from GGUF forgets.
+    # The published tokenizer splits off each digit. The conversion from GGUF drops this step.
     apart = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(apart)
     greedy = []

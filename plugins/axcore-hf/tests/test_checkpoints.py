@@ -41,7 +41,7 @@ def change_config(folder, **fields):
     (folder / "config.json").write_text(json.dumps({**raw, **fields}))
 
 
-def test_every_tensor_that_is_wrong_is_listed_with_both_names_and_nothing_is_written(checkpoint, tmp_path):
+def test_wrong_tensors_are_listed_and_nothing_is_written(checkpoint, tmp_path):
     def damage(held):
         held["model.layers.0.self_attn.q_prjo.weight"] = held.pop("model.layers.0.self_attn.q_proj.weight")
         held["model.norm.weight"] = np.ones((3,), np.float32)
@@ -51,11 +51,9 @@ def test_every_tensor_that_is_wrong_is_listed_with_both_names_and_nothing_is_wri
     with pytest.raises(AxcoreError) as caught:
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
     message = str(caught.value)
-    missing = "missing: model.layers.0.self_attn.q_proj.weight (our decoder.0.attention.query.weight)"
-    assert f"{missing}. Did you mean 'model.layers.0.self_attn.q_prjo.weight'?" in message.replace(
-        "weight) Did", "weight). Did"
-    )
-    assert "misshaped: model.norm.weight (our norm.scale) is (3,), expected (16,)" in message
+    missing = "missing: model.layers.0.self_attn.q_proj.weight (parameter decoder.0.attention.query.weight)"
+    assert f"{missing}. Did you mean 'model.layers.0.self_attn.q_prjo.weight'?" in message
+    assert "wrong shape: model.norm.weight (parameter norm.scale) is (3,), expected (16,)" in message
     assert "unknown: surplus (1,)" in message and "unknown: model.layers.0.self_attn.q_prjo.weight" in message
     assert not (tmp_path / "out").exists()
 
@@ -63,13 +61,13 @@ def test_every_tensor_that_is_wrong_is_listed_with_both_names_and_nothing_is_wri
 def test_nan_weights_are_rejected(checkpoint, tmp_path):
     rewrite(checkpoint, lambda held: held["model.norm.weight"].__setitem__(0, np.nan))
     with pytest.raises(
-        AxcoreError, match=r"has values that are not finite:\n  model\.norm\.weight \(our norm\.scale\)"
+        AxcoreError, match=r"has values that are not finite:\n  model\.norm\.weight \(parameter norm\.scale\)"
     ):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_only_looks_like_a_scale_is_unknown(checkpoint, tmp_path):
+def test_scale_without_a_float8_tensor_is_unknown(checkpoint, tmp_path):
     rewrite(checkpoint, lambda held: held.update({"model.norm.weight_scale_inv": np.full((1, 1), 7.0, np.float32)}))
     with pytest.raises(AxcoreError, match=r"unknown: model\.norm\.weight_scale_inv \(1, 1\)"):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
@@ -89,7 +87,7 @@ def test_a_truncated_file_is_reported(checkpoint, tmp_path, kept):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
 
 
-def test_files_of_an_index_are_read_and_must_agree_with_it(checkpoint, tmp_path):
+def test_index_files_are_read_and_checked(checkpoint, tmp_path):
     held = tensors(checkpoint)
     names = sorted(held)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
@@ -115,7 +113,7 @@ def test_files_of_an_index_are_read_and_must_agree_with_it(checkpoint, tmp_path)
     with pytest.raises(AxcoreError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
         convert([f"hf:{checkpoint}", str(tmp_path / "other")])
     safetensors.numpy.save_file(held, checkpoint / SINGLE)
-    (checkpoint / INDEX).write_text("[]")  # not read where there is one file
+    (checkpoint / INDEX).write_text("[]")  # ignored if there is a single file
     convert([f"hf:{checkpoint}", str(tmp_path / "other")])
 
 
@@ -125,7 +123,8 @@ def test_unsupported_config_fields_are_rejected_by_name(checkpoint, tmp_path):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
     change_config(checkpoint, model_type="granite")
     with pytest.raises(
-        AxcoreError, match=r"model_type='granite' is not supported.*Fields that a llama lacks: residual_mult"
+        AxcoreError,
+        match=r"model_type='granite' is not supported.*Fields that the family llama does not support: residual_m",
     ):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
     change_config(checkpoint, model_type="llama", residual_multiplier=None, rope_parameters={"rope_type": "spiral"})
@@ -168,9 +167,7 @@ def vocabulary(folder, count):
     return file
 
 
-def test_a_vocabulary_that_is_larger_than_the_model_is_refused_and_one_that_fits_goes_along(
-    checkpoint, tmp_path, capsys
-):
+def test_tokenizer_must_fit_the_vocab_size(checkpoint, tmp_path, capsys):
     vocabulary(checkpoint, 65)
     with pytest.raises(AxcoreError, match="has 65 ids, but the model has vocab_size=64"):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
@@ -235,7 +232,7 @@ def test_written_tensors_can_be_read_again(transform, shapes):
         np.testing.assert_array_equal(found, each)
 
 
-def test_rows_for_interleaved_rope_go_to_halves():
+def test_interleaved_rope_rows_are_reordered_into_halves():
     theirs = np.arange(8.0)[:, None]  # one head of 8 rows: pairs (0, 1), (2, 3), ...
     (ours,) = InterleavedRope(1).read([theirs], [(1, 8)])
     np.testing.assert_array_equal(ours[0], [0, 2, 4, 6, 1, 3, 5, 7])

@@ -1,4 +1,4 @@
-"""Import straight into sharded arrays, in a process of eight CPU devices."""
+"""Loading weights into sharded arrays, in a process with eight CPU devices."""
 
 import pathlib
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.long
 
 
-def test_weights_arrive_in_the_shardings_of_the_model():
+def test_weights_have_the_shardings_of_the_model():
     script = pathlib.Path(__file__).with_name("eight_devices.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

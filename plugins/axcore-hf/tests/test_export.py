@@ -1,4 +1,4 @@
-"""Export in other dtypes, of changed models, and of models that were quantized."""
+"""Export to other dtypes, of changed models and of quantized models."""
 
 import json
 
@@ -23,7 +23,7 @@ def described(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def test_tensors_and_config_are_in_the_dtype_asked_for(model, tmp_path):
+def test_export_uses_the_requested_dtype(model, tmp_path):
     export([str(model), str(tmp_path / "same")])
     export([str(model), str(tmp_path / "wide"), "--dtype", "float32"])
     same, wide = tensors(tmp_path / "same"), tensors(tmp_path / "wide")
@@ -41,19 +41,22 @@ def test_an_exported_config_is_not_marked_as_quantized(model, tmp_path):
     assert "quantization_config" not in described(tmp_path / "out")
 
 
-def test_a_config_that_says_something_else_is_told_and_one_of_other_sizes_refused(model, tmp_path, capsys):
+def test_differing_options_are_reported_and_shapes_rejected(model, tmp_path, capsys):
     raw = json.loads((model / PUBLISHED).read_text())
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**raw, "rms_norm_eps": 0.5}))
     export([str(model), str(tmp_path / "changed"), "--config", str(other)])
-    assert "other.json differs from the model in:\n  norm.eps: 0.5 there, 1e-06 here" in capsys.readouterr().err
+    assert (
+        "other.json differs from the model in:\n  norm.eps: 0.5 in the config, 1e-06 in the model"
+        in capsys.readouterr().err
+    )
     other.write_text(json.dumps({**raw, "intermediate_size": 7}))
-    with pytest.raises(AxcoreError, match=r"other\.json describes another model:\n  decoder\.0\.ffn\."):
+    with pytest.raises(AxcoreError, match=r"other\.json describes a different model:\n  decoder\.0\.ffn\."):
         export([str(model), str(tmp_path / "out"), "--config", str(other)])
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_was_never_converted_needs_a_config(model, tmp_path):
+def test_export_without_a_published_config_is_rejected(model, tmp_path):
     (model / PUBLISHED).unlink()
     with pytest.raises(AxcoreError, match="requires --config FILE"):
         export([str(model), str(tmp_path / "out")])

@@ -61,12 +61,12 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_has_the_published_number_of_parameters(name):
+def test_published_configs_have_the_published_parameter_count(name):
     params = flat(abstract(model_of(PUBLISHED[name]["config"]))[1])
     assert sum(math.prod(form.shape) for form in params.values()) == PUBLISHED[name]["parameters"]
 
 
-def test_windows_are_in_the_layers_that_the_config_names():
+def test_sliding_windows_are_in_the_configured_layers():
     def windowed(name, **fields):
         layers = layers_of(model_of(PUBLISHED[name]["config"] | fields).decoder)
         return ["SlidingWindow" in str(place.config.attention.mask) for place in layers]
@@ -78,12 +78,12 @@ def test_windows_are_in_the_layers_that_the_config_names():
     assert windowed("Qwen2.5-0.5B", use_sliding_window=True, max_window_layers=20) == [False] * 20 + [True] * 4
 
 
-def test_gemma_3_has_a_base_for_each_kind_of_layer_in_old_configs_too():
+def test_old_gemma_3_configs_have_a_theta_per_layer_type():
     layers = layers_of(model_of(PUBLISHED["gemma-3-1b"]["config"]).decoder)
     assert [place.config.attention.position.theta for place in layers[:7]] == [1e4] * 5 + [1e6, 1e4]
 
 
-def test_the_prefix_of_names_may_be_missing(copied):
+def test_tensor_names_may_lack_the_prefix(copied):
     def bare(tensors):
         buffers = {"h.0.attn.bias": np.ones((1, 1, 32, 32), np.float32)}
         return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()} | buffers
@@ -91,13 +91,13 @@ def test_the_prefix_of_names_may_be_missing(copied):
     same(arrays_of(copied("gpt2", bare)), arrays_of(PARITY / "recorded/gpt2"))
 
 
-def test_a_copy_of_a_tied_embedding_may_be_there(copied):
+def test_tied_embedding_may_be_stored_twice(copied):
     embedding = "model.embed_tokens.weight"
     folder = copied("smollm", lambda tensors: tensors | {"lm_head.weight": tensors[embedding].copy()})
     same(arrays_of(folder), arrays_of(PARITY / "recorded/smollm"))
 
 
-def test_a_head_that_differs_from_a_tied_embedding_is_refused(copied):
+def test_head_that_differs_from_a_tied_embedding_is_rejected(copied):
     embedding = "model.embed_tokens.weight"
     folder = copied("smollm", lambda tensors: tensors | {"lm_head.weight": tensors[embedding] + 1})
     with pytest.raises(ax.AxcoreError, match=r"tie_word_embeddings is true.*checkpoint differ"):
@@ -140,7 +140,7 @@ def test_an_unknown_language_model_is_rejected():
         model_of(raw)
 
 
-def test_mxfp4_is_read_as_transformers_does():
+def test_mxfp4_matches_transformers():
     recorded = np.load(PARITY / "recorded/mxfp4.npz")
     blocks, scales, wide = recorded["blocks"], recorded["scales"], recorded["wide"]
     shape = wide.shape
@@ -150,7 +150,7 @@ def test_mxfp4_is_read_as_transformers_does():
     assert MXFP4(Plain()).expected([shape]) == [blocks.shape, scales.shape]
 
 
-def test_experts_in_4_bits_are_read_in_place_of_wide_ones(copied):
+def test_mxfp4_experts_are_loaded(copied):
     rng = np.random.default_rng(0)
     wider = {16: 32, 24: 64, 48: 128}  # the recorded model is narrower than a block of 32 numbers
 
@@ -175,7 +175,7 @@ def test_experts_in_4_bits_are_read_in_place_of_wide_ones(copied):
     np.testing.assert_array_equal(down.reshape(down.shape[-3:]), expected[0])
 
 
-def test_8_bit_floats_are_multiplied_by_the_factor_of_their_block(tmp_path):
+def test_float8_weights_are_multiplied_by_their_block_scales(tmp_path):
     import ml_dtypes
 
     rng = np.random.default_rng(0)
@@ -201,7 +201,7 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
     ("fields", "message"),
     [
         ({"model_type": "lama"}, r"model_type='lama' is not supported.*Did you mean 'llama'"),
-        ({"model_type": "cohere", "logit_scale": 0.06}, r"Fields that a llama lacks: logit_scale"),
+        ({"model_type": "cohere", "logit_scale": 0.06}, r"Fields that the family llama does not support: logit_scale"),
         ({"model_type": "cohere", "hidden_size": None}, r"has no field 'hidden_size'"),
         ({"hidden_act": "quick_gelu"}, r"hidden_act='quick_gelu' is not supported\. Known: .*'silu'"),
         ({"residual_multiplier": 0.22}, r"not supported for model_type 'llama': residual_multiplier=0.22"),
@@ -233,7 +233,7 @@ def test_an_unknown_layer_type_is_rejected():
         model_of(raw | {"layer_types": ["chunked_attention", *raw["layer_types"][1:]]})
 
 
-def test_what_is_said_by_layer_or_by_kind_of_layer_must_be_said_of_all():
+def test_fields_by_layer_must_cover_all_layers():
     raw = PUBLISHED["gpt-oss-20b"]["config"]
     with pytest.raises(ax.ConfigError, match=r"config\.json: layer_types lists 23 layers, but the model has 24"):
         model_of(raw | {"layer_types": raw["layer_types"][1:]})
@@ -244,6 +244,6 @@ def test_what_is_said_by_layer_or_by_kind_of_layer_must_be_said_of_all():
         model_of(LLAMA | {"rope_parameters": by_kind, "rope_scaling": None})
 
 
-def test_quantized_weights_of_other_families_are_refused():
+def test_quantized_weights_of_other_families_are_rejected():
     with pytest.raises(ax.ConfigError, match=r"not supported for model_type 'llama': quantization_config"):
         model_of(LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}})

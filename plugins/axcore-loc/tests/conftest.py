@@ -1,4 +1,4 @@
-"""A plugin of faulty features, and a measurement that all tests share."""
+"""A plugin with faulty features, and a measurement that all tests share."""
 
 import os
 import sys
@@ -93,7 +93,7 @@ def wrong(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rope():
-    """RoPE over two models and two attentions, proven by shapes, and one of them by numbers."""
+    """A measurement of RoPE over two models and two attentions: all proven by shapes, one by numbers."""
     from axcore_loc import evidence, measure
 
     with pytest.MonkeyPatch.context() as patch:

@@ -61,7 +61,7 @@ def add_plugin(folder, plugin=PLUGIN):
     )
 
 
-def test_a_plugin_beside_everything_else_passes(repository):
+def test_separate_plugin_passes(repository):
     add_plugin(repository)
     found = check(repository, "HEAD")
     assert [offer[:2] for offer in found.features] == [("Feature", "gate")]
@@ -69,13 +69,13 @@ def test_a_plugin_beside_everything_else_passes(repository):
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_lines_in_nn_and_recipes_are_over_the_budget(repository, committed):
+def test_changed_lines_in_nn_exceed_the_budget(repository, committed):
     add_plugin(repository)
     write(
         repository,
         {
             "src/axcore/nn/attention.py": "heads = 1\nkeys = 3\ngate = 4\n",
-            "recipes/src/axcore_recipes/llama.py": "# a comment is no code\nlayers = 32\n",
+            "recipes/src/axcore_recipes/llama.py": "# a comment is not code\nlayers = 32\n",
             "src/axcore/train/step.py": "step = 2\n",
             "tests/test_attention.py": "assert 1\n",
             "plugins/axcore-rope/src/axcore_rope/rotary.py": "theta = 2\n",
@@ -91,7 +91,7 @@ def test_lines_in_nn_and_recipes_are_over_the_budget(repository, committed):
     assert check(repository, "HEAD~1" if committed else "HEAD", budget=2).passes
 
 
-def test_the_command_exits_with_one_over_the_budget(repository, monkeypatch, capsys):
+def test_exit_code_is_one_over_the_budget(repository, monkeypatch, capsys):
     monkeypatch.chdir(repository / "docs")
     add_plugin(repository)
     assert main(["check", "--base", "HEAD"]) == 0
@@ -101,7 +101,7 @@ def test_the_command_exits_with_one_over_the_budget(repository, monkeypatch, cap
     assert main(["check", "--base", "HEAD", "--budget", "1", "--json"]) == 0
 
 
-def test_files_that_moved_or_went_are_counted(repository):
+def test_deleted_files_count_and_moved_files_do_not(repository):
     add_plugin(repository)
     git(repository, "mv", "src/axcore/nn/attention.py", "src/axcore/nn/attend.py")
     (repository / "recipes/src/axcore_recipes/llama.py").unlink()
@@ -110,7 +110,7 @@ def test_files_that_moved_or_went_are_counted(repository):
     assert not found.passes
 
 
-def test_a_change_without_a_feature_passes_and_says_so(repository):
+def test_change_without_a_feature_passes(repository):
     write(repository, {"src/axcore/nn/attention.py": "heads = 2\n"})
     add_plugin(repository, PLUGIN.replace("Feature", "Command"))
     found = check(repository, "HEAD")
@@ -118,7 +118,7 @@ def test_a_change_without_a_feature_passes_and_says_so(repository):
     assert "no feature is added" in found.as_text()
 
 
-def test_a_feature_that_was_there_is_not_added(repository):
+def test_existing_feature_is_not_new(repository):
     add_plugin(repository)
     commit(repository)
     write(
@@ -131,7 +131,7 @@ def test_a_feature_that_was_there_is_not_added(repository):
     assert not check(repository, "HEAD").features
 
 
-def test_an_old_plugin_may_offer_more(repository):
+def test_existing_plugin_may_add_a_feature(repository):
     add_plugin(repository)
     commit(repository)
     more = PLUGIN.replace("[Feature", '[Feature(name="other", target="a:b", summary=""), Feature')
@@ -142,7 +142,7 @@ def test_an_old_plugin_may_offer_more(repository):
     assert found.by_owner() == {"nn": 0, "recipes": 0, "the plugin itself": 2}
 
 
-def test_a_list_of_offers_may_grow_in_recipes_too(repository):
+def test_recipes_may_add_an_offer(repository):
     pyproject = PYPROJECT.replace("axcore_gate", "axcore_recipes").replace("gate", "recipes")
     listed = "recipes/src/axcore_recipes/plugin.py"
     write(repository, {"recipes/pyproject.toml": pyproject, listed: PLUGIN})
@@ -159,7 +159,7 @@ def test_templates_are_not_distributions(repository):
     assert not check(repository, "HEAD").features
 
 
-def test_an_unknown_commit_a_shallow_clone_and_no_repository(repository, tmp_path_factory):
+def test_git_errors(repository, tmp_path_factory):
     with pytest.raises(GitError, match=r"--base v9: the commit does not exist here; give a branch"):
         check(repository, "v9")
     first = git(repository, "rev-parse", "HEAD").strip()

@@ -1,4 +1,4 @@
-"""Counting lines and names, on sources with known answers; the fit, on numbers made from formulas."""
+"""Counts of lines and names in sources with known answers, and fits of counts with known formulas."""
 
 import pytest
 
@@ -28,7 +28,7 @@ NAMES = ["rope", "no rope here"]
 '''
 
 
-def test_code_lines_leave_out_blank_lines_comments_and_docstrings():
+def test_code_lines_exclude_blanks_comments_and_docstrings():
     assert code_lines(SOURCE) == [
         "import rope.scaling as scaled",
         "class Layer:",
@@ -42,7 +42,7 @@ def test_code_lines_leave_out_blank_lines_comments_and_docstrings():
     ]
 
 
-def test_source_of_another_language_still_has_lines():
+def test_unparsable_source_still_has_lines():
     assert code_lines("print 'old python'\n\n# no\nx = 1\n") == ["print 'old python'", "x = 1"]
 
 
@@ -55,7 +55,7 @@ def test_source_of_another_language_still_has_lines():
         ("a = 1\nb = 2\n", "a = 1\nb = 3\n", 1),  # replaced, once
         ("a = 1\nb = 2\n", "a = 1\nx = 3\ny = 4\nz = 5\n", 3),  # one replaced, two added
         ("a = 1\n", '"""About."""\n\n# a comment\na = 1\n', 0),
-        ("a = 1\n", "if x:\n    a = 1\n", 1),  # indentation alone is no change
+        ("a = 1\n", "if x:\n    a = 1\n", 1),  # indentation does not count
         ("", "a = 1\n", 1),
     ],
 )
@@ -69,8 +69,8 @@ def test_mentions_are_names_of_the_syntax_tree():
         4: {"rope"},  # an import
         10: {"rope"},  # a field
         13: {"rope_theta"},  # an argument
-        16: {"rope", "rope_theta"},  # an attribute on the line of its own, a name, a keyword
-        20: {"rope"},  # a string without blanks
+        16: {"rope", "rope_theta"},  # an attribute on its own line, a name, a keyword
+        20: {"rope"},  # a string without spaces
     }
 
 
@@ -109,7 +109,7 @@ def test_models_may_cost_different_numbers_of_lines():
     assert (found.per_slot, found.per_pair) == pytest.approx((0, 0), abs=1e-6)
 
 
-def test_one_line_in_one_model_of_twenty_is_seen():
+def test_one_line_in_one_model_of_twenty_is_detected():
     assert fit(grid(lambda n, m: int(n == 20), models=20, slots=10)).order != "O(1)"
 
 
@@ -117,6 +117,6 @@ def test_counts_of_another_form_are_neither():
     assert fit(grid(lambda n, m: 2**n)).order == "neither"
 
 
-def test_too_few_counts_are_refused():
+def test_too_few_counts_are_rejected():
     with pytest.raises(ValueError, match="two values of n crossed with two of m"):
         fit({(1, 1): 0, (2, 2): 1, (3, 3): 2, (4, 4): 3, (5, 5): 4})

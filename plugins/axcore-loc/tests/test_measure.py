@@ -1,4 +1,4 @@
-"""`axcore loc measure`: a right feature is O(1), wrong ones are found out."""
+"""`axcore loc measure`: a correct feature is O(1), and faulty features are detected."""
 
 import dataclasses
 import json
@@ -16,12 +16,12 @@ from axcore_loc.report import as_json, as_text
 
 
 @pytest.mark.long
-def test_rope_is_constant_and_costs_no_line_in_models(rope):
+def test_rope_is_constant_and_adds_no_lines_to_models(rope):
     found = as_json(rope)
     assert (found["order"], found["lines_in_models"], found["variants"]) == ("O(1)", 0, 4)
     assert found["lines"]["core"] == 0
     changed = {at: lines["recipe"] - found["mentioned_before"]["recipe"] for at, lines in rope.counted.lines.items()}
-    assert changed == dict.fromkeys([(1, 1), (1, 2), (2, 1), (2, 2)], 1)  # the line that says `use`
+    assert changed == dict.fromkeys([(1, 1), (1, 2), (2, 1), (2, 2)], 1)  # the line that calls `use`
     assert found["options"] == {"theta": 500.0}
 
 
@@ -30,14 +30,14 @@ def test_mentions_in_installed_recipes_are_counted(rope):
     assert rope.mentioned["recipe"] == sum(source.count('ax.use("rope"') for source in sources) > 0
 
 
-def test_it_was_proven_for_every_variant(rope):
+def test_rope_is_proven_for_every_variant(rope):
     assert rope.proof.holds
     assert (rope.proof.by_shapes, rope.proof.by_numbers) == (4, 1)
     assert [str(role) for role in rope.proof.roles] == ["TransformerLayer.attention (Attention)"]
     assert rope.proof.brought == 4
 
 
-def test_controls_are_measured_as_what_they_are(rope):
+def test_controls_have_their_expected_orders(rope):
     orders = {each.integration.name: each.fit.order for each in rope.controls}
     assert orders == {
         "by hand in each model": "O(N)",
@@ -48,7 +48,7 @@ def test_controls_are_measured_as_what_they_are(rope):
     assert all(each.full["models"] > 0 for each in rope.controls)
 
 
-def test_the_text_says_it_too(rope):
+def test_text_report(rope):
     text = as_text(rope)
     assert text.startswith("rope (axcore-rope 0.1.0) in 2 models x 2 attentions: O(1)")
     assert "by hand in each model, for each attention: O(NM)" in text
@@ -66,13 +66,13 @@ def proven(monkeypatch, wrong):
     return prove
 
 
-def test_a_right_feature_with_parameters(proven):
+def test_correct_feature_with_parameters(proven):
     found = proven("right")
     assert found.holds
     assert (found.by_shapes, found.new_parameters) == (2, 2)
 
 
-def test_a_feature_that_forgets_a_variant_is_found_out(proven, rope):
+def test_feature_that_skips_a_variant_is_detected(proven, rope):
     found = proven("some")
     assert found.faults.keys() == {"small-gqa"}
     assert "the feature is not at model.decoder.layers.attention" in found.faults["small-gqa"]
@@ -82,20 +82,20 @@ def test_a_feature_that_forgets_a_variant_is_found_out(proven, rope):
     assert "small-gqa: the feature is not at" in as_text(failed)
 
 
-def test_a_parameter_that_nothing_uses_is_found_out(proven):
+def test_unused_parameter_is_detected(proven):
     faults = proven("unused").faults
     assert faults.keys() == {"small-mha", "small-gqa"}
     assert "the loss does not depend on decoder.layers.attention.output.scale" in faults["small-mha"]
 
 
-def test_models_that_knew_the_plugin_before_are_counted_too():
+def test_existing_mentions_of_the_plugin_are_counted():
     models, slots = workspace.names("models"), workspace.names("attentions")
     known = measuring._count(BY_USE, models, slots, "ax.use('x')", frozenset({"FeedForward"}), {"core": 4})
     assert known.fit.order == "O(N)"  # every model has lines with a FeedForward
     assert known.lines[1, 1] == {"core": 4, "models": 2, "recipe": 1}
 
 
-def test_what_a_feature_refuses_altogether_is_left_out_and_named(proven, monkeypatch):
+def test_variants_that_a_feature_rejects_are_excluded(proven, monkeypatch):
     found = proven("picky")
     assert found.refused.keys() == {"gqa"}
     assert "only multi-head attention" in found.refused["gqa"]
@@ -107,29 +107,29 @@ def test_what_a_feature_refuses_altogether_is_left_out_and_named(proven, monkeyp
         measure("picky", 2, 2, lambda line: None)
 
 
-def test_what_it_refuses_when_it_is_built_is_left_out_too(proven):
+def test_variants_rejected_while_building_are_excluded(proven):
     found = proven("late")
     assert found.refused.keys() == {"gqa"}
     assert found.refused["gqa"].endswith("attention.output: only 4 key heads")
     assert (found.by_shapes, found.new_parameters, found.faults) == (1, 1, {})
 
 
-def test_what_breaks_is_a_fault_and_the_others_go_on(proven):
+def test_unexpected_errors_are_faults(proven):
     found = proven("broken")
     assert found.refused == {}
     assert found.faults.keys() == {"small-mha", "small-gqa"}
     assert "RuntimeError: broken" in found.faults["small-gqa"][0]
 
 
-def test_what_a_feature_refuses_with_some_partners_is_not_left_out():
+def test_variants_rejected_with_some_partners_are_kept():
     pairs = [("small", "mha"), ("small", "gqa"), ("wide", "mha"), ("wide", "gqa")]
     refused = dict.fromkeys([("small", "gqa"), ("wide", "gqa"), ("wide", "mha")], "no")
     assert evidence.dropped(pairs, refused) == {"wide": "no", "gqa": "no"}
     assert evidence.dropped(pairs, {("small", "gqa"): "no"}) == {}
 
 
-def test_a_plugin_that_patches_the_core_is_found_out(wrong, monkeypatch):
-    monkeypatch.setattr(Linear, "__call__", Linear.__call__)  # put back afterwards
+def test_plugin_that_patches_the_core_is_detected(wrong, monkeypatch):
+    monkeypatch.setattr(Linear, "__call__", Linear.__call__)  # restored after the test
     before = core_objects()
     with workspace.installed(workspace.sources(["small"], ["mha"])):
         cfg = ax.recipe("small-mha")
@@ -140,7 +140,7 @@ def test_a_plugin_that_patches_the_core_is_found_out(wrong, monkeypatch):
 
 
 @pytest.mark.long
-def test_numbers_find_a_gradient_that_stops(wrong):
+def test_numbers_detect_an_unchanged_loss(wrong):
     cut = proof.Shapes(("decoder.layers.attention.query.weight", "head.weight"), ())
     with workspace.installed(workspace.sources(["small"], ["mha"])):
         cfg = ax.recipe("small-mha")
@@ -148,7 +148,7 @@ def test_numbers_find_a_gradient_that_stops(wrong):
     assert same.faults == ("the loss is the same without the feature",)
 
 
-def test_every_variant_is_another_config():
+def test_variants_have_different_configs():
     sources = workspace.sources(workspace.names("models"), workspace.names("attentions"))
     with workspace.installed(sources):
         pairs = workspace.recipe_names(sources)
@@ -156,7 +156,7 @@ def test_every_variant_is_another_config():
     assert len(texts) == len(pairs) >= 200
 
 
-def test_the_plainest_variant_comes_first_and_too_many_are_refused():
+def test_simplest_variant_comes_first_and_counts_are_checked():
     assert (workspace.names("models")[0], workspace.names("attentions")[0]) == ("small", "mha")
     with pytest.raises(ax.ConfigError, match=r"the number of models must be from 1 to 24, not 25"):
         workspace.names("models", 25)
@@ -173,5 +173,5 @@ def test_features_of_the_core_and_unknown_features_are_rejected(capsys):
         main(["measure", "rope:thetta=3"])
 
 
-def test_the_json_is_json(rope):
+def test_json_report_is_serializable(rope):
     assert json.loads(json.dumps(as_json(rope)))["fit"]["constant"] >= 1

@@ -1,4 +1,4 @@
-"""The counter of other systems, on hand-made packages with known answers; nothing is downloaded."""
+"""Counts of other systems, on small packages with known answers. Nothing is downloaded."""
 
 import json
 import re
@@ -56,11 +56,11 @@ def test_words(name, said):
 
 
 @pytest.mark.parametrize("name", ["property", "europe", "scope", "rotate", "half", "expertise"])
-def test_names_that_only_look_alike(name):
+def test_similar_words_do_not_count(name):
     assert not speaks(name, "RoPE") and not speaks(name, "MoE")
 
 
-def test_the_name_of_the_model_does_not_count():
+def test_name_of_the_model_does_not_count():
     assert speaks("Qwen2MoeMLP", "MoE")
     assert not speaks("Qwen2MoeMLP", "MoE", "qwen2_moe")
     assert speaks("Qwen2MoeSparseMoeBlock", "MoE", "qwen2_moe")
@@ -75,14 +75,14 @@ def test_counts_of_a_small_package():
     assert (moe.models, moe.having, moe.model_lines, moe.shared_lines) == (4, 2, 2, 0)
 
 
-def test_one_more_model_costs_as_many_lines_again():
+def test_one_more_model_adds_its_lines():
     more = SOURCES | {"zoo/models/ibis/modeling.py": BIRD}
     before, after = (count(ZOO, "", sources)[0] for sources in (SOURCES, more))
     assert (after.models - before.models, after.model_lines - before.model_lines) == (1, 2)
     assert after.shared_lines == before.shared_lines
 
 
-def test_wheels_and_source_distributions_read_alike(tmp_path):
+def test_wheels_and_sdists_give_the_same_sources(tmp_path):
     files = {"zoo/a.py": "rope = 1\n", "zoo/b.txt": "no"}
     with zipfile.ZipFile(tmp_path / "zoo-1-py3-none-any.whl", "w") as wheel:
         for name, text in files.items():
@@ -100,7 +100,7 @@ def test_wheels_and_source_distributions_read_alike(tmp_path):
 
 @pytest.fixture
 def zoo(tmp_path, monkeypatch):
-    """Two releases of the small system as folders, and one that cannot be had."""
+    """Three releases of the small system as folders, and one that is not available."""
     releases = (("zoo@1",), ("zoo@2",), ("zoo@3",), ("zoo@lost",))
     monkeypatch.setattr(peers, "SYSTEMS", (System("zoo", releases, ZOO.models, ZOO.code, "A model is a bird."),))
     monkeypatch.setattr(peers.report, "SYSTEMS", peers.SYSTEMS)
@@ -135,14 +135,14 @@ def test_invalid_sources_are_rejected(zoo, tmp_path):
         peers.run(None, [f"zoo@9={tmp_path}"], lambda line: None)
 
 
-def test_a_download_that_fails_says_why(tmp_path, monkeypatch):
+def test_failed_download_gives_the_reason(tmp_path, monkeypatch):
     failed = fetch.subprocess.CompletedProcess((), 1, "", "ERROR: no such version\n")
     monkeypatch.setattr(fetch.subprocess, "run", lambda *args, **options: failed)
     with pytest.raises(AxcoreError, match=r"cannot download zoo==1 \(ERROR: no such version\)"):
         fetch.sources("zoo==1", tmp_path, {})
 
 
-def test_what_is_a_model_in_each_system():
+def test_model_patterns_of_each_system():
     paths = {
         "transformers": ["transformers/models/llama/modeling_llama.py", "transformers/modeling_rope_utils.py"],
         "torchtitan": ["torchtitan/models/llama3/model/model.py", "torchtitan/models/common/rope.py"],
@@ -164,9 +164,9 @@ def test_what_is_a_model_in_each_system():
         assert system.code.match(model) and system.code.match(shared), system.name
 
 
-def test_axcore_itself_is_counted_where_it_is_installed(tmp_path):
+def test_installed_axcore_is_counted(tmp_path):
     system = next(system for system in SYSTEMS if system.name == "axcore")
     rope, _ = count(system, "installed", fetch.sources("axcore@installed", tmp_path, {}))
     assert (rope.models, rope.having) == (2, 2)
-    assert rope.per_model == 1  # each recipe has one line that says use
+    assert rope.per_model == 1  # each recipe has one line that calls `use`
     assert Peers((rope,), {}).trend("axcore", "RoPE") is None

@@ -1,4 +1,4 @@
-"""`use("lora")` on configs: which layers it reaches, and what it freezes."""
+"""`use("lora")` on configs: which layers get adapters, and what is frozen."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def trainer(**rates):
     return Trainer.Config(model=tiny_model(), input=source, learner=Learner.Config(rates=rates), steps=1)
 
 
-def test_every_linear_layer_gets_an_adapter_of_its_options():
+def test_every_linear_layer_gets_an_adapter():
     cfg = ax.use("lora", rank=4, alpha=8, dropout=0.1)(tiny_model())
     assert adapted(cfg) == {path for path, _ in ax.select(cfg, Linear)}
     assert {type(node) for _, node in ax.select(cfg, LoRA)} == {LoRA.Config}
@@ -42,7 +42,7 @@ def test_every_linear_layer_gets_an_adapter_of_its_options():
         (lambda path, node: path.endswith(("up", "ffn_norm")), {"ffn.up"}),
     ],
 )
-def test_where_chooses_linear_layers_and_passes_over_the_rest(where, expected):
+def test_where_selects_only_linear_layers(where, expected):
     cfg = ax.use("lora", rank=2, where=where)(tiny_model())
     assert adapted(cfg) == {f"decoder.layers.{path}" for path in expected}
     paths = {path for path in _paths(abstract(cfg)[1]) if ".adapter." in path}
@@ -50,25 +50,25 @@ def test_where_chooses_linear_layers_and_passes_over_the_rest(where, expected):
 
 
 @pytest.mark.parametrize("where", [Attention, "decoder.layers.attention"])
-def test_where_without_a_linear_layer_says_what_it_found(where):
+def test_where_without_a_linear_layer_raises(where):
     with pytest.raises(ax.ConfigError, match=r"no linear layer, only decoder\.layers\.attention\. .* append '\.\*\*'"):
         ax.use("lora", where=where)(tiny_model())
 
 
-def test_a_second_use_replaces_the_adapters_it_selects():
+def test_second_use_replaces_the_selected_adapters():
     cfg = ax.pipe(trainer(), ax.use("lora", rank=2), ax.use("lora", rank=4, where="**.query"))
     attention = cfg.model.decoder.layers.attention
     assert (attention.query.adapter.rank, attention.key.adapter.rank) == (4, 2)
     assert cfg.learner.rates == FREEZING
 
 
-def test_a_rank_that_a_layer_cannot_have_names_the_layer():
+def test_rank_above_the_limit_names_the_layer():
     cfg = ax.use("lora", rank=9)(tiny_model())
     with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.attention\.(key|value)\.adapter: rank=9 .* at most 8"):
         abstract(cfg)
 
 
-def test_a_trainer_trains_adapters_alone():
+def test_trainer_trains_only_adapters():
     cfg = ax.use("lora", rank=2)(trainer())
     assert cfg.learner.rates == FREEZING
     found = cfg.build().program()
@@ -76,7 +76,7 @@ def test_a_trainer_trains_adapters_alone():
     assert trained == {path for path in every if ".adapter." in path} != set()
 
 
-def test_a_learner_or_a_model_alone_is_not_frozen():
+def test_nothing_is_frozen_without_freeze_or_a_learner():
     assert ax.use("lora", freeze=False)(trainer()).learner.rates == {}
     assert not any(isinstance(node, Learner.Config) for _, node in ax.select(ax.use("lora")(tiny_model()), Linear))
 
@@ -87,12 +87,12 @@ def test_existing_zero_rates_are_kept():
     assert list(cfg.learner.rates.items()) == [("**", 0.0), ("embedding.**", 0.0), ("**.adapter.**", 1.0)]
 
 
-def test_the_users_rate_of_adapters_stays():
+def test_existing_adapter_rate_is_kept():
     assert ax.use("lora")(trainer(**{"**.adapter.**": 0.5})).learner.rates == {"**": 0.0, "**.adapter.**": 0.5}
 
 
 @pytest.mark.parametrize("rates", [{"norm.**": 0.5}, {"**": 0.1}, {"embedding.**": 0.0, "norm.**": 1.0}])
-def test_a_rate_that_freezing_would_override_is_an_error(rates):
+def test_rate_that_freeze_would_override_raises(rates):
     moving = next(pattern for pattern, rate in rates.items() if rate)
     with pytest.raises(ax.ConfigError, match=r"^feature 'lora' .*at learner: rates has .*freeze=False") as error:
         ax.use("lora")(trainer(**rates))
@@ -108,7 +108,7 @@ def test_text_options_and_json_round_trip():
     assert ax.from_json(ax.to_json(cfg)) == cfg
 
 
-def test_the_package_imports_neither_jax_nor_flax_before_a_name_is_used():
+def test_package_imports_neither_jax_nor_flax():
     code = "import axcore_lora, sys; dir(axcore_lora); print({'jax', 'flax'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "set()"

@@ -1,4 +1,4 @@
-"""axcore-lora passes the suite of features. A has no gradient while B is zero."""
+"""axcore-lora passes `FeatureSuite`. A has no gradient while B is zero."""
 
 from typing import Any, ClassVar
 

@@ -51,7 +51,7 @@ def whole_weight(params):
 
 
 @KINDS
-def test_the_output_is_that_of_the_papers_weight(kind):
+def test_output_matches_the_formula(kind):
     fn, params, state = random(config(kind))
     found = jax.jit(lambda params, x: fn(params, state, x)[0][0])(params, inputs())
     p = float64(params)
@@ -61,7 +61,7 @@ def test_the_output_is_that_of_the_papers_weight(kind):
 
 
 @KINDS
-def test_gradients_are_those_of_the_formula_with_the_norms_held(kind):
+def test_gradients_match_the_formula_with_constant_norms(kind):
     fn, params, state = random(config(kind))
     x, g = inputs(), np.random.default_rng(2).normal(size=(2, 4, OUTPUT)).astype(np.float32)
     grads, dx = jax.jit(jax.grad(lambda params, x: (fn(params, state, x)[0][0] * g).sum(), (0, 1)))(params, x)
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_the_formula_with_the_norms_held(kind):
 
 @KINDS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_fresh_adapter_changes_no_bit(kind, dtype):
+def test_new_adapter_is_bit_identical(kind, dtype):
     cfg = config(kind, dtypes=ax.DTypes(compute=dtype)).set(dtypes=ax.DTypes(compute=dtype))
     layer, plain = (each.build(rngs=ax.Rngs(0)) for each in (cfg, cfg.set(adapter=None)))
     assert np.any(layer.adapter.a[...]) and not np.any(layer.adapter.b[...])
@@ -92,19 +92,19 @@ def test_a_fresh_adapter_changes_no_bit(kind, dtype):
     for run in (lambda layer, x: layer(x), lambda layer, x: jax.jit(layer)(x)):
         assert run(layer, inputs()).dtype == dtype
         assert np.array_equal(run(layer, inputs()), run(plain, inputs()))
-    # Weights that come later, as from a checkpoint, are not lengthened either.
+    # The same holds for weights that are loaded later, as from a checkpoint.
     other = np.random.default_rng(5).normal(size=(INPUT, OUTPUT)).astype(np.float32)
     layer.weight[...] = plain.weight[...] = jnp.asarray(other)
     assert np.array_equal(layer(inputs()), plain(inputs()))
 
 
-def test_a_is_normal_with_a_variance_of_one_over_the_width():
+def test_a_has_variance_one_over_input_dim():
     adapter = LoRA.Config(input_dim=400, output_dim=50, rank=50).build(rngs=ax.Rngs(0))
     np.testing.assert_allclose(np.std(adapter.a[...]), 400**-0.5, rtol=0.03)
 
 
 @KINDS
-def test_dropout_falls_on_the_adapters_input_and_in_training_alone(kind):
+def test_dropout_affects_only_the_adapter_input_in_training(kind):
     fn, params, state = random(config(kind, use_bias=False, dropout=0.25))
     params["adapter"]["a"][:] = 0
     params["adapter"]["a"][0] = 1  # the adapter sees feature 0
@@ -117,7 +117,7 @@ def test_dropout_falls_on_the_adapters_input_and_in_training_alone(kind):
     found = run(training=True, key=key)
     assert np.array_equal(run(key=key), quiet)
     assert np.array_equal(run(training=True, key=key), found)
-    # Each row either lost feature 0, or has it times 4 / 3.
+    # Each row either drops feature 0 or multiplies it by 4 / 3.
     lost = x[0] @ params["weight"]
     if kind is DoRA:
         lost = lost * whole_weight(params)[2]
@@ -128,7 +128,7 @@ def test_dropout_falls_on_the_adapters_input_and_in_training_alone(kind):
     np.testing.assert_allclose(is_dropped.mean(), 0.25, atol=0.03)
 
 
-def test_sums_are_accumulated_in_the_type_that_was_asked_for():
+def test_sums_use_the_accumulate_dtype():
     """bfloat16 activations, float32 sums: the adapter's part is not rounded to bfloat16 before it is added."""
     types = ax.DTypes(compute=jnp.bfloat16, accumulate=jnp.float32, output=jnp.float32)
     cfg = config(LoRA, use_bias=False).set(dtypes=types)
@@ -149,7 +149,7 @@ def lengths(weight, a, b, magnitude):
     return np.asarray(jax.jit(lengthening, static_argnums=4)(weight, a, b, magnitude, S))
 
 
-def test_a_column_of_zeros_is_adapted_as_by_lora():
+def test_zero_column_is_adapted_like_lora():
     _, params, _ = random(config(DoRA))
     adapter = params["adapter"]
     weight = params["weight"].copy()
@@ -162,13 +162,13 @@ def test_a_column_of_zeros_is_adapted_as_by_lora():
     assert np.array_equal(lengths(weight, adapter["a"], *fresh), np.ones(OUTPUT))
 
 
-def test_a_column_that_the_adapter_cancels_stays_finite():
+def test_cancelled_column_stays_finite():
     weight = np.random.default_rng(0).normal(size=(INPUT, 1)).astype(np.float32)
     found = lengths(weight, weight, np.full((1, 1), -1 / S, np.float32), np.zeros(1, np.float32))
     assert 0 < found[0] <= 3000
 
 
-def test_lengths_of_stacked_weights_are_those_of_each():
+def test_lengths_of_stacked_weights():
     rng = np.random.default_rng(0)
     shapes = (3, 2, INPUT, OUTPUT), (3, 2, INPUT, RANK), (3, 2, RANK, OUTPUT), (3, 2, OUTPUT)
     stacked = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
@@ -177,7 +177,7 @@ def test_lengths_of_stacked_weights_are_those_of_each():
         np.testing.assert_allclose(found[index], lengths(*(each[index] for each in stacked)), rtol=1e-5)
 
 
-def test_logical_axes_are_the_weights():
+def test_logical_axes_follow_the_weight():
     cfg = Linear.Config(input_dim=INPUT, output_dim=OUTPUT, axes=("embed", "mlp"), adapter=DoRA.Config(rank=RANK))
     axes = abstract(cfg)[0].axes["adapter"]
     assert axes == {"a": ("embed", None), "b": (None, "mlp"), "magnitude": ("mlp",)}

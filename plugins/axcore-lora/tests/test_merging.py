@@ -57,7 +57,7 @@ def assert_equal(found, expected, **tolerance):
 
 
 @KINDS
-def test_a_merged_model_computes_what_the_adapted_one_does(dora):
+def test_merged_model_matches_the_adapted_model(dora):
     cfg = model(dora)
     params = trained(cfg)
     before, kept_params = logits(cfg, params), copied(params)
@@ -67,11 +67,11 @@ def test_a_merged_model_computes_what_the_adapted_one_does(dora):
     np.testing.assert_allclose(logits(*merged[:2]), before, rtol=1e-4, atol=1e-4)
     without = load(params, jax.tree.map(np.zeros_like, adapters(params)))
     assert np.abs(logits(cfg, without) - before).max() > 0.1  # the adapters matter
-    assert_equal(params, kept_params, rtol=0)  # nothing that was passed in has changed
+    assert_equal(params, kept_params, rtol=0)  # the arguments are not modified
 
 
 def merged_by_hand(params, scales=None):
-    """Every adapter folded by its formula, one matrix at a time, in float64. `scales`: of A's rank -> alpha / rank."""
+    """Merges every adapter by its formula in float64, one matrix at a time. `scales` maps A's rank to alpha / rank."""
     if "adapter" not in params:
         deeper = {name: part for name, part in params.items() if isinstance(part, dict)}
         return {**params, **{name: merged_by_hand(part, scales) for name, part in deeper.items()}}
@@ -87,14 +87,14 @@ def merged_by_hand(params, scales=None):
 
 
 @KINDS
-def test_merged_weights_are_the_formula_in_float64(dora):
+def test_merged_weights_match_the_formula(dora):
     cfg = model(dora)
     params = trained(cfg)
     assert_equal(merge(cfg, params).params, merged_by_hand(params), rtol=1e-5, atol=1e-6)
 
 
 @KINDS
-def test_unmerge_gives_the_earlier_split_back(dora):
+def test_unmerge_restores_weights_and_adapters(dora):
     cfg = model(dora)
     params = trained(cfg)
     merged = merge(cfg, params)
@@ -104,7 +104,7 @@ def test_unmerge_gives_the_earlier_split_back(dora):
 
 
 @KINDS
-def test_weights_of_bfloat16_are_rounded_once(dora):
+def test_bfloat16_weights_are_rounded_once(dora):
     cfg = model(dora, base=tiny_model().set(dtypes=ax.DTypes(param=jnp.bfloat16)))
     params = trained(cfg)
     wide = jax.tree.map(lambda leaf: leaf.astype(np.float32), params)
@@ -116,7 +116,7 @@ def test_weights_of_bfloat16_are_rounded_once(dora):
 
 
 @KINDS
-def test_one_merge_of_a_part_leaves_the_rest(dora):
+def test_merge_changes_only_adapted_weights(dora):
     cfg = model(dora, where="**.query")
     params = trained(cfg)
     merged = merge(cfg, params)
@@ -126,7 +126,7 @@ def test_one_merge_of_a_part_leaves_the_rest(dora):
 
 
 @KINDS
-def test_groups_of_layers_and_other_options_in_each(dora):
+def test_groups_of_layers_with_different_ranks(dora):
     layer = tiny_model().decoder.layers
     base = tiny_model().set(decoder=Repeat.Config(num_layers=2, layers=Sequence.Config(layers=(layer, layer))))
     cfg = model(dora, base=base)
@@ -139,11 +139,11 @@ def test_groups_of_layers_and_other_options_in_each(dora):
 
 
 class Experts(ax.Layer):
-    """Feed-forward experts in one stack: as a mixture of experts may hold them."""
+    """Feed-forward experts in one stack, as in a mixture of experts."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
-        bank: FeedForward.Config = FeedForward.Config(hidden_dim=12)  # not by the name of the attribute
+        bank: FeedForward.Config = FeedForward.Config(hidden_dim=12)  # named differently from the attribute
 
     def __init__(self, cfg, *, rngs):
         build = lambda rngs: self.build_child(cfg.bank, rngs, input_dim=cfg.input_dim)  # noqa: E731
@@ -154,7 +154,7 @@ class Experts(ax.Layer):
 
 
 @KINDS
-def test_experts_that_are_stacked_inside_stacked_layers(dora):
+def test_stacked_experts_inside_stacked_layers(dora):
     base = tiny_model()
     base = ax.select(base, TransformerLayer).set(ffn=Experts.Config())
     cfg = model(dora, where="**.ffn.bank.**", base=base)
@@ -174,7 +174,7 @@ def test_merging_can_be_jitted(dora):
 
 
 @KINDS
-def test_adapters_alone_and_put_on_another_base(dora):
+def test_adapters_load_into_another_base(dora):
     cfg = model(dora)
     params = trained(cfg)
     shipped = adapters(params)
@@ -192,17 +192,17 @@ def test_adapters_alone_and_put_on_another_base(dora):
     assert jax.tree.structure(base) == jax.tree.structure(abstract(tiny_model())[1])
     assert_equal(load(base, shipped), there, rtol=0)
     assert adapters(base) == {}
-    assert set(by_path(adapters(abstract(cfg)[1]))) == set(by_path(shipped))  # of shapes too
+    assert set(by_path(adapters(abstract(cfg)[1]))) == set(by_path(shipped))  # also accepts shapes
 
 
-def test_what_merge_kept_can_be_loaded():
+def test_kept_adapters_can_be_loaded():
     cfg = model(True)
     params = trained(cfg)
     merged = merge(cfg, params)
     assert_equal(load(params, merged.kept), params, rtol=0)
 
 
-def test_a_trainers_config_loses_the_rates_that_froze_it():
+def test_merge_removes_the_rates_that_freeze_set():
     from axcore.train import Learner, Trainer
     from axcore.train.data import TextFiles, TextInput
 
@@ -239,7 +239,7 @@ def test_mismatched_parameters_are_rejected_by_path():
         unmerge(cfg, merged.params, adapters(params))
 
 
-def test_adapters_of_another_model_are_refused_by_path():
+def test_mismatched_adapters_are_rejected_by_path():
     params = trained(model(False, where="**.query"))
     other = trained(model(False, where="**.query", base=tiny_model().set(dim=8)))
     where = r"decoder\.layers\.attention\.query\.adapter"

@@ -1,4 +1,4 @@
-"""A run with adapters: they learn, and everything else keeps its bits."""
+"""Training with adapters: they learn, and all other parameters stay bit-identical."""
 
 import random
 
@@ -57,7 +57,7 @@ def losses(folder):
     return {line["step"]: line["train/loss"] for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line}
 
 
-def test_adapters_learn_and_the_base_keeps_its_bits(config, tmp_path):
+def test_adapters_learn_and_the_base_is_bit_identical(config, tmp_path):
     program = config.build().program()
     before = by_path(jax.device_get(program.init(jnp.uint32(config.seed)).params))
     summary = ax.fit(config, out=tmp_path / "run")
@@ -79,7 +79,7 @@ def test_adapters_learn_and_the_base_keeps_its_bits(config, tmp_path):
         np.testing.assert_array_equal(leaf, after[path])
 
 
-def test_adapters_are_trained_over_the_weights_of_another_run(plain, tmp_path):
+def test_adapters_train_on_the_weights_of_another_run(plain, tmp_path):
     ax.fit(plain.set(steps=3), out=tmp_path / "base")
     start = ax.use("run-weights", folder=str(tmp_path / "base"), allow_new=("**.adapter.**",))
     tuned = ax.pipe(plain.set(steps=3), LORA, start)

@@ -1,4 +1,4 @@
-"""axcore-mamba2 passes the suite of features."""
+"""axcore-mamba2 passes `FeatureSuite`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where the feature puts Mamba-2, and a whole model that decodes with it."""
+"""Which layers the feature replaces, and decoding with a whole model."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def kinds(decoder):
     return [type(place.config.attention).target.__name__ for place in layers_of(decoder)]
 
 
-def test_it_takes_the_place_of_every_attention_and_keeps_what_it_shares():
+def test_replaces_every_attention_and_keeps_shared_fields():
     types = ax.DTypes(compute="bfloat16")
     cfg = ax.select(model(Repeat.Config(num_layers=2, layers=LAYER)), Attention).set(tags=("mixer",), dtypes=types)
     found = ax.use("mamba2", chunk=16, **OPTIONS)(cfg).decoder.layers
@@ -37,36 +37,36 @@ def test_it_takes_the_place_of_every_attention_and_keeps_what_it_shares():
         use_mamba2(cfg, where="no.such.path")
 
 
-def test_a_hybrid_keeps_the_attention_of_the_last_layer_of_each_group():
+def test_hybrid_keeps_attention_in_the_last_layer_of_each_group():
     cfg = use_mamba2(model(Repeat.Config(num_layers=6, layers=LAYER)), attention_every=3, **OPTIONS)
     assert cfg.decoder.num_layers == 2
     assert kinds(cfg.decoder.layers) == ["Mamba2", "Mamba2", "Attention"]
     assert cfg.decoder.layers.layers[2] == LAYER
 
 
-def test_a_hybrid_of_layers_that_are_spelled_out_counts_them():
+def test_hybrid_of_a_sequence_of_layers():
     cfg = use_mamba2(model(Sequence.Config(layers=(LAYER,) * 5)), attention_every=2, **OPTIONS)
     assert kinds(cfg.decoder) == ["Mamba2", "Attention", "Mamba2", "Attention", "Mamba2"]
 
 
-def test_only_stacks_that_hold_what_is_selected_are_grouped():
+def test_only_stacks_with_selected_layers_are_grouped():
     stacks = model(Sequence.Config(layers=(Repeat.Config(num_layers=3, layers=LAYER),) * 2))
     cfg = use_mamba2(stacks, attention_every=3, where="decoder.layers.1.**.attention", **OPTIONS)
     assert cfg.decoder.layers[0] == stacks.decoder.layers[0]
     assert kinds(cfg.decoder.layers[1]) == ["Mamba2", "Mamba2", "Attention"]
 
 
-def test_a_hybrid_that_keeps_the_attention_of_every_layer_is_refused():
+def test_attention_every_one_is_rejected():
     with pytest.raises(ax.ConfigError, match="attention_every must be at least 2, not 1"):
         use_mamba2(model(Repeat.Config(num_layers=6, layers=LAYER)), attention_every=1)
 
 
-def test_a_hybrid_of_a_number_of_layers_that_is_no_multiple_ends_with_an_unfinished_group():
+def test_hybrid_with_an_incomplete_last_group():
     cfg = use_mamba2(model(Repeat.Config(num_layers=5, layers=LAYER)), attention_every=2, **OPTIONS)
     assert kinds(cfg.decoder) == ["Mamba2", "Attention", "Mamba2", "Attention", "Mamba2"]
 
 
-def test_a_hybrid_decodes_as_it_computes_in_full():
+def test_hybrid_decoding_matches_the_full_pass():
     cfg = use_mamba2(model(Repeat.Config(num_layers=4, layers=LAYER)), attention_every=2, **OPTIONS)
     lm = abstract(cfg)[0].bind(*jax.jit(initializer(cfg))(jax.random.key(0)))
     ids = np.random.default_rng(0).integers(0, 7, (2, 9)).astype(np.int32)
@@ -79,7 +79,7 @@ def test_a_hybrid_decodes_as_it_computes_in_full():
     np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_that_goes_back_to_an_earlier_token_gives_nan_and_one_that_begins_again_does_not():
+def test_going_back_or_skipping_tokens_gives_nan():
     cfg = ax.pipe(tiny_model(), ax.use("mamba2", state_dim=4, head_dim=4, chunk=4))
     decoder, params, state = Decoder.of(
         cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=8

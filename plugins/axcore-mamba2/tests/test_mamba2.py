@@ -36,14 +36,14 @@ def inputs(seed=0, batch=2, seq=SEQ):
 
 
 def span(start, stop, segments=None, valid=None):
-    """Where tokens `start` to `stop` of a row stand."""
+    """The `TokenInfo` of tokens `start` to `stop` of a row."""
     index = np.arange(start, stop, dtype=np.int32)[None]
     return TokenInfo(index, index, None if segments is None else segments[:, start:stop], valid)
 
 
 @functools.partial(jax.jit, static_argnames="fn")
 def call(fn, params, state, x, tokens):
-    if jax.tree.leaves(state):  # a Decoder says which rows the tokens continue
+    if jax.tree.leaves(state):  # `Decoder` also passes the rows that the tokens continue
         tokens = dataclasses.replace(tokens, cached=CachedRows(tokens, lengths=tokens.index[:, -1] + 1))
     (y, _), state = fn(params, state, x, tokens)
     return y, state
@@ -55,7 +55,7 @@ def full(x, tokens=None, **options):
 
 
 def formula(x):
-    """One document for each row."""
+    """The layer in NumPy float64, with one document per row."""
     weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), layer()[1])
     silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
     z, xs, B, C, dt = (x @ weights[f"{name}_proj"]["weight"] for name in ("z", "x", "B", "C", "dt"))
@@ -78,12 +78,12 @@ def formula(x):
     return (y.reshape(z.shape) * weights["norm"]["scale"]) @ weights["out_proj"]["weight"]
 
 
-def test_the_layer_is_its_formula():
+def test_layer_matches_the_formula():
     x = inputs()
     np.testing.assert_allclose(full(x), formula(x), rtol=1e-4, atol=1e-5)
 
 
-def test_documents_of_a_packed_row_are_as_in_rows_of_their_own():
+def test_packed_documents_match_separate_rows():
     x = inputs()
     packed = np.asarray(full(x, span(0, SEQ, SEGMENTS)))
     for row, segments in enumerate(SEGMENTS):
@@ -94,7 +94,7 @@ def test_documents_of_a_packed_row_are_as_in_rows_of_their_own():
 
 
 @pytest.mark.long
-def test_a_document_has_no_gradient_from_another():
+def test_documents_have_no_gradient_from_each_other():
     fn, params, state = layer()
     second = SEGMENTS[0] == 8
 
@@ -109,7 +109,7 @@ def test_a_document_has_no_gradient_from_another():
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "packed"])
 @pytest.mark.parametrize("cuts", [[9], [4, 8, 12], range(1, SEQ)], ids=["2 pieces", "4 pieces", "tokens"])
-def test_decoding_in_pieces_is_the_full_computation(segments, cuts):
+def test_decoding_in_pieces_matches_the_full_pass(segments, cuts):
     x = inputs()
     fn, params, state = layer(batch_size=2)
     found = []
@@ -122,14 +122,14 @@ def test_decoding_in_pieces_is_the_full_computation(segments, cuts):
 
 @pytest.mark.long
 @pytest.mark.parametrize("side", ["before", "after"])
-def test_places_without_a_token_change_nothing(side):
+def test_padding_changes_nothing(side):
     lengths, x = [2, 7], inputs()
     fn, params, state = layer(batch_size=2)
     place = np.arange(8)[None]
     starts = np.array([[0], [0]]) if side == "after" else 8 - np.array([[n] for n in lengths])
     index = place - starts
     valid = (index >= 0) & (index < np.array([[n] for n in lengths]))
-    index = np.where(valid, index, 0)  # an index of a place without a token means nothing
+    index = np.where(valid, index, 0)  # the index of padding has no meaning
     prompt = np.take_along_axis(x, np.clip(index, 0, SEQ - 1)[..., None], axis=1)
     prompt[~valid] = 100.0
     tokens = TokenInfo(index, index, None, valid)
@@ -143,7 +143,7 @@ def test_places_without_a_token_change_nothing(side):
         np.testing.assert_allclose(step[row, 0], wanted[length], rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_that_begins_again_forgets():
+def test_restarted_row_ignores_the_old_state():
     fn, params, state = layer(batch_size=2)
     _, used = call(fn, params, state, inputs(), span(0, SEQ))
     assert all(np.any(leaf) for leaf in jax.tree.leaves({**used, "segment": 1}))
@@ -153,7 +153,7 @@ def test_a_row_that_begins_again_forgets():
     )
 
 
-def test_bfloat16_computes_in_it_and_keeps_the_state_in_float32():
+def test_bfloat16_compute_keeps_the_state_in_float32():
     types = ax.DTypes(compute=jnp.bfloat16)
     y = full(inputs(), cfg=CONFIG.set(dtypes=types))
     assert y.dtype == jnp.bfloat16
@@ -179,7 +179,7 @@ def test_every_parameter_and_state_has_logical_axes():
         )
 
 
-def test_rates_and_steps_start_in_their_ranges():
+def test_initial_rates_and_steps_are_in_range():
     rates = np.exp(LogRates()(jax.random.key(0), (4000,), np.float32))
     assert rates.min() >= 1 and rates.max() <= 16 and abs(rates.mean() - 8.5) < 0.3
     steps = np.log1p(np.exp(np.asarray(StepBias()(jax.random.key(0), (4000,), np.float32), np.float64)))
@@ -192,7 +192,7 @@ def test_rates_and_steps_start_in_their_ranges():
     ("edit", "message"),
     [
         ({"head_dim": 5}, r"expand \* input_dim = 2 \* 6 is not a multiple of head_dim=5"),
-        ({"num_groups": 3}, r"4 heads .* do not divide over num_groups=3"),
+        ({"num_groups": 3}, r"head_dim = 4, is not a multiple of num_groups=3"),
         ({"chunk": 0}, "chunk must be at least 1, not 0"),
         ({"conv_width": 0}, "conv_width must be at least 1"),
     ],

@@ -1,4 +1,4 @@
-"""The layer against `transformers`, if it and torch are installed: same weights, outputs and gradients."""
+"""Outputs and gradients against `transformers` with the same weights. Skipped if it or torch is not installed."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from axcore.nn import TokenInfo
 from axcore_mamba2.mixer import Mamba2
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers", minversion="5.24")  # an earlier one normalizes over all groups together
+pytest.importorskip("transformers", minversion="5.24")  # earlier versions normalize over all groups together
 published = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
 
 DIM, STATE_DIM, HEAD_DIM, NUM_HEADS = 32, 16, 16, 4
@@ -36,7 +36,7 @@ def renamed(weights, num_groups):
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_outputs_and_gradients_are_those_of_transformers(num_groups):
+def test_outputs_and_gradients_match_transformers(num_groups):
     torch.manual_seed(0)
     theirs = published.Mamba2Mixer(
         published.Mamba2Config(

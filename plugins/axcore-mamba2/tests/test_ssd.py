@@ -46,21 +46,21 @@ def close(found, wanted, tolerance=2e-6):
 
 
 @pytest.mark.parametrize(("seq", "chunk"), [(1, 4), (11, 1), (11, 4), (12, 4), (5, 16)])
-def test_chunks_of_any_size_give_the_recurrence(seq, chunk):
+def test_any_chunk_size_matches_the_recurrence(seq, chunk):
     given = arguments(seq)
     close(run(*given, chunk=chunk), recurrence(*given))
 
 
-def test_documents_end_the_state():
+def test_state_resets_between_documents():
     given = arguments(12)
-    # The first row goes on with the state, and one document spans a whole chunk; the second begins anew at once.
+    # The first row continues the initial state, and its document 1 spans a whole chunk. The second starts a document.
     documents = np.array([[0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 3, 3], [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2]], np.int32)
     found = run(*given, documents, chunk=4)
     close(found, recurrence(*given, documents))
     close(found, run(*given, documents, chunk=12))
 
 
-def test_nothing_passes_between_documents_however_large():
+def test_large_values_do_not_leak_between_documents():
     x, dt, A, B, C, state = arguments(8)
     documents = np.repeat([[1, 2]], 4, axis=1).repeat(BATCH, axis=0).astype(np.int32)
     clean, _ = run(x, dt, A, B, C, state, documents, chunk=3)
@@ -71,10 +71,10 @@ def test_nothing_passes_between_documents_however_large():
 def test_decays_between_small_steps_are_exact_after_large_ones():
     given = list(arguments(128))
     given[1] = np.where(np.arange(128)[:, None] < 64, 10.0, 1e-3).astype(np.float32) * np.ones_like(given[1])
-    close(run(*given, chunk=128), recurrence(*given), 1e-6)  # by plain float32 sums it is wrong by 2e-4
+    close(run(*given, chunk=128), recurrence(*given), 1e-6)  # with plain float32 sums, the error is 2e-4
 
 
-def test_gradients_are_the_slopes_of_the_recurrence():
+def test_gradients_match_finite_differences():
     given, seq = arguments(11), 11
     documents = np.array([[0] * 7 + [1] * 4, [1] * 3 + [2] * 8], np.int32)
     random = np.random.default_rng(1)
@@ -94,7 +94,7 @@ def test_gradients_are_the_slopes_of_the_recurrence():
             low, high = (objective(recurrence, *end, documents) for end in ends)
             size = np.sqrt(np.square(np.asarray(grad)).sum())
             np.testing.assert_allclose((grad * way).sum(), (high - low) / 2e-6, rtol=0, atol=1e-5 * size)
-    assert seq % 4  # so that padding was part of it
+    assert seq % 4  # so the last chunk is padded
 
 
 def test_bfloat16_keeps_the_state_in_float32():
@@ -102,12 +102,12 @@ def test_bfloat16_keeps_the_state_in_float32():
     x, B, C = (jnp.asarray(each, jnp.bfloat16) for each in (x, B, C))
     y, after = run(x, dt, A, B, C, state, chunk=8)
     assert y.dtype == after.dtype == jnp.float32
-    # Each product rounds its factors once, by 2**-9 at most; a state in bfloat16 would be rounded for each chunk too.
+    # Each product rounds its factors once, by at most 2**-9. A bfloat16 state would also be rounded in each chunk.
     close((y, after), recurrence(x, dt, A, B, C, state), 2**-8)
     assert np.asarray(after != after.astype(jnp.bfloat16)).any()
 
 
-def test_the_work_is_linear_in_the_length():
+def test_flops_are_linear_in_seq():
     def flops(seq):
         shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arguments(seq)]
         return jax.jit(functools.partial(run, chunk=64)).lower(*shapes).cost_analysis()["flops"]

@@ -1,4 +1,4 @@
-"""Writes transformers.npz: what the mixtures of experts of `transformers` compute. Run it where it is installed:
+"""Writes transformers.npz: values and gradients of the mixtures of experts of `transformers`. Requires `transformers`.
 
 python tests/record_transformers.py
 """

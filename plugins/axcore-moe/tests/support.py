@@ -1,4 +1,4 @@
-"""A small mixture, run compiled on parameters that NumPy made, and its definition in NumPy float64."""
+"""A small mixture of experts with parameters from NumPy, and its reference in NumPy float64."""
 
 import functools
 
@@ -47,13 +47,13 @@ def call(cfg, params, x, state=None, *, training=False, seed=0):
 
 
 def to_first(params):
-    """These parameters with a router that has no preference: ties go to the first expert."""
+    """These parameters with a router that gives equal scores: ties go to the first experts."""
     router = params["router"]["linear"]
     return {**params, "router": {"linear": {**router, "weight": jnp.zeros_like(router["weight"])}}}
 
 
 def expected(params, x, top_k):
-    """The definition: for each token, the experts with the largest softmax, weighted by it."""
+    """The reference: for each token, the sum of the `top_k` most probable experts, weighted by their softmax."""
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     flat = np.asarray(x, np.float64).reshape(-1, DIM)
     out = np.zeros_like(flat)

@@ -1,4 +1,4 @@
-"""Losses that balance, what is reported, and the warning of starved experts."""
+"""Balance losses, summaries and the warning about starved experts."""
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ LOGITS = np.random.default_rng(0).normal(size=(15, 4)).astype(np.float32)
 
 @pytest.mark.parametrize("scope", ["sequence", "batch", "global"])
 @pytest.mark.parametrize("per_choice", [False, True])
-def test_the_balance_loss_over_its_scope(scope, per_choice):
+def test_balance_loss_matches_its_formula_for_every_scope(scope, per_choice):
     probs = np.exp(LOGITS.astype(np.float64))
     probs = (probs / probs.sum(axis=-1, keepdims=True)).reshape(3, 5, 4)
     chosen = (np.argsort(-probs, axis=-1)[..., :2, None] == np.arange(4)).sum(axis=2)
@@ -43,12 +43,12 @@ def test_the_balance_loss_over_its_scope(scope, per_choice):
     assert found.count == (3 if scope == "sequence" else 1)
 
 
-def test_the_z_loss_is_the_mean_squared_log_partition():
+def test_z_loss_is_the_mean_squared_log_partition():
     expected = np.square(np.log(np.exp(LOGITS.astype(np.float64)).sum(axis=-1))).mean()
     np.testing.assert_allclose(z_loss(routing_of(LOGITS), 0.5).mean(), 0.5 * expected, rtol=1e-5)
 
 
-def test_losses_join_the_objective_of_training_alone():
+def test_losses_are_added_only_in_training():
     fn, params, state = abstract(ax.pipe(tiny_model(), ax.use("moe", num_experts=4, balance=0.5, z_loss=0.1)))
 
     def names(training):
@@ -62,7 +62,7 @@ def test_losses_join_the_objective_of_training_alone():
     assert names(False) == {"z_loss"}
 
 
-def test_an_expert_that_starves_is_counted_and_the_run_warns_once(capsys):
+def test_starved_experts_are_counted_and_reported_once(capsys):
     cfg = mixture(router=TopK.Config(top_k=1), starving_steps=2)
     params, state, found = to_first(parameters(cfg)), None, []
     for _ in range(3):
@@ -77,7 +77,7 @@ def test_an_expert_that_starves_is_counted_and_the_run_warns_once(capsys):
 
 
 def test_microbatches_give_the_losses_of_the_whole_batch():
-    """With scope "row", the balance loss is a sum over rows. The z-loss is a sum over tokens."""
+    """With scope "sequence", the balance loss is a sum over rows. The z-loss is a sum over tokens."""
     model = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, balance=0.5, balance_scope="sequence", z_loss=0.1))
     metrics = []
     for microbatches in (1, 2):

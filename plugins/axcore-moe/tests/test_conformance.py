@@ -1,4 +1,4 @@
-"""axcore-moe passes the suite of features."""
+"""axcore-moe passes `FeatureSuite`."""
 
 import pytest
 

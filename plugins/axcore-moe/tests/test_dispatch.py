@@ -1,4 +1,4 @@
-"""Every dispatch against the definition in NumPy float64."""
+"""Every dispatch against the reference in NumPy float64."""
 
 import sys
 
@@ -32,7 +32,7 @@ DISPATCHES = {
 @pytest.mark.parametrize("dispatch", DISPATCHES.values(), ids=DISPATCHES)
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 2**16), even=st.booleans())
-def test_it_computes_the_definition(dispatch, shape, seed, even):
+def test_output_matches_the_reference(dispatch, shape, seed, even):
     count, experts, top_k = shape
     cfg = mixture(experts, router=TopK.Config(top_k=top_k), dispatch=dispatch)
     params, x = parameters(cfg, seed), tokens(count, seed=seed)
@@ -41,7 +41,7 @@ def test_it_computes_the_definition(dispatch, shape, seed, even):
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES.values(), ids=DISPATCHES)
-def test_its_gradient_is_that_of_the_definition(dispatch):
+def test_gradient_matches_the_reference(dispatch):
     cfg = mixture(dispatch=dispatch)
     params, x = parameters(cfg), tokens(7)
     objective = jax.jit(
@@ -68,14 +68,16 @@ def test_pairs_over_capacity_are_dropped_and_counted():
     params, x = to_first(parameters(cfg)), tokens(8)
     out, collections, _ = call(cfg, params, x, training=True)
     np.testing.assert_allclose(out[:, :2], expected(params, x, 1)[:, :2], rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(out[:, 2:], 0)  # 8 choices of one expert, which has 2 places
+    np.testing.assert_array_equal(out[:, 2:], 0)  # 8 tokens choose one expert, which has a capacity of 2
     assert collections.scalars()["dropped"] == pytest.approx(0.75)
 
 
-def test_second_choices_are_dropped_before_first_ones():
+def test_second_choices_are_dropped_before_first_choices():
     cfg = mixture(2, router=TopK.Config(top_k=2, normalize=False), dispatch=Capacity(factor=0.5))
     params, x = parameters(cfg), tokens(2)
-    params["router"]["linear"]["weight"] = np.linalg.pinv(x[0])  # each token likes another expert, by 1
+    params["router"]["linear"]["weight"] = np.linalg.pinv(
+        x[0]
+    )  # each token prefers a different expert, with a logit of 1
     likes = np.eye(2)
     first = np.exp(likes.max(axis=1)) / np.exp(likes).sum(axis=1)
     out = call(cfg, params, x)[0]
@@ -88,19 +90,19 @@ def test_adapters_without_group_support_are_rejected():
         shapes(cfg)
 
 
-def test_experts_without_a_width_are_refused():
+def test_experts_without_hidden_dim_are_rejected():
     with pytest.raises(ax.ConfigError, match=r"block\.hidden_dim is REQUIRED\. Set it to the hidden features"):
         shapes(ax.select(mixture(), "experts.block").set(hidden_dim=ax.REQUIRED))
 
 
-def test_each_expert_starts_as_a_block_of_its_own_would():
+def test_expert_init_uses_the_fan_in_of_one_expert():
     up = jax.jit(initializer(mixture(64)))(jax.random.key(0))[0]["experts"]["up"]["weight"]
     assert up.shape == (64, DIM, HIDDEN)
     np.testing.assert_allclose(np.std(up), DIM**-0.5, rtol=0.1)  # the fan-in is DIM, not 64 * DIM
     assert not np.allclose(up[0], up[1])
 
 
-def test_a_missing_grouped_product_is_reported(monkeypatch):
+def test_missing_tokamax_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     cfg = mixture(dispatch=Dropless(matmul=Tokamax()))
     with pytest.raises(ax.ConfigError, match=r"Tokamax requires the package tokamax \(pip install tokamax\)"):

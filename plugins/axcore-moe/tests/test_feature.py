@@ -1,4 +1,4 @@
-"""The feature: what it makes of a config, decoding, state in scanned stacks, a mesh with an axis of experts, a run."""
+"""The feature `moe`: config edits, decoding, state in scanned stacks, a mesh with an expert axis and training."""
 
 import json
 
@@ -24,7 +24,7 @@ from axcore_moe.starvation import StarvationWarning
 pytestmark = pytest.mark.long
 
 
-def test_every_nth_block_becomes_a_mixture_of_such_blocks():
+def test_every_nth_block_becomes_a_mixture():
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=5)
     plain = ax.select(cfg, "**.ffn").set(activation=jax.nn.gelu, gate=None)
     found = ax.pipe(plain, ax.use("moe", num_experts=4, every=2, hidden_dim=7))
@@ -33,12 +33,12 @@ def test_every_nth_block_becomes_a_mixture_of_such_blocks():
     assert blocks[1].experts.block == FeedForward.Config(hidden_dim=7, activation=jax.nn.gelu, gate=None)
 
 
-def test_all_blocks_of_a_stack_stay_one_scan():
+def test_moe_in_every_layer_keeps_one_scan():
     found = ax.pipe(tiny_model(), ax.use("moe", num_experts=4))
     assert isinstance(found.decoder, Repeat.Config) and found.decoder.num_layers == 2
 
 
-def test_a_balance_loss_is_there_where_nothing_else_balances():
+def test_default_weight_of_the_balance_loss():
     def balance(**options):
         cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, **options))
         (mixture,) = (node for _, node in ax.select(cfg, MoE))
@@ -50,7 +50,7 @@ def test_a_balance_loss_is_there_where_nothing_else_balances():
 
 
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity", "dense"])
-def test_it_decodes_as_it_computes_in_full(dispatch):
+def test_decoding_matches_the_full_pass(dispatch):
     cfg = ax.pipe(
         tiny_model(),
         ax.use("rope"),
@@ -85,9 +85,9 @@ def test_a_scanned_stack_writes_the_state_of_each_layer():
     assert bias.shape == (2, 4) and np.abs(bias).max() == 0.5 and not np.array_equal(bias[0], bias[1])
 
 
-@pytest.mark.slow  # a process of its own, that compiles for eight devices
+@pytest.mark.slow  # starts a process that compiles for eight devices
 @pytest.mark.parametrize("dispatch", ["dropless", "exchange", "capacity"])
-def test_experts_spread_over_devices_compute_the_same(dispatch):
+def test_eight_devices_match_one(dispatch):
     cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, dispatch=dispatch))
     batch = jax.tree.map(np.asarray, tiny_batch(rows=8))
     rules = {"batch": ("data", "expert"), "expert": "expert"}
@@ -103,7 +103,7 @@ def test_experts_spread_over_devices_compute_the_same(dispatch):
         np.testing.assert_allclose(eight["updates"][path], update, rtol=1e-3, atol=atol, err_msg=path)
 
 
-def test_a_run_learns_and_warns_of_an_expert_that_starves(tmp_path, capsys):
+def test_run_learns_and_warns_about_starved_experts(tmp_path, capsys):
     (tmp_path / "corpus").mkdir()
     for number in range(40):
         (tmp_path / "corpus" / f"{number}.txt").write_text("banana orange kiwi " * (10 + number))
@@ -116,7 +116,7 @@ def test_a_run_learns_and_warns_of_an_expert_that_starves(tmp_path, capsys):
     )
     cfg = ax.pipe(cfg, ax.use("moe", num_experts=4, bias_rate=0.001))
     assert cfg.callbacks["starvation"] == StarvationWarning.Config()
-    # So high a threshold calls the idlest expert of any step starved.
+    # With this threshold, every expert starves in every step.
     cfg = ax.select(cfg, MoE).set(starving_load=3.9, starving_steps=3)
     ax.fit(cfg, out=tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

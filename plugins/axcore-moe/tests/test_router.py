@@ -1,4 +1,4 @@
-"""Which experts compute which tokens, against NumPy; jitter; the bias that balances; a shared block."""
+"""Routing against NumPy, jitter, the selection bias and the shared block."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from .support import DIM, HIDDEN, call, expected, mixture, parameters, shapes, t
 
 
 @pytest.mark.parametrize(("count", "each"), [(6, 3), (1, 1)])
-def test_experts_choose_as_many_tokens_each(count, each):
+def test_experts_choose_equal_numbers_of_tokens(count, each):
     cfg = ExpertChoice.Config(input_dim=DIM, num_experts=4, capacity_factor=2.0)
     fn, params = shapes(cfg)[0], parameters(cfg)
     routing = jax.jit(lambda x: fn(params, {}, x)[0][0])(tokens(count)[0])
@@ -23,7 +23,7 @@ def test_experts_choose_as_many_tokens_each(count, each):
         assert set(own) == set(np.argsort(-probs[:, expert])[:each])
 
 
-def test_the_bias_moves_against_the_load_while_training_alone():
+def test_bias_moves_against_the_load_only_in_training():
     cfg = mixture(router=TopK.Config(top_k=1, score="sigmoid", bias_rate=0.25))
     params, x = parameters(cfg), tokens(8)
     np.testing.assert_array_equal(call(cfg, params, x)[2]["router"]["bias"], 0)
@@ -32,7 +32,7 @@ def test_the_bias_moves_against_the_load_while_training_alone():
     np.testing.assert_allclose(moved, 0.25 * np.sign(load.mean() - load))
 
 
-def test_the_bias_chooses_and_does_not_weigh():
+def test_bias_affects_the_choice_but_not_the_weights():
     cfg = mixture(router=TopK.Config(top_k=1, score="sigmoid", normalize=False, bias_rate=0.25))
     params, x = parameters(cfg), tokens(8)
     third = {"router": {"bias": np.asarray([0.0, 0.0, 9.0, 0.0], np.float32)}, "starved": np.zeros(4, np.int32)}
@@ -43,7 +43,7 @@ def test_the_bias_chooses_and_does_not_weigh():
     np.testing.assert_allclose(out, by_third / (1 + np.exp(-logits[None, :, 2:3])), rtol=1e-4, atol=1e-6)
 
 
-def test_the_bias_evens_out_a_load_that_no_loss_balances():
+def test_bias_balances_the_load_without_a_loss():
     cfg = mixture(router=TopK.Config(top_k=1, bias_rate=0.01, score="sigmoid"))
     params, x = parameters(cfg, scale=0.5), np.abs(tokens(64))
     params["router"]["linear"]["weight"][:, 0] += 1.0
@@ -53,7 +53,7 @@ def test_the_bias_evens_out_a_load_that_no_loss_balances():
     assert first.scalars()["max_load"] > 2.5 and last.scalars()["max_load"] < 1.5
 
 
-def test_jitter_moves_the_router_while_training_alone():
+def test_jitter_applies_only_in_training():
     cfg = mixture(router=TopK.Config(jitter=0.5))
     params, x = parameters(cfg), tokens(9)
     plain = call(cfg, params, x)[0]
@@ -62,7 +62,7 @@ def test_jitter_moves_the_router_while_training_alone():
     np.testing.assert_array_equal(call(cfg, params, x, seed=1)[0], plain)
 
 
-def test_the_router_computes_in_float32_whatever_the_experts_do():
+def test_router_computes_in_float32():
     cfg = mixture().set(dtypes=ax.DTypes(compute="bfloat16"))
     params, x = parameters(cfg), tokens(64)
     chosen = np.sort(np.argsort(-(x[0] @ params["router"]["linear"]["weight"]), axis=-1)[:, :2])
@@ -73,7 +73,7 @@ def test_the_router_computes_in_float32_whatever_the_experts_do():
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_shared_block_computes_every_token_and_may_be_gated(gated):
+def test_shared_block_processes_every_token(gated):
     shared = FeedForward.Config(hidden_dim=HIDDEN)
     cfg = mixture(shared=shared, shared_gate=Linear.Config() if gated else None)
     params, x = parameters(cfg), tokens(5)

@@ -1,4 +1,4 @@
-"""Mixtures of experts against what `transformers` computed (see record_transformers.py)."""
+"""Mixtures of experts against recorded values of `transformers` (see record_transformers.py)."""
 
 import pathlib
 
@@ -35,7 +35,7 @@ def of_fused(given):
 
 
 def of_interleaved(given):
-    """The same of gpt-oss, whose gate and up take turns and whose matrices are [input, output]."""
+    """Like `of_fused` for gpt-oss, which interleaves gate and up and stores matrices as [input, output]."""
     fused, bias = given["experts.gate_up_proj"], given["experts.gate_up_proj_bias"]
     return {
         "gate": {"weight": fused[..., ::2], "bias": bias[..., ::2]},
@@ -98,12 +98,12 @@ def routing(logits):
     return Routing.of_choices(chosen, weight, probs, logits)
 
 
-def test_the_load_balance_loss_of_a_layer_is_transformers_own():
+def test_load_balance_loss_matches_transformers():
     loss = LoadBalance(weight=1.0)(routing(jnp.asarray(RECORDED["loss.logits"][0])), rows=2).mean()
     np.testing.assert_allclose(loss, RECORDED["loss.one_layer"], rtol=1e-5)
 
 
-def test_for_several_layers_transformers_averages_before_it_multiplies():
+def test_load_balance_loss_of_pooled_layers_matches_transformers():
     both = jnp.asarray(RECORDED["loss.logits"]).reshape(-1, EXPERTS)  # as if the tokens were those of one layer
     loss = LoadBalance(weight=1.0)(routing(both), rows=4).mean()
     np.testing.assert_allclose(loss, RECORDED["loss.two_layers"], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""A mixture initialized from a dense model computes the same."""
+"""A mixture initialized from a dense model computes the same function."""
 
 import dataclasses
 
@@ -50,13 +50,13 @@ def started(folder, cfg, **fields):
 
 @pytest.mark.long
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_it_computes_what_the_dense_model_did(dense, every):
+def test_upcycled_model_matches_the_dense_model(dense, every):
     cfg = ax.pipe(base(), ax.use("moe", num_experts=3, every=every))
     np.testing.assert_allclose(computed(cfg, *started(dense[0], cfg)), dense[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
-def test_noise_tells_the_experts_apart(dense):
+def test_noise_makes_the_experts_differ(dense):
     cfg = ax.pipe(base(), ax.use("moe", num_experts=3))
     plain, noisy = (started(dense[0], cfg, noise=noise)[0]["decoder"]["layers"]["ffn"]["experts"] for noise in (0, 0.1))
     for name, leaf in plain.items():
@@ -75,7 +75,7 @@ def test_copies_are_sharded_like_the_experts():
     np.testing.assert_array_equal(made["ffn.experts.up.weight"], np.repeat(block[:, None], 3, axis=1))
 
 
-def test_the_source_is_asked_for_what_lies_as_the_experts_but_for_their_axis():
+def test_source_loads_with_the_sharding_of_the_experts():
     asked = {}
 
     class Asked(FromRun):
@@ -114,13 +114,13 @@ def test_mixtures_that_differ_from_their_block_are_rejected(options, message, de
         started(dense[0], ax.pipe(base(), ax.use("moe", num_experts=3, **options)))
 
 
-def test_a_model_without_mixtures_and_bad_noise_are_refused(dense):
+def test_models_without_mixtures_and_negative_noise_are_rejected(dense):
     with pytest.raises(ax.ConfigError, match="nothing in the config matches MoE"):
         started(dense[0], base())
     with pytest.raises(ax.ConfigError, match=r"noise must be at least 0, not -1\.0"):
         started(dense[0], ax.pipe(base(), ax.use("moe", num_experts=3)), noise=-1.0)
 
 
-def test_a_dense_model_of_another_width_is_refused(dense):
+def test_dense_model_of_another_width_is_rejected(dense):
     with pytest.raises(ax.AxcoreError, match=r"ffn\.up\.weight: the model in model has \(16, 24\), expected \(16, 7\)"):
         started(dense[0], ax.pipe(base(), ax.use("moe", num_experts=3, hidden_dim=7)))

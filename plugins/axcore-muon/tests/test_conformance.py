@@ -1,4 +1,4 @@
-"""axcore-muon passes the suite of plugins, and `use` puts it into a learner."""
+"""axcore-muon passes `OfferSuite`, and `use` puts Muon into a learner."""
 
 import pytest
 
@@ -25,13 +25,13 @@ class TestFeature(OfferSuite):
         return ax.use("muon", rms=None)(Learner.Config())
 
 
-def test_the_optimizer_that_was_there_keeps_the_other_parameters():
+def test_previous_optimizer_keeps_the_other_parameters():
     before = Learner.Config(optimizer=AdamW.Config(b2=0.99))
     after = ax.use("muon", momentum=0.9)(before)
     assert after == before.set(optimizer=Muon.Config(momentum=0.9, others=AdamW.Config(b2=0.99)))
 
 
-def test_options_come_from_text_too():
+def test_options_from_text():
     after = use_text("muon:rms=None,dtype=float32,steps=3,coefficients=(2,-1.5,0.5)")(Learner.Config())
     assert after.optimizer == Muon.Config(rms=None, dtype="float32", steps=3, coefficients=(2, -1.5, 0.5))
     after = ax.override(after, ["optimizer.dtype=float16", "optimizer.others.b1=0.8"])
@@ -43,7 +43,7 @@ def test_a_typo_is_named():
         ax.use("muon", momentun=0.9)(Learner.Config())
 
 
-def test_a_second_use_is_refused():
+def test_second_use_is_rejected():
     with pytest.raises(ax.ConfigError, match="already Muon"):
         ax.pipe(Learner.Config(), ax.use("muon"), ax.use("muon"))
 

@@ -1,4 +1,4 @@
-"""A step on eight devices, the momentum sharded as its parameter, is a step on one."""
+"""A step on eight devices matches a step on one, with the momentum sharded like its parameter."""
 
 import json
 import os
@@ -21,21 +21,21 @@ def results():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_updates_and_state_are_those_of_one_device(results):
+def test_updates_and_state_match_one_device(results):
     (one, updates), (many, found) = results["one"], results["data=2, fsdp=4"]
     assert one.keys() == many.keys()
     for path, held in one.items():
         atol = 2e-6 * np.abs(held["values"]).max()
         np.testing.assert_allclose(many[path]["values"], held["values"], rtol=0, atol=atol, err_msg=path)
     for path, update in updates.items():
-        if "norm" in path:  # near one, where a difference is rounded; AdamW's besides
+        if "norm" in path:  # values near one round small differences, and AdamW trains them
             continue
         # Rounding of a gradient is amplified by the iteration where the matrix has small singular values.
         atol = 2e-5 * np.abs(update).max()
         np.testing.assert_allclose(found[path], update, rtol=0, atol=atol, err_msg=path)
 
 
-def test_every_momentum_is_divided_as_its_parameter(results):
+def test_momentum_is_sharded_like_its_parameter(results):
     many, _ = results["data=2, fsdp=4"]
     momenta = {path.partition(".trace.")[2]: path for path in many if ".trace." in path}
     assert len(momenta) == 7  # four matrices of attention, three of the feed-forward block

@@ -40,7 +40,7 @@ def random_tree(seed):
 
 
 def newton_schulz(g, steps=5, eps=1e-7):
-    """The function of this name of the publication, in float64."""
+    """The published function of this name, in float64."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = g / (np.linalg.norm(g) + eps)
     if g.shape[0] > g.shape[1]:
@@ -76,7 +76,7 @@ def each_matrix(tree):
 @pytest.mark.parametrize(
     "options", [{"rms": 0.2}, {"rms": None, "momentum": 0.8, "weight_decay": 0.3}, {"rms": 1.0, "nesterov": False}]
 )
-def test_several_updates_equal_the_publication_for_each_matrix_of_a_stack(options):
+def test_updates_match_the_published_algorithm(options):
     learned = Muon.Config(**options, dtype=None).build().transformation(AXES)
     params = random_tree(0)
     state, update = learned.init(params), jax.jit(learned.update)
@@ -91,7 +91,7 @@ def test_several_updates_equal_the_publication_for_each_matrix_of_a_stack(option
 
 
 @pytest.mark.long
-def test_the_other_optimizer_moves_the_rest_as_it_would_alone():
+def test_others_are_updated_as_without_muon():
     others = AdamW.Config(b2=0.9, weight_decay=0.5)
     both = Muon.Config(others=others, weight_decay=0.0).build().transformation(AXES)
     alone = others.build().transformation(AXES)
@@ -105,7 +105,7 @@ def test_the_other_optimizer_moves_the_rest_as_it_would_alone():
     assert same == jax.tree.map(lambda is_matrix: not is_matrix, MATRICES)
 
 
-def test_updates_have_the_root_mean_square_of_adamws():
+def test_updates_have_about_the_root_mean_square_of_adamw():
     learned = Muon.Config(weight_decay=0.0).build().transformation({"weight": ("embed", "mlp")})
     params = {"weight": np.random.default_rng(0).normal(size=(96, 32)).astype(np.float32)}
     updates, _ = learned.update(params, learned.init(params), params)
@@ -120,7 +120,7 @@ def test_a_zero_gradient_gives_a_zero_update():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
 
 
-def test_the_state_is_one_momentum_for_a_matrix_and_adamws_for_the_rest():
+def test_state_is_momentum_for_matrices_and_adamw_for_others():
     learned = Muon.Config().build().transformation(AXES)
     found = sorted(leaf.shape for leaf in jax.tree.leaves(learned.init(random_tree(0))))
     momenta, moments = [(4, 6), (3, 6, 4), (2, 3, 4, 5), (4, 2, 3)], [(3, 4), (7, 4), (6,)]
@@ -129,7 +129,7 @@ def test_the_state_is_one_momentum_for_a_matrix_and_adamws_for_the_rest():
 
 @pytest.mark.long
 @pytest.mark.parametrize("held", [np.float32, jnp.bfloat16])
-def test_by_default_the_iteration_runs_in_bfloat16_and_updates_keep_the_gradients_dtype(held):
+def test_iteration_runs_in_bfloat16_by_default(held):
     params, grads = (jax.tree.map(lambda leaf: leaf.astype(held), random_tree(seed)) for seed in (0, 1))
     learned = Muon.Config(weight_decay=0.0).build().transformation(AXES)
     updates, _ = jax.jit(learned.update)(grads, learned.init(params), params)
@@ -140,7 +140,7 @@ def test_by_default_the_iteration_runs_in_bfloat16_and_updates_keep_the_gradient
     assert 1e-4 < error < 0.05
 
 
-def test_which_parameters_are_hidden_matrices():
+def test_hidden_matrices():
     found = jax.tree_util.tree_map_with_path(
         lambda path, axes: hidden_matrices(str(path), axes), AXES, is_leaf=IS_TUPLE
     )
@@ -150,7 +150,7 @@ def test_which_parameters_are_hidden_matrices():
     assert not hidden_matrices("router", ("layer", "embed", "expert"))
 
 
-def test_in_a_real_model_exactly_the_projections_are_orthogonalized():
+def test_model_projections_are_orthogonalized():
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=2, query=Linear.Config(use_bias=True)),
         ffn=FeedForward.Config(hidden_dim=8),
@@ -176,7 +176,7 @@ def test_selecting_a_parameter_that_is_not_a_matrix_names_it():
         Muon.Config(orthogonalizes=lambda path, axes: "norm" in path).build().transformation(AXES)
 
 
-def test_where_nothing_is_chosen_the_other_optimizer_trains_everything():
+def test_others_train_everything_if_no_matrix_is_selected():
     params, grads = {"bias": jnp.ones((4,))}, {"bias": jnp.arange(4.0)}
     found, wanted = (
         optimizer.build().transformation({"bias": ("mlp",)}) for optimizer in (Muon.Config(), Muon.Config().others)

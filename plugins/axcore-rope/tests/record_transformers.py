@@ -1,4 +1,4 @@
-"""Writes transformers.npz: what `transformers` computes for each kind of RoPE, and ALiBi. Run it where it is installed:
+"""Writes transformers.npz: the values of `transformers` for each kind of RoPE and for ALiBi. Requires `transformers`.
 
 python tests/record_transformers.py
 """

@@ -1,4 +1,4 @@
-"""axcore-rope passes the suite of features."""
+"""axcore-rope passes `FeatureSuite`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The rates of each scaling by its published formula, pair by pair in float64."""
+"""The rates of each scaling against its published formula, pair by pair in float64."""
 
 import math
 
@@ -23,7 +23,7 @@ def dynamic(rate, pair, length):
 
 
 def yarn(rate, pair, length):
-    """Linear between the pairs that turn 8 times and once in a row of the training, rounded outwards."""
+    """Interpolates between the pairs that rotate 8 times and once in a training row, rounded outwards."""
 
     def pair_of(times):  # solves ORIGINAL * rate / (2 pi) = times
         return DIM / 2 * math.log(ORIGINAL / (2 * math.pi * times), THETA)
@@ -35,7 +35,7 @@ def yarn(rate, pair, length):
 
 
 def yarn_exact(rate, pair, length):
-    """The same without rounding; linear in the pair, so in the logarithm of its wavelength."""
+    """Like `yarn` without rounding. Linear in the pair, and therefore in the logarithm of its wavelength."""
     longest, shortest = math.log(ORIGINAL / 1), math.log(ORIGINAL / 8)
     wavelength = math.log(2 * math.pi / rate)
     kept = min(max((longest - wavelength) / (longest - shortest), 0), 1)
@@ -71,7 +71,7 @@ CASES = [
 
 @pytest.mark.parametrize("length", [ORIGINAL, ORIGINAL + 1, 5000])
 @pytest.mark.parametrize(("scaling", "formula"), CASES, ids=lambda each: getattr(each, "__name__", ""))
-def test_each_pair_turns_as_published(scaling, formula, length):
+def test_rates_match_the_published_formula(scaling, formula, length):
     found = jax.jit(lambda length: jnp.asarray(scaling.rates(THETA, DIM, length)))(length)
     expected = [formula(rate, pair, length) for pair, rate in enumerate(RATES)]
     np.testing.assert_allclose(found, expected, rtol=3e-6)
@@ -91,5 +91,5 @@ def test_each_pair_turns_as_published(scaling, formula, length):
         (LongRoPE(short=(), long=(), original_max=4096, factor=32.0, attention=1.25), 1.25),
     ],
 )
-def test_the_factor_of_what_is_rotated(scaling, factor):
+def test_attention_factor(scaling, factor):
     assert scaling.attention_factor == pytest.approx(factor, rel=1e-12)

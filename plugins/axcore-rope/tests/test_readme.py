@@ -1,4 +1,4 @@
-"""The code of the README runs unchanged, and its models can be built."""
+"""The README's code runs unchanged, and its models can be built."""
 
 import pathlib
 import re
@@ -10,10 +10,10 @@ from axcore.plugin import Feature, registry
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
-def test_every_block_runs_and_every_model_is_built():
+def test_readme_code_runs():
     names = {"__name__": "readme"}
     for block in re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL):
-        exec(block, names)  # the page's own text
+        exec(block, names)  # text of this repository
     assert names["long"] == names["same"]
     for name in ("rope", "long", "nope", "gemma", "mine"):
         abstract(names[name].model)
@@ -21,6 +21,6 @@ def test_every_block_runs_and_every_model_is_built():
     assert [each is None for each in positions[:8]] == [False, False, False, True] * 2
 
 
-def test_the_features_it_lists_are_those_offered():
+def test_readme_lists_every_feature():
     offered = {offer.name for plugin, offer in registry().offers(Feature) if plugin.id == "rope"}
     assert set(re.findall(r"^\| `([\w-]+)` \| `(?:position|bias)`", README, re.MULTILINE)) == offered

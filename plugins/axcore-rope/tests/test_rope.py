@@ -20,7 +20,7 @@ def features(seed, count, seq=SEQ, dtype=np.float32):
 
 
 def turned(x, positions, theta=10_000.0):
-    """x as complex numbers (feature i + feature i + d/2 times the imaginary unit), each times exp(i m theta_i)."""
+    """Pairs features i and i + d / 2 as complex numbers and multiplies each by exp(1j * position * rate)."""
     x, half = x.astype(np.float64), x.shape[-1] // 2
     numbers = x[..., :half] + 1j * x[..., half:]
     rates = np.array([theta ** (-2 * pair / x.shape[-1]) for pair in range(half)])
@@ -34,7 +34,7 @@ def rotate(q, k, query_positions, key_positions, **options):
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 2.0])
-def test_each_pair_turns_by_its_rate_times_the_position(theta):
+def test_matches_complex_multiplication(theta):
     q, k = features(0, HEADS), features(1, KV_HEADS)
     positions = np.arange(SEQ)[None]
     new_q, new_k = rotate(q, k, positions, positions, theta=theta)
@@ -42,25 +42,25 @@ def test_each_pair_turns_by_its_rate_times_the_position(theta):
     np.testing.assert_allclose(new_k, turned(k, positions, theta), rtol=1e-5, atol=1e-5)
 
 
-def test_the_default_theta_is_the_papers():
+def test_default_theta():
     assert Rotary.Config().theta == 10_000.0
 
 
-def test_packed_rows_turn_by_the_place_in_the_document():
+def test_packed_rows_use_positions_within_documents():
     q, k = features(0, HEADS), features(1, KV_HEADS)
     new_q, new_k = rotate(q, k, POSITIONS, POSITIONS)
     np.testing.assert_allclose(new_q, turned(q, POSITIONS), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(new_k, turned(k, POSITIONS), rtol=1e-5, atol=1e-5)
 
 
-def test_queries_and_keys_have_positions_of_their_own():
+def test_queries_and_keys_have_separate_positions():
     q, k = features(0, HEADS, seq=1), features(1, KV_HEADS)
     new_q, new_k = rotate(q, k, np.full((1, 1), 7), np.arange(SEQ)[None])
     np.testing.assert_allclose(new_q, turned(q, np.full((1, 1), 7)), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(new_k, turned(k, np.arange(SEQ)[None]), rtol=1e-5, atol=1e-5)
 
 
-def test_position_zero_turns_nothing_and_lengths_stay():
+def test_position_zero_is_the_identity_and_norms_are_kept():
     q, k = features(0, HEADS), features(1, KV_HEADS)
     zeros = np.zeros((1, SEQ), np.int32)
     np.testing.assert_array_equal(rotate(q, k, zeros, zeros)[0], q)
@@ -69,7 +69,7 @@ def test_position_zero_turns_nothing_and_lengths_stay():
 
 
 @pytest.mark.parametrize("shift", [1, 100, 4000])
-def test_scores_depend_on_the_distance_only(shift):
+def test_scores_depend_only_on_the_distance(shift):
     q, k = features(0, 1), features(1, 1)
     positions = np.arange(SEQ)[None]
 
@@ -82,13 +82,13 @@ def test_scores_depend_on_the_distance_only(shift):
     assert np.abs(scores(0) - np.einsum("bsnd,btnd->bst", q, k)).max() > 0.1
 
 
-def test_far_positions_are_as_exact_as_float32_angles_allow():
+def test_far_positions_have_float32_angle_precision():
     q, k = features(0, HEADS, seq=1), features(1, KV_HEADS, seq=1)
     far = np.full((1, 1), 100_000)
     np.testing.assert_allclose(rotate(q, k, far, far)[0], turned(q, far), atol=100_000 * 2.0**-22)
 
 
-def test_low_precision_input_is_turned_in_float32_and_rounded_once():
+def test_bfloat16_input_is_rotated_in_float32():
     q, k = features(0, HEADS, dtype=jnp.bfloat16), features(1, KV_HEADS, dtype=jnp.bfloat16)
     positions = np.arange(1000, 1000 + SEQ)[None]  # bfloat16 could not tell these apart
     new_q, new_k = rotate(q, k, positions, positions)
@@ -98,7 +98,7 @@ def test_low_precision_input_is_turned_in_float32_and_rounded_once():
 
 
 @pytest.mark.parametrize("head_dim", [1, 5])
-def test_an_odd_head_dim_is_a_config_error(head_dim):
+def test_odd_head_dim_raises(head_dim):
     with pytest.raises(ax.ConfigError, match=rf"head_dim must be even, not {head_dim}"):
         Rotary.Config(head_dim=head_dim).build(rngs=ax.Rngs(0))
 
@@ -116,7 +116,7 @@ def model(num_heads=2, dim=8):
     return CausalLM.Config(vocab_size=7, dim=dim, decoder=Repeat.Config(num_layers=2, layers=layer))
 
 
-def test_the_feature_fills_the_position_slot_of_every_attention():
+def test_feature_fills_the_position_slot_of_every_attention():
     cfg = use_rope(model(), theta=500.0)
     assert cfg.decoder.layers.attention.position == Rotary.Config(theta=500.0)
     assert model().decoder.layers.attention.position is None
@@ -125,12 +125,12 @@ def test_the_feature_fills_the_position_slot_of_every_attention():
         use_rope(model(), where="no.such.path")
 
 
-def test_an_odd_head_dim_of_a_model_names_the_path():
+def test_odd_head_dim_error_names_the_path():
     with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.attention\.position: RoPE .*even, not 3"):
         abstract(use_rope(model(num_heads=2, dim=6)))
 
 
-def test_attention_with_rope_is_attention_over_turned_queries_and_keys():
+def test_attention_rotates_queries_and_keys():
     cfg = Attention.Config(input_dim=8, num_heads=2, num_kv_heads=1, position=Rotary.Config())
     fn, shapes, _ = abstract(cfg)
     assert "position" not in shapes  # no parameters

@@ -1,4 +1,4 @@
-"""Layouts, partial rotation, scalings and the features beside RoPE: formulae in float64, and bad input."""
+"""Layouts, partial rotation, scalings, ALiBi and learned positions: formulas in float64 and invalid input."""
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,13 @@ def rotated(x, **fields):
 
 
 def turned_pairs(x, rates, factor=1.0):
-    """Features 2 i and 2 i + 1 as a complex number, turned, in float64."""
+    """Rotates features 2 i and 2 i + 1 as one complex number, in float64."""
     numbers = x[..., ::2].astype(np.float64) + 1j * x[..., 1::2]
     numbers = factor * numbers * np.exp(1j * POSITIONS[:, :, None, None] * rates)
     return np.stack([numbers.real, numbers.imag], axis=-1).reshape(x.shape)
 
 
-def test_interleaved_pairs_are_neighbours():
+def test_interleaved_layout_pairs_adjacent_features():
     x, rates = features(), 100.0 ** (-np.arange(4) / 4)
     np.testing.assert_allclose(rotated(x, theta=100.0, layout="interleaved"), turned_pairs(x, rates), atol=1e-5)
 
@@ -50,7 +50,7 @@ def test_the_layouts_differ_by_a_permutation_of_features():
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_a_part_of_the_features_is_rotated_as_if_it_were_all(layout):
+def test_rotary_dim_rotates_only_the_leading_features(layout):
     x = features()
     out = rotated(x, rotary_dim=4, layout=layout)
     np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
@@ -68,13 +68,13 @@ class Halved(Scaling):
         return 3.0
 
 
-def test_a_custom_scaling_is_a_subclass():
+def test_custom_scaling():
     x, rates = features(), 0.5 * 10_000.0 ** (-np.arange(4) / 4)
     found = rotated(x, layout="interleaved", scaling=Halved())
     np.testing.assert_allclose(found, turned_pairs(x, rates, 3.0), atol=1e-5)
 
 
-def test_rates_by_length_see_the_largest_position_of_the_call():
+def test_rates_by_length_use_the_largest_position():
     short = LongRoPE(short=(1.0,) * 4, long=(2.0,) * 4, original_max=3)
     x, rates = features(), 10_000.0 ** (-np.arange(4) / 4)
     np.testing.assert_allclose(rotated(x, scaling=short, layout="interleaved"), turned_pairs(x, rates), atol=1e-5)
@@ -86,13 +86,13 @@ def test_rates_by_length_see_the_largest_position_of_the_call():
     ("feature", "options"),
     [
         ("rope", {"scaling": YaRN(factor=4.0, original_max=4), "layout": "interleaved"}),
-        ("rope", {"scaling": DynamicNTK(factor=4.0, original_max=8)}),  # no longer than original_max
+        ("rope", {"scaling": DynamicNTK(factor=4.0, original_max=8)}),  # original_max covers the whole row
         ("rope", {"scaling": Llama3(factor=8.0, original_max=4), "rotary_dim": 2, "skip_every": 2}),
         ("alibi", {}),
         ("learned-positions", {"max_len": 8}),
     ],
 )
-def test_token_by_token_is_as_all_at_once(feature, options):
+def test_decoding_matches_the_full_pass(feature, options):
     model, ids = ax.pipe(tiny_model(), ax.use(feature, **options)).build(rngs=ax.Rngs(0)), tiny_batch()["inputs"]
     fn, params, state = functional(model)
     expected = fn(params, state, ids)[0][0]
@@ -104,22 +104,22 @@ def test_token_by_token_is_as_all_at_once(feature, options):
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_queries_and_keys_of_a_call_turn_at_the_same_rates():
+def test_queries_and_keys_of_a_call_share_rates():
     rotary = Rotary.Config(head_dim=8, scaling=DynamicNTK(factor=2.0, original_max=2)).build(rngs=ax.Rngs(0))
     x = features()
     alone = rotary(x, x, POSITIONS[:, :1], POSITIONS)  # one query at position 0, keys up to 2
     np.testing.assert_array_equal(alone[1], rotary(x, x, POSITIONS, POSITIONS)[1])
 
 
-def test_every_nth_layer_may_go_without_positions():
+def test_skip_every_removes_rope_from_every_nth_layer():
     cfg = ax.select(tiny_model(), "decoder").set(num_layers=6)
-    for before in (cfg, ax.pipe(cfg, ax.use("rope"))):  # one that all have gives way
+    for before in (cfg, ax.pipe(cfg, ax.use("rope"))):  # with and without RoPE in every layer
         found = ax.pipe(before, ax.use("rope", skip_every=3))
         with_rope = [place.config.attention.position is not None for place in layers_of(found.decoder)]
         assert with_rope == [True, True, False] * 2
 
 
-def test_local_and_global_layers_have_bases_of_their_own():
+def test_local_and_global_layers_can_have_different_theta():
     cfg = ax.pipe(
         ax.select(tiny_model(), "decoder").set(num_layers=4), ax.use("sliding-window", size=3, global_every=2)
     )
@@ -135,14 +135,14 @@ def test_local_and_global_layers_have_bases_of_their_own():
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12])
-def test_alibi_slopes_fall_from_head_to_head_as_published(heads):
+def test_alibi_slopes(heads):
     found = slopes(heads)
     assert len(found) == heads and all(0 < slope <= 1 for slope in found)
     if heads == 8:
         assert found == [2.0**-i for i in range(1, 9)]
 
 
-def test_learned_positions_are_added_and_go_with_the_document():
+def test_learned_positions_are_added_and_restart_per_document():
     cfg = ax.pipe(tiny_model(), ax.use("learned-positions", max_len=8))
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     fn, ids = jax.jit(fn), tiny_batch()["inputs"]
@@ -155,7 +155,7 @@ def test_learned_positions_are_added_and_go_with_the_document():
     assert np.abs(moved - fn(params, state, ids)[0][0]).max() > 1e-3
 
 
-def test_positions_beyond_the_learned_ones_give_nan_or_an_error():
+def test_positions_beyond_max_len_give_nan_or_raise():
     cfg = ax.pipe(tiny_model(), ax.use("learned-positions", max_len=6))
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     with pytest.raises(ax.ConfigError, match="position: the row has 8 tokens, but max_len=6"):
@@ -188,7 +188,7 @@ def test_positions_beyond_the_learned_ones_give_nan_or_an_error():
         (lambda: rotated(features(), interleave_sections=True), "interleave_sections=True requires sections"),
         (
             lambda: rotated(features(), sections=(1, 2, 1), interleave_sections=True),
-            r"sections=\(1, 2, 1\) cannot alternate: each section except the first gets at most one pair of 3",
+            r"sections=\(1, 2, 1\) cannot alternate: each section except the first gets at most one of 3 pairs",
         ),
         (
             lambda: ax.use("rope", scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6})(tiny_model()),
@@ -207,7 +207,7 @@ def test_positions_beyond_the_learned_ones_give_nan_or_an_error():
         ),
         (
             lambda: from_rope_parameters({"full_attention": {}, "sliding_attention": {}}, head_dim=8),
-            "differ between layer types. Pass those of one: full_attention, sliding_attention",
+            "differ between layer types. Pass the entry of one type: full_attention, sliding_attention",
         ),
         (lambda: from_rope_parameters(None, head_dim=8), "neither rope_parameters nor the config has rope_theta"),
         (lambda: ax.use("rope", skip_every=1)(tiny_model()), "skip_every must be at least 2, not 1"),
@@ -237,7 +237,7 @@ def test_invalid_values_are_rejected_with_the_requirement(make, message):
         (
             "learned-positions",
             {"max_len": 8},
-            "position: positions have 3 coordinates, but learned ones require one",
+            "position: positions have 3 coordinates, but learned positions require one",
         ),
     ],
 )
@@ -262,7 +262,7 @@ class Short(Scaling):
 
 
 @pytest.mark.parametrize("old", ["type", "rope_type"])
-def test_older_configs_with_another_type_name_and_separate_theta(old):
+def test_older_configs_with_a_separate_theta(old):
     cfg = from_rope_parameters({old: "linear", "factor": 4.0}, head_dim=8, theta=5000, partial_rotary_factor=0.5)
     assert cfg == Rotary.Config(theta=5000.0, rotary_dim=4, scaling=Linear(factor=4.0))
 
@@ -280,6 +280,6 @@ def test_older_configs_with_another_type_name_and_separate_theta(old):
         ({"rope_type": "default"}, None),
     ],
 )
-def test_missing_fields_default_to_the_length_of_the_config(parameters, scaling):
+def test_missing_fields_default_to_max_position_embeddings(parameters, scaling):
     found = from_rope_parameters({"rope_theta": 1e4, **parameters}, head_dim=2, max_position_embeddings=64)
     assert found == Rotary.Config(scaling=scaling)

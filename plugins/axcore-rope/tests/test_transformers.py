@@ -1,4 +1,4 @@
-"""Scalings, M-RoPE and ALiBi against what `transformers` computed (see record_transformers.py)."""
+"""Scalings, M-RoPE and ALiBi against recorded values of `transformers` (see record_transformers.py)."""
 
 import json
 import pathlib
@@ -22,7 +22,7 @@ CASES, HEAD_DIM = DESCRIBED["cases"], DESCRIBED["head_dim"]
 
 @pytest.mark.parametrize("length", [10, 100])
 @pytest.mark.parametrize("name", CASES)
-def test_rates_and_factor_of_each_scaling(name, length):
+def test_rates_and_attention_factor(name, length):
     length_of_config = {"head_dim": HEAD_DIM, "max_position_embeddings": DESCRIBED["length"]}
     scaling = from_rope_parameters(CASES[name], theta=10_000.0, **length_of_config).scaling
     rates = jax.jit(lambda length: jnp.asarray(scaling.rates(10_000.0, HEAD_DIM, length)))(length)
@@ -32,7 +32,7 @@ def test_rates_and_factor_of_each_scaling(name, length):
 
 
 def cos_and_sin(cfg, positions):
-    """What a query of ones and zeros becomes: the cosines and sines of all pairs."""
+    """The cosines and sines of all pairs, read from a rotated query of ones and zeros."""
     rotary = cfg.set(head_dim=HEAD_DIM).build(rngs=ax.Rngs(0))
     q = np.zeros((positions.shape[0], positions.shape[1], 1, HEAD_DIM), np.float32)
     q[..., : HEAD_DIM // 2] = 1
@@ -47,7 +47,7 @@ def cos_and_sin(cfg, positions):
         ("interleaved_mrope", {"mrope_section": [4, 2, 2], "mrope_interleaved": True}),
     ],
 )
-def test_pairs_turn_by_their_coordinate(name, fields):
+def test_mrope_rotates_each_pair_by_its_coordinate(name, fields):
     cfg = from_rope_parameters({"rope_type": "default", "rope_theta": 10_000.0, **fields}, head_dim=HEAD_DIM)
     positions = np.moveaxis(RECORDED["mrope.positions"], 0, -1).astype(np.int32)
     cos, sin = cos_and_sin(cfg, positions)
@@ -55,16 +55,16 @@ def test_pairs_turn_by_their_coordinate(name, fields):
     np.testing.assert_allclose(sin, RECORDED[f"{name}.sin"][..., : HEAD_DIM // 2], atol=1e-5)
 
 
-def test_text_in_a_model_with_sections_turns_as_without():
+def test_sections_do_not_change_text():
     positions = np.arange(6, dtype=np.int32)[None]
     with_sections = cos_and_sin(Rotary.Config(sections=(2, 3, 3)), positions)
     np.testing.assert_array_equal(with_sections, cos_and_sin(Rotary.Config(), positions))
 
 
 @pytest.mark.parametrize("heads", [4, 6, 9])
-def test_alibi_lowers_logits_as_bloom_does_up_to_a_constant_for_each_query(heads):
+def test_alibi_matches_bloom_up_to_a_constant_per_query(heads):
     layer = Alibi.Config(num_heads=heads).build(rngs=ax.Rngs(0))
     tokens = TokenInfo.of(np.zeros((1, 5), np.int32))
     bias = np.asarray(layer(tokens, tokens))[0]
-    last = bias[:, -1] - bias[:, -1, :1]  # bloom's are relative to the first key, which softmax does not see
+    last = bias[:, -1] - bias[:, -1, :1]  # BLOOM's biases are relative to the first key, which softmax ignores
     np.testing.assert_allclose(last, RECORDED[f"alibi.{heads}"], rtol=1e-6, atol=1e-6)

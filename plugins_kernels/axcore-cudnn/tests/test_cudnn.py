@@ -1,4 +1,4 @@
-"""The cuDNN kernel: supported requests without a GPU, and numbers with one (`JAX_PLATFORMS=cuda`)."""
+"""The cuDNN kernel: supported requests, and numerical results if there is a GPU (`JAX_PLATFORMS=cuda`)."""
 
 import dataclasses
 import importlib
@@ -92,13 +92,13 @@ def test_supported_requests(changes):
         ({"value_dim": 256}, "no wider than keys, got value_dim=256 and head_dim=128"),
         ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "for packed rows, got NVIDIA A100-SXM4-80GB"),
         ({"device_kind": "NVIDIA A100-SXM4-80GB", "packed": False, "head_dim": 256}, "for head_dim=256, value_dim=128"),
-        ({"partial": True}, "some of these do not exist"),
-        ({"query_len": 32, "aligned": False}, "got 32 queries and 64 keys that stand elsewhere"),
+        ({"partial": True}, "requires all keys to exist"),
+        ({"query_len": 32, "aligned": False}, "got 32 queries and 64 keys of different tokens"),
         ({"mask": SlidingWindow(size=4)}, "causal masks and causal windows"),
         ({"mask": Causal() | SameSegment()}, "causal masks and causal windows"),
         ({"options": ("softcap", "sinks")}, "does not take softcap"),
         ({"options": ("bias", "dropout")}, "does not take bias and dropout"),
-        ({"query_len": 2**21, "key_len": 2**21}, "a row has 2147483648"),
+        ({"query_len": 2**21, "key_len": 2**21}, "per packed row, got 2147483648"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(value),
 )
@@ -111,7 +111,7 @@ def test_documents_must_be_positive():
         CudnnKernel.Config(head_dim=64, documents=0).build(rngs=ax.Rngs(0))
 
 
-def test_another_jax_is_an_error_that_names_what_is_missing(monkeypatch):
+def test_unsupported_jax_version_names_what_is_missing(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(MaskType=None))
     with pytest.raises(ImportError, match=r"requires _dot_product_attention_fwd_p, .* Install jax 0\.11\.2"):
         primitives._private()
@@ -123,11 +123,11 @@ def trace(cfg):
     jax.eval_shape(lambda params, ids: fn(params, state, ids)[0][0], params, ids)
 
 
-on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what happens on a CPU")
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests the behaviour on a CPU")
 
 
 @on_cpu
-def test_alone_on_a_cpu_it_is_an_error_with_the_path():
+def test_cudnn_alone_raises_on_a_cpu():
     cfg = ax.pipe(tiny_model(), ax.use("cudnn", documents=4))
     assert all(node.kernel == CudnnKernel.Config(documents=4) for _, node in ax.select(cfg, Attention))
     with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: .*CudnnKernel: .* this is cpu"):
@@ -135,7 +135,7 @@ def test_alone_on_a_cpu_it_is_an_error_with_the_path():
 
 
 @on_cpu
-def test_in_an_order_the_next_kernel_serves_where_it_cannot():
+def test_next_kernel_of_an_order_is_used_on_a_cpu():
     cfg = use_kernels(tiny_model(), ("cudnn", "reference")).set(dtypes=ax.DTypes(compute=jnp.bfloat16))
     with recording() as found:
         trace(cfg)
@@ -143,7 +143,7 @@ def test_in_an_order_the_next_kernel_serves_where_it_cannot():
     assert [(type(kernel), "this is cpu" in reason) for kernel, reason in found[0].refused] == [(CudnnKernel, True)]
 
 
-on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN runs on an NVIDIA GPU; there is none here")
+on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="requires an NVIDIA GPU")
 
 
 def random_inputs(batch=2, seq=512, heads=8, kv_heads=2, dim=64, segment_ids=None, key_len=None, **more):
@@ -169,7 +169,7 @@ def heads_and_gradients(attend, inputs):
 
 @on_gpu
 @pytest.mark.parametrize("documents", [2, 16])
-def test_changing_one_document_leaves_the_others_as_they_are(documents):
+def test_changing_one_document_does_not_change_others(documents):
     ids = np.repeat([1, 2, 3, 4, 5], [130, 1, 61, 200, 120])[None].repeat(2, 0)
     kernel = CudnnKernel.Config(head_dim=64, documents=documents).build(rngs=ax.Rngs(0))
     inputs = random_inputs(segment_ids=jnp.asarray(ids), mask=Causal() & SameSegment())
@@ -183,7 +183,7 @@ def test_changing_one_document_leaves_the_others_as_they_are(documents):
 
 
 @on_gpu
-def test_two_halves_of_the_keys_merge_into_one_call():
+def test_merged_halves_of_the_keys_match_one_call():
     inputs = random_inputs(seq=256, key_len=512, mask=Full())
 
     def in_halves(inputs):
@@ -208,7 +208,7 @@ def test_very_negative_logits_give_finite_gradients(seq):
 
 
 class TestCudnn(KernelSuite):
-    """On a machine with an NVIDIA GPU (`JAX_PLATFORMS=cuda`) numbers too; elsewhere what it supports."""
+    """Checks which requests are supported and, on an NVIDIA GPU (`JAX_PLATFORMS=cuda`), numerical results."""
 
     name = "cudnn"
     platform = "gpu"
@@ -220,6 +220,6 @@ class TestCudnn(KernelSuite):
 
 
 class TestCudnnInChunks(TestCudnn):
-    """Few documents go the fast way, so that most batches are attended to in chunks."""
+    """With `documents=1`, most batches take the chunked path."""
 
     options = {"documents": 1}

@@ -1,6 +1,6 @@
-"""Attention of packed rows, composed of calls without document support, against the formula in NumPy float64.
+"""Attention for packed rows against the formula in NumPy float64.
 
-Off the GPU the calls of cuDNN are replaced by the formula in JAX, which puts NaN where cuDNN defines no result.
+The calls of cuDNN are replaced by the formula in JAX, which returns NaN where cuDNN's result is undefined.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def backward(form, q, k, v, heads, lse, heads_grad, *, bias=None, lengths=None):
 
 
 def forward_of_documents(form, q, k, v, *, bias=None, lengths=None, documents=None):
-    """cuDNN's packed layout, read as it documents it: flat lists of lengths and offsets."""
+    """cuDNN's packed layout as documented: flat lists of lengths and offsets."""
     if documents is None:
         return forward(form, q, k, v, bias=bias, lengths=lengths)
     heads, lse = forward(form, *flat(q, k, v), bias=apart(documents, q))
@@ -164,8 +164,8 @@ CALLS = [(name, form, documents) for form in FORMS for documents in (2, 32) for 
 
 
 @pytest.mark.parametrize(("name", "form", "documents"), [*CALLS, ("odd", "causal", 2), ("odd", "causal", 8)])
-def test_heads_lse_and_gradients_equal_the_formula(name, form, documents):
-    """Rows with more than `documents` documents on average are attended to in chunks."""
+def test_heads_lse_and_gradients_match_the_formula(name, form, documents):
+    """Rows with more than `documents` documents on average take the chunked path."""
     form = dataclasses.replace(FORMS[form], documents=documents)
     segment_ids = PACKED[name]
     seq = segment_ids.shape[1]
@@ -183,14 +183,14 @@ def test_heads_lse_and_gradients_equal_the_formula(name, form, documents):
         np.testing.assert_allclose(have, want, rtol=2e-5, atol=2e-5)
 
 
-def test_large_batches_are_attended_to_in_groups_of_rows(monkeypatch):
+def test_large_batches_are_processed_in_groups_of_rows(monkeypatch):
     monkeypatch.setattr(packed, "LARGEST_CALL", 32 * HEADS * DIM)
     attend.clear_cache()
-    test_heads_lse_and_gradients_equal_the_formula("documents across every boundary", "causal", 2)
+    test_heads_lse_and_gradients_match_the_formula("documents across every boundary", "causal", 2)
     attend.clear_cache()
 
 
-def test_rows_are_cut_into_chunks_where_that_is_possible(monkeypatch):
+def test_number_of_chunks(monkeypatch):
     monkeypatch.setattr(chunked, "CHUNK", 512)
     causal = Form(1.0)
     assert [chunked._chunks(causal, seq) for seq in (511, 512, 1024, 2048, 2050, 8192)] == [1, 1, 2, 4, 1, 16]
@@ -216,7 +216,7 @@ EVEN = [(name, pairs) for name, ids in PACKED.items() for pairs in (1, 2) if ids
 
 
 @pytest.mark.parametrize(("name", "pairs"), EVEN)
-def test_lengths_of_the_document_that_crosses_the_middle(name, pairs):
+def test_lengths_of_the_document_across_the_middle(name, pairs):
     ids = PACKED[name]
     got = chunked.Halves.of(packed.document_numbers(jnp.asarray(ids)), pairs).lengths
     half = ids.shape[1] // pairs // 2

@@ -1,4 +1,4 @@
-"""Building blocks of recipes of published models: nodes with the usual initialization, and pre-training settings."""
+"""Building blocks for recipes of published models: initialization and pre-training settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def causal_lm(
     tied: bool = False,
     **fields: Any,
 ) -> CausalLM.Config:
-    """A bfloat16 model of these layers, with initial weights of standard deviation 0.02.
+    """A bfloat16 model of these layers, initialized with standard deviation 0.02.
 
     Args:
         eps: epsilon of every RMSNorm.
@@ -59,7 +59,7 @@ def pretraining(
     The text and its tokenizer are REQUIRED: set `input.source.folder` and `input.tokenizer`.
 
     Args:
-        loss_chunk: `chunk` of the cross-entropy, for large vocabularies.
+        loss_chunk: `chunk` of the cross-entropy, which saves memory with large vocabularies.
     """
     return Trainer.Config(
         model=model,

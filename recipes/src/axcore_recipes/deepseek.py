@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437): latent attention, many experts, multi-token prediction."""
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437): latent attention, 256 experts, multi-token prediction."""
 
 from __future__ import annotations
 

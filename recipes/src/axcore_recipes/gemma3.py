@@ -1,4 +1,4 @@
-"""The text model of Gemma 3 (Gemma team 2025, arXiv 2503.19786): five local layers, then a global one."""
+"""The text model of Gemma 3 (Gemma team 2025, arXiv 2503.19786): groups of five local layers and one global layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gemma3(
     vocab_size: int,
     window: int,
 ) -> CausalLM.Config:
-    """A Gemma 3 decoder: sandwich norms, zero-centred scales, QK norms, tied and scaled embedding."""
+    """A Gemma 3 decoder: sandwich norms, zero-centred scales, QK norms, a tied and scaled embedding."""
     norm = RMSNorm.Config(zero_centred=True)
 
     def layer(mask: Mask, tag: str) -> TransformerLayer.Config:

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025, arXiv 2508.10925): attention sinks, windows in every second layer, experts with biases."""
+"""gpt-oss (OpenAI 2025, arXiv 2508.10925): attention sinks, a window in every second layer, experts with biases."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from axcore_recipes.blocks import causal_lm, pretraining
 def llama(
     *, dim: int, num_layers: int, num_heads: int, num_kv_heads: int, hidden_dim: int, vocab_size: int, theta: float
 ) -> CausalLM.Config:
-    """A Llama decoder: pre-norm, grouped queries, SwiGLU, RoPE."""
+    """A Llama decoder: pre-norm, grouped-query attention, SwiGLU, RoPE."""
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=num_heads, num_kv_heads=num_kv_heads),
         ffn=FeedForward.Config(hidden_dim=hidden_dim),
@@ -21,7 +21,7 @@ def llama(
 
 
 def llama_1b() -> Trainer.Config:
-    """1.1B parameters, 16 layers, grouped-query attention: fits one large accelerator."""
+    """1.1B parameters, 16 layers, grouped-query attention. It fits on one large accelerator."""
     model = llama(
         dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, hidden_dim=8192, vocab_size=32_000, theta=10_000.0
     )
@@ -37,7 +37,7 @@ def llama2_7b() -> Trainer.Config:
 
 
 def llama2_13b() -> Trainer.Config:
-    """Llama 2 13B, trained like the 7B."""
+    """Llama 2 13B, trained like Llama 2 7B."""
     model = llama(
         dim=5120, num_layers=40, num_heads=40, num_kv_heads=40, hidden_dim=13_824, vocab_size=32_000, theta=10_000.0
     )
@@ -45,7 +45,7 @@ def llama2_13b() -> Trainer.Config:
 
 
 def llama2_70b() -> Trainer.Config:
-    """Llama 2 70B: grouped queries, half the learning rate."""
+    """Llama 2 70B: grouped-query attention, half the learning rate of Llama 2 7B."""
     model = llama(
         dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, hidden_dim=28_672, vocab_size=32_000, theta=10_000.0
     )
@@ -53,7 +53,7 @@ def llama2_70b() -> Trainer.Config:
 
 
 def llama3_8b() -> Trainer.Config:
-    """Llama 3 8B: a larger vocabulary and a larger base; 15T tokens in steps of 8M."""
+    """Llama 3 8B: a larger vocabulary and RoPE base; 15T tokens, 8M per step."""
     model = llama(
         dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_dim=14_336, vocab_size=128_256, theta=500_000.0
     )
@@ -61,7 +61,7 @@ def llama3_8b() -> Trainer.Config:
 
 
 def llama3_70b() -> Trainer.Config:
-    """Llama 3 70B, half the learning rate."""
+    """Llama 3 70B, with half the learning rate of Llama 3 8B."""
     model = llama(
         dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, hidden_dim=28_672, vocab_size=128_256, theta=500_000.0
     )

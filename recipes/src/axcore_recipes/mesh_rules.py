@@ -1,4 +1,4 @@
-"""Mesh rules: the layout of a recipe on the hardware that `axcore.target` names."""
+"""Mesh rules: the layout of a recipe on the accelerator given to `axcore.target`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL_MEMORY = {"v2", "v3", "v5e", "v6e"}
 """TPUs with at most 32 GB per device."""
 
 HALF = (jnp.bfloat16, jnp.float16)
-"""Dtypes that cuDNN attention supports."""
+"""The dtypes that cuDNN attention supports."""
 
 
 def hybrid(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
@@ -31,12 +31,12 @@ def hybrid(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
 
 
 def h100(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
-    """Like `hybrid`, with cuDNN for attentions without an explicit kernel.
+    """Like `hybrid`, with the cuDNN kernel in attention layers without an explicit kernel.
 
-    Attentions that compute in float32 keep the reference kernel, since no fused kernel supports it.
+    Attention layers that compute in float32 keep the reference kernel, since no fused kernel supports float32.
 
     Raises:
-        ConfigError: no installed plugin offers the kernel.
+        ConfigError: no installed plugin offers the cuDNN kernel.
     """
     cfg = hybrid(cfg, accelerator)
 
@@ -67,7 +67,7 @@ def _compute_dtype(cfg: Config, path: str) -> Any:
 
 
 def tpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
-    """Like `hybrid`. On devices with little memory, stacks save only the inputs of their layers."""
+    """Like `hybrid`. On devices with little memory, remat keeps only the inputs of layers."""
     cfg = hybrid(cfg, accelerator)
     has_stack = any(isinstance(node, Stack.Config) for _, node in walk(cfg))
     return use_remat(cfg, Remat()) if has_stack and accelerator.kind in SMALL_MEMORY else cfg

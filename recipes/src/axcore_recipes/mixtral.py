@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024, arXiv 2401.04088): a Llama with a mixture of experts in every layer."""
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088): Llama with a mixture of experts in every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quickstart: a small byte-level language model, trained on the standard library of the Python that runs it."""
+"""quickstart: a small byte-level language model, trained on the standard library of the running Python."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def squared_relu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def quickstart() -> Trainer.Config:
-    """A decoder of 0.5M parameters that beats the bits per byte of `zlib -9` after four minutes on two CPU cores.
+    """A decoder with 0.5M parameters that compresses better than `zlib -9` after four minutes on two CPU cores.
 
     At this budget tokens matter more than parameters, so the model is cheap on a CPU: few layers, one attention head,
-    and a feed-forward block without a gate. Rows of 256 bytes let the model copy from its context, and the short
+    and a feed-forward block without a gate. Rows of 256 bytes let the model copy from its context, and short
     convolutions let it learn this within the first minute. Muon requires fewer tokens than AdamW.
     """
     tokenizer = ByteTokenizer.Config()
@@ -56,5 +56,5 @@ def quickstart() -> Trainer.Config:
         "loss_plot": LossPlot.Config(),
         "sample": SampleReport.Config(),
     }
-    # On a CPU, Muon's iteration is not faster in bfloat16, and in float32 it does not depend on the layout.
+    # On a CPU, bfloat16 does not speed up Muon's iteration, and in float32 the result does not depend on the layout.
     return ax.pipe(cfg.set(callbacks=callbacks), ax.use("rope"), ax.use("muon", dtype="float32"))

@@ -1,4 +1,4 @@
-"""Qwen3 models (Qwen team 2025, arXiv 2505.09388): QK norms, and mixtures of experts in the larger ones."""
+"""Qwen3 models (Qwen team 2025, arXiv 2505.09388): QK norms, and a mixture of experts in the 30B model."""
 
 from __future__ import annotations
 

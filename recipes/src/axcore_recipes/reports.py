@@ -1,4 +1,4 @@
-"""Reports of a training run: results of general compressors on the same text, and a plot of the losses."""
+"""Reports of a training run: the results of general-purpose compressors on the same text, and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compression_bits_per_byte(chunks: Iterable[bytes]) -> dict[str, float]:
     """Compresses a text as one stream with zlib (level 9) and lzma (preset 9, extreme), including headers.
 
     Args:
-        chunks: the text in order. It is not kept in memory.
+        chunks: the text, in order. Only one chunk at a time is kept in memory.
 
     Returns:
         `zlib_bits_per_byte` and `lzma_bits_per_byte`: bits of compressed size per byte of the text.
@@ -61,20 +61,20 @@ def plot_losses(
     baselines: Mapping[str, float] | None = None,
     bytes_per_token: float = 1.0,
 ) -> None:
-    """Plots training loss, validation loss and the compressors' results over the step, as a PNG.
+    """Plots training loss, validation loss and the results of compressors against the step, as a PNG.
 
     Args:
         metrics_jsonl: one JSON object per line, with `step` and any of `train/loss` (nats per token) and
             `validation/bits_per_byte`. Non-finite values and an incomplete last line are skipped.
         png: the file to write. Its folder must exist.
         title: title of the plot.
-        baselines: `compression_bits_per_byte` of the validation text, or any `NAME_bits_per_byte` -> value.
+        baselines: the result of `compression_bits_per_byte`, or any mapping `NAME_bits_per_byte` -> value.
         bytes_per_token: converts the training loss to bits per byte; 1 for a byte tokenizer.
 
     Raises:
         ValueError: there is nothing to plot, or a line before the last is not a JSON object with a `step`.
     """
-    # Slow to import. Not pyplot, which keeps global state.
+    # matplotlib is slow to import. pyplot is avoided, since it keeps global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -111,7 +111,7 @@ def _short(name: str) -> str:
 
 
 def _style(axes: Axes, title: str, top: float, values: list[float]) -> None:
-    """Plain axes. The first steps may be cut off, to leave room for the end of the run."""
+    """Sets limits, labels and colors. High losses at the start may be cut off, so the end of the run is legible."""
     low, high = min(values), min(top, 2.2 * max(values))
     margin = 0.08 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
@@ -144,7 +144,7 @@ def _label_right(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
 
 
 def read_series(metrics_jsonl: Path, name: str) -> list[tuple[int, float]]:
-    """(step, value) of each line with a finite value of this name, by step. Later lines of a step take precedence.
+    """(step, value) of each line with a finite value of this name, sorted by step. The last line of a step counts.
 
     Raises:
         ValueError: a line before the last is not a JSON object with a `step`.
@@ -167,9 +167,9 @@ def read_series(metrics_jsonl: Path, name: str) -> list[tuple[int, float]]:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and up to `window` before and after it.
+    """A moving average over each value and up to `window` values on either side.
 
-    The window is symmetric near the start too, so that a steep fall keeps its height.
+    The window shrinks symmetrically near the start, so a steep initial fall is not flattened.
     """
     means = []
     for index in range(len(values)):

@@ -1,4 +1,4 @@
-"""A transformer layer that first mixes each token with a few previous ones."""
+"""A transformer layer that starts with a short causal convolution over tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Hidden = Float[Array, "batch seq input_dim"]
 class ShortConv(ax.Layer):
     """`y_t = x_t + sum_k weight_k x_{t - k}`, per feature and within a document.
 
-    It starts as the identity. Attention can copy the continuation of an earlier occurrence only if tokens contain
-    information about their predecessors, which such a convolution provides directly (Allen-Zhu 2025, Physics of
-    Language Models 4.1, "Canon layers").
+    The layer is initialized to the identity. To copy the continuation of an earlier occurrence, attention requires
+    tokens that contain information about their predecessors. The convolution provides it directly (Allen-Zhu 2025,
+    Physics of Language Models 4.1, "Canon layers").
     """
 
     class Config(ax.Layer.Config):
@@ -29,7 +29,7 @@ class ShortConv(ax.Layer):
         """Number of mixed tokens, including the current one."""
         init: Initializer = Zeros()
         batch_size: int | None = None
-        """Number of rows decoded together, whose last tokens are kept for the next call. None keeps nothing."""
+        """Number of rows whose last tokens are kept between calls while decoding; None: no state."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> ShortConv.Config:
             return self.set(batch_size=batch_size)
@@ -45,7 +45,7 @@ class ShortConv(ax.Layer):
             self.past = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=("batch", None, "embed"))
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
-        """Mixes each token with previous ones."""
+        """Adds the weighted previous tokens to each token."""
         (batch, seq, dim), reach = x.shape, self.config.width - 1
         if self.past is None:
             past = jnp.zeros((batch, reach, dim), x.dtype)
@@ -57,7 +57,7 @@ class ShortConv(ax.Layer):
         y = x
         for lag, weight in enumerate(self.weight[...].astype(x.dtype)):
             before = row[:, reach - lag : reach - lag + seq]
-            same = (tokens.positions >= lag)[..., None]  # whether the token `lag` places back is in this document
+            same = (tokens.positions >= lag)[..., None]  # whether the token `lag` places back is in the same document
             y = y + jnp.where(same, before, 0) * weight
         if self.past is not None and tokens.cached is not None:
             tokens.cached.put(self.past, _last(row, reach, tokens.valid))
@@ -65,7 +65,7 @@ class ShortConv(ax.Layer):
 
 
 class ConvTransformerLayer(TransformerLayer):
-    """A transformer layer with a short convolution of the residual stream before it."""
+    """A transformer layer that first applies a short convolution to the residual stream."""
 
     class Config(TransformerLayer.Config):
         conv: ShortConv.Config = ShortConv.Config()
@@ -82,7 +82,7 @@ class ConvTransformerLayer(TransformerLayer):
 
 
 def _last(row: Hidden, reach: int, valid: jax.Array | None) -> Hidden:
-    """The last `reach` tokens of a row, which starts with `reach` tokens of the previous call, without padding."""
+    """The last `reach` valid tokens of each row. The first `reach` tokens of `row` are those of the previous call."""
     seq = row.shape[1] - reach
     if valid is None:
         return row[:, seq:]

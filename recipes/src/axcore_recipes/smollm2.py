@@ -1,4 +1,4 @@
-"""SmolLM2 (Allal et al. 2025, arXiv 2502.02737): a small Llama with weights in a Python package."""
+"""SmolLM2 (Allal et al. 2025, arXiv 2502.02737): a small Llama whose weights are in a Python package."""
 
 from __future__ import annotations
 

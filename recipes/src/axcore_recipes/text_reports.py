@@ -1,4 +1,4 @@
-"""Callbacks for the end of a run on text: compressors for comparison, a loss plot, a sample."""
+"""Callbacks that report on a finished run: compression baselines, a loss plot and a sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CompressionReport(Callback):
 
 
 class LossPlot(Callback):
-    """Writes `loss.png`: the losses over the step, with the results of an earlier `CompressionReport`, if any."""
+    """Writes `loss.png`: the losses against the step, with the results of an earlier `CompressionReport`, if any."""
 
     class Config(Callback.Config):
         order: int = 1
@@ -40,7 +40,7 @@ class LossPlot(Callback):
     def start(self, run: RunInfo) -> None:
         writers = [each for each in run.cfg.callbacks.values() if isinstance(each, JsonlWriter.Config)]
         if self.config.metrics not in (each.file for each in writers):
-            raise ConfigError(f"metrics={self.config.metrics!r} requires a JsonlWriter with that file in callbacks")
+            raise ConfigError(f"metrics={self.config.metrics!r} requires a JsonlWriter for that file in callbacks")
 
     def end(self, run: FinishedRun) -> Mapping[str, Json]:
         baselines = {name: float(v) for name, v in run.summary.items() if name in COMPRESSORS and isinstance(v, float)}
@@ -69,7 +69,7 @@ class SampleReport(Callback):
             return {}
         cfg = self.config
         if not isinstance(run.input, TextInput):
-            raise ConfigError(f"a sample requires an input of text, not {type(run.input).__name__}")
+            raise ConfigError(f"SampleReport requires a TextInput, got {type(run.input).__name__}")
         tokenizer = run.input.tokenizer
         prompt = [tokenizer.separator_id, *tokenizer.encode(cfg.prompt.encode())]
         ids = generate(

@@ -51,7 +51,7 @@ class Candidate:
 
     Attributes:
         name: The name of the offer, or the name of the class if no plugin offers it.
-        verdict: `chosen`, or the reason why the candidate is not chosen.
+        verdict: `chosen`, or why the candidate is not chosen.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Fields that offers of one kind can fill and whose candidates have the same verdicts.
+    """Config fields that offers of one kind can fill. Fields with the same candidates and verdicts form one slot.
 
     Attributes:
         kind: The kind of the offers.
@@ -81,7 +81,7 @@ class Explanation:
 
     Attributes:
         target: The accelerator and its mesh rule; empty for this machine.
-        empty: The paths of empty slots that features may fill.
+        empty: The paths of empty fields that features may fill.
     """
 
     platform: str
@@ -103,14 +103,16 @@ class Explanation:
             where = slot.paths[0] if len(slot.paths) == 1 else f"{slot.paths[0]} and {len(slot.paths) - 1} more"
             lines += ["", f"{slot.kind}: {where}" + (f"  ({slot.request})" if slot.request else "")]
             listed = [(f"  {each.name}", each.supplier, each.verdict) for each in slot.candidates]
-            lines += _table((), listed) or ["  (no installed plugin has an offer)"]
+            lines += _table((), listed) or ["  (no installed plugin offers one)"]
         if self.empty:
             lines += ["", f"slots that features may fill: {', '.join(self.empty)}"]
         return "\n".join(lines)
 
 
 def explain(cfg: Config, target: str | None = None) -> Explanation:
-    """Explains a config. Traces the model to record which kernels it chooses, but computes nothing.
+    """Explains where each node of a config comes from, and why each candidate for a slot is chosen or not.
+
+    The model is traced to find the kernels that it chooses. Nothing is computed.
 
     Args:
         cfg: The config of a trainer or of a model.
@@ -202,7 +204,7 @@ def _candidates(
     for plugin, offer in registry().offers(kind):
         try:
             node_type = resolve(plugin, offer).Config
-        except Exception as error:  # the explanation includes broken offers
+        except Exception as error:  # broken offers are candidates too
             yield Candidate(offer.name, _name(plugin), f"no: {error}")
             continue
         named.add(node_type)
@@ -222,13 +224,13 @@ def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: C
     if node_type.target in refused:
         return f"no: {refused[node_type.target]}"
     if node_type in held:
-        return "not needed: an earlier kernel of the order is chosen"
+        return "not needed: an earlier kernel in the order is chosen"
     reason = _refusal(node_type, choice.request)
     return f"no: {reason}" if reason else f'possible; use("kernels", order=("{name}", ...))'
 
 
 def _refusal(node_type: type[Config], request: KernelRequest) -> str | None:
-    """The reason why a kernel that is not in the config does not support the request; None if it does."""
+    """Why a kernel that is not in the config does not support the request; None if it does."""
     widths = {
         "input_dim": request.num_heads * request.head_dim,
         "num_heads": request.num_heads,

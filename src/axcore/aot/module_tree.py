@@ -18,7 +18,7 @@ from axcore.plugin import registry
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter or another Variable of a module.
+    """A parameter or other Variable of a module.
 
     Attributes:
         kind: The class of the Variable, such as `Param` or `BatchStat`.
@@ -47,8 +47,7 @@ class ModuleNode:
         name: The attribute under which the parent stores the module.
         kind: The class of the module.
         supplier: The distribution that provides the class.
-        settings: Fields of the config that differ from their defaults, as text, except those that other lines of the
-            tree show.
+        settings: Config fields that differ from their defaults, as text, except those that the tree shows elsewhere.
         count: The number of elements of all parameters, including descendants.
         bytes: The size of all Variables, including descendants.
     """
@@ -107,12 +106,12 @@ def tree(cfg: Config) -> ModuleNode:
         ConfigError: the config builds no module, or `cfg` is not a config.
     """
     if not isinstance(cfg, Config):
-        raise ConfigError(f"tree requires a config, not {cfg!r}; a recipe's is axcore.recipe(name)")
+        raise ConfigError(f"tree requires a config, not {cfg!r}; for a recipe, pass axcore.recipe(name)")
     return module_tree(get(cfg, "model"), "model") if has_field(cfg, "model") else module_tree(cfg)
 
 
 def size(count: float) -> str:
-    """A number of bytes as text for people."""
+    """Formats a number of bytes, as in `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

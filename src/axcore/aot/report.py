@@ -22,9 +22,9 @@ class StepReport:
         parameters: The number of parameters of the whole model.
         arguments: Bytes of arguments on each device.
         temporaries: Bytes of temporaries on each device.
-        outputs: Bytes of outputs on each device, without outputs that reuse donated arguments.
-        flops: Floating-point operations of one step on one device. XLA counts loop bodies once and custom calls not at
-            all.
+        outputs: Bytes of outputs on each device, except outputs that reuse donated arguments.
+        flops: Floating-point operations of one step on one device. XLA counts each loop body once and does not
+            count custom calls.
         compile_seconds: The duration of the compilation.
     """
 

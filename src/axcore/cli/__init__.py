@@ -1,4 +1,4 @@
-"""The `axcore` command. An AxcoreError becomes one message on stderr and the exit code of the error."""
+"""The `axcore` command. On an AxcoreError, it prints the message to stderr and returns the exit code of the error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # replace characters that the terminal cannot show instead of raising
+        if isinstance(stream, io.TextIOWrapper):  # escape characters that the terminal cannot show
             stream.reconfigure(errors="backslashreplace")
     try:
         try:

@@ -32,13 +32,13 @@ def add_edits(parser: argparse.ArgumentParser) -> None:
         "--target",
         action=_InOrder,
         metavar="ACCELERATOR",
-        help="apply the mesh rules of hardware such as gpu-h100-8",
+        help="apply the mesh rule for an accelerator such as gpu-h100-8",
     )
     parser.add_argument("--set", action=_InOrder, metavar="PATH=VALUE", help="override one value")
     parser.set_defaults(edits=[])
 
 
-def compose(recipe: str, edits: Sequence[tuple[str, str]]) -> Any:  # Any: each recipe has a config class of its own
+def compose(recipe: str, edits: Sequence[tuple[str, str]]) -> Any:  # Any: each recipe has its own config class
     """The config of a recipe with edits from the command line applied."""
     from axcore.config import override, pipe
     from axcore.plugin import recipe as find_recipe, target, use_text

@@ -21,12 +21,12 @@ from axcore.plugin.controls import VARIABLES
 from axcore.plugin.host import installed
 
 TIMEOUT_S = 120
-"""The time limit of the process that starts a backend."""
+"""The time limit of the process that starts the backends, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report. A finding that is `wrong` makes the exit code 1; a `note` may be intended."""
+    """One line of the report. If any finding is `wrong`, the exit code is 1. A `note` may be intended."""
 
     check: str
     status: Literal["ok", "note", "wrong"]
@@ -153,7 +153,7 @@ def _backends_and_offers() -> Iterator[Finding]:
             yield Finding(**json.loads(line.removeprefix(_MARK)))
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
-        yield Finding("backend", "wrong", f"a process that looked for devices ended with {done.returncode}: {last}")
+        yield Finding("backend", "wrong", f"the process that looks for devices exited with {done.returncode}: {last}")
 
 
 _MARK = "axcore.doctor "

@@ -11,8 +11,8 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "explain",
         help="show the supplier of each node of a recipe and the candidates for each slot",
-        description="Prints the nodes of a recipe with their suppliers, and the candidates for each slot: the chosen "
-        "one, and why the others are not chosen. --target explains the recipe for other hardware.",
+        description="Prints the nodes of a recipe with their suppliers, and the candidates for each slot, with the "
+        "reason why a candidate is not chosen. --target explains the recipe for other hardware.",
     )
     parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
     parser.add_argument("--json", action="store_true", help="print JSON")

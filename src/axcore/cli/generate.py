@@ -26,8 +26,13 @@ def add(commands: Commands) -> None:
     parser.add_argument("model", help="a folder, or a recipe that `axcore recipes` lists")
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument("--tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 selects the likeliest token (default)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling, if the temperature is not 0")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="sampling temperature; 0 selects the most likely token (default: 0)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="sampling seed; no effect at temperature 0 (default: 0)")
     parser.add_argument("--dtype", help="dtype of parameters and activations, such as bfloat16 (default: the model's)")
     add_edits(parser)
     parser.set_defaults(run=run)
@@ -77,7 +82,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
         try:
             trainer = compose(name, arguments.edits)
         except PluginError as error:
-            raise PluginError(f"{name!r} is not a folder, and not a recipe: {error}") from error
+            raise PluginError(f"{name!r} is not a folder and cannot be composed as a recipe: {error}") from error
         cfg, tokenizer = trainer.model, trainer.input.tokenizer
         initial = trainer.initial
         if initial is None:

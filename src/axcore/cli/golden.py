@@ -1,4 +1,4 @@
-"""`axcore golden check|update`: files with the text form of every recipe, for review."""
+"""`axcore golden check|update`: one text file per recipe, so that reviews show every change of a config."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from axcore.config import AxcoreError
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "golden",
-        help="compare every recipe with its golden file",
-        description="Compares or writes one text file for each recipe, so that reviews show every change of a config.",
+        help="check or update the golden file of every recipe",
+        description="Checks or writes one text file per recipe, so that reviews show every change of a config.",
     )
     parser.add_argument("action", choices=("check", "update"))
-    parser.add_argument("--folder", default="golden", help="the folder of the files (default: golden)")
+    parser.add_argument("--folder", default="golden", help="the folder of the golden files (default: golden)")
     parser.set_defaults(run=run)
 
 

@@ -12,14 +12,14 @@ def add(commands: Commands) -> None:
     show = commands.add_parser(
         "show", help="print the config of a recipe", description="Prints the config of a recipe as text."
     )
-    show.add_argument("recipe")
+    show.add_argument("recipe", help="a recipe that `axcore recipes` lists")
     show.add_argument("--json", action="store_true", help="print JSON that axcore.from_json reads")
-    show.add_argument("--history", metavar="PATH", help="print only who set the node or value at PATH")
+    show.add_argument("--history", metavar="PATH", help="print only the edits of the node or value at PATH")
     add_edits(show)
     show.set_defaults(run=run_show)
 
     diff = commands.add_parser("diff", help="compare two recipes", description="Prints the changes from A to B.")
-    diff.add_argument("a", metavar="A")
+    diff.add_argument("a", metavar="A", help="a recipe")
     diff.add_argument("b", metavar="B", help="the recipe to which --use, --target and --set apply")
     add_edits(diff)
     diff.set_defaults(run=run_diff)
@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
         help="print the module tree of a recipe",
         description="Prints the module tree with parameters, shapes, logical axes, bytes and suppliers.",
     )
-    tree.add_argument("recipe")
+    tree.add_argument("recipe", help="a recipe that `axcore recipes` lists")
     tree.add_argument(
         "--html", nargs="?", const="", metavar="FILE", help="write an interactive page (default: RECIPE.html)"
     )

@@ -14,13 +14,20 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "launch",
         help="run a command in several processes",
-        description="Runs an axcore command as one run of several processes on this machine: "
+        description="Runs an axcore command in several processes on this machine, as one distributed run: "
         "axcore launch --processes 2 -- train quickstart --steps 20",
     )
-    parser.add_argument("--processes", type=int, required=True, help="how many")
-    parser.add_argument("--timeout", type=float, help="seconds that a process waits for the others (default: 600)")
-    parser.add_argument("--devices-per-process", type=int, help="devices that each process uses (default: 1)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="example: -- train tiny")
+    parser.add_argument("--processes", type=int, required=True, help="number of processes")
+    parser.add_argument(
+        "--timeout", type=float, help="seconds that a process waits for the others (default: AXCORE_TIMEOUT or 600)"
+    )
+    parser.add_argument("--devices-per-process", type=int, help="number of devices for each process (default: 1)")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND ...",
+        help="the command to run, as in: -- train quickstart",
+    )
     parser.set_defaults(run=run)
 
 

@@ -24,11 +24,11 @@ def add(commands: Commands) -> None:
         help="list the installed plugins",
         description="Lists the installed plugins, or shows one with its offers, options and traceback.",
     )
-    plugins.add_argument("name", nargs="?", metavar="NAME", help="the id of a plugin, or its distribution")
+    plugins.add_argument("name", nargs="?", metavar="NAME", help="the id or distribution of a plugin")
     form = plugins.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument(
-        "--write-allowlist", metavar="FILE", help="write the installed plugins to a file for AXCORE_ALLOWLIST"
+        "--write-allowlist", metavar="FILE", help="write an allowlist of the installed plugins, for AXCORE_ALLOWLIST"
     )
     plugins.set_defaults(run=list_plugins)
     recipes = commands.add_parser("recipes", help="list the recipes", description="Lists the recipes of all plugins.")

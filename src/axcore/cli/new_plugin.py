@@ -1,4 +1,4 @@
-"""`axcore new-plugin NAME --kind KIND`: writes a small distribution that can be installed and passes its tests."""
+"""`axcore new-plugin NAME --kind KIND`: writes a small, installable distribution with passing tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from axcore.config import AxcoreError
 from axcore.plugin import registry
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
-"""A folder for each kind. Each folder is the distribution `axcore-new-KIND` of the plugin `new-KIND`."""
+"""One folder for each kind. It contains the distribution `axcore-new-KIND` of the plugin `new-KIND`."""
 KINDS = ("layer", "attention", "kv_cache", "parallelism", "numerics", "recipe")
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PREFIX = "axcore-"
@@ -24,11 +24,11 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "new-plugin",
         help="write a new plugin",
-        description="Writes a plugin into the folder NAME: a distribution with tests that can be installed.",
+        description="Writes a plugin into the folder NAME, as an installable distribution with tests.",
     )
     parser.add_argument("name", metavar="NAME", help="the name of the plugin in configs, as in my-gate")
     parser.add_argument("--kind", required=True, choices=KINDS, help="the kind of plugin")
-    parser.add_argument("--out", default=".", metavar="DIR", help="the parent of the folder (default: here)")
+    parser.add_argument("--out", default=".", metavar="DIR", help="the parent folder (default: the current folder)")
     parser.set_defaults(run=run)
 
 
@@ -58,7 +58,9 @@ def new_plugin(name: str, kind: str, out: Path) -> Path:
     """
     id = name.removeprefix(PREFIX)
     if not NAME.fullmatch(id):
-        raise AxcoreError(f"the name of a plugin must be lower-case words joined by hyphens (my-gate), not {name!r}")
+        raise AxcoreError(
+            f"the name of a plugin must be lowercase words joined by hyphens, such as my-gate, not {name!r}"
+        )
     names = {
         f"axcore-new-{kind.replace('_', '-')}": f"{PREFIX}{id}",
         f"axcore_new_{kind}": f"axcore_{id.replace('-', '_')}",
@@ -68,7 +70,7 @@ def new_plugin(name: str, kind: str, out: Path) -> Path:
     _check_available(id, names[f"axcore_new_{kind}"])
     folder = out / name
     if folder.exists():
-        raise AxcoreError(f"{folder} exists already. Choose another name or --out, or remove it")
+        raise AxcoreError(f"{folder} already exists. Choose another name or --out, or remove it")
     placeholder = re.compile("|".join(names))  # longer names come first
 
     def rename(text: str) -> str:
@@ -92,11 +94,11 @@ def new_plugin(name: str, kind: str, out: Path) -> Path:
 def _check_available(id: str, package: str) -> None:
     for plugin in registry().plugins.values():
         if id == plugin.id or f"{PREFIX}{id}" == plugin.distribution:
-            raise AxcoreError(f"the plugin {plugin.id!r} ({plugin}) is installed already. Choose another name")
+            raise AxcoreError(f"the plugin {plugin.id!r} ({plugin}) is already installed. Choose another name")
         for offer in plugin.offers:
             if id == offer.name:
                 raise AxcoreError(
-                    f"{plugin.id!r} ({plugin}) offers the {offer.kind} {id!r} already. Choose another name"
+                    f"{plugin.id!r} ({plugin}) already offers the {offer.kind} {id!r}. Choose another name"
                 )
     if importlib.util.find_spec(package) is not None:
-        raise AxcoreError(f"a package {package!r} can be imported already. Choose another name")
+        raise AxcoreError(f"a package {package!r} is already installed. Choose another name")

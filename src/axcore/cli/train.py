@@ -10,15 +10,17 @@ from axcore.cli.compose import Commands, add_edits, compose
 
 
 def add(commands: Commands) -> None:
-    parser = commands.add_parser("train", help="train a recipe", description="Trains a recipe into a run folder.")
-    parser.add_argument("recipe", help="a name from `axcore recipes`")
+    parser = commands.add_parser(
+        "train", help="train a recipe", description="Trains a recipe. Writes checkpoints and metrics to the run folder."
+    )
+    parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
     parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
     parser.add_argument(
         "--minutes",
         type=_minutes,
         help="wall-clock training time, including compilation; replaces the recipe's length",
     )
-    parser.add_argument("--steps", type=int, help="steps to train; replaces the recipe's length")
+    parser.add_argument("--steps", type=int, help="number of training steps; replaces the recipe's length")
     parser.add_argument("--seed", type=int, help="seed of parameters, dropout and shuffling")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in the run folder")
     add_edits(parser)

@@ -27,7 +27,7 @@ class Codec[T, J]:
         tag: The kind of value in JSON, as in `{"$dtype": "bfloat16"}`.
         write: Converts a value to a JSON value.
         read: The inverse of `write`.
-        show: Converts a value to text for people.
+        show: Formats a value for display.
     """
 
     tag: str
@@ -36,7 +36,7 @@ class Codec[T, J]:
     show: Callable[[T], str] = str
 
 
-_codecs: dict[type, Codec[Any, Any]] = {}  # Any: each codec has types of its own
+_codecs: dict[type, Codec[Any, Any]] = {}  # Any: each codec has its own types
 _by_tag: dict[str, Codec[Any, Any]] = {}
 _named: dict[str, object] = {}
 _names: dict[int, tuple[str, object]] = {}
@@ -48,15 +48,15 @@ def register_codec[T, J](cls: type[T], codec: Codec[T, J]) -> None:
 
 
 def register[T](value: T, name: str | None = None) -> T:
-    """Makes a function, class or enum member readable from JSON, under `name` or else its qualified name.
+    """Lets JSON refer to a function, class or enum member by `name`, by default its qualified name.
 
     Registering an enum or one of its members registers all members.
     """
     members = type(value) if isinstance(value, enum.Enum) else value if isinstance(value, enum.EnumMeta) else ()
     for each in (value, *members):
-        if id(each) not in _names:  # the first name stays: a config class registers its defaults again
+        if id(each) not in _names:  # keep the first name, because a config class registers its defaults again
             known = name if name and each is value else public_name(each)
-            _named[known], _names[id(each)] = each, (known, each)  # a reference, so that the id is not reused
+            _named[known], _names[id(each)] = each, (known, each)  # the reference keeps the id from being reused
     return value
 
 
@@ -90,7 +90,7 @@ def is_named(value: object) -> bool:
 
 
 def render(value: object) -> str:
-    """A leaf value on one line. The text is the same in every process."""
+    """A leaf value as one line of text, the same in every process."""
     if value is None or type(value) in (bool, int, float):
         return repr(value)
     if isinstance(value, str) and not isinstance(value, enum.Enum):
@@ -109,7 +109,7 @@ def render(value: object) -> str:
     if (codec := codec_of(value)) is not None:
         return codec.show(value)
     if isinstance(value, float):
-        return float.__repr__(value)  # NumPy's shows its type
+        return float.__repr__(value)  # the repr of a NumPy float includes its type
     return _one_line(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))  # an address differs between processes
 
 

@@ -28,7 +28,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class MissingError(ConfigError):
-    """A field is still REQUIRED. The message names the field by its path, as far as the path is known."""
+    """A field is still REQUIRED. The message contains the path of the field as far as it is known."""
 
     def __init__(self, names: Sequence[str], kind: str, path: str = ""):
         self.names, self.kind, self.path = names, kind, path
@@ -36,13 +36,13 @@ class MissingError(ConfigError):
         super().__init__(f"{where} is REQUIRED ({kind}) but not set")
 
     def below(self, path: str) -> MissingError:
-        """The same error with `path` in front of its own path."""
+        """The same error with `path` prepended to its path."""
         return MissingError(self.names, self.kind, ".".join(part for part in (path, self.path) if part))
 
 
 @contextlib.contextmanager
 def under(path: str) -> Iterator[None]:
-    """Adds `path` in front of the path of each `MissingError` that is raised inside."""
+    """Prepends `path` to the path of a `MissingError` that the block raises."""
     try:
         yield
     except MissingError as error:

@@ -1,4 +1,4 @@
-"""The edit history of config nodes: who set which field, and on which line of code."""
+"""The edit history of config nodes: who set each field, and on which line of code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Event:
     """One edit of one node.
 
     Attributes:
-        actor: The active recipe, modifier, plugin or override, outermost first; `python` outside of any.
+        actor: The active recipe, modifier, plugin or override, outermost first; `python` if none is active.
         action: The kind of edit, as in `set theta`.
         names: The fields that were set.
         where: `file:line` of the code that made the edit.
@@ -46,7 +46,7 @@ class History(tuple[Event, ...]):
 
 
 def event(action: str, *names: str) -> Event:
-    """A new event of the current actor, at the nearest line outside this package."""
+    """An event of the current actor, at the nearest calling line outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, "<")):
         frame = frame.f_back
@@ -56,7 +56,7 @@ def event(action: str, *names: str) -> Event:
 
 @contextlib.contextmanager
 def acting(actor: str) -> Iterator[None]:
-    """Attributes edits made inside to `actor`."""
+    """Attributes the edits that the block makes to `actor`."""
     token = _actors.set((*_actors.get(), actor))
     try:
         yield

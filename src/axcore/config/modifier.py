@@ -13,10 +13,10 @@ from axcore.config.node import Config, FrozenDict
 
 @dataclasses.dataclass(frozen=True)
 class Modifier:
-    """A named edit of a whole config tree. A plain `Config -> Config` function can take its place."""
+    """A named edit of a whole config tree. A plain function `Config -> Config` works too."""
 
     name: str
-    edit: Callable[[Any], Any]  # Any: an edit may ask for a certain class of config
+    edit: Callable[[Any], Any]  # Any: an edit may require a specific config class
     options: Mapping[str, object] = FrozenDict()
 
     def __post_init__(self) -> None:

@@ -47,14 +47,14 @@ def _immutable(self: FrozenDict, *args: object, **kwargs: object) -> NoReturn:
     raise TypeError("a FrozenDict cannot be changed; make a new one: {**old, key: value}")
 
 
-class FrozenDict(dict[str, Any]):  # Any: the values of each field have a type of their own
+class FrozenDict(dict[str, Any]):  # Any: the value type depends on the field
     """An immutable, hashable dict. `Mapping` fields of a config are stored as one."""
 
     __setitem__ = __delitem__ = __ior__ = _immutable
     clear = pop = popitem = setdefault = update = _immutable
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))  # dicts are equal in any order
+        return hash(frozenset(self.items()))  # equality of dicts ignores order
 
     def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
         return FrozenDict, (dict(self),)
@@ -71,26 +71,26 @@ class Config:
     ```
 
     Nodes are immutable: `set` returns a new node, and `axcore.select` edits whole trees. A config class nested in a
-    `Configurable` class builds that class. Any other config class is a plain value, such as a mask or an initializer.
+    `Configurable` class builds that class. Any other config is a plain value, such as a mask or an initializer.
 
     Raises:
         ConfigError: A field is unknown, or a value does not fit the annotation of its field.
     """
 
-    target: ClassVar[Any] = None  # Any: a class of its own for each config class
+    target: ClassVar[Any] = None  # Any: each config class has its own target
     """The class that `build` instantiates, or None for a plain value."""
 
     layout_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of this class that change how or where something is computed, or what is recorded, but not the result:
-    a mesh, a kernel, rematerialization. A run may be resumed with other values of them. A class that fills such a
-    field and affects the result, such as a kernel that wraps another, lists its own; its other fields are fixed."""
+    """Fields of this class that do not change the result of a run, such as a mesh, a kernel or rematerialization. A
+    resumed run may change these fields and everything below them. If a class that fills such a field affects the
+    result, as a kernel that wraps another may, it lists its own layout fields; its other fields must not change."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         own = inspect.get_annotations(cls)
         for name in own:
             if name not in cls.__dict__ and "ClassVar" not in str(own[name]):
-                setattr(cls, name, REQUIRED)  # a field without a default has to be set
+                setattr(cls, name, REQUIRED)  # a field without a default must be set
         for name in set(cls.__dict__) & set(getattr(cls, "__dataclass_fields__", ())) - set(own):
             raise ConfigError(
                 f"{type_name(cls)}.{name} overrides a field without an annotation; repeat it, as in `{name}: int = ...`"
@@ -112,12 +112,12 @@ class Config:
         for name in field_names(cls):
             value = cls.__dataclass_fields__[name].default
             if inspect.isroutine(value) or isinstance(value, type | enum.Enum):
-                register(value)  # so that JSON may name it
+                register(value)  # so that JSON can refer to it
         cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-    else:  # with `__getattr__` in sight, a type checker accepts every field name
+    else:  # hidden from type checkers, which would otherwise accept every field name
 
         def __getattr__(self, name: str) -> object:
             if name.startswith("__"):
@@ -192,8 +192,8 @@ class Config:
         return history(self, path)
 
     def __getstate__(self) -> dict[str, object]:
-        """Pickles functions that are registered under another name by that name. Their own name may be private:
-        that of `jax.nn.silu` is `jax._src.nn.functions.silu`."""
+        """Pickles a function by its registered name, because its qualified name may be private. For example,
+        `jax.nn.silu` is `jax._src.nn.functions.silu`."""
         state: dict[str, object] = dict(self.__dict__)
         for name, value in fields(self):
             if inspect.isroutine(value) or (callable(value) and hasattr(value, "__qualname__")):
@@ -214,7 +214,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """Stands for a registered value in a pickle."""
+    """The pickled form of a registered value."""
 
     name: str
 
@@ -242,7 +242,7 @@ class Configurable:
         node.target = cls
 
 
-def fields(node: Config) -> Iterator[tuple[str, Any]]:  # Any: the fields have types of their own
+def fields(node: Config) -> Iterator[tuple[str, Any]]:  # Any: the type depends on the field
     """(name, value) of each field, in declaration order."""
     values = node.__dict__
     return ((name, values[name]) for name in field_names(type(node)))
@@ -289,7 +289,7 @@ def _store(cls: type[Config], name: str, value: object) -> object:
 
 
 def _frozen(value: object) -> object:
-    """Lists become tuples and dicts become FrozenDicts, at every depth."""
+    """Converts lists to tuples and dicts to FrozenDicts, at every depth."""
     if isinstance(value, (bool, int, float, str, Config)) or value is None:
         return value
     if isinstance(value, list) or type(value) is tuple:

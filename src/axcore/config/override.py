@@ -1,4 +1,4 @@
-"""Overrides from the command line: `path=value`, parsed by the annotation of the field at the path."""
+"""Overrides from the command line: `path=value`. The annotation of the field determines how the value is parsed."""
 
 from __future__ import annotations
 

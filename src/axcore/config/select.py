@@ -29,7 +29,7 @@ class Selection[C: Config]:
         return len(self.paths)
 
     def map(self, edit: Callable[[str, Config], object]) -> C:
-        """Replaces each selected node by `edit(path, node)`, which must be a config.
+        """Replaces each selected node with `edit(path, node)`, which must be a config.
 
         Raises:
             ConfigError: The new node does not fit. The message begins with the path.
@@ -42,7 +42,7 @@ class Selection[C: Config]:
         return self.map(lambda _, node: node.set(**values))
 
     def swap(self, new: Config, *, keep: Collection[str] = (), drop: Collection[str] = ()) -> C:
-        """Replaces each selected node by `new`.
+        """Replaces each selected node with `new`.
 
         Args:
             new: The replacement.
@@ -55,7 +55,7 @@ class Selection[C: Config]:
         return self.map(lambda _, old: _swapped(old, new, keep, drop))
 
     def wrap(self, wrapper: Config, slot: str) -> C:
-        """Replaces each selected node by `wrapper`, with the node in the wrapper's field `slot`."""
+        """Wraps each selected node: `wrapper` replaces the node and holds it in the field `slot`."""
         return self.map(lambda _, node: wrapper.set(**{slot: node}))
 
     def remove(self) -> C:
@@ -102,7 +102,7 @@ def edited(path: str, node: Config, edit: Callable[[str, Config], object]) -> ob
     """`edit(path, node)`, checked to be a config. The history of the new node records the type that it replaced."""
     try:
         new = edit(path, node)
-    except (ConfigError, AttributeError) as error:  # a field that only another class has
+    except (ConfigError, AttributeError) as error:  # AttributeError: the edit uses a field that this node does not have
         raise ConfigError(f"at {path or 'the root'}: {error}") from error
     if new is not REMOVED and not isinstance(new, Config):
         raise ConfigError(f"at {path or 'the root'}: the edit returned {new!r}, not a config")

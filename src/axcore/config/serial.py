@@ -30,8 +30,8 @@ def to_json(root: Config, *, indent: int | None = 2) -> str:
     return json.dumps(_write(root, ""), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def from_json(content: str) -> Any:  # Any: the class that the text names
-    """The config that `to_json` wrote.
+def from_json(content: str) -> Any:  # Any: `content` names the class
+    """Reads a config that `to_json` wrote.
 
     Raises:
         ConfigError: The text is not JSON of a config, names an unknown type, function or field, or holds a value that
@@ -66,7 +66,7 @@ def _write(value: object, path: str) -> object:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _read(data: Any, path: str) -> Any:  # Any: JSON of unknown form
+def _read(data: Any, path: str) -> Any:  # Any: arbitrary JSON
     if isinstance(data, list):
         return tuple(_read(item, join(path, index)) for index, item in enumerate(data))
     if not isinstance(data, dict):

@@ -12,8 +12,8 @@ from axcore.config.history import History
 from axcore.config.node import Config, FrozenDict, field_names, fields
 
 NESTING = (Config, tuple, FrozenDict)
-"""The classes of values that may contain nodes. They are concrete because `isinstance` of an abstract class is ten
-times slower."""
+"""The classes of values that may contain nodes. They are concrete because `isinstance` is ten times slower with
+an abstract class."""
 
 REMOVED = object()
 """The result of an edit that removes its node."""
@@ -58,7 +58,7 @@ def get(root: Config, path: str) -> Any:  # Any: the path determines the type
 
 
 def history(root: Config, path: str) -> History:
-    """The history of the node or value at a path: events of the node itself, and events of its parent that set it."""
+    """The history of the node or value at a path: the events of the node, and those of its parent that set it."""
     value, names = get(root, path), path.split(".") if path else []
     events = [*value.__dict__.get("_history", ())] if isinstance(value, Config) else []
     # The nearest node above holds the value in one of its fields, possibly inside a tuple or mapping.
@@ -74,7 +74,7 @@ def no_such_path(root: Config, path: str) -> ConfigError:
     known = [join(parent, name) for parent, node in walk(root) for name in field_names(type(node))]
     leaf = path.rpartition(".")[2]
     hint = did_you_mean(path, known)
-    if not hint:  # often the name is right but in the wrong place
+    if not hint:  # often the field name is right but the path above it is wrong
         same = [other for other in known if other.rpartition(".")[2] == leaf]
         hint = f" Did you mean {same[0]!r}?" if same else ""
     return ConfigError(f"the config has no {path!r}.{hint}")

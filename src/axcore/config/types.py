@@ -1,4 +1,4 @@
-"""Annotations of fields: checks of values, and parsing of text."""
+"""Field annotations: checking values and parsing text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal, Union
 
 
 def cached[F: Callable[..., object]](fn: F) -> F:
-    """`functools.cache` that keeps the signature. Type checkers do not regard a class as hashable."""
+    """`functools.cache` that keeps the signature, because type checkers do not consider a class hashable."""
     return functools.cache(fn)  # type: ignore[return-value]
 
 
@@ -34,7 +34,7 @@ def hints(cls: type) -> dict[str, object]:
 
 
 def describe(hint: object) -> str:
-    """An annotation as text for people."""
+    """Formats an annotation for error messages."""
     if hint is type(None):
         return "None"
     if typing.get_origin(hint) is Literal:
@@ -107,7 +107,7 @@ def parse(text: str, hint: object) -> object:
 
 
 def _fit(value: object, hint: object) -> object:
-    """Converts forms that are natural in text: a list to a tuple, `a,b` to a tuple of strings, 1 to 1.0."""
+    """Converts values as a user types them: a list to a tuple, `a,b` to a tuple of strings, 1 to 1.0."""
     if typing.get_origin(hint) is tuple:
         if isinstance(value, str):
             value = tuple(part.strip() for part in value.strip("()[]").split(",") if part.strip())

@@ -26,15 +26,15 @@ class Step:
 
     Attributes:
         ids: the new tokens of each row, padded at the end.
-        start: the position in the row of the first new token; 0 starts the row again.
-        lengths: number of new tokens of each row, without padding; None: the width.
-        slots: the slot of each row in the state, without repetition; None: row i has slot i, and every slot has a row.
-        logits_at: indices into the width of the tokens whose logits are computed; None: all.
+        start: the position of the first new token in its row; 0 restarts the row.
+        lengths: the number of new tokens in each row, without padding; None: the width.
+        slots: the slot of each row in the state, without duplicates. None: row i uses slot i, and every slot has a row.
+        logits_at: the tokens of each row whose logits are computed, as indices into the width; None: all tokens.
         pages: the page table of each row, for paged caches.
         phase: `prefill` or `decode`; None: `decode` if the width is 1, otherwise `prefill`.
 
     Raises:
-        ConfigError: the shapes do not match the annotations.
+        ConfigError: the shapes or dtypes do not match the annotations.
     """
 
     ids: Int[Array, "batch width"]
@@ -86,8 +86,8 @@ class Decoder:
     Attributes:
         fn: the model.
         state_axes: the logical axes of every array of the state.
-        batch_size: number of rows (slots) in the state.
-        max_len: largest number of tokens in a row.
+        batch_size: the number of rows (slots) in the state.
+        max_len: the maximum number of tokens in a row.
         layout: the mesh and rules of the model; None: a single device.
     """
 
@@ -113,11 +113,11 @@ class Decoder:
         Args:
             model: a model with the call signature of `axcore.nn.CausalLM`.
             cache: fills every empty cache slot.
-            batch_size: number of rows (slots) in the state.
-            max_len: largest number of tokens in a row, including the prompt.
+            batch_size: the number of rows (slots) in the state.
+            max_len: the maximum number of tokens in a row, including the prompt.
             layout: the mesh and rules for the state and the parameters; None: a single device.
-            unstack: copies the arrays of scanned stacks once, into separate arrays for each layer. A scanned stack
-                compiles faster and decodes slower, since each token copies the weights of each layer out of it.
+            unstack: whether to split the arrays of scanned stacks into one array per layer, which copies them once. A
+                scanned stack compiles faster but decodes slower, because each token copies every layer's weights.
 
         Returns:
             The decoder, the parameters and the initial state.
@@ -151,9 +151,9 @@ class Decoder:
         """Runs the model on the tokens of a step.
 
         Returns:
-            The float32 logits and the new state. Logits are NaN if they are undefined: at padding, at tokens beyond
-            `max_len`, and in rows that start beyond their end, have a length outside [0, width], or have a slot that
-            does not exist or belongs to another row too.
+            The float32 logits and the new state. Undefined logits are NaN: at padding, at tokens beyond `max_len`, and
+            in invalid rows. A row is invalid if it starts after its cached tokens, its length is outside [0, width],
+            or its slot is out of range or used by several rows.
         """
         width, held = step.ids.shape[1], state["lengths"]
         start = step.start.astype(jnp.int32)

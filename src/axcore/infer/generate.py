@@ -1,4 +1,4 @@
-"""Generating text with a causal language model."""
+"""Text generation with a causal language model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from axcore.module import Tree, functional
 from axcore.nn import KVCache
 
 SMALLEST_BUCKET = 16
-"""Prompts are padded to this many tokens or to the next power of two, which limits the number of compilations."""
+"""With a cache, prompts are padded to a power of two, at least this many tokens, which limits the number of
+compilations."""
 
 
 class Generator:
-    """Continues prompts with a causal language model, one prompt at a time. Each bucket of prompt lengths compiles
-    once.
+    """Continues prompts with a causal language model, one prompt at a time. Lengths are padded to powers of two, and
+    each padded length compiles once.
 
     Args:
         model: a model with the call signature of `axcore.nn.CausalLM`.
-        context: number of tokens that the model attends to, at most the `seq_len` that it was trained with.
+        context: the maximum number of tokens that the model attends to, at most the `seq_len` of its training.
         temperature: divides the logits; 0 selects the most likely token.
-        cache: KV cache of earlier tokens, such as `ContiguousCache.Config()`. Prompt and sample together have at most
-            `context` tokens. None: every token is computed from the `context` tokens before it, without a limit.
+        cache: the KV cache, such as `ContiguousCache.Config()`. It limits prompt and sample together to `context`
+            tokens. None: each new token recomputes the last `context` tokens, and the length is unlimited.
         end_ids: tokens that end a sample.
     """
 
@@ -67,7 +68,7 @@ class Generator:
             key: PRNG key of the sample.
 
         Returns:
-            int32: `num_tokens` tokens, or fewer if one of `end_ids` is sampled, which is then the last.
+            `num_tokens` int32 tokens, or fewer if a token of `end_ids` is sampled. That token is the last.
         """
         prompt = np.asarray(prompt)
         if prompt.ndim != 1 or not prompt.size:
@@ -76,8 +77,8 @@ class Generator:
             raise AxcoreError(f"num_tokens must be at least 0, not {num_tokens}")
         if self.is_cached and prompt.size + num_tokens > self.context:
             raise AxcoreError(
-                f"a prompt of {prompt.size} tokens and num_tokens={num_tokens} exceed context={self.context}; with a "
-                f"cache, increase context or reduce num_tokens"
+                f"a prompt of {prompt.size} tokens plus num_tokens={num_tokens} exceeds context={self.context}. "
+                f"Increase context, reduce num_tokens or set cache=None"
             )
         if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= self.vocab_size:
             raise AxcoreError(

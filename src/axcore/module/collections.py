@@ -90,7 +90,7 @@ class Collections:
     `decoder.layers.*.norm`. `labelled` turns such an entry into one for each layer.
 
     Attributes:
-        summaries: Values for people.
+        summaries: Values for metrics and logs.
         losses: Terms of the objective besides the main loss.
         outputs: Values captured by `invoke(capture=...)`.
     """
@@ -129,7 +129,7 @@ class Collections:
 def labelled(entries: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Splits each entry of a scanned stack into one entry per layer, with the index in place of `*`.
 
-    Call it on the host: under a trace each new entry costs an operation.
+    Call it outside of traced code, where each new entry would add an operation.
     """
     found: dict[str, PyTree] = {}
     for path, value in entries.items():

@@ -1,7 +1,7 @@
 """The invocation context: a stack of frames that locates a call in the module tree and collects its reports.
 
-The context refers to modules; a module never refers to a context. Code outside of layers, such as an optax
-transformation, a `custom_vjp` rule or a kernel, may call `current()` too.
+Frames refer to modules, but modules do not refer to frames. Code outside of layers, such as an optax transformation, a
+`custom_vjp` rule or a kernel, may also call `current()`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Frame:
     calls: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
     """The number of the last call of each child."""
     shared: ChainMap[str, PyTree] = dataclasses.field(default_factory=ChainMap)
-    """Values that layers share with later ones. The body of a transform adds to a map of its own."""
+    """Values that layers share with later ones. The body of a transform adds to its own map."""
 
     @property
     def path(self) -> str:
@@ -82,7 +82,7 @@ class Frame:
         return fold(key, drawn) if drawn else key
 
     def add_summary(self, name: str, value: ArrayLike, reduce: Reduce = Reduce.MEAN, kind: Kind = Kind.SCALAR) -> None:
-        """Reports a value to the caller of `invoke`. Without an `invoke` the value is dropped."""
+        """Reports a value to the caller of `invoke`. Outside of `invoke`, the value is dropped."""
         if self.collections is not None:
             array = jnp.asarray(value)
             array = histogram(array) if kind is Kind.HISTOGRAM else array
@@ -109,7 +109,8 @@ class Frame:
             self.collections.outputs[self.path] = value
 
     def add_loss(self, name: str, total: ArrayLike, count: ArrayLike, weight: float = 1.0) -> None:
-        """Adds `weight * total / count` to the objective. Requires an `invoke`, since a dropped loss changes training.
+        """Adds `weight * total / count` to the objective. Raises outside of `invoke`, because a dropped loss changes
+        training.
 
         Args:
             total: A scalar, the sum of the loss over tokens, rows or other units.
@@ -218,7 +219,7 @@ def inside(
     names: tuple[str | Int[Array, ""], ...],
     salt: Int[Array, ""] | int | None = None,
 ) -> Iterator[Frame]:
-    """A frame for the body of a transform, with collections of its own, which the transform returns as outputs."""
+    """A frame for the body of a transform, with its own collections, which the transform returns as outputs."""
     collections = None if parent.collections is None else Collections()
     # A body in the caller's own frame continues its count of draws, so that no draw repeats an earlier one.
     drawn = parent.drawn if not names else {}

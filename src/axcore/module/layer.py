@@ -74,7 +74,7 @@ class BuildError(ConfigError):
 
 
 def method[L: Layer, **P, R](fn: Callable[Concatenate[L, P], R]) -> Callable[Concatenate[L, P], R]:
-    """Marks a method other than `__call__` as an entry point, which runs in the frame of its layer."""
+    """A decorator for entry points other than `__call__`. The method runs in the frame of its layer."""
 
     @functools.wraps(fn)
     def call(self: L, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -90,8 +90,8 @@ class Layer(nnx.Module, Configurable):
     """Base of every axcore layer.
 
     A subclass nests a `Config`, takes `(cfg, *, rngs)` in its constructor, and creates its children with `child` and
-    its parameters with `param`. Inside `__call__` and methods marked with `axcore.method`, it may use `rng`,
-    `training`, `add_summary` and `add_loss`, which are not passed as arguments.
+    its parameters with `param`. `__call__` and methods decorated with `axcore.method` may use `rng`, `training`,
+    `add_summary` and `add_loss` without taking them as arguments.
 
     Attributes:
         config: The node that the layer was built from, completed by its parent.
@@ -126,7 +126,7 @@ class Layer(nnx.Module, Configurable):
             cls.__init__ = _with_config(cls.__init__)  # type: ignore[method-assign]
 
     def child(self, name: str, cfg: BaseConfig | None, rngs: Rngs, **widths: object) -> Any:  # Any: what `cfg` builds
-        """Builds a child from its slot. The child of an empty slot is None.
+        """Builds a child from its config. The child is None if `cfg` is None.
 
         Args:
             name: The attribute under which the caller stores the child. It becomes part of the path.
@@ -136,19 +136,19 @@ class Layer(nnx.Module, Configurable):
                 skipped.
 
         Raises:
-            BuildError: The child cannot be built, or one of its fields has another value than the parent provides.
-                The message begins with the config path.
+            BuildError: The child cannot be built, or a field differs from the value that the parent provides. The
+                message begins with the config path.
         """
         if cfg is None:
             return nnx.data(None)
         return self.build_child(cfg, rngs.at(name), **widths)
 
     def children(self, name: str, cfgs: Iterable[BaseConfig], rngs: Rngs, **widths: object) -> nnx.List[Any]:
-        """`child` for each config of a tuple. The path of the first is `name.0`."""
+        """Builds a child from each config of a tuple. The path of the first child is `name.0`."""
         return nnx.List([self.build_child(cfg, rngs.at(name).at(str(i)), **widths) for i, cfg in enumerate(cfgs)])
 
     def build_child(self, cfg: BaseConfig, rngs: Rngs, **widths: object) -> Any:  # Any: what `cfg` builds
-        """`child` with the rngs of the child itself, such as those of one layer of a stack."""
+        """Like `child`, but takes the rngs of the child, such as those of one layer of a stack."""
         try:
             cfg = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)})
             if isinstance(cfg, Layer.Config):
@@ -191,11 +191,11 @@ class Layer(nnx.Module, Configurable):
         return self.frame.training
 
     def rng(self, stream: str) -> PRNGKeyArray:
-        """A key of the named stream, derived from the path of the layer and the key of the step."""
+        """A PRNG key of the named stream, derived from the path of the layer and the key passed to `invoke`."""
         return self.frame.rng(stream)
 
     def add_summary(self, name: str, value: ArrayLike, reduce: Reduce = Reduce.MEAN) -> None:
-        """Reports a scalar under `path.name`. `reduce` is applied to the values of examples and microbatches."""
+        """Reports a scalar under `path.name`. `reduce` combines the values of examples, devices and microbatches."""
         self.frame.add_summary(name, value, reduce)
 
     def add_histogram(self, name: str, values: Shaped[Array, ...]) -> None:

@@ -29,8 +29,8 @@ Body = Callable[..., PyTree]
 _Path = tuple[Hashable, ...]
 """The path of a Variable in a module."""
 _Counts = tuple[dict[str, int], dict[tuple[str, ...], int]]
-"""The draws and calls of a frame."""
-_SALT_OFFSET = 0x2F0C5A1D  # keeps the salts of examples, iterations and devices apart from the indices of layers
+"""The fields `drawn` and `calls` of a frame."""
+_SALT_OFFSET = 0x2F0C5A1D  # separates the salts of examples, iterations and devices from layer indices
 
 
 class _BodyFrame(Frame):
@@ -46,12 +46,12 @@ def _body_frame(
     key: PRNGKeyArray | None = None,
     salt: Int[Array, ""] | None = None,
 ) -> Iterator[Frame]:
-    """A frame for code of another trace at the place of the caller, with collections of its own.
+    """A frame for code in another trace, with the path of the caller and its own collections.
 
-    Each trace numbers its draws and calls from `counts`. The caller continues after the last one.
+    Each trace numbers its draws and calls from `counts`. The caller continues after the highest number.
 
     Args:
-        key: Replaces the key of the caller if the trace of that key may have ended.
+        key: The key to use instead of the caller's, whose trace may have ended.
     """
     collections = None if caller.collections is None else Collections()
     drawn, calls = dict(counts[0]), dict(counts[1])
@@ -70,7 +70,7 @@ def _advance[K](counts: dict[K, int], later: dict[K, int]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Lifted:
-    """A module that is split into arrays and structure, and its place in the calling layer."""
+    """A module, split into arrays and structure, with its path in the calling layer."""
 
     caller: Frame
     module: nnx.Module
@@ -97,7 +97,7 @@ class Lifted:
         """Calls `fn` on a copy with these arrays. Returns (output, new state, reports).
 
         Args:
-            number: Tells examples or iterations apart: each number draws different bits.
+            number: The index of the example, iteration or device. Each draws different random numbers.
         """
         params, state = jax.tree.map(lambda x: x, (params, state))  # NNX only writes to Variables of the current trace
         before = _values(state)

@@ -35,7 +35,7 @@ def invoke(
     """Calls `module.method(*args, **kwargs)`, or the function `method(module, *args, **kwargs)`, in a new context.
 
     Args:
-        key: The key from which layers draw random numbers. Without a key, a layer that draws raises.
+        key: The key from which layers draw random numbers. Without a key, layers that draw raise an error.
         training: The value of `self.training` in the layers.
         capture: Path patterns of values to collect, as in `**.attention.logits`; see `Layer.add_output`. The path of
             a layer captures its result.
@@ -154,7 +154,7 @@ def check_no_tracers(module: nnx.Module) -> None:
             if isinstance(value, jax.core.Tracer):
                 where = ".".join(map(str, path)) or "the module"
                 raise ContextError(
-                    f"{where} ({type(node).__name__}) keeps a traced value in its attribute {name!r}. Return it, "
+                    f"{where} ({type(node).__name__}) stores a traced value in its attribute {name!r}. Return it, "
                     f"report it with add_output, or store it in an nnx.Variable"
                 )
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def fold(key: PRNGKeyArray, name: str | int | Int[Array, ""]) -> PRNGKeyArray:
-    """The key of `name` below `key`. The name "3" and a traced 3 give the same key, so that a layer draws the same bits
-    in a scanned and in an unrolled stack."""
+    """Derives the key for `name` from `key`. The name "3" and a traced 3 give the same key, so that a layer draws the
+    same bits in a scanned and in an unrolled stack."""
     if isinstance(name, str):
         name = int(name) if name.isdecimal() else int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     return jax.random.fold_in(key, name)

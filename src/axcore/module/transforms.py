@@ -20,7 +20,7 @@ from axcore.module.variables import DecodingState
 def stack[M: nnx.Module](build: Callable[[Rngs], M], rngs: Rngs, count: int) -> M:
     """`count` modules in one, whose arrays have a leading axis over the modules.
 
-    Each module is initialized with the rngs of its index, to the same values as it would have outside of a stack.
+    Each module is initialized with the rngs of its index, and gets the same values as outside of a stack.
     """
     graphdefs: list[nnx.GraphDef[M]] = []
 
@@ -47,8 +47,8 @@ def scan(
 ) -> PyTree:
     """Runs a stacked module layer by layer: `carry = layer(carry, *args)`, traced once.
 
-    Each layer has a frame of its own, and draws the same random numbers as in an unrolled stack. Reports have paths
-    with `*` and a leading axis over the layers. Variables other than parameters keep the values that a layer writes.
+    Each layer has its own frame and draws the same random numbers as in an unrolled stack. Reports have paths with `*`
+    and a leading axis over the layers. Layers may write to Variables other than parameters.
     The loop carries the whole `DecodingState`, so that layers can write to it in place.
 
     Args:
@@ -57,7 +57,8 @@ def scan(
         args: Further arguments, the same for every layer.
         count: The number of stacked layers.
         unroll: The number of layers in one iteration of the loop; `count` removes the loop.
-        remat: A policy that selects the intermediate values to keep for the backward pass; None keeps all.
+        remat: The policy of `jax.checkpoint`, which selects the intermediate values to keep for the backward pass.
+            None keeps all.
 
     Returns:
         The output of the last layer.

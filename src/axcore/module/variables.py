@@ -18,14 +18,14 @@ class GradientState(nnx.Variable[jax.Array]):
     """A float32 array whose gradient is its next value, such as the amax history of delayed scaling.
 
     A custom_vjp rule returns the new value as the cotangent of the old one. The training step differentiates the
-    objective with respect to the state, hides it from the optimizer, and replaces it by the cotangent.
+    objective with respect to the state, hides it from the optimizer, and replaces it with the cotangent.
 
     If a step reads the state more than once (a layer that is called several times, a chunked output head,
     microbatches), the elementwise maximum of the cotangents is stored. State without a cotangent keeps its value.
     """
 
     def get_value(self, **where: object) -> Float[Array, ...]:
-        """The float32 value, also while the training step stores the state as `fm32`."""
+        """The float32 value, even while the training step stores the state as `fm32`."""
         value = super().get_value(**where)
         return _as_float(value) if getattr(value, "dtype", None) == fm32 else value
 

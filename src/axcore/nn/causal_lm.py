@@ -33,7 +33,7 @@ class Prediction:
 
     Attributes:
         name: `next`, or `future.0` and so on.
-        hidden: the argument of `CausalLM.logits`.
+        hidden: hidden states after the norm, the input of `CausalLM.logits`.
         targets: token ids; arbitrary if the weight is 0.
         weights: weight of each target in the mean loss.
         loss_weight: weight of the mean loss of this prediction in the objective.
@@ -51,7 +51,8 @@ class CausalLM(Layer):
 
     Slots, empty unless a feature fills them:
 
-    - `position`: `(x, positions) -> x`, changes the embeddings [batch, seq, embed], such as learned positions;
+    - `position`: `(x, positions) -> x`, a position embedding that is applied to the token embeddings [batch, seq,
+      embed], such as learned positions;
     - `future`: modules for multi-token prediction while training (see `MultiTokenPrediction`).
     """
 
@@ -72,8 +73,8 @@ class CausalLM(Layer):
         """Rounds the number of rows of embedding and head up to a multiple of this, so that devices get equal shards.
         The logits of the padding are masked."""
         future: tuple[MultiTokenPrediction.Config, ...] = ()
-        """Multi-token prediction. The first module predicts the token after the next one, and so on (DeepSeek-V3, arXiv
-        2412.19437, section 2.2)."""
+        """Modules for multi-token prediction. The first predicts the token after the next one, and so on (DeepSeek-V3,
+        arXiv 2412.19437, section 2.2)."""
         future_weight: float = 0.3
         """Weight of the mean loss of the modules in `future`."""
 
@@ -93,8 +94,8 @@ class CausalLM(Layer):
         self.position = self.child("position", cfg.position, rngs, input_dim=cfg.dim)
         self.decoder = self.child("decoder", cfg.decoder, rngs, input_dim=cfg.dim)
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=cfg.dim)
-        wide = {"input_dim": cfg.dim, "output_dim": rows, "axes": ("embed", "vocab")}
-        self.head = self.child("head", cfg.head, rngs, **wide)
+        widths = {"input_dim": cfg.dim, "output_dim": rows, "axes": ("embed", "vocab")}
+        self.head = self.child("head", cfg.head, rngs, **widths)
         self.future = self.children("future", cfg.future, rngs, input_dim=cfg.dim)
 
     def __call__(
@@ -114,7 +115,7 @@ class CausalLM(Layer):
             positions, segment_ids: position and document of each token, for packed rows (see `TokenInfo`).
             index: positions in the rows; None: 0, 1, ...
             valid: false at padding, which no token attends to.
-            cached: the rows that the ids continue while decoding.
+            cached: the cached rows that the ids continue; None unless decoding.
             logits_at: indices into `seq` of the tokens whose logits are computed; None: all.
         """
         tokens = TokenInfo.of(ids, positions, segment_ids, index, valid, cached)
@@ -145,11 +146,10 @@ class CausalLM(Layer):
 
     @method
     def logits(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq padded_vocab"]:
-        """The float32 logits over the padded vocabulary (see `pad_vocab_to`): `MASKED_LOGIT` from index `vocab_size`
-        on.
+        """The float32 logits over the padded vocabulary (see `pad_vocab_to`). Those of the padding are `MASKED_LOGIT`.
 
         Args:
-            hidden: the field of a `Prediction`.
+            hidden: hidden states after the norm, such as `Prediction.hidden`.
         """
         cfg = self.config
         logits = (self.embedding.attend(hidden) if self.head is None else self.head(hidden)).astype(jnp.float32)

@@ -13,7 +13,8 @@ from axcore.module import Layer
 def dropout(layer: Layer, x: Float[Array, "*shape"], rate: float) -> Float[Array, "*shape"]:
     """While training, zeroes each element with probability `rate` and scales the others up; otherwise returns `x`.
 
-    The layer calls it on itself, since the random bits come from its PRNG stream `dropout`.
+    Args:
+        layer: the layer that calls this function. The random bits come from its PRNG stream `dropout`.
     """
     return dropped(x, rate, layer.rng("dropout")) if rate and layer.training else x
 

@@ -1,4 +1,4 @@
-"""The features of the core: common edits of a model, which `axcore.use` finds by name."""
+"""Built-in features: common edits of a model config, which `axcore.use` finds by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def use_sliding_window(cfg: Config, size: int, global_every: int | None = None, 
 
     Args:
         size: number of keys that a query sees, itself included.
-        global_every: every layer with this number keeps its mask, as in Gemma 3 (6); a `Repeat` then repeats groups of
-            that many layers. None: every selected layer gets the window.
+        global_every: every `global_every`-th layer keeps its mask (6 in Gemma 3). A `Repeat` then repeats groups of
+            `global_every` layers. None: every selected layer gets the window.
         where: selects attention layers.
     """
     if global_every is not None and global_every < 2:
@@ -38,8 +38,8 @@ def use_qk_norm(cfg: Config, eps: float = 1e-6, across_heads: bool = False, wher
     """Normalizes the queries and keys of every selected attention layer (Dehghani et al. 2023, arXiv 2302.05442).
 
     Args:
-        eps: is added to the mean square in each RMSNorm.
-        across_heads: normalizes all heads of a token as one vector (OLMo 2) instead of each head alone.
+        eps: added to the mean square in each RMSNorm.
+        across_heads: whether all heads of a token are normalized as one vector (OLMo 2) instead of separately.
         where: selects attention layers.
     """
     norm = RMSNorm.Config(eps=eps)
@@ -48,7 +48,7 @@ def use_qk_norm(cfg: Config, eps: float = 1e-6, across_heads: bool = False, wher
 
 
 def use_fused_qkv(cfg: Config, where: Where = Attention) -> Config:
-    """Replaces the three projections of every selected attention layer by one, which computes queries, keys and values.
+    """Fuses the query, key and value projections of every selected attention layer into one, `qkv`.
 
     Raises:
         ConfigError: the three projections of a layer are not equal, or already fused.
@@ -59,7 +59,7 @@ def use_fused_qkv(cfg: Config, where: Where = Attention) -> Config:
         if attention.qkv is not None:
             raise ConfigError("qkv is already set: queries, keys and values are computed in one product")
         if attention.query is None or not attention.query == attention.key == attention.value:
-            raise ConfigError("query, key and value must be given and equal to be fused into qkv")
+            raise ConfigError("query, key and value must be set and equal to be fused into qkv")
         return attention.set(qkv=attention.query, query=None, key=None, value=None)
 
     return select(cfg, where).map(fused)

@@ -19,7 +19,7 @@ from axcore.parallel import constrain
 
 
 class Gating(Config):
-    """Base of the functions that combine gate and up-projection, other than `activation(gate) * up`."""
+    """Base of the functions that replace `activation(gate) * up`."""
 
     def __call__(self, gate: Float[Array, "*shape mlp"], up: Float[Array, "*shape mlp"]) -> Float[Array, "*shape mlp"]:
         """The hidden features."""
@@ -83,7 +83,7 @@ class FeedForward(Layer):
 def combined(
     cfg: FeedForward.Config, gate: Float[Array, "*shape mlp"] | None, up: Float[Array, "*shape mlp"]
 ) -> Float[Array, "*shape mlp"]:
-    """The hidden features of a block with this config, from the results of its gate (if any) and up projections."""
+    """The hidden features of a block with this config, from the outputs of its gate (if any) and up projections."""
     if gate is None:
         return cfg.activation(up)
     return cfg.activation(gate) * up if cfg.gating is None else cfg.gating(gate, up)

@@ -1,4 +1,4 @@
-"""Linear maps of groups of rows, such as those of the experts of a mixture."""
+"""Linear layers with one weight per group of rows, such as one per expert."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from axcore.numerics import Product
 class GroupedLinear(Weighted):
     """A linear map for each of `groups` groups of rows: a weight [group, in, out] and a bias [group, out].
 
-    Each group is initialized like a `Linear`, with its fan-in. The slots are those of `Linear`; the config of an
-    adapter must declare the field `groups`, and receives three names in `axes`.
+    Each group is initialized like a `Linear`, with its own fan-in. The slots are those of `Linear`. The config of an
+    adapter must declare the field `groups`; its `axes` have three names.
     """
 
     class Config(Weighted.Config):
@@ -36,10 +36,10 @@ class GroupedLinear(Weighted):
 
         @classmethod
         def of(cls, linear: Linear.Config) -> GroupedLinear.Config:
-            """The config of one such linear map per group. The parent sets `groups` and `axes`.
+            """The config of a layer whose groups are each like `linear`. The parent sets `groups` and `axes`.
 
             Raises:
-                ConfigError: `linear.axes` is given; it does not name the axis of groups.
+                ConfigError: `linear.axes` is set; it has no name for the group axis.
             """
             if linear.axes is not None:
                 raise ConfigError(
@@ -79,12 +79,12 @@ class GroupedLinear(Weighted):
 
     @method
     def grouped(self, x: Float[Array, "rows input_dim"], groups: Grouped) -> Float[Array, "rows output_dim"]:
-        """Applies to each row the map of its group."""
+        """Maps each row with the weight of its group."""
         return self._mapped(x, groups)
 
     @method
     def batched(self, x: Float[Array, "group rows input_dim"]) -> Float[Array, "group rows output_dim"]:
-        """Applies the map of each group to the same number of rows."""
+        """Maps the rows of each group with its weight. All groups have the same number of rows."""
         return self._mapped(x, Batched())
 
     def _mapped(self, x: jax.Array, product: Product) -> jax.Array:

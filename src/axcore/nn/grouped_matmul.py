@@ -1,4 +1,4 @@
-"""Grouped matrix products: multiply each row of x with the matrix of its group."""
+"""Grouped matrix products: multiply each row of x by the matrix of its group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GroupedMatmul(Config):
     """Base of the implementations of grouped matrix products."""
 
     def align(self, rows: int, groups: int) -> int:
-        """The multiple that the size of each group is padded to, with rows of zeros.
+        """Each group is padded with rows of zeros to a multiple of this number.
 
         Args:
             rows: number of rows before padding.
@@ -34,13 +34,13 @@ class GroupedMatmul(Config):
         group: Int[Array, " blocks"],
         accumulate: DTypeLike | None = None,
     ) -> Float[Array, "rows output_dim"]:
-        """Multiplies the first `sizes[0]` rows with the first matrix, the next `sizes[1]` with the second, and so on.
+        """Multiplies the first `sizes[0]` rows by the first matrix, the next `sizes[1]` by the second, and so on.
 
         Args:
             x: the rows, sorted by group.
             matrices: one matrix for each group, in the dtype of x.
-            sizes: int32, the number of rows of each group, multiples of `align`. Their sum is `rows` if `align` is 1;
-                otherwise rows of zeros may follow.
+            sizes: int32, the number of rows of each group, a multiple of `align`. They add up to `rows` if `align` is
+                1; otherwise x may have more rows, which are zeros.
             group: int32, the group of each block of `align` rows.
             accumulate: dtype of the sums and of the result; None: the dtype of x.
         """
@@ -48,10 +48,10 @@ class GroupedMatmul(Config):
 
 
 class Blocks(GroupedMatmul):
-    """Multiplies each block of rows with a copy of its group's matrix, in one batched matrix product.
+    """Multiplies each block of rows by a copy of its group's matrix, in one batched matrix product.
 
-    It is fast on every backend. It costs a copy of a matrix for each block, and padding of half a block per group on
-    average.
+    This is fast on every backend. It costs one copy of a matrix per block, and on average half a block of padding per
+    group.
     """
 
     size: int | None = None
@@ -160,7 +160,7 @@ _product.defvjp(_forward, _backward)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Grouped(Product):
-    """Rows sorted by group, each multiplied with the matrix of its group: [rows, in] x [group, in, out] -> [rows, out].
+    """Rows sorted by group, each multiplied by the matrix of its group: [rows, in] x [group, in, out] -> [rows, out].
 
     Attributes:
         sizes: number of rows of each group; see `GroupedMatmul`.
@@ -176,7 +176,7 @@ class Grouped(Product):
 
     @classmethod
     def of(cls, sizes: Int[Array, " group"], rows: int) -> Grouped:
-        """Groups of these sizes, whose sum is `rows`, multiplied by `RaggedDot`."""
+        """Groups of these sizes, which add up to `rows`. `RaggedDot` computes their product."""
         group = jnp.repeat(jnp.arange(sizes.size, dtype=jnp.int32), sizes, total_repeat_length=rows)
         return cls(sizes, group, rows)
 

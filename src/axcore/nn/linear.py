@@ -18,10 +18,10 @@ class Linear(Weighted):
 
     Slots, empty unless a feature fills them:
 
-    - `numerics`: represents the weight and multiplies with it;
+    - `numerics`: represents the weight and multiplies by it;
     - `adapter`: `(x, y, weight, product) -> y`, changes the product y before the bias is added, as LoRA does. It
       receives `input_dim`, `output_dim` and `axes`. `weight` is the float weight that y was computed with;
-      `product(x, matrix)` multiplies x with another matrix (see `axcore.numerics.Product`).
+      `product(x, matrix)` multiplies x by another matrix (see `axcore.numerics.Product`).
     """
 
     class Config(Weighted.Config):
@@ -47,7 +47,7 @@ class Linear(Weighted):
         self.adapter = self.child("adapter", cfg.adapter, rngs, **widths)
 
     def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape output_dim"]:
-        """The map, in the output dtype."""
+        """The result, in the output dtype."""
         types = self.dtypes
         x, product = x.astype(types.compute), Plain()
         y = self.multiply(x, product)

@@ -18,8 +18,8 @@ def rows(x: Float[Array, "*shape features"]) -> Float[Array, "*rows features"]:
 
     After merging, the gradient of a weight contracts a single dimension, and XLA needs no transposed copy of `x`:
     forward and backward pass of a feed-forward block are 1.6x faster on CPU. Merging a sharded dimension could cost a
-    collective, so the compiler decides. A layer that multiplies one `x` with several weights should merge once, or the
-    backward pass stores a copy of `x` for each weight.
+    collective, so the compiler decides. A layer that multiplies one `x` by several weights should merge once;
+    otherwise the backward pass stores a copy of `x` for each weight.
     """
     return x if is_sharded() or x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
@@ -37,7 +37,7 @@ def matmul(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plain(Product):
-    """`x @ weight` with a single matrix [in, out]: a linear map."""
+    """`x @ weight` with a single matrix [in, out], as in a `Linear`."""
 
     def __call__(
         self,

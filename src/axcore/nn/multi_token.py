@@ -17,7 +17,7 @@ class MultiTokenPrediction(Layer):
     """A module that predicts one token further ahead than the previous one:
     `layer(projection([hidden_norm(hidden), embedding_norm(embedding)]))` (DeepSeek-V3, arXiv 2412.19437, eq. 21-23).
 
-    `embedding` embeds a later token. The module uses the embedding table and the head of the model.
+    `embedding` is the embedding of a later token. The module shares the embedding table and the head of the model.
     """
 
     class Config(Layer.Config):
@@ -35,8 +35,8 @@ class MultiTokenPrediction(Layer):
         dim = cfg.input_dim
         self.hidden_norm = self.child("hidden_norm", cfg.hidden_norm, rngs, input_dim=dim)
         self.embedding_norm = self.child("embedding_norm", cfg.embedding_norm, rngs, input_dim=dim)
-        wide = {"input_dim": 2 * dim, "output_dim": dim, "axes": ("embed", None)}
-        self.projection = self.child("projection", cfg.projection, rngs, **wide)
+        widths = {"input_dim": 2 * dim, "output_dim": dim, "axes": ("embed", None)}
+        self.projection = self.child("projection", cfg.projection, rngs, **widths)
         self.layer = self.child("layer", cfg.layer, rngs, input_dim=dim)
         self.norm = self.child("norm", cfg.norm, rngs, input_dim=dim)
 

@@ -19,7 +19,7 @@ class RMSNorm(Layer):
         input_dim: int = REQUIRED
         eps: float = 1e-5
         zero_centred: bool = False
-        """The scale is 1 + parameter, and the parameter starts at 0, so weight decay pulls the scale to 1 (Gemma)."""
+        """The scale is 1 + parameter. The parameter starts at 0, so weight decay pulls the scale towards 1 (Gemma)."""
         use_scale: bool = True
         init: Initializer | None = None
         """Initializer of the parameter; None: the scale starts at 1."""
@@ -97,7 +97,7 @@ class Scale(Layer):
 class AcrossHeads(Layer):
     """Normalizes all heads of a token as one vector (OLMo 2, arXiv 2501.00656, section 3.2).
 
-    It fills the slots `query_norm` and `key_norm`, whose other norms act on each head.
+    Use it in the slots `query_norm` and `key_norm`, where other norms act on each head separately.
     """
 
     class Config(Layer.Config):

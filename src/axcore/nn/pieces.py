@@ -1,4 +1,4 @@
-"""Computing over sequences in pieces, so that intermediate arrays such as logits never exist for a whole row."""
+"""Computation over pieces of a sequence, so that intermediate arrays such as logits never exist for a whole row."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def in_pieces(fn: Body, size: int) -> Body:
 
     Args:
         fn: maps the module and arrays [batch, seq, ...] to a pytree of such arrays, token by token. Each piece draws
-            different random numbers. Reporting and writing Variables raise.
+            different random numbers.
         size: number of tokens of a row that are computed at once.
 
     Raises:
-        ContextError: `fn` reports a value or writes a Variable.
+        ContextError: `fn` adds a summary, loss or output, or writes a Variable.
     """
 
     def wrapped(module: nnx.Module, *args: jax.Array) -> PyTree[Array]:

@@ -1,4 +1,4 @@
-"""The protocol of layer stacks: their configs list the layers that they run, with the paths of the layers' arrays."""
+"""The protocol of layer stacks: the config of a stack lists its layers and the paths of their arrays."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Place:
 class Stack(Layer):
     """Base of the layers that run other layers in order.
 
-    The config implements `places` and `restack`. With these, `layers_of` numbers the layers, `edit_layers` edits them
-    by number, and `by_layer` lets weights be loaded from another stack of the same layers. A stack
-    may contain stacks; `places` lists its direct layers only.
+    The config implements `places` and `restack`. `layers_of` uses them to number the layers, `edit_layers` to edit
+    layers by number, and `by_layer` to load weights from another stack of the same layers. A stack may contain stacks;
+    `places` lists its direct layers only.
 
     ```python
     class Halves(Stack):
@@ -57,7 +57,7 @@ class Stack(Layer):
     """
 
     class Config(Layer.Config):
-        """Fields that every stack has."""
+        """The interface that every stack implements."""
 
         is_sequential: ClassVar[bool] = False
         """Whether the stack only applies its layers in order: `x = layer(x, *args)`. If so, decoding replaces it by a

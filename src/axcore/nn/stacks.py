@@ -37,7 +37,7 @@ def _places(place: Place) -> Iterator[Place]:
 
 
 def by_layer(cfg: Config, paths: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Names for the arrays of a model that do not depend on how its layers are stacked.
+    """Names the arrays of a model independently of how its layers are stacked.
 
     For example, `decoder.layers.attention.query.weight` of a `Repeat` contains the arrays of all layers, with the names
     `decoder.0.attention.query.weight`, `decoder.1.attention.query.weight` and so on.
@@ -71,10 +71,11 @@ def by_layer(cfg: Config, paths: Iterable[str]) -> dict[str, tuple[str, tuple[in
 
 
 def edit_layers[C: Config](cfg: C, where: Where, edit: Callable[[str, Any, int], Config]) -> C:
-    """Edits selected nodes by number: 0 is the first in execution order, and every layer of a `Repeat` is counted.
+    """Edits selected nodes by number. Numbers start at 0, follow execution order and count every layer of a `Repeat`.
 
-    `Stack.Config.restack` rebuilds a stack whose layers become unequal: if an edit changes only odd numbers, a `Repeat`
-    becomes a scan over pairs. Nested stacks are not merged, since their layers may share values.
+    `Stack.Config.restack` rebuilds a stack whose layers become unequal: if an edit changes only odd-numbered layers, a
+    `Repeat` becomes a scan over pairs. Nested stacks stay nested, since an inner stack may pass values between its
+    layers.
 
     Args:
         where: selects nodes. Nodes inside a selected node are not selected.
@@ -168,8 +169,8 @@ def _flat(stack: Stack.Config) -> Iterator[Layer.Config]:
 def unstack_arrays(cfg: Config, tree: Tree) -> Tree:
     """Converts the arrays of a model to the structure of `unstacked(cfg)`, by slicing stacked arrays into layers.
 
-    It can be jitted, with output shardings. XLA reuses donated arrays that are not stacked; a stacked array and its
-    slices exist at the same time.
+    The function can be jitted, with output shardings. XLA reuses donated arrays that are not stacked; a stacked array
+    and its slices exist at the same time.
 
     Args:
         cfg: config of the model before `unstacked`.

@@ -1,4 +1,4 @@
-"""Functions, classes and modules that were not written for axcore, as config nodes."""
+"""Config nodes for functions, classes and modules that were not written for axcore."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def checked(function: Callable[..., object], arguments: Mapping[str, object]) ->
 
 
 def _fitted(value: object, hint: object) -> object:
-    """Checks only numbers and strings, since annotations of other packages are often inexact."""
+    """The value, converted to the annotated type. Only numbers and strings are checked, since annotations of other
+    packages are often inexact."""
     arms = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     checkable = all(_is_checkable(arm) for arm in arms)
     if not checkable or not isinstance(value, bool | int | float | str) or conforms(value, hint):
@@ -136,7 +137,7 @@ def label(function: Callable[..., object]) -> str:
 
 
 def built(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments, with nodes replaced by what they build."""
+    """The arguments, with nodes replaced by the objects that they build."""
     return {name: value.build() if _builds(value) else value for name, value in arguments.items()}
 
 

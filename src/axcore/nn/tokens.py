@@ -24,7 +24,7 @@ class CachedRows:
         tokens: the cached tokens of each row, [batch or 1, max_len]; `valid` is false at positions without a token.
         lengths: length of each row, including the tokens of this call. Cache contents beyond it are stale.
         slots: the slot of each row of the batch in the caches; None: row i is in slot i, and every slot has a row.
-        pages: the page table of each row, for paged caches; None: the caches have their own, or no pages.
+        pages: the page table of each row, for paged caches; None: the caches have no pages or their own page tables.
         phase: prefill or decoding.
     """
 
@@ -50,7 +50,7 @@ class CachedRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenInfo:
-    """The inputs of attention for each token, besides its features.
+    """The position, document and validity of each token, as attention uses them.
 
     Attributes:
         index: int32, the position in the row, which masks compare.
@@ -58,7 +58,7 @@ class TokenInfo:
             image, [batch or 1, seq, coordinates].
         segment_ids: int32, the document of each token of a packed row; None if each row is one document.
         valid: false at padding; None if there is no padding.
-        cached: the rows that these tokens continue while decoding; None otherwise.
+        cached: the cached rows that these tokens continue; None unless decoding.
     """
 
     index: Int[Array, "batch_or_1 seq"]

@@ -42,13 +42,13 @@ class TransformerLayer(Layer):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         check_rates(cfg, "dropout")
-        wide = {"input_dim": cfg.input_dim}
-        self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **wide)
-        self.attention = self.child("attention", cfg.attention, rngs, **wide)
-        self.attention_output_norm = self.child("attention_output_norm", cfg.attention_output_norm, rngs, **wide)
-        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **wide)
-        self.ffn = self.child("ffn", cfg.ffn, rngs, **wide)
-        self.ffn_output_norm = self.child("ffn_output_norm", cfg.ffn_output_norm, rngs, **wide)
+        widths = {"input_dim": cfg.input_dim}
+        self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **widths)
+        self.attention = self.child("attention", cfg.attention, rngs, **widths)
+        self.attention_output_norm = self.child("attention_output_norm", cfg.attention_output_norm, rngs, **widths)
+        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **widths)
+        self.ffn = self.child("ffn", cfg.ffn, rngs, **widths)
+        self.ffn_output_norm = self.child("ffn_output_norm", cfg.ffn_output_norm, rngs, **widths)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Applies the layer."""
@@ -77,11 +77,11 @@ class PostNormLayer(Layer):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         check_rates(cfg, "dropout")
-        wide = {"input_dim": cfg.input_dim}
-        self.attention = self.child("attention", cfg.attention, rngs, **wide)
-        self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **wide)
-        self.ffn = self.child("ffn", cfg.ffn, rngs, **wide)
-        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **wide)
+        widths = {"input_dim": cfg.input_dim}
+        self.attention = self.child("attention", cfg.attention, rngs, **widths)
+        self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **widths)
+        self.ffn = self.child("ffn", cfg.ffn, rngs, **widths)
+        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **widths)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Applies the layer."""
@@ -99,7 +99,7 @@ class ParallelLayer(Layer):
         norm: Layer.Config = RMSNorm.Config()
         attention: Layer.Config = Attention.Config()
         ffn_norm: Layer.Config | None = None
-        """Norm of the feed-forward block (GPT-NeoX); None: it shares `norm` with attention."""
+        """Norm of the feed-forward block (GPT-NeoX); None: the block shares `norm` with attention."""
         ffn: Layer.Config = FeedForward.Config()
         dropout: float = 0.0
         """Probability of zeroing each feature that is added to the residual stream while training."""
@@ -108,11 +108,11 @@ class ParallelLayer(Layer):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         check_rates(cfg, "dropout")
-        wide = {"input_dim": cfg.input_dim}
-        self.norm = self.child("norm", cfg.norm, rngs, **wide)
-        self.attention = self.child("attention", cfg.attention, rngs, **wide)
-        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **wide)
-        self.ffn = self.child("ffn", cfg.ffn, rngs, **wide)
+        widths = {"input_dim": cfg.input_dim}
+        self.norm = self.child("norm", cfg.norm, rngs, **widths)
+        self.attention = self.child("attention", cfg.attention, rngs, **widths)
+        self.ffn_norm = self.child("ffn_norm", cfg.ffn_norm, rngs, **widths)
+        self.ffn = self.child("ffn", cfg.ffn, rngs, **widths)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Applies the layer."""
@@ -150,10 +150,10 @@ class Sequence(Stack):
 
     def __call__(self, x: Hidden, *args: object) -> Hidden:
         """Applies the layers in order. `args` are passed to every layer."""
-        own = self.config.remat
-        again = None if own is None else remat(lambda layer, *args: layer(*args), policy=own.policy())
-        for layer, cfg in zip(self.layers, self.config.layers, strict=True):
-            x = layer(x, *args) if again is None or _has_remat(cfg) else again(layer, x, *args)
+        cfg = self.config.remat
+        call = None if cfg is None else remat(lambda layer, *args: layer(*args), policy=cfg.policy())
+        for layer, layer_cfg in zip(self.layers, self.config.layers, strict=True):
+            x = layer(x, *args) if call is None or _has_remat(layer_cfg) else call(layer, x, *args)
         return x
 
 
@@ -172,11 +172,11 @@ class Repeat(Stack):
         layers: Layer.Config = TransformerLayer.Config()
         """The config that every layer is built from."""
         unroll: int = 1
-        """Number of layers in one step of the loop. More layers run faster and compile more slowly; results are
+        """Number of layers in one step of the loop. A larger number runs faster and compiles more slowly; results are
         equal."""
         remat: Remat | None = None
-        """Remat policy of one repetition. For a separate policy of each layer of a group see `Sequence.Config.remat`.
-        None: the backward pass keeps every intermediate value."""
+        """Remat policy of one repetition; None: the backward pass keeps every intermediate value. If the repetition is
+        a group of layers, `Sequence.Config.remat` sets the policy of each layer."""
 
         def places(self) -> tuple[Place, ...]:
             if self.num_layers is REQUIRED:
@@ -194,7 +194,7 @@ class Repeat(Stack):
             if type(self) is not Repeat.Config:
                 raise ConfigError(
                     f"the layers of a {type_name(type(self))} are unequal, and it inherits restack from Repeat, which "
-                    f"would replace it by another class. Override restack in its Config"
+                    f"would replace it with another class. Override restack in its Config"
                 )
             made = stacked(layers, remat=self.remat, unroll=self.unroll)
             return made.set(input_dim=self.input_dim, dtypes=self.dtypes, tags=self.tags)
@@ -235,22 +235,24 @@ def stacked(
     if not layers:
         raise ConfigError("stacked requires at least one layer, got none")
     parts: list[Layer.Config] = []
-    alone, start = False, 0
+    has_single, start = False, 0
     while start < len(layers):
         size, count = _longest(layers, start)
         group = layers[start : start + size]
         if count == 1:
             parts += group
-            alone = True
+            has_single = True
         else:
             steps = min(count, -(-unroll // size))
-            own = size > 1 or _has_remat(group[0])
-            one = Sequence.Config(layers=group, remat=remat) if size > 1 else group[0]
-            parts.append(Repeat.Config(num_layers=count, layers=one, unroll=steps, remat=None if own else remat))
+            sets_remat = size > 1 or _has_remat(group[0])
+            layer = Sequence.Config(layers=group, remat=remat) if size > 1 else group[0]
+            parts.append(
+                Repeat.Config(num_layers=count, layers=layer, unroll=steps, remat=None if sets_remat else remat)
+            )
         start += size * count
-    if not alone and len(parts) == 1:
+    if not has_single and len(parts) == 1:
         return cast(Repeat.Config, parts[0])
-    return Sequence.Config(layers=tuple(parts), remat=remat if alone else None)
+    return Sequence.Config(layers=tuple(parts), remat=remat if has_single else None)
 
 
 def _longest(layers: tuple[Layer.Config, ...], start: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The base of layers with a weight that the slot `numerics` represents and multiplies."""
+"""The base of layers with one weight, which the slot `numerics` can represent and multiply by."""
 
 from __future__ import annotations
 

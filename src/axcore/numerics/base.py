@@ -30,8 +30,7 @@ class Numerics(Layer):
 
     - `encode` and `decode` to define a stored representation;
     - `matrix` to round the weight while training, as BitNet does (every product uses it);
-    - `__call__` to compute products in another number format, or to apply scales after the product;
-    - `gather` and `einsum` in the same way.
+    - `__call__`, `gather` and `einsum` to compute in another number format, or to apply scales after the product.
 
     State that gradients overwrite, such as the amax history of delayed scaling, is an `axcore.module.GradientState`
     that the constructor creates. Each product reads it once and returns the next value as its cotangent.
@@ -41,7 +40,7 @@ class Numerics(Layer):
         shape: tuple[int, ...] = REQUIRED
         """Shape of the float weight: [in, out], [group, in, out] or [vocab, features]."""
         axes: tuple[str | None, ...] | None = None
-        """Logical axes of the weight; None: replicated."""
+        """Logical axes of the weight; None replicates it."""
         input_axis: int = REQUIRED
         """The axis of the weight that matrix products sum over: -2, or -1 for an embedding."""
         stored: bool = False
@@ -56,7 +55,7 @@ class Numerics(Layer):
 
     def __init_subclass__(cls, **kwargs: bool) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("gather", "einsum"):  # so random numbers and reports belong to the frame of this layer
+        for name in ("gather", "einsum"):  # so that random numbers and reports belong to the frame of this layer
             if name in cls.__dict__:
                 setattr(cls, name, method(cls.__dict__[name]))
 
@@ -64,7 +63,8 @@ class Numerics(Layer):
         """The stored representation of a float weight. It may use `config`, but no parameters or state.
 
         Every array must have as many dimensions as the weight, each of the same size or smaller, so that scans, meshes
-        and gathers treat it like the weight. Two codes per byte are [in / 2, out], and scales are [1, out].
+        and gathers treat it like the weight. For example, codes packed two per byte are [in / 2, out], and one scale
+        per output is [1, out].
         """
         raise NotImplementedError
 
@@ -98,5 +98,5 @@ class Numerics(Layer):
 
     @method
     def einsum(self, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        """`jnp.einsum` of two activations, such as queries and keys. The layers of the core do not call it."""
+        """`jnp.einsum` of two activations, such as queries and keys. No layer of axcore itself calls it."""
         return jnp.einsum(equation, x, y, preferred_element_type=self.dtypes.accumulate)

@@ -26,11 +26,11 @@ class Product(abc.ABC):
 
         Args:
             x: activations.
-            weight: is converted to the dtype of `x`. Its widths may differ from those of the layer's weight.
+            weight: float array, which is converted to the dtype of `x`. Its sizes may differ from the layer's weight.
             accumulate: dtype of the sums and of the result; None: the dtype of x.
         """
 
     @abc.abstractmethod
     def broadcast(self, values: Float[Array, "*group output_dim"]) -> Float[Array, "*shape"]:
-        """Values for each output, [out] or [group, out] or [group, 1], in a shape that broadcasts against the
+        """Reshapes values for each output, [out] or [group, out] or [group, 1], so that they broadcast against the
         product."""

@@ -1,4 +1,4 @@
-"""Converting a trained model to stored weights, such as codes and scales."""
+"""Converts a trained model to stored weights, such as codes and scales."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class StoredModel(NamedTuple):
 def stored(cfg: Config, params: Tree) -> StoredModel:
     """Sets `stored=True` for all numerics that have a stored representation and encodes their weights.
 
-    Weights are encoded one at a time; other parameters are returned unchanged. It can be jitted over `params`. Biases,
-    adapters and state keep their paths. Encoded arrays are below the path of the weight, as `...query.weight.codes`.
+    Weights are encoded one at a time; other parameters are returned unchanged. The function can be jitted over
+    `params`. Biases, adapters and state keep their paths. Encoded arrays are below the path of the weight, as in
+    `...query.weight.codes`.
 
     Args:
         cfg: config of a model that was trained with the numerics, or of a float model that `use` added them to.
         params: parameters of that model; layers may be stacked.
 
     Raises:
-        ConfigError: no numerics in the config can be converted: none has a stored representation, or all use it
-            already.
+        ConfigError: no numerics in the config can be converted, because none has a stored representation or all are
+            already stored.
         AxcoreError: the parameters do not match the config.
     """
     chosen = {path for path, node in walk(cfg) if _can_store(node)}
@@ -68,7 +69,9 @@ def _encoded(params: Tree, rest: tuple[Any, ...], numerics: Numerics, path: tupl
     shape = numerics.config.shape
     if weight is None or isinstance(weight, dict) or weight.shape[weight.ndim - len(shape) :] != shape:
         found = getattr(weight, "shape", "none")
-        raise AxcoreError(f"{_dotted(path)}.weight must be a float array of shape [..., {shape}], got {found}")
+        raise AxcoreError(
+            f"{_dotted(path)}.weight must be a float array whose shape ends in {shape}, got shape {found}"
+        )
     encode: Callable[[jax.Array], dict[str, jax.Array]] = numerics.encode
     for _ in range(weight.ndim - len(shape)):  # stacked layers
         encode = jax.vmap(encode)

@@ -8,17 +8,17 @@ from axcore.config import FrozenDict
 
 LOGICAL_AXES: Mapping[str, str] = FrozenDict(
     {
-        "batch": "rows of a batch, and of decoding state",
-        "seq": "tokens of a row",
-        "embed": "features of the hidden stream, in parameters",
-        "embed_activation": "features of the hidden stream, in activations",
+        "batch": "rows of a batch or of decoding state",
+        "seq": "tokens in a row",
+        "embed": "features of the residual stream, in parameters",
+        "embed_activation": "features of the residual stream, in activations",
         "mlp": "hidden features of feed-forward blocks, in parameters and activations",
-        "head": "query heads, alone or merged with the features of each",
-        "kv_head": "heads of keys and values, alone or merged with the features of each",
-        "head_dim": "features of a head",
+        "head": "query heads, or query heads and their features in one dimension",
+        "kv_head": "key and value heads, or these heads and their features in one dimension",
+        "head_dim": "features of one head",
         "kv_seq": "keys, in decoding state",
         "vocab": "rows of an embedding, columns of an output head, logits",
-        "expert": "experts of a mixture",
+        "expert": "experts of a mixture of experts",
         "layer": "layers of a scanned stack",
     }
 )

@@ -43,7 +43,7 @@ class Mesh(Config):
         """The layout on these devices, by default on all devices.
 
         Raises:
-            ConfigError: The product of the shape is not the number of devices, or a rule names an unknown mesh axis.
+            ConfigError: The axis sizes do not multiply to the number of devices, or a rule names an unknown mesh axis.
         """
         devices = jax.devices() if devices is None else devices
         sizes = self._sizes(len(devices))
@@ -70,7 +70,9 @@ class Mesh(Config):
         if len(free) == 1 and fixed > 0 and count % fixed == 0:
             sizes[free[0]] = count // fixed
         if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != count:
-            raise ConfigError(f"mesh.shape: {sizes} does not fill {count} devices. Its product must be {count}")
+            raise ConfigError(
+                f"mesh.shape: {sizes} does not fill {count} devices. The product of the sizes must be {count}"
+            )
         for name, axes in self.rules.items():
             group = group_of(axes)
             if len(set(group)) < len(group):
@@ -111,14 +113,14 @@ class Layout:
 
     @property
     def device_kind(self) -> str:
-        """The kind of the devices in JAX, such as "NVIDIA H100 80GB HBM3"; empty if unknown."""
+        """The `device_kind` of the devices in JAX, such as "NVIDIA H100 80GB HBM3"; empty if unknown."""
         if isinstance(self.mesh, jax.sharding.Mesh):
             return str(self.mesh.devices.flat[0].device_kind)
         device = self.mesh.abstract_device
         return "" if device is None else str(device.device_kind)
 
     def axes_of(self, name: str | None) -> tuple[str, ...]:
-        """The mesh axes that the rules map a logical axis to; none inside `shard_map`."""
+        """The mesh axes to which the rules map a logical axis; none inside `shard_map`."""
         return () if name is None or self.manual else group_of(self.rules.get(name))
 
     def size_of(self, axes: MeshAxes) -> int:
@@ -133,7 +135,7 @@ class Layout:
         Args:
             axes: The logical axis of each dimension. `PartitionSpec.UNCONSTRAINED` leaves the dimension to the
                 compiler.
-            shape: If given, trailing mesh axes are dropped from a dimension until its size divides.
+            shape: If given, trailing mesh axes are dropped from a dimension until they divide its size.
         """
         taken: set[str] = set()
         dimensions: list[Axis] = []
@@ -174,7 +176,7 @@ class Layout:
             axes: The logical axes of each array, as tuples, in a pytree of the same structure.
 
         Raises:
-            ConfigError: A dimension does not divide over its mesh axes.
+            ConfigError: The size of a dimension is not divisible by the number of its shards.
         """
 
         def place(
@@ -186,8 +188,8 @@ class Layout:
             except ValueError:
                 where = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ConfigError(
-                    f"{where} of shape {array.shape} with axes {names} does not divide over {sharding.spec} "
-                    f"of the mesh {dict(self.mesh.shape)}"
+                    f"{where} of shape {array.shape} with axes {names} is not divisible into shards by {sharding.spec} "
+                    f"on the mesh {dict(self.mesh.shape)}"
                 ) from None
             return sharding
 
@@ -220,8 +222,8 @@ def is_sharded() -> bool:
 def constrain(x: Shaped[Array, ...], *axes: Axis) -> Shaped[Array, ...]:
     """Constrains the sharding of an activation by the rules of the active layout.
 
-    Returns `x` unchanged if no layout is active, and inside `shard_map`. A dimension is replicated if its axis is None
-    or if it does not divide over its mesh axes, as for the single token of a decoding step.
+    Returns `x` unchanged if no layout is active, and inside `shard_map`. A dimension is replicated if its axis is None.
+    Mesh axes that do not divide the size of a dimension are dropped, as for the single token of a decoding step.
 
     Args:
         axes: The logical axis of each dimension.

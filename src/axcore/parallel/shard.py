@@ -32,9 +32,9 @@ def shard_map(
     """`jax.shard_map` over all axes of the mesh, for `fn(module, *args)`.
 
     Each device receives its shards of the arguments, parameters and other Variables. The partition specs of Variables
-    follow from their logical axes and the rules of the layout, so no device holds a whole sharded parameter unless its
-    mesh axes are in `gather`. `check_vma` is off: gradients taken through the call are correct, but a gradient taken
-    inside `fn` covers only the shard of the device.
+    follow from their logical axes and the rules of the layout. A sharded parameter stays sharded unless its mesh axes
+    are in `gather`. `check_vma` is off: gradients taken through the call are correct, but a gradient taken inside `fn`
+    covers only the device's own shard.
 
     Each device draws different random numbers. Summaries are reduced over the devices by their rule; totals and counts
     of losses are added. `fn` may write Variables that have logical axes; devices that hold the same shard must write
@@ -50,7 +50,7 @@ def shard_map(
     Raises:
         ContextError: No layout is active, the call is inside another `shard_map`, or `fn` reports captured outputs or
             writes a Variable without axes.
-        ConfigError: `gather` names an axis that the mesh does not have, or a Variable does not divide.
+        ConfigError: `gather` names an axis that the mesh does not have, or a Variable is not divisible into shards.
     """
 
     def wrapped(module: nnx.Module, *args: PyTree) -> PyTree:
@@ -104,7 +104,10 @@ def _specs(variables: PyTree, layout: Layout, gather: frozenset[str]) -> PyTree[
         for size, axes in zip(value.shape, found, strict=True):
             if size % layout.size_of(axes):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
-                raise ConfigError(f"{name} of shape {value.shape} does not divide over {found} of {layout.mesh.shape}")
+                raise ConfigError(
+                    f"{name} of shape {value.shape} is not divisible into shards by {found} on the mesh "
+                    f"{dict(layout.mesh.shape)}"
+                )
         return PartitionSpec(
             *(entry_of(tuple(axis for axis in group_of(axes) if axis not in gather)) for axes in found)
         )

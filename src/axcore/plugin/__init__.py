@@ -1,4 +1,4 @@
-"""What plugin authors import, and how plugins are found. Imports neither jax nor flax."""
+"""The API for plugin authors, and the discovery of plugins. Imports neither jax nor flax."""
 
 from axcore.plugin.attribution import attributed
 from axcore.plugin.features import use, use_text

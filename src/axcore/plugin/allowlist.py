@@ -1,14 +1,14 @@
-"""A list of the distributions whose plugins may be imported, for sites that review each one first.
+"""Allowlists: files that list the distributions whose plugins may be imported, for sites that review plugins first.
 
 ```toml
 [[distribution]]
 name = "axcore-rope"
 version = "0.1.0"
-record = "sha256:..."  # of the file RECORD that the installer wrote, which contains the hash of every other file
+record = "sha256:..."  # of RECORD, which the installer wrote and which contains the hash of every other file
 ```
 
-It detects other versions, changed files and modules that come from elsewhere. It does not protect from someone who can
-write to the folders that Python imports from: a `.pth` file or a cached `.pyc` runs without being asked for.
+An allowlist detects other versions, changed files and modules imported from other places. It does not protect against
+an attacker who can write to the folders that Python imports from: a `.pth` file or a cached `.pyc` runs unchecked.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Allowlist:
     def read(cls, file: Path) -> Allowlist:
         """
         Raises:
-            PluginError: the file cannot be read, or does not have this form.
+            PluginError: the file cannot be read, or has another format.
         """
         try:
             listed = tomllib.loads(file.read_text(encoding="utf-8")).get("distribution", [])
@@ -61,15 +61,15 @@ class Allowlist:
             return f"{plugin.distribution} is not in {self.file}"
         version, record = known
         if plugin.version != version:
-            return f"{self.file} allows {plugin.distribution} {version}, and {plugin.version} is installed"
+            return f"{self.file} allows {plugin.distribution} {version}, but {plugin.version} is installed"
         reason = why_unverified(plugin)
         if not reason and record_hash(dist) != record:
-            return f"the RECORD of {plugin} is not the one that {self.file} allows"
+            return f"the RECORD of {plugin} does not have the hash in {self.file}"
         return reason
 
 
 def why_unverified(plugin: Plugin) -> str:
-    """Why the files of a plugin are not those that its installer recorded; `""` if all are."""
+    """Why the files of a plugin do not match the RECORD of its installer; `""` if they do."""
     dist = plugin.point.dist
     if dist is None or _record(dist) is None:
         return f"{plugin} has no RECORD"
@@ -79,7 +79,7 @@ def why_unverified(plugin: Plugin) -> str:
         if file.hash is not None and file.hash.mode in ("sha256", "sha384", "sha512"):
             digest = hashlib.new(file.hash.mode, location.read_bytes()).digest()
             if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
-                return f"{file} of {plugin} does not have the hash in its RECORD"
+                return f"{file} of {plugin} does not match its hash in RECORD"
             verified.add(location.resolve())
         elif file.suffix != ".pyc" and file.name != "RECORD":
             return f"the RECORD of {plugin} has no SHA-2 hash of {file}"

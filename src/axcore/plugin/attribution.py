@@ -1,4 +1,4 @@
-"""Errors that name the plugin, or the callback, whose code raised them."""
+"""Makes errors name the plugin or callback whose code raised them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _HERE = str(pathlib.Path(__file__).parent)
 
 
 def described(error: BaseException) -> str:
-    """`ValueError: its text`."""
+    """The type and message of an error, as in `ValueError: bad shape`."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 @contextlib.contextmanager
 def attributed(owner: str, *passing: type[BaseException]) -> Iterator[None]:
-    """Attributes the errors of the code inside to `owner`, such as `"callback early-stopping (axcore-x 0.3)"`.
+    """Puts `owner`, such as `"callback early-stopping (axcore-x 0.3)"`, in front of the errors that the block raises.
 
-    Other errors of axcore, Ctrl-C and `passing` pass unchanged.
+    Other axcore errors, Ctrl-C and the exceptions in `passing` are raised unchanged.
 
     Raises:
-        ConfigError: the code raised one. The message begins with `owner`.
-        PluginError: the code raised one, or another exception, or tried to exit. The message begins with `owner`, and
-            for another exception it has the file and the line.
+        ConfigError: the block raised a ConfigError.
+        PluginError: the block raised a PluginError or SystemExit, or an exception that is not an axcore error. In the
+            last two cases the message names the file and line.
     """
     through: tuple[type[BaseException], ...] = (AxcoreError, KeyboardInterrupt, GeneratorExit, *passing)
     try:

@@ -13,15 +13,16 @@ VARIABLES = ("AXCORE_DISABLE", "AXCORE_PLUGINS", ALLOWLIST, "AXCORE_STRICT")
 
 
 class Controls:
-    """Which plugins may be loaded. The core's own offers always are.
+    """Which plugins may be loaded. The built-in offers are always loaded.
 
-    - AXCORE_DISABLE, ids separated by commas: these are excluded.
-    - AXCORE_PLUGINS, ids separated by commas: all others are excluded.
-    - AXCORE_ALLOWLIST, a file: what it does not list, or what has changed, is excluded.
-    - AXCORE_STRICT=1: a broken plugin is an error at discovery.
+    - AXCORE_DISABLE: comma-separated ids of plugins to exclude.
+    - AXCORE_PLUGINS: comma-separated ids of the only plugins to load.
+    - AXCORE_ALLOWLIST: a file. Plugins that it does not list, or whose files have changed, are excluded.
+    - AXCORE_STRICT=1: discovery raises if a plugin is broken or two plugins conflict.
 
     Raises:
-        PluginError: a variable names a plugin that is not installed, has an invalid value, or names a bad file.
+        PluginError: a variable names a plugin that is not installed, or a file that cannot be read, or has an invalid
+            value.
     """
 
     def __init__(self, environ: Mapping[str, str], known: Mapping[str, Plugin]):

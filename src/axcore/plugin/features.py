@@ -23,17 +23,18 @@ type Attach = Callable[..., Config]
 
 
 def use(name: str, /, **options: object) -> Modifier:
-    """The modifier that attaches what a plugin offers: `axcore.use("rope", theta=500_000.0)`.
+    """The modifier that attaches an offer of a plugin: `axcore.use("rope", theta=500_000.0)`.
 
-    A feature attaches itself. An attention kernel, KV cache, numerics, optimizer or input source fills every slot of
-    its kind. A callback or an evaluator is added under its name to every mapping of its kind. Both are built from
-    `options`, and `where=` selects nodes. If a plugin offers a feature and another kind by one name, the feature wins.
+    A feature decides which nodes it edits. An attention kernel, KV cache, numerics, optimizer or input source
+    fills every slot of its kind. A callback or evaluator is added under its name to every mapping of its kind. Offers
+    other than features are built from `options`, and the option `where` limits the nodes to edit. If a plugin offers a
+    feature and another kind under the same name, `use` attaches the feature.
 
     Raises:
-        PluginError: no plugin offers it, several do, or it cannot be loaded. When the modifier is applied: its code
-            raised an exception other than a ConfigError.
-        ConfigError: it does not have this option. When the modifier is applied: there is nothing to attach it to, a
-            value does not fit, or another plugin has filled the slot.
+        PluginError: no plugin offers the name, several do, or the offer cannot be loaded. When the modifier is applied:
+            the code of the plugin raised an exception other than a ConfigError.
+        ConfigError: an option is unknown or missing. When the modifier is applied: no node has the slot, a value does
+            not fit, or another plugin has filled the slot.
     """
     plugin, offer, attach = _find(name)
     _check_options(plugin, offer, attach, options)
@@ -42,10 +43,10 @@ def use(name: str, /, **options: object) -> Modifier:
 
 
 def use_text(text: str) -> Modifier:
-    """`use` from text: `name` or `name:key=value,key=value`. The annotations of the options say how to read values.
+    """`use` from text: `name` or `name:key=value,key=value`. Values are parsed by the annotations of the options.
 
     Raises:
-        ConfigError: the text does not have this form, or a value does not fit.
+        ConfigError: the text has another form, or a value does not fit.
     """
     name, _, listed = text.partition(":")
     plugin, offer, attach = _find(name)
@@ -96,7 +97,7 @@ def _attacher(plugin: Plugin, offer: Offer) -> Attach:
 
 
 def _check_options(plugin: Plugin, offer: Offer, attach: Attach, options: Mapping[str, object]) -> None:
-    """Raises ConfigError, before anything is built, for options that `attach` does not take or that it lacks."""
+    """Raises ConfigError for unknown options and for missing required options, before anything is built."""
     parameters = _options(plugin, offer, attach).values()
     known = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
     where = f"({plugin}, option of {offer.target.replace(':', '.')})"
@@ -106,11 +107,11 @@ def _check_options(plugin: Plugin, offer: Offer, attach: Attach, options: Mappin
             raise ConfigError(f"{offer.name} has no option {name!r}.{hint} {where}")
     for each in parameters:
         if each.name in known and each.default is each.empty and each.name not in options:
-            raise ConfigError(f"{offer.name} needs the option {each.name!r} {where}")
+            raise ConfigError(f"{offer.name} requires the option {each.name!r} {where}")
 
 
 def _options(plugin: Plugin, offer: Offer, attach: Attach, *, eval_str: bool = False) -> dict[str, inspect.Parameter]:
-    """The parameters of `attach` but the first, which is the config."""
+    """The parameters of `attach` without the first, which is the config."""
     try:
         own = {each.__name__: each for each in getattr(attach, "__type_params__", ())}  # unknown to Python 3.12.1
         return dict([*inspect.signature(attach, eval_str=eval_str, locals=own).parameters.items()][1:])
@@ -124,6 +125,6 @@ def _missing(feature: str) -> PluginError:
     if reason := registry().why_missing(feature):
         return PluginError(f"there is no feature {feature!r}: {reason}")
     near = did_you_mean(feature, (offer.name for kind in ATTACHABLE for _, offer in registry().offers(kind)))
-    # A distribution is called axcore-<id> by convention. A name close to a known one is rather a typing error.
+    # Distributions are named axcore-<id> by convention. A name close to a known one is probably a typo.
     install = "" if near or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", feature) else f" pip install axcore-{feature}"
     return PluginError(f"no installed plugin offers the feature {feature!r}.{near}{install}{registry().not_loaded()}")

@@ -14,8 +14,8 @@ def axcore_features():
 ```
 
 pluggy compares every implementation with the specification. An implementation may take fewer arguments, so a new
-argument breaks no plugin. A hook of a newer axcore can be implemented with `hookimpl(optionalhook=True)`. What an
-argument means, or what a hook must return, changes only together with `API_VERSION`.
+argument does not break plugins. A hook of a newer axcore can be implemented with `hookimpl(optionalhook=True)`. The
+meaning of an argument and the return type of a hook change only with `API_VERSION`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from axcore.plugin.host import Host
 from axcore.plugin.offers import OFFERS, Offer
 
 API_VERSION = 2
-"""The version of the plugin API. A plugin module states the one it was written for as `axcore_api`."""
+"""The version of the plugin API. A plugin module declares the version that it requires as `axcore_api`."""
 
 PROJECT = "axcore"
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -38,7 +38,7 @@ def _specification(host: Host) -> list[Offer]:
 
 
 def manager() -> pluggy.PluginManager:
-    """A plugin manager that knows the hooks, and no plugin."""
+    """A plugin manager with the hook specifications and no plugins."""
     made = pluggy.PluginManager(PROJECT)
     made.add_hookspecs(type("Hooks", (), {hook: staticmethod(_specification) for hook in OFFERS}))
     return made

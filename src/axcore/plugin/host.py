@@ -1,4 +1,4 @@
-"""What a hook may ask about the program and the machine that it runs in."""
+"""Information for hooks about the installation and the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from platform import machine, python_version
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """The argument `host` of every hook. It starts no backend and imports no jax."""
+    """The argument `host` of every hook. Does not import jax or start a backend."""
 
     api: int  # the version of the plugin API
     python: str = python_version()  # of the interpreter, such as `3.12.4`

@@ -1,4 +1,4 @@
-"""Loading one plugin: its module, its hooks, its offers. A plugin that fails affects no other.
+"""Loading one plugin: its module, its hooks, its offers. A failing plugin does not affect others.
 
 Plugins are loaded one at a time, because pluggy's `load_setuptools_entrypoints` and its hook calls stop at the first
 error. The manager contains only the plugin that is being loaded.
@@ -35,7 +35,7 @@ def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
     """Imports a plugin's module, calls its hooks and records the result in `plugin`."""
     cause = ""
     try:
-        # What a plugin prints must not mix with the output of the program, such as that of `axcore plugins --json`.
+        # Output that a plugin prints must not mix with that of the program, such as `axcore plugins --json`.
         with contextlib.redirect_stdout(sys.stderr):
             if not re.fullmatch(r"[\w.]+", plugin.module):
                 raise ValueError(f"the entry point {plugin.module!r} must name a module, such as 'axcore_gate.plugin'")
@@ -48,7 +48,7 @@ def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
                 plugin.offers = tuple(_offers(plugin, module, manager))
                 plugin.state = State.LOADED
     except Unavailable as reason:
-        plugin.state, plugin.detail = State.UNAVAILABLE, str(reason) or "it does not say why"
+        plugin.state, plugin.detail = State.UNAVAILABLE, str(reason) or "no reason given"
         return
     except (Exception, SystemExit) as error:
         plugin.state, plugin.detail = State.FAILED, traceback.format_exc()
@@ -57,7 +57,7 @@ def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
         if manager.has_plugin(plugin.id):
             manager.unregister(name=plugin.id)
     if plugin.api not in (None, API_VERSION):
-        # If it also raised, the reason is that it needs names that this version does not have.
+        # If the module also raised, it probably imports names that this version of axcore does not have.
         page = ' The page "Moving a plugin to API 2" (docs/plugins/api_2.md) says what to change'
         advice = f".{page}" if plugin.api == API_VERSION - 1 else ""
         plugin.state = State.INCOMPATIBLE
@@ -91,14 +91,14 @@ def _offers(plugin: Plugin, module: ModuleType, manager: pluggy.PluginManager) -
 
 
 def _check_names(module: ModuleType) -> None:
-    """Raises TypeError for a function whose name starts with `axcore_` and that pluggy would ignore."""
+    """Raises TypeError for a function that is named like a hook, `axcore_...`, but that pluggy would ignore."""
     for name, value in vars(module).items():
         if name.startswith("axcore_") and inspect.isfunction(value):
             marks = getattr(value, f"{PROJECT}_impl", None)
             if name not in OFFERS and not (marks and (marks["optionalhook"] or marks["specname"])):
                 raise TypeError(f"{name} is not a hook.{did_you_mean(name, OFFERS)} Known: {', '.join(OFFERS)}")
             if marks is None:
-                raise TypeError(f"{name} is not marked; put @hookimpl above it")
+                raise TypeError(f"{name} is not decorated with @hookimpl")
 
 
 def _api_in_source(module: str) -> int | None:

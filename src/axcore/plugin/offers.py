@@ -9,7 +9,7 @@ from typing import ClassVar
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """One thing that a plugin provides. Each kind of offer is a subclass, with a hook that returns a list of it.
+    """One thing that a plugin provides. Each kind of offer is a subclass, and has a hook that returns a list of offers.
 
     Attributes:
         name: its name in configs and on the command line; unique among offers of its kind.
@@ -78,10 +78,10 @@ class EvaluatorOffer(Offer):
 
 @dataclasses.dataclass(frozen=True)
 class MeshRule(Offer):
-    """A function `(cfg) -> cfg` or `(cfg, accelerator) -> cfg` that lays a config out on hardware.
+    """A function `(cfg) -> cfg` or `(cfg, accelerator) -> cfg` that adapts a config to an accelerator.
 
     Attributes:
-        pattern: the accelerators that it is for, such as `gpu-h100-*`.
+        pattern: a glob of the accelerators that the rule applies to, such as `gpu-h100-*`.
     """
 
     hook, kind = "axcore_mesh_rules", "mesh rule"
@@ -104,4 +104,4 @@ class Command(Offer):
 
 
 OFFERS: dict[str, type[Offer]] = {kind.hook: kind for kind in Offer.__subclasses__()}
-"""Each hook, with the kind of offer that it returns a list of."""
+"""The kind of offer that each hook returns, by the name of the hook."""

@@ -13,7 +13,7 @@ def recipe(name: str) -> Config:
     """The config of a recipe.
 
     Raises:
-        PluginError: no plugin offers a recipe of this name, or the recipe needs a plugin that is missing.
+        PluginError: no plugin offers a recipe of this name, or its function fails or returns no config.
     """
     found = registry().find(Recipe, name)
     if found is None:

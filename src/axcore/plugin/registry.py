@@ -20,18 +20,18 @@ from axcore.plugin.states import CORE, CORE_MODULE, Plugin, PluginError, State, 
 
 GROUP = "axcore.plugins"
 CORE_POINT = EntryPoint(CORE, CORE_MODULE, GROUP)
-"""Stands in for the core's entry point where axcore is imported from a source tree that is not installed."""
+"""Replaces the entry point of the core if axcore is imported from a source tree that is not installed."""
 
 
 class Registry:
-    """The plugins of one process. `registry()` returns the one that everything uses.
+    """The plugins of one process. `registry()` returns the registry that axcore uses.
 
     Args:
         points: the entry points of the group `axcore.plugins`, in any order.
         environ: may contain AXCORE_DISABLE, AXCORE_PLUGINS, AXCORE_ALLOWLIST and AXCORE_STRICT.
 
     Raises:
-        PluginError: a variable is invalid, or AXCORE_STRICT is set and a plugin is broken.
+        PluginError: a variable is invalid, or AXCORE_STRICT=1 and a plugin is broken or conflicts with another.
     """
 
     def __init__(self, points: Iterable[EntryPoint], environ: Mapping[str, str]):
@@ -53,7 +53,7 @@ class Registry:
         if known is None:
             self.plugins[new.id] = new
         elif (known.module, known.distribution) != (new.module, new.distribution):
-            # The same one twice is an editable install with its metadata in two places.
+            # An editable install may have its metadata in two places, which gives the same entry point twice.
             known.state = State.FAILED
             known.detail = f"two distributions claim the id {point.name!r}: {known} and {new}; uninstall one"
 
@@ -65,7 +65,7 @@ class Registry:
         """The offer of this kind and name, with its plugin; None if there is none.
 
         Raises:
-            PluginError: two plugins offer it.
+            PluginError: several plugins offer it.
         """
         found = [(plugin, offer) for plugin, offer in self.offers(kind) if offer.name == name]
         if len(found) > 1:
@@ -73,7 +73,7 @@ class Registry:
         return found[0] if found else None
 
     def conflicts(self) -> list[str]:
-        """A sentence about every name that two plugins offer as the same kind."""
+        """An error message for each name that several plugins offer as the same kind."""
         claims = [(type(offer), offer.name) for plugin in self.plugins.values() for offer in plugin.offers]
         return [self._conflict(*claim) for claim in dict.fromkeys(claims) if claims.count(claim) > 1]
 
@@ -83,12 +83,12 @@ class Registry:
         return f"the {kind.kind} {name!r} is offered by {listed}; uninstall one, or set {how_to_disable(plugins)}"
 
     def _faults(self) -> list[str]:
-        """A sentence about everything that AXCORE_STRICT does not allow: broken plugins and conflicts."""
+        """An error message for each broken plugin and each conflict."""
         bad = [plugin for plugin in self.plugins.values() if plugin.state in (State.FAILED, State.INCOMPATIBLE)]
         return [f"plugin {each.id!r} ({each}) is {each.state}: {each.reason}" for each in bad] + self.conflicts()
 
     def why_missing(self, name: str) -> str:
-        """The state of a plugin of this name that is installed and not loaded, as text; `""` if there is none."""
+        """Why a plugin of this name is installed but not loaded; `""` if there is none."""
         for plugin in self.plugins.values():
             names = (plugin.id, plugin.distribution, plugin.distribution.removeprefix("axcore-"))
             if name in names and plugin.state is not State.LOADED:
@@ -100,13 +100,13 @@ class Registry:
         return self.why_missing(id) or f"pip install axcore-{id}"
 
     def not_loaded(self) -> str:
-        """A line about each plugin that is not loaded, each after a line break."""
+        """A line for each plugin that is not loaded, each preceded by a line break."""
         absent = [plugin for plugin in self.plugins.values() if plugin.state is not State.LOADED]
         told = [f"\n  not loaded: {plugin.id} ({plugin}, {plugin.state}: {plugin.reason})" for plugin in absent[:5]]
         return "".join(told) + (f"\n  and {len(absent) - 5} more, see axcore plugins" if len(absent) > 5 else "")
 
     def owner(self, module: str) -> Plugin | None:
-        """The plugin that a module belongs to; None for the core, for user code and where distributions share it.
+        """The plugin that a module belongs to; None for the core, user code and modules that distributions share.
 
         A plugin owns its module, the modules of its targets, and the packages that contain them.
         """
@@ -138,7 +138,7 @@ def _is_in(module: str, package: str) -> bool:
 
 
 class _Discovery:
-    """Builds the registry at the first call, once in a process."""
+    """Builds the registry at the first call and caches it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -149,7 +149,7 @@ class _Discovery:
         with self._lock:
             if self._running:
                 raise PluginError(
-                    "plugins are still being found. A plugin module must not call axcore.use, axcore.recipe or "
+                    "plugin discovery is still running. A plugin module must not call axcore.use, axcore.recipe or "
                     "registry() at import or in a hook; call them in the target of an offer"
                 )
             if self._found is None:

@@ -1,4 +1,4 @@
-"""Filling a slot by the name of an offer, without replacing what another plugin has put there."""
+"""Fills slots with offers, without replacing the nodes of other plugins."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
         value = {offer.name: new} if offer.keyed else new
         nodes = walk(cfg) if where is None else select(cfg, where)
         has_slot = [(path, node) for path, node in nodes if has_field(node, slot)]
-        # Without `where`, a field of the same name and another type is passed over.
+        # Without `where`, fields of the same name and another type are skipped.
         chosen = {path for path, node in has_slot if where is not None or conforms(value, _hint(node, slot))}
         if not chosen:
             raise ConfigError(f"no node has a field {slot!r} that takes {type_name(node_type)}")
@@ -53,8 +53,8 @@ def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
 
 
 def put(node: Config, slot: str, new: Config | None) -> Config:
-    """Puts `new` into a node's slot; None empties it. A node there with a slot of the same name is a wrapper: it stays,
-    and its own slot is filled."""
+    """Sets a slot to `new`; None empties it. If the slot holds a wrapper, which is a node with a slot of the same name,
+    the wrapper stays and its slot is set instead."""
     held = getattr(node, slot)
     return node.set(**{slot: put(held, slot, new) if isinstance(held, Config) and has_field(held, slot) else new})
 
@@ -67,7 +67,7 @@ def _add(node: Config, entry: str, new: Config) -> Config:
     old = entries.get(key)
     if old is not None and type(old) is not type(new):
         owner = f" of {plugin.id} ({plugin})" if (plugin := supplier(old)) else ""
-        raise ConfigError(f"{entry} is {type_name(type(old))}{owner} already; remove it before adding another")
+        raise ConfigError(f"{entry} is already {type_name(type(old))}{owner}; remove it before adding another")
     return node.set(**{slot: {**entries, key: new}})
 
 
@@ -76,7 +76,7 @@ def _hint(node: Config, field: str) -> object:
 
 
 def guarded(plugin: Plugin, owner: str, edit: Callable[[Config], Config]) -> Callable[[Config], Config]:
-    """An edit of `plugin` whose errors name `owner`, and which cannot replace what another plugin has put there."""
+    """Wraps an edit of `plugin` so that its errors name `owner` and it cannot replace the nodes of other plugins."""
 
     def checked(cfg: Config) -> Config:
         with attributed(owner):
@@ -89,14 +89,16 @@ def guarded(plugin: Plugin, owner: str, edit: Callable[[Config], Config]) -> Cal
 
 
 def guard(plugin: Plugin, before: Config, after: Config) -> None:
-    """Checks that an edit of `plugin` puts nothing in place of another plugin's node.
+    """Checks that an edit of `plugin` does not replace a node of another plugin.
 
-    Wrapping and editing that node are allowed. The core's nodes may be replaced, and the core's offers reset a slot.
-    A slot that disappears together with the node that held it is not protected, and neither are the nodes of a plugin
-    that attaches nothing, such as those of a recipe.
+    The edit may wrap such a node or change its fields. The check does not apply to
+
+    - edits by built-in offers, which may replace any node;
+    - nodes of the core, and nodes of plugins that offer nothing that `use` attaches, such as plugins with only recipes;
+    - a node that disappears together with its parent.
 
     Raises:
-        ConfigError: names the path, both plugins and what to do.
+        ConfigError: the edit replaces a node. The message names the path and both plugins.
     """
     if plugin.id == CORE:
         return
@@ -108,12 +110,13 @@ def guard(plugin: Plugin, before: Config, after: Config) -> None:
 
 
 def _lost(old: object, new: object, scope: object, path: str, editor: Plugin) -> Iterator[tuple[str, Plugin]]:
-    """The nodes of other plugins that are gone, with their plugins.
+    """(path, plugin) of each node of another plugin that the edit removed.
 
     Args:
         old: the value at `path` before the edit.
         new: the value at `path` after the edit.
-        scope: where in the new tree a node of `old` may be: `new`, or the node above if that was replaced or wrapped.
+        scope: the part of the new tree to search for nodes of `old`: `new`, or the node above if that was replaced or
+            wrapped.
     """
     if old is new:
         return
@@ -129,7 +132,7 @@ def _lost(old: object, new: object, scope: object, path: str, editor: Plugin) ->
 
 
 def _claimant(node: object) -> Plugin | None:
-    """The plugin that attached a node; None for other nodes and values."""
+    """The plugin of a node that `use` may have attached; None for other nodes and values."""
     plugin = supplier(node) if isinstance(node, Config) else None
     if plugin is not None and any(isinstance(offer, Feature) or offer.slot for offer in plugin.offers):
         return plugin
@@ -137,7 +140,7 @@ def _claimant(node: object) -> Plugin | None:
 
 
 def _remedy(root: Config, path: str) -> str:
-    """How a user empties a slot, or one that cannot be empty."""
+    """How a user empties a slot, or replaces its node if the slot does not accept None."""
     above, _, name = path.rpartition(".")
     parent = get(root, above)
     if not isinstance(parent, Config) or conforms(None, _hint(parent, name)):

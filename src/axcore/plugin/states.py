@@ -13,12 +13,12 @@ from axcore.plugin.host import installed
 from axcore.plugin.offers import Offer
 
 CORE = "core"
-"""The id of the plugin that makes the core's own offers."""
+"""The id of the plugin that makes the built-in offers."""
 CORE_MODULE = "axcore.core_plugin"
 
 
 class PluginError(AxcoreError):
-    """A plugin is missing, broken, or in conflict with another. The message says what to do."""
+    """A plugin is missing or broken, or conflicts with another. The message says what to do."""
 
 
 class Unavailable(Exception):
@@ -33,7 +33,7 @@ class State(enum.StrEnum):
     INCOMPATIBLE = "incompatible"  # it requires another version of the plugin API
     UNAVAILABLE = "unavailable"  # it raised `Unavailable` at import
     LOADED = "loaded"  # its hooks were called, and its offers can be used
-    FAILED = "failed"  # it raised an error, or does not match the hook specifications
+    FAILED = "failed"  # it raised an error, does not match the hook specifications, or shares its id with another
 
 
 class Plugin:
@@ -44,7 +44,7 @@ class Plugin:
         module: the module that the entry point names.
         detail: the reason for the state, or a traceback.
         offers: what it offers, once it is loaded.
-        api: the version of the plugin API that it states, if any.
+        api: the version of the plugin API that the module declares, if any.
     """
 
     def __init__(self, point: importlib.metadata.EntryPoint):
@@ -56,7 +56,7 @@ class Plugin:
         self.offers: tuple[Offer, ...] = ()
         self.api: int | None = None
 
-    # Metadata is read on demand: reading that of fifty distributions takes longer than finding their plugins.
+    # Metadata is read on demand, because reading it for fifty distributions takes longer than finding their plugins.
 
     @functools.cached_property
     def metadata(self) -> Message:
@@ -87,6 +87,6 @@ class Plugin:
 
 
 def how_to_disable(plugins: Iterable[Plugin]) -> str:
-    """The variables that exclude these plugins, as text. The core cannot be excluded."""
+    """The settings of AXCORE_DISABLE that exclude these plugins, as text. The core cannot be excluded."""
     ids = dict.fromkeys(plugin.id for plugin in plugins if plugin.id != CORE)
     return " or ".join(f"AXCORE_DISABLE={id}" for id in ids)

@@ -1,4 +1,4 @@
-"""`target`: the modifier that lays a config out on an accelerator, by a mesh rule of a plugin."""
+"""`target`: the modifier that adapts a config to an accelerator with a mesh rule of a plugin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORM = re.compile(
 )
 EXAMPLES = "cpu-8, gpu-h100-8, gpu-h100-8x4 (4 hosts of 8), tpu-v5p-512, tpu-v5e-256x4 (4 slices of 256), trn2-16x64"
 _CORES_PER_DEVICE = {"v4": 2, "v5p": 2}
-"""The names of these TPUs count cores. jax has one device for each pair."""
+"""TPUs whose names count cores instead of jax devices, and the number of cores per device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Accelerator:
     Attributes:
         platform: `cpu`, `gpu`, `tpu` or `trn`.
         kind: `h100`, `v5e`, `trn2`; empty for a CPU.
-        count: the number of jax devices in all; chips for a Trainium.
-        hosts: the number of parts that a slower network connects: hosts, or slices of a TPU.
+        count: the total number of jax devices; for a Trainium, the number of chips.
+        hosts: the number of hosts, or of slices of a TPU. A slower network connects them.
     """
 
     text: str
@@ -64,13 +64,13 @@ class Accelerator:
 
 
 def target(accelerator: str) -> Modifier:
-    """The modifier that lays a config out for an accelerator: `axcore.target("gpu-h100-8x4")`.
+    """The modifier that adapts a config to an accelerator: `axcore.target("gpu-h100-8x4")`.
 
-    It applies the mesh rule with the most specific pattern that matches, whichever plugin offers it.
+    Applies the mesh rule with the most specific matching pattern among the rules of all plugins.
 
     Raises:
         ConfigError: the text names no accelerator (see `Accelerator`). When the modifier is applied: the rule does not
-            accept the config, or would remove what another plugin has put there.
+            accept the config, or would replace a node of another plugin.
         PluginError: no rule matches, two are equally specific, or the rule cannot be loaded or called, or fails.
     """
     wanted = Accelerator.parse(accelerator)

@@ -1,4 +1,4 @@
-"""Detects the number of processes of a run and the index of this one from the environment. Does not import jax."""
+"""Detects the number of processes of a run and the index of this process from the environment. Does not import jax."""
 
 from __future__ import annotations
 

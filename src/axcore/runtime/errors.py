@@ -13,6 +13,6 @@ class PeerFailed(AxcoreError):
 
 
 class RuntimeTimeout(AxcoreError):
-    """Another process did not arrive in time. The message names the missing processes."""
+    """Another process did not reach a synchronization point in time. The message names the missing processes."""
 
     exit_code = ExitCode.TIMED_OUT

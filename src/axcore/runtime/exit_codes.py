@@ -6,7 +6,7 @@ import enum
 
 
 class ExitCode(enum.IntEnum):
-    """How a command ended. A signal while there is nothing to save gives 128 plus its number, as in a shell."""
+    """How a command ended. With nothing to save, a signal exits with 128 plus its number, as in a shell."""
 
     DONE = 0
     FAILED = 1
@@ -14,12 +14,12 @@ class ExitCode(enum.IntEnum):
     USAGE = 2
     """The command, the config, the input or a folder is invalid. The message explains what to change."""
     PREEMPTED = 75
-    """SIGTERM: stopped after a step with the state saved. Resume the run."""
+    """SIGTERM stopped the run after a step. The state is saved; resume the run."""
     PEER_FAILED = 80
     """Another process of the run failed. Its own message gives the reason."""
     TIMED_OUT = 81
-    """Another process of the run did not arrive in time."""
+    """Another process of the run did not start, respond or reach a synchronization point in time."""
     NOT_FINITE = 82
     """The loss or the parameters are not finite."""
     INTERRUPTED = 130
-    """Ctrl-C: stopped. A run in progress saved its state. Resume it."""
+    """Ctrl-C stopped the command. A run in progress saved its state; resume it."""

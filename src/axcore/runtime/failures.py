@@ -21,13 +21,13 @@ ERROR_FILE = "AXCORE_ERROR_FILE"
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The reason for which a process ends.
+    """The reason a process ended.
 
     Attributes:
         index: the index of the process.
         message: the full error message.
         code: the exit code.
-        time: seconds since the epoch, on the host of the process.
+        time: Unix time in seconds, by the clock of the process's host.
     """
 
     index: int
@@ -58,7 +58,7 @@ class Failure:
 
     @property
     def is_stop(self) -> bool:
-        """True if it only stopped after a signal. All processes do so after the same step."""
+        """True if the process stopped after a signal. All processes stop after the same step."""
         return self.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
     def seen_from(self, world: World) -> PeerFailed:

@@ -22,8 +22,8 @@ START_SECONDS = 120.0
 def start() -> None:
     """Initializes `jax.distributed` from the environment (see `cluster.detect`). Does nothing with one process.
 
-    Call it before anything that uses a jax device. It waits for all processes. After a timeout it prints the number of
-    missing processes and exits with `ExitCode.TIMED_OUT`, since jax would abort the process.
+    Call it before anything that uses a jax device. It waits for all processes. After a timeout it prints an error and
+    exits with `ExitCode.TIMED_OUT`; jax would abort the process instead.
 
     Raises:
         AxcoreError: the environment is incomplete or inconsistent.
@@ -71,14 +71,13 @@ def _check_port(coordinator: str, place: str) -> None:
     try:
         socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
     except OSError as error:
-        raise AxcoreError(
-            f"{place} cannot listen: {error.strerror}. {coordinator} may be in use; choose another port."
-        ) from error
+        raise AxcoreError(f"{place} cannot listen on {coordinator}: {error.strerror}. Choose another port.") from error
 
 
 def _give_up(waited: str) -> None:
     error = RuntimeTimeout(
-        f"{waited}, which did not start. Start them with the same command, or set {cluster.PROCESSES}=1 to run alone."
+        f"{waited}, but not all of them started. Start every process with the same command, or set "
+        f"{cluster.PROCESSES}=1 to run alone."
     )
     print(f"axcore: {error}", file=sys.stderr, flush=True)
     record(error)

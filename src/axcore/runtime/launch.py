@@ -59,7 +59,7 @@ def launch(
 
     Raises:
         AxcoreError: an argument is invalid, or a process cannot be started.
-        LaunchFailed: a process failed. The others have been ended.
+        LaunchFailed: a process failed. The other processes have ended.
     """
     for name, value in (("processes", processes), ("devices-per-process", devices_per_process)):
         if value is not None and value < 1:
@@ -74,7 +74,7 @@ def launch(
                 for index in range(processes):
                     environ = _environment(index, processes, coordinator, timeout, devices_per_process)
                     children.append(_Child(index, command, environ, pathlib.Path(folder) / f"{index}.json"))
-                    if forwarded.number is not None:  # it arrived before this process existed
+                    if forwarded.number is not None:  # the signal arrived before this process existed
                         children[-1].send(forwarded.number)
                 _wait(children, forwarded)
             finally:
@@ -178,11 +178,11 @@ def _copy(index: int, source: IO[bytes], sink: TextIO) -> None:
 
 @dataclasses.dataclass
 class _Forwarded:
-    """What a signal to this process has caused.
+    """The effect of signals to this process.
 
     Attributes:
-        number: the signal that the children received.
-        killed: whether a second signal asks to kill them.
+        number: the signal that was forwarded to the children.
+        killed: whether a second signal arrived, which kills them.
     """
 
     number: int | None = None
@@ -210,7 +210,7 @@ def _forwarding(children: list[_Child]) -> Iterator[_Forwarded]:
 
 
 def _wait(children: list[_Child], forwarded: _Forwarded) -> None:
-    """Waits until all children have exited, or until the time after the first failure is over."""
+    """Waits until all children have exited, or until the time to exit after the first failure is over."""
     deadline = None
     while any([child.running() for child in children]) and not forwarded.killed:
         failures = [failure for child in children if not child.running() and (failure := child.failure()) is not None]

@@ -1,4 +1,4 @@
-"""Communication between the processes of a run outside of jit, with timeouts. Trivial with one process.
+"""Communication between the processes of a run outside of jit, with timeouts. With one process, nothing waits.
 
 Messages go through the key-value store of the coordination service and use no device. They work while devices compute,
 and a waiting process ends when another one fails. Every process must make the same calls with the same names in the
@@ -19,10 +19,10 @@ from axcore.runtime.watcher import board
 from axcore.runtime.world import World, count as count, index as index, world
 
 TIMEOUT = "AXCORE_TIMEOUT"
-"""Environment variable: default of the seconds that a process waits for the others."""
+"""Environment variable: seconds that a process waits for the others by default."""
 DEFAULT_TIMEOUT = 600.0
 SLICE_SECONDS = 0.5
-"""Seconds between checks of a waiting process for failures of the others."""
+"""Seconds between two checks for failures of other processes while waiting."""
 
 _calls: collections.Counter[str] = collections.Counter()
 
@@ -48,7 +48,7 @@ def gather(name: str, value: bytes, timeout: float | None = None) -> list[bytes]
 
     Raises:
         PeerFailed: another process failed.
-        RuntimeTimeout: a process did not arrive in time.
+        RuntimeTimeout: another process did not make this call in time.
     """
     here = world()
     if here is None:
@@ -59,7 +59,7 @@ def gather(name: str, value: bytes, timeout: float | None = None) -> list[bytes]
     here.store.key_value_set_bytes(f"{_key(name, number)}/{here.index}", value)
     deadline = time.monotonic() + seconds
     values = [_get(here, name, number, process, deadline, seconds) for process in range(here.count)]
-    if number:  # all processes have arrived here, so all have read the values of the previous call
+    if number:  # all processes have made this call, so all have read the values of the previous call
         here.store.key_value_delete(f"{_key(name, number - 1)}/{here.index}")
     return values
 
@@ -70,7 +70,7 @@ def broadcast(name: str, value: bytes, timeout: float | None = None) -> bytes:
 
 
 def barrier(name: str, timeout: float | None = None) -> None:
-    """Waits for every process to arrive here. Raises like `gather`."""
+    """Waits until every process has made this call. Raises like `gather`."""
     gather(name, b"", timeout)
 
 
@@ -91,7 +91,7 @@ def together(name: str, timeout: float | None = None) -> Iterator[None]:
     try:
         found = gather(name, text.encode(), timeout)
     finally:
-        if failure is not None:  # also where the others did not come
+        if failure is not None:  # even if the exchange itself failed
             raise failure
     for process, told in enumerate(found):
         if told:
@@ -118,8 +118,10 @@ def _get(here: World, name: str, number: int, process: int, deadline: float, sec
             raise failure.seen_from(here)
         if left <= 0:
             arrived = {int(key.rpartition("/")[2]) for key, _ in here.store.key_value_dir_get_bytes(_key(name, number))}
-            missing = ", ".join(str(each) for each in range(here.count) if each not in arrived)
+            missing = [str(each) for each in range(here.count) if each not in arrived]
+            who = f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}"
             raise RuntimeTimeout(
-                f"{here.named(here.index)} waited {seconds:g} s at {name!r} for process(es) {missing}, which did not "
-                f"arrive. Check their output. If they are only slow, set {TIMEOUT} to more seconds."
+                f"{here.named(here.index)} waited {seconds:g} s at {name!r} for {who}, which "
+                f"did not arrive. Check the output of each missing process, or increase {TIMEOUT} (seconds) if it is "
+                f"just slow."
             )

@@ -1,4 +1,4 @@
-"""Requests of one process that all processes act on at the same step, such as stop after a signal."""
+"""Requests of one process that all processes act on at the same step, such as stopping after a signal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _made = 0
 
 
 class Requests:
-    """Agreement among processes on the step at which all of them act on a request of one.
+    """Makes all processes act on a request of one process at the same step.
 
     ```python
     with Requests() as requests:
@@ -30,11 +30,12 @@ class Requests:
             state = train_step(state)
     ```
 
-    Every process creates one and calls `due` at the same points of its work, such as between steps or between the
-    batches of an evaluation. With one process, a request is due at the next call. With several, `due` only takes a lock
-    while there is no request. On a request, a background thread of each process posts the number of the next call, even
-    while the main thread waits for a device. The request is due at the highest of these numbers, and processes wait
-    for the agreement before they continue.
+    Every process creates a `Requests` and calls `due` at the same points of its work, such as between steps or between
+    the batches of an evaluation. With one process, a request is due at the next call.
+
+    With several processes, `due` only takes a lock while there is no request. After a request, a background thread of
+    each process posts the number of its next call of `due`, even while the main thread waits for a device. The request
+    is due at the call with the highest posted number. Processes wait for all numbers before they continue.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class Requests:
             return due
 
     def close(self) -> None:
-        """Ends the background thread, after answering processes that still wait for an agreement."""
+        """Ends the background thread, and answers processes that still wait for an agreement."""
         if self._world is None or self._closed.is_set():
             return
         self._closed.set()

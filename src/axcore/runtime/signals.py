@@ -1,4 +1,4 @@
-"""Handlers of SIGINT and SIGTERM: a run stops after its step and saves; any other command ends immediately.
+"""Handlers of SIGINT and SIGTERM: a run stops after the current step and saves; other commands end immediately.
 
 A handler that raises would lose signals: Python drops an exception raised inside a garbage-collection callback or
 `__del__`, and jax registers such a callback. These handlers therefore never raise. This module imports only the
@@ -40,8 +40,9 @@ def stop_requested() -> signal.Signals | None:
 def graceful() -> Iterator[None]:
     """While active, a signal does not end the process; `stop_requested` returns it.
 
-    The caller must check `stop_requested` regularly and stop. A second signal kills the process. A signal that was not
-    handled takes effect at the end of the block. Does nothing outside the main thread or inside another `graceful`.
+    The caller must check `stop_requested` regularly and stop. A second signal kills the process. If the block ends
+    without an exception after a signal, the signal then takes effect. Does nothing outside the main thread or inside
+    another `graceful`.
     """
     global _graceful, _requested
     if _graceful or threading.current_thread() is not threading.main_thread():
@@ -66,7 +67,7 @@ def default() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(handler: Handler) -> Iterator[None]:
-    """Installs another handler of both signals while active."""
+    """Installs another handler for both signals while active."""
     before = {number: signal.getsignal(number) for number in HANDLED}
     for number in HANDLED:
         signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Ends this process when another process of the run fails, even while it waits for a device."""
+"""Ends this process when another process of the run fails, even while this process waits for a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def board() -> Board | None:
 
 
 def peer_failure() -> AxcoreError | None:
-    """The failure of another process that this one has already received. Does not communicate."""
+    """The failure of another process, if this process has already received it. Does not communicate."""
     if _watcher is None or _watcher.heard is None:
         return None
     return _watcher.heard.seen_from(_watcher.world)
@@ -43,9 +43,9 @@ def peer_failure() -> AxcoreError | None:
 def watch() -> Iterator[None]:
     """While active, the failure of one process ends all of them. Does nothing with one process or when nested.
 
-    An exception that leaves the block is sent to the other processes. They raise `PeerFailed` at their next call of
-    `gather` or `Requests.due`. A process that makes no such call in time, because it waits for a device, exits with the
-    message and `ExitCode.PEER_FAILED`.
+    An exception that leaves the block is sent to the other processes, unless a signal caused it. They raise
+    `PeerFailed` at their next call of `gather` or `Requests.due`. A process that makes no such call in time, because it
+    waits for a device, exits with the message and `ExitCode.PEER_FAILED`.
     """
     global _watcher, _watches, _failed
     here = world()
@@ -76,7 +76,7 @@ def _tell(watcher: _Watcher, error: BaseException) -> None:
     global _failed
     record(error)
     _failed = Failure.of(error, watcher.world.index)
-    if _failed.is_stop:  # not told: the others stop too, and may take their time to close
+    if _failed.is_stop:  # not posted: the others stop too, and closing may take them longer
         return
     with contextlib.suppress(Exception):
         watcher.board.post(_failed)
@@ -86,7 +86,7 @@ def leave(code: int) -> NoReturn:
     """Ends this process with an exit code.
 
     A failing process skips Python's normal exit, where jax would wait for the other processes and abort. Process 0
-    hosts the coordination service, so it waits a moment for the others to leave.
+    hosts the coordination service, so it waits up to 10 seconds for the others to leave.
     """
     here = world()
     if here is None or code == ExitCode.DONE:

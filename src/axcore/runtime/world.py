@@ -35,7 +35,7 @@ class World:
 
 
 def world() -> World | None:
-    """The processes of this run, or None for one process. Also works if user code initialized `jax.distributed`."""
+    """The processes of this run, or None with one process. Also works if user code initialized `jax.distributed`."""
     if "jax" not in sys.modules:
         return None
     from jax._src.distributed import global_state  # jax has no public API for its client

@@ -54,7 +54,7 @@ class Case:
     written: int | None = None
     """Number of valid keys; None: all `key_len` keys."""
     behind: int = 0
-    """Number of tokens by which the second row is shorter than the first."""
+    """The second row has this many fewer tokens than the first."""
     scale: float = 0.125
     softcap: float | None = None
     sinks: bool = False
@@ -67,18 +67,18 @@ _CAUSAL_SEGMENTS: Allowed = lambda i, j, s, t: (i >= j) & (s == t)  # noqa: E731
 CASES = {
     "causal": Case(),
     "causal, one document in each row": Case(mask=Causal() & SameSegment()),
-    "every key": Case(("full",), mask=Full(), allowed=lambda i, j, s, t: (i == i) & (j == j)),
+    "full attention": Case(("full",), mask=Full(), allowed=lambda i, j, s, t: (i == i) & (j == j)),
     "one token": Case(("odd_lengths",), query_len=1, key_len=1),
     "odd length": Case(("odd_lengths",), query_len=37, key_len=37),
     "longer than a block": Case(("long",), query_len=257, key_len=257, heads=2, kv_heads=1),
-    "groups of two": Case(("grouped",), kv_heads=2),
+    "two heads per kv head": Case(("grouped",), kv_heads=2),
     "one kv head": Case(("grouped",), kv_heads=1),
-    "six heads on three": Case(("grouped",), heads=6, kv_heads=3),
+    "six heads, three kv heads": Case(("grouped",), heads=6, kv_heads=3),
     "head_dim 96": Case(("head_dim_96",), head_dim=96),
     "head_dim 128": Case(("head_dim_128",), head_dim=128),
     "head_dim 192": Case(("head_dim_192",), head_dim=192),
     "head_dim 256": Case(("head_dim_256",), head_dim=256),
-    "narrower values": Case(("value_dim",), value_dim=32),
+    "value_dim 32": Case(("value_dim",), value_dim=32),
     "documents": Case(("segments",), mask=Causal() & SameSegment(), allowed=_CAUSAL_SEGMENTS, segments=True),
     "window": Case(
         ("windows",), mask=Causal() & SlidingWindow(size=5), allowed=lambda i, j, s, t: (i >= j) & (i - j < 5)
@@ -90,7 +90,7 @@ CASES = {
         allowed=lambda i, j, s, t: (i >= j) & (i - j < 3) & (s == t),
         segments=True,
     ),
-    "one of two masks": Case(
+    "union of two masks": Case(
         ("any_mask", "segments"),
         mask=Causal() | SameSegment(),
         allowed=lambda i, j, s, t: (i >= j) | (s == t),
@@ -103,11 +103,11 @@ CASES = {
     "sinks and softcap": Case(("sinks", "softcap"), sinks=True, softcap=3.0),
     "bias": Case(("bias",), bias=True, kv_heads=2),
     "dropout": Case(("dropout",), dropout=True),
-    "next token": Case(("decoding",), query_len=1, key_len=12, start=8, written=9),
-    "part of a prompt": Case(("decoding",), query_len=3, key_len=12, start=4, written=7, kv_heads=2),
+    "one decoded token": Case(("decoding",), query_len=1, key_len=12, start=8, written=9),
+    "prefill chunk": Case(("decoding",), query_len=3, key_len=12, start=4, written=7, kv_heads=2),
     "rows at different positions": Case(("decoding",), query_len=2, key_len=12, start=7, written=9, behind=4),
     "sinks while decoding": Case(("decoding", "sinks"), query_len=1, key_len=12, start=8, written=9, sinks=True),
-    "part of a prompt in a window": Case(
+    "prefill chunk in a window": Case(
         ("decoding", "windows"),
         mask=Causal() & SlidingWindow(size=4),
         allowed=lambda i, j, s, t: (i >= j) & (i - j < 4),
@@ -255,21 +255,21 @@ def _allowed(case: Case) -> Bool[np.ndarray, "batch query key"]:
     """True where the query sees the key."""
     places = _query_index(case)
     segments = _segments(case) if case.segments else np.zeros((BATCH, case.key_len), int)
-    asking = np.take_along_axis(segments, places, axis=1)
+    query_segments = np.take_along_axis(segments, places, axis=1)
     allowed = case.allowed(
-        places[:, :, None], np.arange(case.key_len)[None, None], asking[:, :, None], segments[:, None]
+        places[:, :, None], np.arange(case.key_len)[None, None], query_segments[:, :, None], segments[:, None]
     )
     return np.broadcast_to(allowed & _valid(case)[:, None], (BATCH, case.query_len, case.key_len))
 
 
 def _tokens(case: Case) -> tuple[TokenInfo, TokenInfo]:
-    """The tokens of queries and keys: a single object if they are the same tokens."""
+    """The tokens of queries and keys, which are one object if they are the same tokens."""
     index = jnp.arange(case.key_len, dtype=jnp.int32)[None]
     segments, places = _segments(case), _query_index(case)
     written = None if case.written is None else jnp.asarray(_valid(case))
     key = TokenInfo(index, index, jnp.asarray(segments, jnp.int32) if case.segments else None, written)
     if (case.start, case.behind, case.written, case.query_len) == (0, 0, None, case.key_len):
         return key, key
-    asking = jnp.asarray(np.take_along_axis(segments, places, axis=1), jnp.int32) if case.segments else None
+    query_segments = jnp.asarray(np.take_along_axis(segments, places, axis=1), jnp.int32) if case.segments else None
     place = jnp.asarray(places if case.behind else places[:1], jnp.int32)
-    return TokenInfo(place, place, asking), key
+    return TokenInfo(place, place, query_segments), key

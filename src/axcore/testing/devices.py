@@ -1,4 +1,4 @@
-"""Training steps on eight CPU devices, in a process of their own."""
+"""Training steps on eight CPU devices, in a separate process."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def on_devices[**P, R](function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """`function(*args, **kwargs)` in a new process with eight CPU devices.
+    """Calls `function(*args, **kwargs)` in a new process with eight CPU devices and returns the result.
 
     Args:
-        function: a function of a module that the new process can import. Arguments and result are pickled.
+        function: a function that the new process can import. Arguments and result are pickled.
     """
     env = dict(os.environ)
     env["JAX_PLATFORMS"] = "cpu"
@@ -71,7 +71,7 @@ def steps(
     objective: Config | None = None,
     microbatches: Sequence[int] | None = None,
 ) -> list[StepResult]:
-    """One step of plain gradient descent on each mesh. A mesh may have a single device.
+    """Runs one step of plain gradient descent on each mesh. A mesh may have a single device.
 
     Args:
         model: config of the model.
@@ -94,7 +94,7 @@ class Comparison:
         param_shards: path -> number of shards of the parameter.
         moment_shards: path -> number of shards of the moments.
         rows: number of rows of the batch, and number of rows on each device.
-        mesh_error: the error of the mesh with one device less than the config requires; empty if there is none.
+        mesh_error: the error of making the mesh with one device fewer than the config requires; empty if none.
     """
 
     metrics: dict[str, tuple[float, float]]
@@ -122,7 +122,7 @@ def compare(cases: Mapping[str, Case]) -> dict[str, Comparison]:
 
 
 class _Descent(Optimizer):
-    """Returns the gradients unchanged, and stores them: the difference of two parameters would be rounded."""
+    """Returns the gradients unchanged and stores them, since the difference of old and new parameters is rounded."""
 
     def transformation(self, axes: Tree) -> optax.GradientTransformation:
         return optax.trace(decay=0.0)

@@ -35,7 +35,7 @@ class FeatureSuite(OfferSuite):
         feature: the name of the feature, as in `axcore.use`.
         options: the options of the feature.
         changes_outputs: whether the feature changes the outputs of a freshly built model.
-        zero_gradients: path endings of parameters whose gradient is zero in a freshly built model, such as one factor
+        zero_gradients: path suffixes of parameters whose gradient is zero in a freshly built model, such as one factor
             of a product whose other factor is 0.
         mixes_rows: whether the rows of a batch may influence each other, for example through a shared capacity.
         bfloat16_error: largest relative difference of the loss between bfloat16 and float32 activations.
@@ -53,8 +53,8 @@ class FeatureSuite(OfferSuite):
             cls.name = cls.feature
 
     def model(self) -> Config:
-        """The config that the feature is attached to. Override it if `tiny_model` does not contain the required
-        nodes."""
+        """The config that the feature is attached to. Override this method if `tiny_model` lacks a node that the
+        feature requires."""
         return tiny_model()
 
     def attached(self) -> Config:
@@ -114,7 +114,7 @@ class FeatureSuite(OfferSuite):
         self._agrees(functools.partial(_on_stacks, change=lambda cfg: use_remat(cfg, Remat())))
 
     def test_a_deeper_model_can_be_trained(self) -> None:
-        """Deeper stacks have scans whose layers a feature may edit by number."""
+        """A feature that edits layers by number must work for any number of layers."""
         cfg = use(self.feature, **self.options)(_on_stacks(self.model(), _twice_as_deep))
         fn, params, state = abstract(cfg)
         jax.eval_shape(jax.grad(lambda params: objective(fn, params, state, self.batch())), params)
@@ -127,7 +127,7 @@ class FeatureSuite(OfferSuite):
 
     def test_rows_of_a_batch_are_independent(self) -> None:
         if self.mixes_rows:
-            pytest.skip("declared to mix rows")
+            pytest.skip("mixes_rows is True")
         fn, params, state = functional(self.attached().build(rngs=Rngs(0)))
         ids = self.batch()["inputs"]
         others = ids.at[1:].set((ids[1:] + 1) % VOCAB_SIZE)

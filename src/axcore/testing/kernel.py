@@ -25,9 +25,9 @@ from axcore.testing.offer import OfferSuite, offered_config
 
 CAPABILITIES = frozenset(need for case in CASES.values() for need in case.needs) | {"gradients", "lse"}
 TOLERANCE = {"float32": 3e-5, "bfloat16": 2e-2, "float16": 4e-3}
-"""Absolute error of the outputs, which are of order 1, against float64 with the same rounded inputs."""
+"""Largest absolute error of the outputs, which are of order 1, against float64 with the same rounded inputs."""
 GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
-"""Relative error of each gradient in the L2 norm, against float64."""
+"""Largest relative error of each gradient in the L2 norm, against float64."""
 
 
 class KernelSuite(OfferSuite):
@@ -39,13 +39,13 @@ class KernelSuite(OfferSuite):
         lacks = {"sinks", "softcap"}
     ```
 
-    The kernel must support all cases that require no capability in `lacks`, with correct results. It must not support
-    the others: `takes` omits the option, or `supports` returns a reason, so another kernel can be chosen.
+    The kernel must give correct results in all cases that require no capability in `lacks`. It must reject the others,
+    by omitting the option from `takes` or by returning a reason from `supports`, so that another kernel can be chosen.
 
     Attributes:
         lacks: the members of `CAPABILITIES` that the kernel does not have.
-        dtypes: the dtypes of q, k and v that it supports.
-        platform: the platform that it runs on. On others the suite checks `supports` and skips the numerical checks.
+        dtypes: the dtypes of q, k and v that the kernel supports.
+        platform: the platform that the kernel runs on. On other platforms the suite only checks `supports`.
     """
 
     kind = AttentionKernelOffer
@@ -60,7 +60,7 @@ class KernelSuite(OfferSuite):
     def config(self) -> Config:
         return ax.pipe(self.model(), use(self.name, **self.options))
 
-    def test_lacks_names_capabilities(self) -> None:
+    def test_lacks_contains_only_known_capabilities(self) -> None:
         assert set(self.lacks) <= CAPABILITIES, f"unknown: {set(self.lacks) - CAPABILITIES}; known: {CAPABILITIES}"
 
     @pytest.mark.parametrize("name", CASES)
@@ -96,7 +96,7 @@ class KernelSuite(OfferSuite):
             arrays, call = self._call(case, dtype)
             self._check_gradients(case, dtype, arrays, call)
 
-    @pytest.mark.parametrize("name", ["causal", "groups of two", "documents", "window", "sinks"])
+    @pytest.mark.parametrize("name", ["causal", "two heads per kv head", "documents", "window", "sinks"])
     def test_lse_equals_the_formula(self, name: str) -> None:
         case = self._runnable(self._with_lse(CASES[name]))
         for dtype in self.dtypes:
@@ -108,7 +108,7 @@ class KernelSuite(OfferSuite):
             np.testing.assert_allclose(lse, expected.lse, rtol=0, atol=5 * TOLERANCE[dtype])
             np.testing.assert_allclose(np.asarray(heads, np.float64), expected.heads, rtol=0, atol=TOLERANCE[dtype])
 
-    @pytest.mark.parametrize("name", ["causal", "groups of two", "sinks"])
+    @pytest.mark.parametrize("name", ["causal", "two heads per kv head", "sinks"])
     def test_merging_two_parts_of_the_keys_equals_one_call(self, name: str) -> None:
         case = self._runnable(self._with_lse(CASES[name], "decoding"))
         for dtype in self.dtypes:
@@ -141,7 +141,7 @@ class KernelSuite(OfferSuite):
                 np.asarray(found, np.float32), np.asarray(plain, np.float32), rtol=0, atol=TOLERANCE[self.dtypes[0]]
             )
 
-    def test_the_loss_of_a_model_equals_that_of_the_reference_kernel(self) -> None:
+    def test_model_loss_equals_the_reference_kernel(self) -> None:
         self._runnable(CASES["causal"])
         models = [cfg.set(dtypes=ax.DTypes(compute=self.dtypes[0])) for cfg in (self.config(), self.model())]
         (loss, _), (expected, _) = (loss_and_grads(cfg, tiny_batch) for cfg in models)

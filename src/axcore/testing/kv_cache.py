@@ -27,11 +27,11 @@ from axcore.testing.offer import OfferSuite, offered_config
 
 LENGTH = 7
 CompiledDecoder = tuple[Callable[[Tree, Tree, Step], tuple[jax.Array, Tree]], Tree, Tree]
-"""Compiled call of a decoder, parameters, initial state."""
+"""(compiled call of a decoder, parameters, initial state)."""
 
 
 class KVCacheSuite(OfferSuite):
-    """Checks that decoding with a KV cache equals full recomputation, for every split of the tokens into steps.
+    """Checks that decoding with a KV cache equals full recomputation for every split of the tokens into steps.
 
     ```python
     class TestRing(KVCacheSuite):
@@ -43,7 +43,7 @@ class KVCacheSuite(OfferSuite):
     Attributes:
         window: for a cache that drops old tokens, the size of the model's sliding window. None: causal attention.
         max_len: length of the rows in the checks.
-        rollback: number of tokens that can be rolled back by starting a step earlier; 0: none.
+        rollback: number of tokens that a step can roll back by starting before the end of its row; 0: none.
         exact: largest error of the logits, which are of order 1. Increase it for a cache that rounds.
         approximate: whether the cache drops visible keys by design, as a heavy-hitter cache does. The checks then only
             require finite logits.
@@ -164,14 +164,14 @@ class KVCacheSuite(OfferSuite):
             named = [size for size, name in zip(array.shape, axes[path], strict=True) if name == "batch"]
             assert all(size == 3 for size in named), f"{path} {array.shape} with axes {axes[path]}"
 
-    def test_a_scanned_stack_decodes_equally(self) -> None:
+    def test_a_scanned_stack_equals_recomputation(self) -> None:
         self._check(self._decoded((3, 4), unstack=False), self._recomputed())
 
     def test_bfloat16_is_close_to_float32(self) -> None:
         cfg = self.model().set(dtypes=ax.DTypes(compute=jnp.bfloat16))
         self._check(self._decoded((3, 4), cfg=cfg), self._recomputed(), atol=0.15)
 
-    def test_generating_greedily_equals_recomputation(self) -> None:
+    def test_greedy_generation_equals_recomputation(self) -> None:
         model, prompt = self._model(), _ids()[0, :4]
         greedy = functools.partial(
             generate,
@@ -233,7 +233,7 @@ def _ids(length: int = LENGTH) -> jax.Array:
 
 
 def _compositions(total: int) -> Iterator[tuple[int, ...]]:
-    """All ordered sums of positive numbers that equal `total`."""
+    """All sequences of positive integers that add up to `total`."""
     for cuts in itertools.product((False, True), repeat=total - 1):
         sizes = [1]
         for cut in cuts:

@@ -33,7 +33,7 @@ class LayerSuite:
             return x * params["scale"]
     ```
 
-    A layer returns an array, or a tuple of arrays; its reference then returns such a tuple too.
+    If the layer returns a tuple of arrays, `reference` returns a tuple too.
 
     Attributes:
         tolerance: dtype of the activations -> largest error of outputs of order 1.
@@ -70,17 +70,20 @@ class LayerSuite:
         call, params, inputs = self._case("float32")
         random = np.random.default_rng(7)
         weights = [random.normal(size=each.shape) for each in self._expected(_wide(params), *map(_float64, inputs))]
-        smooth = [i for i, each in enumerate(inputs) if jnp.issubdtype(each.dtype, jnp.floating)]
+        float_inputs = [i for i, each in enumerate(inputs) if jnp.issubdtype(each.dtype, jnp.floating)]
 
         def scalar(params: Tree, *chosen: jax.Array) -> jax.Array:
             every = list(inputs)
-            for index, value in zip(smooth, chosen, strict=True):
+            for index, value in zip(float_inputs, chosen, strict=True):
                 every[index] = value
             return _weighted(call(params, *every), weights)
 
-        chosen = [inputs[index] for index in smooth]
-        grads = jax.jit(jax.grad(scalar, argnums=tuple(range(1 + len(smooth)))))(params, *chosen)
-        found = {**by_path(grads[0]), **{f"input {index}": grad for index, grad in zip(smooth, grads[1:], strict=True)}}
+        chosen = [inputs[index] for index in float_inputs]
+        grads = jax.jit(jax.grad(scalar, argnums=tuple(range(1 + len(float_inputs)))))(params, *chosen)
+        found = {
+            **by_path(grads[0]),
+            **{f"input {index}": grad for index, grad in zip(float_inputs, grads[1:], strict=True)},
+        }
         for name, grad in found.items():
             direction = random.normal(size=grad.shape)
 
@@ -136,7 +139,7 @@ class LayerSuite:
         wide = [leaf for leaf, names in zip(jax.tree.leaves(params), axes, strict=True) if not any(names)]
         assert not [leaf.shape for leaf in wide if leaf.ndim > 1], "matrices without logical axes cannot be sharded"
 
-    def test_config_reads_back_from_json(self) -> None:
+    def test_config_survives_json(self) -> None:
         cfg = self.config()
         assert from_json(to_json(cfg)) == cfg
         assert content_hash(from_json(to_json(cfg))) == content_hash(cfg)
@@ -149,7 +152,7 @@ class LayerSuite:
         cfg = self.config().set(dtypes=ax.DTypes(compute=dtype))
         fn, params, state = functional(cfg.build(rngs=Rngs(0)))
         random = np.random.default_rng(0)
-        # Random values, since parameters that are 0 or 1 would hide mistakes.
+        # Adds noise, since parameters that are 0 or 1 would hide mistakes.
         params = jax.tree.map(lambda leaf: leaf + jnp.asarray(0.1 * random.normal(size=leaf.shape), leaf.dtype), params)
 
         def cast(each: np.ndarray) -> jax.Array:

@@ -43,7 +43,7 @@ def objective(
     return built.value(fn, params, state, batch, key=key, training=True)
 
 
-@functools.cache  # since several checks use the same model
+@functools.cache  # several checks use the same model
 def loss_and_grads(cfg: Config, make_batch: Callable[[], Batch]) -> tuple[np.ndarray, Tree]:
     """Loss and gradients of a freshly built model."""
     fn, params, state = functional(cfg.build(rngs=Rngs(0)))

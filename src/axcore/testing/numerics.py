@@ -84,10 +84,10 @@ class NumericsSuite(OfferSuite):
     def test_product_is_rounded(self) -> None:
         case = _Case("linear", self.filler())
         found = case.call(case.params, case.x)
-        assert _error(found, case.exact(case.params, case.x)) > 1e-5, "the product equals the product of floats"
+        assert _error(found, case.exact(case.params, case.x)) > 1e-5, "the product is not rounded"
 
     @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-    def test_relative_error_does_not_depend_on_the_scale_of_the_weight(self, scale: float) -> None:
+    def test_error_does_not_depend_on_the_weight_scale(self, scale: float) -> None:
         case = _Case("linear", self.filler())
         params = {**case.params, "weight": scale * case.params["weight"]}
         assert _error(case.call(params, case.x), case.exact(params, case.x)) < 1.5 * self.error
@@ -113,7 +113,7 @@ class NumericsSuite(OfferSuite):
 
     @EVERY_PRODUCT
     def test_products_use_matrix(self, kind: str) -> None:
-        """Adapters and absorbed projections use `matrix` instead of the product."""
+        """Adapters and absorbed projections use `matrix`, so it must be the weight that products use."""
         case = _Case(kind, self.filler())
         weight = case.matrix(case.params)
         assert weight.shape == case.params["weight"].shape
@@ -130,7 +130,7 @@ class NumericsSuite(OfferSuite):
         found = jax.jit(gradient)(case.params, case.x)
         exact = case.exact_gradients(case.params, case.x, y_bar)
         for name, mine, theirs in zip(("weight", "x"), (found[0]["weight"], found[1]), exact, strict=True):
-            assert _error(mine, theirs) < self.gradient_error, f"the gradient of {name}"
+            assert _error(mine, theirs) < self.gradient_error, f"the error of the gradient of {name} is too large"
 
     def test_gradients_of_gathered_rows_are_summed(self) -> None:
         if self.gradient_error is None:
@@ -149,11 +149,11 @@ class NumericsSuite(OfferSuite):
         case = _Case(kind, self.filler())
         model, params = stored(case.cfg, case.params)
         weight, size = params["weight"], case.params["weight"].size
-        assert isinstance(weight, Mapping), "the parameters still contain a float weight"
+        assert isinstance(weight, Mapping), "the parameters still contain the float weight"
         bits = 8 * sum(leaf.nbytes for leaf in weight.values()) / size
         assert bits <= self.stored_bits, f"the stored weight has {bits} bits per element"
         wide = [name for name, leaf in by_path(params).items() if _is_float(leaf) and leaf.size >= size]
-        assert not wide, f"{wide}: a float copy of the weight"
+        assert not wide, f"the parameters still contain a float copy of the weight: {wide}"
         kept = _Case(kind, self.filler().set(stored=True))
         assert jax.tree.map(_form, kept.params) == jax.tree.map(_form, params), (
             "the arrays of a built layer differ from the encoded arrays"

@@ -1,4 +1,4 @@
-"""The checks that all offers of plugins have in common."""
+"""The checks that all kinds of plugin offers share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(json.dumps([heavy, xla_bridge.backends_are_initialized()]))
 
 
 class OfferSuite:
-    """Checks of a plugin and its offer. The suites of all kinds inherit them.
+    """Checks of a plugin and its offer. Every other suite inherits them.
 
     Attributes:
         kind: the class of the offer.
@@ -54,7 +54,7 @@ class OfferSuite:
         assert plugin.state is State.LOADED
         assert offer.summary.strip(), "the offer must have a summary"
 
-    def test_importing_the_plugin_is_light_and_starts_no_backend(self) -> None:
+    def test_plugin_imports_no_jax_and_starts_no_backend(self) -> None:
         plugin, offer = self.found()
         heavy, started = _probe(plugin.module, offer.target.partition(":")[0])
         assert heavy == [], f"{plugin.module} imports {heavy}; import it in the module of the target instead"
@@ -69,7 +69,7 @@ class OfferSuite:
         assert again[1] == offer
         assert resolve(*again) is first
 
-    def test_config_reads_back_from_text_json_and_pickle(self) -> None:
+    def test_config_survives_text_json_and_pickle(self) -> None:
         cfg = self.config()
         assert text(cfg) == "".join(f"{path}: {value}\n" for path, value in parse_text(text(cfg)).items())
         assert from_json(to_json(cfg)) == cfg
@@ -91,7 +91,7 @@ class OfferSuite:
 
 @functools.cache
 def _probe(module: str, target: str) -> tuple[list[str], bool]:
-    """(heavy modules that the import brings, whether the target's import started a backend)."""
+    """(which of jax and flax the plugin imports, whether importing the target starts a backend)."""
     code = _PROBE.format(module=module, target=target)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

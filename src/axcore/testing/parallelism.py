@@ -36,7 +36,7 @@ class ParallelismSuite(OfferSuite):
     Attributes:
         accelerator: the accelerator that the mesh rule is applied to, with at most 8 devices.
         shards_parameters, shards_batch: whether the layout shards parameters and the batch.
-        remat, packed, tied: whether the checks include remat, rows of several documents, and a tied embedding.
+        remat, packed, tied: whether the checks include remat, packed rows and a tied embedding.
         tolerance: largest error relative to the largest value of each array, in float32.
     """
 
@@ -59,15 +59,14 @@ class ParallelismSuite(OfferSuite):
         if not isinstance(offer, MeshRule):
             return ax.pipe(cfg, use(self.name, **self.options))
         new = bound(plugin, offer, Accelerator.parse(self.accelerator))(cfg)
-        assert isinstance(new, Trainer.Config), "a mesh rule returns the config"
+        assert isinstance(new, Trainer.Config), "a mesh rule must return a Trainer.Config"
         return new
 
     def trainer(self) -> Trainer.Config:
         """The argument of `modify`: the config of a trainer without an input."""
         learner = Learner.Config(
-            optimizer=AdamW.Config(
-                eps=1.0
-            ),  # since with a small eps, the first update is the sign of the gradient, which may be noise
+            # With a small eps, the first update would be the sign of the gradient, which may be noise.
+            optimizer=AdamW.Config(eps=1.0),
             schedule=WarmupStableDecay(peak=1.0, warmup_steps=1, decay=0.0),
         )
         return Trainer.Config(model=self.model(), objective=OBJECTIVE, learner=learner, steps=1)
@@ -76,7 +75,7 @@ class ParallelismSuite(OfferSuite):
         return self.modify(self.trainer())
 
     def batch(self) -> Batch:
-        """Two rows for each device."""
+        """A batch with two rows for each device."""
         return tiny_batch(rows=2 * self._count())
 
     def test_the_rule_matches_the_accelerator(self) -> None:
@@ -88,7 +87,7 @@ class ParallelismSuite(OfferSuite):
         if isinstance(offer, MeshRule):
             assert offer.matches(self.accelerator), f"{offer.pattern} does not match {self.accelerator}"
 
-    def test_modify_is_deterministic_and_does_not_change_its_argument(self) -> None:
+    def test_modify_is_deterministic_and_returns_a_copy(self) -> None:
         before = self.trainer()
         kept = text(before)
         after = self.modify(before)
@@ -101,7 +100,7 @@ class ParallelismSuite(OfferSuite):
         for name in ("steps", "minutes", "seed", "objective", "learner", "input"):
             assert getattr(after, name) == getattr(before, name), f"modify must not change {name}"
         assert abstract(after.model)[1] == abstract(before.model)[1], (
-            "modify must not change shapes and paths of parameters"
+            "modify must not change shapes or paths of parameters"
         )
 
     def test_loss_and_metrics_equal_one_device(self) -> None:
@@ -131,7 +130,7 @@ class ParallelismSuite(OfferSuite):
             rows, local = found.rows
             assert (local < rows) == self.shards_batch, f"{case}: each device has {local} of {rows} rows"
 
-    def test_too_few_devices_are_supported_or_raise_an_error_of_the_mesh(self) -> None:
+    def test_too_few_devices_work_or_raise_a_mesh_error(self) -> None:
         for found in self._compared().values():
             assert not found.mesh_error or "mesh.shape" in found.mesh_error
 
@@ -139,7 +138,7 @@ class ParallelismSuite(OfferSuite):
         return Accelerator.parse(self.accelerator).count
 
     @classmethod
-    @functools.cache  # since several checks use the same steps
+    @functools.cache  # several checks use the same steps
     def _compared(cls) -> dict[str, Comparison]:
         return compare(cls()._cases())
 

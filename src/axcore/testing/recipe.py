@@ -18,7 +18,7 @@ from axcore.train import Trainer
 
 
 class RecipeSuite(OfferSuite):
-    """Checks of a recipe. The full model is only traced; `shrink` returns a model that is small enough to run.
+    """Checks of a recipe. The full model is only traced; `shrink` returns the small model that the checks run.
 
     Attributes:
         largest: largest number of parameters of the small model.
@@ -31,10 +31,10 @@ class RecipeSuite(OfferSuite):
         return recipe(self.name)
 
     def shrink(self, model: Config) -> Config:
-        """A small model with the same kinds of layers. Override it for a recipe with a large model."""
+        """A small model with the same kinds of layers. Override this method for a recipe with a large model."""
         return model
 
-    def test_it_returns_equal_trainer_configs(self) -> None:
+    def test_recipe_is_deterministic(self) -> None:
         assert self._trainer() == self._trainer()
 
     def test_the_full_model_can_be_traced(self) -> None:

@@ -15,11 +15,11 @@ class TrainingError(AxcoreError):
 
 
 class RunStopped(AxcoreError):
-    """A signal ended the run after a step, and its state is saved.
+    """A signal stopped the run after a step. The state is saved, unless no step was done.
 
     Attributes:
         signal: the signal, SIGINT or SIGTERM.
-        step: steps done.
+        step: number of steps done.
     """
 
     def __init__(self, message: str, number: signal.Signals, step: int):

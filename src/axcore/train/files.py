@@ -1,4 +1,4 @@
-"""Atomic file writes, and readable reasons for errors of the operating system."""
+"""Atomic file writes, and readable messages for operating system errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def expanded(path: str | os.PathLike[str], name: str) -> pathlib.Path:
         return pathlib.Path(given).expanduser()
     except RuntimeError:
         raise ConfigError(
-            f"{name}={given!r} starts with a home directory that does not exist. Give its path."
+            f"{name}={given!r} starts with a home directory that does not exist. Give an absolute path."
         ) from None
 
 

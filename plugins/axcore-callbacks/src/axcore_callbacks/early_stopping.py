@@ -18,7 +18,7 @@ class EarlyStopping(Callback):
         """An evaluation metric, `EVALUATOR/METRIC`."""
         patience: int = 3
         min_change: float = 0.0
-        """Smallest change that counts as an improvement."""
+        """An evaluation counts as an improvement if it is better than the best one by more than this amount."""
         mode: Literal["min", "max"] = "min"
 
     config: Config
@@ -42,7 +42,7 @@ class EarlyStopping(Callback):
         return self._verdict()
 
     def start(self, run: RunInfo) -> Request | None:
-        return self._verdict()  # a run that was stopped stays so when it is resumed, unless its patience grew
+        return self._verdict()  # a resumed run stops again, unless `patience` was increased
 
     def _verdict(self) -> Request | None:
         if self.waited < self.config.patience:

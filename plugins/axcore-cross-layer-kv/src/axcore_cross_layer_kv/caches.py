@@ -43,8 +43,8 @@ class ShareKV(KVCache):
         asked = inputs if self.cache is None else self.cache(inputs)
         if not isinstance(asked, AttentionInputs):
             raise ax.ConfigError(
-                f"{self.frame.path}: {type(self.cache).__name__} computes attention itself. Keys can be shared with "
-                f"other layers only from a cache that returns a view of them."
+                f"{self.frame.path}: {type(self.cache).__name__} computes attention itself. Sharing keys with "
+                f"other layers requires a cache that returns a view of them."
             )
         if asked.kv is None:
             raise ax.ConfigError(f"{self.frame.path}: the attention has no key and value to share")
@@ -60,7 +60,7 @@ class BorrowKV(KVCache):
         num_kv_heads: int = ax.REQUIRED
         head_dim: int = ax.REQUIRED
         name: str
-        """The name under which they were shared."""
+        """The name under which the keys and values are shared."""
 
     config: Config
 
@@ -68,20 +68,20 @@ class BorrowKV(KVCache):
         """See `KVCache`.
 
         Raises:
-            ContextError: no layer before this one shared keys and values under this name.
+            ContextError: no earlier layer shared keys and values under this name.
             ConfigError: the attention computes its own keys, or expects another number or width of heads.
         """
         if inputs.kv is not None:
             raise ax.ConfigError(
                 f"{self.frame.path}: the attention computes keys and values that would not be used. Set its key and "
-                f"value to None, or empty its cache slot."
+                f"value to None, or remove BorrowKV from its cache slot."
             )
         view: KVView = self.shared(_shared_name(self.config.name))
         wanted = (self.config.num_kv_heads, self.config.head_dim)
         if view.shape[2:] != wanted:
             raise ax.ConfigError(
                 f"{self.frame.path}: the shared keys have (num_kv_heads, head_dim) = {view.shape[2:]}, but this "
-                f"attention has {wanted}. Layers that share keys must have the same."
+                f"attention has {wanted}. Layers that share keys must have equal values."
             )
         return inputs.replace(kv=view)
 

@@ -20,7 +20,8 @@ Role = Callable[[Any, str], Attention.Config]
 def use_cross_layer_kv(
     cfg: ax.Config, every: int = 2, where: ax.Where = Attention, allow_shorter: bool = False
 ) -> ax.Config:
-    """Layers attend with keys and values of the first layer of their group (Brandon et al. 2024, arXiv 2405.12981).
+    """Each layer attends with the keys and values of the first layer of its group (Brandon et al. 2024, arXiv
+    2405.12981).
 
     In each stack, every `every` layers with attention form a group; other layers may be between them. A `Repeat` then
     repeats groups: `layers.attention` becomes `layers.layers.0.attention`, which has keys and values,
@@ -45,7 +46,7 @@ def use_cross_layer_kv(
     chosen = {path for path, node in ax.select(cfg, where) if _can_share(path, node)}
 
     def alone(layer: ax.Config, path: str) -> Places:
-        """The selected attentions of a layer that are not in a group yet. Their paths change only with grouping."""
+        """The selected attentions of a layer that are not in a group yet. Until grouped, they keep their paths."""
         return tuple(place for place, node in walk(layer) if _join(path, place) in chosen and not _in_group(node))
 
     def group(path: str, node: ax.Config) -> ax.Config:
@@ -99,14 +100,14 @@ def _grouped(
                 f"layers {first} and {index} cannot share keys, since their attentions have different paths: "
                 f"{', '.join(holding[first])} and {', '.join(places)}"
             )
-        # If every layer is in a group, names without the group's number make groups equal, so that they can be scanned.
+        # If every layer is in a group, the names omit the group's number. Groups are then equal and can be scanned.
         name = 0 if count == len(layers) else first
         made[index] = _take_part(layers[index], places, sharing if index == first else borrowing, name)
     return tuple(made)
 
 
 def _take_part[C: ax.Config](layer: C, places: Places, role: Role, first: int) -> C:
-    """The layer with its attentions in this role. The name of shared values consists of `first` and the place."""
+    """The layer with `role` applied to its attentions. Shared values are named after `first` and the place."""
     return ax.select(layer, lambda place, _: place in places).map(
         lambda place, attention: role(attention, _join(str(first), place))
     )
@@ -114,13 +115,13 @@ def _take_part[C: ax.Config](layer: C, places: Places, role: Role, first: int) -
 
 def _indivisible(what: str, count: int, every: int) -> ax.ConfigError:
     below = count - count % every
-    fitting = f"{below} and {below + every}" if below else f"{every}"
+    fitting = f"{below} or {below + every}" if below else f"{every}"
     divisors = [each for each in range(2, count + 1) if count % each == 0]
     nearest = min(divisors, key=lambda each: abs(each - every), default=None)
-    other = f", or {count} with every={nearest}" if nearest else ""
+    other = f", every={nearest}" if nearest else ""
     return ax.ConfigError(
-        f"{what} cannot be divided into groups of every={every}. Nearest: {fitting}{other}. Or allow a shorter last "
-        f"group with allow_shorter=True."
+        f"{what} cannot be divided into groups of every={every}. Use {fitting} layers{other}, or allow_shorter=True "
+        f"for a shorter last group."
     )
 
 

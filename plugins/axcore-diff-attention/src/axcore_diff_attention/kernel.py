@@ -27,15 +27,15 @@ from axcore.nn import (
 
 
 class DiffAttention(AttentionKernel):
-    """Takes heads in pairs: `(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v`, normalized head by head (eq. 1 to 3).
+    """`(softmax(q1 k1^T) - lambda softmax(q2 k2^T)) v` for each pair of heads, followed by a norm (eq. 1 to 3).
 
-    Key-value heads 2j and 2j + 1 are k1 and k2 of a pair. Their concatenated values are its v, twice as wide. The query
-    heads that they serve are q1 and q2, in this order. An attention thus keeps its projections, position embedding and
-    KV cache, and has half as many heads, each twice as wide. Without grouped queries the order of heads matches the
-    authors' code.
+    Key-value heads 2j and 2j + 1 are k1 and k2 of pair j. Their concatenated values are v, which is twice as wide. The
+    query heads of k1 are q1, those of k2 are q2, in the same order. The attention layer keeps its projections, position
+    embedding and KV cache, and its output has half as many heads, each twice as wide. Without grouped queries, the
+    order of heads matches the authors' code.
 
-    `lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init`, one per layer, is reported as the
-    summary `lambda`.
+    Each layer has one `lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init` and reports it
+    as the summary `lambda`.
     """
 
     class Config(AttentionKernel.Config):
@@ -99,7 +99,7 @@ class DiffAttention(AttentionKernel):
 
 
 def use_diff_attention(cfg: ax.Config, lambda_init: float = 0.8, where: ax.Where = Attention) -> ax.Config:
-    """Makes every selected attention differential. Its kernel computes the two softmax attentions.
+    """Makes every selected attention differential. The attention's previous kernel computes both softmax attentions.
 
     Args:
         lambda_init: approximate initial value of lambda.

@@ -30,12 +30,12 @@ def check_shapes(published: Any, model: Any, where: str) -> None:
 
     theirs, ours = shapes(published), shapes(model)
     lines = [
-        f"{name}: {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here"
+        f"{name}: {theirs.get(name, 'none')} in the config, {ours.get(name, 'none')} in the model"
         for name in theirs | ours
         if theirs.get(name) != ours.get(name)
     ]
     if lines:
-        raise AxcoreError(f"{where} describes another model:{listed(lines)}")
+        raise AxcoreError(f"{where} describes a different model:{listed(lines)}")
 
 
 def differences(published: Any, model: Any) -> list[str]:
@@ -47,11 +47,11 @@ def differences(published: Any, model: Any) -> list[str]:
         for change in diff(theirs, ours):
             if WITHOUT_EFFECT.isdisjoint(change.path.split(".")):
                 path = f"{prefix}.{change.path}".strip(".")
-                found[f"{path}: {change.old} there, {change.new} here"] = None
+                found[f"{path}: {change.old} in the config, {change.new} in the model"] = None
     return list(found)
 
 
 def listed(lines: list[str]) -> str:
-    """The first few lines, and the number of others."""
+    """The first lines and the number of the remaining ones."""
     more = f"\n  ... and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
     return "".join(f"\n  {line}" for line in lines[:MOST_SHOWN]) + more

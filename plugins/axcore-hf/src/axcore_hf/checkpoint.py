@@ -27,7 +27,7 @@ class Checkpoint:
         model: the config of the model.
         raw: the fields of its `config.json`, or the equivalent fields of a GGUF file.
         files: contents of the tokenizer's files, by name.
-        tokenizer: config of the tokenizer, with a file inside a model folder. None if the checkpoint has none.
+        tokenizer: config of the tokenizer, whose file is relative to a model folder. None if the checkpoint has none.
         left_out: parts of a multimodal model that are not its language model, such as `vision_tower`.
     """
 
@@ -95,7 +95,7 @@ def _checked(file: pathlib.Path, model: Any, raw: Mapping[str, Any]) -> HFTokeni
     known = cfg.build().vocab_size
     if known > model.vocab_size:
         raise AxcoreError(
-            f"{file} has {known} ids, but the model has vocab_size={model.vocab_size}. Give the model's own tokenizer."
+            f"{file} has {known} ids, but the model has vocab_size={model.vocab_size}. Use the model's own tokenizer."
         )
     return cfg.set(file=FILE)
 

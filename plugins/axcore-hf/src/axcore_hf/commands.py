@@ -24,7 +24,7 @@ def convert(arguments: Sequence[str]) -> int:
     parser.add_argument("source", help="hf:DIR, gguf:FILE or gguf:package:NAME")
     parser.add_argument("folder", help="the model folder to write; it must not exist")
     parser.add_argument("--tokenizer", help="a tokenizer.json that replaces the checkpoint's own")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the parameters (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the parameters (default: float32)")
     given = parser.parse_args(arguments)
 
     from axcore import DTypes
@@ -63,7 +63,7 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--shard-gib", type=float, default=5.0, help="largest file size in GiB (default: 5)")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--tokenizer", help="a tokenizer.json that replaces the folder's own")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the tensors (default: as in the folder)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the folder)")
     given = parser.parse_args(arguments)
 
     from axcore.module import abstract
@@ -87,7 +87,7 @@ def export(arguments: Sequence[str]) -> int:
     params, state = (_in_dtype(flat(tree), given.dtype) for tree in abstract(found.model)[1:])
     arrays, missing, _ = found.load(found.model, params, state, step=given.step)
     if missing:
-        raise AxcoreError(f"{found.folder} lacks parameters of its own model: {', '.join(missing[:8])}")
+        raise AxcoreError(f"{found.folder} lacks parameters of its model: {', '.join(missing[:8])}")
     files = {name: (found.folder / name).read_bytes() for name in TOKENIZER_FILES if (found.folder / name).exists()}
     out = pathlib.Path(given.out).expanduser().absolute()
     size = int(given.shard_gib * exporting.GIB)
@@ -114,8 +114,8 @@ def _published(folder: pathlib.Path, given: str | None) -> dict[str, Any]:
         raw = json.loads(file.read_bytes())
     except OSError as error:
         raise AxcoreError(
-            f"{file}: {error.strerror}. A model that was not converted requires --config FILE, a config.json of its "
-            f"family with its sizes."
+            f"{file}: {error.strerror}. Exporting a model that axcore did not convert requires --config FILE, a "
+            f"config.json that describes the model."
         ) from error
     except ValueError as error:
         raise AxcoreError(f"{file} is not JSON: {error}") from error

@@ -44,8 +44,8 @@ def rule(
 
 
 Rules = Callable[[Any], Sequence[Rule]]
-"""(model config) -> rules. A rule applies wherever the model has all parameters that it names. The first one that fits
-the available tensors is used."""
+"""(model config) -> rules. A rule applies wherever the model has all parameters that it names. If several rules apply,
+the first one whose tensors exist is used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Family:
     defaults: Mapping[str, Any] = MappingProxyType({})
 
     def without_prefix(self) -> Family:
-        """The same family for checkpoints without the head, such as the published GPT-2."""
+        """The same family for checkpoints whose tensor names lack the prefix, such as the published GPT-2."""
 
         def rules(cfg: Any) -> Sequence[Rule]:
             return [

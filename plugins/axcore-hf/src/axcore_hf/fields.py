@@ -22,7 +22,8 @@ HARMLESS = frozenset({
     "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_version", "use_cache", "vocab_size",
 })
 # fmt: on
-"""Fields that do not affect the output in evaluation, or only if they have been read."""
+"""Fields that a family may leave unread: they do not affect the output in evaluation, or only in families that read
+them."""
 
 # fmt: off
 FLAGS = frozenset({
@@ -60,7 +61,7 @@ KINDS: tuple[tuple[frozenset[str], str, Callable[[Any], bool]], ...] = (
     (FLAGS, "true or false", lambda value: isinstance(value, bool)),
     (RATES, "a positive number", is_positive),
     (COUNTS, "a positive whole number", lambda value: is_whole(value, 1)),
-    (FROM_ZERO, "a whole number from 0", lambda value: is_whole(value, 0)),
+    (FROM_ZERO, "a whole number, at least 0", lambda value: is_whole(value, 0)),
     (LISTS, "a list", lambda value: isinstance(value, list)),
     (TABLES, "an object", lambda value: isinstance(value, dict)),
 )
@@ -132,7 +133,11 @@ class Fields:
         }
 
     def refuse_unread(self) -> None:
-        """Raises: ConfigError: a field was not read, so the model may compute something else."""
+        """Raises if a field was not read, since the field may change what the model computes.
+
+        Raises:
+            ConfigError: lists these fields.
+        """
         if left := self.unread():
             listed = ", ".join(f"{name}={value!r}" for name, value in sorted(left.items()))
             kind = f" for model_type {self.raw['model_type']!r}" if "model_type" in self.raw else ""

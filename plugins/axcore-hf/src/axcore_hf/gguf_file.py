@@ -17,7 +17,7 @@ from axcore_hf.transforms import InterleavedRope, Transposed
 ARCHITECTURES = {"llama": "llama"}
 """general.architecture -> model_type."""
 TAKES_DIGITS_APART = {"smollm": True, "gpt-2": False}
-"""tokenizer.ggml.pre -> whether each digit is a separate word. GPT-2's splitting follows."""
+"""tokenizer.ggml.pre -> whether each digit is split off as a word before GPT-2's splitting."""
 CONTROL = 3
 """tokenizer.ggml.token_type of special tokens."""
 
@@ -91,7 +91,7 @@ def rules(cfg: Any) -> Sequence[Rule]:
 
 
 def tokenizer_files(source: Gguf) -> dict[str, bytes]:
-    """`tokenizer.json` of the byte-level BPE in the metadata, or nothing if they describe no tokenizer.
+    """The tokenizer files for the byte-level BPE in the metadata. Empty if the metadata describe no tokenizer.
 
     Raises:
         ConfigError: the kind of tokenizer is not supported.

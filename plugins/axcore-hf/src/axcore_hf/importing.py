@@ -61,7 +61,7 @@ def load(
                 )
             if not np.isfinite(part).all():
                 tensor = match.theirs[inner[0]] if len(match.theirs) > 1 and inner else match.theirs[0]
-                broken.append(f"{tensor} (our {match.ours[number]})")
+                broken.append(f"{tensor} (parameter {match.ours[number]})")
             elif not index:
                 arrays[path] = _placed(part, forms[path].dtype, forms[path].sharding)
             else:
@@ -72,14 +72,14 @@ def load(
 
 
 def _placed(part: Array, dtype: Any, sharding: Any) -> jax.Array:
-    """Places the array on its devices. The host converts only the piece of each device."""
+    """Places the array on its devices. The host converts the dtype of one device's piece at a time."""
     if sharding is None:
         return jax.device_put(np.asarray(part, dtype))
     return jax.make_array_from_callback(part.shape, sharding, lambda piece: np.asarray(part[piece], dtype))
 
 
 def _written(whole: jax.Array | None, form: jax.ShapeDtypeStruct, part: Array, index: tuple[int, ...]) -> jax.Array:
-    """Writes one part of a stack of layers or experts, in place of `whole`."""
+    """Writes one layer or expert into the stack `whole`, whose buffer is donated. None creates the stack."""
     sharding = form.sharding
     if whole is None:
         make = functools.partial(jnp.zeros, form.shape, form.dtype)
@@ -111,7 +111,7 @@ def _is_there(match: Match, source: Source) -> bool:
 
 
 def _check(family: Family, source: Source, chosen: list[Match], wanted: set[str]) -> None:
-    """Raises: AxcoreError: lists the problems with the checkpoint's tensors."""
+    """Raises an `AxcoreError` that lists all problems with the checkpoint's tensors."""
     known = {name for match in chosen for name in match.theirs}
     extra = [name for name in source.shapes if name not in known and not is_ignored(name, family.ignored)]
     wrong: list[str] = []
@@ -120,11 +120,11 @@ def _check(family: Family, source: Source, chosen: list[Match], wanted: set[str]
         for name, shape in match.expected().items():
             if name not in source.shapes:
                 near = did_you_mean(name, extra)
-                wrong.append(f"missing: {name} (our {ours}){near}")
+                wrong.append(f"missing: {name} (parameter {ours}){near and '.' + near}")
             elif source.shapes[name] != shape:
-                wrong.append(f"misshaped: {name} (our {ours}) is {source.shapes[name]}, expected {shape}")
+                wrong.append(f"wrong shape: {name} (parameter {ours}) is {source.shapes[name]}, expected {shape}")
     covered = {name for match in chosen for name in match.ours}
-    wrong += [f"no tensor is known for our {name}" for name in sorted(wanted - covered)]
+    wrong += [f"no tensor is known for parameter {name}" for name in sorted(wanted - covered)]
     wrong += [f"unknown: {name} {source.shapes[name]}" for name in sorted(extra)]
     if wrong:
         raise AxcoreError(f"{source.where} does not have the tensors of {family.name}:{_listed(wrong)}")

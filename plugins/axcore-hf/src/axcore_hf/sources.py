@@ -53,7 +53,7 @@ class Source(Protocol):
 class Safetensors:
     """The tensors of a folder: from `model.safetensors`, or from the files that its index lists.
 
-    Files are read by position instead of memory-mapped, so that tensors that were read do not stay in memory.
+    Tensors are read from the files instead of memory-mapped, so that they do not stay in memory after use.
 
     Raises:
         AxcoreError: a file is missing, truncated or of another format, or the index and the files differ.
@@ -173,7 +173,7 @@ class Gguf:
     """
 
     def __init__(self, file: pathlib.Path):
-        import gguf  # takes half a second
+        import gguf  # importing takes half a second
 
         self.where = str(file)
         try:

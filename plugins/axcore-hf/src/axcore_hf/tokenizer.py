@@ -45,7 +45,7 @@ class HFTokenizer(Tokenizer):
             raise AxcoreError(f"{cfg.file} is not a tokenizer: {error}") from error
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if bad := [number for number in cfg.end_ids if not 0 <= number < self.vocab_size]:
-            raise ConfigError(f"end_ids={bad} are not ids of {cfg.file}, which has {self.vocab_size}")
+            raise ConfigError(f"end_ids={bad} are not in the vocabulary of {cfg.file}, which has {self.vocab_size} ids")
         self._end_ids = cfg.end_ids
         self._separator_id = cfg.end_ids[0] if cfg.end_ids else None
 

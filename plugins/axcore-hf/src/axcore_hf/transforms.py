@@ -15,7 +15,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class Transform:
-    """Base class: converts some of their tensors to some of our parameters, and back."""
+    """Base class. Converts tensors of a checkpoint ("theirs") to parameters of a model ("ours"), and back."""
 
     def read(self, theirs: Sequence[Array], shapes: Shapes) -> list[Array]:
         """Converts their tensors to our parameters.
@@ -139,7 +139,7 @@ class Interleaved(Transform):
 
 
 class Stacked(Transform):
-    """One of their tensors [out, in] per expert <-> one [expert, in, out]."""
+    """Their tensors [out, in], one per expert <-> one of ours, [expert, in, out]."""
 
     def pieces(
         self, get: Callable[[str], Array], theirs: Sequence[str], shapes: Shapes
@@ -177,7 +177,7 @@ FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6
 class MXFP4(Transform):
     """Blocks of 4-bit floats with a shared exponent (OCP MX, version 1.0, section 5.3), then another transform.
 
-    Their tensors are uint8 [expert, out, blocks, 16], with two numbers per byte, the low half first, and exponents
+    Their tensors are uint8 [expert, out, blocks, 16], with two numbers per byte, the low 4 bits first, and exponents
     uint8 [expert, out, blocks]. Only reading is supported: export writes unquantized tensors.
     """
 

@@ -1,4 +1,4 @@
-"""Writes a small random checkpoint of each family, and what `transformers` computes. Run it where that is installed:
+"""Writes a small random checkpoint of each family and the values of `transformers`. Requires `transformers`.
 
 python tests/parity/record.py [FAMILY ...]
 """
@@ -159,7 +159,7 @@ FAMILIES = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 7,
-            # A base so small that the ends of the ramp lie between pairs, or truncating them would change nothing.
+            # With this small base, the ends of the ramp lie between pairs, so truncation changes the result.
             "rope_parameters": {**YARN, "rope_theta": 10.0, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
         },
     ),
@@ -167,7 +167,7 @@ FAMILIES = {
 
 
 def randomize(model: torch.nn.Module, zero_centred: bool) -> None:
-    """Random numbers in every parameter, so that missing or swapped parameters are detected."""
+    """Fills every parameter with random numbers, so that missing or swapped parameters are detected."""
     generator = torch.Generator().manual_seed(0)
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for name, parameter in [*model.named_parameters(), *biases]:
@@ -225,7 +225,7 @@ def record(name: str) -> None:
 
 
 def record_mxfp4() -> None:
-    """Random 4-bit blocks, and the numbers that `transformers` decodes."""
+    """Writes random 4-bit blocks and their values as decoded by `transformers`."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(2)

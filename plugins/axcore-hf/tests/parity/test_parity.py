@@ -1,6 +1,6 @@
-"""Each family against what `transformers` computed of the same checkpoint (see record.py).
+"""Each family against recorded values of `transformers` for the same checkpoint (see record.py).
 
-The rows are longer than every window (7) and than every length before scaling (16); packed documents are shorter.
+The rows are longer than every window (7) and every original length (16). Packed documents are shorter than the latter.
 """
 
 import functools
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 FAMILIES = sorted(folder.name for folder in RECORDED.iterdir() if folder.is_dir())
 TOLERANCE = 1e-4
-NOTHING = 1e-6  # of the largest gradient: rounding errors of one that is zero
+NOTHING = 1e-6  # relative to the largest gradient; smaller gradients are rounding errors of zero
 SHORT = 10  # tokens of the first document of a packed row
 
 
@@ -83,8 +83,8 @@ def test_parity_of_gradients(family):
 
     loss, gradients = loss_and_gradients(params)
     np.testing.assert_allclose(loss, reference["loss"], rtol=1e-5)
-    # Theirs go through the same mapping as the weights. What has no gradient there, such as a bias that is no
-    # parameter, holds zeros or is compared with nothing.
+    # The recorded gradients go through the same mapping as the weights. Tensors without a gradient, such as a bias
+    # that is not a parameter, hold zeros or are not compared.
     forms = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat(params).items()}
     others = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat(state).items()}
     source = Safetensors(RECORDED / family / "gradients")
@@ -92,7 +92,7 @@ def test_parity_of_gradients(family):
     largest = max(float(np.abs(expected[path]).max()) for path in flat(gradients))
     for path, gradient in flat(gradients).items():
         wanted = np.asarray(expected[path])
-        if np.abs(wanted).max() < NOTHING * largest:  # such as a bias of keys: softmax does not see it
+        if np.abs(wanted).max() < NOTHING * largest:  # such as the bias of keys, which softmax ignores
             assert np.abs(gradient).max() < NOTHING * largest, path
             continue
         error = np.abs(np.asarray(gradient) - wanted).max() / np.abs(wanted).max()

@@ -1,4 +1,4 @@
-"""`axcore loc check`: the lines that a change that adds a feature costs in existing modules."""
+"""`axcore loc check`: the lines of existing modules that a change edits in order to add a feature."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def owner(path: str, offering: Collection[str]) -> str:
     pure = PurePosixPath(path)
     if "tests" in pure.parts:
         return "tests"
-    if path in offering:  # a list of offers has to grow
+    if path in offering:  # each new offer extends the list of offers
         return "the plugin itself"
     for name, folder in GUARDED.items():
         if path.startswith(folder):

@@ -18,14 +18,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    measure = commands.add_parser("measure", help="a feature over N models x M attentions")
-    measure.add_argument("feature", metavar="FEATURE[:KEY=VALUE,...]", help="in the form of --use")
+    measure = commands.add_parser("measure", help="measure a feature over N models x M attentions")
+    measure.add_argument("feature", metavar="FEATURE[:KEY=VALUE,...]", help="as in --use")
     measure.add_argument("--models", type=int, metavar="N", help="number of models (default: all)")
     measure.add_argument("--slots", type=int, metavar="M", help="number of attentions (default: all)")
     measure.add_argument("--json", action="store_true", help="print all results as JSON")
     measure.set_defaults(run=_measure)
 
-    check = commands.add_parser("check", help="check that a change that adds a feature leaves existing modules alone")
+    check = commands.add_parser("check", help="check that adding a feature does not change existing modules")
     check.add_argument("--base", required=True, metavar="REV", help="the commit to compare the working tree with")
     check.add_argument("--budget", type=int, default=0, metavar="N", help="lines that may change in nn and recipes")
     check.add_argument("--json", action="store_true")

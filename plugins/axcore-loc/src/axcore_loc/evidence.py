@@ -26,7 +26,7 @@ class Proof:
         roles: the places where the feature was attached, over all variants.
         by_shapes, by_numbers: number of variants checked.
         brought: number of nodes of the plugin in the configs of all variants.
-        new_parameters: number of parameters that it added, over all variants.
+        new_parameters: number of parameters that the plugin added, over all variants.
         refused: models and attentions that the feature rejects with every partner, and the reason. The other attributes
             exclude them.
         faults: pair -> evidence against the feature.
@@ -68,7 +68,7 @@ def prove(
     call: str,
     progress: Callable[[str], None],
 ) -> tuple[Proof, dict[Pair, Any]]:
-    """Builds every pair without and with the feature, and checks for the feature in the second.
+    """Builds every pair without and with the feature, and checks that the second has the feature.
 
     Returns:
         The proof, and the recipes that have the feature.

@@ -77,7 +77,7 @@ def existing_sources(measured: Measured) -> dict[str, dict[str, str]]:
 def names_of(measured: Measured) -> frozenset[str]:
     """Names that refer to this plugin: its package, its offers and its public classes.
 
-    Excludes names of classes that the core has too, since they may refer to the core.
+    Excludes names of classes that the core also defines, since they may refer to the core.
     """
     taken = set().union(*map(_classes, package_sources("axcore").values()))
     own = set().union(*map(_classes, package_sources(measured.package).values()))
@@ -114,5 +114,5 @@ def core_objects() -> CoreObjects:
 
 
 def replaced(before: CoreObjects, after: CoreObjects) -> list[str]:
-    """The objects that a plugin replaced at run time, which does not show in any source."""
+    """The objects that a plugin replaced at run time. No source file shows such a replacement."""
     return sorted(".".join(key) for key, value in before.items() if after.get(key) is not value)

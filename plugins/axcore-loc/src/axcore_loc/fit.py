@@ -1,4 +1,4 @@
-"""The growth of a number of lines with N models and M variants of a slot."""
+"""How a number of lines grows with N models and M variants of a slot."""
 
 from __future__ import annotations
 

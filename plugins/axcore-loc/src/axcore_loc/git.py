@@ -37,8 +37,8 @@ class Repository:
         if found.returncode:
             shallow = _run(root, "rev-parse", "--is-shallow-repository").stdout.decode().strip() == "true"
             remedy = (
-                "this clone is shallow and may not reach back to it: git fetch --unshallow (in CI, fetch the whole "
-                "history, or this commit too: git fetch --depth=1 origin COMMIT)"
+                "this clone is shallow and may lack the commit: run git fetch --unshallow (in CI, fetch the whole "
+                "history, or only the commit: git fetch --depth=1 origin COMMIT)"
                 if shallow
                 else "give a branch, a tag or a commit that `git log` shows"
             )

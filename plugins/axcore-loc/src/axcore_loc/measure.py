@@ -11,7 +11,7 @@ from typing import Any
 
 import axcore
 import axcore.nn
-import axcore.train  # noqa: F401 - loaded before the plugin, so that what a plugin replaces can be seen
+import axcore.train  # noqa: F401 - loaded before the plugin, so that replaced objects are detected
 from axcore.config import ConfigError, text
 from axcore_loc import feature, integrations, workspace
 from axcore_loc.evidence import Pair, Proof, composed, prove
@@ -57,7 +57,7 @@ class Measurement:
     plugin_lines: int
     proof: Proof
     seconds: float
-    """Of this process, on all its cores."""
+    """CPU time of this process, summed over cores."""
 
     @property
     def sound(self) -> bool:

@@ -81,23 +81,21 @@ def as_text(found: Measurement) -> str:
         f"{measured.name} ({measured.plugin}) in {n} models x {m} attentions: {order}",
         "",
         *_table(rows),
-        f"of which there before, in modules that mention the plugin: {_by_owner(found.mentioned)}",
+        f"of these, lines that already mentioned the plugin: {_by_owner(found.mentioned)}",
         f"the plugin itself: {found.plugin_lines} lines",
         f"fit: {_formula(found.counted.fit)}",
         "",
-        f"at: {', '.join(map(str, proof.roles)) or 'nowhere'}",
+        f"attached at: {', '.join(map(str, proof.roles)) or 'nowhere'}",
         f"proven by shapes: {proof.by_shapes} of {n * m}, {proof.brought} nodes of the plugin, "
         f"{proof.new_parameters} new parameters, each in the loss",
-        f"proven by numbers: {proof.by_numbers}, which hold every model and every attention",
-        f"objects of the core replaced: {len(proof.replaced)}; existing files written: {len(proof.written)}",
+        f"proven by numbers: {proof.by_numbers}, which include every model and every attention",
+        f"core objects replaced: {len(proof.replaced)}; existing files written: {len(proof.written)}",
         "",
         "controls, which must not be O(1):",
     ]
     for each in found.controls:
-        told = (
-            f"cannot be done: {each.refused}" if each.refused else f"{each.fit.order}, {sum(each.full.values())} lines"
-        )
-        differs = "" if each.refused or each.same_recipes else ", OTHER RECIPES"
+        told = f"impossible: {each.refused}" if each.refused else f"{each.fit.order}, {sum(each.full.values())} lines"
+        differs = "" if each.refused or each.same_recipes else ", DIFFERENT RECIPES"
         lines.append(f"  {each.integration.name}: {told}{differs}")
     lines += [f"refused by the feature, not counted: {name}: {why}" for name, why in proof.refused.items()]
     lines += [f"replaced: {name}" for name in proof.replaced] + [f"written: {path}" for path in proof.written]

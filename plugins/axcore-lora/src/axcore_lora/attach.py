@@ -25,7 +25,8 @@ def use_lora(
 ) -> ax.Config:
     """Fills the adapter slot of every selected linear layer with LoRA or DoRA.
 
-    A second use with another `where` replaces the adapters there: `rank=8` everywhere, then `rank=32` on the queries.
+    A second call with another `where` replaces the adapters there, for example `rank=8` everywhere, then `rank=32` for
+    the queries.
 
     Args:
         rank: columns of A; at most the smaller width of each weight.

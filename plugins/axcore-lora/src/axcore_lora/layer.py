@@ -1,4 +1,4 @@
-"""The adapters: a low-rank change of a weight (LoRA), also with separate column norms and directions (DoRA)."""
+"""The adapters: a low-rank change of a weight (LoRA), optionally with learned column norms (DoRA)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoRA(ax.Layer):
         dropout: float = 0.0
         """Probability of dropping a feature of x in training."""
         init: Initializer = FanIn()
-        """Of A."""
+        """Initializer of A."""
 
     config: Config
 
@@ -63,7 +63,7 @@ class LoRA(ax.Layer):
         return ((), ()) if cfg.groups is None else ((cfg.groups,), (cfg.axes[0] if cfg.axes else None,))
 
     def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array, product: Product) -> jax.Array:
-        """Corrects a product.
+        """Adds the change of the weight to a product.
 
         Args:
             x: [..., input_dim].
@@ -72,7 +72,7 @@ class LoRA(ax.Layer):
             product: the layer's own product of x and a matrix.
 
         Returns:
-            The corrected y, in its shape and dtype.
+            The changed y, in its shape and dtype.
         """
         del weight
         return y + self.change(x, product).astype(y.dtype)
@@ -97,7 +97,7 @@ class DoRA(LoRA):
     A new adapter therefore changes nothing, even if the weights are loaded after it is built. The gradient of
     `magnitude` is |W| times the gradient of m; Adam is invariant to this factor.
 
-    A zero column of W has no direction: it changes as with LoRA, times `1 + magnitude`.
+    For a zero column of W, which has no direction, the change is LoRA's times `1 + magnitude`.
     """
 
     class Config(LoRA.Config):
@@ -117,20 +117,20 @@ class DoRA(LoRA):
             lengthening(weight, self.a[...], self.b[...], self.magnitude[...], scale(self.config))
         )
         whole = y.astype(jnp.float32)
-        # Adding zero in a new adapter keeps the bits. With a factor of 1, XLA would round the program differently.
+        # A new adapter adds exact zeros, so y keeps its bits. Multiplying y by 1 lets XLA round differently.
         return (whole + ((length - 1) * whole + length * self.change(x, product).astype(jnp.float32))).astype(y.dtype)
 
 
 def scale(cfg: LoRA.Config) -> float:
-    """The factor of AB."""
+    """The factor s of AB."""
     return cfg.alpha / cfg.rank
 
 
 def lengthening(weight: Any, a: Any, b: Any, magnitude: Any, factor: float) -> jax.Array:
     """The factor of each output in DoRA: `|W| / |W + sAB| * (1 + magnitude)`, with no gradient through the quotient.
 
-    `|W + sAB|^2` is computed from products with A and B, at the cost of one more product of rank size, without a matrix
-    as large as W. If a column of W + sAB nearly vanishes, its norm is taken as 1/3000 of the norm of W's column.
+    `|W + sAB|^2` is computed from products with A and B. This costs one more product of rank size and creates no matrix
+    as large as W. The norm of a column of W + sAB is at least about 1/3000 of the norm of the column of W.
 
     Args:
         weight: [..., input_dim, output_dim]. `a`, `b` and `magnitude` have the same leading dimensions.

@@ -1,4 +1,4 @@
-"""Merges adapters into the weights that they correct, and undoes it."""
+"""Merges adapters into the weights of their layers, and unmerges them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Path = tuple[Any, ...]
 
 
 class Merged(NamedTuple):
-    """A model without adapters that computes the same as the adapted one.
+    """A model without adapters that computes the same function as the adapted model.
 
     Attributes:
         cfg: the config with empty adapter slots.
         params: the parameters of the merged model.
-        kept: the input of `unmerge`: the adapters, and for DoRA also the factor of each column.
+        kept: the values that `unmerge` requires: the adapters, and for DoRA also the factor of each column.
     """
 
     cfg: ax.Config
@@ -38,11 +38,12 @@ class Merged(NamedTuple):
 def merge(cfg: ax.Config, params: Tree) -> Merged:
     """Merges every LoRA and DoRA adapter into its weight: `W + sAB`, for DoRA with each column rescaled.
 
-    It computes in float32 and rounds to the dtype of the weight. Numerics then round the merged weight as they rounded
-    the base weight. The arguments are not modified.
+    The merged weight is computed in float32 and rounded to the dtype of the weight. Low-precision numerics then round
+    the merged weight instead of the base weight. The arguments are not modified.
 
     Args:
-        cfg: the config of a model, or of a trainer, whose learner then loses the rates that `freeze=True` set.
+        cfg: the config of a model or of a trainer. The rates that `freeze=True` set are removed from a trainer's
+            learner.
         params: the parameters of the model that `cfg` or the trainer's `model` builds. Stacked layers stay stacked.
 
     Raises:
@@ -65,11 +66,11 @@ def merge(cfg: ax.Config, params: Tree) -> Merged:
 def unmerge(cfg: ax.Config, params: Tree, kept: Tree) -> Tree:
     """Inverts `merge`, up to the rounding of the weights' dtype.
 
-    A column that DoRA multiplied by exactly 0 cannot be recovered and is not finite.
+    If DoRA multiplied a column by exactly 0, the column cannot be recovered: its values are NaN or infinite.
 
     Args:
         cfg: the config that was passed to `merge`.
-        params: `Merged.params`, or later values of them.
+        params: `Merged.params`, possibly after further training.
         kept: `Merged.kept`.
 
     Raises:
@@ -79,7 +80,9 @@ def unmerge(cfg: ax.Config, params: Tree, kept: Tree) -> Tree:
     for path, (adapter, form) in _adapters(cfg).items():
         linear, weight = _linear(params, path)
         if SLOT in linear:
-            raise AxcoreError(f"{dotted((*path, SLOT))}: the parameters still have this adapter; they are not merged")
+            raise AxcoreError(
+                f"{dotted((*path, SLOT))}: the parameters still have this adapter, so they are not merged"
+            )
         mine = dict(_at(kept, (*path, SLOT)) or {})
         length = mine.pop(LENGTH, None)
         check_shapes(mine, {name: leaf.shape for name, leaf in form.items()}, (*path, SLOT))
@@ -94,9 +97,9 @@ def unmerge(cfg: ax.Config, params: Tree, kept: Tree) -> Tree:
 
 
 def _adapters(cfg: ax.Config) -> dict[Path, tuple[LoRA.Config, Tree]]:
-    """The adapter's config and the shapes of its parameters, by path of the linear layer among the parameters.
+    """The adapter's config and the shapes of its parameters, by the path of the linear layer in the parameters.
 
-    Builds the model with abstract shapes, since the paths of layers in the config and of their parameters may differ.
+    Builds the model with abstract shapes, since a layer's paths in the config and in the parameters may differ.
     """
     model, where = (get(cfg, "model"), "model") if has_field(cfg, "model") else (cfg, "")
     if not any(_holds_adapter(node) for _, node in walk(model)):

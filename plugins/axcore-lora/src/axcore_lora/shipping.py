@@ -52,14 +52,14 @@ def _load(params: Tree, new: Tree, path: tuple[Any, ...]) -> Tree:
         elif isinstance(params.get(name), dict):
             whole[name] = _load(params[name], part, here)
         else:
-            raise AxcoreError(f"there is an adapter below {dotted(here)}, which the model lacks.")
+            raise AxcoreError(f"the given adapters include one below {dotted(here)}, which the model lacks")
     return whole
 
 
 def _check(linear: Tree, adapter: Tree, path: tuple[Any, ...]) -> None:
     if "weight" not in linear:
-        raise AxcoreError(f"{dotted(path)} is an adapter of a weight that the model lacks.")
-    if not isinstance(linear["weight"], dict):  # weights that are stored as codes may have other shapes
+        raise AxcoreError(f"{dotted(path)} is an adapter of a weight that the model lacks")
+    if not isinstance(linear["weight"], dict):  # quantized weights may have other shapes
         *stack, input_dim, output_dim = linear["weight"].shape
         rank = adapter["a"].shape[-1]
         expected = {"a": (*stack, input_dim, rank), "b": (*stack, rank, output_dim), "magnitude": (*stack, output_dim)}
@@ -69,9 +69,10 @@ def _check(linear: Tree, adapter: Tree, path: tuple[Any, ...]) -> None:
 
 
 def check_shapes(found: Tree, expected: dict[str, tuple[int, ...]], path: tuple[Any, ...]) -> None:
-    """
+    """Raises unless `found` has exactly the expected arrays.
+
     Raises:
-        AxcoreError: arrays are missing, unexpected or of another shape. The message names them by path.
+        AxcoreError: arrays are missing, unexpected or of another shape.
     """
     shapes = {name: leaf.shape for name, leaf in found.items()}
     if shapes != expected:

@@ -22,12 +22,12 @@ class CausalConv(ax.Layer):
         input_dim: int = ax.REQUIRED
         width: int = ax.REQUIRED
         init: Initializer = FanIn(scale=1 / 3)
-        """Has the variance of the published code, whose initial weights are uniform within 1 / sqrt(width)."""
+        """The variance of the published code, whose initial weights are uniform within +-1 / sqrt(width)."""
         use_bias: bool = True
         axes: tuple[str | None, str | None] | None = None
-        """Logical axes of the weight, [width, input_dim]; None: the parent's, or replicated."""
+        """Logical axes of the weight, [width, input_dim]. None uses the parent's, or replicates."""
         batch_size: int | None = None
-        """Number of rows decoded together, whose last inputs are kept for the next call. None keeps nothing."""
+        """Number of rows that are decoded together. Their last inputs are kept for the next call. None keeps none."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> CausalConv.Config:
             return self.set(batch_size=batch_size)

@@ -1,4 +1,4 @@
-"""Document boundaries within rows, and the end of a row that the next call requires."""
+"""Document boundaries within rows, and the last inputs of a row, which the next call requires."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Documents:
         return jnp.where((before == self.numbers)[..., None], x, 0)
 
     def ending(self, past: jax.Array, x: jax.Array) -> jax.Array:
-        """The last `length` places of past and x up to the last token, which the next call requires.
+        """The last `length` positions of past and x up to the last token. The next call requires them.
 
         Args:
             past: [batch, length, features], kept by the previous call.
@@ -89,5 +89,5 @@ def cached_rows(tokens: TokenInfo | Documents) -> CachedRows:
         ContextError: the model was called without a `Decoder`.
     """
     if tokens.cached is None:
-        raise ContextError("a model that keeps the state of its rows must be called through axcore.infer.Decoder")
+        raise ContextError("a model with decoding state must be called through axcore.infer.Decoder")
     return tokens.cached

@@ -1,4 +1,4 @@
-"""The feature `mamba2`: replaces attention by Mamba-2."""
+"""The feature `mamba2`: replaces attention with Mamba-2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def use_mamba2(
     where: ax.Where = BaseAttention,
     attention_every: int | None = None,
 ) -> ax.Config:
-    """Replaces every selected attention, or most of them, by Mamba-2.
+    """Replaces every selected attention, or most of them, with Mamba-2.
 
     Args:
         state_dim, head_dim, expand, num_groups, conv_width, chunk: see `Mamba2.Config`.

@@ -61,7 +61,7 @@ class Mamba2(ax.Layer):
         """Called as `(heads, z)`, both [batch, seq, expand * input_dim]. Receives `input_dim` and `num_groups`."""
         out_proj: Linear.Config = Linear.Config()
         batch_size: int | None = None
-        """Number of rows decoded together, whose state is kept for the next call. None keeps nothing."""
+        """Number of rows that are decoded together. Their state is kept for the next call. None keeps no state."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Mamba2.Config:
             return self.set(batch_size=batch_size)
@@ -80,7 +80,8 @@ class Mamba2(ax.Layer):
         num_heads = inner // cfg.head_dim
         if num_heads % cfg.num_groups:
             raise ax.ConfigError(
-                f"{num_heads} heads (expand * input_dim / head_dim) do not divide over num_groups={cfg.num_groups}"
+                f"the number of heads, expand * input_dim / head_dim = {num_heads}, is not a multiple of "
+                f"num_groups={cfg.num_groups}"
             )
 
         def project(name: str, width: int, axis: str | None) -> Linear:
@@ -139,7 +140,7 @@ class Mamba2(ax.Layer):
 
     @staticmethod
     def _goes_on(kept: DecodingState, tokens: TokenInfo, shape: tuple[int, int]) -> jax.Array:
-        """bool [batch], whether a row starts or continues at its end. A state cannot return to earlier tokens."""
+        """bool [batch], whether the tokens start their row or continue it at its end. The state cannot go back."""
         rows = cached_rows(tokens)
         index, length = jnp.broadcast_to(tokens.index, shape), rows.take(kept)
         exists = True if tokens.valid is None else tokens.valid
@@ -155,7 +156,7 @@ class Mamba2(ax.Layer):
         if cached.slots is None and batch != self.config.batch_size:
             raise ax.ConfigError(
                 f"{self.frame.path}: Mamba2 keeps the state of batch_size={self.config.batch_size} rows but was called "
-                f"with {batch}. Pass that many rows, or the slot of each."
+                f"with {batch}. Pass {self.config.batch_size} rows, or the slot of each row."
             )
         before = cached.take(self.segment)
         documents = Documents.of(tokens, batch, before)

@@ -28,7 +28,7 @@ def ssd(
     """Runs `h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T`, `y_t = h_t C_t` for every head.
 
     Tokens of a chunk interact directly, as in attention. Chunks interact through their states. The time is linear in
-    seq. The backward pass saves only the arguments and recomputes the weights between tokens.
+    seq. Only the arguments are saved for the backward pass, which recomputes the weights between tokens.
 
     Args:
         x: [batch, seq, head, head_dim]. Matrix products are in its dtype, with float32 sums.
@@ -105,7 +105,7 @@ def _running_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     x = jnp.maximum(x, LEAST)
     grain = 2.0 ** (math.ceil(math.log2(-LEAST * x.shape[2])) - 24)  # float32 holds integers up to 2**24
-    coarse = jnp.round(x / grain) * grain  # has no gradient; the gradient of x goes to the remainder
+    coarse = jnp.round(x / grain) * grain  # has no gradient; the gradient of x flows through the remainder
     return jnp.cumsum(coarse, axis=2), jnp.cumsum(x - coarse, axis=2)
 
 

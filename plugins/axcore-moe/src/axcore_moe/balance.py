@@ -20,10 +20,10 @@ class LoadBalance(Config):
 
     weight: float
     scope: Literal["sequence", "batch", "global"] = "global"
-    """The scope of the means: a row (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one shard of the batch, or
-    all rows of the microbatch (Qiu et al. 2025, arXiv 2501.11873). The loss is the mean over these parts. With
-    `Trainer.Config.microbatches`, the losses of `batch` and `global` are averaged over the microbatches of a step, so
-    they differ from the losses of the whole batch. Each layer adds its own loss."""
+    """The means are taken over one row (`sequence`: DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one shard of
+    the batch (`batch`), or all rows of the microbatch (`global`: Qiu et al. 2025, arXiv 2501.11873). The loss is
+    averaged over rows or shards. With `Trainer.Config.microbatches`, the losses of `batch` and `global` are averaged
+    over the microbatches of a step, so they differ from the losses of the whole batch. Each layer adds its own loss."""
     per_choice: bool = False
     """Whether f is divided by the number of choices per token, as in DeepSeek-V3."""
 
@@ -31,7 +31,7 @@ class LoadBalance(Config):
         at_least(self, 0, "weight")
 
     def __call__(self, routing: Routing, rows: int) -> LossSum:
-        """The loss, summed over its parts. The tokens are `rows` concatenated rows."""
+        """The loss, summed over the parts of its scope. The tokens of `routing` are `rows` concatenated rows."""
         tokens, experts = routing.probs.shape
         chosen = jnp.zeros((tokens, experts), jnp.float32).at[routing.token, routing.expert].add(1.0)
         parts = {"sequence": rows, "batch": math.gcd(rows, _shards()), "global": 1}[self.scope]

@@ -51,7 +51,7 @@ class Dropless(Dispatch):
 
 
 def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: int, matmul: GroupedMatmul) -> jax.Array:
-    """Applies its expert to each row: [rows, input_dim] -> the same shape. Rows may be in any order.
+    """Applies the expert of each row to that row: [rows, input_dim] -> the same shape. Rows may be in any order.
 
     Args:
         expert: int32 [rows]; `num_experts` for rows without an expert, whose result is zeros.

@@ -24,18 +24,19 @@ from axcore_moe.routing import Routing, RowAssignment
 class Exchange(Dispatch):
     """All-to-all over the mesh axes that the rules map `expert` to (GShard, arXiv 2006.16668, section 3.2).
 
-    Each device holds its own experts only. Sharding of the experts over other mesh axes (`embed` over fsdp) is gathered
-    for the call. Tokens are sharded over all devices. Each device can send to every other one `factor` times the fair
-    share of its (token, choice) pairs. If the rules do not shard `expert`, this is `Dropless`.
+    Each device holds only its own experts. If the experts are also sharded over other mesh axes (such as `embed` over
+    fsdp), they are gathered along those axes for the call. Tokens are sharded over all devices. Each device can send
+    every other device up to `factor` times the fair share of its (token, choice) pairs. If the rules do not shard
+    `expert`, this is `Dropless`.
     """
 
     matmul: GroupedMatmul = Blocks()
     factor: float = 2.0
     """Capacity of each pair of devices, as a multiple of the fair share."""
     dropless: bool = True
-    """True: a call in which some device exceeds this capacity runs with the largest capacity that can be needed, which
-    costs about as many times more compute as there are devices. Both variants are compiled, and the backward pass
-    recomputes the exchange. False: pairs beyond the capacity are dropped, and counted in `dropped`."""
+    """True: if any device exceeds this capacity, the call runs with the largest capacity that can be needed, which
+    multiplies the compute by up to the number of expert shards. Both variants are compiled, and the backward pass
+    recomputes the exchange. False: pairs beyond the capacity are dropped and counted in `dropped`."""
 
     def __post_init__(self) -> None:
         if self.factor is not ax.REQUIRED and not 0 < self.factor < math.inf:
@@ -80,7 +81,7 @@ class Exchange(Dispatch):
         num_experts: int,
         count: int,
     ) -> tuple[jax.Array, jax.Array]:
-        """The body for one device.
+        """Runs on each device, inside `shard_map`.
 
         Args:
             x: [tokens, input_dim], the tokens of this device.

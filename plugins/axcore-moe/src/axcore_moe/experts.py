@@ -16,10 +16,10 @@ from axcore.parallel import constrain
 
 
 class Experts(ax.Layer):
-    """`num_experts` feed-forward blocks of one config, made of `GroupedLinear` maps [expert, input, output].
+    """`num_experts` feed-forward blocks with the same config, made of `GroupedLinear` maps [expert, input, output].
 
-    Slots of the block's linear maps, such as `block.up.adapter`, are filled for all experts. The values `gate` and `up`
-    are tagged for remat policies.
+    Slots of the block's linear maps, such as `block.up.adapter`, apply to all experts. The values `gate` and `up` are
+    tagged for remat policies.
     """
 
     class Config(ax.Layer.Config):
@@ -49,7 +49,7 @@ class Experts(ax.Layer):
 
     @ax.method
     def grouped(self, x: jax.Array, expert: jax.Array, sizes: jax.Array, matmul: GroupedMatmul) -> jax.Array:
-        """Applies its expert to each row.
+        """Applies the expert of each row to that row.
 
         Args:
             x: [rows, input_dim], sorted by expert.

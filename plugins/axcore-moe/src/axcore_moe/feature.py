@@ -61,7 +61,8 @@ def use_moe(
         expert_choice: experts choose tokens, on average `top_k` experts per token. Not causal, see `ExpertChoice`.
         dispatch: how tokens are sent to experts; see `Dispatch`.
         capacity_factor: capacity of an expert as a multiple of its fair share. Requires dispatch="capacity".
-        shared_experts: number of experts that compute every token, as one block of that many times the hidden features.
+        shared_experts: number of experts that process every token. They form one block with `shared_experts` times the
+            hidden features.
         balance: weight of the load-balance loss; 0 disables it. None means 0.01, or 0 with `bias_rate` or
             `expert_choice`.
         balance_scope: see `LoadBalance.scope`.
@@ -70,7 +71,7 @@ def use_moe(
         where: which blocks.
 
     Raises:
-        ConfigError: nothing is selected, or fewer blocks than `every`.
+        ConfigError: nothing is selected, or fewer blocks are selected than `every`.
     """
     if every < 1:
         raise ax.ConfigError(f"every must be at least 1, not {every}")

@@ -19,7 +19,7 @@ from axcore_moe.routing import Routing
 
 
 class StarvedSteps(nnx.Variable[Any]):
-    """int32 [experts]: the number of consecutive training steps (microbatches) in which each expert was starved."""
+    """int32 [experts]: the number of consecutive training steps (microbatches) in which each expert starves."""
 
 
 class MoE(ax.Layer):
@@ -36,7 +36,7 @@ class MoE(ax.Layer):
         experts: Experts.Config = Experts.Config()
         dispatch: Dispatch = Dropless()
         shared: FeedForward.Config | None = None
-        """A block that computes every token (DeepSeekMoE, arXiv 2401.06066, section 3.2)."""
+        """A block that processes every token (DeepSeekMoE, arXiv 2401.06066, section 3.2)."""
         shared_gate: Linear.Config | None = None
         """If given, the shared block's output is multiplied by the sigmoid of this map's one feature (Qwen2-MoE)."""
         balance: LoadBalance | None = None
@@ -45,7 +45,7 @@ class MoE(ax.Layer):
         starving_load: float = 0.1
         """An expert starves in a step if its load is below this fraction of the mean load."""
         starving_steps: int = 100
-        """Consecutive steps of starving after which an expert counts as starved."""
+        """Number of consecutive steps in which an expert starves before it counts as starved."""
 
     config: Config
 

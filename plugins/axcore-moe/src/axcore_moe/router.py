@@ -64,8 +64,8 @@ class TopK(Router):
         """Experts per token."""
         score: Literal["softmax", "sigmoid"] = "softmax"
         normalize: bool = True
-        """Whether the weights of the chosen experts are divided by their sum. With softmax scores this gives the
-        softmax over the chosen logits (Mixtral), otherwise the softmax over all logits (Qwen2-MoE)."""
+        """Whether the weights of the chosen experts are divided by their sum. With softmax scores, True gives the
+        softmax over the chosen logits (Mixtral) and False the softmax over all logits (Qwen2-MoE)."""
         scale: float = 1.0
         """Multiplies the weights."""
         groups: int = 1
@@ -125,8 +125,8 @@ class ExpertChoice(Router):
     """Each expert chooses an equal number of tokens, those with the highest scores (Zhou et al. 2022, arXiv
     2202.09368).
 
-    **It is not causal.** Whether a token is chosen depends on later tokens and on other rows. It suits encoders and
-    comparisons. A causal model trained with it leaks information from later tokens and cannot be decoded.
+    **Expert choice is not causal.** Whether a token is chosen depends on later tokens and on other rows. A causal model
+    trained with expert choice leaks information from later tokens and cannot decode. Use it for encoders.
     """
 
     class Config(Router.Config):

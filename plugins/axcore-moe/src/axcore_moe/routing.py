@@ -12,7 +12,7 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Pairs of a token and an expert that computes it.
+    """Pairs of a token and an expert that processes it.
 
     Attributes:
         token: int32 [pairs].
@@ -21,7 +21,8 @@ class Routing:
         probs: float32 [tokens, experts], non-negative scores that sum to 1 for each token, for balance losses.
         logits: float32 [tokens, experts].
         choices: number of pairs of each token, if it is equal for all tokens and their experts are distinct. The pairs
-            are then the first choices of all tokens, followed by the second choices, and so on. None: in any order.
+            are then the first choices of all tokens, followed by the second choices, and so on. If None, the pairs are
+            in any order.
     """
 
     token: jax.Array
@@ -54,7 +55,7 @@ class Routing:
         return jnp.broadcast_to(x, (self.choices, *x.shape)).reshape(-1, x.shape[1])
 
     def summed(self, y: jax.Array) -> jax.Array:
-        """Outputs times their weights, added up by token: [pairs, features] -> [tokens, features]."""
+        """The weighted sum of each token's outputs: [pairs, features] -> [tokens, features]."""
         weighted = y * self.weight[:, None].astype(y.dtype)
         if self.choices is None:
             return jnp.zeros((self.probs.shape[0], y.shape[1]), y.dtype).at[self.token].add(weighted)
@@ -62,7 +63,7 @@ class Routing:
 
 
 def counts(expert: jax.Array, num_experts: int) -> jax.Array:
-    """int32 [pairs] -> int32 [experts]: the count of each expert. Numbers from `num_experts` on are ignored."""
+    """int32 [pairs] -> int32 [experts]: the count of each expert. Values of `num_experts` or more are ignored."""
     return jnp.zeros((num_experts,), jnp.int32).at[expert].add(1, mode="drop")
 
 
@@ -70,10 +71,10 @@ def counts(expert: jax.Array, num_experts: int) -> jax.Array:
 def moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     """`y[i] = x[source[i]]`, zeros where the source is out of range: [n, features] -> [m, features].
 
-    The gradient is a gather too. The compiler would emit a scatter-add, which is several times slower.
+    The gradient is also a gather. Without the custom rule it would be a scatter-add, which is several times slower.
 
     Args:
-        source: int32 [m], without duplicates in range.
+        source: int32 [m]. Values in range are unique.
         target: int32 [n], the destination of each row; m or more if it has none.
     """
     return x.at[source].get(mode="fill", fill_value=0)
@@ -111,7 +112,7 @@ class RowAssignment:
             expert: int32 [pairs]; `starts.size` for pairs without a row.
             starts: int32 [experts].
             rows: number of rows.
-            places: the most rows of an expert. Further pairs get no row. None means unlimited.
+            places: maximum number of rows per expert. Further pairs get no row. None means unlimited.
         """
         pairs = expert.size
         order = jnp.argsort(expert, stable=True)

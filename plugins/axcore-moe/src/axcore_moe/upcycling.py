@@ -21,14 +21,15 @@ from axcore_moe.layer import MoE
 
 class Upcycled(Initial):
     """The weights of a dense model, with each feed-forward block copied into the experts that replace it (Komatsuzaki
-    et al. 2022, arXiv 2212.05055). Routers are newly initialized. Without noise, the model computes the same as the
-    dense one, except for tokens that its dispatch drops."""
+    et al. 2022, arXiv 2212.05055). Routers are newly initialized. Without noise, the model computes the same function
+    as the dense model, except for tokens that its dispatch drops."""
 
     class Config(Initial.Config):
         source: Initial.Config = ax.REQUIRED
         """Source of the dense weights. It loads the model as it would be without mixtures."""
         noise: float = 0.0
-        """Standard deviation of noise that makes experts differ, relative to that of each expert's array."""
+        """Standard deviation of the noise that is added to make the experts differ, relative to the standard deviation
+        of each expert's array."""
         seed: int = 0
         """Seed of the noise."""
         allow_new: tuple[str, ...] = ("**.router.**",)
@@ -61,7 +62,7 @@ class Upcycled(Initial):
 def upcycled(
     dense: Mapping[str, jax.Array], params: Mapping[str, Any], *, noise: float = 0.0, seed: int = 0
 ) -> dict[str, jax.Array]:
-    """Experts that are copies of a dense model's feed-forward blocks.
+    """Copies the feed-forward blocks of a dense model into experts.
 
     Args:
         dense: arrays of the dense model by path. Its layers must be stacked like those of the model with mixtures.

@@ -19,11 +19,11 @@ from axcore.train import AdamW, Learner, Optimizer
 from axcore.train.step.learner import Axes
 
 STACKED = ("layer", "expert")
-"""Logical axes that stack matrices and are not part of one."""
+"""Logical axes along which matrices are stacked."""
 
 
 def hidden_matrices(path: str, axes: Axes) -> bool:
-    """True for matrices between two named widths of the model, other than the vocabulary.
+    """True for arrays with at least two named axes, not counting `STACKED` and excluding the vocabulary.
 
     Axes without a name do not count, which excludes convolutions over positions and parameters per head.
     """
@@ -49,13 +49,13 @@ class Muon(Optimizer):
         eps: float = 1e-7
         """Added to the Frobenius norm that divides the momentum."""
         dtype: DTypeLike | None = np.dtype(jnp.bfloat16)
-        """Dtype of the iteration, by default that of the original. None uses the gradient's dtype.
+        """Dtype of the iteration. The default is that of the original. None uses the gradient's dtype.
 
         Each iteration multiplies small singular values by a, so five iterations amplify small components of a gradient,
-        including rounding errors, by up to 3.4445**5 = 485. Gradients of two layouts, which sum in different orders,
-        differ by about 4e-7 of their norm. In float32, updates then differ by about 1e-5 of their largest value. In
-        bfloat16, where such a difference may round to the next value (4e-3), they differ by up to 1e-1 if a gradient is
-        nearly of low rank."""
+        including rounding errors, by up to 3.4445**5 = 485. Gradients of two sharding layouts differ by about 4e-7 of
+        their norm, since they are summed in different orders. In float32, the updates then differ by about 1e-5 of
+        their largest value. In bfloat16, such a difference may round to the next value (4e-3), and updates differ by up
+        to 1e-1 if a gradient is nearly of low rank."""
         rms: float | None = 0.2
         """Updates are scaled by `rms * sqrt(max(fan_in, fan_out))`. Their root mean square is then about `rms`, like
         AdamW's, and both optimizers can use one learning rate (Liu et al. 2025, arXiv 2502.16982, eq. 4). None scales
@@ -96,7 +96,7 @@ class Muon(Optimizer):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             return _sides(name, names) if cfg.orthogonalizes(name, names) else optax.MaskedNode()
 
-        # A MaskedNode has no leaves: trees of Muon's parameters map over `matrices`.
+        # A MaskedNode has no leaves, so `matrices` has the structure of Muon's own parameters.
         matrices = jax.tree_util.tree_map_with_path(sides, axes, is_leaf=_is_tuple)
         labels = jax.tree.map(
             lambda node: "others" if isinstance(node, optax.MaskedNode) else "muon", matrices, is_leaf=_is_tuple
@@ -110,8 +110,8 @@ class Muon(Optimizer):
 
     def _orthogonalize(self, matrices: Tree) -> optax.GradientTransformation:
         cfg = self.config
-        # Without momentum, optax's Muon is only the iteration. Its own momentum corrects the bias of its two terms
-        # separately, unlike the published one.
+        # With beta=0, optax's Muon is only the iteration. Its own momentum corrects the bias of its two terms
+        # separately, unlike the published algorithm.
         iteration = scale_by_muon(
             cfg.coefficients, cfg.steps, beta=0.0, eps=cfg.eps, nesterov=False, weight_dimension_numbers=matrices
         )

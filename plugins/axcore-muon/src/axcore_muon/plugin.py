@@ -12,4 +12,6 @@ def axcore_optimizers() -> list[OptimizerOffer]:
 
 @hookimpl
 def axcore_features() -> list[Feature]:
-    return [Feature("muon", "axcore_muon.optimizer:use_muon", "Muon for matrices; the rest keeps its optimizer.")]
+    return [
+        Feature("muon", "axcore_muon.optimizer:use_muon", "Muon for matrices; other parameters keep their optimizer.")
+    ]

@@ -36,8 +36,8 @@ class Alibi(ax.Layer):
 
 
 def slopes(num_heads: int) -> list[float]:
-    """`2 ** (-8 (i + 1) / n)` if n is a power of two. Otherwise the slopes of the next lower power, then every second
-    slope of the next higher one, as in the paper's code."""
+    """`2 ** (-8 (i + 1) / n)` if n is a power of two. Otherwise the slopes for the next lower power of two, followed by
+    every second slope for the next higher one, as in the paper's code."""
     power = 2 ** math.floor(math.log2(num_heads))
     below = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     above = [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]

@@ -27,11 +27,11 @@ def use_rope(
     """Fills the position slot of every selected attention with RoPE.
 
     Args:
-        theta: the base of the rotation rates. A larger base rotates more slowly and reaches further.
+        theta: the base of the rotation rates. With a larger base, pairs rotate more slowly.
         layout, rotary_dim, sections, interleave_sections: see `Rotary.Config`.
-        scaling: the scaling of rates for long rows, also in the form of published configs:
+        scaling: the scaling of the rates for long rows: a `Scaling`, or a dictionary as in published configs, such as
             `{"rope_type": "yarn", ...}`.
-        skip_every: the last of every `skip_every` layers has no positions (NoPE: Yang et al. 2025, arXiv 2501.18795;
+        skip_every: the last of every `skip_every` layers gets no RoPE (NoPE: Yang et al. 2025, arXiv 2501.18795;
             SmolLM 3 and Llama 4 use 4). None skips no layer.
         where: which attentions.
     """

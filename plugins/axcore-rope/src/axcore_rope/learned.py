@@ -38,7 +38,8 @@ class LearnedPositions(ax.Layer):
         max_len = self.config.max_len
         if positions.ndim != 2:
             raise ax.ConfigError(
-                f"{self.frame.path}: positions have {positions.shape[-1]} coordinates, but learned ones require one"
+                f"{self.frame.path}: positions have {positions.shape[-1]} coordinates, but learned positions require "
+                f"one"
             )
         if x.shape[1] > max_len:
             raise ax.ConfigError(f"{self.frame.path}: the row has {x.shape[1]} tokens, but max_len={max_len}")
@@ -50,7 +51,7 @@ class LearnedPositions(ax.Layer):
 def use_learned_positions(
     cfg: ax.Config, max_len: int, init: Initializer = INIT, where: ax.Where = CausalLM
 ) -> ax.Config:
-    """Adds learned positions to the embeddings of every selected model. Keeps RoPE if there is any.
+    """Adds learned positions to the embeddings of every selected model. Does not remove RoPE.
 
     Args:
         max_len: number of learned positions.

@@ -14,7 +14,7 @@ Fields = dict[str, Any]
 
 ORIGINAL = "original_max_position_embeddings"
 OF_ROTARY = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Fields of every type, which concern the rotation rather than its scaling."""
+"""Fields that any `rope_type` may have. They describe the rotation rather than its scaling."""
 
 
 class Kind(NamedTuple):
@@ -52,7 +52,7 @@ KINDS: dict[str, Kind] = {
         by_ratio=True,
     ),
 }
-ALIASES = {"su": "longrope"}  # the name in early checkpoints
+ALIASES = {"su": "longrope"}  # used in early checkpoints
 
 
 def scaling_of(parameters: Mapping[str, Any]) -> Scaling | None:
@@ -63,7 +63,7 @@ def scaling_of(parameters: Mapping[str, Any]) -> Scaling | None:
     """
     if placed := [name for name in OF_ROTARY if parameters.get(name) is not None]:
         raise ax.ConfigError(
-            f"{', '.join(placed)} would be ignored in a scaling. Set theta, rotary_dim and sections next to it, or "
+            f"{', '.join(placed)} would be ignored in a scaling. Set theta, rotary_dim and sections separately, or "
             f"read the whole dictionary with axcore_rope.published.from_rope_parameters."
         )
     return _scaling(dict(parameters), None)
@@ -91,7 +91,9 @@ def from_rope_parameters(
     """
     fields = dict(parameters or {})
     if kinds := [name for name, value in fields.items() if isinstance(value, Mapping)]:
-        raise ax.ConfigError(f"rope_parameters differ between layer types. Pass those of one: {', '.join(kinds)}.")
+        raise ax.ConfigError(
+            f"rope_parameters differ between layer types. Pass the entry of one type: {', '.join(kinds)}."
+        )
     theta = _first(fields.get("rope_theta"), theta)
     if theta is None:
         raise ax.ConfigError("neither rope_parameters nor the config has rope_theta")

@@ -65,7 +65,7 @@ class Rotary(ax.Layer):
             q: [batch, seq, head, head_dim].
             k: [batch, kv_seq, kv_head, head_dim], or None if the attention does not compute keys.
             query_positions, key_positions: int [batch or 1, seq] and [batch or 1, kv_seq]. With `sections`, they may
-                have a last dimension of coordinates. Without it, all coordinates are equal, as for text.
+                have a last dimension of coordinates. Without that dimension, all coordinates are equal, as for text.
 
         Returns:
             q and k in their shapes and dtypes. The rotation is computed in float32.
@@ -80,7 +80,7 @@ class Rotary(ax.Layer):
         return rotated, self._rotate(k, turn)
 
     def _rates(self, query_positions: jax.Array, key_positions: jax.Array) -> tuple[Rates, float]:
-        """Radians per position, [rotary_dim / 2], and the factor of rotated queries and keys."""
+        """Radians per position, [rotary_dim / 2], and the factor that multiplies rotated queries and keys."""
         theta, scaling = self.config.theta, self.config.scaling
         if scaling is None:
             return plain(theta, self.rotary_dim), 1.0
@@ -127,7 +127,7 @@ def _coordinates(sections: tuple[int, ...], interleave: bool) -> tuple[int, ...]
     found = tuple(coordinate if turn < sections[coordinate] else 0 for coordinate, turn in turns)
     if tuple(found.count(coordinate) for coordinate in range(many)) != sections:
         raise ax.ConfigError(
-            f"sections={sections} cannot alternate: each section except the first gets at most one pair of {many}"
+            f"sections={sections} cannot alternate: each section except the first gets at most one of {many} pairs"
         )
     return found
 

@@ -19,9 +19,12 @@ class Scaling(ax.Config):
     """Base class of scalings. Subclasses override `rates`."""
 
     by_length: ClassVar[bool] = False
-    """Whether the rates depend on the length: the largest position of the call plus 1, over all rows, also under jit.
-    While decoding, this is the current length. Cached keys keep the rates of the call that computed them, as in
-    `transformers`, so decoding past `original_max` differs from computing the whole row at once."""
+    """Whether the rates depend on the length, which is 1 plus the largest position in the call, over all rows.
+
+    Under jit, the length is traced. While decoding, it is the current length. Cached keys keep the rates of the call
+    that computed them, as in `transformers`, so decoding past `original_max` differs from computing the whole row at
+    once.
+    """
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         """Computes the rates.
@@ -48,7 +51,8 @@ def plain(theta: float, rotary_dim: int) -> np.ndarray:
 
 
 def check_positive(cfg: Scaling, *names: str) -> None:
-    """Raises unless the fields are positive numbers or tuples of them. Values from published configs are unchecked."""
+    """Raises unless the fields are positive numbers or tuples of positive numbers. Skips None and REQUIRED. Values from
+    published configs may have any type."""
     for name in names:
         value = getattr(cfg, name)
         if value is None or value is ax.REQUIRED:
@@ -59,7 +63,7 @@ def check_positive(cfg: Scaling, *names: str) -> None:
 
 
 def is_positive(value: object) -> bool:
-    """Whether it is a positive, finite number. Booleans are not."""
+    """Whether `value` is a positive, finite number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
@@ -89,7 +93,7 @@ class DynamicNTK(Scaling):
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         assert length is not None
         if rotary_dim < 4:
-            raise ax.ConfigError(f"DynamicNTK needs at least 4 rotated features, not {rotary_dim}")
+            raise ax.ConfigError(f"DynamicNTK requires at least 4 rotated features, not {rotary_dim}")
         longest = jnp.maximum(length, self.original_max).astype(jnp.float32)
         grown = self.factor * longest / self.original_max - (self.factor - 1)
         base = theta * grown ** (rotary_dim / (rotary_dim - 2))
@@ -112,7 +116,8 @@ class YaRN(Scaling):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention: float | None = None
-    """Factor of rotated queries and keys. None: that of the paper's eq. 22, or of `mscale` over `mscale_all_dim`."""
+    """Factor that multiplies rotated queries and keys. None uses the paper's eq. 22, or if `mscale` and
+    `mscale_all_dim` are set, the quotient of `yarn_mscale` for the two."""
 
     def __post_init__(self) -> None:
         check_positive(self, "factor", "original_max", "beta_fast", "beta_slow", "attention")
@@ -144,13 +149,13 @@ class YaRN(Scaling):
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """`0.1 mscale ln(factor) + 1` (YaRN, eq. 22; DeepSeek's models square it into the scale of their logits)."""
+    """`0.1 mscale ln(factor) + 1` (YaRN, eq. 22). DeepSeek's models multiply the scale of logits by its square."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 class Llama3(Scaling):
-    """Pairs of long wavelength rotate `factor` times more slowly, pairs of short wavelength are unchanged, and others
-    are slowed by a part of it (Llama 3.1)."""
+    """Pairs of long wavelength rotate `factor` times more slowly, pairs of short wavelength are unchanged, and rates in
+    between are interpolated (Llama 3.1)."""
 
     factor: float
     original_max: int
@@ -186,13 +191,13 @@ class LongRoPE(Scaling):
     original_max: int
     """Length of the rows that the model was trained on."""
     factor: float = 1.0
-    """Ratio of the longest row to `original_max`. It determines the factor of rotated queries and keys."""
+    """Ratio of the longest row to `original_max`. Used only for the default of `attention`."""
     attention: float | None = None
-    """Factor of rotated queries and keys. None: sqrt(1 + ln(factor) / ln(original_max))."""
+    """Factor that multiplies rotated queries and keys. None uses `sqrt(1 + ln(factor) / ln(original_max))`."""
 
     def __post_init__(self) -> None:
         check_positive(self, "short", "long", "original_max", "factor", "attention")
-        ax.at_least(self, 2, "original_max")  # its logarithm divides
+        ax.at_least(self, 2, "original_max")  # log(original_max) is a divisor
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         assert length is not None

@@ -1,4 +1,4 @@
-"""Attention for packed rows with any number of documents, by cuDNN calls without support for documents.
+"""Attention for packed rows with any number of documents, with cuDNN calls that do not support documents.
 
 A row is split into chunks. Within a chunk, a bias separates the documents. Documents that cross chunk boundaries are
 handled by recursive halving: for each pair of neighbouring chunks, then of neighbouring pairs, and so on, the queries
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from axcore_cudnn.primitives import Form, backward, forward
 
 CHUNK = 512
-"""Chunks have at least this many tokens, where a row is long enough to be split."""
+"""Minimum number of tokens per chunk. Rows shorter than two chunks are not split."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def chunked_forward(
 def chunked_backward(
     form: Form, q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, number: Array
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v; `heads` and `lse` may be merged over further keys."""
+    """Gradients of q, k and v. `heads` and `lse` may include keys that are not in `k`."""
     seq = q.shape[1]
     if seq % 2:
         lse = _even(lse.transpose(0, 2, 1)).transpose(0, 2, 1)
@@ -125,7 +125,7 @@ def chunked_backward(
 
 
 def _chunks(form: Form, seq: int) -> int:
-    """The number of chunks per row, a power of two. With a window it is 1: the rectangles would need a mask."""
+    """The number of chunks per row, a power of two. It is 1 with a window, since the rectangles would need a mask."""
     count = 1
     while form.causal and form.window is None and seq % (count * 4) == 0 and seq // (count * 2) >= CHUNK:
         count *= 2

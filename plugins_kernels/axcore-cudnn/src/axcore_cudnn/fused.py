@@ -33,8 +33,8 @@ def attention(
 
     Args:
         q, k, v: bfloat16 or float16; each kv head serves `head / kv_head` consecutive heads.
-        segment_ids: given for packed rows: tokens attend within runs of equal ids. Requires `kv_seq == seq`.
-        sinks: the logit of one more key for each head, which has no value (arXiv 2309.17453).
+        segment_ids: given for packed rows. Tokens attend within runs of equal ids. Requires `kv_seq == seq`.
+        sinks: the logit of an additional key per head, whose value is zero (arXiv 2309.17453).
 
     Returns:
         The heads in the dtype of q, and the lse, which includes `sinks` and carries no gradient. To differentiate
@@ -59,10 +59,10 @@ def attention_backward(
     Float[Array, "batch kv_seq kv_head head_dim"],
     Float[Array, "batch kv_seq kv_head value_dim"],
 ]:
-    """Gradients of q, k and v, where `heads` and `lse` may be merged over further keys.
+    """Gradients of q, k and v. `heads` and `lse` may include keys that are not in `k`.
 
-    It gives the gradients of these keys and values and their share of the gradient of q: `p = exp(logits - lse)`,
-    `dlogits = p * (heads_grad v^T - sum(heads * heads_grad))`.
+    Returns the gradients of the given keys and values, and their contribution to the gradient of q:
+    `p = exp(logits - lse)`, `dlogits = p * (heads_grad v^T - sum(heads * heads_grad))`.
     """
     if segment_ids is None:
         return backward(form, q, k, v, heads, lse, heads_grad)
@@ -85,7 +85,7 @@ def _attention_fwd(form: Form, q: Array, k: Array, v: Array, segment_ids: Array 
         total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
         heads = (heads * jnp.exp(lse - total).transpose(0, 2, 1)[..., None]).astype(heads.dtype)
         lse = total
-    # Saved as [batch, seq, features], the shape that the output projection reads, so that it is saved once.
+    # Tagged as [batch, seq, features], the shape that the output projection reads, so that the array is saved once.
     flat = checkpoint_name(heads.reshape(*heads.shape[:2], -1), HEADS)
     lse = checkpoint_name(lse, LSE)
     heads = flat.reshape(heads.shape)

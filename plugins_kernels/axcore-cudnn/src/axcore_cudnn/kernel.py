@@ -43,9 +43,10 @@ class CudnnKernel(AttentionKernel):
 
     class Config(AttentionKernel.Config):
         documents: int = 8
-        """The most documents per packed row, averaged over the rows of a call, for the fast path. Rows with more
-        documents take a slower path with the same result. The backward pass of the fast path takes `8 * documents`
-        bytes per element of q. A call has at most 2**26 elements of q, or one row: 4 GiB by default."""
+        """Maximum number of documents per packed row, averaged over the rows of a call, for the fast path. Calls with
+        more documents take a slower path with the same result. The backward pass of the fast path requires
+        `8 * documents` bytes per element of q. A call has at most 2**26 elements of q, which is 4 GiB by default,
+        unless a single row has more."""
 
     takes = frozenset({"sinks", "lse"})
     tags_heads = True
@@ -83,7 +84,7 @@ class CudnnKernel(AttentionKernel):
             segment_ids=segment_ids,
         )
         nothing = jax.tree.map(lambda _: None, dataclasses.replace(inputs, kv=kv))
-        # The merge computes the gradient of sinks: they belong to no part of the keys.
+        # The merge computes the gradient of the sinks, which belong to no part of the keys.
         sinks = None if inputs.sinks is None else jnp.zeros_like(inputs.sinks)
         return nothing.replace(q=dq, kv=Contiguous(dk, dv, nothing.plain.tokens), sinks=sinks)
 
@@ -128,10 +129,10 @@ def _shapes(request: KernelRequest) -> str | None:
                 f"got {request.device_kind}"
             )
     if request.partial:
-        return "attends to all keys that it is given, and some of these do not exist, as in a KV cache"
+        return "requires all keys to exist, and some do not, as in a KV cache"
     size = request.query_len * request.num_heads * head_dim
     if request.packed and size >= 2**31:
-        return f"counts the numbers in q of a packed row in 32 bits, and a row has {size}"
+        return f"requires fewer than 2**31 elements of q per packed row, got {size}"
     return None
 
 
@@ -141,12 +142,12 @@ def _mask(request: KernelRequest) -> str | None:
     known = all(isinstance(arm, SameSegment | Causal | Full | SlidingWindow) for arm in arms)
     causal = any(isinstance(arm, Causal) for arm in arms)
     if not known or (not causal and any(isinstance(arm, SlidingWindow) for arm in arms)):
-        return f"takes causal masks and causal windows, not {request.mask!r}"
+        return f"supports full attention, causal masks and causal windows, not {request.mask!r}"
     apart = request.packed and _keeps_apart(request.mask)
     if not request.aligned and (causal or apart):
         return (
-            f"requires queries and keys that are the same tokens for {request.mask!r}, got {request.query_len} queries "
-            f"and {request.key_len} keys that stand elsewhere"
+            f"requires queries and keys of the same tokens for {request.mask!r}, got {request.query_len} queries and "
+            f"{request.key_len} keys of different tokens"
         )
     return None
 

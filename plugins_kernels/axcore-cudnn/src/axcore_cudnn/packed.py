@@ -1,8 +1,8 @@
 """Attention for packed rows: exact for any number of documents, with a fast path for few.
 
 If the rows of a call have at most `documents` documents on average, one call with cuDNN's packed layout computes them
-(`ragged`); otherwise several calls do (`chunked`). The device chooses for each batch. Large batches are processed in
-groups of rows, because the memory of the backward pass grows with the rows of a call.
+(`ragged`). Otherwise several calls do (`chunked`). The choice is made on the device for each batch. Large batches are
+processed in groups of rows, because the memory of the backward pass grows with the rows of a call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from axcore_cudnn.primitives import Form, backward, forward
 from axcore_cudnn.ragged import ragged_backward, ragged_forward
 
 LARGEST_CALL = 2**26
-"""The most elements of q in one call, unless a row has more: 16,384 tokens with 32 heads of 128."""
+"""Maximum number of elements of q per call, unless a single row has more: 16,384 tokens with 32 heads of 128."""
 
 
 def document_numbers(segment_ids: Int[Array, "batch seq"]) -> Int32[Array, "batch seq"]:
@@ -58,7 +58,7 @@ def packed_forward(
 def packed_backward(
     form: Form, q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, segment_ids: Array
 ) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v; `heads` and `lse` may be merged over further keys."""
+    """Gradients of q, k and v. `heads` and `lse` may include keys that are not in `k`."""
 
     def some(
         q: Array, k: Array, v: Array, heads: Array, lse: Array, heads_grad: Array, segment_ids: Array

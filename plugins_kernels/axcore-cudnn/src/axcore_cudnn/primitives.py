@@ -1,8 +1,8 @@
 """Single calls of cuDNN attention: forward with the log-sum-exp, and backward from a given log-sum-exp.
 
 `jax.nn.dot_product_attention` casts the log-sum-exp of cuDNN to the dtype of q and drops its gradient, so these
-functions bind the primitives below it. Those are private to jax; importing this module checks that they exist. A call
-runs on one device: shard it with `axcore.parallel.shard_map`.
+functions bind the primitives below it. The primitives are private to jax, so importing this module checks that they
+exist. A call runs on one device: shard it with `axcore.parallel.shard_map`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Form:
         scale: multiplies the logits.
         causal: query i sees keys 0 to i.
         window: with `causal`: a query sees itself and the `window - 1` keys before it.
-        documents: the most documents per packed row, on average over the batch, for the fast path (see
+        documents: maximum number of documents per packed row, averaged over the batch, for the fast path (see
             `axcore_cudnn.packed`).
     """
 
@@ -68,7 +68,7 @@ def forward(
 
     Args:
         bias: in the dtype of q. Requires an even `seq` and `kv_seq`.
-        lengths: (number of queries, number of keys) of each row. Heads of further queries are undefined.
+        lengths: (number of queries, number of keys) of each row. Heads of later queries are undefined.
         documents: (lengths, offsets) of the documents, see `axcore_cudnn.ragged`. The lse is then
             [documents, head, seq], and undefined beyond the end of a document.
     """
@@ -97,7 +97,7 @@ def backward(
     Float[Array, "batch kv_seq kv_head head_dim"],
     Float[Array, "batch kv_seq kv_head value_dim"],
 ]:
-    """Gradients of q, k and v; `heads` and `lse` may be merged over further keys, see `fused.attention_backward`."""
+    """Gradients of q, k and v, as in `fused.attention_backward`. `heads` and `lse` may include keys not in `k`."""
     if q.shape[1] == k.shape[1] == 1:
         lse, grad = jnp.pad(lse, ((0, 0), (0, 0), (0, 1))), _two(heads_grad)
         dq, dk, dv = backward(form, _two(q), _two(k), _two(v), _two(heads), lse, grad, lengths=_ones(q))

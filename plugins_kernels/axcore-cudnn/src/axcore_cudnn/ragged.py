@@ -1,7 +1,7 @@
-"""Attention for packed rows by cuDNN's packed layout: one call, which skips pairs of tokens of different documents.
+"""Attention for packed rows with cuDNN's packed layout: one call that skips pairs of tokens of different documents.
 
 cuDNN takes a list of documents, each with a length and an offset into the tokens of the batch. The list has a static
-size. For each entry the backward pass takes the memory and time of a document as long as a row (4 bytes per head,
+size. For each entry, the backward pass requires the memory and time of a document as long as a row (4 bytes per head,
 feature and token for the gradient of q alone), so the list must be short: see `axcore_cudnn.packed`.
 """
 
@@ -35,7 +35,7 @@ class Documents:
         """The documents of a batch.
 
         Args:
-            number: the document of each token, in ascending order. Documents from number `size` on are left out.
+            number: the document of each token, in ascending order. Documents numbered `size` or more are left out.
             size: number of entries of the list.
         """
         flat = number.reshape(-1)
@@ -67,7 +67,7 @@ def ragged_forward(
     form: Form, q: Array, k: Array, v: Array, number: Int32[Array, "batch seq"], size: int
 ) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
     """The heads and the lse, given the document number of each token. Exact for at most `size` documents in the batch;
-    `size` must be a multiple of the batch size, and at least twice it."""
+    `size` must be a multiple of the batch size, and at least twice the batch size."""
     documents = Documents.of(number, size)
     heads, lse = forward(form, q, k, _as_wide(v, q), documents=documents.lists(q.shape[0]))
     return heads[..., : v.shape[3]], documents.of_tokens(lse)
@@ -85,5 +85,5 @@ def ragged_backward(
 
 
 def _as_wide(x: Array, q: Array) -> Array:
-    """Pads features with zeros to those of q: keys and values share one list of offsets, so their widths must match."""
+    """Pads x with zeros to the width of q. Keys and values share one list of offsets, so their widths must match."""
     return jnp.pad(x, [(0, 0)] * 3 + [(0, q.shape[3] - x.shape[3])])

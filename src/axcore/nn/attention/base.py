@@ -34,8 +34,8 @@ class BaseAttention(Layer):
 
     - `position`: `(q, k, query_positions, key_positions) -> (q, k)`, a position embedding such as RoPE; k is None if
       the attention computes no keys itself;
-    - `bias`: `(query, key) -> terms of the logits`, two `TokenInfo` -> float32 [batch or 1, head, query, key], such
-      as ALiBi;
+    - `bias`: `(query, key) -> bias`, maps the `TokenInfo` of queries and keys to a float32 array [batch or 1, head,
+      query, key] that is added to the logits, such as ALiBi;
     - `cache`: `AttentionInputs -> AttentionInputs or heads`, stores or provides keys and values (see `KVCache`);
     - `output`: `(x, heads) -> heads`, applied before the output projection.
 
@@ -58,7 +58,8 @@ class BaseAttention(Layer):
         softcap: float | None = None
         """Bounds the logits to `softcap * tanh(logits / softcap)`; None: no bound."""
         sinks: Initializer | None = None
-        """If given, each head learns an attention sink: the logit of an additional key without a value."""
+        """Initializer of the attention sinks: each head learns the logit of an additional key without a value. None: no
+        sinks."""
         dropout: float = 0.0
         """Probability of zeroing each attention weight while training."""
         output: Layer.Config | None = None
@@ -85,7 +86,7 @@ class BaseAttention(Layer):
         Args:
             num_kv_heads: number of kv heads.
             head_dim: features of a key.
-            position_dim: features of a head that the position embedding rotates; None: head_dim.
+            position_dim: features of a head that the position embedding acts on; None: head_dim.
             value_dim: features of a value; None: head_dim.
         """
         cfg = self.config
@@ -102,8 +103,8 @@ class BaseAttention(Layer):
         self.bias = self.child("bias", cfg.bias, rngs, **widths)
         self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
         self.output = self.child("output", cfg.output, rngs, **widths)
-        wide = {"input_dim": cfg.num_heads * (value_dim or head_dim), "output_dim": cfg.input_dim}
-        self.projection = self.child("projection", cfg.projection, rngs, **wide, axes=("head", "embed"))
+        projection_widths = {"input_dim": cfg.num_heads * (value_dim or head_dim), "output_dim": cfg.input_dim}
+        self.projection = self.child("projection", cfg.projection, rngs, **projection_widths, axes=("head", "embed"))
 
     def inputs(
         self,

@@ -25,7 +25,7 @@ from axcore.plugin.slots import put
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which kernel an attention call runs.
+    """The kernel that an attention call runs.
 
     Attributes:
         path: path of the kernel slot; the layer index in a scanned stack is `*`.
@@ -60,7 +60,7 @@ def recording() -> Iterator[list[Choice]]:
 class ChooseKernel(AttentionKernel):
     """Runs the first kernel of `order` that supports the call.
 
-    A call that no kernel supports raises: the core never falls back to a kernel that is not in `order`.
+    A call that no kernel supports raises. There is no fallback to a kernel outside `order`.
     """
 
     class Config(AttentionKernel.Config):
@@ -120,17 +120,19 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
     refused: list[tuple[AttentionKernel, str]] = []
     request = None
     for kernel in kernels:
-        asked, wraps = readable(kernel, inputs), has_field(kernel.config, "kernel")
-        request = KernelRequest.of(asked) if shards is None else shards.request(asked)
+        kernel_inputs, wraps = readable(kernel, inputs), has_field(kernel.config, "kernel")
+        request = KernelRequest.of(kernel_inputs) if shards is None else shards.request(kernel_inputs)
         if (reason := refusal(kernel, request)) is not None:
             refused.append((kernel, reason))
             continue
         if (choices := _choices.get()) is not None:
             choices.append(Choice(path, request, kernel, tuple(refused)))
             # A kernel that wraps another still runs, so that the choice inside it is recorded.
-            return kernel(asked) if wraps else _zeros(inputs)
-        result = kernel(asked) if shards is None or not kernel.local else shards.run(kernel, asked, path)
-        heads, lse = checked(kernel, path, asked, result)
+            return kernel(kernel_inputs) if wraps else _zeros(inputs)
+        result = (
+            kernel(kernel_inputs) if shards is None or not kernel.local else shards.run(kernel, kernel_inputs, path)
+        )
+        heads, lse = checked(kernel, path, kernel_inputs, result)
         return heads if kernel.tags_heads or wraps else checkpoint_name(heads, "heads"), lse
     assert request is not None
     if (choices := _choices.get()) is not None:

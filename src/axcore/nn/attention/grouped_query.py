@@ -22,9 +22,9 @@ Projected = Float[Array, "batch seq head head_dim"]
 class Attention(BaseAttention):
     """Multi-head, grouped-query or multi-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 
-    Besides the slots of `BaseAttention` it has `query_norm` and `key_norm`: `heads -> heads`, each [batch, seq, head,
-    head_dim], applied before the position embedding (Henry et al. 2020, arXiv 2010.04245). Both receive `head_dim` as
-    `input_dim`.
+    In addition to the slots of `BaseAttention`, it has `query_norm` and `key_norm`: `heads -> heads`, each [batch, seq,
+    head, head_dim], applied before the position embedding (Henry et al. 2020, arXiv 2010.04245). Both receive
+    `head_dim` as `input_dim`.
     """
 
     class Config(BaseAttention.Config):
@@ -34,7 +34,7 @@ class Attention(BaseAttention):
         """Features of a head; None: input_dim / num_heads."""
         query: Linear.Config | None = Linear.Config()
         key: Linear.Config | None = Linear.Config()
-        """Projection of the keys. None, together with `value`, if the cache provides keys and values."""
+        """Projection of the keys. `key` and `value` are None if the cache provides keys and values."""
         value: Linear.Config | None = Linear.Config()
         qkv: Linear.Config | None = None
         """One fused projection that replaces the other three, which must then be None. Its columns are grouped by kv
@@ -59,8 +59,8 @@ class Attention(BaseAttention):
         self.head_dim = cfg.head_dim or cfg.input_dim // cfg.num_heads
 
         def into_heads(name: str, count: int, axis: str) -> Linear:
-            wide = {"input_dim": cfg.input_dim, "output_dim": count * self.head_dim}
-            return self.child(name, getattr(cfg, name), rngs, **wide, axes=("embed", axis))
+            widths = {"input_dim": cfg.input_dim, "output_dim": count * self.head_dim}
+            return self.child(name, getattr(cfg, name), rngs, **widths, axes=("embed", axis))
 
         self.query = into_heads("query", cfg.num_heads, "head")
         self.key = into_heads("key", num_kv_heads, "kv_head")
@@ -78,7 +78,7 @@ class Attention(BaseAttention):
         self.cache = self.child("cache", cfg.cache, rngs, **widths, head_dim=self.head_dim)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
-        """Attends and projects."""
+        """Computes attention and the output projection."""
         q, k, v = self._queries_keys_values(x)
         if self.query_norm is not None:
             q = self.query_norm(q)
@@ -93,10 +93,10 @@ class Attention(BaseAttention):
         if k is not None and v is not None:
             k = checkpoint_name(constrain(k, "batch", "seq", "kv_head", None), "key")
             v = checkpoint_name(constrain(v, "batch", "seq", "kv_head", None), "value")
-        asked = self.inputs(q, k, v, tokens)
+        inputs = self.inputs(q, k, v, tokens)
         if self.cache is not None:
-            asked = self.cache.answer(asked)
-        return self.project(x, self.attend(asked) if isinstance(asked, AttentionInputs) else asked)
+            inputs = self.cache.answer(inputs)
+        return self.project(x, self.attend(inputs) if isinstance(inputs, AttentionInputs) else inputs)
 
     def _queries_keys_values(self, x: Hidden) -> tuple[Projected, Projected | None, Projected | None]:
         """Projects the input to q, k and v. k and v are None if the cache provides them."""
@@ -112,12 +112,12 @@ class Attention(BaseAttention):
 
 def _check_projections(cfg: Attention.Config) -> None:
     """Raises a ConfigError unless the projections compute queries, keys and values exactly once."""
-    apart = [name for name in ("query", "key", "value") if getattr(cfg, name) is not None]
-    if cfg.qkv is not None and apart:
-        raise ConfigError(f"qkv computes queries, keys and values in one product; set {', '.join(apart)} to None")
+    separate = [name for name in ("query", "key", "value") if getattr(cfg, name) is not None]
+    if cfg.qkv is not None and separate:
+        raise ConfigError(f"qkv computes queries, keys and values in one product; set {', '.join(separate)} to None")
     if cfg.qkv is None and cfg.query is None:
-        raise ConfigError("query and qkv are both None; give query, or qkv for queries, keys and values in one product")
-    if cfg.qkv is None and len(apart) < 3 and (len(apart) == 2 or cfg.cache is None):
         raise ConfigError(
-            "key and value must both be given, or both be None with a cache that provides keys and values"
+            "query and qkv are both None; set query, or set qkv to compute queries, keys and values in one product"
         )
+    if cfg.qkv is None and len(separate) < 3 and (len(separate) == 2 or cfg.cache is None):
+        raise ConfigError("key and value must both be set, or both be None with a cache that provides keys and values")

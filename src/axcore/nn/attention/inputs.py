@@ -97,8 +97,8 @@ class AttentionInputs:
         query: positions and segments of the queries. Those of the keys are `kv.tokens`.
         sinks: for each head, the logit of an additional key without a value (gpt-oss; Xiao et al. 2023, arXiv
             2309.17453).
-        bias: is added to the logits after `softcap`.
-        dropout: dropout of the attention weights; None while not training.
+        bias: added to the logits after `softcap`.
+        dropout: dropout of the attention weights; None unless training.
         cached: the rows of a KV cache, with their lengths and page tables; None without a cache. Kernels do
             not need it: the view contains the position of each key.
         scale: multiplies the logits.

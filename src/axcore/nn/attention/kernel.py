@@ -30,7 +30,7 @@ class AttentionKernel(Layer):
     """The views of keys and values that the kernel reads. Other views are first gathered into a `Contiguous`."""
 
     tags_heads: ClassVar[bool] = False
-    """Whether the kernel itself tags its heads as `heads` for remat policies. A kernel with a custom gradient must."""
+    """Whether the kernel itself tags its heads as `heads` for remat policies, which a custom gradient requires."""
 
     local: ClassVar[bool] = True
     """Whether the kernel runs under `shard_map`, on the rows, heads and queries of one device and all keys of those
@@ -60,9 +60,9 @@ class AttentionKernel(Layer):
         raise NotImplementedError
 
     def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
-        """Gradients of a call with some of the keys, whose heads were merged with those of other keys.
+        """Gradients of a call on a subset of the keys, whose result was merged with those of other subsets.
 
-        The default recomputes the logits by the formula. A fused kernel overrides it.
+        The default recomputes the logits by the formula. A fused kernel overrides this method.
 
         Args:
             inputs: the inputs of this call.

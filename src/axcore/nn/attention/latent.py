@@ -31,7 +31,7 @@ class LatentAttention(BaseAttention):
     The cache stores the latent and the shared key features as one key of `kv_lora_rank + qk_rope_head_dim` features,
     without a value, so its config must have the field `value_dim`. With a cache, a call with at most `absorb_up_to`
     tokens attends to the latents, with `key_up` and `value_up` absorbed into queries and heads (section 2.1.2); a
-    longer one expands the latents to keys and values first.
+    longer call first expands the latents to keys and values.
     """
 
     class Config(BaseAttention.Config):
@@ -86,14 +86,14 @@ class LatentAttention(BaseAttention):
         self.make_slots(
             rngs, num_kv_heads=heads, head_dim=key_dim, position_dim=cfg.qk_rope_head_dim, value_dim=cfg.value_dim
         )
-        one = {"num_kv_heads": 1, "head_dim": cfg.kv_lora_rank + cfg.qk_rope_head_dim, "value_dim": 0}
-        self.cache = self.child("cache", cfg.cache, rngs, input_dim=cfg.input_dim, num_heads=heads, **one)
+        cache_widths = {"num_kv_heads": 1, "head_dim": cfg.kv_lora_rank + cfg.qk_rope_head_dim, "value_dim": 0}
+        self.cache = self.child("cache", cfg.cache, rngs, input_dim=cfg.input_dim, num_heads=heads, **cache_widths)
 
     def _linear(self, rngs: Rngs, name: str, input_dim: int, output_dim: int, *axes: str | None) -> Linear:
         return self.child(name, getattr(self.config, name), rngs, input_dim=input_dim, output_dim=output_dim, axes=axes)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
-        """Attends and projects."""
+        """Computes attention and the output projection."""
         cfg, flat, shape = self.config, rows(x), x.shape[:2]
         source = flat if cfg.q_lora_rank is None else self.query_norm(self.query_down(flat))
         q = self.query_up(source).reshape(*shape, cfg.num_heads, -1)
@@ -106,28 +106,28 @@ class LatentAttention(BaseAttention):
             )
             q = jnp.concatenate([q[..., : cfg.qk_nope_head_dim], position_query], axis=-1)
         q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
-        kept = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")
-        asked = self.inputs(q, kept, empty_values(kept), tokens, self._scale)
+        stored = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")
+        inputs = self.inputs(q, stored, empty_values(stored), tokens, self._scale)
         if self.cache is not None:
-            asked = self.cache.answer(asked)
-        if not isinstance(asked, AttentionInputs):
-            heads = asked
+            inputs = self.cache.answer(inputs)
+        if not isinstance(inputs, AttentionInputs):
+            heads = inputs
         elif self.cache is not None and shape[1] <= cfg.absorb_up_to:
-            heads = self._absorbed(asked)
+            heads = self._absorbed(inputs)
         else:
-            heads = self._expanded(asked)
+            heads = self._expanded(inputs)
         return self.project(x, heads)
 
     def _expanded(self, inputs: AttentionInputs) -> Heads:
-        """Expands the latents to keys and values, and attends to those."""
-        cfg, kept = self.config, inputs.plain
-        latent, position_key = kept.k[..., 0, : cfg.kv_lora_rank], kept.k[..., cfg.kv_lora_rank :]
+        """Expands the latents to keys and values, then attends to these."""
+        cfg, stored = self.config, inputs.plain
+        latent, position_key = stored.k[..., 0, : cfg.kv_lora_rank], stored.k[..., cfg.kv_lora_rank :]
         shape = (*latent.shape[:2], cfg.num_heads, -1)
         content_key, v = self.key_up(latent).reshape(shape), self.value_up(latent).reshape(shape)
         position_key = jnp.broadcast_to(position_key, (*shape[:3], cfg.qk_rope_head_dim))
         k = constrain(jnp.concatenate([content_key, position_key], axis=-1), "batch", "seq", "head", None)
         v = constrain(v, "batch", "seq", "head", None)
-        return self.attend(inputs.replace(kv=Contiguous(k, v, kept.tokens)))
+        return self.attend(inputs.replace(kv=Contiguous(k, v, stored.tokens)))
 
     def _absorbed(self, inputs: AttentionInputs) -> Heads:
         """The same heads, as multi-query attention to the latents: `q (W c) = (W^T q) c`."""

@@ -22,7 +22,7 @@ Residuals = tuple[AttentionInputs, tuple[KVView, ...], Heads, LSE]
 def merge_by_lse(parts: Sequence[tuple[Heads, LSE]], sinks: Float[Array, " head"] | None = None) -> tuple[Heads, LSE]:
     """Merges the results for disjoint subsets of the keys into the result for all keys.
 
-    Do not differentiate it, since the log-sum-exps carry no gradient: use `attend_in_parts`.
+    Do not differentiate this function, since the log-sum-exps carry no gradient. Use `attend_in_parts` instead.
 
     Args:
         parts: heads and log-sum-exp of each subset, computed without sinks.
@@ -40,7 +40,7 @@ def attend_in_parts(
 ) -> tuple[Heads, LSE | None]:
     """Attends to disjoint subsets of the keys with one kernel call each, and merges the results.
 
-    A `local` kernel calls it with the shard of one device.
+    A `local` kernel calls this function with the shard of one device.
 
     The backward pass does not differentiate the merge, since the log-sum-exp of fused kernels carries no gradient. It
     calls `AttentionKernel.backward` for each part with the merged heads and log-sum-exp, which gives exact gradients.
@@ -53,7 +53,7 @@ def attend_in_parts(
     Raises:
         ConfigError: the kernel does not support one of the parts.
     """
-    wanted = inputs.return_lse
+    return_lse = inputs.return_lse
     inputs = inputs.replace(kv=None, return_lse=True)
 
     def part(inputs: AttentionInputs, view: KVView) -> AttentionInputs:
@@ -83,7 +83,7 @@ def attend_in_parts(
         return total, *(each.kv for each in found)
 
     heads, lse = custom_vjp(run, forward, backward)(inputs, *parts)
-    return heads, lse if wanted else None
+    return heads, lse if return_lse else None
 
 
 def _added(found: list[AttentionInputs]) -> AttentionInputs:

@@ -92,11 +92,10 @@ class KernelRequest:
         )
 
     def __str__(self) -> str:
-        heads = f"{self.num_heads} heads on {self.num_kv_heads} of {self.head_dim}"
-        heads += f" (values of {self.value_dim})" if self.value_dim != self.head_dim else ""
-        facts = [self.platform, self.phase, str(self.dtype), f"{self.batch} rows", heads]
-        facts.append(f"{self.query_len} x {self.key_len} tokens")
-        facts += [word for word, holds in (("packed rows", self.packed), ("part of the keys", self.partial)) if holds]
+        names = ["batch", "query_len", "key_len", "num_heads", "num_kv_heads", "head_dim"]
+        names += ["value_dim"] if self.value_dim != self.head_dim else []
+        facts = [self.platform, self.phase, str(self.dtype), *(f"{name}={getattr(self, name)}" for name in names)]
+        facts += [word for word, holds in (("packed rows", self.packed), ("invalid keys", self.partial)) if holds]
         return ", ".join([*facts, *self.options, self.view.__name__])
 
 

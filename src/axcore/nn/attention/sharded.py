@@ -44,15 +44,15 @@ class Shards:
 
     def request(self, inputs: AttentionInputs) -> KernelRequest:
         """The request of one device."""
-        whole, ways = KernelRequest.of(inputs), self.layout.size_of
-        heads = whole.num_heads // ways(self.head)
-        kv_heads = whole.num_kv_heads // ways(self.kv_head)
+        whole, num_shards = KernelRequest.of(inputs), self.layout.size_of
+        heads = whole.num_heads // num_shards(self.head)
+        kv_heads = whole.num_kv_heads // num_shards(self.kv_head)
         if self.kv_head is None and self.head is not None:
-            kv_heads = _own_kv_heads(whole.num_heads // whole.num_kv_heads, heads)
-        query_len = whole.query_len // ways(self.seq)
+            kv_heads = _num_selected_kv_heads(whole.num_heads // whole.num_kv_heads, heads)
+        query_len = whole.query_len // num_shards(self.seq)
         return dataclasses.replace(
             whole,
-            batch=whole.batch // ways(self.batch),
+            batch=whole.batch // num_shards(self.batch),
             query_len=query_len,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -63,20 +63,20 @@ class Shards:
     def run(self, kernel: AttentionKernel, inputs: AttentionInputs, path: str) -> tuple[Heads, LSE | None]:
         """Runs the kernel under `shard_map`, on each device's rows, heads and queries and all keys of those rows."""
         batch, _, num_heads, _ = inputs.q.shape
-        numbers = jnp.arange(num_heads, dtype=jnp.int32)
+        head_indices = jnp.arange(num_heads, dtype=jnp.int32)
         group = num_heads // inputs.keys.shape[2]
         if inputs.bias is not None:
-            inputs = inputs.replace(bias=dataclasses.replace(inputs.bias, heads=numbers))
+            inputs = inputs.replace(bias=dataclasses.replace(inputs.bias, heads=head_indices))
         if inputs.dropout is not None:
             rows = jnp.arange(batch, dtype=jnp.int32)
-            inputs = inputs.replace(dropout=dataclasses.replace(inputs.dropout, rows=rows, heads=numbers))
-        takes_own = self.kv_head is None and self.head is not None
-        if takes_own:
+            inputs = inputs.replace(dropout=dataclasses.replace(inputs.dropout, rows=rows, heads=head_indices))
+        selects_kv_heads = self.kv_head is None and self.head is not None
+        if selects_kv_heads:
             inputs = inputs.replace(kv=inputs.plain)
 
-        def body(kernel: AttentionKernel, inputs: AttentionInputs, numbers: jax.Array) -> tuple[jax.Array, ...]:
-            if takes_own:
-                inputs = inputs.replace(kv=_own(inputs.plain, numbers, group))
+        def body(kernel: AttentionKernel, inputs: AttentionInputs, head_indices: jax.Array) -> tuple[jax.Array, ...]:
+            if selects_kv_heads:
+                inputs = inputs.replace(kv=_select_kv_heads(inputs.plain, head_indices, group))
             heads, lse = checked(kernel, path, inputs, kernel(inputs))
             return (heads,) if lse is None else (heads, lse)
 
@@ -86,7 +86,7 @@ class Shards:
             layout=self.layout,
             in_specs=(specs, PartitionSpec(self.head)),
             out_specs=(specs.q, PartitionSpec(*specs.q[:3]))[: 1 + inputs.return_lse],
-        )(kernel, inputs, numbers)
+        )(kernel, inputs, head_indices)
         return found if inputs.return_lse else (found[0], None)
 
     def _specs(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -120,13 +120,13 @@ def readable(kernel: AttentionKernel, inputs: AttentionInputs) -> AttentionInput
     return inputs if isinstance(inputs.kv, views) else inputs.replace(kv=inputs.plain)
 
 
-def _own_kv_heads(group: int, heads: int) -> int:
+def _num_selected_kv_heads(group: int, heads: int) -> int:
     """The number of kv heads that a device selects: one if all its query heads share it, else one per query head."""
     return 1 if group % heads == 0 else heads
 
 
-def _own(kv: Contiguous, heads: jax.Array, group: int) -> Contiguous:
+def _select_kv_heads(kv: Contiguous, heads: jax.Array, group: int) -> Contiguous:
     """Selects the kv heads of these query heads."""
-    own = heads // group
-    own = own[:1] if _own_kv_heads(group, heads.size) == 1 else own
-    return dataclasses.replace(kv, k=kv.k[:, :, own], v=kv.v[:, :, own])
+    indices = heads // group
+    indices = indices[:1] if _num_selected_kv_heads(group, heads.size) == 1 else indices
+    return dataclasses.replace(kv, k=kv.k[:, :, indices], v=kv.v[:, :, indices])

@@ -22,7 +22,7 @@ class KVCache(Layer):
     """
 
     class Config(Layer.Config):
-        """Fields of the cache. It receives `input_dim`, `num_heads`, `num_kv_heads` and `head_dim` from attention if it
+        """The config of a cache. Attention passes `input_dim`, `num_heads`, `num_kv_heads` and `head_dim` to it if it
         declares these fields."""
 
         def build(self, *args: object, **kwargs: object) -> Any:
@@ -30,13 +30,13 @@ class KVCache(Layer):
             sizes = [name for name in ("batch_size", "max_len") if getattr(self, name, None) is REQUIRED]
             if sizes:
                 raise ConfigError(
-                    f"{' and '.join(sizes)} of the KV cache: REQUIRED. Leave the cache slot empty and pass cache=... "
+                    f"the KV cache requires {' and '.join(sizes)}. Leave the cache slot empty and pass cache=... "
                     f"to axcore.infer.generate or Decoder.of, which set them, or set them in the config"
                 )
             return super().build(*args, **kwargs)
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs | Heads:
-        """Stores the keys and values of this call, and returns a view of all that are stored.
+        """Stores the keys and values of this call, and returns a view of all stored keys and values.
 
         Args:
             inputs: `kv` contains the new keys and values as a `Contiguous` view; it is None if the attention computes
@@ -87,7 +87,7 @@ class KVCache(Layer):
         return inputs.cached
 
     def places(self, inputs: AttentionInputs, size: int) -> tuple[Int[Array, "batch query"], Int[Array, "batch query"]]:
-        """The slot and the place to write each token to, both int32.
+        """The (slot, place) that each token is written to, both int32. The place of a token is its index in the row.
 
         Padding and tokens with a negative index get the place `size`, which is out of range, so `DecodingState.put`
         drops them.

@@ -94,7 +94,7 @@ class Contiguous(KVView):
 class InCache(KVView):
     """Rows of cache arrays that also contain other layers of a scanned stack, or other rows.
 
-    Slicing such an array would copy a whole layer's cache; `block` copies one block.
+    Slicing out one layer would copy its whole cache; `block` copies one block.
 
     Attributes:
         k, v: the arrays of the cache; leading axes run over stacked layers.

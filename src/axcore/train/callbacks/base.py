@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Actions that a callback requests before the next step. They run in the order evaluate, save, stop.
+    """Actions that a callback requests. They run before the next step, in the order evaluate, save, stop.
 
     Attributes:
         stop: end the run here. The final evaluation and checkpoint still happen.
-        reason: shown when the run stops.
+        reason: the reason for stopping, shown when the run stops.
         deterministic: every process makes this request at the same step, for instance because it depends only on
-            `step` or on metrics. In a run of several processes, any other request counts only on process 0 and is
-            carried out a few steps later, at a step that all processes agree on.
+            `step` or on metrics. In a run of several processes, any other request counts only on process 0. It
+            takes effect a few steps later, at a step that all processes agree on.
     """
 
     evaluate: bool = False
@@ -41,11 +41,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class RunInfo:
-    """A run that is about to take its first step.
+    """A run before its first step in this process.
 
     Attributes:
         cfg: the trainer's config.
         folder: the run folder.
+        input: the input of the run.
+        program: the training and evaluation steps, with the shapes of the state.
         step: steps done before this process started; 0 for a new run.
         total_steps: the length of the run; None while it is unknown, as in a run limited by `minutes`.
         resumed: whether the run continues an earlier attempt, from a checkpoint or from step 0.
@@ -67,7 +69,7 @@ class StepInfo:
     Attributes:
         step: its number, from 1.
         metrics: the scalars that the step reported: `loss`, `gradient_norm`, `learning_rate` and the model's summaries
-            by path. `tokens_per_second` is missing after a pause.
+            by path. `tokens_per_second` is missing in the first step and after an evaluation or a save.
         total_steps: the length of the run, or the current estimate; None while it is unknown.
     """
 
@@ -102,8 +104,8 @@ class Callback(config.Configurable):
     If one raises, the others still run; see `on_error`.
 
     A callback that keeps arrays in device memory, such as an average of the parameters, defines `device_init` and
-    `device_update`. Both are pure functions that are compiled into the training step. Their arrays are sharded like
-    the parameters and are saved in each checkpoint.
+    `device_update`. Both are pure functions; the second is compiled into the training step. A tree with the structure
+    of the parameters is sharded like them. All arrays are saved in each checkpoint.
 
     ```python
     class StopAtLoss(Callback):
@@ -118,8 +120,9 @@ class Callback(config.Configurable):
 
     class Config(config.Config):
         on_error: Literal["stop", "disable"] = "stop"
-        """After an exception: save the state and end the run with the error, or go on without this callback. With
-        several processes, an exception in `evaluate` ends the run at once, since the others may wait for this one."""
+        """The reaction to an exception. `"stop"` saves the state and ends the run with the error; `"disable"`
+        continues without this callback. With several processes, an exception in `evaluate` ends the run at once, since
+        other processes may wait for this one."""
         order: int = 0
         """Callbacks with lower numbers run first."""
 
@@ -127,11 +130,11 @@ class Callback(config.Configurable):
     """True for callbacks that only write files or print. Only process 0 builds them."""
 
     def __init__(self, cfg: Config):
-        """Must not touch files, since validation builds the config too."""
+        """Must not touch files, since validating a config builds its callbacks."""
         self.config = cfg
 
     def start(self, run: RunInfo) -> Request | None:
-        """The first step comes next. In a resumed run, `set_state` was called before."""
+        """Called before the first step. In a resumed run, `set_state` has already been called."""
 
     def due(self, step: int) -> Request | None:
         """Called after each step is dispatched, before its metrics are available. Must be fast."""

@@ -14,7 +14,7 @@ from axcore.train.errors import TrainingError
 
 
 class Evaluator(config.Configurable):
-    """Base class of evaluators: functions from a model to metrics, for the mapping `evaluators` of `Evaluation`.
+    """Base class of evaluators, which compute metrics of a model; see `Evaluation.Config.evaluators`.
 
     ```python
     class Perplexity(ValidationLoss):
@@ -42,11 +42,11 @@ class Evaluator(config.Configurable):
 
 
 class ValidationLoss(Evaluator):
-    """`loss`: the objective, in nats per token, over the validation batches."""
+    """Reports `loss`: the mean of the objective over the validation tokens, in nats per token."""
 
     class Config(Evaluator.Config):
         weights: str | None = None
-        """Name of a callback whose parameters to evaluate, such as a moving average. None evaluates the model's own."""
+        """Evaluate the parameters that this callback keeps, such as a moving average. None: the model's parameters."""
 
     config: Config
 
@@ -76,7 +76,7 @@ class ValidationLoss(Evaluator):
 
 
 class BitsPerByte(ValidationLoss):
-    """`loss` and `bits_per_byte`, the bits to encode the validation text divided by its number of bytes."""
+    """Reports `loss`, and `bits_per_byte`: the bits to encode the validation text, divided by its bytes."""
 
     class Config(ValidationLoss.Config):
         """The fields of `ValidationLoss`."""

@@ -20,14 +20,14 @@ from axcore.train.errors import TrainingError
 from axcore.train.files import Json
 
 ENDS_THE_RUN = (TrainingError,)
-"""Errors that a callback raises on purpose."""
+"""Errors of a callback that end the run at once, whatever its `on_error`."""
 
 
 class Callbacks:
     """Calls every callback of a run.
 
     Attributes:
-        failure: the first error of a callback with `on_error="stop"`, and what failed after it. The run ends with it.
+        failure: the error that ends the run: the first of a callback with `on_error="stop"`, joined with later ones.
     """
 
     def __init__(self, cfgs: Mapping[str, Callback.Config]):
@@ -45,7 +45,7 @@ class Callbacks:
         return self.failure_with(None)
 
     def failure_with(self, error: AxcoreError | None) -> AxcoreError | None:
-        """The error that the run ends with, if `error` came after the failure of a callback, such as a failed save."""
+        """`failure` joined with a later `error`, such as that of a failed save. None if no callback failed."""
         if not self._failures:
             return None
         first, *more = [*self._failures, *([error] if error is not None and error not in self._failures else [])]
@@ -110,22 +110,22 @@ class Callbacks:
         return self._states | {name: state for name, state in self._each(_state) if state}
 
     def set_states(self, states: Mapping[str, Mapping[str, Json]]) -> None:
-        """Continues each callback from its state in a checkpoint."""
+        """Restores the state of each callback from a checkpoint."""
         self._states = dict(states)
         for name, state in states.items():
             if name in self._callbacks:
                 self._each(functools.partial(_set_state, state=state), only=name)
             elif jax.process_index() == 0:
-                print(f"callbacks: keeping the state of {name!r}, which this run does not have", file=sys.stderr)
+                print(f"callbacks: keeping the saved state of {name!r}, which is not in this config", file=sys.stderr)
         for name, state in self._each(_state):
             if state and name not in states and jax.process_index() == 0:
-                print(f"callbacks.{name}: the checkpoint has no state of it, so it starts afresh", file=sys.stderr)
+                print(f"callbacks.{name}: starts without state, since the checkpoint has none", file=sys.stderr)
 
     def _requests(self, method: str, call: Callable[[Callback], object]) -> list[tuple[str, Request]]:
         asked = self._each(lambda callback: returned.request(call(callback), method))
         found = [(name, request) for name, request in asked if request is not None]
         return [
-            # Other processes do not build such a callback, so they cannot ask for the same.
+            # Other processes do not build such a callback, so they cannot make the same request.
             (name, dataclasses.replace(each, deterministic=False))
             if self._callbacks[name].first_process_only
             else (name, each)
@@ -150,7 +150,7 @@ class Callbacks:
         return found
 
     def _named(self, name: str, raised: BaseException) -> AxcoreError:
-        """The error with its place and its owner."""
+        """The error, prefixed with the name and the plugin of the callback."""
         try:
             with attributed(self._owners[name]):
                 raise raised

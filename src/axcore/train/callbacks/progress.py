@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, otherwise (log files, batch systems) a plain line now and then."""
+"""Progress of a run: a bar on a terminal; a plain line every 10 seconds elsewhere (log files, batch systems)."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class ProgressDisplay:
             progress.update(step + 1, loss, tokens_per_second)
     ```
 
-    An update that is not drawn costs well under a microsecond and does not read its values. The display waits for a
-    loss that the device is still computing only when it shows that loss.
+    An update that is not drawn takes well under a microsecond. It does not wait for a loss that the device is still
+    computing.
 
     Args:
         total: steps of the whole run; None if unknown.
@@ -173,7 +173,7 @@ def _make_bar(stream: TextIO, total: int | None, start: int) -> tuple[Any, Any]:
         TextColumn("{task.fields[left]}"),
         console=Console(file=stream),
         auto_refresh=False,  # no thread: `update` draws
-        redirect_stdout=sys.stdout.isatty(),  # leave output that is redirected to a file alone
+        redirect_stdout=sys.stdout.isatty(),  # do not intercept output that goes to a file
         expand=True,
     )
     return bar, bar.add_task("step", total=total, completed=start, figures="", left="")

@@ -17,7 +17,7 @@ class Saving(Callback):
     class Config(Callback.Config):
         every_steps: int | None = None
         every_minutes: float | None = 10.0
-        """Minutes since the last checkpoint that this callback requested."""
+        """Minutes between checkpoints, counted from the last one that this callback requested."""
 
     config: Config
 

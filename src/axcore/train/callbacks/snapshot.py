@@ -53,7 +53,7 @@ class Snapshot:
             yield self.program.place(batch)
 
     def loss(self, batch: Batch, params: Tree | None = None) -> tuple[jax.Array, jax.Array]:
-        """(total, count) of the objective on a global batch. `params` default to the parameters in the state."""
+        """(total, count) of the objective on a global batch. `params` defaults to the parameters in the state."""
         return self.eval_step(self.state.params if params is None else params, self.state.model_state, batch)
 
     def model(self, params: Tree | None = None) -> Layer:

@@ -29,7 +29,7 @@ class TensorBoardWriter(Writer):
         folder: str = "tensorboard"
         """Path inside the run folder."""
         flush_seconds: float = 30.0
-        """Seconds after which the next value also flushes earlier values to disk."""
+        """Seconds between flushes to disk. Only writing a value triggers a flush."""
 
     config: Config
 
@@ -90,7 +90,7 @@ class TensorBoardWriter(Writer):
 
         if self._events is None:
             self._events_folder.mkdir(parents=True, exist_ok=True)
-            # The name's own timestamp counts seconds, and TensorBoard reads files in name order.
+            # TensorBoard reads files in name order, and tensorboardX's timestamp in the name has only whole seconds.
             suffix = f".{time.time_ns()}"
             self._events = EventsWriter(str(self._events_folder / "events"), suffix)
         return self._events

@@ -19,7 +19,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 Record = dict[str, Any]
-"""A line of a metrics file: `step`, `time` and metrics. `Any`, since readers know the types of their metrics."""
+"""A line of a metrics file: `step`, `time` and metrics. `Any`, since only the reader knows the types of the metrics."""
 
 
 class Writer(Callback, abc.ABC):
@@ -63,8 +63,8 @@ class Writer(Callback, abc.ABC):
 
 
 class JsonlWriter(Writer):
-    """Writes one JSON object per line: `{"step": 3, "time": 1700000000.5, "loss": 2.25}`; `time` is Unix time in
-    seconds.
+    """Writes one JSON object per line: `{"step": 3, "time": 1700000000.5, "train/loss": 2.25}`. `time` is Unix time
+    in seconds.
 
     A finite float is written in the shortest form that round-trips exactly. NaN and the infinities, which JSON lacks,
     become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`. Each line goes to the operating system immediately

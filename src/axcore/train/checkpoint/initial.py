@@ -33,13 +33,13 @@ class Initial(config.Configurable):
             return {path: jax.device_put(stored[path], params[path].sharding) for path in found}
     ```
 
-    The trainer does the rest. It raises before it writes anything if the arrays do not fit, and initializes the
-    parameters that `allow_new` names. A resumed run starts from its own checkpoints instead.
+    The trainer raises before it writes anything if the arrays do not fit. It initializes the parameters that match
+    `allow_new`. A resumed run starts from its own checkpoints instead.
     """
 
     class Config(config.Config):
         allow_new: tuple[str, ...] = ()
-        """Globs of parameters that may be missing, such as `**.adapter.**`. The model's initializers draw them."""
+        """Globs of parameters that may be missing, such as `**.adapter.**`. The model's initializers create them."""
 
     def __init__(self, cfg: Config):
         self.config = cfg
@@ -129,7 +129,7 @@ def gathered(initial: Initial.Config, model: Model, params: Forms, state: Forms,
 
 
 def _fresh(model: Model, forms: Forms, seed: Seed) -> dict[str, jax.Array]:
-    """Runs the model's initializers of these paths and nothing else."""
+    """Initializes the arrays at these paths and nothing else."""
     if not forms:
         return {}
 

@@ -33,7 +33,7 @@ class Damage(Exception):
 
 
 def of_process(folder: epath.Path, process: int) -> Entries:
-    """Syncs the files below `folder` that a process wrote to disk, and returns their entries.
+    """Returns the entries of the files below `folder` that a process wrote, after an fsync of each.
 
     Orbax puts the process number into the names of a process's files. The first process wrote all other files.
     """

@@ -49,7 +49,7 @@ class Checkpointer(Configurable):
     Build it with `cfg.build(folder)`, where `folder` is a path that `etils.epath` accepts. Building it changes no file,
     so a reader may open the folder of a running job. In a run of several processes, every process calls `save`,
     `restore`, `delete_after` and `wait` on a shared folder, and a failure of one process raises on all. Use it as a
-    context manager or call `close`: a save that is in progress when the interpreter exits is lost.
+    context manager, or call `close`: a save that is in progress when the interpreter exits is lost.
 
     An error in the background is raised by the next call of `check`, `save`, `wait` or `close`.
     """
@@ -72,8 +72,8 @@ class Checkpointer(Configurable):
             self.folder = self.folder.absolute()
         elif not str(self.folder).startswith("gs://"):
             raise ConfigError(
-                f"cannot keep checkpoints in {self.folder}, where Orbax does not write. Give a gs:// path or a folder "
-                f"of a file system (a bucket may be mounted as one)."
+                f"cannot keep checkpoints in {self.folder}, since Orbax cannot write there. Give a gs:// path or a "
+                f"folder in a file system, such as a mounted bucket."
             )
         self._storage = Storage(self.folder, cfg.keep, cfg.keep_every)
         self._thread: threading.Thread | None = None
@@ -103,7 +103,7 @@ class Checkpointer(Configurable):
             record = json.loads(json.dumps({"step": step, "meta": meta, "data": data, "arrays": layout(named)}))
         except (TypeError, ValueError) as error:
             raise AxcoreError(f"the metadata of checkpoint {self.folder / str(step)} is not JSON: {error}") from error
-        with processes.together(f"save-{step}"):  # a barrier of our own, since Orbax's do not name the missing process
+        with processes.together(f"save-{step}"):  # Orbax's own barriers do not name the missing process
             self._prepare(step)
         try:
             self._storage.save(step, named, record)
@@ -127,7 +127,8 @@ class Checkpointer(Configurable):
             if not self.folder.is_dir():
                 return []
             names = [path.name for path in self.folder.iterdir() if path.name.isdecimal()]
-            # An object store shows a folder before it is complete. A local folder appears complete, or is not ours.
+            # In an object store, a folder is visible before the commit. In a file system, it is visible only after the
+            # commit, but may not be a checkpoint.
             marks = (inventory.NAME, RECORD_FILE) if inventory.is_local(self.folder) else (COMMITTED,)
             return sorted(int(name) for name in names if any((self.folder / name / mark).exists() for mark in marks))
         except OSError as error:
@@ -156,8 +157,8 @@ class Checkpointer(Configurable):
 
         Args:
             abstract_state: the state's structure with a `jax.ShapeDtypeStruct` (or an array) for each array. The array
-                is restored to its `sharding`, whatever mesh it was saved from, or to jax's default device if that is
-                None.
+                is restored to its `sharding`, whatever mesh it was saved from, or to jax's default device if it has
+                none.
             step: number of steps done.
             subset: skip stored arrays that `abstract_state` lacks (a server does not load the optimizer state).
             cast: convert floating-point arrays to the floating-point dtypes of `abstract_state`.
@@ -227,8 +228,8 @@ class Checkpointer(Configurable):
             return
         if any(held >= step for held in self.steps()):  # retention would delete it first, as the oldest
             raise AxcoreError(
-                f"cannot save step {step}: {self.folder} has checkpoints of {_joined(self.steps())}. "
-                f"Resume from the last, or remove the checkpoints from step {step} on."
+                f"cannot save step {step}: {self.folder} has checkpoints of steps {_joined(self.steps())}. "
+                f"Resume from the last one, or remove the checkpoints of step {step} and later."
             )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -267,7 +268,7 @@ class Checkpointer(Configurable):
         if step is None:
             return steps[-1]
         if step not in steps:
-            raise AxcoreError(f"there is no checkpoint of step {step} in {self.folder}. It has {_joined(steps)}.")
+            raise AxcoreError(f"there is no checkpoint of step {step} in {self.folder}. It has steps {_joined(steps)}.")
         return step
 
     def _record(self, step: int) -> _Record:
@@ -288,7 +289,7 @@ class Checkpointer(Configurable):
     def _damaged(self, step: int, what: str) -> AxcoreError:
         older = [other for other in self.steps() if other < step]
         advice = (
-            f"To resume from step {older[-1]} instead, move that folder away."
+            f"To resume from step {older[-1]} instead, move the damaged one away."
             if older
             else "There is no older checkpoint to resume from."
         )

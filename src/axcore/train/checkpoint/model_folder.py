@@ -203,7 +203,7 @@ def save_model(
 
 
 def import_plugins(plugins: Mapping[str, str], folder: pathlib.Path) -> None:
-    """Imports the objects that these plugins offer, so that configs of their classes can be read.
+    """Imports the objects that these plugins provide, so that configs of their classes can be read.
 
     Raises:
         AxcoreError: a plugin is not installed or does not load.
@@ -213,7 +213,9 @@ def import_plugins(plugins: Mapping[str, str], folder: pathlib.Path) -> None:
         plugin = known.get(name)
         if plugin is None or plugin.state is not State.LOADED:
             why = "is not installed" if plugin is None else f"is {plugin.state.value}"
-            raise AxcoreError(f"the model in {folder} was made with {version}, and the plugin {name!r} {why}")
+            raise AxcoreError(
+                f"the model in {folder} requires the plugin {name!r} ({version}), which {why}. See `axcore plugins`."
+            )
         for offer in plugin.offers:
             importlib.import_module(offer.target.partition(":")[0])
 

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from axcore.config import AxcoreError
 
 SHOWN = 8
-"""Number of mismatches that an error lists."""
+"""Number of entries that `listed` shows."""
 
 
 class ArrayLike(Protocol):
@@ -37,7 +37,7 @@ def named_leaves(tree: PyTree) -> dict[str, ArrayLike]:
     have the same layout, so a container type can change without breaking old checkpoints.
 
     Raises:
-        AxcoreError: two leaves share a path, or one is not an array.
+        AxcoreError: two leaves share a path, or a leaf is not an array.
     """
     named: dict[str, ArrayLike] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -87,7 +87,7 @@ def mismatches(saved: Layout, wanted: Mapping[str, ArrayLike], *, subset: bool, 
 
 
 def listed(found: Sequence[str]) -> str:
-    """The first mismatches as lines, and the number of others."""
+    """The first entries, one per line, and the number of further ones."""
     lines = list(found[:SHOWN])
     if len(found) > SHOWN:
         lines.append(f"... and {len(found) - SHOWN} more")

@@ -33,7 +33,7 @@ STATE, RECORD = "state", "record"
 """Names of the two items of a checkpoint: the arrays, and everything else as JSON."""
 RECORD_FILE = f"{RECORD}/metadata"
 REMOVED = "removed"
-"""Folder for checkpoints to delete. Moving one there is atomic; deleting its files is not."""
+"""Folder for checkpoints to delete. Moving a checkpoint there is atomic; deleting its files is not."""
 COMMITTED = "commit_success.txt"
 CLEARING_ATTEMPTS = 10
 TIMEOUT_SECONDS = 3 * 3600
@@ -50,7 +50,7 @@ class Storage:
         self._quiet = contextlib.ExitStack()
 
     def save(self, step: int, named: Mapping[str, ArrayLike], record: object) -> None:
-        """Starts to write a checkpoint. When it returns, the arrays may be donated. Call `wait` afterwards."""
+        """Starts writing a checkpoint. When it returns, the arrays may be donated. Call `wait` afterwards."""
         self._quiet.close()
         self._quiet.enter_context(quiet())
         import orbax.checkpoint as ocp

@@ -1,4 +1,4 @@
-"""The input pipeline: documents to token batches that shuffle, mix, shard and resume exactly, in constant memory."""
+"""The input pipeline, from documents to token batches: shuffled, mixed, sharded and resumable, in constant memory."""
 
 from axcore.train.data.base import Input, ResumableBatches, check_identity
 from axcore.train.data.batch import Batch, Row, batch_spec

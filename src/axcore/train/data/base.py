@@ -13,21 +13,21 @@ from axcore.train.files import Json
 
 
 class ResumableBatches(Protocol):
-    """Endless training batches that can be stopped and continued."""
+    """Endless training batches whose position can be saved and restored."""
 
     def __next__(self) -> Batch: ...
 
     def __iter__(self) -> Iterator[Batch]: ...
 
     def get_state(self) -> dict[str, Json]:
-        """The position of each stream of this process, by the stream's number.
+        """The position of each stream of this process, by stream number.
 
         The union over all processes is the global state, which does not depend on the number of processes.
         """
         ...
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Continues from a global state. Each process picks its own streams from it."""
+        """Continues from a global state. Each process uses the entries of its own streams."""
         ...
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class Input(config.Configurable):
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """All token ids are below this."""
         raise NotImplementedError
 
     @property
@@ -70,7 +70,7 @@ class Input(config.Configurable):
         raise NotImplementedError
 
     def train_batches(self) -> ResumableBatches:
-        """A new iterator from the first batch on."""
+        """A new iterator that starts at the first batch."""
         raise NotImplementedError
 
     def validation_batches(self) -> Iterator[Batch]:
@@ -86,7 +86,7 @@ class Input(config.Configurable):
 
 
 def check_identity(saved: Mapping[str, Json], current: Mapping[str, Json]) -> None:
-    """Compares the identity stored with a state to the identity of the input that continues from it.
+    """Compares the identity stored in a checkpoint to that of the input of the resumed run.
 
     Raises:
         AxcoreError: lists the entries that differ.
@@ -95,6 +95,6 @@ def check_identity(saved: Mapping[str, Json], current: Mapping[str, Json]) -> No
     if names:
         changes = ", ".join(f"{name} was {saved.get(name)!r}, is {current.get(name)!r}" for name in names)
         raise config.AxcoreError(
-            f"input: the data differs from that of the saved state ({changes}). Restore the data, or start a new run "
-            f"from its weights with the feature run-weights."
+            f"input: the data differs from that of the checkpoint ({changes}). Restore the data, or start a new run "
+            f"from the weights of this run: --use run-weights:folder=FOLDER"
         )

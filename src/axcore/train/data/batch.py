@@ -45,18 +45,18 @@ def batch_spec(batch_size: int, seq_len: int) -> dict[str, tuple[tuple[int, ...]
 
 
 Row = Int32[np.ndarray, "4 seq"]
-"""One row of a batch: inputs, targets, segment ids and positions. Where the segment id is 0, it is padding."""
+"""One row of a batch: inputs, targets, segment ids and positions. Entries with segment id 0 are padding."""
 
 
 def make_rows(
     inputs: Int[np.ndarray, "rows seq"], targets: Int[np.ndarray, "rows seq"], starts: Bool[np.ndarray, "rows seq"]
 ) -> Int32[np.ndarray, "rows 4 seq"]:
-    """Rows from pairs of input and target.
+    """Makes rows from pairs of an input and a target.
 
     Args:
         inputs: token ids.
         targets: the token that follows each.
-        starts: where segments begin. One also begins at the start of each row.
+        starts: where segments begin. The start of each row also begins a segment.
     """
     seq = inputs.shape[1]
     offsets = np.arange(seq, dtype=np.int32)
@@ -70,7 +70,7 @@ def make_rows(
 
 
 def make_batch(rows: Int32[np.ndarray, "batch 4 seq"]) -> Batch:
-    """New arrays, which the caller may change."""
+    """Makes a batch of new arrays, which the caller may modify."""
     inputs, targets, segment_ids, positions = (np.ascontiguousarray(rows[:, i]) for i in range(4))
     return Batch(
         inputs=inputs,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TrainBatches(Iterator[Batch]):
-    """This process's rows of the global batches. Not for several threads at once.
+    """This process's rows of the global batches. Not thread-safe.
 
     The state of a stream is its position before the current group of batches and the number of batches taken from the
     group. Batches that were read ahead do not count.
@@ -25,7 +25,7 @@ class TrainBatches(Iterator[Batch]):
     def __init__(self, groups: grain.IterDataset[list[Batch]], *, groups_ahead: int):
         """
         Args:
-            groups: elements of several batches, whose state maps each stream to a position.
+            groups: a dataset of lists of batches. Its state maps each stream to a position.
             groups_ahead: number of groups to prepare ahead; 0 makes them on demand.
         """
         import grain.experimental
@@ -40,7 +40,7 @@ class TrainBatches(Iterator[Batch]):
     @property
     def _groups(self) -> grain.DatasetIterator[list[Batch]]:
         if not self._open:
-            raise ValueError("these batches were closed")
+            raise ValueError("the iterator of training batches is closed")
         return self._open[0]
 
     def _begin(self, positions: Mapping[str, Json]) -> None:
@@ -62,7 +62,7 @@ class TrainBatches(Iterator[Batch]):
         """See `ResumableBatches.set_state`. Drops batches that were read ahead.
 
         Raises:
-            AxcoreError: `state` does not have the form that `get_state` gives, or lacks a stream of this process.
+            AxcoreError: `state` does not have the form that `get_state` returns, or lacks a stream of this process.
         """
         positions: dict[str, Json] = {}
         taken: set[int] = set()
@@ -72,10 +72,10 @@ class TrainBatches(Iterator[Batch]):
                     positions[number] = position
                     taken.add(batches)
                 case other:
-                    raise AxcoreError(f"the state of the input has no position for stream {number}, but {other!r}")
+                    raise AxcoreError(f"the state of the input must have a position for stream {number}, got {other!r}")
         if len(taken) != 1:
             raise AxcoreError(
-                f"the streams in the state of the input have taken {sorted(taken)} batches, not one number"
+                f"all streams in the state of the input must have the same number of batches, got {sorted(taken)}"
             )
         try:
             self._groups.set_state(positions)

@@ -37,7 +37,7 @@ class JsonLines(Source):
         file: str = config.REQUIRED
         """The file; `~` is the home directory."""
         field: str = "text"
-        """The field of each object that contains the document."""
+        """Name of the field that contains the document."""
         validation_percent: float = 2.0
         """Percentage of lines for validation, above 0 and below 100."""
 
@@ -72,7 +72,7 @@ class JsonLines(Source):
 
         def add(number: int, starts: Int64[np.ndarray, " lines"], ends: Int64[np.ndarray, " lines"]) -> None:
             lines = np.stack([np.arange(number, number + len(starts)), starts, ends - starts], axis=1)
-            lines = lines[lines[:, 2] > 2]  # empty ones, with either kind of line end, are no documents
+            lines = lines[lines[:, 2] > 2]  # the others have only a line end, LF or CRLF
             validation = _hash(lines[:, 0]) < self.cfg.validation_percent / 100
             files[Split.TRAIN].write(lines[~validation].tobytes())
             files[Split.VALIDATION].write(lines[validation].tobytes())
@@ -95,7 +95,7 @@ class JsonLines(Source):
             if not lines.tell():
                 raise ConfigError(
                     f"file={self.cfg.file!r} has too few lines: with validation_percent={self.cfg.validation_percent} "
-                    f"none is for {split}. Add lines, or change validation_percent."
+                    f"no line is in {split}. Add lines, or change validation_percent."
                 )
             lines.flush()
             index[split] = np.memmap(lines, np.int64, "r").reshape(-1, 3)

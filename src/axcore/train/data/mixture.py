@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Mixture(Source):
     """Named sources, each with its share of the training tokens.
 
-    Rows are mixed after packing, so the shares are shares of tokens, whatever the lengths of documents. Each source
+    Rows are mixed after packing, so the shares count tokens, whatever the lengths of documents. Each source
     repeats its documents when all have been read. Validation reads the documents of all sources, one source after the
     other, without weights.
     """
@@ -25,14 +25,14 @@ class Mixture(Source):
         sources: Mapping[str, Source.Config] = config.REQUIRED
         """The sources by name."""
         weights: Mapping[str, float] = config.REQUIRED
-        """The share of each source in the training tokens. They need not sum to 1."""
+        """Relative share of each source in the training tokens. The weights need not sum to 1."""
 
     cfg: Config
 
     def __init__(self, cfg: Config):
         """
         Raises:
-            ConfigError: there are no sources, a weight is missing, not positive or without source, or a source raises.
+            ConfigError: there is no source; a weight is missing, not positive, or without a source; or a source raises.
         """
         if not cfg.sources:
             raise config.ConfigError("sources is empty. Give at least one.")

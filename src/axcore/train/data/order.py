@@ -15,11 +15,11 @@ _MULTIPLIER = 0xD6E8FEB86659FD93
 
 
 class ShuffledDocuments(grain.MapDataset[T]):
-    """A dataset in a random order, with another order in each epoch (each further `len` indices).
+    """A dataset in random order. Each epoch (`len` consecutive indices) has a new order.
 
-    It computes each index independently, in constant memory. grain's own shuffle takes milliseconds per element of a
-    dataset with less than a hundred elements (it walks a cycle of 65,536), gives epoch 1 of a seed the order of epoch 0
-    of the next seed, and may change between versions.
+    Each index is computed independently, in constant memory. grain's own shuffle takes milliseconds per element if a
+    dataset has fewer than a hundred elements, gives epoch 1 of a seed the order of epoch 0 of the next seed, and may
+    change between versions.
     """
 
     def __init__(self, parent: grain.MapDataset[T], seed: int):

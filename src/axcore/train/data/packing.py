@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Tokens(TypedDict):
-    """A document, or a piece of one, as pairs of a token and the one that follows it."""
+    """A document, or a piece of one, as pairs of a token and the next token."""
 
     inputs: Int32[np.ndarray, " tokens"]
     targets: Int32[np.ndarray, " tokens"]
@@ -34,13 +34,13 @@ class Packing(config.Configurable, abc.ABC):
         """Packs sequences into rows of `seq_len` pairs. A pair stays within its segment. Padding has segment id 0.
 
         Args:
-            sequences: endless, of any length, each at least one segment.
+            sequences: an endless dataset. Sequences have any length, and each starts a new segment.
             seq_len: pairs in a row.
         """
 
 
 class ConcatThenSplit(Packing):
-    """Concatenates the sequences and splits the result into rows, without padding. Long sequences cross rows."""
+    """Concatenates the sequences and splits the result into rows, without padding. A sequence may span rows."""
 
     class Config(Packing.Config):
         """No options."""

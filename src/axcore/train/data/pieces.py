@@ -80,6 +80,6 @@ def _cut(content: bytes, at: int, slack: int) -> int:
     newline = content.find(b"\n", at, at + slack)
     if newline >= 0:
         return newline + 1
-    while at < len(content) and content[at] & 0b1100_0000 == 0b1000_0000:  # within a character
+    while at < len(content) and content[at] & 0b1100_0000 == 0b1000_0000:  # within a UTF-8 character
         at += 1
     return at

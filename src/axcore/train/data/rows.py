@@ -14,14 +14,14 @@ import numpy as np
 from axcore.train.data.batch import Batch, Row, make_batch, make_rows
 from axcore.train.data.packing import Tokens
 
-State = dict[str, Any]  # Any: as in grain.DatasetIterator, whose states these are
+State = dict[str, Any]  # Any: the type of states in grain.DatasetIterator
 _PACKED_TOGETHER = 2**12
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fraction, times 2**64
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15  # its fractional part, times 2**64
 
 
 class ConcatThenSplitRows(grain.IterDataset[Row]):
     """Rows from concatenated sequences. grain's own packer runs Python code per row and feature, which is too slow for
-    rows of a hundred tokens. This one packs several thousand tokens at a time."""
+    rows of a hundred tokens. This class packs several thousand tokens at a time."""
 
     def __init__(self, parent: grain.IterDataset[Tokens], seq_len: int):
         super().__init__(parent)
@@ -32,7 +32,7 @@ class ConcatThenSplitRows(grain.IterDataset[Row]):
 
 
 class _ConcatThenSplitIterator(grain.DatasetIterator[Row]):
-    """Its state is the start of the next row: the parent's position before a sequence, and an offset in it."""
+    """The state is the start of the next row: the parent's position before a sequence and an offset in the sequence."""
 
     def __init__(self, parent: grain.DatasetIterator[Tokens], seq_len: int):
         super().__init__(parent)
@@ -120,8 +120,8 @@ def first_fit_rows(parent: grain.IterDataset[Tokens], seq_len: int, open_rows: i
 
 
 class ShuffledRows(grain.IterDataset[Row]):
-    """Rows in random order within consecutive windows. grain's own window shuffle takes 0.2 ms per row of a window of
-    256 (it walks a cycle of 65,536)."""
+    """Rows in random order within consecutive windows. grain's own window shuffle takes 0.2 ms per row with a
+    window of 256."""
 
     def __init__(self, parent: grain.IterDataset[Row], *, window: int, seed: int):
         """
@@ -138,7 +138,7 @@ class ShuffledRows(grain.IterDataset[Row]):
 
 
 class _ShuffledIterator(grain.DatasetIterator[Row]):
-    """Its state is the parent's position before the window and the number of rows taken from the window."""
+    """The state is the parent's position before the window and the number of rows taken from the window."""
 
     def __init__(self, parent: grain.DatasetIterator[Row], window: int, seed: int):
         super().__init__(parent)
@@ -172,7 +172,7 @@ class _ShuffledIterator(grain.DatasetIterator[Row]):
 
 class MixedRows(grain.IterDataset[Row]):
     """Rows of several datasets in given shares. grain's own mixture visits its datasets in the same order in every
-    stream, so that all rows of a batch would come from one of them; this one spreads the shares over each batch."""
+    stream, so all rows of a batch would come from one dataset. This class mixes the datasets within each batch."""
 
     def __init__(
         self,
@@ -227,8 +227,8 @@ class _MixedIterator(grain.DatasetIterator[Row]):
 
 
 class JoinedBatches(grain.IterDataset[list[Batch]]):
-    """Groups of batches whose rows come from several streams. An element is several batches, since passing an element
-    between threads costs more than making a small batch. The state maps the number of each stream to its state."""
+    """Groups of batches whose rows come from several streams. An element is a list of batches, since passing an
+    element between threads costs more than making a small batch. The state maps stream numbers to their states."""
 
     def __init__(self, streams: Mapping[int, grain.IterDataset[Row]], rows: int, group: int):
         """

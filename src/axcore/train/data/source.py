@@ -60,13 +60,13 @@ class Source(config.Configurable, abc.ABC):
         """
 
     def parts(self) -> Mapping[str, tuple[float, Source]]:
-        """The sources that this one draws from, by name, each with its share of the training tokens."""
+        """The sources that this source draws from, by name, each with its share of the training tokens."""
         return {"": (1.0, self)}
 
     def fingerprint(self, piece_bytes: int) -> str:
-        """A digest of the training documents, which changes when they do.
+        """A digest of the training documents, to detect changes.
 
-        The default reads a sample of them. Sources with a better digest override it.
+        The default covers a sample of the documents. Override this method if all of them can be checked cheaply.
         """
         documents = self.documents(Split.TRAIN, piece_bytes)
         digest = hashlib.sha256(str(len(documents)).encode())
@@ -77,7 +77,7 @@ class Source(config.Configurable, abc.ABC):
 
 
 class LocatedError(config.ConfigError):
-    """An error in the field or node of a config at `path`."""
+    """An error in the config at `path`."""
 
     def __init__(self, path: str, problem: str):
         super().__init__(f"{path}: {problem}")

@@ -23,11 +23,11 @@ ORDER_VERSION = 1
 """Version of the order of rows. Increase it when the same config, text and seed give different batches."""
 
 _WINDOW_TOKENS = 2**18
-_WINDOWS_IN_EPOCH = 16  # at least, about
+_WINDOWS_IN_EPOCH = 16  # approximate minimum
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> Int32[np.ndarray, " tokens"]:
-    """The ids of a document, after a separator if the document is not a later piece of a text.
+    """The token ids of a document. A separator precedes the first piece of a text.
 
     Raises:
         AxcoreError: the tokenizer raised, or returned the separator or an id outside of its vocabulary. The message
@@ -45,11 +45,13 @@ def encode(tokenizer: Tokenizer, document: Document) -> Int32[np.ndarray, " toke
         ) from error
     if ids.size and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
         raise AxcoreError(
-            f"{name} encodes {document.name} with ids from {ids.min()} to {ids.max()}, but its vocab_size is "
+            f"{name} encodes {document.name} to ids from {ids.min()} to {ids.max()}, but its vocab_size is "
             f"{tokenizer.vocab_size}"
         )
     if (ids == tokenizer.separator_id).any():
-        raise AxcoreError(f"{name} encodes {document.name} with its own separator inside")
+        raise AxcoreError(
+            f"{name} encodes {document.name} to ids that include its separator_id={tokenizer.separator_id}"
+        )
     separator = [tokenizer.separator_id] if document.starts else []
     return np.concatenate([np.array(separator, np.int32), ids.astype(np.int32)])
 
@@ -63,16 +65,16 @@ def training_pairs(tokenizer: Tokenizer, document: Document) -> Tokens:
 
 
 def derived_seed(seed: int, *names: object) -> int:
-    """A seed below 2**32 for one purpose."""
+    """A seed below 2**32 for the purpose that `names` identify."""
     return int.from_bytes(hashlib.sha256(repr((seed, *names)).encode()).digest()[:4], "big")
 
 
 class Streams:
     """Builds the streams of an input.
 
-    Stream `k` of `count` reads every `count`-th document of an endless sequence, from the `k`-th on. Each epoch of the
-    sequence contains each document once, in a new order. Together, the streams read each document once per epoch. They
-    do not depend on the number of processes.
+    Stream `k` of `count` reads every `count`-th document of an endless sequence, starting at the `k`-th. Each epoch of
+    the sequence contains each document once, in a new order. Together, the streams read each document once per epoch.
+    They do not depend on the number of processes.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Streams:
             if not isinstance(documents, grain.MapDataset):
                 raise ConfigError(
                     f"documents() must return a grain.MapDataset of Document, not {type(documents).__name__}. "
-                    f"grain.MapDataset.source(sequence) makes one of any sequence."
+                    f"grain.MapDataset.source(sequence) makes one from any sequence."
                 )
         self._tokenizer, self._packing, self._threads = tokenizer, packing, threads
         self._count, self._seq_len, self._batch_size = count, seq_len, batch_size

@@ -62,8 +62,8 @@ class TextInput(Input):
             process_count: number of processes that share a global batch.
 
         Raises:
-            ConfigError: a number is out of range, the streams do not divide among the processes, or the training text
-                is shorter than one batch. Errors of the source and the tokenizer are raised too.
+            ConfigError: a number is out of range, the streams cannot be split among the processes, or the training text
+                is shorter than one batch. Errors of the source and the tokenizer are also raised.
         """
         if not 0 <= process_index < process_count:
             raise ValueError(f"process_index={process_index} must lie in [0, process_count={process_count})")
@@ -101,7 +101,7 @@ class TextInput(Input):
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """All token ids are below this."""
         return self.tokenizer.vocab_size
 
     @property
@@ -171,7 +171,7 @@ class TextInput(Input):
     def _documents(self, split: Split) -> Iterator[Document]:
         documents = self.source.documents(split, self._piece_bytes)
         for index in range(len(documents)):
-            if (document := documents[index]) is not None:  # grain's filter leaves holes
+            if (document := documents[index]) is not None:  # grain's filter leaves None in place of dropped elements
                 yield document
 
     def _check_length(self) -> None:
@@ -182,8 +182,8 @@ class TextInput(Input):
             if found >= needed:
                 return
         raise config.ConfigError(
-            f"the training text has {found} tokens, fewer than a batch: batch_size={self.cfg.batch_size} rows of "
-            f"seq_len={self.cfg.seq_len}. Make either smaller, or add text."
+            f"the training text has {found} tokens, fewer than one batch of batch_size={self.cfg.batch_size} rows of "
+            f"seq_len={self.cfg.seq_len} tokens. Reduce either, or add text."
         )
 
 
@@ -207,15 +207,17 @@ def _check(cfg: TextInput.Config, process_count: int) -> int:
     batch_size = cfg.batch_size
     streams = cfg.streams or max(n for n in range(1, min(batch_size, _MOST_STREAMS) + 1) if batch_size % n == 0)
     if batch_size % streams:
-        raise refuse(f"streams={streams} does not divide batch_size={batch_size}. Set streams to a divisor or None.")
+        raise refuse(
+            f"streams={streams} is not a divisor of batch_size={batch_size}. Set streams to a divisor or None."
+        )
     if batch_size % process_count:
         raise refuse(
-            f"batch_size={batch_size} does not divide among {process_count} processes. Make it a multiple of "
+            f"batch_size={batch_size} cannot be split evenly among {process_count} processes. Make it a multiple of "
             f"{process_count}."
         )
     if streams % process_count:
         raise refuse(
-            f"streams={streams} do not divide among {process_count} processes. Set streams to a divisor of "
+            f"streams={streams} cannot be split evenly among {process_count} processes. Set streams to a divisor of "
             f"batch_size={batch_size} that is a multiple of {process_count}."
         )
     return streams

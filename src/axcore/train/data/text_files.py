@@ -74,8 +74,8 @@ class TextFiles(Source):
         """Percentage of files for validation, above 0 and below 100."""
         check_content: bool = True
         """Read every file once at the start, to skip files that are not text (they contain a zero byte) and duplicates,
-        which could otherwise be in both training and validation. Without it, the start is faster, but a changed file is
-        detected only if its size changes."""
+        which could otherwise be in both training and validation. False starts faster, but a change of a file is
+        detected only if it changes the size."""
         allow_unreadable: bool = False
         """Skip files and folders that cannot be read, instead of raising an error."""
 
@@ -84,7 +84,7 @@ class TextFiles(Source):
     def __init__(self, cfg: Config):
         """
         Raises:
-            ConfigError: `validation_percent` is out of range.
+            ConfigError: `max_file_bytes` or `validation_percent` is out of range.
         """
         config.at_least(cfg, 0, "max_file_bytes")
         check_percent(cfg.validation_percent)
@@ -101,7 +101,7 @@ class TextFiles(Source):
 
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:
         """See `Source.documents`."""
-        import grain  # slow to import, and a config's module should not be
+        import grain  # slow to import, so not at the top of a module with configs
 
         index = self.index
         names = [name for name, _ in index.files[split]]
@@ -117,7 +117,7 @@ class TextFiles(Source):
         """The files to read, listed on first use.
 
         Raises:
-            ConfigError: the folder is missing, not a folder, or without text; a file cannot be read; or a split is
+            ConfigError: the folder is missing, not a folder, or contains no text; a file cannot be read; or a split is
                 empty.
         """
         folder = self.folder()
@@ -214,10 +214,10 @@ class TextFiles(Source):
             )
         if not train or not validation:
             full, empty = ("training", "validation") if train else ("validation", "training")
-            advice = f"{'Raise' if train else 'Lower'} validation_percent={percent}, or cut"
+            advice = f"{'Raise' if train else 'Lower'} validation_percent={percent}, or split"
             raise config.ConfigError(
-                f"all {train + validation} files in folder={folder!r} are for {full} and none for {empty} (a hash of "
-                f"its path assigns each file). {advice if train + validation > 1 else 'Cut'} the text into more files."
+                f"all {train + validation} files in folder={folder!r} are in {full} and none in {empty} (a hash of its "
+                f"path assigns each file). {advice if train + validation > 1 else 'Split'} the text into more files."
             )
 
 

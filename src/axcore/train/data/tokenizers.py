@@ -17,13 +17,13 @@ class Tokenizer(config.Configurable, abc.ABC):
         """No common options."""
 
     vocab_size: int
-    """Upper bound of ids: the number of rows of the model's embedding, including unused ones."""
+    """Exclusive upper bound of ids: the number of rows of the model's embedding, including unused rows."""
 
     separator_id: int
     """The id before each document. `encode` never returns it."""
 
     bytes_per_token: float = 4.0
-    """About how much text a token stands for. The size of the pieces of long documents follows from it."""
+    """Approximate bytes of text per token. It determines the default of `TextInput.Config.piece_bytes`."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:

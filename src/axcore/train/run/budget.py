@@ -46,7 +46,7 @@ class Budget:
         return self.plan["total_steps"] if self.plan is not None else self._expected
 
     def total(self, step: int) -> int:
-        """The total number of steps as the schedule sees it after `step` steps; UNKNOWN_STEPS before the decision."""
+        """The total number of steps that the schedule uses after `step` steps; UNKNOWN_STEPS before the decision."""
         return UNKNOWN_STEPS if self.plan is None or step < self.plan["decided_at"] else self.plan["total_steps"]
 
     def decide(self, step: int) -> int | None:
@@ -75,12 +75,10 @@ def _read(file: Path) -> dict[str, int]:
         plan = json.loads(file.read_text())
         if all(type(plan[name]) is int for name in ("total_steps", "decided_at")):
             return dict(plan)
-        problem = "the two numbers are not whole"
-    except OSError as error:
+        problem = "the values are not integers"
+    except (OSError, ValueError, KeyError, TypeError) as error:
         problem = os_reason(error)
-    except (ValueError, KeyError, TypeError) as error:
-        problem = str(error)
     raise AxcoreError(
-        f'{file} must be JSON with the whole numbers "total_steps" and "decided_at", but: {problem}. Restore the '
-        f"file, or remove it to decide the length of the run anew."
+        f'cannot read {file}: {problem}. It must be JSON with the integers "total_steps" and "decided_at". Restore the '
+        f"file, or remove it to choose the length of the run again."
     )

@@ -38,7 +38,7 @@ def create(folder: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def move_aside(folder: pathlib.Path) -> pathlib.Path:
-    """Renames the folder to the first free name of `NAME.1`, `NAME.2` and so on, and returns the new path.
+    """Renames the folder to the first free name among `NAME.1`, `NAME.2` and so on, and returns the new path.
 
     Raises:
         AxcoreError: the folder cannot be renamed.
@@ -49,11 +49,11 @@ def move_aside(folder: pathlib.Path) -> pathlib.Path:
     try:
         return folder.rename(aside)
     except OSError as error:
-        raise AxcoreError(f"cannot move {folder} aside, to {aside}: {os_reason(error)}") from error
+        raise AxcoreError(f"cannot move {folder} to {aside}: {os_reason(error)}") from error
 
 
 class Lock:
-    """Prevents two live processes from writing the same run folder.
+    """Prevents two live processes from writing to the same run folder.
 
     ```python
     with Lock(folder):
@@ -61,7 +61,7 @@ class Lock:
     ```
 
     The operating system releases the lock when the process ends for any reason, so stale locks do not exist. Forked
-    children do not hold it. On a file system without locks it only warns.
+    children do not hold it. On a file system without locks, it only warns.
 
     Raises:
         AxcoreError: another process holds the lock (the message names its host and pid), or the folder is not writable.
@@ -91,7 +91,7 @@ class Lock:
             return
         self._descriptor = descriptor
         os.register_at_fork(after_in_child=self._forget)
-        with contextlib.suppress(OSError):  # a full disk costs only the pid in the message
+        with contextlib.suppress(OSError):  # on a full disk, the message of another process lacks the pid
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 

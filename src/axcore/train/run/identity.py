@@ -8,7 +8,7 @@ from axcore.config import Config, ConfigError, Diff, diff_flat, flatten, walk
 
 
 def layout_fields(cfg: Config) -> dict[str, set[str]]:
-    """Path -> fields that leave the mathematics unchanged, of each node whose class lists them."""
+    """The `layout_fields` of each node whose class has them, by path. They do not change what the run computes."""
     found: dict[str, set[str]] = {}
     for path, node in walk(cfg):
         for kind in type(node).__mro__:
@@ -18,8 +18,8 @@ def layout_fields(cfg: Config) -> dict[str, set[str]]:
 
 
 def is_layout(path: str, fields: Mapping[str, Set[str]]) -> bool:
-    """Whether the value at a path leaves the mathematics unchanged: the innermost node above it that lists its layout
-    fields decides."""
+    """Whether the value at a path is a layout field, which does not change what the run computes. The innermost node
+    above it in `fields` decides."""
     names = path.split(".")
     for end in range(len(names) - 1, -1, -1):
         if (listed := fields.get(".".join(names[:end]))) is not None:
@@ -31,7 +31,7 @@ def changes(old: dict[str, str], cfg: Config) -> tuple[Diff, Diff]:
     """The differences between an earlier config, as text, and this one.
 
     Returns:
-        The changes to the mathematics (model, data, objective, optimizer, seed, ...) and all other changes (mesh,
+        The changes to what the run computes (model, data, objective, optimizer, seed, ...) and all other changes (mesh,
         kernels, rematerialization, microbatches, callbacks, retention, length of the run, ...).
     """
     new, fields = flatten(cfg), layout_fields(cfg)
@@ -41,7 +41,7 @@ def changes(old: dict[str, str], cfg: Config) -> tuple[Diff, Diff]:
 
 
 def check(old: dict[str, str], cfg: Config, folder: object) -> Diff:
-    """Raises if the config changes the mathematics of the run.
+    """Raises if the config changes what the run computes.
 
     Returns:
         The allowed changes.

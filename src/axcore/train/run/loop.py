@@ -21,7 +21,7 @@ Report = Callable[[int, Mapping[str, float]], None]
 
 @dataclasses.dataclass
 class Loop:
-    """Runs steps.
+    """Runs training steps.
 
     The metrics of a step are fetched after the next step is dispatched, so the device is not idle while Python
     reports them. `flush` fetches the outstanding metrics.
@@ -29,7 +29,7 @@ class Loop:
     Attributes:
         done: the number of steps dispatched.
         report: called with the number of each finished step and its metrics.
-        host_seconds: the time of each step that Python spent neither in the step call nor waiting for the device.
+        host_seconds: for each step, seconds that Python spent outside of the step call, without waits for the device.
     """
 
     step: Step

@@ -1,4 +1,4 @@
-"""Restores the newest checkpoint of a run as the state of this attempt."""
+"""Restores the newest checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Meta(TypedDict):
 
     Attributes:
         seconds: training time so far, in all attempts.
-        evaluation_due: whether a signal kept this step from being evaluated; the resumed run does so first.
+        evaluation_due: whether a signal prevented the evaluation of this step. If so, the resumed run starts with it.
         config: the text of the config.
         plugins: the active plugins and their versions.
         input: the identity of the data; see `Input.identity`.
@@ -46,7 +46,7 @@ class Meta(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """The point that an earlier attempt at a run reached: state, number of steps done and position in the data."""
+    """The point from which a run continues: state, number of steps done and position in the data."""
 
     state: TrainState
     step: int
@@ -61,7 +61,7 @@ def restore(checkpointer: Checkpointer, program: Program, source: Input) -> Resu
     longer configured are not read. A message on stderr reports both.
 
     Raises:
-        AxcoreError: the checkpoint is damaged, does not fit the state, or was trained on other data.
+        AxcoreError: the checkpoint is damaged, does not fit the state, or was trained on different data.
     """
     meta = cast(Meta, checkpointer.meta())
     check_identity(meta["input"], source.identity())
@@ -74,7 +74,7 @@ def restore(checkpointer: Checkpointer, program: Program, source: Input) -> Resu
     found = checkpointer.restore(wanted, subset=bool(unread))
     state: TrainState = found.state
     for name in sorted(unread):
-        _say(f"callbacks.{name}: the arrays in the checkpoint do not fit this run and are not read")
+        _say(f"callbacks.{name}: the arrays in the checkpoint do not fit this run and are ignored")
     if missing := program.state.callbacks.keys() - fits:
         for name in sorted(missing):
             _say(f"callbacks.{name}: starts from the restored parameters")

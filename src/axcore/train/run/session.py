@@ -136,9 +136,9 @@ class Session:
             given, self.first = self.first, None
             state = given or self.program.init(np.array(self.cfg.seed, np.uint32))
         if resume:
-            self._say(f"resuming after step {done}" if done else "no checkpoint yet: starting over")
+            self._say(f"resuming after step {done}" if done else "no checkpoint yet: starting at step 0")
         if self.total is not None and done > self.total:
-            self._say(f"steps={self.total} is fewer than the {done} steps already done, so no step is trained")
+            self._say(f"steps={self.total} is fewer than the {done} steps already done, so there is nothing to train")
         info = RunInfo(self.cfg, self.folder, self.input, self.program, done, self.total, resume)
         self.asked += self.callbacks.start(info)
         self._raise_failure()
@@ -149,7 +149,7 @@ class Session:
     def _compare_plugins(self, before: Mapping[str, str]) -> None:
         if before != self.plugins:
             was, now = (", ".join(each.values()) or "no plugins" for each in (before, self.plugins))
-            self._say(f"the checkpoint was written with {was}, but this run has {now}. Its losses may differ.")
+            self._say(f"the checkpoint was written with {was}, but this run has {now}. The losses may differ.")
 
     def _say(self, text: str) -> None:
         if self.is_first:
@@ -163,7 +163,7 @@ class Session:
         if total is None:
             assert cfg.minutes is not None
             budget = Budget(cfg.minutes, cfg.learner.schedule, self.folder, began=self.began)
-            total = budget.total(loop.done)  # not that of the checkpoint, which may be of fewer minutes
+            total = budget.total(loop.done)  # not that of the checkpoint, which may be for another time limit
         loop.state = _with_total(loop.state, total)
         while loop.done < total and not self._act(loop):
             loop.advance()
@@ -184,8 +184,8 @@ class Session:
         if self.callbacks.failure is not None:
             self.requests.make("failure")
         now = self.requests.due()
-        # A callback that reads the metrics of the last step may ask for more. With several processes all must flush at
-        # the same step, and only a deterministic request is known to all.
+        # A callback that receives the metrics of the last step may make further requests. With several processes, all
+        # must flush at the same step, and only a deterministic request is known to all.
         if self.asked and (jax.process_count() == 1 or any(request.deterministic for _, request in self.asked)):
             loop.flush()
         now |= self._granted()
@@ -225,7 +225,7 @@ class Session:
         raise RunStopped(f"{number.name}: stopped the run in {self.folder}: {saved}", number, loop.done)
 
     def _stop_alone(self, loop: Loop) -> None:
-        """Ends a single-process run on a signal that arrives after the last step. Several processes finish the run."""
+        """Ends the run if a signal arrived after the last step. A run of several processes finishes instead."""
         if jax.process_count() == 1 and signals.stop_requested() is not None:
             self._end_early(loop)
 
@@ -236,7 +236,7 @@ class Session:
     def _evaluate(self, loop: Loop) -> None:
         """Computes the metrics of all evaluators, at most once per step."""
         loop.flush()
-        if self.evaluated.get("step") == loop.done:  # before the checkpoint that was resumed from
+        if self.evaluated.get("step") == loop.done:  # evaluated before the checkpoint that this run resumed from
             self.evaluation_due = False
             return
 
@@ -254,7 +254,7 @@ class Session:
         loop.pause()
 
     def _save(self, loop: Loop) -> None:
-        """Starts to write a checkpoint, after the metrics of all steps so far are on disk."""
+        """Starts writing a checkpoint, after the metrics of all steps so far are on disk."""
         loop.flush()
         if loop.done == self.saved:
             return

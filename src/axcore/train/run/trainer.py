@@ -101,7 +101,7 @@ class Trainer(config.Configurable):
                 run bit for bit. On another mesh or number of processes they agree within float tolerance.
 
         Raises:
-            AxcoreError: the config, the input or the folder is not usable or differs between processes, and nothing was
+            AxcoreError: the config, the input or the folder is invalid or differs between processes, and nothing was
                 trained; or a callback failed, and the state is saved.
             TrainingError: the loss or the parameters are not finite.
             RunStopped: SIGINT or SIGTERM ended the run; the state is saved.
@@ -111,7 +111,7 @@ class Trainer(config.Configurable):
             agree(self.config)
             with runtime.together("prepare"):
                 prepared = self._prepare(folder, resume)
-            # Outside of `together`, since processes read weights together.
+            # Outside of `together`: all processes take part in reading weights, and wait for each other.
             first = self._first_state(folder, resume, prepared.program)
             with runtime.together("folder"):
                 if jax.process_index() == 0:
@@ -182,7 +182,7 @@ class Trainer(config.Configurable):
         if allowed and jax.process_index() == 0:
             print(f"resuming with these changes:\n{allowed}", file=sys.stderr)
             if any(change.path in ("steps", "minutes") for change in allowed):
-                print("the learning rate follows the schedule of the new length from here on", file=sys.stderr)
+                print("from here on, the learning rate follows the schedule for the new length", file=sys.stderr)
 
 
 def _holds_run(folder: Path) -> bool:

@@ -141,8 +141,8 @@ class ObjectiveGradient:
         return part(model_state, self.fn.gradient_state, lambda is_gradient_state: bool(is_gradient_state))
 
     def _split(self, x: jax.Array, microbatches: int) -> jax.Array:
-        """[batch, ...] -> [microbatches, rows, ...]. A microbatch takes every n-th row, so that no row changes
-        device."""
+        """[batch, ...] -> [microbatches, rows, ...]. A microbatch takes every `microbatches`-th row, so
+        that no row changes device."""
         x = rearrange(x, "(r k) ... -> k r ...", k=microbatches)
         if self.layout.mesh.size == 1:
             return x

@@ -29,7 +29,7 @@ def matrices(path: str, axes: Axes) -> bool:
 
 
 class Optimizer(config.Configurable):
-    """Base of optimizers, which create the optax transformation before the learning rate is applied."""
+    """Base class of optimizers, which turn gradients into updates before the learning rate is applied."""
 
     class Config(config.Config):
         """Fields of the optimizer."""
@@ -40,7 +40,7 @@ class Optimizer(config.Configurable):
         self.config = cfg
 
     def transformation(self, axes: Tree) -> optax.GradientTransformation:
-        """The transformation of gradients to updates, which the learner multiplies with the rate and subtracts.
+        """The optax transformation of gradients to updates. The learner subtracts the updates times the rate.
 
         Args:
             axes: the logical axes of each trained parameter, as nested dicts without the frozen parameters. The
@@ -52,8 +52,8 @@ class Optimizer(config.Configurable):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
 
-    It computes in float32 for every dtype of the parameters: a bfloat16 average of squared gradients would stop
-    changing, since `1 - b2` of a squared gradient is below its precision.
+    All arithmetic is in float32, whatever the dtype of the parameters: in bfloat16, small changes of the average of
+    squared gradients would be rounded away.
     """
 
     class Config(Optimizer.Config):
@@ -61,7 +61,7 @@ class AdamW(Optimizer):
         b2: float = 0.95
         eps: float = 1e-8
         weight_decay: float = 0.1
-        """Is multiplied with the learning rate."""
+        """Multiplied by the learning rate, as in PyTorch and optax."""
         decays: Callable[[str, Axes], bool] = matrices
         """Selects the parameters that decay, by path and logical axes."""
         moment_dtype: DTypeLike = np.dtype(jnp.float32)
@@ -97,7 +97,7 @@ class Learner(config.Configurable):
         optimizer: Optimizer.Config = AdamW.Config()
         schedule: Schedule = WarmupCosine()
         clip_norm: float | None = 1.0
-        """Gradients are scaled down to this global norm over all trained parameters; None: no clipping."""
+        """Gradients are scaled down to this global norm over all trained parameters. None does not clip."""
         rates: Mapping[str, float] = config.FrozenDict()
         """Path pattern, such as `decoder.layers.attention.**` -> factor of the learning rate. The last matching pattern
         applies. The factor 0 freezes parameters: they have no gradient and no optimizer state."""
@@ -112,11 +112,11 @@ class Learner(config.Configurable):
         """The optax transformation of the trained parameters."""
 
     def trained(self, tree: Tree) -> Tree:
-        """The part of a tree with the structure of the parameters that belongs to trained parameters."""
+        """Selects the trained parameters from a tree with the structure of the parameters."""
         return part(tree, self._factors, lambda factor: factor != 0.0)
 
     def frozen(self, tree: Tree) -> Tree:
-        """The part of a tree with the structure of the parameters that belongs to frozen parameters (factor 0)."""
+        """Selects the frozen parameters (factor 0) from a tree with the structure of the parameters."""
         return part(tree, self._factors, lambda factor: factor == 0.0)
 
     def init(self, params: Tree) -> optax.OptState:

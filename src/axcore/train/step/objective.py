@@ -20,12 +20,12 @@ Scores = tuple[Float[Array, "batch seq"], Float[Array, "batch seq"], Float[Array
 
 
 class Objective(config.Configurable):
-    """Base of objectives, which compute the training loss of a model on a batch.
+    """Base class of objectives, which compute the training loss of a model on a batch.
 
     An objective runs in the frame of the model: it may call the model's methods, and use `axcore.current()` to add
     losses (`add_loss`), report summaries and draw random numbers. The training step minimizes `total / count` of the
-    result plus the losses that objective and layers add. Totals and counts are summed over all microbatches and devices
-    of the batch.
+    result plus the losses that the objective and the layers add. Totals and counts are summed over all microbatches and
+    devices of the batch.
     """
 
     class Config(config.Config):
@@ -39,8 +39,9 @@ class Objective(config.Configurable):
     def __call__(self, model: Any, batch: Batch) -> LossSum:
         """The loss of a batch.
 
-        Evaluation calls it too, with `training=False`, and reports `total` as nats per byte. It should therefore be the
-        negative log-likelihood; add terms that only help training with `add_loss`.
+        Evaluation also calls this method, with `training=False`. It reports `total` divided by `count` (nats per token)
+        and by the number of bytes (bits per byte). The total should therefore be the negative log-likelihood. Add
+        terms that only help training with `add_loss`.
 
         Args:
             model: the model.
@@ -88,12 +89,12 @@ class CrossEntropy(Objective):
     class Config(Objective.Config):
         layout_fields = ("chunk",)
         z_loss: float = 0.0
-        """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5); 0: not added."""
+        """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5). 0 adds no loss."""
         label_smoothing: float = 0.0
         """The share of the probability of each target that is spread evenly over the vocabulary (Szegedy et al. 2015,
         arXiv 1512.00567, section 7). The metric `label_smoothing` is the resulting increase of the cross-entropy."""
         chunk: int | None = None
-        """Number of tokens of each row whose logits exist at once; the backward pass recomputes them. None: all."""
+        """Number of tokens of each row whose logits exist at once. The backward pass recomputes them. None: all."""
 
     config: Config
 
@@ -134,8 +135,8 @@ class CrossEntropy(Objective):
         for name in ("targets", "weights"):
             if getattr(prediction, name).shape != prediction.hidden.shape[:2]:
                 raise config.ConfigError(
-                    f"objective: the batch's {name} have the shape {getattr(prediction, name).shape}; one for each "
-                    f"input is required, {prediction.hidden.shape[:2]}"
+                    f"objective: the batch's {name} have the shape {getattr(prediction, name).shape}, "
+                    f"expected {prediction.hidden.shape[:2]}"
                 )
         smooth, seq = bool(self.config.label_smoothing), prediction.hidden.shape[1]
         chunk = min(self.config.chunk or seq, seq)

@@ -123,7 +123,7 @@ class Program:
         """Shapes and shardings of batches like this one, whose arrays are [batch, seq, ...] or [batch].
 
         Raises:
-            ConfigError: the microbatches and devices do not evenly divide the rows, or the devices the tokens.
+            ConfigError: the rows cannot be split evenly into microbatches and over devices, or the tokens over devices.
         """
         return {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x.shape)) for name, x in batch.items()
@@ -135,15 +135,15 @@ class Program:
         sharding = self.layout.sharding(*names)
         rows, *tokens = (self.layout.size_of(axes) for axes in sharding.spec)
         if shape[0] % (rows * self.microbatches):
-            into = f"into microbatches={self.microbatches} " if self.microbatches > 1 else ""
+            into = f"into microbatches={self.microbatches} and " if self.microbatches > 1 else ""
             raise ConfigError(
-                f"input.batch_size={shape[0]} does not divide {into}over the {rows} devices that mesh.rules assign to "
-                f"'batch'. Make it a multiple of {rows * self.microbatches}."
+                f"input.batch_size={shape[0]} cannot be split evenly {into}over the {rows} devices that mesh.rules "
+                f"assign to 'batch'. Make it a multiple of {rows * self.microbatches}."
             )
         if tokens and shape[1] % tokens[0]:
             raise ConfigError(
-                f"input.seq_len={shape[1]} does not divide over the {tokens[0]} devices that mesh.rules assign to "
-                f"'seq'. Make it a multiple of {tokens[0]}."
+                f"input.seq_len={shape[1]} cannot be split evenly over the {tokens[0]} devices that mesh.rules assign "
+                f"to 'seq'. Make it a multiple of {tokens[0]}."
             )
         return sharding
 
@@ -156,7 +156,7 @@ class Program:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
         traced = step.trace(self.state, self.batch_shapes(batch))
-        if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # without devices, which imply the platform
+        if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # its mesh has no devices to take the platform from
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
 
@@ -193,7 +193,7 @@ def program(
         callbacks: the callbacks that may keep arrays on the devices, by name.
 
     Raises:
-        ConfigError: a mesh rule names a logical axis that the model lacks, or a parameter does not divide evenly.
+        ConfigError: a mesh rule names a logical axis that the model lacks, or a parameter cannot be split evenly.
     """
     fn, params, model_state = abstract(model, "model")
     layout.check_rules(fn.logical_axes)
@@ -271,5 +271,5 @@ def _like_params(tree: Tree, params: Tree, placed: Tree, everywhere: jax.shardin
 
 
 def _is_masked(node: Any) -> bool:
-    """Whether this part of an optimizer skips the parameter and so has no array for it."""
+    """Whether this part of the optimizer skips the parameter, so that it has no array here."""
     return isinstance(node, optax.MaskedNode)

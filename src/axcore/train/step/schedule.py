@@ -9,10 +9,10 @@ from axcore.config import Config
 
 
 class Schedule(Config):
-    """Base of schedules. The number of steps is an argument, so a run may determine it while training."""
+    """Base class of schedules. The number of steps is an argument, so a run may determine it while training."""
 
     def settled(self) -> float:
-        """The initial share of a run in which the rate does not depend on the number of steps."""
+        """The share of a run, from its start, in which the rate does not depend on the total number of steps."""
         return 0.0
 
     def __call__(self, step: Int[Array, ""], total_steps: Int[Array, ""]) -> Float[Array, ""]:

@@ -1,4 +1,4 @@
-"""The families by `model_type`: those of this package and those of entry points."""
+"""The families by `model_type`, from this package and from entry points."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OWN = {
 
 @functools.cache
 def _brought() -> dict[str, str]:
-    """model_type -> `package.module:attribute` in other distributions."""
+    """model_type -> `package.module:attribute`, from the entry points of other distributions."""
     return {point.name: point.value for point in entry_points(group=GROUP)}
 
 
@@ -63,7 +63,7 @@ def known() -> list[str]:
 
 
 SHARED = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-"""Fields of a multimodal model outside of its `text_config` that apply to it too."""
+"""Fields of a multimodal config, outside of its `text_config`, that also apply to the language model."""
 
 
 def language_part(fields: Fields) -> Fields | None:
@@ -82,7 +82,7 @@ def family_of(fields: Fields) -> Family:
     """The family that a config belongs to.
 
     Raises:
-        ConfigError: no family supports it. The message lists the fields that the most similar family lacks.
+        ConfigError: no family supports it. The message lists the fields that the Llama family does not support.
     """
     kind = fields.raw.get("model_type")
     if isinstance(kind, str) and kind in known():
@@ -96,5 +96,5 @@ def family_of(fields: Fields) -> Family:
     except ConfigError as error:
         lacking = f"; {error}"
     if unknown := sorted(trial.unread()):
-        message += f". Fields that a llama lacks: {', '.join(unknown)}{lacking}"
+        message += f". Fields that the family llama does not support: {', '.join(unknown)}{lacking}"
     raise ConfigError(f"{message}. To add a family, register an entry point in the group {GROUP}.")

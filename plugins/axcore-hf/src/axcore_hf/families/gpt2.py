@@ -52,7 +52,7 @@ def _norm(ours: str, theirs: str) -> Any:
 
 
 def _conv(ours: str, theirs: str) -> Any:
-    """Rules of a map whose published matrix is [in, out]."""
+    """Rules of a linear map whose published matrix is [in, out]."""
     return rule(f"{ours}.weight", f"{theirs}.weight"), rule(f"{ours}.bias", f"{theirs}.bias")
 
 

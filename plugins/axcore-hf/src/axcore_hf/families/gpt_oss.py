@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, windows in every second layer, experts with biases and a clamped gate."""
+"""gpt-oss: attention sinks, sliding windows in every second layer, experts with biases and a clamped gate."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ RULES = (
     rule((f"{OURS}.gate.bias", f"{OURS}.up.bias"), f"{THEIRS}.gate_up_proj_bias", Interleaved()),
     rule(f"{OURS}.down.weight", f"{THEIRS}.down_proj"),
     rule(f"{OURS}.down.bias", f"{THEIRS}.down_proj_bias"),
-    # The published form: 4 bits.
+    # Published checkpoints store the experts in 4 bits.
     rule(
         (f"{OURS}.gate.weight", f"{OURS}.up.weight"),
         (f"{THEIRS}.gate_up_proj_blocks", f"{THEIRS}.gate_up_proj_scales"),

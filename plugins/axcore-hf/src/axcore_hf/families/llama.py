@@ -30,7 +30,7 @@ RULES = (*EMBEDDINGS, *NORMS, *ATTENTION, *MLP)
 
 
 def llama(fields: Fields) -> Any:
-    mixer = attention(fields, position=rope(fields, theta=10_000.0))  # Llama 2 configs lack the field
+    mixer = attention(fields, position=rope(fields, theta=10_000.0))  # Llama 2 configs lack rope_theta
     return causal_lm(fields, [pre_norm(fields, mixer, feed_forward(fields))] * fields("num_hidden_layers"))
 
 

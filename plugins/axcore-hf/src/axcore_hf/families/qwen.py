@@ -55,7 +55,7 @@ def qwen3_moe(fields: Fields) -> Any:
         router=TopK.Config(top_k=fields("num_experts_per_tok"), normalize=bool(fields("norm_topk_prob", False))),
         experts=Experts.Config(block=block),
     )
-    fields("max_window_layers", None)  # a window, if there is one, is in every layer
+    fields("max_window_layers", None)  # all layers have the same window, or none
     size = fields("sliding_window", None) if fields("use_sliding_window", False) else None
     plain = feed_forward(fields)
 

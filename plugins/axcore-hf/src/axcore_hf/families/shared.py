@@ -36,7 +36,7 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 LONG = ("longrope", "su")
-"""Types whose original length is outside of the dictionary. The second is an early name of the first."""
+"""RoPE types whose original length is a field of the config itself. `su` is an early name of `longrope`."""
 LAYER_TYPES = ("sliding_attention", "full_attention")
 EVERYTHING_BEFORE = Causal() & SameSegment()
 
@@ -121,7 +121,7 @@ def pre_norm(fields: Fields, mixer: Any, ffn: Any) -> TransformerLayer.Config:
 
 
 def causal_lm(fields: Fields, layers: Sequence[Any], *, tied: bool = False, **more: Any) -> CausalLM.Config:
-    """Args: tied: default for configs without the field."""
+    """The model with these layers. `tied` is the default of `tie_word_embeddings`."""
     return CausalLM.Config(
         vocab_size=fields("vocab_size"),
         dim=fields("hidden_size"),
@@ -158,7 +158,7 @@ EMBEDDINGS: tuple[Rule, ...] = (
 
 
 def fixed(rules: Sequence[Rule], embedding: str = "model.embed_tokens.weight") -> Rules:
-    """Rules shared by all models of a family. With a tied head, the checkpoint may have a copy of the embedding."""
+    """Rules shared by all models of a family. With a tied head, the checkpoint may store the embedding twice."""
     tied = rule("embedding.weight", (embedding, "lm_head.weight"), Tied(), can_write=False)
     return lambda cfg: rules if cfg.head is not None else (tied, *rules)
 

@@ -21,7 +21,7 @@ def run(cache: Path | None, given: Sequence[str], progress: Callable[[str], None
         given: `NAME@VERSION=DIR` or `NAME==VERSION=DIR`, for releases to read from a folder.
 
     Raises:
-        AxcoreError: an item of `given` has another form or names an unknown release.
+        AxcoreError: an item of `given` is malformed or names an unknown release.
     """
     folders = dict(map(_given, given))
     known = {part for system in SYSTEMS for release in system.releases for part in release}

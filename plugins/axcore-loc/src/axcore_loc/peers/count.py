@@ -94,7 +94,7 @@ def _lines(source: str, model: str) -> dict[str, int]:
     if not may_speak(source):
         return {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes of other people's strings
+        warnings.simplefilter("ignore")  # about invalid escape sequences in the counted sources
         try:
             found = mentions(source, may_speak)
         except (SyntaxError, ValueError):

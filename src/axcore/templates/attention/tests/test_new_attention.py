@@ -1,9 +1,9 @@
-"""axcore-new-attention computes attention, or gives the reason why it does not."""
+"""The kernel of axcore-new-attention equals the attention formula."""
 
 from axcore.testing import KernelSuite
 
 
 class TestKernel(KernelSuite):
     name = "new-attention"
-    options = {"block": 5}  # several blocks even in short rows, and the last one not full
+    options = {"block": 5}  # even short rows have several blocks, and the last block is not full
     lacks = {"softcap", "sinks", "bias", "dropout"}

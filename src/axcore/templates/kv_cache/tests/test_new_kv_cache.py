@@ -16,7 +16,7 @@ class TestRing(KVCacheSuite):
     window = 4
 
 
-def test_a_mask_that_sees_further_is_refused():
+def test_a_mask_beyond_the_window_raises():
     model = ax.select(TestRing().model(), Attention).set(mask=Attention.Config().mask)
     decoder, params, state = Decoder.of(
         model.build(rngs=ax.Rngs(0)), cache=RingCache.Config(window=4), batch_size=1, max_len=8

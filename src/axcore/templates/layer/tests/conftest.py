@@ -1,4 +1,4 @@
-"""What all tests share: jax on CPU, and quick compilation. What the environment says goes first."""
+"""Runs the tests on the CPU with quick compilation, unless JAX_PLATFORMS or XLA_FLAGS is set."""
 
 import os
 

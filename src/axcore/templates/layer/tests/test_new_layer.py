@@ -1,4 +1,4 @@
-"""axcore-new-layer passes the suite of features and computes its formula."""
+"""axcore-new-layer passes the feature suite, and its gate equals the formula."""
 
 import numpy as np
 

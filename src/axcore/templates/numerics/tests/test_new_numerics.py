@@ -1,4 +1,4 @@
-"""axcore-new-numerics computes nearly the exact product, and the expected integers."""
+"""axcore-new-numerics approximates the exact product."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +30,6 @@ def test_scales_are_per_token_and_per_output():
 
 
 @pytest.mark.parametrize("bits", [1, 9])
-def test_other_widths_are_refused(bits):
+def test_unsupported_bits_raise(bits):
     with pytest.raises(ax.ConfigError, match=f"bits must be from 2 to 8, not {bits}"):
         Integers.Config(shape=(2, 3), input_axis=-2, bits=bits).build(rngs=ax.Rngs(0))

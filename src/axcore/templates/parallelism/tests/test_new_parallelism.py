@@ -10,9 +10,9 @@ from axcore_new_parallelism.rules import pairs
 
 class TestPairs(ParallelismSuite):
     name = "new-parallelism"
-    accelerator = "gpu-new-parallelism-4x2"  # 2 hosts of 4: each of the three axes has two devices
+    accelerator = "gpu-new-parallelism-4x2"  # 2 hosts of 4 GPUs, so each of the three axes has two devices
 
 
-def test_an_odd_number_of_gpus_is_refused():
-    with pytest.raises(ax.ConfigError, match="even number of GPUs, not 1"):
+def test_an_odd_number_of_gpus_raises():
+    with pytest.raises(ax.ConfigError, match="even number of GPUs per host, got 1"):
         pairs(TestPairs().trainer(), Accelerator.parse("gpu-new-parallelism-1x8"))

@@ -1,4 +1,4 @@
-"""axcore-new-recipe is a complete config whose model can be trained."""
+"""axcore-new-recipe is a complete config, and its model can be trained."""
 
 from axcore.testing import RecipeSuite
 

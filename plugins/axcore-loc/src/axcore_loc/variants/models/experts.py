@@ -11,7 +11,7 @@ from ..training import pretraining
 
 
 class Mixture(ax.Layer):
-    """Plain experts `down(gelu(up(x)))`, all of them for each token."""
+    """Experts `down(gelu(up(x)))`. Every expert processes every token."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED

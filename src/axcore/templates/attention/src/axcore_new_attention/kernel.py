@@ -23,15 +23,15 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 class BlockKernel(AttentionKernel):
     """Exact attention, one block of keys at a time, with float32 sums.
 
-    Logits take `query_len * block` instead of `query_len * key_len`, also in the backward pass, which recomputes them.
-    The backward pass also stores the sums after each block.
+    The logits take memory for `query_len * block` instead of `query_len * key_len` numbers, also in the backward pass,
+    which recomputes them. The sums after each block are stored for the backward pass.
     """
 
     class Config(AttentionKernel.Config):
         block: int = 512
         """Number of keys per block."""
 
-    takes = frozenset({"lse"})  # and none of softcap, sinks, bias and dropout
+    takes = frozenset({"lse"})  # but not softcap, sinks, bias or dropout
 
     config: Config
 
@@ -40,13 +40,13 @@ class BlockKernel(AttentionKernel):
         ax.at_least(cfg, 1, "block")
 
     def supports(self, request: KernelRequest) -> str | None:
-        """None if the kernel supports the request, else the reason, so that another kernel can be chosen."""
+        """None if the kernel supports the request, otherwise the reason."""
         return "its float32 sums are too coarse for float64" if request.dtype == jnp.float64 else None
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
         """See `axcore.nn.AttentionKernel`."""
         kv, seq = inputs.plain, inputs.q.shape[1]
-        # Heads that share keys are rows of one product, so k and v are not copied for each.
+        # Query heads that share a kv head become rows of one matrix product, so k and v are not repeated.
         q = rearrange(inputs.q, "b s (n g) d -> b n g s d", n=kv.k.shape[2])
         exists = jnp.ones(kv.tokens.index.shape, bool) if kv.tokens.valid is None else kv.tokens.valid
 

@@ -8,4 +8,4 @@ axcore_api = 2
 @hookimpl
 def axcore_attention_kernels() -> list[AttentionKernelOffer]:
     target = "axcore_new_attention.kernel:BlockKernel"
-    return [AttentionKernelOffer("new-attention", target, "Blocks of keys, one at a time, with an online softmax.")]
+    return [AttentionKernelOffer("new-attention", target, "Attention over blocks of keys with an online softmax.")]

@@ -1,1 +1,1 @@
-"""A KV cache for sliding-window attention that keeps a window of tokens, for axcore."""
+"""A rolling KV cache for sliding-window attention, for axcore."""

@@ -8,4 +8,4 @@ axcore_api = 2
 @hookimpl
 def axcore_kv_caches() -> list[KVCacheOffer]:
     target = "axcore_new_kv_cache.ring:RingCache"
-    return [KVCacheOffer("new-kv-cache", target, "The last tokens only, for attention in a sliding window.")]
+    return [KVCacheOffer("new-kv-cache", target, "A rolling cache for sliding-window attention.")]

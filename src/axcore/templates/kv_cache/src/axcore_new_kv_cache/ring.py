@@ -11,15 +11,15 @@ from axcore.nn import And, AttentionInputs, Contiguous, DecodingState, KVCache, 
 class RingCache(KVCache):
     """Keeps the last `window + spare` tokens of each row. The token at `index` is stored in the place `index % size`.
 
-    Each place also stores the index of its token, so the places need no order, and leftovers of an earlier use of the
-    row can be recognized.
+    Each place also stores the index of its token. The places therefore need no order, and tokens of an earlier use of
+    the row can be recognized.
     """
 
     class Config(KVCache.Config):
         num_kv_heads: int = ax.REQUIRED
         head_dim: int = ax.REQUIRED
         value_dim: int | None = None
-        """Features of each value. None means head_dim."""
+        """Features of a value; None: head_dim."""
         batch_size: int = ax.REQUIRED
         window: int = ax.REQUIRED
         """Number of tokens that a query sees. Attention's mask must not reach further back."""
@@ -27,7 +27,7 @@ class RingCache(KVCache):
         """Number of tokens that can be rolled back. Rolling back further gives NaN."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> RingCache.Config:
-            """Sets the fields that only decoding determines. The size does not depend on `max_len`."""
+            """Sets the batch size. The size of the ring does not depend on `max_len`."""
             return self.set(batch_size=batch_size)
 
     config: Config
@@ -41,10 +41,10 @@ class RingCache(KVCache):
         values = cfg.head_dim if cfg.value_dim is None else cfg.value_dim
         self.keys = DecodingState(jnp.zeros(shape, self.dtypes.compute), axes=axes)
         self.values = DecodingState(jnp.zeros((*shape[:3], values), self.dtypes.compute), axes=axes)
-        self.index = DecodingState(jnp.full(shape[:2], -1, jnp.int32), axes=axes[:2])  # -1: an empty place
+        self.index = DecodingState(jnp.full(shape[:2], -1, jnp.int32), axes=axes[:2])  # -1 marks an empty place
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Stores the last of these tokens. The view contains the stored tokens and all new ones.
+        """Stores the last of the new tokens. The view contains the stored tokens and all new ones.
 
         Raises:
             ConfigError: the mask lets a query see tokens that the ring no longer stores.
@@ -57,7 +57,7 @@ class RingCache(KVCache):
                 f"Attention's mask must contain SlidingWindow(size={window}) or a smaller one."
             )
         rows, new, size = self.rows(inputs), inputs.plain, self.config.window + self.config.spare
-        slots, place = self.places(inputs, -1)  # -1: no token of the row
+        slots, place = self.places(inputs, -1)  # the place of padding is -1
         first = inputs.query.index[:, :1]
         held = rows.take(self.index)
         held = jnp.where(held < first, held, -1)  # later tokens were rolled back
@@ -68,7 +68,8 @@ class RingCache(KVCache):
         index = jnp.concatenate([held, place], axis=1)
 
         last = index.max(axis=1, keepdims=True)
-        at = (slots, jnp.where((place >= 0) & (place > last - size), place % size, size))  # beyond the end: dropped
+        # `size` is out of range, so these tokens are not stored.
+        at = (slots, jnp.where((place >= 0) & (place > last - size), place % size, size))
         rows.put(self.index, held)
         self.index.put(at, place)
         self.keys.put(at, new.k)
@@ -78,7 +79,7 @@ class RingCache(KVCache):
 
 
 def _reach(mask: Mask) -> int | None:
-    """Number of tokens that a query may see, including itself. None if it is unbounded."""
+    """Number of tokens that a query may see, including itself; None: unbounded."""
     if isinstance(mask, SlidingWindow):
         return mask.size
     if isinstance(mask, And):

@@ -9,7 +9,7 @@ from axcore.nn import Attention, Linear
 
 
 class HeadGate(ax.Layer):
-    """`heads * sigmoid(gate(x))`: each token scales each head."""
+    """`heads * sigmoid(gate(x))`, with one gate per token and head."""
 
     class Config(ax.Layer.Config):
         input_dim: int = ax.REQUIRED
@@ -38,10 +38,10 @@ class HeadGate(ax.Layer):
 
 
 def use_gate(cfg: ax.Config, where: ax.Where = Attention, use_bias: bool = True) -> ax.Config:
-    """Fills the output slot of every selected attention with the gate.
+    """Fills the `output` slot of every selected attention layer with the gate.
 
     Args:
-        where: which attentions.
+        where: selects attention layers.
         use_bias: whether the gates have biases.
     """
     return ax.select(cfg, where).set(output=HeadGate.Config(gate=Linear.Config(use_bias=use_bias)))

@@ -1,4 +1,4 @@
-"""Products of small integers (LLM.int8, Dettmers et al. 2022, arXiv 2208.07339, section 2.1: vector-wise)."""
+"""Vector-wise quantized products (LLM.int8, Dettmers et al. 2022, arXiv 2208.07339, section 2.1)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Integers(Numerics):
 def integer_product(
     largest: int, x: jax.Array, weight: jax.Array, codes: jax.Array, scales: jax.Array, product: Product
 ) -> jax.Array:
-    """The product of the codes and x, rounded to integers from `-largest` to `largest`, with int32 sums.
+    """Rounds x to integers from `-largest` to `largest` and multiplies them by the codes, with int32 sums.
 
     Args:
         weight: the float weight, used only by the backward pass.

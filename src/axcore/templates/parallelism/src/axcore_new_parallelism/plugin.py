@@ -8,6 +8,7 @@ axcore_api = 2
 @hookimpl
 def axcore_mesh_rules() -> list[MeshRule]:
     target = "axcore_new_parallelism.rules:pairs"
-    summary = "FSDP over the GPUs of a host, tensor parallel in pairs of them, data parallel over hosts."
-    # A name for your own machines, as in gpu-new-parallelism-8x4; gpu-h100-* would match every machine with H100s.
+    summary = "Tensor parallelism over pairs of GPUs, FSDP over the rest of a host, data parallelism over hosts."
+    # This pattern matches a name for your own machines, such as gpu-new-parallelism-8x4. The pattern gpu-h100-* would
+    # match every machine with H100s.
     return [MeshRule("new-parallelism", target, summary, pattern="gpu-new-parallelism-*")]

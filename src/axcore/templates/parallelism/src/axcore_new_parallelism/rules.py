@@ -1,4 +1,4 @@
-"""The layout of a config on hosts whose GPUs have a fast interconnect."""
+"""The layout for hosts whose GPUs have a fast interconnect."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def pairs(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
         ConfigError: a host has an odd number of GPUs.
     """
     if accelerator.per_host % 2:
-        raise ax.ConfigError(f"tensor parallelism in pairs requires an even number of GPUs, not {accelerator.per_host}")
+        raise ax.ConfigError(f"pairs require an even number of GPUs per host, got {accelerator.per_host}")
     shape = {"data": accelerator.hosts, "fsdp": accelerator.per_host // 2, "tensor": 2}
     return cfg.set(mesh=ax.Mesh(shape=shape, rules=RULES))

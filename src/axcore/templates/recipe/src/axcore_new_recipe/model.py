@@ -1,4 +1,4 @@
-"""A small decoder and its training, as one config."""
+"""A small decoder and its training settings, as one config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from axcore_recipes.corpus import StandardLibrary
 def small() -> Trainer.Config:
     """A decoder of 0.4M parameters, trained on the standard library of the running Python.
 
-    In each of its two layers, attention sees at most 64 bytes, half a row.
+    Attention in both layers has a sliding window of 64 bytes, half a row.
     """
     tokenizer = ByteTokenizer.Config()
     layer = TransformerLayer.Config(
@@ -24,10 +24,10 @@ def small() -> Trainer.Config:
             vocab_size=tokenizer.build().vocab_size,
             dim=128,
             decoder=Repeat.Config(num_layers=2, layers=layer),
-            head=None,  # tied with the embedding
+            head=None,  # tied to the embedding
         ),
         input=TextInput.Config(source=StandardLibrary.Config(), tokenizer=tokenizer, seq_len=128, batch_size=8),
         learner=Learner.Config(optimizer=AdamW.Config(), schedule=WarmupCosine(peak=2e-3, warmup_steps=50)),
         steps=1000,
     )
-    return ax.pipe(cfg, ax.use("rope", theta=1000.0))  # positions: rows are short
+    return ax.pipe(cfg, ax.use("rope", theta=1000.0))  # theta is small, since rows are short

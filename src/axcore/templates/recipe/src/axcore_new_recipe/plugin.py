@@ -7,4 +7,4 @@ axcore_api = 2
 
 @hookimpl
 def axcore_recipes() -> list[Recipe]:
-    return [Recipe("new-recipe", "axcore_new_recipe.model:small", "A small byte-level model of Python's source.")]
+    return [Recipe("new-recipe", "axcore_new_recipe.model:small", "A small byte-level model of Python code.")]
