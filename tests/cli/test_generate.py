@@ -56,6 +56,7 @@ def test_a_recipe_provides_its_weights(axcore, trained, corpus, model):
     assert done.out == expected(model, PROMPT), done
 
 
+@pytest.mark.slow
 def test_the_seed_determines_the_sampled_tokens(axcore, trained, model):
     drawn = [
         axcore("generate", trained, "--prompt", PROMPT, "--tokens", 9, "--temperature", 1.5, "--seed", seed).out

@@ -50,7 +50,7 @@ def model(latent=False, **options):
     return ax.select(cfg, BaseAttention).set(**options)
 
 
-@pytest.mark.parametrize("unstack", [True, False], ids=["unstacked", "scanned"])
+@pytest.mark.parametrize("unstack", [pytest.param(True, marks=pytest.mark.slow), False], ids=["unstacked", "scanned"])
 @pytest.mark.parametrize("latent", [False, True], ids=["grouped", "latent"])
 def test_decoding_from_int8_pages_equals_a_full_call(latent, unstack):
     cfg = model(latent, **EVERY_OPTION)

@@ -113,7 +113,7 @@ def gradients(state):
     return {path: leaf for path, leaf in by_path(state.optimizer).items() if ".mu." in path}
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("microbatches", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_microbatches_of_unequal_weight_equal_the_whole_batch(microbatches):
     (found, state), (expected, whole) = trained(microbatches)[0], trained(1)[0]
     assert {"loss", "z_loss", "label_smoothing", "future.0", "gradient_norm"} <= expected.keys()
@@ -123,6 +123,7 @@ def test_microbatches_of_unequal_weight_equal_the_whole_batch(microbatches):
     assert_equal(by_path(state.params), by_path(whole.params))
 
 
+@pytest.mark.slow
 def test_averaging_over_microbatches_would_be_wrong():
     """The weights of the rows differ enough to detect averaging over microbatches."""
     made, _ = compiled(1, LOSS, MODEL)
@@ -204,6 +205,7 @@ def test_a_batch_may_contain_arrays_for_the_objective_only():
     assert metrics["loss"] > 0
 
 
+@pytest.mark.slow
 def test_sharded_microbatches_give_the_gradients_of_one_device():
     one = Mesh(shape={"data": 1}, rules={})
     context = {"batch": "data", "seq": "context"}

@@ -137,7 +137,7 @@ def mixture():
 UP = "decoder.layers.ffn.experts.up"
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["lora", "dora"])
 def test_lora_attaches_to_experts_learns_and_merges(dora):
     cfg = ax.pipe(mixture(), ax.use("lora", rank=RANK, dora=dora, where="**.experts.block.*"))
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))

@@ -122,7 +122,9 @@ def test_early_stopping_ends_the_run_when_the_metric_stagnates(tiny, tmp_path, c
     )
 
 
-@pytest.mark.parametrize("interrupted", [1, 4, 5, 6])
+@pytest.mark.parametrize(
+    "interrupted", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 5, 6]
+)
 def test_early_stopping_of_a_resumed_run_stops_at_the_same_step(tiny, tmp_path, interrupted):
     ax.fit(stopping(tiny, interrupted), out=tmp_path / "run")
     summary = ax.fit(stopping(tiny, 12), out=tmp_path / "run", resume=True)
@@ -151,6 +153,7 @@ def test_ema_follows_the_parameters_and_is_in_the_checkpoint(tiny, tmp_path):
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 
+@pytest.mark.slow
 def test_an_evaluator_can_use_the_average(tiny, tmp_path):
     evaluators = {"validation": BitsPerByte.Config(), "ema": BitsPerByte.Config(weights="ema")}
     callbacks = {"evaluation": Evaluation.Config(evaluators=evaluators), "ema": EMA.Config(decay=0.0, warmup=False)}

@@ -121,6 +121,7 @@ def test_scan_remat_and_microbatches_update_a_history_once_per_step():
         assert gradient.shape == history.shape
 
 
+@pytest.mark.slow
 def test_a_history_keeps_the_maximum_over_repeated_calls():
     """A loss in four chunks calls the head four times. Summing over the calls would make the scale too coarse."""
     cfg = with_probe(tiny_model().set(head=None))
@@ -174,7 +175,7 @@ def weight_bytes(params):
     return sum(leaf.nbytes for path, leaf in by_path(params).items() if "weight" in path.split("."))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("experts", [False, True])
 def test_stored_weights_are_codes_without_a_float_copy(tied, experts):
     cfg = tiny_model().set(dim=64)

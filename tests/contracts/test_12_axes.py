@@ -89,6 +89,7 @@ def replicated(shapes):
     return {name: shapes for name, shapes in by_axis.items() if shapes}
 
 
+@pytest.mark.slow
 def test_tensor_parallel_parameters_and_moments_are_sharded(found):
     leaves, _ = found["all"]
     sharded = [path for path, (axes, _, _) in leaves.items() if RULES.keys() & set(axes)]

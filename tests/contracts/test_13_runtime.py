@@ -158,6 +158,7 @@ def test_two_processes_train_stop_and_resume_like_one(train, tmp_path):
     np.testing.assert_allclose([found[step] for step in expected], list(expected.values()), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_file_error_of_process_0_ends_both_processes(train, tmp_path):
     (tmp_path / "run").touch()
     code, err = train(processes=2, steps=5).end()

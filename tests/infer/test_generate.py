@@ -188,7 +188,7 @@ def test_padding_and_a_cache_do_not_change_samples(cached, logits_of, prompt_len
     assert found.size == 6 and found.tolist() == naive_greedy(logits_of, [*prompt, *found], prompt_len, context=40)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_twenty_prompts_of_different_lengths_compile_twice(model):
     before = compilations("_cached")
     generator = Generator(model, context=32, temperature=0, cache=ContiguousCache.Config())

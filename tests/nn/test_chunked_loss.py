@@ -80,6 +80,7 @@ def test_a_target_of_weight_zero_may_be_any_number_in_chunks(ignored):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16_with_remat_are_close_to_float32():
     cfg = ax.select(tiny_model(), "decoder").set(remat=Remat()).set(dtypes=ax.DTypes(compute="bfloat16"))
     params = parameters(cfg, scale=0.2)

@@ -95,7 +95,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
 def test_a_scanned_model_with_remat_trains_on_packed_positions(part):
     plain, saving = model(PARTS[part]), model(PARTS[part], Remat())
     params = parameters(plain, scale=0.3)

@@ -137,7 +137,11 @@ def test_parameters_have_the_expected_shapes_and_axes():
 
 
 @pytest.mark.parametrize("absorb_up_to", [0, 1, 64], ids="absorbed up to {}".format)
-@pytest.mark.parametrize("pieces", [[(0, SEQ)], ONE_BY_ONE, IN_PIECES], ids=["at once", "one by one", "in pieces"])
+@pytest.mark.parametrize(
+    "pieces",
+    [[(0, SEQ)], pytest.param(ONE_BY_ONE, marks=pytest.mark.slow), IN_PIECES],
+    ids=["at once", "one by one", "in pieces"],
+)
 def test_absorbed_and_expanded_decoding_follow_the_formula(pieces, absorb_up_to):
     cfg = latent(absorb_up_to=absorb_up_to)
     params = parameters(cfg)
@@ -221,7 +225,7 @@ def rms(x):
     return np.sqrt(np.square(x).mean())
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_decoding_a_scanned_model_equals_one_full_call(compute):
     cfg = model().set(dtypes=ax.DTypes(compute=compute))
     built = cfg.build(rngs=ax.Rngs(0))

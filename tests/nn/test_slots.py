@@ -104,7 +104,7 @@ def loss_of(decoder, params_of=None):
     return CrossEntropy.Config().build().value(fn, params, state, tiny_batch()), params
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_scanned_sequence_equals_a_sequence_of_all_layers():
     """Layers of different widths, repeated in pairs."""
     scanned, params = loss_of(Repeat.Config(num_layers=2, layers=Sequence.Config(layers=(layer(8), layer(12)))))

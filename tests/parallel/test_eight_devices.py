@@ -25,6 +25,7 @@ def results():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_loss_and_all_gradients_equal_one_device(results, mesh):
     one, many = results["one"], results[mesh]

@@ -15,6 +15,7 @@ from axcore.testing.devices import steps
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [2, 1], ids="{} kv heads".format)
 def test_a_local_kernel_receives_shards_and_equals_one_device(num_kv_heads):
     """Uses documents, sinks, a bias, dropout, fewer kv heads than devices, and queries sharded over two devices."""

@@ -69,6 +69,7 @@ def test_the_more_specific_rule_of_two_plugins_applies(lab):
     assert ax.pipe(ax.recipe("quickstart"), ax.target("cpu-4")).mesh.shape == {"data": 1, "fsdp": 4}
 
 
+@pytest.mark.slow
 def test_the_suite_detects_replicated_parameters_and_a_changed_loss(lab):
     suite = Wrong()
     suite.test_the_batch_is_sharded()

@@ -52,6 +52,7 @@ def test_the_failure_of_one_ends_both(name, victim, message, exit_code):
     assert time.monotonic() - began < 200
 
 
+@pytest.mark.slow
 def test_a_process_may_close_slowly_after_a_signal(capfd):
     with pytest.raises(LaunchFailed, match="SIGTERM: the run stops") as caught:
         start("stop", victim=1)

@@ -75,6 +75,7 @@ def test_no_optimizer_state_is_held_for_frozen_parameters():
     assert by_path(state.params).keys() == by_path(made().state.params).keys()
 
 
+@pytest.mark.slow
 def test_only_trained_parameters_change_and_count_in_the_norm(moved, gradients):
     before, after, metrics = moved
     assert {path for path in before if (before[path] != after[path]).any()} == TRAINED

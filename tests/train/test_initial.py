@@ -140,6 +140,7 @@ class Tied(Initial):
         return {path: ones[form.shape] for path, form in params.items()}
 
 
+@pytest.mark.slow
 def test_one_array_may_initialize_several_parameters(tiny, tmp_path):
     assert np.isfinite(ax.fit(tiny.set(steps=2, initial=Tied.Config()), out=tmp_path / "a")["validation/bits_per_byte"])
 

@@ -75,7 +75,7 @@ def rising(tiny, steps, **callbacks):
     return tiny.set(steps=steps, callbacks={"evaluation": evaluation, "metrics": JsonlWriter.Config(), **callbacks})
 
 
-@pytest.mark.parametrize("during", ["step", "evaluation"])
+@pytest.mark.parametrize("during", [pytest.param("step", marks=pytest.mark.slow), "evaluation"])
 def test_an_evaluation_interrupted_by_a_signal_runs_on_resume(tiny, tmp_path, during):
     folder = tmp_path / "run"
     with pytest.raises(RunStopped):

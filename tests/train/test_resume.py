@@ -129,6 +129,7 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(train, whole, tiny, tmp_
     assert not saving(folder)
 
 
+@pytest.mark.slow
 def test_a_run_limited_by_minutes_keeps_its_plan_on_resume(train, tmp_path):
     folder = tmp_path / "run"
     plan = folder / "plan.json"

@@ -256,6 +256,7 @@ def thrice(tiny, tmp_path_factory, snapshot):
     return folder, runs
 
 
+@pytest.mark.slow
 def test_equal_configs_give_equal_losses_and_another_seed_does_not(trained, thrice):
     _, (first, second, third) = thrice
     assert len(first.losses) == 3 and first.losses == second.losses

@@ -29,8 +29,10 @@ pytestmark = pytest.mark.long
 PACKED = reference.batch(SEGMENTS, POSITIONS)
 
 
-@pytest.mark.parametrize(("num_layers", "every"), [(4, 2), (6, 3)])
-@pytest.mark.parametrize("batch", [reference.batch(), PACKED], ids=["whole rows", "packed rows"])
+@pytest.mark.parametrize(("num_layers", "every"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "batch", [pytest.param(reference.batch(), marks=pytest.mark.slow), PACKED], ids=["whole rows", "packed rows"]
+)
 def test_loss_matches_the_reference(num_layers, every, batch):
     cfg = repeated(num_layers, every)
     params = parameters(cfg)

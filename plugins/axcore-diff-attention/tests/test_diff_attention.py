@@ -194,7 +194,7 @@ def test_adds_five_small_parameters_to_each_attention():
     assert kernel["norm"]["scale"].shape == (2, 16)
 
 
-@pytest.mark.parametrize("pieces", [(3, 1, 2), (1,) * 6])
+@pytest.mark.parametrize("pieces", [(3, 1, 2), pytest.param((1,) * 6, marks=pytest.mark.slow)])
 def test_cached_decoding_matches_the_full_pass(pieces):
     cfg = ax.pipe(model(), ax.use("rope"), ax.use("diff-attention"))
     whole = cfg.build(rngs=ax.Rngs(0))

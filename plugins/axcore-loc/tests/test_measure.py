@@ -15,7 +15,7 @@ from axcore_loc.measure import measure
 from axcore_loc.report import as_json, as_text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rope_is_constant_and_adds_no_lines_to_models(rope):
     found = as_json(rope)
     assert (found["order"], found["lines_in_models"], found["variants"]) == ("O(1)", 0, 4)

@@ -16,6 +16,7 @@ class TestLora(FeatureSuite):
     zero_gradients = ("adapter.a",)
 
 
+@pytest.mark.slow
 class TestDora(FeatureSuite):
     feature = "lora"
     options: ClassVar[dict[str, Any]] = {"rank": 2, "dora": True}

@@ -79,6 +79,7 @@ def test_adapters_learn_and_the_base_is_bit_identical(config, tmp_path):
         np.testing.assert_array_equal(leaf, after[path])
 
 
+@pytest.mark.slow
 def test_adapters_train_on_the_weights_of_another_run(plain, tmp_path):
     ax.fit(plain.set(steps=3), out=tmp_path / "base")
     start = ax.use("run-weights", folder=str(tmp_path / "base"), allow_new=("**.adapter.**",))

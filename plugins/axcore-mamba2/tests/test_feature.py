@@ -79,6 +79,7 @@ def test_hybrid_decoding_matches_the_full_pass():
     np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_going_back_or_skipping_tokens_gives_nan():
     cfg = ax.pipe(tiny_model(), ax.use("mamba2", state_dim=4, head_dim=4, chunk=4))
     decoder, params, state = Decoder.of(

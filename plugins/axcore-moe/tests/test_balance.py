@@ -76,6 +76,7 @@ def test_starved_experts_are_counted_and_reported_once(capsys):
     assert told.count("\n") == 1 and told.startswith("step 1: 3 experts of decoder.layers.1.ffn are starved")
 
 
+@pytest.mark.slow
 def test_microbatches_give_the_losses_of_the_whole_batch():
     """With scope "sequence", the balance loss is a sum over rows. The z-loss is a sum over tokens."""
     model = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, balance=0.5, balance_scope="sequence", z_loss=0.1))

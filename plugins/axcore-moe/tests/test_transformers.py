@@ -68,7 +68,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dispatch", [Dense(), Dropless(), Capacity(factor=8.0)], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    "dispatch",
+    [pytest.param(Dense(), marks=pytest.mark.slow), Dropless(), Capacity(factor=8.0)],
+    ids=lambda each: type(each).__name__,
+)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients(name, dispatch):
     fields, experts = CASES[name]

@@ -49,7 +49,7 @@ def started(folder, cfg, **fields):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_upcycled_model_matches_the_dense_model(dense, every):
     cfg = ax.pipe(base(), ax.use("moe", num_experts=3, every=every))
     np.testing.assert_allclose(computed(cfg, *started(dense[0], cfg)), dense[1], rtol=1e-4, atol=1e-5)

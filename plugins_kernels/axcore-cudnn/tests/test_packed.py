@@ -160,7 +160,13 @@ PACKED = {
 
 
 FORMS = {"causal": Form(0.3), "window": Form(0.3, window=5), "full": Form(0.3, causal=False)}
-CALLS = [(name, form, documents) for form in FORMS for documents in (2, 32) for name in PACKED if name != "odd"]
+CALLS = [
+    pytest.param(name, form, documents, marks=() if form == "window" else pytest.mark.slow)
+    for form in FORMS
+    for documents in (2, 32)
+    for name in PACKED
+    if name != "odd"
+]
 
 
 @pytest.mark.parametrize(("name", "form", "documents"), [*CALLS, ("odd", "causal", 2), ("odd", "causal", 8)])

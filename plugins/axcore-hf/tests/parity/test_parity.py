@@ -42,6 +42,7 @@ def loaded(family):
     return found, fn, like(params, arrays), like(state, arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parity_of_logits(family):
     _, fn, params, state = loaded(family)
