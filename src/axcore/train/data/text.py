@@ -22,6 +22,7 @@ from axcore.train.files import Json
 _MOST_STREAMS = 64
 _TOKENS_IN_GROUP = 2**16
 _ENCODED_SAMPLE = 8
+_ROWS_IN_PIECE = 8
 
 
 class TextInput(Input):
@@ -47,7 +48,7 @@ class TextInput(Input):
         The order of rows depends on it. None: the largest divisor of `batch_size` up to 64."""
         piece_bytes: int | None = None
         """Approximate size of the pieces that long documents are cut into. Segments do not cross the end of a piece.
-        Shorter pieces mix the text better, longer ones break fewer rows. None: the text of about two rows."""
+        Shorter pieces mix the text better, longer ones break fewer rows. None: the text of about eight rows."""
         prefetch_batches: int = 16
         """Number of training batches to prepare ahead; 0 makes them on demand."""
         read_threads: int = 0
@@ -75,7 +76,9 @@ class TextInput(Input):
         self._rows = slice(process_index * self.local_batch_size, (process_index + 1) * self.local_batch_size)
         with located("input.tokenizer"):
             self.tokenizer: Tokenizer = cfg.tokenizer.build()
-        self._piece_bytes = cfg.piece_bytes or max(64, round(2 * cfg.seq_len * self.tokenizer.bytes_per_token))
+        self._piece_bytes = cfg.piece_bytes or max(
+            64, round(_ROWS_IN_PIECE * cfg.seq_len * self.tokenizer.bytes_per_token)
+        )
         with located("input.packing"):
             packing = cfg.packing.build()
         with located("input.source"):
