@@ -39,7 +39,6 @@ except MemoryError:
 else:
     raise SystemExit("the limit does not hold")
 summary = fit("large", steps)
-assert memory_mb() - before < limit_mb / 4
 print(f"ok {summary['steps']} ")
 """
 
