@@ -18,6 +18,7 @@ from axcore_hf.families.shared import (
     activation,
     attention,
     causal_lm,
+    check_heads,
     feed_forward,
     fixed,
     norm,
@@ -33,6 +34,7 @@ from axcore_hf.fields import Fields, OrNull
 
 def _model(fields: Fields, is_sliding: list[bool], positions: Mapping[bool, Any], **more: Any) -> Any:
     """Args: positions: of local and other layers. more: arguments of attention."""
+    check_heads(fields)
     zero_centred = norm(fields, zero_centred=True)
     gelu = activation(fields, "hidden_activation")
     size = fields("sliding_window")
