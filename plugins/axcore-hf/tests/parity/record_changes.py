@@ -133,7 +133,7 @@ CASES = {
         ),
     ],
     "bidirectional": [(name, {"is_causal": [False]}) for name in FAMILIES],
-    "original length beside yarn": [("llama", {"rope_parameters": [YARN], "original_max_position_embeddings": [8]})],
+    "original length beside yarn": [("llama", {"rope_parameters": [YARN], "original_max_position_embeddings": [1000]})],
     "original length beside llama3": [("llama3", {"original_max_position_embeddings": [8]})],
     "original length beside longrope": [("phi3", {"original_max_position_embeddings": [64]})],
     "original length only inside longrope": [("phi3", {"original_max_position_embeddings": []})],

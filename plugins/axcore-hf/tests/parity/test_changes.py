@@ -144,7 +144,7 @@ def rope_of(base, **fields):
 
 
 LENGTH = "original_max_position_embeddings"
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, LENGTH: 8}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, LENGTH: 1000}
 GPT_OSS = {**YARN, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, LENGTH: 4096}
 EXPLICIT = {
     "original length beside yarn": {"rope_parameters": [YARN]},
