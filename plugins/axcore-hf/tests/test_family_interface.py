@@ -52,12 +52,13 @@ def test_case_every_declared_field_is_read_and_no_other(base):
 
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 CONTEXTS = (
     {},
     {"rope_parameters": []},
     {"rope_parameters": [YARN], "head_dim": [4]},
-    {"rope_parameters": [{"full_attention": YARN}]},
+    {"rope_parameters": [{"full_attention": LLAMA3}]},
     {"rope_parameters": [], "layer_types": []},
     {"use_sliding_window": [True], "max_window_layers": [1], "layer_types": [], "sliding_window": [5]},
     {"use_sliding_window": [True], "sliding_window": [5]},

@@ -102,6 +102,7 @@ PLAUSIBLE = {
 """Values of fields for which the generic ones of `values` are unsuitable, and fields of other families."""
 
 
+PARTIAL = {"full_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
 MULTIMODAL = {
     "gemma3": "gemma3",
     "internvl": "qwen2",
@@ -140,6 +141,7 @@ CASES = {
     "gemma3 without a local base": [("gemma3", OLD_GEMMA3)],
     "gemma3 with an old scaling": [("gemma3", {**OLD_GEMMA3, "rope_scaling": [LINEAR]})],
     "gemma3 with flat parameters": [("gemma3", {"rope_parameters": [{"rope_type": "default", "rope_theta": 1e6}]})],
+    "gemma3 with partial_rotary_factor": [("gemma3", {"rope_parameters": [PARTIAL], "partial_rotary_factor": [0.25]})],
     "gemma3 with attn_logit_softcapping": [("gemma3", {"attn_logit_softcapping": [2.0]})],
     "gpt-oss without scaling": [("gpt_oss", {"rope_parameters": []})],
     "gpt-oss with an old theta": [("gpt_oss", {"rope_parameters": [], "rope_theta": [100.0]})],

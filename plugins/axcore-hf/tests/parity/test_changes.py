@@ -154,6 +154,9 @@ EXPLICIT = {
     "gemma3 without a local base": rope_of("gemma3", full_attention={"rope_type": "default", "rope_theta": 1e6}),
     "gemma3 with flat parameters": rope_of("gemma3", full_attention={"rope_type": "default", "rope_theta": 1e6}),
     "gemma3 with attn_logit_softcapping": {},
+    "gemma3 with partial_rotary_factor": rope_of(
+        "gemma3", full_attention={"rope_type": "default", "rope_theta": 100.0}
+    ),
     "gpt-oss without scaling": {"rope_parameters": [GPT_OSS | {"rope_theta": 150_000.0}]},
     "gemma2 without attn_logit_softcapping": {"attn_logit_softcapping": [50.0]},
     "gemma2 without final_logit_softcapping": {"final_logit_softcapping": [30.0]},

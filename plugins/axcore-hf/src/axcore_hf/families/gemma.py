@@ -15,6 +15,7 @@ from axcore_hf.families.shared import (
     LAYER_TYPES,
     MLP,
     ROPE,
+    ROPE_TYPES,
     activation,
     attention,
     causal_lm,
@@ -100,7 +101,12 @@ def _positions(fields: Fields) -> dict[bool, Any]:
             f"{fields.where}: rope_parameters={parameters!r} must be inside the entries {' and '.join(LAYER_TYPES)}, "
             f"since transformers ignores them elsewhere"
         )
-    return {True: rotary(fields, local), False: rotary(fields, everywhere)}
+    fraction = {"partial_rotary_factor": fields.optional("partial_rotary_factor")}
+    types = [kind for kind in ROPE_TYPES if kind != "yarn"]  # transformers ignores a `truncate` inside an entry
+    return {
+        is_local: rotary(fields, fraction | entry, types=types)
+        for is_local, entry in ((True, local), (False, everywhere))
+    }
 
 
 RULES = (
@@ -159,6 +165,12 @@ FAMILIES = (
             "rope_scaling": None,
             "rope_local_base_freq": 1e4,
         },
-        no_effect={"_sliding_window_pattern", "attn_logit_softcapping", "hidden_act", "mlp_bias"},
+        no_effect={
+            "_sliding_window_pattern",
+            "attn_logit_softcapping",
+            "hidden_act",
+            "mlp_bias",
+            "partial_rotary_factor",
+        },
     ),
 )
