@@ -12,9 +12,10 @@ import safetensors.numpy
 
 from axcore.config import AxcoreError
 from axcore.train import ModelFolder
-from axcore_hf import families
+from axcore_hf import families, owners
 from axcore_hf.commands import convert, export
 from axcore_hf.families.llama import RULES, llama
+from axcore_hf.families.shared import ROPE, fixed
 from axcore_hf.family import Family
 from axcore_hf.sources import INDEX, SINGLE
 from axcore_hf.transforms import Fused, Interleaved, InterleavedRope, PerHead, Stacked, Transposed
@@ -124,11 +125,11 @@ def test_unsupported_config_fields_are_rejected_by_name(checkpoint, tmp_path):
     change_config(checkpoint, model_type="granite")
     with pytest.raises(
         AxcoreError,
-        match=r"model_type='granite' is not supported.*Fields that the family llama does not support: residual_m",
+        match=r"model_type='granite' is not supported.*Fields that the family llama does not have: residual_m",
     ):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
-    change_config(checkpoint, model_type="llama", residual_multiplier=None, rope_parameters={"rope_type": "spiral"})
-    with pytest.raises(AxcoreError, match=r"rope_type='spiral' is not known"):
+    change_config(checkpoint, model_type="llama", rope_parameters={"rope_type": "spiral"})
+    with pytest.raises(AxcoreError, match=r"rope_type='spiral' is not supported"):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
     (checkpoint / "config.json").write_text("{")
     with pytest.raises(AxcoreError, match="is not JSON"):
@@ -184,14 +185,14 @@ def test_tokenizer_must_fit_the_vocab_size(checkpoint, tmp_path, capsys):
 
 def test_an_entry_point_adds_a_family(checkpoint, tmp_path, monkeypatch):
     module = types.ModuleType("my_family")
-    module.FAMILY = Family("My model", ("mymodel",), llama, lambda cfg: RULES)
+    module.FAMILY = Family("My model", ("mymodel",), llama, fixed(RULES), defaults=ROPE)
     module.WRONG = 3
     monkeypatch.setitem(sys.modules, "my_family", module)
     points = [
-        EntryPoint("mymodel", "my_family:FAMILY", families.GROUP),
-        EntryPoint("bad", "my_family:WRONG", families.GROUP),
+        EntryPoint("mymodel", "my_family:FAMILY", owners.GROUP),
+        EntryPoint("bad", "my_family:WRONG", owners.GROUP),
     ]
-    monkeypatch.setattr(families, "entry_points", lambda group: points)
+    monkeypatch.setattr(owners, "entry_points", lambda group: points)
     families._brought.cache_clear()
     try:
         change_config(checkpoint, model_type="mymodel")
