@@ -12,6 +12,14 @@ from axcore.config import AxcoreError, ConfigError
 from axcore.train.data import Tokenizer
 
 FILE = "tokenizer.json"
+GENERATION = "generation_config.json"
+FILES = (FILE, "tokenizer_config.json", "special_tokens_map.json", GENERATION)
+"""The files of a checkpoint that concern text."""
+
+
+def read_files(folder: pathlib.Path) -> dict[str, bytes]:
+    """The contents of those of `FILES` that a folder has, by name."""
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
 
 
 class HFTokenizer(Tokenizer):
@@ -27,6 +35,18 @@ class HFTokenizer(Tokenizer):
             """The same config with the file in a model folder."""
             return self.set(file=str(folder / self.file))
 
+        def files(self) -> dict[str, bytes]:
+            """The files that an export of the model contains, by name.
+
+            Raises:
+                AxcoreError: the tokenizer does not exist.
+            """
+            file = pathlib.Path(self.file).expanduser()
+            try:
+                return {**read_files(file.parent), FILE: file.read_bytes()}
+            except OSError as error:
+                raise AxcoreError(f"{file}: {error.strerror}. Give the path of a tokenizer.json.") from error
+
     def __init__(self, cfg: Config):
         """
         Raises:
@@ -39,6 +59,8 @@ class HFTokenizer(Tokenizer):
         try:
             content = pathlib.Path(cfg.file).expanduser().read_text(encoding="utf-8")
             self._tokenizer: Any = Loaded.from_str(content)
+            self._tokenizer.no_truncation()  # transformers ignores the limits in the file, too
+            self._tokenizer.no_padding()
         except OSError as error:
             raise AxcoreError(f"{cfg.file}: {error.strerror}. Give the path of a tokenizer.json.") from error
         except Exception as error:  # `tokenizers` raises plain Exceptions
