@@ -13,14 +13,14 @@ import axcore as ax
 from axcore.config import AxcoreError
 from axcore.module import abstract
 from axcore.nn import Attention, Causal, CausalLM, FeedForward, Repeat, TransformerLayer, use_kernels
-from axcore.train import Trainer, save_model
+from axcore.train import ModelFolder, Trainer, save_model
 from axcore.train.checkpoint.initial import gathered
 from axcore.train.checkpoint.model_folder import flat
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore_hf import describing
 from axcore_hf.agreement import compared, differences
 from axcore_hf.checkpoint import Checkpoint
-from axcore_hf.commands import PUBLISHED, convert, export
+from axcore_hf.commands import PUBLISHED, _description, convert, export
 from axcore_hf.families import family_of
 from axcore_hf.fields import Fields
 from axcore_hf.initial import FromHF
@@ -180,7 +180,6 @@ def test_case_the_tokenizer_option_is_checked_and_written(model, tmp_path):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma3", "gpt2", "qwen2"])
 def test_case_a_written_config_describes_the_same_model(name):
-    """`transformers` computes equal logits with the published and with these configs (tests/parity)."""
     published = family_model(name)
     found = compared(
         family_of(Fields(made := describing.described(published, 64))).read_config(Fields(made)), published
@@ -226,6 +225,19 @@ def test_case_a_model_without_a_published_counterpart_is_refused_by_name():
     expected = r"(?s)no known model_type computes.*softcap: None in the config, 5\.0 in the model"
     with pytest.raises(AxcoreError, match=expected):
         describing.described(run_of(softcap=5.0).model)
+    with pytest.raises(AxcoreError, match=r"(?s)Compared with llama:.*ConvTransformerLayer.*squared_relu"):
+        describing.described(ax.recipe("quickstart").model)
+
+
+def test_case_a_fine_tuned_run_has_the_config_of_its_weights_or_its_own(tmp_path):
+    source = f"hf:{RECORDED / 'llama'}"
+    published = json.loads((RECORDED / "llama/config.json").read_text())
+    run = run_of().set(initial=FromHF.Config(source=source), model=family_model("llama"))
+    raw, where = _description(ModelFolder(tmp_path, run, None), run.model, None)
+    assert (raw, where) == (published, source)
+    model = ax.select(run.model, Rotary).set(theta=5000.0)
+    raw, where = _description(ModelFolder(tmp_path, run.set(model=model), None), model, None)
+    assert (raw["rope_parameters"]["rope_theta"], where) == (5000.0, str(tmp_path))
 
 
 def test_case_weights_are_loaded_into_a_padded_vocabulary(tmp_path):

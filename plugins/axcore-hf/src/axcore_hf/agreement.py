@@ -126,7 +126,9 @@ def differences(published: Any, model: Any) -> list[str]:
 
 def _changes(path: str, theirs: Any, ours: Any, dim: int) -> Iterator[tuple[str, str, str]]:
     """(path, published value, own value) wherever two values compute something else."""
-    if isinstance(theirs, Config) and type(theirs) is type(ours) and not isinstance(theirs, Mask):
+    if isinstance(theirs, Config) and isinstance(ours, type(theirs)) and not isinstance(theirs, Mask):
+        if type(ours) is not type(theirs):
+            yield path, _type(theirs), _type(ours)
         old, new = _effective(theirs, dim), _effective(ours, dim)
         for name in (name for name in old if name in new):
             yield from _changes(f"{path}.{name}".strip("."), old[name], new[name], dim)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from axcore.config import AxcoreError, ConfigError
-from axcore.nn import And, Attention, FeedForward, LatentAttention, Mask, SlidingWindow, layers_of
+from axcore.config import AxcoreError, ConfigError, walk
+from axcore.module import Layer
+from axcore.nn import And, Attention, FeedForward, LatentAttention, Mask, SlidingWindow, Stack, layers_of
 from axcore_hf.agreement import compared, differences, listed
 from axcore_hf.families import by_type, known
 from axcore_hf.families.shared import ACTIVATIONS
@@ -44,7 +45,7 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
     Raises:
         AxcoreError: no family computes the same. The message lists what the nearest family lacks.
     """
-    nearest: tuple[str, list[str]] | None = None
+    nearest: tuple[tuple[int, int], str, list[str]] | None = None
     for kind in (FIRST, *(kind for kind in known() if kind != FIRST)):
         for fields in _attempts(kind, model, seq_len):
             try:
@@ -54,13 +55,21 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
             lacking = differences(theirs, model) or compared(theirs, model).shapes
             if not lacking:
                 return fields
-            if nearest is None or len(lacking) < len(nearest[1]):
-                nearest = kind, lacking
-    reason = "" if nearest is None else f" Compared with {nearest[0]}:{listed(nearest[1])}"
+            distance = len(_kinds(theirs) ^ _kinds(model)), len(lacking)
+            if nearest is None or distance < nearest[0]:
+                nearest = distance, kind, lacking
+    reason = "" if nearest is None else f" Compared with {nearest[1]}:{listed(nearest[2])}"
     raise AxcoreError(
         f"no known model_type computes what this model computes, so it has no config.json.{reason}\nTo write the "
         f"checkpoint with a config.json that describes another model: --config FILE --force"
     )
+
+
+def _kinds(model: Any) -> set[type]:
+    """The classes of the layers of a model."""
+    return {
+        type(node) for _, node in walk(model) if isinstance(node, Layer.Config) and not isinstance(node, Stack.Config)
+    }
 
 
 def _attempts(kind: str, model: Any, seq_len: int | None) -> Iterator[dict[str, Any]]:
