@@ -24,6 +24,7 @@ from axcore_hf.commands import PUBLISHED, _description, convert, export
 from axcore_hf.families import family_of
 from axcore_hf.fields import Fields
 from axcore_hf.initial import FromHF
+from axcore_hf.tokenizer import HFTokenizer
 from axcore_moe.balance import LoadBalance
 from axcore_moe.dispatch import Capacity, Dense
 from axcore_moe.exchange import Exchange
@@ -173,9 +174,21 @@ def test_case_the_tokenizer_option_is_checked_and_written(model, tmp_path):
     with pytest.raises(AxcoreError, match="has 65 ids, but the model has vocab_size=64"):
         export([str(model), str(tmp_path / "out"), "--tokenizer", str(vocabulary(tmp_path, 65))])
     assert not (tmp_path / "out").exists()
+    (model / "tokenizer_config.json").write_text("{}")  # of the replaced tokenizer
     file = vocabulary(tmp_path, 60)
     export([str(model), str(tmp_path / "out"), "--tokenizer", str(file)])
     assert (tmp_path / "out/tokenizer.json").read_bytes() == file.read_bytes()
+    assert not (tmp_path / "out/tokenizer_config.json").exists()
+
+
+def test_case_the_tokenizer_of_a_run_is_found_by_a_relative_path(tmp_path, monkeypatch):
+    (tmp_path / "words").mkdir()
+    file = vocabulary(tmp_path / "words", 60)
+    monkeypatch.chdir(tmp_path)
+    in_run = HFTokenizer.Config(file="words/tokenizer.json").inside(tmp_path / "run")
+    assert in_run.files() == {"tokenizer.json": file.read_bytes()} and in_run.build().vocab_size == 60
+    in_folder = HFTokenizer.Config(file="tokenizer.json").inside(tmp_path / "words")
+    assert in_folder.file == str(file)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gemma3", "gpt2", "qwen2"])

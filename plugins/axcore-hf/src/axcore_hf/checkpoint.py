@@ -15,7 +15,7 @@ from axcore_hf.families import family_of, language_part
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
 from axcore_hf.sources import Gguf, LanguagePart, Safetensors, Source
-from axcore_hf.tokenizer import FILE, GENERATION, HFTokenizer, read_files
+from axcore_hf.tokenizer import FILE, GENERATION, HFTokenizer, read_files, replacing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Checkpoint:
             return found
         file = pathlib.Path(tokenizer).expanduser()
         cfg = checked(file, found.model, found.raw, found.files.get(GENERATION))
-        return dataclasses.replace(found, tokenizer=cfg, files={**found.files, FILE: file.read_bytes()})
+        return dataclasses.replace(found, tokenizer=cfg, files=replacing(file, found.files))
 
     @classmethod
     def _named(cls, name: str) -> Checkpoint:

@@ -11,7 +11,7 @@ from axcore.train import ModelFolder
 from axcore.train.data import ByteTokenizer
 from axcore_hf.byte_level import byte_level_files
 from axcore_hf.checkpoint import checked
-from axcore_hf.tokenizer import GENERATION, read_files
+from axcore_hf.tokenizer import GENERATION, read_files, replacing
 
 
 def of_model(found: ModelFolder) -> dict[str, bytes]:
@@ -32,16 +32,14 @@ def of_model(found: ModelFolder) -> dict[str, bytes]:
 
 
 def replaced(file: pathlib.Path, folder: pathlib.Path, model: Any, raw: Mapping[str, Any]) -> dict[str, bytes]:
-    """The text files of an export with another `tokenizer.json`, whose folder also has its other files.
+    """The text files of an export with another `tokenizer.json`.
 
     Raises:
         AxcoreError: `file` is not a tokenizer, or does not fit the model.
     """
-    generation = read_files(folder).get(GENERATION)
-    checked(file, model, raw, generation)
-    files = {**read_files(file.parent), "tokenizer.json": file.read_bytes()}
-    files.pop(GENERATION, None)
-    return files if generation is None else {**files, GENERATION: generation}
+    own = read_files(folder)
+    checked(file, model, raw, own.get(GENERATION))
+    return replacing(file, own)
 
 
 def ids_of(tokenizer: Any) -> dict[str, Any]:

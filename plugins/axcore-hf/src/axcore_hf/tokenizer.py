@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,17 @@ def read_files(folder: pathlib.Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
 
 
+def replacing(file: pathlib.Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The text files of a model whose tokenizer is replaced by another `tokenizer.json`, next to which are its other
+    files.
+
+    Args:
+        files: the files of the model, of which only `generation_config.json` is kept.
+    """
+    kept = {name: content for name, content in files.items() if name == GENERATION}
+    return {**read_files(file.parent), FILE: file.read_bytes()} | kept
+
+
 class HFTokenizer(Tokenizer):
     """The tokenizer in a `tokenizer.json`, run by the library `tokenizers`."""
 
@@ -32,8 +44,10 @@ class HFTokenizer(Tokenizer):
         """Ids that end a generated text. The first one also precedes each document of a corpus."""
 
         def inside(self, folder: pathlib.Path) -> HFTokenizer.Config:
-            """The same config with the file in a model folder."""
-            return self.set(file=str(folder / self.file))
+            """The same config with the file in a model folder. A run's file is elsewhere and stays where it is."""
+            inside = folder / self.file
+            is_path = pathlib.Path(self.file).name != self.file
+            return self if is_path and not inside.exists() else self.set(file=str(inside))
 
         def files(self) -> dict[str, bytes]:
             """The files that an export of the model contains, by name.
