@@ -1,5 +1,6 @@
 """Damaged and unusual checkpoints, edge cases of conversion and export, and custom families."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -11,8 +12,9 @@ import pytest
 import safetensors.numpy
 
 from axcore.config import AxcoreError
+from axcore.nn import RMSNorm
 from axcore.train import ModelFolder
-from axcore_hf import families, owners
+from axcore_hf import checkpoint as checkpoint_module, families, owners
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.commands import convert, export
 from axcore_hf.families.llama import RULES, llama
@@ -233,6 +235,21 @@ def test_an_entry_point_adds_a_family(checkpoint, tmp_path, monkeypatch):
             convert([f"hf:{checkpoint}", str(tmp_path / "other")])
     finally:
         families._brought.cache_clear()
+
+
+class OwnNorm(RMSNorm):
+    """A layer of a package that is not installed."""
+
+    class Config(RMSNorm.Config):
+        pass
+
+
+def test_case_a_model_folder_that_no_process_can_open_is_not_written(checkpoint, tmp_path, monkeypatch):
+    own = dataclasses.replace(families.by_type("llama"), model=lambda fields: llama(fields).set(norm=OwnNorm.Config()))
+    monkeypatch.setattr(checkpoint_module, "family_of", lambda fields: own)
+    with pytest.raises(AxcoreError, match=r"OwnNorm belongs to no package that an installed distribution registers"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

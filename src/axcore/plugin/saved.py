@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from axcore.config import Config, type_name, walk
 from axcore.plugin.attribution import described
 from axcore.plugin.registry import GROUP, registry
 from axcore.plugin.states import CORE, Plugin, PluginError, State
@@ -23,7 +24,7 @@ def import_saved(content: Any) -> None:  # Any: JSON
     Raises:
         PluginError: the import of such a module failed.
     """
-    names = set(_names(content))
+    names = set(_names(content, "$type", "$name"))
     packages = set(_packages()) if names else set()
     for name in sorted(names):
         if name.partition(".")[0] not in packages or (module := _module(name)) is None:
@@ -36,16 +37,23 @@ def import_saved(content: Any) -> None:  # Any: JSON
             ) from error
 
 
-def _names(content: Any) -> Iterator[str]:
+def unregistered(cfg: Config) -> list[str]:
+    """The classes of a config that another process cannot import, since no registered package defines them."""
+    packages = {"axcore", *_packages()}
+    names = sorted({type_name(type(node)) for _, node in walk(cfg)})
+    return [name for name in names if name.partition(".")[0] not in packages]
+
+
+def _names(content: Any, *keys: str) -> Iterator[str]:
     if isinstance(content, dict):
         for key, value in content.items():
-            if key in ("$type", "$name") and isinstance(value, str):
+            if key in keys and isinstance(value, str):
                 yield value
             else:
-                yield from _names(value)
+                yield from _names(value, *keys)
     elif isinstance(content, list):
         for value in content:
-            yield from _names(value)
+            yield from _names(value, *keys)
 
 
 def _packages() -> Iterator[str]:

@@ -30,15 +30,23 @@ def convert(arguments: Sequence[str]) -> int:
 
     from axcore import DTypes
     from axcore.module import abstract
+    from axcore.plugin.saved import unregistered
     from axcore.train import save_model
     from axcore.train.checkpoint.initial import gathered
     from axcore.train.checkpoint.model_folder import flat, like
     from axcore_hf.checkpoint import Checkpoint
     from axcore_hf.initial import FromHF
+    from axcore_hf.owners import GROUP
 
     if pathlib.Path(given.folder).exists():
         raise AxcoreError(f"{given.folder} already exists. Give another folder, or remove it.")
     found = Checkpoint.open(given.source, tokenizer=given.tokenizer)
+    if foreign := unregistered(found.model):
+        raise AxcoreError(
+            f"{given.source}: no other process could open the model folder, because {', '.join(foreign)} belongs to no "
+            f"package that an installed distribution registers. Install it with an entry point in a group of axcore, "
+            f"such as {GROUP}"
+        )
     model = found.model.set(dtypes=DTypes(param=given.dtype, compute=given.dtype))
     _, params, state = abstract(model)
     arrays = gathered(FromHF.Config(source=given.source), model, flat(params), flat(state), 0)
