@@ -113,11 +113,11 @@ def unpacked(transform, blocks, scales, shapes):
 
 
 @pytest.mark.parametrize("outer", ["language_model.model.", "model.language_model."])
-def test_the_language_model_of_a_multimodal_model_is_read(tmp_path, outer, capsys):
-    """With both naming schemes, and a config that omits defaults."""
+def test_case_the_language_model_of_a_multimodal_model_is_read(tmp_path, outer, capsys):
+    """With both naming schemes, a config that omits defaults, and the outer one of two `tie_word_embeddings`."""
     plain = PARITY / "recorded" / "gemma3"
     raw = json.loads((plain / "config.json").read_text())
-    nested = {name: value for name, value in raw.items() if name not in ("rms_norm_eps", "tie_word_embeddings")}
+    nested = {name: value for name, value in raw.items() if name != "rms_norm_eps"} | {"tie_word_embeddings": False}
     folder = tmp_path / "gemma3"
     folder.mkdir()
     config = {"model_type": "gemma3", "text_config": nested, "vision_config": {}, "tie_word_embeddings": True}

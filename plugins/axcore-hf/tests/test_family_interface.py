@@ -1,5 +1,6 @@
 """What a family from outside relies on: declarations of fields, shared helpers, and one owner of each `model_type`."""
 
+import itertools
 import pathlib
 import re
 from importlib.metadata import EntryPoint
@@ -14,7 +15,8 @@ from axcore_hf.families.shared import causal_lm, rope, window
 from axcore_hf.fields import BOOKKEEPING, COMPUTED, Fields, OrNull
 from axcore_hf.plugin import axcore_commands
 
-from .parity.test_changes import BASES
+from .parity.seeded import changed
+from .parity.test_changes import BASES, read
 
 LLAMA = BASES["llama"]
 
@@ -47,6 +49,71 @@ def test_case_every_declared_field_is_read_and_no_other(base):
     ignored = {*family.no_effect, *BOOKKEEPING, *COMPUTED}
     assert fields._read - ignored - {"partial_rotary_factor", "quantization_config"} == family.defaults.keys()
     assert family.defaults.keys().isdisjoint(ignored)
+
+
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+CONTEXTS = (
+    {},
+    {"rope_parameters": []},
+    {"rope_parameters": [YARN], "head_dim": [4]},
+    {"rope_parameters": [{"full_attention": LLAMA3}]},
+    {"rope_parameters": [], "layer_types": []},
+    {"use_sliding_window": [True], "max_window_layers": [1], "layer_types": [], "sliding_window": [5]},
+    {"use_sliding_window": [True], "sliding_window": [5]},
+)
+"""Changes that give every field something to act on."""
+OTHERS = {
+    "head_dim": 6,
+    "num_key_value_heads": 1,
+    "rope_parameters": LINEAR,
+    "rope_scaling": LINEAR,
+    "layer_types": ["full_attention"],
+    "mlp_only_layers": [1],
+    "original_max_position_embeddings": 7,
+    "n_inner": 12,
+    "final_logit_softcapping": 2.0,
+    "sliding_window": 5,
+    "qk_head_dim": 3,
+    "use_bidirectional_attention": True,
+}
+"""Values of fields that are null or absent."""
+
+
+def has_effect(base, context, name, default):
+    """Whether another value of the field changes the model or is refused."""
+    try:
+        model = read(base, context)[1]
+    except ConfigError:
+        return False
+    current = changed(BASES[base], context).get(name, default)
+    if current is None or isinstance(current, list | dict):
+        others = [OTHERS[name]]
+    elif isinstance(current, bool):
+        others = [not current]
+    elif isinstance(current, str):
+        others = ["relu"]
+    else:
+        others = [2 * current, current + 1, current / 2 if isinstance(current, float) else max(current // 2, 1)]
+    for other in others:
+        try:
+            if read(base, {**context, name: [other]})[1] != model:
+                return True
+        except ConfigError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", sorted({fields["model_type"] for fields in BASES.values()}))
+def test_case_every_declared_field_changes_the_model_or_is_refused(kind):
+    family = by_type(kind)
+    of_family = [base for base, fields in BASES.items() if fields["model_type"] == kind]
+    contexts = [each for each in CONTEXTS if each.keys() <= family.defaults.keys()]
+    for name, default in family.defaults.items():
+        plain = default.default if isinstance(default, OrNull) else default
+        places = itertools.product(of_family, contexts)
+        assert any(has_effect(base, context, name, plain) for base, context in places), f"{name} is read and ignored"
 
 
 def test_case_an_absent_field_a_null_and_a_second_name():

@@ -43,7 +43,7 @@ def config_of(source: Gguf) -> dict[str, Any]:
         raise ConfigError(f"{source.where}: the architecture {kind!r} is not supported. Known: {known}")
 
     own = {name.removeprefix(f"{kind}."): value for name, value in source.fields.items() if name.startswith(f"{kind}.")}
-    field = Fields(own, f"{source.where} (metadata of {kind})", defaults=DEFAULTS)
+    field = Fields(own, f"{source.where} (metadata of {kind})", defaults=DEFAULTS, no_effect={"vocab_size"})
     heads, dim = field("attention.head_count"), field("embedding_length")
     kv_heads, head_dim = field("attention.head_count_kv") or heads, field("attention.key_length") or dim // heads
     for name in ("attention.value_length", "rope.dimension_count"):

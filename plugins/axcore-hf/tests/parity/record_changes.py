@@ -102,6 +102,7 @@ PLAUSIBLE = {
 """Values of fields for which the generic ones of `values` are unsuitable, and fields of other families."""
 
 
+PARTIAL = {"full_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
 MULTIMODAL = {
     "gemma3": "gemma3",
     "internvl": "qwen2",
@@ -114,16 +115,33 @@ MULTIMODAL = {
 """model_type of a multimodal model -> the base that its `text_config` is."""
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 OLD_GEMMA3 = {"rope_parameters": [], "rope_theta": [1e6]}
+OLD = ("llama3", "phi3", "deepseek_v3", "gpt_oss")
+
+
+def old(parameters: dict) -> dict[str, list]:
+    """The change from `rope_parameters` to the fields that `transformers` wrote before version 5."""
+    scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    return {"rope_parameters": [], "rope_theta": [parameters["rope_theta"]], "rope_scaling": [scaling]}
+
+
 CASES = {
     "no change": [(name, {}) for name in FAMILIES],
+    "old spelling of RoPE": [
+        *((name, old(fields["rope_parameters"])) for name, (*_, fields) in FAMILIES.items() if name in OLD),
+        (
+            "gemma3",
+            {**OLD_GEMMA3, "rope_local_base_freq": [1e4], "rope_scaling": [{"rope_type": "linear", "factor": 8.0}]},
+        ),
+    ],
     "bidirectional": [(name, {"is_causal": [False]}) for name in FAMILIES],
-    "original length beside yarn": [("llama", {"rope_parameters": [YARN], "original_max_position_embeddings": [8]})],
+    "original length beside yarn": [("llama", {"rope_parameters": [YARN], "original_max_position_embeddings": [1000]})],
     "original length beside llama3": [("llama3", {"original_max_position_embeddings": [8]})],
     "original length beside longrope": [("phi3", {"original_max_position_embeddings": [64]})],
     "original length only inside longrope": [("phi3", {"original_max_position_embeddings": []})],
     "gemma3 without a local base": [("gemma3", OLD_GEMMA3)],
     "gemma3 with an old scaling": [("gemma3", {**OLD_GEMMA3, "rope_scaling": [LINEAR]})],
     "gemma3 with flat parameters": [("gemma3", {"rope_parameters": [{"rope_type": "default", "rope_theta": 1e6}]})],
+    "gemma3 with partial_rotary_factor": [("gemma3", {"rope_parameters": [PARTIAL], "partial_rotary_factor": [0.25]})],
     "gemma3 with attn_logit_softcapping": [("gemma3", {"attn_logit_softcapping": [2.0]})],
     "gpt-oss without scaling": [("gpt_oss", {"rope_parameters": []})],
     "gpt-oss with an old theta": [("gpt_oss", {"rope_parameters": [], "rope_theta": [100.0]})],
@@ -201,7 +219,7 @@ def outcome(raw: dict) -> list | None:
         seeded = {key: weights(key, shape) for key, shape in shapes.items()}
         save_file(seeded, folder / "model.safetensors", {"format": "pt"})
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32
+            folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
         ).eval()
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(IDS), use_cache=False).logits.float().numpy()

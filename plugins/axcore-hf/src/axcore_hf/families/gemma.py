@@ -15,9 +15,11 @@ from axcore_hf.families.shared import (
     LAYER_TYPES,
     MLP,
     ROPE,
+    ROPE_TYPES,
     activation,
     attention,
     causal_lm,
+    check_heads,
     feed_forward,
     fixed,
     norm,
@@ -33,6 +35,7 @@ from axcore_hf.fields import Fields, OrNull
 
 def _model(fields: Fields, is_sliding: list[bool], positions: Mapping[bool, Any], **more: Any) -> Any:
     """Args: positions: of local and other layers. more: arguments of attention."""
+    check_heads(fields)
     zero_centred = norm(fields, zero_centred=True)
     gelu = activation(fields, "hidden_activation")
     size = fields("sliding_window")
@@ -98,7 +101,12 @@ def _positions(fields: Fields) -> dict[bool, Any]:
             f"{fields.where}: rope_parameters={parameters!r} must be inside the entries {' and '.join(LAYER_TYPES)}, "
             f"since transformers ignores them elsewhere"
         )
-    return {True: rotary(fields, local), False: rotary(fields, everywhere)}
+    fraction = {"partial_rotary_factor": fields.optional("partial_rotary_factor")}
+    types = [kind for kind in ROPE_TYPES if kind != "yarn"]  # transformers ignores a `truncate` inside an entry
+    return {
+        is_local: rotary(fields, fraction | entry, types=types)
+        for is_local, entry in ((True, local), (False, everywhere))
+    }
 
 
 RULES = (
@@ -157,6 +165,12 @@ FAMILIES = (
             "rope_scaling": None,
             "rope_local_base_freq": 1e4,
         },
-        no_effect={"_sliding_window_pattern", "attn_logit_softcapping", "hidden_act", "mlp_bias"},
+        no_effect={
+            "_sliding_window_pattern",
+            "attn_logit_softcapping",
+            "hidden_act",
+            "mlp_bias",
+            "partial_rotary_factor",
+        },
     ),
 )

@@ -15,6 +15,7 @@ from axcore_hf.families.shared import (
     activation,
     attention,
     causal_lm,
+    check_heads,
     experts,
     feed_forward,
     fixed,
@@ -33,6 +34,7 @@ RULES = (*EMBEDDINGS, *NORMS, *ATTENTION, *MLP)
 
 
 def llama(fields: Fields) -> Any:
+    check_heads(fields)
     block = feed_forward(fields, bias=fields("mlp_bias"))
     return causal_lm(fields, [pre_norm(fields, attention(fields), block)] * fields("num_hidden_layers"))
 

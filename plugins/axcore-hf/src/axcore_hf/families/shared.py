@@ -67,6 +67,13 @@ def norm(fields: Fields, **more: Any) -> RMSNorm.Config:
     return RMSNorm.Config(eps=fields("rms_norm_eps"), **more)
 
 
+def check_heads(fields: Fields) -> None:
+    """Raises if the heads do not divide the width, which some families of `transformers` require."""
+    dim, heads = fields("hidden_size"), fields("num_attention_heads")
+    if dim % heads:
+        raise ConfigError(f"{fields.where}: hidden_size={dim} must be a multiple of num_attention_heads={heads}")
+
+
 def head_dim(fields: Fields) -> int:
     given = fields("head_dim")
     return int(fields("hidden_size") // fields("num_attention_heads") if given is None else given)
