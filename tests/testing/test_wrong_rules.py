@@ -41,6 +41,9 @@ def suite(modify, **attributes):
     return type("Suite", (Suite,), attributes)()
 
 
+RIGHT = suite(right)
+
+
 class OtherPattern(ParallelismSuite):
     __test__ = False
     name = "cpu"
@@ -102,4 +105,4 @@ def test_case_a_wrong_mesh_rule_fails(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_case_a_correct_mesh_rule_passes(check):
-    getattr(suite(right), CHECKS[check])()
+    getattr(RIGHT, CHECKS[check])()
