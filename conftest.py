@@ -28,6 +28,8 @@ NIGHTLY = (
     "test_remat_does_not_change_results",
     "test_vmap_agrees_with_single_examples",
     "test_rows_of_a_batch_are_independent",
+    "test_documents_of_a_row_are_independent",
+    "test_decoding_equals_recomputation",
 )
 """Checks of the conformance suites that compile another model. They are slow, except in the folders above."""
 
