@@ -4,7 +4,7 @@ import pytest
 
 import axcore as ax
 from axcore.config import ConfigError
-from axcore.plugin import Accelerator, PluginError, mesh_rules, registry, target
+from axcore.plugin import Accelerator, MeshRule, PluginError, mesh_rules, registry, target
 
 CODE = """
 import axcore as ax
@@ -70,6 +70,8 @@ def node():
         ("tpu-v4-8", "tpu", "v4", 4, 1),
         ("tpu-v5e-256x4", "tpu", "v5e", 1024, 4),
         ("trn2-16x64", "trn", "trn2", 1024, 64),
+        ("trn-16", "trn", "", 16, 1),
+        ("rocm-mi300-8", "rocm", "mi300", 8, 1),
     ],
 )
 def test_parse_reads_platform_kind_devices_and_hosts(text, platform, kind, count, hosts):
@@ -80,7 +82,7 @@ def test_parse_reads_platform_kind_devices_and_hosts(text, platform, kind, count
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "h100", "cpu", "cpu-", "cpu-eight", "cpu-٨", " cpu-8", "cpu-8\n", "trn-16", "rocm-mi300-8"),
+        *("", "h100", "cpu", "cpu-", "cpu-eight", "cpu-٨", " cpu-8", "cpu-8\n", "npu x1-8", "8-8"),
         *("gpu", "gpu-8", "gpu-h100", "gpu-h100-8x", "gpu-h100-x4", "gpu-h100-8x4x2", "GPU-H100-8", "tpu-8"),
     ],
 )
@@ -88,6 +90,50 @@ def test_invalid_accelerator_text_raises_with_examples(text):
     with pytest.raises(ConfigError) as error:
         target(text)
     assert repr(text) in str(error.value) and "gpu-h100-8x4 (4 hosts of 8)" in str(error.value)
+
+
+def test_case_npu_x1_16_may_have_rules(rules):
+    assert Accelerator.parse("npu-x1-16") == Accelerator("npu-x1-16", "npu", "x1", 16, 1)
+    assert Accelerator.parse("npu-x1-pod-16x4") == Accelerator("npu-x1-pod-16x4", "npu", "x1-pod", 64, 4)
+    rules("bench", **{"npu-x1-*": "told"})
+    assert ax.pipe(node(), target("npu-x1-16x2")) == node().set(size=32, name="x1")
+    with pytest.raises(PluginError, match=r"no mesh rule matches the target 'npu-x2-16'. Known: npu-x1-\* \(bench\)"):
+        target("npu-x2-16")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("*", "npu-x1-*", "gpu-*", "gpu-h100-8x?", "gpu-[bc]*-8x4", "*-h100-8x4", "tpu-v5p-*", "cpu-[0-9]", "*8x*4"),
+        *("*-*-*-*-*", "trn2-*", "gpu-[!h]100-*", "*x*x*x*"),
+    ],
+)
+def test_patterns_that_some_accelerator_matches_are_accepted(rules, pattern):
+    rules("bench", **{pattern: "plain"})
+    assert [rule.pattern for _, rule in registry().offers(MeshRule)] == [pattern]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "",
+        "h100",
+        "gpu-h100",
+        "GPU-*",
+        "gpu_h100-*",
+        "npu x1-*",
+        "gpu-?",
+        "tpu-v5p-7",
+        "cpu-[A-Z]",
+        "*-8x",
+        "gpu-h100-0",
+    ],
+)
+def test_case_patterns_that_nothing_can_match_fail_and_are_named(rules, pattern):
+    rules("bench", **{pattern: "plain"})
+    plugin = registry().plugins["bench"]
+    assert plugin.state == "failed"
+    assert f"axcore_mesh_rules: no accelerator matches the pattern {pattern!r} of 'bench-0'." in plugin.reason
 
 
 @pytest.mark.parametrize("text", ["cpu-0", "gpu-h100-8x0", "tpu-v5p-7", "tpu-v5p-0"])

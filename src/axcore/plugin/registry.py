@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -16,11 +16,20 @@ from axcore.plugin.controls import Controls
 from axcore.plugin.hooks import manager
 from axcore.plugin.loading import load
 from axcore.plugin.offers import Offer
+from axcore.plugin.output import limited
 from axcore.plugin.states import CORE, CORE_MODULE, Plugin, PluginError, State, how_to_disable
 
 GROUP = "axcore.plugins"
 CORE_POINT = EntryPoint(CORE, CORE_MODULE, GROUP)
 """Replaces the entry point of the core if axcore is imported from a source tree that is not installed."""
+
+
+def load_all(plugins: Iterable[Plugin]) -> None:
+    """Imports the modules of plugins and calls their hooks. Prints at most the first lines of their output."""
+    hooks = manager()
+    for plugin in plugins:
+        with limited(plugin):
+            load(plugin, hooks)
 
 
 class Registry:
@@ -29,22 +38,26 @@ class Registry:
     Args:
         points: the entry points of the group `axcore.plugins`, in any order.
         environ: may contain AXCORE_DISABLE, AXCORE_PLUGINS, AXCORE_ALLOWLIST and AXCORE_STRICT.
+        load: loads plugins that no variable excludes; `axcore doctor` loads them in other processes.
 
     Raises:
         PluginError: a variable is invalid, or AXCORE_STRICT=1 and a plugin is broken or conflicts with another.
     """
 
-    def __init__(self, points: Iterable[EntryPoint], environ: Mapping[str, str]):
+    def __init__(
+        self,
+        points: Iterable[EntryPoint],
+        environ: Mapping[str, str],
+        load: Callable[[Iterable[Plugin]], None] = load_all,
+    ):
         self.plugins: dict[str, Plugin] = {}
         for point in sorted(points, key=lambda point: (point.name, point.value)):
             self._add(point)
         self.controls = Controls(environ, self.plugins)
-        hooks = manager()
         for plugin in self.plugins.values():
             if reason := self.controls.why_disabled(plugin):
                 plugin.state, plugin.detail = State.DISABLED, reason
-            elif plugin.state is State.DISCOVERED:
-                load(plugin, hooks)
+        load([plugin for plugin in self.plugins.values() if plugin.state is State.DISCOVERED])
         if self.controls.strict and (faults := self._faults()):
             raise PluginError("\n- ".join(["AXCORE_STRICT=1 does not allow these plugins:", *faults]))
 
@@ -137,6 +150,12 @@ def _is_in(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
+def installed_points() -> list[EntryPoint]:
+    """The entry points of all plugins that are installed now, with that of the core."""
+    points = [*importlib.metadata.entry_points(group=GROUP)]
+    return points if any(point.value == CORE_MODULE for point in points) else [*points, CORE_POINT]
+
+
 class _Discovery:
     """Builds the registry at the first call and caches it."""
 
@@ -153,12 +172,9 @@ class _Discovery:
                     "registry() at import or in a hook; call them in the target of an offer"
                 )
             if self._found is None:
-                points = [*importlib.metadata.entry_points(group=GROUP)]
-                if not any(point.value == CORE_MODULE for point in points):
-                    points.append(CORE_POINT)
                 self._running = True
                 try:
-                    self._found = Registry(points, os.environ)
+                    self._found = Registry(installed_points(), os.environ)
                 finally:
                     self._running = False
             return self._found
