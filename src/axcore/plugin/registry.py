@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -14,6 +14,7 @@ from axcore.config import Config, walk
 from axcore.plugin.attribution import described
 from axcore.plugin.controls import Controls
 from axcore.plugin.hooks import manager
+from axcore.plugin.host import installed
 from axcore.plugin.loading import load
 from axcore.plugin.offers import Offer
 from axcore.plugin.output import limited
@@ -51,13 +52,29 @@ class Registry:
         load: Callable[[Iterable[Plugin]], None] = load_all,
     ):
         self.plugins: dict[str, Plugin] = {}
-        for point in sorted(points, key=lambda point: (point.name, point.value)):
+        self._load = load
+        for point in _in_order(points):
             self._add(point)
         self.controls = Controls(environ, self.plugins)
-        for plugin in self.plugins.values():
+        self._start(self.plugins.values())
+
+    def add(self, points: Iterable[EntryPoint]) -> bool:
+        """Adds the plugins with an id that is not known yet. Returns whether there are any."""
+        known = set(self.plugins)
+        for point in _in_order(points):
+            if point.name not in known:
+                self._add(point)
+        new = [plugin for id, plugin in self.plugins.items() if id not in known]
+        self._start(new)
+        self.__dict__.pop("_claims", None)
+        return bool(new)
+
+    def _start(self, plugins: Collection[Plugin]) -> None:
+        """Loads the plugins that are not excluded."""
+        for plugin in plugins:
             if reason := self.controls.why_disabled(plugin):
                 plugin.state, plugin.detail = State.DISABLED, reason
-        load([plugin for plugin in self.plugins.values() if plugin.state is State.DISCOVERED])
+        self._load([plugin for plugin in plugins if plugin.state is State.DISCOVERED])
         if self.controls.strict and (faults := self._faults()):
             raise PluginError("\n- ".join(["AXCORE_STRICT=1 does not allow these plugins:", *faults]))
 
@@ -146,6 +163,10 @@ class Registry:
                 yield from (module, module.rpartition(".")[0])
 
 
+def _in_order(points: Iterable[EntryPoint]) -> list[EntryPoint]:
+    return sorted(points, key=lambda point: (point.name, point.value))
+
+
 def _is_in(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
@@ -178,6 +199,26 @@ class _Discovery:
                 finally:
                     self._running = False
             return self._found
+
+    def find[T: Offer](self, kind: type[T], name: str) -> tuple[Plugin, T] | None:
+        """The offer of this kind and name (see `Registry.find`), also if its plugin was installed after discovery."""
+        found = self().find(kind, name)
+        return self().find(kind, name) if found is None and self.refresh() else found
+
+    def refresh(self) -> bool:
+        """Adds plugins that were installed after discovery, in a notebook for example. Returns whether there are any.
+
+        Called when a name is not found.
+        """
+        with self._lock:
+            found = self()
+            importlib.invalidate_caches()
+            installed.cache_clear()
+            self._running = True
+            try:
+                return found.add(installed_points())
+            finally:
+                self._running = False
 
     def cache_clear(self) -> None:
         """Makes the next call discover plugins again, for tests that change what is installed."""

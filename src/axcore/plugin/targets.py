@@ -27,6 +27,8 @@ def target(accelerator: str) -> Modifier:
     """
     wanted = Accelerator.parse(accelerator)
     rules = mesh_rules(accelerator)
+    if not rules and registry.refresh():
+        rules = mesh_rules(accelerator)
     if not rules:
         known = dict.fromkeys(f"{rule.pattern} ({plugin.id})" for plugin, rule in registry().offers(MeshRule))
         none = f"No loaded plugin offers mesh rules; {registry().advice('recipes')}"

@@ -175,7 +175,7 @@ def use_kernels(cfg: Config, order: tuple[str, ...], where: Where | None = None)
     """
     found = []
     for name in order:
-        offer = registry().find(Offer, name)
+        offer = registry.find(Offer, name)
         if offer is None:
             known = ", ".join(sorted(each.name for _, each in registry().offers(Offer)))
             raise PluginError(f"no installed plugin offers the attention kernel {name!r}; known: {known}")
