@@ -249,6 +249,11 @@ def supplier(node: Config) -> Plugin | None:
     return registry().owner(type(node).__module__)
 
 
+def described_supplier(node: Config) -> str:
+    """The plugin of a node, as `" (axcore-x 0.1.0)"`. Empty for the core and for user code."""
+    return f" ({plugin})" if (plugin := supplier(node)) else ""
+
+
 def active(cfg: Config) -> dict[str, str]:
     """The plugins that supplied a node of the tree: id -> `distribution version`."""
     plugins = {plugin.id: str(plugin) for _, node in walk(cfg) if (plugin := supplier(node))}
