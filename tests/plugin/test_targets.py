@@ -30,6 +30,12 @@ def needs_more(cfg, width):
 
 def nothing(cfg):
     pass
+
+def needs_a_kernel(cfg):
+    return ax.pipe(cfg, ax.use("no-such-kernel"))
+
+def needs_an_order(cfg):
+    return ax.pipe(cfg, ax.use("kernels", order=("no-such-kernel", "reference")))
 """
 
 
@@ -197,6 +203,19 @@ def test_a_rule_that_cannot_be_loaded_or_called_names_its_plugin(rules):
 def test_an_error_of_a_rule_names_target_pattern_and_plugin(rules):
     rules("bench", **{"cpu-*": "fails"})
     with pytest.raises(ConfigError, match=r"target 'cpu-8', rule 'cpu-\*' \(ax-bench 0\.1\): mesh\.shape is wrong"):
+        ax.pipe(node(), target("cpu-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("needs_a_kernel", "no installed plugin offers the feature 'no-such-kernel'"),
+        ("needs_an_order", "feature 'kernels' .*: no installed plugin offers the attention kernel 'no-such-kernel'"),
+    ],
+)
+def test_case_a_kernel_that_a_rule_needs_and_that_is_missing_is_reported_with_the_rule(rules, name, told):
+    rules("bench", **{"cpu-*": name})
+    with pytest.raises(PluginError, match=rf"^target 'cpu-8', rule 'cpu-\*' \(ax-bench 0\.1\): {told}"):
         ax.pipe(node(), target("cpu-8"))
 
 
