@@ -70,7 +70,7 @@ def targets(registry: Registry, found: Iterable[Finding]) -> Iterator[Finding]:
     Args:
         found: the other findings. The targets of a plugin with a warning are imported in a process of their own.
     """
-    loaded = [plugin for plugin in registry.plugins.values() if plugin.state is State.LOADED]
+    loaded = [plugin for plugin in registry.plugins.values() if plugin.offers]
     alone = {each.plugin for each in found if each.status != "ok"}
     groups = [[plugin for plugin in loaded if plugin.id not in alone]]
     groups += [[plugin] for plugin in loaded if plugin.id in alone]

@@ -87,7 +87,8 @@ class _Probe:
             load(plugin, manager())  # observed in the stage `hooks`
             if os.getpid() != process:
                 os._exit(0)
-            self.patches.found()
+            self.patches.found()  # forgets the changes that the module made
+            self.patches.options()
         modules, environment, threads = set(sys.modules), dict(os.environ), set(threading.enumerate())
         started, begin, forks, raised = _backends_started(), _written(), self.forks, len(self.raised)
         start = time.perf_counter()
