@@ -78,6 +78,12 @@ def test_case_9_a_nan_is_traced_to_the_layer_of_a_scan(start, backward, where, c
     assert found == f"a NaN first arises in {where}"
 
 
+def test_case_9_the_index_of_a_layer_is_not_that_of_a_microbatch():
+    fn, params, state = ax.functional(Model.Config().build(rngs=ax.Rngs(0)))
+    found = origin(lambda xs: jax.lax.map(lambda x: fn(params, state, x)[0][0], xs), jnp.array([2.0, 17.0]))
+    assert found == "a NaN first arises in layers.2, in the operation log of the forward pass"
+
+
 def test_case_9_a_nan_among_the_arguments_is_not_blamed_on_a_layer():
     assert origin(jnp.log, jnp.float32(np.nan)) == "an argument contains a NaN"
     found = origin(jnp.log, jnp.float32(-1))

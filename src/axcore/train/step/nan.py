@@ -127,14 +127,14 @@ def _message(stacks: Sequence[str], operation: str) -> str:
     """The layer of an operation. The stack of names contains those of layers, with `*` for a layer of a scan, and of
     transforms and matrix products, as in `transpose(jvp(decoder))/layers/*/ffn`."""
     names: list[str] = []
-    indices: list[str] = []
+    index = "*"
     for stack in stacks:
         if stack.startswith("#"):
-            indices.append(stack[1:])
+            index = stack[1:]  # of a scan over layers, if a `*` follows; otherwise of one over microbatches or chunks
             continue
         for name in re.sub(r"\w+\(|\)", "", stack).split("/"):
             if name == "*":
-                names.append(indices.pop(0) if indices else "*")
+                names.append(index)
             elif re.fullmatch(r"\w+", name):
                 names.append(name)
     passed = "backward" if any("transpose(" in stack for stack in stacks) else "forward"
