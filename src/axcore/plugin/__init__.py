@@ -1,7 +1,7 @@
 """The API for plugin authors, and the discovery of plugins. Imports neither jax nor flax."""
 
 from axcore.plugin.attribution import attributed
-from axcore.plugin.features import use, use_text
+from axcore.plugin.features import offered, use, use_text
 from axcore.plugin.hooks import API_VERSION, hookimpl
 from axcore.plugin.host import Host
 from axcore.plugin.offers import (
@@ -48,6 +48,7 @@ __all__ = [
     "attributed",
     "hookimpl",
     "mesh_rules",
+    "offered",
     "recipe",
     "registry",
     "resolve",
