@@ -1,6 +1,7 @@
 """Explanations of configs: suppliers, candidates and verdicts."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -45,7 +46,7 @@ def test_the_request_has_the_rows_of_a_microbatch_on_one_device():
     (rows,) = {leaf.shape[0] for leaf in batch_form(recipe.input).values()}
     for microbatches in (1, 4):
         found, _ = slot(explain(recipe.set(microbatches=microbatches), "cpu-2"), "attention kernel")
-        assert f", {rows // 2 // microbatches} rows, " in found.request
+        assert f", batch={rows // 2 // microbatches}, " in found.request
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,25 @@ def test_a_config_without_a_suitable_kernel_is_explained():
     _, verdicts = slot(explain(cfg, "gpu-h100-8"), "attention kernel")
     assert verdicts["cudnn"] == "no: does not take softcap"
     assert verdicts["reference"].startswith("possible")
+
+
+def test_case_explain_fails_where_training_does(axcore):
+    done = axcore("explain", "quickstart", "--use", "cudnn")
+    assert "attention kernel: model.decoder.layers.attention.kernel" in done.out
+    cfg = ax.pipe(ax.recipe("quickstart"), ax.use("cudnn"))
+    with pytest.raises(ax.ConfigError) as error:
+        cfg.build().program().lower_train(batch_form(cfg.input))
+    assert done.code == 2 and done.message == f"axcore: {error.value}"
+    assert explain(ax.recipe("quickstart")).problems == ()
+
+
+def test_case_a_kernel_that_is_not_supported_names_the_mesh_rule_that_set_it():
+    cfg = ax.recipe("quickstart")
+    cfg = ax.pipe(cfg.set(model=cfg.model.set(dtypes=ax.DTypes(compute=jnp.bfloat16))), ax.target("gpu-h100-8"))
+    assert explain(cfg, "gpu-h100-8").problems == ()
+    (told,) = explain(cfg).problems
+    rule = r"target:gpu-h100-8 of axcore-recipes [^ ]+\(rule='gpu-h100-\*'\)"
+    assert re.search(rf"CudnnKernel: requires an NVIDIA GPU, and this is cpu \(set by {rule}\)\.", told), told
 
 
 def test_slots_with_equal_verdicts_are_grouped():

@@ -441,6 +441,13 @@ def test_the_version_is_that_of_the_distribution(axcore):
     assert axcore("--version").out.strip() == f"axcore {importlib.metadata.version('axcore')}"
 
 
+def test_case_a_command_of_a_plugin_that_is_not_loaded_is_explained(axcore, fresh_registry, monkeypatch):
+    monkeypatch.setenv("AXCORE_DISABLE", "hf")
+    done = axcore("convert", "hf:DIR", "out")
+    assert done.code == 2
+    assert "no loaded plugin has a command 'convert'\n  not loaded: hf (axcore-hf" in done.err
+
+
 def test_disabling_an_unknown_name_fails(axcore, monkeypatch):
     monkeypatch.setenv("AXCORE_DISABLE", "roep")
     assert "'roep'" in (message := axcore("plugins").message) and "Did you mean 'rope'?" in message

@@ -21,6 +21,7 @@ class TestDropout(FeatureSuite):
 
 class TestFusedQkv(FeatureSuite):
     feature = "fused-qkv"
+    replaces = tuple(f"decoder.*.attention.{name}.weight" for name in ("query", "key", "value"))
 
 
 class TestQkNorm(FeatureSuite):

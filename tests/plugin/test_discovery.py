@@ -6,7 +6,20 @@ import re
 
 import pytest
 
-from axcore.plugin import API_VERSION, Feature, KVCacheOffer, MeshRule, PluginError, Recipe, State
+from axcore.plugin import (
+    API_VERSION,
+    Feature,
+    KVCacheOffer,
+    MeshRule,
+    PluginError,
+    Recipe,
+    State,
+    host,
+    recipe,
+    registry,
+    target,
+    use,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOOD = "@hookimpl\ndef axcore_features():\n    return [Feature('good', 'math:sqrt', 'Good.')]\n"
@@ -292,3 +305,46 @@ def test_plugins_that_share_a_namespace_own_only_their_modules(site):
     assert registry.owner("thrown_namespace.moe.layer").id == "moe"
     assert registry.owner("thrown_namespace.rope.layer").id == "rope"
     assert registry.owner("thrown_namespace.elsewhere") is None
+
+
+NODE_CODE = """
+import axcore as ax
+
+class Node(ax.Config):
+    size: int = 1
+
+def edit(cfg=None):
+    return Node(size=7)
+"""
+
+
+def test_case_a_plugin_installed_while_the_process_runs_is_found(alone):
+    alone.install("early", GOOD)
+    first = registry()
+    with pytest.raises(PluginError, match="no installed plugin offers the feature 'late'"):
+        use("late")
+    assert host.installed("ax-late") is None
+    (alone.folder / "thrown_late_code.py").write_text(NODE_CODE)
+    alone.install("late", hook("return [Feature('late', 'thrown_late_code:edit', '')]"))
+    attach = use("late")
+    from thrown_late_code import Node
+
+    assert attach(Node()) == Node(size=7)
+    assert registry() is first and list(first.plugins) == ["core", "early", "late"]
+    assert first.owner("thrown_late_code").id == "late" and host.installed("ax-late") == "0.1"
+
+
+def test_case_every_kind_of_offer_is_found_after_its_installation(alone):
+    with pytest.raises(PluginError, match="no mesh rule"):
+        target("npu-x1-8")
+    alone.install("rules", hook("return [MeshRule('r', 'math:sqrt', '', 'npu-*')]", name="axcore_mesh_rules"))
+    target("npu-x1-8")
+    with pytest.raises(PluginError, match="there is no recipe 'new'"):
+        recipe("new")
+    (alone.folder / "thrown_node.py").write_text(NODE_CODE)
+    alone.install("new", hook("return [Recipe('new', 'thrown_node:edit', '')]", name="axcore_recipes"))
+    assert recipe("new").size == 7
+    alone.install("twice", GOOD, distribution="ax-one")
+    alone.install("twice", GOOD, distribution="ax-two")
+    assert registry.refresh() and "two distributions claim the id 'twice'" in registry().plugins["twice"].detail
+    assert not registry.refresh()

@@ -1,5 +1,6 @@
 """Errors of plugin code name the plugin, and its side effects during discovery do not affect the program."""
 
+import functools
 import json
 import signal
 import sys
@@ -25,6 +26,15 @@ def takes_nothing():
 def annotated(cfg, amount: "Nowhere" = 1):
     return cfg
 
+def fails_in_map(cfg):
+    return ax.select(cfg, "").map(lambda path, node: {}["deep"])
+
+def typo(cfg):
+    return cfg.set(name=cfg.nmae)
+
+def typo_in_map(cfg):
+    return ax.select(cfg, "").map(lambda path, node: node.set(name=node.nmae))
+
 def options(cfg, name="", feature="", kind=""):
     return cfg.set(name=name + feature + kind)
 
@@ -34,7 +44,10 @@ def text(arguments):
 def argparse_like(arguments):
     raise SystemExit(7)
 """
-NAMES = ("fails", "leaves", "takes_nothing", "annotated", "options", "text", "argparse_like")
+NAMES = (
+    *("fails_in_map", "typo", "typo_in_map"),
+    *("fails", "leaves", "takes_nothing", "annotated", "options", "text", "argparse_like"),
+)
 
 
 class Node(Config):
@@ -55,6 +68,33 @@ def code(alone):
         " MeshRule('s', 'thrown_ends:x', '', 'gpu-*')]\n"
     )
     alone.install("code", "from axcore.plugin import Command\n" + hooks + rule)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("fails_in_map", r"failed at .*thrown_faulty\.py:17: KeyError: 'deep'"),
+        (
+            "typo",
+            r"failed at .*thrown_faulty\.py:20: AttributeError: .*Node has no field 'nmae'. Did you mean 'name'\?",
+        ),
+        ("typo_in_map", r"at the root: .*Node has no field 'nmae'. Did you mean 'name'\? \(.*thrown_faulty\.py:23\)"),
+    ],
+)
+def test_case_an_error_in_an_edit_of_a_plugin_names_file_and_line(code, name, told):
+    with pytest.raises((PluginError, ConfigError), match=rf"feature '{name}' \(ax-code 0\.1\):? {told}"):
+        use(name)(Node())
+
+
+def test_case_an_error_of_a_plugin_that_a_library_calls_names_the_line_of_the_plugin():
+    def fails():
+        functools.reduce(lambda a, b: a.modle, [1, 2])
+
+    library, core = {"__name__": "optax.chain"}, {"__name__": "axcore.train", "attributed": attributed}
+    exec("def chain(fn):\n    fn()\n", library)
+    exec("def update(chain, fn):\n    with attributed('optimizer'):\n        chain(fn)\n", core)
+    with pytest.raises(PluginError, match=r"^optimizer failed at .*test_faults\.py:\d+: AttributeError: "):
+        core["update"](library["chain"], fails)
 
 
 @pytest.mark.parametrize(

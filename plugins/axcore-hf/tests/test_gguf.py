@@ -53,6 +53,7 @@ def write(file, tokenizer=False, pre="smollm", more=(), tensors_more=()):
     writer.add_context_length(RAW["max_position_embeddings"])
     writer.add_embedding_length(RAW["hidden_size"])
     writer.add_feed_forward_length(RAW["intermediate_size"])
+    writer.add_vocab_size(RAW["vocab_size"])
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(RAW["rms_norm_eps"])

@@ -62,6 +62,32 @@ def test_losses_are_added_only_in_training():
     assert names(False) == {"z_loss"}
 
 
+def test_case_padding_changes_neither_losses_nor_counts():
+    """Losses, summaries and selection biases stay equal when the tokens at padding change."""
+    feature = ax.use("moe", num_experts=4, balance=0.5, z_loss=0.1, bias_rate=0.25)
+    fn, forms, state = abstract(ax.pipe(tiny_model(), feature))
+    params = jax.tree.map(lambda form: np.random.default_rng(0).normal(size=form.shape).astype(np.float32), forms)
+    state = jax.tree.map(lambda form: np.zeros(form.shape, form.dtype), state)
+    batch = {name: np.array(array) for name, array in tiny_batch().items()}
+    kept = np.arange(batch["inputs"].shape[1]) < 5
+    batch |= {
+        "segment_ids": np.broadcast_to(kept.astype(np.int32), batch["inputs"].shape),
+        "weights": batch["weights"] * kept,
+    }
+
+    @jax.jit
+    def run(inputs):
+        key = jax.random.key(0)
+        (_, found), new = fn(
+            params, state, {**batch, "inputs": inputs}, key=key, training=True, method=OBJECTIVE.build()
+        )
+        return {name: loss.mean() for name, loss in found.losses.items()}, found.scalars(), new
+
+    first, second = run(batch["inputs"]), run(np.where(kept, batch["inputs"], 1))
+    assert any("balance" in name for name in first[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), first, second)
+
+
 def test_starved_experts_are_counted_and_reported_once(capsys):
     cfg = mixture(router=TopK.Config(top_k=1), starving_steps=2)
     params, state, found = to_first(parameters(cfg)), None, []

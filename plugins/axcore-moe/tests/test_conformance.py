@@ -10,3 +10,4 @@ pytestmark = pytest.mark.long
 class TestMoe(FeatureSuite):
     feature = "moe"
     options = {"num_experts": 4}
+    replaces = ("decoder.*.ffn.*",)

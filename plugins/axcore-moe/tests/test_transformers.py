@@ -1,5 +1,6 @@
 """Mixtures of experts against recorded values of `transformers` (see record_transformers.py)."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -111,3 +112,19 @@ def test_load_balance_loss_of_pooled_layers_matches_transformers():
     both = jnp.asarray(RECORDED["loss.logits"]).reshape(-1, EXPERTS)  # as if the tokens were those of one layer
     loss = LoadBalance(weight=1.0)(routing(both), rows=4).mean()
     np.testing.assert_allclose(loss, RECORDED["loss.two_layers"], rtol=1e-5)
+
+
+def test_case_each_layer_adds_its_own_balance_loss():
+    """`transformers` pools the layers instead: two layers have about the loss of one."""
+    layers = [LoadBalance(weight=1.0)(routing(jnp.asarray(each)), rows=2).mean() for each in RECORDED["loss.logits"]]
+    np.testing.assert_allclose(layers, [RECORDED["loss.one_layer"], 3.5067], rtol=1e-4)
+    assert sum(layers) / 2 == pytest.approx(float(RECORDED["loss.two_layers"]), rel=0.1)
+
+
+def test_case_balance_loss_leaves_out_padding_as_transformers_does():
+    """The expected value is that of `load_balancing_loss_func` (5.24) with an attention mask."""
+    counted = jnp.arange(10) < 2
+    padded = dataclasses.replace(routing(jnp.asarray(RECORDED["loss.logits"][0])), counted=counted)
+    np.testing.assert_allclose(LoadBalance(weight=1.0)(padded, rows=2).mean(), 3.4560709, rtol=1e-5)
+    by_row = LoadBalance(weight=1.0, scope="sequence")(padded, rows=2)  # the second row is padding
+    np.testing.assert_allclose([by_row.mean(), by_row.count], [3.4560709, 1.0], rtol=1e-5)

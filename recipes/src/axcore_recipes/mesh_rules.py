@@ -47,7 +47,7 @@ def h100(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     path = next((path for path, node in walk(cfg) if wants_cudnn(path, node)), None)
     if path is None:
         return cfg
-    if registry().find(AttentionKernelOffer, "cudnn") is None:
+    if registry.find(AttentionKernelOffer, "cudnn") is None:
         raise ConfigError(
             f"{path}.kernel: the mesh rule for H100s requires the kernel 'cudnn', which no installed plugin offers. "
             f"Install axcore-cudnn, or allow the slower reference kernel: --use kernels:order=(reference,) before "

@@ -82,6 +82,7 @@ class Explanation:
     Attributes:
         target: The accelerator and its mesh rule; empty for this machine.
         empty: The paths of empty fields that features may fill.
+        problems: An error message for each attention that no kernel supports. Training would raise it.
     """
 
     platform: str
@@ -90,6 +91,7 @@ class Explanation:
     nodes: tuple[Node, ...]
     slots: tuple[Slot, ...]
     empty: tuple[str, ...]
+    problems: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -130,7 +132,9 @@ def explain(cfg: Config, target: str | None = None) -> Explanation:
     slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices)]
     listed = {path for slot in slots for path in slot.paths}
     empty = [path for path in _empty(cfg) if path not in listed]
-    return Explanation(platform, rule, {"core": CORE} | active(cfg), tuple(nodes), tuple(slots), tuple(empty))
+    problems = dict.fromkeys(problem for choice in choices.values() if (problem := choice.problem()))
+    plugins = {"core": CORE} | active(cfg)
+    return Explanation(platform, rule, plugins, tuple(nodes), tuple(slots), tuple(empty), tuple(problems))
 
 
 def _empty(cfg: Config) -> Iterator[str]:

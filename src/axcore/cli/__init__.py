@@ -44,6 +44,8 @@ def _run(arguments: list[str]) -> int:
             for offered in {offer.name: offer for _, offer in registry().offers(Command)}.values():
                 if offered.name not in commands.choices:
                     commands.add_parser(offered.name, help=offered.summary.replace("%", "%%"), add_help=False)
+            if name and not name.startswith("-") and (reasons := registry().not_loaded()):
+                print(f"axcore: no loaded plugin has a command {name!r}{reasons}", file=sys.stderr)
         parsed = parser.parse_args(arguments)
         return int(parsed.run(parsed) or 0)
     except AxcoreError as error:

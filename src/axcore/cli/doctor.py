@@ -12,11 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
-from typing import Literal
 
+from axcore.cli import plugin_findings
 from axcore.cli.compose import Commands
+from axcore.cli.plugin_findings import Finding
 from axcore.config import AxcoreError
-from axcore.plugin import Plugin, State, registry
+from axcore.plugin import Registry
 from axcore.plugin.controls import VARIABLES
 from axcore.plugin.host import installed
 
@@ -24,21 +25,13 @@ TIMEOUT_S = 120
 """The time limit of the process that starts the backends, in seconds."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One line of the report. If any finding is `wrong`, the exit code is 1. A `note` may be intended."""
-
-    check: str
-    status: Literal["ok", "note", "wrong"]
-    message: str
-
-
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check this installation",
         description="Checks Python, jax and flax, the backends, every plugin and its offers, and required versions. "
-        "The exit code is 1 if something is wrong.",
+        "Imports plugins in separate processes only. The exit code is 1 if something is wrong; a warning is for the "
+        "author of a plugin.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -52,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
     else:
         for finding in findings:
-            print(f"{finding.status:<7}{finding.check:<14}{finding.message}")
+            print(f"{finding.status:<9}{finding.check:<14}{finding.message}")
     return 0 if fine else 1
 
 
@@ -63,16 +56,17 @@ def examine() -> Iterator[Finding]:
     yield pair
     yield from _controls()
     try:
-        found = registry()
-    except AxcoreError as error:  # because of AXCORE_STRICT or an invalid AXCORE_ALLOWLIST
+        found, findings = plugin_findings.discover()
+    except AxcoreError as error:  # because of an invalid variable
         yield Finding("plugins", "wrong", str(error))
         return
-    for plugin in found.plugins.values():
-        yield from _plugin(plugin)
+    yield from findings
     yield from (Finding("plugins", "wrong", sentence) for sentence in found.conflicts())
-    yield from _requirements()
+    yield from plugin_findings.rules(found)
+    yield from _requirements(found)
     if pair.status == "ok":
-        yield from _backends_and_offers()
+        yield from plugin_findings.targets(found, findings)
+        yield from _backends()
 
 
 def _jax_and_flax() -> Finding:
@@ -92,17 +86,7 @@ def _controls() -> Iterator[Finding]:
             yield Finding("environment", "note", f"{variable}={value or empty}")
 
 
-def _plugin(plugin: Plugin) -> Iterator[Finding]:
-    status: Literal["ok", "note", "wrong"] = "note"
-    if plugin.state is State.LOADED:
-        status = "ok"
-    elif plugin.state in (State.FAILED, State.INCOMPATIBLE):
-        status = "wrong"
-    why = f": {plugin.reason}" if plugin.reason else ""
-    yield Finding("plugin", status, f"{plugin.id} ({plugin}) is {plugin.state}{why}")
-
-
-def _requirements() -> Iterator[Finding]:
+def _requirements(found: Registry) -> Iterator[Finding]:
     """Compares the requirements of axcore and of plugins with the installed versions."""
     try:
         from packaging.requirements import InvalidRequirement, Requirement
@@ -110,7 +94,7 @@ def _requirements() -> Iterator[Finding]:
         yield Finding("versions", "note", "not checked: the package `packaging` is not installed")
         return
     wrong = False
-    for dist in _distributions():
+    for dist in _distributions(found):
         for text in dist.requires or ():
             try:
                 needed = Requirement(text)
@@ -129,9 +113,9 @@ def _requirements() -> Iterator[Finding]:
         yield Finding("versions", "ok", "the requirements of axcore and its plugins are installed")
 
 
-def _distributions() -> Iterator[Distribution]:
+def _distributions(registry: Registry) -> Iterator[Distribution]:
     """The distributions of axcore and of the plugins."""
-    found = {plugin.distribution: plugin.point.dist for plugin in registry().plugins.values()}
+    found = {plugin.distribution: plugin.point.dist for plugin in registry.plugins.values()}
     if found.get("axcore") is None:
         try:
             found["axcore"] = distribution("axcore")
@@ -140,8 +124,8 @@ def _distributions() -> Iterator[Distribution]:
     return (dist for dist in found.values() if dist is not None)
 
 
-def _backends_and_offers() -> Iterator[Finding]:
-    """Starts the backends and imports the target of every offer, in a separate process because it may crash."""
+def _backends() -> Iterator[Finding]:
+    """Starts the backends in a separate process, because it may crash."""
     command = [sys.executable, "-c", "from axcore.cli.doctor import print_findings; print_findings()"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -159,9 +143,7 @@ def _backends_and_offers() -> Iterator[Finding]:
 _MARK = "axcore.doctor "
 
 
-def _check_backends_and_offers() -> Iterator[Finding]:
-    from axcore.plugin import PluginError, resolve
-
+def _check_backends() -> Iterator[Finding]:
     try:
         import jax
 
@@ -174,15 +156,9 @@ def _check_backends_and_offers() -> Iterator[Finding]:
             )
     except Exception as error:
         yield Finding("backend", "wrong", f"jax finds no devices: {' '.join(str(error).split())}")
-    for plugin in registry().plugins.values():
-        for offer in plugin.offers:
-            try:
-                resolve(plugin, offer)
-            except PluginError as error:
-                yield Finding("offers", "wrong", str(error))
 
 
 def print_findings() -> None:
-    """Prints one finding per line, in the process that `_backends_and_offers` starts."""
-    for each in _check_backends_and_offers():
+    """Prints one finding per line, in the process that `_backends` starts."""
+    for each in _check_backends():
         print(_MARK + json.dumps(dataclasses.asdict(each)), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from axcore.cli.compose import Commands, add_edits, compose
+from axcore.config import ConfigError
 
 
 def add(commands: Commands) -> None:
@@ -12,7 +13,8 @@ def add(commands: Commands) -> None:
         "explain",
         help="show the supplier of each node of a recipe and the candidates for each slot",
         description="Prints the nodes of a recipe with their suppliers, and the candidates for each slot, with the "
-        "reason why a candidate is not chosen. --target explains the recipe for other hardware.",
+        "reason why a candidate is not chosen. --target explains the recipe for other hardware. The exit code is 2 if "
+        "no kernel of an attention supports its calls.",
     )
     parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -27,3 +29,5 @@ def run(arguments: argparse.Namespace) -> None:
     cfg = compose(arguments.recipe, arguments.edits)
     found = explain(cfg, targets[-1] if targets else None)
     print(found.to_json() if arguments.json else found)
+    if found.problems:
+        raise ConfigError("\n".join(found.problems))

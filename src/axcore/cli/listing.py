@@ -1,4 +1,4 @@
-"""`axcore plugins` and `axcore recipes`."""
+"""`axcore plugins`, `axcore recipes` and `axcore rules`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from axcore.cli.compose import Commands
 from axcore.config import AxcoreError, did_you_mean
-from axcore.plugin import API_VERSION, Offer, Plugin, PluginError, Recipe, registry
+from axcore.plugin import API_VERSION, MeshRule, Offer, Plugin, PluginError, Recipe, registry
 from axcore.plugin.allowlist import record_hash, why_unverified
 from axcore.plugin.features import ATTACHABLE, options_of
 
@@ -33,6 +33,13 @@ def add(commands: Commands) -> None:
     plugins.set_defaults(run=list_plugins)
     recipes = commands.add_parser("recipes", help="list the recipes", description="Lists the recipes of all plugins.")
     recipes.set_defaults(run=list_recipes)
+    rules = commands.add_parser(
+        "rules",
+        help="list the mesh rules",
+        description="Lists the mesh rules of all plugins, with the accelerators that each applies to. The option "
+        "--target of other commands applies the rule with the most specific matching pattern.",
+    )
+    rules.set_defaults(run=list_rules)
 
 
 def list_plugins(arguments: argparse.Namespace) -> None:
@@ -56,7 +63,7 @@ def list_plugins(arguments: argparse.Namespace) -> None:
     else:
         rows = []
         for plugin in plugins:
-            offers = ", ".join(f"{offer.kind} {offer.name}" for offer in plugin.offers)
+            offers = ", ".join(f"{offer.kind} {_title(offer)}" for offer in plugin.offers)
             rows.append((plugin.id, plugin.distribution, plugin.version, str(plugin.state), offers or plugin.reason))
         _table(("id", "distribution", "version", "state", "offers"), rows, "no plugins are installed")
 
@@ -65,6 +72,14 @@ def list_recipes(_: argparse.Namespace) -> None:
     rows = [(offer.name, offer.summary, plugin.distribution) for plugin, offer in registry().offers(Recipe)]
     none = "" if rows else f"no loaded plugin offers recipes; {registry().advice('recipes')}"
     _table(("recipe", "summary", "from"), rows, none)
+
+
+def list_rules(_: argparse.Namespace) -> None:
+    rows = [
+        (rule.pattern, rule.name, rule.summary, plugin.distribution) for plugin, rule in registry().offers(MeshRule)
+    ]
+    none = "" if rows else f"no loaded plugin offers mesh rules; {registry().advice('recipes')}"
+    _table(("accelerators", "mesh rule", "summary", "from"), rows, none)
 
 
 def _named(name: str, plugins: list[Plugin]) -> Plugin:
@@ -89,10 +104,7 @@ def _as_json(plugin: Plugin) -> dict[str, object]:
         "state": str(plugin.state),
         "reason": plugin.reason,
         "detail": plugin.detail,
-        "offers": [
-            {"kind": offer.kind, "name": offer.name, "summary": offer.summary, "target": offer.target}
-            for offer in plugin.offers
-        ],
+        "offers": [{"kind": offer.kind} | vars(offer) for offer in plugin.offers],
     }
 
 
@@ -110,8 +122,13 @@ def _describe(plugin: Plugin) -> None:
         print(f"\n{plugin.detail.rstrip()}")
 
 
+def _title(offer: Offer) -> str:
+    """The name of an offer; for a mesh rule, with its pattern."""
+    return f"{offer.name} for {offer.pattern}" if isinstance(offer, MeshRule) else offer.name
+
+
 def _describe_offer(plugin: Plugin, offer: Offer) -> Iterator[tuple[str, str]]:
-    yield offer.kind, f"{offer.name}: {offer.summary} ({offer.target})"
+    yield offer.kind, f"{_title(offer)}: {offer.summary} ({offer.target})"
     if not isinstance(offer, ATTACHABLE):
         return
     try:

@@ -8,9 +8,11 @@ import dataclasses
 import itertools
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
+_AXCORE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _actors: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("axcore_actors", default=())
 
 
@@ -52,6 +54,13 @@ def event(action: str, *names: str) -> Event:
         frame = frame.f_back
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return Event(" > ".join(_actors.get()) or "python", action, names, where)
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` of the innermost code outside axcore through which an error passed; of axcore if there is none."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    outside = [each for each in lines if not each[0].startswith((_AXCORE, "<"))]
+    return "{}:{}".format(*(outside or lines)[-1])
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator
 
 from axcore.config.errors import ConfigError, did_you_mean
-from axcore.config.history import event
+from axcore.config.history import event, raised_at
 from axcore.config.node import REQUIRED, Config, default, fields, has_field, type_name
 from axcore.config.tree import REMOVED, matches, transform, walk
 
@@ -106,8 +106,10 @@ def edited(path: str, node: Config, edit: Callable[[str, Config], object]) -> ob
     """`edit(path, node)`, checked to be a config. The history of the new node records the type that it replaced."""
     try:
         new = edit(path, node)
-    except (ConfigError, AttributeError) as error:  # AttributeError: the edit uses a field that this node does not have
+    except ConfigError as error:
         raise ConfigError(f"at {path or 'the root'}: {error}") from error
+    except AttributeError as error:  # the edit uses a field that this node does not have
+        raise ConfigError(f"at {path or 'the root'}: {error} ({raised_at(error)})") from error
     if new is not REMOVED and not isinstance(new, Config):
         raise ConfigError(f"at {path or 'the root'}: the edit returned {new!r}, not a config")
     if isinstance(new, Config) and type(new) is not type(node):

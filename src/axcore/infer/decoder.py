@@ -177,12 +177,15 @@ class Decoder:
             pages=step.pages,
             phase=step.phase or ("decode" if width == 1 else "prefill"),
         )
+        # Padding has the position of the last token, so that it does not lengthen the row for position embeddings.
+        positions = jnp.minimum(index, jnp.maximum(end - 1, 0)[:, None])
         valid = None if step.lengths is None else jnp.arange(width) < counts[:, None]
         with self.layout.active() if self.layout is not None else contextlib.nullcontext():
             (logits, _), model = self.fn(
                 params,
                 state["model"],
                 step.ids,
+                positions=positions,
                 index=index,
                 valid=valid,
                 cached=cached,

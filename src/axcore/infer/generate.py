@@ -11,9 +11,9 @@ from flax import nnx
 from jaxtyping import Int, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, walk
 from axcore.infer.decoder import Decoder, Step
-from axcore.module import Tree, functional
+from axcore.module import Layer, Tree, functional
 from axcore.nn import KVCache
 
 SMALLEST_BUCKET = 16
@@ -24,6 +24,9 @@ compilations."""
 class Generator:
     """Continues prompts with a causal language model, one prompt at a time. Lengths are padded to powers of two, and
     each padded length compiles once.
+
+    If a node of the model's config has an attribute `recompute_above`, the keys of longer rows differ from those of
+    shorter ones. A row that grows beyond this length is then computed once more.
 
     Args:
         model: a model with the call signature of `axcore.nn.CausalLM`.
@@ -49,6 +52,8 @@ class Generator:
             raise AxcoreError(f"context must be at least 1, not {context}")
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._end_ids = jnp.asarray(sorted(end_ids), jnp.int32)
+        nodes = walk(model.config) if isinstance(model, Layer) else ()
+        self._limits = sorted({each for _, node in nodes if (each := getattr(node, "recompute_above", None))})
         self._fn, self._params, self._state = functional(model)
         row = jax.ShapeDtypeStruct((1, context), jnp.int32)  # raises here if the model does not support this length
         logits = jax.eval_shape(lambda ids: self._fn(self._params, self._state, ids)[0][0], row)
@@ -87,15 +92,18 @@ class Generator:
         if num_tokens == 0:
             return np.zeros((0,), np.int32)
         start, stop = prompt.size, prompt.size + num_tokens
-        bucket, length = 0, max(1 << (stop - 1).bit_length(), self.context)
-        if self.is_cached:
-            bucket = min(max(SMALLEST_BUCKET, 1 << (start - 1).bit_length()), self.context)
-            length = self.context
-        row = np.zeros((length,), np.int32)
+        row = np.zeros((self.context if self.is_cached else max(1 << (stop - 1).bit_length(), self.context),), np.int32)
         row[:start] = prompt
-        bounds = jnp.int32(start), jnp.int32(stop)
-        row, end = self._sample(self._params, self._state, row, bucket, *bounds, key)
-        return np.asarray(row)[start : int(end)]
+        cuts = [limit + 1 for limit in self._limits if start <= limit < stop - 1] if self.is_cached else []
+        end = start
+        for cut in (*cuts, stop):  # after a cut, the row so far is a new prompt
+            bucket = min(max(SMALLEST_BUCKET, 1 << (end - 1).bit_length()), self.context) if self.is_cached else 0
+            bounds = jnp.int32(end), jnp.int32(cut)
+            new, reached = self._sample(self._params, self._state, row, bucket, *bounds, key)
+            row, end = np.asarray(new), int(reached)
+            if row[end - 1] in self._end_ids:
+                break
+        return row[start:end]
 
     def _cached(
         self, params: Tree, state: Tree, row: jax.Array, bucket: int, start: jax.Array, stop: jax.Array, key: jax.Array
@@ -121,7 +129,8 @@ class Generator:
             row, at = carry
             first = jnp.maximum(at - self.context, 0)
             window = jax.lax.dynamic_slice(row, (first,), (self.context,))
-            (logits, _), _ = self._fn(params, state, window[None])
+            positions = jnp.minimum(jnp.arange(self.context, dtype=jnp.int32), at - first - 1)  # see Decoder
+            (logits, _), _ = self._fn(params, state, window[None], positions=positions[None])
             return row.at[at].set(self._pick(logits[0, at - first - 1], at, key)), at + 1
 
         carry = extend((row, start))

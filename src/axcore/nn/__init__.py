@@ -30,7 +30,15 @@ from axcore.nn.places import Place, Stack
 from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, unstacked, use_remat
 from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import CachedRows, Phase, TokenInfo
-from axcore.nn.transformer import ParallelLayer, PostNormLayer, Repeat, Sequence, TransformerLayer, stacked
+from axcore.nn.transformer import (
+    ParallelLayer,
+    PostNormLayer,
+    Repeat,
+    Sequence,
+    TransformerLayer,
+    ffn_arguments,
+    stacked,
+)
 from axcore.nn.weighted import Weighted
 from axcore.numerics import Numerics, Product
 
@@ -110,6 +118,7 @@ __all__ = [
     "combined",
     "dropout",
     "edit_layers",
+    "ffn_arguments",
     "for_decoding",
     "layers_of",
     "merge_by_lse",

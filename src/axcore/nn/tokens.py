@@ -56,7 +56,8 @@ class TokenInfo:
         index: int32, the position in the row, which masks compare.
         positions: int32, the position in the document, for position embeddings. With several coordinates, as in an
             image, [batch or 1, seq, coordinates].
-        segment_ids: int32, the document of each token of a packed row; None if each row is one document.
+        segment_ids: int32, the document of each token of a packed row; None if each row is one document. Batches number
+            documents from 1, and padding is 0.
         valid: false at padding; None if there is no padding.
         cached: the cached rows that these tokens continue; None unless decoding.
     """
@@ -81,6 +82,14 @@ class TokenInfo:
         if index is None:
             index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
         return cls(index, index if positions is None else positions, segment_ids, valid, cached)
+
+    @property
+    def counted(self) -> Bool[Array, "batch_or_1 seq"] | None:
+        """False at padding, which statistics over tokens leave out; None if there is no padding."""
+        packed = None if self.segment_ids is None else self.segment_ids != 0
+        if packed is None or self.valid is None:
+            return self.valid if packed is None else packed
+        return packed & self.valid
 
     def part(self, start: Int[Array, ""] | int, size: int) -> TokenInfo:
         """`size` tokens from `start` on, without `cached`."""

@@ -54,7 +54,7 @@ class TransformerLayer(Layer):
         """Applies the layer."""
         for norm, block, output_norm, args in (
             (self.attention_norm, self.attention, self.attention_output_norm, (tokens,)),
-            (self.ffn_norm, self.ffn, self.ffn_output_norm, ()),
+            (self.ffn_norm, self.ffn, self.ffn_output_norm, ffn_arguments(self.ffn, tokens)),
         ):
             y = block(_maybe(norm, x), *args)
             x = constrain(x + dropout(self, _maybe(output_norm, y), self.config.dropout), *HIDDEN)
@@ -87,7 +87,8 @@ class PostNormLayer(Layer):
         """Applies the layer."""
         rate = self.config.dropout
         x = constrain(self.attention_norm(x + dropout(self, self.attention(x, tokens), rate)), *HIDDEN)
-        return constrain(self.ffn_norm(x + dropout(self, self.ffn(x), rate)), *HIDDEN)
+        y = self.ffn(x, *ffn_arguments(self.ffn, tokens))
+        return constrain(self.ffn_norm(x + dropout(self, y, rate)), *HIDDEN)
 
 
 class ParallelLayer(Layer):
@@ -117,8 +118,15 @@ class ParallelLayer(Layer):
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Applies the layer."""
         y = self.norm(x)
-        both = self.attention(y, tokens) + self.ffn(y if self.ffn_norm is None else self.ffn_norm(x))
+        z = y if self.ffn_norm is None else self.ffn_norm(x)
+        both = self.attention(y, tokens) + self.ffn(z, *ffn_arguments(self.ffn, tokens))
         return constrain(x + dropout(self, both, self.config.dropout), *HIDDEN)
+
+
+def ffn_arguments(ffn: Layer, tokens: TokenInfo) -> tuple[TokenInfo, ...]:
+    """The arguments after `x` of a feed-forward block: the tokens if its class has `takes_tokens = True`, as a mixture
+    of experts, whose statistics leave out padding."""
+    return (tokens,) if getattr(ffn, "takes_tokens", False) else ()
 
 
 def _maybe(norm: Callable[[Hidden], Hidden] | None, x: Hidden) -> Hidden:

@@ -1,5 +1,6 @@
 """The API for plugin authors, and the discovery of plugins. Imports neither jax nor flax."""
 
+from axcore.plugin.accelerators import Accelerator
 from axcore.plugin.attribution import attributed
 from axcore.plugin.features import offered, use, use_text
 from axcore.plugin.hooks import API_VERSION, hookimpl
@@ -21,7 +22,7 @@ from axcore.plugin.offers import (
 from axcore.plugin.recipes import recipe
 from axcore.plugin.registry import Registry, active, registry, resolve, supplier
 from axcore.plugin.states import Plugin, PluginError, State, Unavailable
-from axcore.plugin.targets import Accelerator, mesh_rules, target
+from axcore.plugin.targets import mesh_rules, target
 
 __all__ = [
     "API_VERSION",

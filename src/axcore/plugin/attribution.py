@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import sys
 import traceback
 from collections.abc import Iterator
 
@@ -41,13 +42,16 @@ def attributed(owner: str, *passing: type[BaseException]) -> Iterator[None]:
         raise PluginError(f"{owner} failed{_place(error)}: {described(error)}") from error
 
 
+_LIBRARIES = {"flax", "jax", "numpy", "optax", *sys.stdlib_module_names}
+
+
 def _place(error: BaseException) -> str:
-    """`" at file:line"`: the innermost line of the owner's package, not of a library that it calls."""
+    """`" at file:line"`: the innermost line of the owner's package, not of a library that it calls or that calls it."""
     frames = [
         (str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
         if not frame.f_code.co_filename.startswith(_HERE)
     ]
-    outside = [package for package, _, _ in frames if package != "axcore"]
-    owned = [f" at {file}:{line}" for package, file, line in frames if package == (outside or ["axcore"])[0]]
+    owner = next((package for package, _, _ in frames if package not in {"axcore", *_LIBRARIES}), "axcore")
+    owned = [f" at {file}:{line}" for package, file, line in frames if package == owner]
     return owned[-1] if owned else ""

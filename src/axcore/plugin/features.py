@@ -107,6 +107,8 @@ def _find(name: str) -> tuple[Plugin, Offer, Attach]:
     """The offer that `use(name)` attaches, its plugin, and the function that attaches it."""
     found = [claim for kind in ATTACHABLE if (claim := registry().find(kind, name)) is not None]
     if not found:
+        if registry.refresh():
+            return _find(name)
         raise _missing(name)
     plugin, offer = found[0]  # a feature comes first
     if len({plugin.id for plugin, _ in found}) > 1 or (len(found) > 1 and not isinstance(offer, Feature)):

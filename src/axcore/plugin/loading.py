@@ -6,7 +6,6 @@ error. The manager contains only the plugin that is being loaded.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import itertools
@@ -21,10 +20,11 @@ from types import ModuleType
 import pluggy
 
 from axcore.config import did_you_mean
+from axcore.plugin.accelerators import EXAMPLES, matchable
 from axcore.plugin.attribution import described
 from axcore.plugin.hooks import API_VERSION, PROJECT
 from axcore.plugin.host import Host
-from axcore.plugin.offers import OFFERS, Offer
+from axcore.plugin.offers import OFFERS, MeshRule, Offer
 from axcore.plugin.states import Plugin, State, Unavailable
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -35,18 +35,16 @@ def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
     """Imports a plugin's module, calls its hooks and records the result in `plugin`."""
     cause = ""
     try:
-        # Output that a plugin prints must not mix with that of the program, such as `axcore plugins --json`.
-        with contextlib.redirect_stdout(sys.stderr):
-            if not re.fullmatch(r"[\w.]+", plugin.module):
-                raise ValueError(f"the entry point {plugin.module!r} must name a module, such as 'axcore_gate.plugin'")
-            module = importlib.import_module(plugin.module)
-            api = getattr(module, "axcore_api", None)
-            if not isinstance(api, int | None):
-                raise TypeError(f"axcore_api must be an integer, not {type(api).__name__}")
-            plugin.api = api
-            if plugin.api in (None, API_VERSION):
-                plugin.offers = tuple(_offers(plugin, module, manager))
-                plugin.state = State.LOADED
+        if not re.fullmatch(r"[\w.]+", plugin.module):
+            raise ValueError(f"the entry point {plugin.module!r} must name a module, such as 'axcore_gate.plugin'")
+        module = importlib.import_module(plugin.module)
+        api = getattr(module, "axcore_api", None)
+        if not isinstance(api, int | None):
+            raise TypeError(f"axcore_api must be an integer, not {type(api).__name__}")
+        plugin.api = api
+        if plugin.api in (None, API_VERSION):
+            plugin.offers = tuple(_offers(plugin, module, manager))
+            plugin.state = State.LOADED
     except Unavailable as reason:
         plugin.state, plugin.detail = State.UNAVAILABLE, str(reason) or "no reason given"
         return
@@ -84,6 +82,11 @@ def _offers(plugin: Plugin, module: ModuleType, manager: pluggy.PluginManager) -
                     raise ValueError(f"{hook}: the name {offer.name!r} may contain only letters, digits, '.', '_', '-'")
                 if not TARGET.fullmatch(offer.target):
                     raise ValueError(f"{hook}: target {offer.target!r} of {offer.name!r} is not 'module:attribute'")
+                if isinstance(offer, MeshRule) and not matchable(offer.pattern):
+                    raise ValueError(
+                        f"{hook}: no accelerator matches the pattern {offer.pattern!r} of {offer.name!r}. Accelerators "
+                        f"are named as in {EXAMPLES}"
+                    )
                 if (kind, offer.name) in taken:
                     raise ValueError(f"{hook} offers {offer.name!r} twice")
                 taken.add((kind, offer.name))

@@ -15,7 +15,7 @@ def recipe(name: str) -> Config:
     Raises:
         PluginError: no plugin offers a recipe of this name, or its function fails or returns no config.
     """
-    found = registry().find(Recipe, name)
+    found = registry.find(Recipe, name)
     if found is None:
         names = list(dict.fromkeys(offer.name for _, offer in registry().offers(Recipe)))
         none = f"No loaded plugin offers recipes; {registry().advice('recipes')}"

@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -14,13 +14,23 @@ from axcore.config import Config, walk
 from axcore.plugin.attribution import described
 from axcore.plugin.controls import Controls
 from axcore.plugin.hooks import manager
+from axcore.plugin.host import installed
 from axcore.plugin.loading import load
 from axcore.plugin.offers import Offer
+from axcore.plugin.output import limited
 from axcore.plugin.states import CORE, CORE_MODULE, Plugin, PluginError, State, how_to_disable
 
 GROUP = "axcore.plugins"
 CORE_POINT = EntryPoint(CORE, CORE_MODULE, GROUP)
 """Replaces the entry point of the core if axcore is imported from a source tree that is not installed."""
+
+
+def load_all(plugins: Iterable[Plugin]) -> None:
+    """Imports the modules of plugins and calls their hooks. Prints at most the first lines of their output."""
+    hooks = manager()
+    for plugin in plugins:
+        with limited(plugin):
+            load(plugin, hooks)
 
 
 class Registry:
@@ -29,22 +39,42 @@ class Registry:
     Args:
         points: the entry points of the group `axcore.plugins`, in any order.
         environ: may contain AXCORE_DISABLE, AXCORE_PLUGINS, AXCORE_ALLOWLIST and AXCORE_STRICT.
+        load: loads plugins that no variable excludes; `axcore doctor` loads them in other processes.
 
     Raises:
         PluginError: a variable is invalid, or AXCORE_STRICT=1 and a plugin is broken or conflicts with another.
     """
 
-    def __init__(self, points: Iterable[EntryPoint], environ: Mapping[str, str]):
+    def __init__(
+        self,
+        points: Iterable[EntryPoint],
+        environ: Mapping[str, str],
+        load: Callable[[Iterable[Plugin]], None] = load_all,
+    ):
         self.plugins: dict[str, Plugin] = {}
-        for point in sorted(points, key=lambda point: (point.name, point.value)):
+        self._load = load
+        for point in _in_order(points):
             self._add(point)
         self.controls = Controls(environ, self.plugins)
-        hooks = manager()
-        for plugin in self.plugins.values():
+        self._start(self.plugins.values())
+
+    def add(self, points: Iterable[EntryPoint]) -> bool:
+        """Adds the plugins with an id that is not known yet. Returns whether there are any."""
+        known = set(self.plugins)
+        for point in _in_order(points):
+            if point.name not in known:
+                self._add(point)
+        new = [plugin for id, plugin in self.plugins.items() if id not in known]
+        self._start(new)
+        self.__dict__.pop("_claims", None)
+        return bool(new)
+
+    def _start(self, plugins: Collection[Plugin]) -> None:
+        """Loads the plugins that are not excluded."""
+        for plugin in plugins:
             if reason := self.controls.why_disabled(plugin):
                 plugin.state, plugin.detail = State.DISABLED, reason
-            elif plugin.state is State.DISCOVERED:
-                load(plugin, hooks)
+        self._load([plugin for plugin in plugins if plugin.state is State.DISCOVERED])
         if self.controls.strict and (faults := self._faults()):
             raise PluginError("\n- ".join(["AXCORE_STRICT=1 does not allow these plugins:", *faults]))
 
@@ -133,8 +163,18 @@ class Registry:
                 yield from (module, module.rpartition(".")[0])
 
 
+def _in_order(points: Iterable[EntryPoint]) -> list[EntryPoint]:
+    return sorted(points, key=lambda point: (point.name, point.value))
+
+
 def _is_in(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
+
+
+def installed_points() -> list[EntryPoint]:
+    """The entry points of all plugins that are installed now, with that of the core."""
+    points = [*importlib.metadata.entry_points(group=GROUP)]
+    return points if any(point.value == CORE_MODULE for point in points) else [*points, CORE_POINT]
 
 
 class _Discovery:
@@ -153,15 +193,32 @@ class _Discovery:
                     "registry() at import or in a hook; call them in the target of an offer"
                 )
             if self._found is None:
-                points = [*importlib.metadata.entry_points(group=GROUP)]
-                if not any(point.value == CORE_MODULE for point in points):
-                    points.append(CORE_POINT)
                 self._running = True
                 try:
-                    self._found = Registry(points, os.environ)
+                    self._found = Registry(installed_points(), os.environ)
                 finally:
                     self._running = False
             return self._found
+
+    def find[T: Offer](self, kind: type[T], name: str) -> tuple[Plugin, T] | None:
+        """The offer of this kind and name (see `Registry.find`), also if its plugin was installed after discovery."""
+        found = self().find(kind, name)
+        return self().find(kind, name) if found is None and self.refresh() else found
+
+    def refresh(self) -> bool:
+        """Adds plugins that were installed after discovery, in a notebook for example. Returns whether there are any.
+
+        Called when a name is not found.
+        """
+        with self._lock:
+            found = self()
+            importlib.invalidate_caches()
+            installed.cache_clear()
+            self._running = True
+            try:
+                return found.add(installed_points())
+            finally:
+                self._running = False
 
     def cache_clear(self) -> None:
         """Makes the next call discover plugins again, for tests that change what is installed."""
@@ -190,6 +247,11 @@ def resolve(plugin: Plugin, offer: Offer) -> Any:
 def supplier(node: Config) -> Plugin | None:
     """The plugin that a node's class comes from; None for the core and for user code."""
     return registry().owner(type(node).__module__)
+
+
+def described_supplier(node: Config) -> str:
+    """The plugin of a node, as `" (axcore-x 0.1.0)"`. Empty for the core and for user code."""
+    return f" ({plugin})" if (plugin := supplier(node)) else ""
 
 
 def active(cfg: Config) -> dict[str, str]:

@@ -2,65 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import re
 from collections.abc import Callable
 
-from axcore.config import Config, ConfigError, Modifier
+from axcore.config import Config, Modifier
+from axcore.plugin.accelerators import Accelerator
 from axcore.plugin.offers import MeshRule
 from axcore.plugin.registry import registry, resolve
 from axcore.plugin.slots import guarded
 from axcore.plugin.states import Plugin, PluginError, how_to_disable
-
-_FORM = re.compile(
-    r"(?:cpu|(?:gpu|tpu)-(?P<kind>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)|(?P<trn>trn[0-9]+))"
-    r"-(?P<each>[0-9]+)(?:x(?P<hosts>[0-9]+))?"
-)
-EXAMPLES = "cpu-8, gpu-h100-8, gpu-h100-8x4 (4 hosts of 8), tpu-v5p-512, tpu-v5e-256x4 (4 slices of 256), trn2-16x64"
-_CORES_PER_DEVICE = {"v4": 2, "v5p": 2}
-"""TPUs whose names count cores instead of jax devices, and the number of cores per device."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Accelerator:
-    """The hardware that a text such as `gpu-h100-8x4` names.
-
-    Attributes:
-        platform: `cpu`, `gpu`, `tpu` or `trn`.
-        kind: `h100`, `v5e`, `trn2`; empty for a CPU.
-        count: the total number of jax devices; for a Trainium, the number of chips.
-        hosts: the number of hosts, or of slices of a TPU. A slower network connects them.
-    """
-
-    text: str
-    platform: str
-    kind: str
-    count: int
-    hosts: int = 1
-
-    @property
-    def per_host(self) -> int:
-        """Devices per host, or per slice of a TPU."""
-        return self.count // self.hosts
-
-    @classmethod
-    def parse(cls, text: str) -> Accelerator:
-        """
-        Raises:
-            ConfigError: the text has none of the known forms, or names no device.
-        """
-        found = _FORM.fullmatch(text)
-        if found is None:
-            raise ConfigError(f"the target {text!r} is not an accelerator; examples: {EXAMPLES}")
-        platform, kind = text[:3], found["kind"] or found["trn"] or ""
-        each, hosts = int(found["each"]), int(found["hosts"] or 1)
-        cores = _CORES_PER_DEVICE.get(kind, 1) if platform == "tpu" else 1
-        if each < 1 or hosts < 1 or each % cores:
-            least = "an even number of cores" if cores == 2 else "at least one device and one host"
-            raise ConfigError(f"the target {text!r} must name {least}; examples: {EXAMPLES}")
-        return cls(text, platform, kind, each // cores * hosts, hosts)
 
 
 def target(accelerator: str) -> Modifier:
@@ -75,6 +27,8 @@ def target(accelerator: str) -> Modifier:
     """
     wanted = Accelerator.parse(accelerator)
     rules = mesh_rules(accelerator)
+    if not rules and registry.refresh():
+        rules = mesh_rules(accelerator)
     if not rules:
         known = dict.fromkeys(f"{rule.pattern} ({plugin.id})" for plugin, rule in registry().offers(MeshRule))
         none = f"No loaded plugin offers mesh rules; {registry().advice('recipes')}"

@@ -1,15 +1,22 @@
 """Conformance suites that plugin authors subclass."""
 
-from axcore.testing.feature import FeatureSuite
-from axcore.testing.kernel import KernelSuite
-from axcore.testing.kv_cache import KVCacheSuite
-from axcore.testing.layer import LayerSuite
-from axcore.testing.models import tiny_batch, tiny_model
-from axcore.testing.numerics import NumericsSuite
-from axcore.testing.offer import OfferSuite
-from axcore.testing.optimizer import OptimizerSuite
-from axcore.testing.parallelism import ParallelismSuite
-from axcore.testing.recipe import RecipeSuite
+import pkgutil
+
+import pytest
+
+# Before they are imported, so that a failing assert shows the values that it compares.
+pytest.register_assert_rewrite(*(f"axcore.testing.{module.name}" for module in pkgutil.iter_modules(__path__)))
+
+from axcore.testing.feature import FeatureSuite  # noqa: E402
+from axcore.testing.kernel import KernelSuite  # noqa: E402
+from axcore.testing.kv_cache import KVCacheSuite  # noqa: E402
+from axcore.testing.layer import LayerSuite  # noqa: E402
+from axcore.testing.models import tiny_batch, tiny_model  # noqa: E402
+from axcore.testing.numerics import NumericsSuite  # noqa: E402
+from axcore.testing.offer import OfferSuite  # noqa: E402
+from axcore.testing.optimizer import OptimizerSuite  # noqa: E402
+from axcore.testing.parallelism import ParallelismSuite  # noqa: E402
+from axcore.testing.recipe import RecipeSuite  # noqa: E402
 
 __all__ = [
     "FeatureSuite",

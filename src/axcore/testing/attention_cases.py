@@ -186,11 +186,14 @@ class Expected:
         heads: the heads.
         lse: the log-sum-exp of each query's logits, sinks included.
         grads: input name -> gradient of `(heads * heads_grad).sum()`; empty without `heads_grad`.
+        roundings: input name -> the error of its gradient in the L2 norm if each term of its sums has an independent
+            relative error of 1, so that an error of u in each term gives about u times this number.
     """
 
     heads: Float[np.ndarray, "batch query head value_dim"]
     lse: Float[np.ndarray, "batch query head"]
     grads: dict[str, np.ndarray]
+    roundings: dict[str, float]
 
 
 def formula(case: Case, arrays: Arrays, heads_grad: np.ndarray | None = None) -> Expected:
@@ -219,19 +222,38 @@ def formula(case: Case, arrays: Arrays, heads_grad: np.ndarray | None = None) ->
         kept = np.asarray(dropout.keep(*_tokens(case), (BATCH, case.heads))) / (1 - DROPOUT)
     heads = np.einsum("bhst,bthd->bshd", weights * kept, v)
     grads: dict[str, np.ndarray] = {}
+    roundings: dict[str, float] = {}
     if heads_grad is not None:
+        of_weights = np.einsum("bshd,bthd->bhst", heads_grad, v) * kept
         along = (heads * heads_grad).sum(-1).transpose(0, 2, 1)[..., None]
-        of_logits = weights * (np.einsum("bshd,bthd->bhst", heads_grad, v) * kept - along) * slope * case.scale
-
-        def grouped(x: np.ndarray) -> np.ndarray:
-            return x.reshape(*x.shape[:2], case.kv_heads, group, x.shape[3]).sum(3)
-
-        grads["q"] = np.einsum("bhst,bthd->bshd", of_logits, k)
-        grads["k"] = grouped(np.einsum("bhst,bshd->bthd", of_logits, q))
-        grads["v"] = grouped(np.einsum("bhst,bshd->bthd", weights * kept, heads_grad))
+        of_logits = weights * (of_weights - along) * slope * case.scale
+        of_values = weights * kept
+        grads = _products(case, q, k, of_logits, of_values, heads_grad)
+        # The difference of `of_weights` and `along` cancels, but their errors do not.
+        of_heads = (heads**2 * heads_grad**2).sum(-1).transpose(0, 2, 1)[..., None]
+        terms = of_weights**2 + of_heads
+        squares = _products(case, q**2, k**2, (weights * slope * case.scale) ** 2 * terms, of_values**2, heads_grad**2)
         if "sinks" in arrays:
-            grads["sinks"] = -(np.exp(sinks - lse) * along).sum((0, 2, 3))
-    return Expected(heads, lse[..., 0].transpose(0, 2, 1), grads)
+            weights_of_sinks = np.exp(sinks - lse)
+            grads["sinks"] = -(weights_of_sinks * along).sum((0, 2, 3))
+            squares["sinks"] = (weights_of_sinks**2 * of_heads).sum((0, 2, 3))
+        roundings = {name: float(np.sqrt(each.sum())) for name, each in squares.items()}
+    return Expected(heads, lse[..., 0].transpose(0, 2, 1), grads, roundings)
+
+
+def _products(
+    case: Case, q: np.ndarray, k: np.ndarray, of_logits: np.ndarray, of_values: np.ndarray, heads_grad: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The matrix products of the backward pass, which give the gradients of q, k and v."""
+
+    def grouped(x: np.ndarray) -> np.ndarray:
+        return x.reshape(*x.shape[:2], case.kv_heads, -1, x.shape[3]).sum(3)
+
+    return {
+        "q": np.einsum("bhst,bthd->bshd", of_logits, k),
+        "k": grouped(np.einsum("bhst,bshd->bthd", of_logits, q)),
+        "v": grouped(np.einsum("bhst,bshd->bthd", of_values, heads_grad)),
+    }
 
 
 def _segments(case: Case) -> Int[np.ndarray, "batch key"]:

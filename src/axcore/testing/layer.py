@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ import pytest
 import axcore as ax
 from axcore.config import content_hash, from_json, to_json
 from axcore.module import Layer, Rngs, Tree, functional, scan, stack
-from axcore.testing.models import by_path
+from axcore.testing.causality import with_noise
+from axcore.testing.models import by_path, without_axes
 
 
 class LayerSuite:
@@ -39,11 +40,19 @@ class LayerSuite:
         tolerance: dtype of the activations -> largest error of outputs of order 1.
         maps_to_itself: whether the output is an array that can be the first input of the next layer in a stack.
         training: the value of `self.training` in the layer.
+        tokens: how the outputs at a token depend on the other tokens of its row, which are axis 1 of inputs and
+            outputs. `apart`: on none, so a single decoded token gives the same outputs. `causal`: on earlier tokens.
+            `mixed`: on all, or axis 1 does not contain tokens.
+        mixes_rows: whether the outputs of a row, which is axis 0, depend on other rows.
+        replicated: paths of the matrices without logical axes, which every device holds whole.
     """
 
     tolerance: ClassVar[Mapping[str, float]] = {"float32": 2e-5, "bfloat16": 4e-2}
     maps_to_itself: ClassVar[bool] = False
     training: ClassVar[bool] = False
+    tokens: ClassVar[Literal["apart", "causal", "mixed"]] = "apart"
+    mixes_rows: ClassVar[bool] = False
+    replicated: ClassVar[tuple[str, ...]] = ()
 
     def config(self) -> Layer.Config:
         """The config of the layer, including the widths that a parent would pass."""
@@ -100,6 +109,38 @@ class LayerSuite:
             size = np.linalg.norm(np.asarray(grad, np.float64)) + 1e-2 * np.sqrt(grad.size)
             np.testing.assert_allclose(slope, expected, rtol=1e-3, atol=1e-3 * size, err_msg=name)
 
+    def test_rows_are_independent(self) -> None:
+        if self.mixes_rows:
+            pytest.skip("mixes_rows is True")
+        call, params, inputs = self._case("float32")
+        run, rows = jax.jit(call), len(inputs[0])
+        changed = [_changed(each, np.s_[1:]) if len(each) == rows else each for each in inputs]
+        for found, expected in zip(run(params, *changed), run(params, *inputs), strict=True):
+            _close(found[:1], expected[:1], "the outputs of row 0 depend on the other rows; see mixes_rows")
+
+    def test_tokens_depend_on_other_tokens_as_declared(self) -> None:
+        call, params, inputs = self._case("float32")
+        if self.tokens == "mixed" or inputs[0].ndim < 2:
+            pytest.skip("tokens is 'mixed', or the first input has no axis 1")
+        run, length = jax.jit(call), inputs[0].shape[1]
+        plain = run(params, *inputs)
+
+        def has_tokens(each: jax.Array) -> bool:
+            return each.ndim > 1 and each.shape[1] == length
+
+        for number in range(1, length):
+            later = [_changed(each, np.s_[:, number:]) if has_tokens(each) else each for each in inputs]
+            for found, expected in zip(run(params, *later), plain, strict=True):
+                if has_tokens(expected):
+                    message = f"the outputs before token {number} depend on later tokens; see the attribute tokens"
+                    _close(found[:, :number], expected[:, :number], message)
+        if self.tokens == "apart":
+            last = [each[:, -1:] if has_tokens(each) else each for each in inputs]
+            for found, expected in zip(run(params, *last), plain, strict=True):
+                if has_tokens(expected):
+                    message = "the outputs of the last token differ if it is called alone; see the attribute tokens"
+                    _close(found, expected[:, -1:], message)
+
     def test_vmap_and_remat_do_not_change_results(self) -> None:
         call, params, inputs = self._case("float32")
         plain = jax.jit(call)(params, *inputs)
@@ -135,9 +176,11 @@ class LayerSuite:
 
     def test_parameters_have_logical_axes(self) -> None:
         fn, params, _ = functional(self.config().build(rngs=Rngs(0)))
-        axes = jax.tree.leaves(fn.axes, is_leaf=lambda node: isinstance(node, tuple))
-        wide = [leaf for leaf, names in zip(jax.tree.leaves(params), axes, strict=True) if not any(names)]
-        assert not [leaf.shape for leaf in wide if leaf.ndim > 1], "matrices without logical axes cannot be sharded"
+        bare = set(without_axes(params, fn.axes))
+        assert bare == set(self.replicated), (
+            f"matrices without logical axes, which cannot be sharded: {sorted(bare)}; the attribute replicated lists "
+            f"{sorted(self.replicated)}"
+        )
 
     def test_config_survives_json(self) -> None:
         cfg = self.config()
@@ -151,9 +194,7 @@ class LayerSuite:
         """The call `(params, *inputs) -> outputs`, with its arguments."""
         cfg = self.config().set(dtypes=ax.DTypes(compute=dtype))
         fn, params, state = functional(cfg.build(rngs=Rngs(0)))
-        random = np.random.default_rng(0)
-        # Adds noise, since parameters that are 0 or 1 would hide mistakes.
-        params = jax.tree.map(lambda leaf: leaf + jnp.asarray(0.1 * random.normal(size=leaf.shape), leaf.dtype), params)
+        params = with_noise(params)
 
         def cast(each: np.ndarray) -> jax.Array:
             array = jnp.asarray(each)
@@ -163,7 +204,17 @@ class LayerSuite:
             (output, _), _ = fn(params, state, *inputs, key=jax.random.key(3), training=self.training)
             return _several(output)
 
-        return call, params, tuple(map(cast, self.inputs(random)))
+        return call, params, tuple(map(cast, self.inputs(np.random.default_rng(0))))
+
+
+def _changed(x: jax.Array, at: Any) -> jax.Array:  # Any: what may index an array
+    """The input with other values at an index: numbers are increased, and indices are reversed, to stay in range."""
+    other = x + 1 if jnp.issubdtype(x.dtype, jnp.floating) else x[:, ::-1] if x.ndim > 1 else x[::-1]
+    return x.at[at].set(other[at])
+
+
+def _close(found: jax.Array, expected: jax.Array, message: str) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=message)
 
 
 def _several[A](output: A | tuple[A, ...]) -> tuple[A, ...]:

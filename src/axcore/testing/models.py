@@ -56,3 +56,15 @@ def by_path(tree: PyTree) -> Tree:
     """The leaves of a pytree by path, such as `decoder.layers.attention.query.weight`."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def without_axes(params: PyTree, axes: Tree) -> list[str]:
+    """Paths of the parameters with two or more dimensions, the layers of a stack aside, and no logical axes.
+
+    Args:
+        params: arrays or shapes.
+        axes: the logical axes of each parameter, as in `Functional.axes`.
+    """
+    names = jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
+    own = {path: [name for name in each if name != "layer"] for path, each in zip(by_path(params), names, strict=True)}
+    return [path for path, each in own.items() if len(each) > 1 and not any(each)]

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 import axcore as ax
 from axcore import train
+from axcore.config import Config
 from axcore.module import Rngs, Tree, functional
 from axcore.nn import Linear
 from axcore.plugin import OptimizerOffer
@@ -41,8 +42,12 @@ class OptimizerSuite(OfferSuite):
     rate: ClassVar[float] = 1e-2
     steps: ClassVar[int] = 20
 
+    def optimizer(self) -> Config:
+        """The config of the optimizer."""
+        return offered_config(self)
+
     def config(self) -> Learner.Config:
-        optimizer = offered_config(self)
+        optimizer = self.optimizer()
         assert isinstance(optimizer, train.Optimizer.Config)
         return Learner.Config(optimizer=optimizer, schedule=Constant(rate=self.rate))
 
@@ -68,7 +73,7 @@ class OptimizerSuite(OfferSuite):
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
 
     def test_stacked_parameters_are_updated_like_separate_ones(self) -> None:
-        optimizer = offered_config(self).build()
+        optimizer = self.optimizer().build()
         random = np.random.default_rng(0)
         axes: Tree = {"weight": ("embed", "mlp"), "scale": ("embed",), "bias": (None,)}
         shapes = {"weight": (8, 6), "scale": (8,), "bias": (5,)}
@@ -86,7 +91,7 @@ class OptimizerSuite(OfferSuite):
     def test_state_of_parameters_has_their_shapes(self) -> None:
         """Otherwise the state of a parameter cannot be sharded like the parameter."""
         fn, params, _ = functional(Linear.Config(input_dim=6, output_dim=4, use_bias=True).build(rngs=Rngs(0)))
-        optimizer = offered_config(self).build().transformation(fn.axes)
+        optimizer = self.optimizer().build().transformation(fn.axes)
         shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
         state = optimizer.init(params)
         marked = optax.tree_utils.tree_map_params(
@@ -96,7 +101,7 @@ class OptimizerSuite(OfferSuite):
         assert all(flags), "the state of a parameter must have the shape of the parameter, to be sharded like it"
 
     def test_zero_and_large_gradients_give_finite_updates(self) -> None:
-        optimizer = offered_config(self).build()
+        optimizer = self.optimizer().build()
         params, axes = {"weight": jnp.ones((8, 6))}, {"weight": ("embed", "mlp")}
         for size in (0.0, 1e-20, 1e15):
             found = self._update(optimizer, params, {"weight": jnp.full((8, 6), size)}, axes)
@@ -104,7 +109,7 @@ class OptimizerSuite(OfferSuite):
 
     def test_use_sets_the_optimizer_of_the_learner(self) -> None:
         cfg = ax.use(self.name, **self.options)(Learner.Config())
-        assert cfg.optimizer == offered_config(self)
+        assert cfg.optimizer == self.optimizer()
 
     @staticmethod
     def _update(optimizer: train.Optimizer, params: Tree, grads: Tree, axes: Tree) -> Tree:

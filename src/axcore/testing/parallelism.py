@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 import axcore as ax
-from axcore.config import Config, text
-from axcore.module import abstract
+from axcore.config import Config, flatten, text
 from axcore.nn import use_remat
 from axcore.parallel import Mesh, Remat
 from axcore.plugin import Accelerator, MeshRule, Offer, use
@@ -20,6 +19,7 @@ from axcore.testing.devices import Case, Comparison, compare
 from axcore.testing.models import OBJECTIVE, Batch, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite
 from axcore.train import AdamW, Learner, Trainer, WarmupStableDecay
+from axcore.train.run.identity import changes
 
 
 class ParallelismSuite(OfferSuite):
@@ -91,17 +91,16 @@ class ParallelismSuite(OfferSuite):
         before = self.trainer()
         kept = text(before)
         after = self.modify(before)
-        assert after.diff(before)
+        assert after.diff(before), "modify returns the config unchanged"
         assert after == self.modify(before)
         assert text(before) == kept
 
     def test_modify_changes_only_the_layout(self) -> None:
         before, after = self.trainer(), self.modify(self.trainer())
-        for name in ("steps", "minutes", "seed", "objective", "learner", "input"):
+        for name in ("steps", "minutes"):
             assert getattr(after, name) == getattr(before, name), f"modify must not change {name}"
-        assert abstract(after.model)[1] == abstract(before.model)[1], (
-            "modify must not change shapes or paths of parameters"
-        )
+        changed, _ = changes(flatten(before), after)
+        assert not changed, f"modify must not change what the run computes:\n{changed}"
 
     def test_loss_and_metrics_equal_one_device(self) -> None:
         for case, found in self._compared().items():

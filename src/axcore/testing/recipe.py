@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import pathlib
+import subprocess
+import sys
+import tempfile
 from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from axcore.config import Config
+from axcore.config import Config, content_hash
 from axcore.module import abstract
 from axcore.nn import CausalLM
 from axcore.plugin import Recipe, recipe
-from axcore.testing.models import Batch, loss_and_grads
+from axcore.testing.causality import check_causality
+from axcore.testing.models import Batch, by_path, loss_and_grads
 from axcore.testing.offer import OfferSuite
 from axcore.train import Trainer
+from axcore.train.checkpoint.model_folder import write_config
+
+_READ = """
+import sys
+from axcore.config import content_hash
+from axcore.train.checkpoint.model_folder import ModelFolder
+print(content_hash(ModelFolder.open(sys.argv[1]).cfg))
+"""
 
 
 class RecipeSuite(OfferSuite):
@@ -22,10 +36,12 @@ class RecipeSuite(OfferSuite):
 
     Attributes:
         largest: largest number of parameters of the small model.
+        causal: whether the logits of a token do not depend on later tokens.
     """
 
     kind = Recipe
     largest: ClassVar[int] = 5_000_000
+    causal: ClassVar[bool] = True
 
     def config(self) -> Config:
         return recipe(self.name)
@@ -36,6 +52,15 @@ class RecipeSuite(OfferSuite):
 
     def test_recipe_is_deterministic(self) -> None:
         assert self._trainer() == self._trainer()
+
+    def test_a_new_process_can_read_the_config_of_a_run(self) -> None:
+        """As `axcore generate RUN` does: it imports the plugins that the config requires, and nothing else."""
+        cfg = self._trainer()
+        with tempfile.TemporaryDirectory() as folder:
+            write_config(pathlib.Path(folder), cfg)
+            done = subprocess.run([sys.executable, "-c", _READ, folder], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"a new process cannot read config.json: {done.stderr}"
+        assert done.stdout.strip() == content_hash(cfg), "a new process reads another config from config.json"
 
     def test_the_full_model_can_be_traced(self) -> None:
         cfg = self._trainer()
@@ -52,8 +77,15 @@ class RecipeSuite(OfferSuite):
             f"the small model has {count:,} parameters, at most {self.largest:,} are allowed; override shrink()"
         )
         loss, grads = loss_and_grads(small, lambda: self._batch(small))
-        assert np.isfinite(loss)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+        assert np.isfinite(loss), f"the loss is {loss}"
+        bad = [path for path, leaf in by_path(grads).items() if not np.isfinite(leaf).all()]
+        assert not bad, f"the gradients of {bad} contain NaN or infinities"
+
+    def test_later_tokens_do_not_change_logits(self) -> None:
+        if not self.causal:
+            pytest.skip("causal is False")
+        small = self.shrink(self._trainer().model)
+        check_causality(small, self._batch(small)["inputs"], cast(CausalLM.Config, small).vocab_size)
 
     def _trainer(self) -> Trainer.Config:
         cfg = self.config()

@@ -1,57 +1,198 @@
-"""Checks whether a published config describes a given model."""
+"""Compares the model that a published config describes with a given model."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from axcore.config import AxcoreError, diff
-from axcore.module import abstract
-from axcore.nn import by_layer, layers_of
+from axcore.config import REQUIRED, AxcoreError, Config, walk
+from axcore.config.codec import render
+from axcore.config.node import fields, type_name
+from axcore.module import Layer, abstract
+from axcore.nn import (
+    And,
+    Attention,
+    BaseAttention,
+    CausalLM,
+    Embedding,
+    Initializer,
+    LatentAttention,
+    Mask,
+    SameSegment,
+    Stack,
+    by_layer,
+    layers_of,
+)
 from axcore.train.checkpoint.model_folder import flat
+from axcore_moe.dispatch import Dense, Dropless
+from axcore_moe.exchange import Exchange
+from axcore_moe.layer import MoE
+from axcore_moe.router import Router, TopK
 
 MOST_SHOWN = 8
-# Path components whose values do not change the output in evaluation.
-WITHOUT_EFFECT = {"balance", "bias_init", "bias_rate", "cache", "dispatch", "dropout", "dtypes", "future"}
-WITHOUT_EFFECT |= {"future_weight", "head_dim", "init", "jitter", "kernel", "num_kv_heads", "tags"}
-WITHOUT_EFFECT |= {"starving_load", "starving_steps", "z_loss"}
+NOISE = 1e-6
+"""Relative difference of numbers that were stored in float32."""
+WITHOUT_EFFECT: Mapping[type[Config], frozenset[str]] = {
+    Layer.Config: frozenset({"axes", "dropout", "dtypes", "head_axis", "init", "input_dim", "output_dim", "tags"}),
+    CausalLM.Config: frozenset({"decoder", "future", "future_weight", "pad_vocab_to"}),
+    LatentAttention.Config: frozenset({"absorb_up_to"}),
+    MoE.Config: frozenset({"balance", "z_loss", "starving_load", "starving_steps"}),
+    Router.Config: frozenset({"jitter"}),
+}
+"""Fields that do not change what a model computes in evaluation, in addition to `layout_fields`, or that are compared
+in another way: widths as shapes, the decoder layer by layer."""
 
 
-def check_shapes(published: Any, model: Any, where: str) -> None:
-    """Raises if a published config describes a model with other parameters.
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """How a model differs from the one that a published config describes.
 
-    Raises:
-        AxcoreError: lists the parameters that differ.
+    Attributes:
+        shapes: one line for each parameter that only one of them has, or that has another shape.
+        options: one line for each option that changes the output.
     """
 
-    def shapes(cfg: Any) -> dict[str, tuple[int, ...]]:
-        forms = flat(abstract(cfg)[1])
-        names = by_layer(cfg, forms)
-        return {name: tuple(forms[path].shape[len(index) :]) for name, (path, index) in names.items()}
+    shapes: list[str]
+    options: list[str]
 
-    theirs, ours = shapes(published), shapes(model)
+    def check(self, where: str, force: bool) -> None:
+        """Raises unless both compute the same.
+
+        Args:
+            force: whether options may differ.
+
+        Raises:
+            AxcoreError: lists the differences.
+        """
+        if self.shapes:
+            raise AxcoreError(f"{where} describes a different model:{listed(self.shapes)}")
+        if self.options and not force:
+            raise AxcoreError(
+                f"{where} describes a model that computes something else:{listed(self.options)}\nTo write the "
+                f"checkpoint anyway: --force"
+            )
+
+
+def compared(published: Any, model: Any) -> Agreement:
+    """Compares the parameters and the options of two models."""
+    theirs, ours = shapes_of(published), shapes_of(model)
     lines = [
         f"{name}: {theirs.get(name, 'none')} in the config, {ours.get(name, 'none')} in the model"
         for name in theirs | ours
         if theirs.get(name) != ours.get(name)
     ]
-    if lines:
-        raise AxcoreError(f"{where} describes a different model:{listed(lines)}")
+    return Agreement(lines, differences(published, model))
 
 
-def differences(published: Any, model: Any) -> list[str]:
-    """Options that differ, layer by layer, and may change the output of the model."""
-    found: dict[str, None] = {}
-    layers = zip(layers_of(published.decoder), layers_of(model.decoder), strict=True)
-    pairs = [(f"decoder.{number}", theirs.config, ours.config) for number, (theirs, ours) in enumerate(layers)]
-    for prefix, theirs, ours in [("", published, model.set(decoder=published.decoder)), *pairs]:
-        for change in diff(theirs, ours):
-            if WITHOUT_EFFECT.isdisjoint(change.path.split(".")):
-                path = f"{prefix}.{change.path}".strip(".")
-                found[f"{path}: {change.old} in the config, {change.new} in the model"] = None
-    return list(found)
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter by name (see `by_layer`), without padding of the vocabulary and modules that only
+    training uses."""
+    cfg = model.set(pad_vocab_to=1, future=())
+    forms = flat(abstract(cfg)[1])
+    return {name: tuple(forms[path].shape[len(index) :]) for name, (path, index) in by_layer(cfg, forms).items()}
 
 
 def listed(lines: list[str]) -> str:
     """The first lines and the number of the remaining ones."""
     more = f"\n  ... and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
     return "".join(f"\n  {line}" for line in lines[:MOST_SHOWN]) + more
+
+
+def differences(published: Any, model: Any) -> list[str]:
+    """The options that differ and change the output, one line each."""
+    lines = [
+        f"{path}: {old} in the config, {new} in the model"
+        for path, old, new in _changes("", published, model, model.dim)
+    ]
+    for path, node in walk(model.decoder):
+        if isinstance(node, Stack.Config) and not node.is_sequential:
+            where = f"decoder.{path}".removesuffix(".")
+            lines.append(f"{where}: {type_name(type(node))} may do more than run its layers in order")
+    theirs, ours = layers_of(published.decoder), layers_of(model.decoder)
+    if len(theirs) != len(ours):
+        return [*lines, f"decoder: {len(theirs)} layers in the config, {len(ours)} in the model"]
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for number, (one, other) in enumerate(zip(theirs, ours, strict=True)):
+        for change in _changes("", one.config, other.config, model.dim):
+            found.setdefault(change, []).append(number)
+    for (path, old, new), numbers in found.items():
+        whole = len(numbers) > 2 and numbers == [*range(numbers[0], numbers[-1] + 1)]
+        of_layers = f"{numbers[0]}-{numbers[-1]}" if whole else ",".join(map(str, numbers))
+        lines.append(f"decoder.{of_layers}.{path}".strip(".") + f": {old} in the config, {new} in the model")
+    return lines
+
+
+def _changes(path: str, theirs: Any, ours: Any, dim: int) -> Iterator[tuple[str, str, str]]:
+    """(path, published value, own value) wherever two values compute something else."""
+    if isinstance(theirs, Config) and isinstance(ours, type(theirs)) and not isinstance(theirs, Mask):
+        if type(ours) is not type(theirs):
+            yield path, _type(theirs), _type(ours)
+        old, new = _effective(theirs, dim), _effective(ours, dim)
+        for name in (name for name in old if name in new):
+            yield from _changes(f"{path}.{name}".strip("."), old[name], new[name], dim)
+    elif not _equal(theirs, ours):
+        shown = _type if isinstance(theirs, Config) and isinstance(ours, Config) else _shown
+        yield path, shown(theirs), shown(ours)
+
+
+def _effective(node: Config, dim: int) -> dict[str, Any]:
+    """The fields that change the output in evaluation, with the values that None stands for."""
+    values = {name: value for name, value in fields(node) if not _is_skipped(node, name, value)}
+    if isinstance(node, Attention.Config):
+        head_dim = node.head_dim or dim // node.num_heads
+        values |= {"head_dim": head_dim, "num_kv_heads": node.num_kv_heads or node.num_heads}
+        values["scale"] = 1 / math.sqrt(head_dim) if node.scale is None else node.scale
+        if node.position is not None and getattr(node.position, "rotary_dim", None) == head_dim:
+            values["position"] = node.position.set(rotary_dim=None)
+    elif isinstance(node, LatentAttention.Config):
+        key_dim = node.qk_nope_head_dim + node.qk_rope_head_dim
+        values["scale"] = 1 / math.sqrt(key_dim) if node.scale is None else node.scale
+    elif isinstance(node, Embedding.Config):
+        values["scale"] = 1.0 if node.scale is None else node.scale
+    elif isinstance(node, TopK.Config):
+        values["bias_rate"] = "a selection bias" if node.bias_rate is not None else None
+    elif isinstance(node, MoE.Config):
+        dispatch = node.dispatch
+        exact = isinstance(dispatch, Dense | Dropless) or (isinstance(dispatch, Exchange) and dispatch.dropless)
+        values["dispatch"] = "every token reaches its experts" if exact else node.dispatch
+    if isinstance(node, BaseAttention.Config):
+        masks = node.mask.masks if isinstance(node.mask, And) else (node.mask,)
+        values["mask"] = frozenset(mask for mask in masks if not isinstance(mask, SameSegment))  # for packed rows only
+    return values
+
+
+def _is_skipped(node: Config, name: str, value: Any) -> bool:
+    """Whether a field does not change the output, or `compared` finds its effect in the shapes of parameters."""
+    kinds = [kind for kind in type(node).__mro__ if kind is not Config]
+    if (
+        isinstance(value, Initializer)
+        or value is REQUIRED
+        or any(name in WITHOUT_EFFECT.get(kind, ()) for kind in kinds)
+    ):
+        return True
+    if any("layout_fields" in vars(kind) for kind in type(value).__mro__ if kind is not Config):
+        return False  # the class of the value declares which part of it is layout
+    return any(name in vars(kind).get("layout_fields", ()) for kind in kinds)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    numbers = [each for each in (one, other) if isinstance(each, int | float) and not isinstance(each, bool)]
+    if len(numbers) == 2:
+        return math.isclose(*numbers, rel_tol=NOISE)
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(_equal(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def _type(node: Config) -> str:
+    return type_name(type(node))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return " & ".join(sorted(map(_shown, value)))
+    if isinstance(value, str):
+        return value
+    return repr(value) if isinstance(value, Config) else render(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +15,7 @@ from axcore_hf.families import family_of, language_part
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
 from axcore_hf.sources import Gguf, LanguagePart, Safetensors, Source
-from axcore_hf.tokenizer import FILE, HFTokenizer
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+from axcore_hf.tokenizer import FILE, GENERATION, HFTokenizer, read_files, replacing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +52,8 @@ class Checkpoint:
         if tokenizer is None:
             return found
         file = pathlib.Path(tokenizer).expanduser()
-        cfg = _checked(file, found.model, found.raw)
-        return dataclasses.replace(found, tokenizer=cfg, files={**found.files, FILE: file.read_bytes()})
+        cfg = checked(file, found.model, found.raw, found.files.get(GENERATION))
+        return dataclasses.replace(found, tokenizer=cfg, files=replacing(file, found.files))
 
     @classmethod
     def _named(cls, name: str) -> Checkpoint:
@@ -75,8 +74,8 @@ def _of_folder(folder: pathlib.Path) -> Checkpoint:
     fields = part or fields
     family = family_of(fields)
     model = family.read_config(fields)
-    files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).exists()}
-    tokenizer = _checked(folder / FILE, model, fields.raw) if FILE in files else None
+    files = read_files(folder)
+    tokenizer = checked(folder / FILE, model, fields.raw, files.get(GENERATION)) if FILE in files else None
     source: Source = Safetensors(folder)
     left_out: tuple[str, ...] = ()
     if part is not None:
@@ -87,17 +86,44 @@ def _of_folder(folder: pathlib.Path) -> Checkpoint:
     return Checkpoint(family, model, fields.raw, source, files, tokenizer, left_out)
 
 
-def _checked(file: pathlib.Path, model: Any, raw: Mapping[str, Any]) -> HFTokenizer.Config:
-    """The tokenizer's config. Raises if its ids exceed the model's vocabulary."""
-    ends = raw.get("eos_token_id")
-    ids = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
-    cfg = HFTokenizer.Config(file=str(file), end_ids=ids)
+def checked(
+    file: pathlib.Path, model: Any, raw: Mapping[str, Any], generation: bytes | None = None
+) -> HFTokenizer.Config:
+    """The tokenizer's config.
+
+    Args:
+        file: a `tokenizer.json`.
+        model: config of the model.
+        raw: the fields of `config.json`.
+        generation: the contents of `generation_config.json`.
+
+    Raises:
+        AxcoreError: its ids exceed the model's vocabulary.
+    """
+    cfg = HFTokenizer.Config(file=str(file), end_ids=_end_ids(raw, generation))
     known = cfg.build().vocab_size
     if known > model.vocab_size:
         raise AxcoreError(
             f"{file} has {known} ids, but the model has vocab_size={model.vocab_size}. Use the model's own tokenizer."
         )
     return cfg.set(file=FILE)
+
+
+def _end_ids(raw: Mapping[str, Any], generation: bytes | None) -> tuple[int, ...]:
+    """The ids that end a text. As in `transformers`, those of `generation_config.json` replace those of `config.json`,
+    whose first one still comes first, since it also separates documents."""
+    own = _ids(raw.get("eos_token_id"))
+    if generation is None:
+        return own
+    try:
+        found = _ids(json.loads(generation).get("eos_token_id"))
+    except (ValueError, AttributeError) as error:
+        raise AxcoreError(f"generation_config.json is not a JSON object: {error}") from error
+    return tuple(dict.fromkeys([each for each in own if each in found] + list(found))) or own
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
 
 def _of_gguf(file: pathlib.Path) -> Checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import sys
@@ -29,15 +30,23 @@ def convert(arguments: Sequence[str]) -> int:
 
     from axcore import DTypes
     from axcore.module import abstract
+    from axcore.plugin.saved import unregistered
     from axcore.train import save_model
     from axcore.train.checkpoint.initial import gathered
     from axcore.train.checkpoint.model_folder import flat, like
     from axcore_hf.checkpoint import Checkpoint
     from axcore_hf.initial import FromHF
+    from axcore_hf.owners import GROUP
 
     if pathlib.Path(given.folder).exists():
         raise AxcoreError(f"{given.folder} already exists. Give another folder, or remove it.")
     found = Checkpoint.open(given.source, tokenizer=given.tokenizer)
+    if foreign := unregistered(found.model):
+        raise AxcoreError(
+            f"{given.source}: no other process could open the model folder, because {', '.join(foreign)} belongs to no "
+            f"package that an installed distribution registers. Install it with an entry point in a group of axcore, "
+            f"such as {GROUP}"
+        )
     model = found.model.set(dtypes=DTypes(param=given.dtype, compute=given.dtype))
     _, params, state = abstract(model)
     arrays = gathered(FromHF.Config(source=given.source), model, flat(params), flat(state), 0)
@@ -59,41 +68,76 @@ def export(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("folder", help="a model folder or a run folder")
     parser.add_argument("out", help="the checkpoint to write; it must not exist")
-    parser.add_argument("--config", help="a config.json that describes the model, if the folder has none")
+    parser.add_argument("--config", help="a config.json that describes the model (default: the folder's, or a new one)")
     parser.add_argument("--shard-gib", type=float, default=5.0, help="largest file size in GiB (default: 5)")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument("--tokenizer", help="a tokenizer.json that replaces the folder's own")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the folder)")
+    parser.add_argument(
+        "--force", action="store_true", help="write a checkpoint even if its config.json computes something else"
+    )
     given = parser.parse_args(arguments)
 
     from axcore.module import abstract
     from axcore.train import ModelFolder
     from axcore.train.checkpoint.model_folder import flat
-    from axcore_hf import agreement, exporting
-    from axcore_hf.checkpoint import TOKENIZER_FILES
+    from axcore_hf import agreement, exporting, text_files
     from axcore_hf.families import family_of
     from axcore_hf.fields import Fields
 
-    found = ModelFolder.open(given.folder)
-    raw = _published(found.folder, given.config)
-    fields = Fields(raw, given.config or str(found.folder / PUBLISHED))
-    family = family_of(fields)
-    published = family.read_config(fields)
-    agreement.check_shapes(published, found.model, fields.where)
-    if lines := agreement.differences(published, found.model):
-        print(f"{fields.where} differs from the model in:{agreement.listed(lines)}", file=sys.stderr)
+    out = pathlib.Path(given.out).expanduser().absolute()
+    exporting.check_new(out)
     if not given.shard_gib > 0:
         raise AxcoreError(f"--shard-gib must be positive, not {given.shard_gib}")
-    params, state = (_in_dtype(flat(tree), given.dtype) for tree in abstract(found.model)[1:])
-    arrays, missing, _ = found.load(found.model, params, state, step=given.step)
+    found = ModelFolder.open(given.folder)
+    model = _language_model(found.model, given.folder)
+    raw, where = _description(found, model, given.config)
+    fields = Fields(raw, where)
+    family = family_of(fields)
+    agreement.compared(family.read_config(fields), model).check(where, given.force)
+    if given.tokenizer is not None:
+        files = text_files.replaced(pathlib.Path(given.tokenizer).expanduser(), found.folder, model, raw)
+    else:
+        files = text_files.of_model(found)
+    forms, state = (flat(tree) for tree in abstract(model)[1:])
+    arrays, missing, _ = found.load(model, _in_dtype(forms, given.dtype), state, step=given.step)
     if missing:
         raise AxcoreError(f"{found.folder} lacks parameters of its model: {', '.join(missing[:8])}")
-    files = {name: (found.folder / name).read_bytes() for name in TOKENIZER_FILES if (found.folder / name).exists()}
-    out = pathlib.Path(given.out).expanduser().absolute()
     size = int(given.shard_gib * exporting.GIB)
-    exporting.write(out, family, found.model, arrays, raw, files=files, shard_bytes=size)
+    exporting.write(out, family, model, arrays, raw, files=files, shard_bytes=size)
     print(f"{family.name} -> {out}")
     return 0
+
+
+def _language_model(model: Any, folder: str) -> Any:
+    """The config of the model without modules that only training uses."""
+    from axcore.nn import CausalLM
+
+    if not isinstance(model, CausalLM.Config):
+        raise AxcoreError(f"{folder}: export requires a CausalLM, got {type(model).__qualname__}")
+    if model.future:
+        print("left out the modules in `future`, which only training uses", file=sys.stderr)
+    return model.set(future=())
+
+
+def _description(found: Any, model: Any, given: str | None) -> tuple[dict[str, Any], str]:
+    """The fields of a config.json for a model, and where they are from."""
+    from axcore_hf import agreement, text_files
+    from axcore_hf.checkpoint import Checkpoint
+    from axcore_hf.describing import described
+    from axcore_hf.initial import FromHF
+
+    if given is not None or (found.folder / PUBLISHED).exists():
+        file = pathlib.Path(given).expanduser() if given is not None else found.folder / PUBLISHED
+        return _read(file), str(file)
+    ids, initial = text_files.ids_of(found.tokenizer), getattr(found.cfg, "initial", None)
+    if isinstance(initial, FromHF.Config):
+        with contextlib.suppress(AxcoreError):  # the source may be gone, or the model may differ from it
+            base = Checkpoint.open(initial.source)
+            agreement.compared(base.model, model).check(initial.source, False)
+            return {**base.raw, **ids}, initial.source
+    seq_len = getattr(getattr(found.cfg, "input", None), "seq_len", None)
+    return {**described(model, seq_len), **ids}, str(found.folder)
 
 
 def _in_dtype(forms: dict[str, Any], dtype: str | None) -> dict[str, Any]:
@@ -108,15 +152,11 @@ def _in_dtype(forms: dict[str, Any], dtype: str | None) -> dict[str, Any]:
     return {path: form(leaf) for path, leaf in forms.items()}
 
 
-def _published(folder: pathlib.Path, given: str | None) -> dict[str, Any]:
-    file = pathlib.Path(given) if given else folder / PUBLISHED
+def _read(file: pathlib.Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_bytes())
     except OSError as error:
-        raise AxcoreError(
-            f"{file}: {error.strerror}. Exporting a model that axcore did not convert requires --config FILE, a "
-            f"config.json that describes the model."
-        ) from error
+        raise AxcoreError(f"{file}: {error.strerror}. Give a config.json that describes the model.") from error
     except ValueError as error:
         raise AxcoreError(f"{file} is not JSON: {error}") from error
     if not isinstance(raw, dict):

@@ -15,6 +15,7 @@ from axcore.config import AxcoreError
 from axcore.nn import by_layer
 from axcore_hf.family import Family, Match, matches
 from axcore_hf.sources import INDEX, SINGLE
+from axcore_hf.vocabulary import unpadded
 
 GIB = 2**30
 
@@ -40,8 +41,8 @@ def write(
     Raises:
         AxcoreError: the folder exists or cannot be written, or a parameter has no corresponding tensor.
     """
-    if folder.exists():
-        raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
+    check_new(folder)
+    arrays = unpadded(cfg, arrays)
     places = by_layer(cfg, arrays)
     shapes = {name: tuple(arrays[path].shape[len(index) :]) for name, (path, index) in places.items()}
     found = [next(each for each in some if each.rule.can_write) for some in matches(family, cfg, shapes)]
@@ -59,6 +60,15 @@ def write(
         raise AxcoreError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_new(folder: pathlib.Path) -> None:
+    """
+    Raises:
+        AxcoreError: the folder exists.
+    """
+    if folder.exists():
+        raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
 
 
 def _described(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from axcore.nn import layers_of
-from axcore_hf.fields import Fields
+from axcore_hf.fields import BOOKKEEPING, COMPUTED, Fields
 from axcore_hf.transforms import Plain, Shapes, Transform
 
 NO_EXPERT = re.compile(r"\{e\}")
@@ -57,8 +57,10 @@ class Family:
         rules: see `Rules`.
         ignored: regular expressions of tensors that are not parameters.
         prefix: prefix of the names of all tensors except the head's.
-        defaults: defaults of `transformers` for missing fields. Only the `text_config` of a multimodal model may omit
-            fields.
+        defaults: the values that `transformers` uses for absent fields. A field without a default must be present.
+        no_effect: fields that may have any value, because `transformers` ignores them in this family. A field that is
+            neither read nor listed here is an error.
+        aliases: other names of fields.
     """
 
     name: str
@@ -68,6 +70,12 @@ class Family:
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     prefix: str = "model."
     defaults: Mapping[str, Any] = MappingProxyType({})
+    no_effect: Collection[str] = ()
+    aliases: Mapping[str, str] = MappingProxyType({})
+
+    def declares(self, name: str) -> bool:
+        """Whether a config of this family may have the field."""
+        return name in {*self.defaults, *self.no_effect, *self.aliases, *BOOKKEEPING, *COMPUTED}
 
     def without_prefix(self) -> Family:
         """The same family for checkpoints whose tensor names lack the prefix, such as the published GPT-2."""
@@ -86,9 +94,11 @@ class Family:
         Raises:
             ConfigError: a field is missing or not supported.
         """
-        cfg = self.model(fields)
-        fields("model_type")
-        fields.refuse_unread()
+        declared = Fields(
+            fields.raw, fields.where, defaults=self.defaults, no_effect=self.no_effect, aliases=self.aliases
+        )
+        cfg = self.model(declared)
+        declared.refuse_unread()
         return cfg
 
 

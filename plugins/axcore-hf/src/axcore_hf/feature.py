@@ -40,6 +40,11 @@ class PublishedTokenizer(HFTokenizer):
         def inside(self, folder: pathlib.Path) -> PublishedTokenizer.Config:
             return self
 
+        def files(self) -> dict[str, bytes]:
+            from axcore_hf.checkpoint import Checkpoint
+
+            return dict(Checkpoint.open(self.source).files)
+
     def __init__(self, cfg: Config):
         import tempfile
 

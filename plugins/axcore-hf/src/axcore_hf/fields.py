@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from axcore.config import AxcoreError, ConfigError
 from axcore_rope.scaling import is_positive
 
 # fmt: off
-HARMLESS = frozenset({
-    "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map",
-    "bos_token_id", "cache_implementation", "dtype", "embd_pdrop", "eos_token_id", "ep_size", "experts_per_token",
-    "gradient_checkpointing", "head_dim", "id2label", "initial_context_length", "initializer_range", "is_decoder",
-    "is_llama_config", "label2id", "max_length", "max_position_embeddings", "model_type", "n_ctx",
-    "num_attention_heads", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
-    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "sliding_window", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
-    "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_version", "use_cache", "vocab_size",
+BOOKKEEPING = frozenset({
+    # names, ids, versions and labels
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "architectures",
+    "auto_map", "bos_token_id", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label",
+    "label2id", "model_type", "pad_token_id", "prefix", "problem_type", "sep_token_id", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_version",
+    # what a call returns, and how torch runs
+    "gradient_checkpointing", "output_attentions", "output_hidden_states", "pretraining_tp", "return_dict",
+    "tf_legacy_loss", "torchscript", "use_bfloat16", "use_cache",
+    # training
+    "attention_dropout", "attn_pdrop", "embd_pdrop", "initializer_range", "resid_pdrop",
+    # generation
+    "bad_words_ids", "begin_suppress_tokens", "cache_implementation", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length",
+    "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature",
+    "top_k", "top_p", "typical_p",
 })
 # fmt: on
-"""Fields that a family may leave unread: they do not affect the output in evaluation, or only in families that read
-them."""
+"""Fields that do not affect what any model computes in evaluation."""
+
+COMPUTED: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "is_decoder": (True, False),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False,),
+    "chunk_size_feed_forward": (0,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+}
+"""Fields that a config of any family may have, and the values that describe what axcore computes. A family that reads
+such a field checks it itself."""
 
 # fmt: off
 FLAGS = frozenset({
@@ -43,10 +67,10 @@ COUNTS = frozenset({
     "n_shared_experts",
     "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
     "num_local_experts", "original_max_position_embeddings", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "sliding_window", "sliding_window_pattern", "topk_group", "v_head_dim", "vocab_size",
+    "sliding_window_pattern", "topk_group", "v_head_dim", "vocab_size",
 })
 """Positive whole numbers."""
-FROM_ZERO = frozenset({"first_k_dense_replace", "max_window_layers"})
+FROM_ZERO = frozenset({"first_k_dense_replace", "max_window_layers", "sliding_window"})
 """Whole numbers that may be 0."""
 LISTS = frozenset({"layer_types", "mlp_only_layers"})
 TABLES = frozenset({"quantization_config", "rope_parameters", "rope_scaling"})
@@ -68,15 +92,42 @@ KINDS: tuple[tuple[frozenset[str], str, Callable[[Any], bool]], ...] = (
 """Field names, description and check of each kind of value."""
 
 
+@dataclasses.dataclass(frozen=True)
+class OrNull:
+    """A default of a field that may also be null: `default` if the field is absent, None if it is null."""
+
+    default: Any
+
+
 class Fields:
     """The fields of a `config.json`.
 
     Families read the fields through this class. `refuse_unread` then finds the fields that were not used.
+
+    Args:
+        defaults, no_effect, aliases: see `Family`.
     """
 
-    def __init__(self, raw: Mapping[str, Any], where: str = "config.json"):
-        self.raw, self.where = dict(raw), where
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        where: str = "config.json",
+        *,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+        no_effect: Collection[str] = (),
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.raw, self.where, self.no_effect = dict(raw), where, frozenset(no_effect)
+        self._defaults = defaults
         self._read: set[str] = set()
+        for alias, name in aliases.items():
+            if alias in self.raw:
+                value = self.raw.pop(alias)
+                if self.raw.setdefault(name, value) != value:
+                    raise ConfigError(
+                        f"{where}: {name}={self.raw[name]!r} and {alias}={value!r} are names of the same field. "
+                        f"Remove one of them."
+                    )
 
     @classmethod
     def of_folder(cls, folder: pathlib.Path) -> Fields:
@@ -96,41 +147,52 @@ class Fields:
             raise AxcoreError(f"{file} is not a JSON object")
         return cls(raw, str(file))
 
-    def __call__(self, name: str, default: Any = ...) -> Any:
-        """The value of a field. null counts as missing.
+    def __call__(self, name: str) -> Any:
+        """The value of a field, or the family's default if the field is absent.
 
         Raises:
-            ConfigError: the field is missing and has no default, or its value is of the wrong kind.
+            ConfigError: the field is absent and has no default, or its value is of the wrong kind.
+        """
+        if name not in self.raw and name not in self._defaults:
+            raise ConfigError(f"{self.where} has no field {name!r}, and its family declares no default")
+        return self.optional(name)
+
+    def optional(self, name: str) -> Any:
+        """As `__call__`, but None if the field is absent and has no default.
+
+        Raises:
+            ConfigError: the value is of the wrong kind.
         """
         self._read.add(name)
-        value = self.raw.get(name)
-        if value is None:
-            if default is ...:
-                raise ConfigError(f"{self.where} has no field {name!r}")
-            return default
+        default = self._defaults.get(name)
+        may_be_null = default is None or isinstance(default, OrNull)
+        if name not in self.raw:
+            return default.default if isinstance(default, OrNull) else default
+        value = self.raw[name]
+        if value is None and may_be_null:
+            return None
         for names, kind, holds in KINDS:
             if name in names and not holds(value):
                 raise ConfigError(f"{self.where}: {name}={value!r} must be {kind}")
+        if value is None:
+            raise ConfigError(f"{self.where}: {name} must not be null. Remove the field for its default, {default!r}.")
         return value
 
-    def only(self, name: str, *known: Any, default: Any = None) -> Any:
+    def only(self, name: str, *known: Any) -> Any:
         """The value of a field that must be one of `known`.
 
         Raises:
             ConfigError: it has another value.
         """
-        value = self(name, default)
+        value = self(name)
         if value not in known:
             raise ConfigError(f"{self.where}: {name}={value!r} is not supported. Known: {', '.join(map(repr, known))}.")
         return value
 
     def unread(self) -> dict[str, Any]:
-        """Fields that were not read and are not known to be harmless. Fields with empty values are harmless."""
-        return {
-            name: value
-            for name, value in self.raw.items()
-            if name not in self._read and name not in HARMLESS and not name.startswith("_") and value
-        }
+        """The fields that may affect the model and were not read."""
+        known = self._read | self.no_effect | BOOKKEEPING | COMPUTED.keys()
+        return {name: value for name, value in self.raw.items() if name not in known}
 
     def refuse_unread(self) -> None:
         """Raises if a field was not read, since the field may change what the model computes.
@@ -138,7 +200,13 @@ class Fields:
         Raises:
             ConfigError: lists these fields.
         """
+        kind = f" for model_type {self.raw['model_type']!r}" if "model_type" in self.raw else ""
+        for name, values in COMPUTED.items():
+            if name in self.raw and name not in self._read and self.raw[name] not in values:
+                raise ConfigError(
+                    f"{self.where}: {name}={self.raw[name]!r} is not supported{kind}. Known: "
+                    f"{', '.join(map(repr, values))}."
+                )
         if left := self.unread():
             listed = ", ".join(f"{name}={value!r}" for name, value in sorted(left.items()))
-            kind = f" for model_type {self.raw['model_type']!r}" if "model_type" in self.raw else ""
             raise ConfigError(f"{self.where}: not supported{kind}: {listed}")

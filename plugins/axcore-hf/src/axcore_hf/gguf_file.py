@@ -18,6 +18,15 @@ ARCHITECTURES = {"llama": "llama"}
 """general.architecture -> model_type."""
 TAKES_DIGITS_APART = {"smollm": True, "gpt-2": False}
 """tokenizer.ggml.pre -> whether each digit is split off as a word before GPT-2's splitting."""
+DEFAULTS = {
+    "attention.head_count_kv": None,
+    "attention.key_length": None,
+    "attention.value_length": None,
+    "rope.dimension_count": None,
+    "rope.freq_base": 10_000.0,
+    "rope.scaling.type": "none",
+}
+"""The values of absent metadata."""
 CONTROL = 3
 """tokenizer.ggml.token_type of special tokens."""
 
@@ -34,12 +43,12 @@ def config_of(source: Gguf) -> dict[str, Any]:
         raise ConfigError(f"{source.where}: the architecture {kind!r} is not supported. Known: {known}")
 
     own = {name.removeprefix(f"{kind}."): value for name, value in source.fields.items() if name.startswith(f"{kind}.")}
-    field = Fields(own, f"{source.where} (metadata of {kind})")
+    field = Fields(own, f"{source.where} (metadata of {kind})", defaults=DEFAULTS, no_effect={"vocab_size"})
     heads, dim = field("attention.head_count"), field("embedding_length")
-    head_dim = field("attention.key_length", dim // heads)
+    kv_heads, head_dim = field("attention.head_count_kv") or heads, field("attention.key_length") or dim // heads
     for name in ("attention.value_length", "rope.dimension_count"):
-        field.only(name, head_dim, default=head_dim)
-    field.only("rope.scaling.type", "none", default="none")
+        field.only(name, None, head_dim)
+    field.only("rope.scaling.type", "none")
     if "rope_freqs.weight" in source.shapes:
         raise ConfigError(
             f"{source.where} scales the frequencies of RoPE (rope_freqs.weight), which is not supported. Import the "
@@ -56,9 +65,9 @@ def config_of(source: Gguf) -> dict[str, Any]:
         "num_hidden_layers": field("block_count"),
         "num_attention_heads": heads,
         "head_dim": head_dim,
-        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
-        "rope_theta": field("rope.freq_base", 10_000.0),
+        "rope_theta": field("rope.freq_base"),
         "max_position_embeddings": field("context_length"),
         "tie_word_embeddings": "output.weight" not in source.shapes,
         "bos_token_id": source.fields.get("tokenizer.ggml.bos_token_id"),

@@ -17,6 +17,7 @@ from axcore.nn import by_layer
 from axcore_hf.family import Family, Match, choose, matches
 from axcore_hf.sources import Source, is_ignored
 from axcore_hf.transforms import Array
+from axcore_hf.vocabulary import padded, unpadded_shapes
 
 Forms = Mapping[str, jax.ShapeDtypeStruct]
 MOST_SHOWN = 20
@@ -44,7 +45,8 @@ def load(
     """
     forms = {**state, **params}
     places = by_layer(ours, forms)
-    shapes = {name: tuple(forms[path].shape[len(index) :]) for name, (path, index) in places.items()}
+    unpadded = unpadded_shapes(ours, forms)
+    shapes = {name: unpadded[path][len(index) :] for name, (path, index) in places.items()}
     chosen = [choose(candidates, source.shapes.keys()) for candidates in matches(family, theirs, shapes)]
     may_lack = {name for name, (path, _) in places.items() if any(is_like(glob, path) for glob in allow_new)}
     chosen = [match for match in chosen if _is_there(match, source) or not may_lack.issuperset(match.ours)]
@@ -63,7 +65,7 @@ def load(
                 tensor = match.theirs[inner[0]] if len(match.theirs) > 1 and inner else match.theirs[0]
                 broken.append(f"{tensor} (parameter {match.ours[number]})")
             elif not index:
-                arrays[path] = _placed(part, forms[path].dtype, forms[path].sharding)
+                arrays[path] = _placed(padded(part, forms[path].shape), forms[path].dtype, forms[path].sharding)
             else:
                 arrays[path] = _written(arrays.get(path), forms[path], part, index)
     if broken:

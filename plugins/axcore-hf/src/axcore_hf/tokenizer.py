@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,25 @@ from axcore.config import AxcoreError, ConfigError
 from axcore.train.data import Tokenizer
 
 FILE = "tokenizer.json"
+GENERATION = "generation_config.json"
+FILES = (FILE, "tokenizer_config.json", "special_tokens_map.json", GENERATION)
+"""The files of a checkpoint that concern text."""
+
+
+def read_files(folder: pathlib.Path) -> dict[str, bytes]:
+    """The contents of those of `FILES` that a folder has, by name."""
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+
+
+def replacing(file: pathlib.Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The text files of a model whose tokenizer is replaced by another `tokenizer.json`, next to which are its other
+    files.
+
+    Args:
+        files: the files of the model, of which only `generation_config.json` is kept.
+    """
+    kept = {name: content for name, content in files.items() if name == GENERATION}
+    return {**read_files(file.parent), FILE: file.read_bytes()} | kept
 
 
 class HFTokenizer(Tokenizer):
@@ -24,8 +44,22 @@ class HFTokenizer(Tokenizer):
         """Ids that end a generated text. The first one also precedes each document of a corpus."""
 
         def inside(self, folder: pathlib.Path) -> HFTokenizer.Config:
-            """The same config with the file in a model folder."""
-            return self.set(file=str(folder / self.file))
+            """The same config with the file in a model folder. A run's file is elsewhere and stays where it is."""
+            inside = folder / self.file
+            is_path = pathlib.Path(self.file).name != self.file
+            return self if is_path and not inside.exists() else self.set(file=str(inside))
+
+        def files(self) -> dict[str, bytes]:
+            """The files that an export of the model contains, by name.
+
+            Raises:
+                AxcoreError: the tokenizer does not exist.
+            """
+            file = pathlib.Path(self.file).expanduser()
+            try:
+                return {**read_files(file.parent), FILE: file.read_bytes()}
+            except OSError as error:
+                raise AxcoreError(f"{file}: {error.strerror}. Give the path of a tokenizer.json.") from error
 
     def __init__(self, cfg: Config):
         """
@@ -39,6 +73,8 @@ class HFTokenizer(Tokenizer):
         try:
             content = pathlib.Path(cfg.file).expanduser().read_text(encoding="utf-8")
             self._tokenizer: Any = Loaded.from_str(content)
+            self._tokenizer.no_truncation()  # transformers ignores the limits in the file, too
+            self._tokenizer.no_padding()
         except OSError as error:
             raise AxcoreError(f"{cfg.file}: {error.strerror}. Give the path of a tokenizer.json.") from error
         except Exception as error:  # `tokenizers` raises plain Exceptions

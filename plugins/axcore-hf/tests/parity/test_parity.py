@@ -19,7 +19,7 @@ from axcore.train.checkpoint.initial import gathered
 from axcore.train.checkpoint.model_folder import flat, like
 from axcore_hf import importing
 from axcore_hf.checkpoint import Checkpoint
-from axcore_hf.commands import PUBLISHED, convert, export
+from axcore_hf.commands import convert, export
 from axcore_hf.initial import FromHF
 from axcore_hf.sources import Safetensors
 
@@ -124,8 +124,7 @@ def test_parity_live(family, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     found, fn, params, state = loaded(family)
-    files = {PUBLISHED: json.dumps(dict(found.raw)).encode()}
-    save_model(tmp_path / "model", found.model, params, state, files=files)
+    save_model(tmp_path / "model", found.model, params, state)  # export writes a new config.json
     export([str(tmp_path / "model"), str(tmp_path / "back")])
     ids = np.load(RECORDED / family / "reference.npz")["ids"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()

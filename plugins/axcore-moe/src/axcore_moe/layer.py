@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 
 import axcore as ax
 from axcore.config import at_least
-from axcore.nn import FeedForward, Linear
+from axcore.nn import FeedForward, Linear, TokenInfo
 from axcore_moe.balance import LoadBalance, z_loss
 from axcore_moe.dispatch import Dispatch, Dropless
 from axcore_moe.experts import Experts
@@ -62,13 +63,19 @@ class MoE(ax.Layer):
         self.shared_gate = self.child("shared_gate", cfg.shared_gate, rngs, **narrow)
         self.starved = StarvedSteps(jnp.zeros((cfg.num_experts,), jnp.int32))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape."""
+    takes_tokens: ClassVar[bool] = True
+
+    def __call__(self, x: jax.Array, tokens: TokenInfo | None = None) -> jax.Array:
+        """[batch, seq, input_dim] -> the same shape. Losses and statistics leave out the padding in `tokens`."""
         cfg, flat = self.config, x.reshape(-1, x.shape[-1])
         routing = self.router(flat)
+        if tokens is not None and (counted := tokens.counted) is not None:
+            counted = jnp.broadcast_to(counted, x.shape[:2]).reshape(-1)
+            routing = dataclasses.replace(routing, counted=counted)
         y, dropped = cfg.dispatch(self.experts, flat, routing)
         y = y.astype(self.dtypes.compute).reshape(x.shape)
         if self.training:
+            self.router.learn(routing)
             self._report(routing, dropped, x.shape[0])
         if self.shared_block is None:
             return y
@@ -84,7 +91,7 @@ class MoE(ax.Layer):
             loss = z_loss(routing, cfg.z_loss)
             self.add_loss("router_z_loss", loss.total, loss.count, loss.weight)
         counts = routing.counts().astype(jnp.float32)
-        load = counts / counts.mean()
+        load = counts / jnp.maximum(counts.mean(), 1e-9)  # all of the tokens may be padding
         steps = jnp.where(load < cfg.starving_load, self.starved[...] + 1, 0)
         self.starved[...] = steps
         self.add_summary("max_load", load.max())

@@ -47,6 +47,9 @@ class Router(ax.Layer):
         """Routes tokens [tokens, input_dim]."""
         raise NotImplementedError
 
+    def learn(self, routing: Routing) -> None:
+        """Updates state other than parameters after a training step, from a routing that `__call__` returned."""
+
 
 class SelectionBias(nnx.Variable[Any]):
     """float32 [experts], added to the scores for the choice of experts. Not a parameter: it has no gradient."""
@@ -104,11 +107,13 @@ class TopK(Router):
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if cfg.normalize:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        routing = Routing.of_choices(chosen, weights * cfg.scale, probs, logits)
-        if self.bias is not None and cfg.bias_rate is not None and self.training:
+        return Routing.of_choices(chosen, weights * cfg.scale, probs, logits)
+
+    def learn(self, routing: Routing) -> None:
+        rate = self.config.bias_rate
+        if self.bias is not None and rate is not None:
             load = routing.counts().astype(jnp.float32)
-            self.bias[...] = self.bias[...] + cfg.bias_rate * jnp.sign(load.mean() - load)
-        return routing
+            self.bias[...] = self.bias[...] + rate * jnp.sign(load.mean() - load)
 
     def _of_best_groups(self, scores: jax.Array) -> jax.Array:
         """The scores, with minus infinity for experts outside of the best groups."""

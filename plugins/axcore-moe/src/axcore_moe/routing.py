@@ -20,6 +20,7 @@ class Routing:
         weight: float32 [pairs], the factors of the experts' outputs.
         probs: float32 [tokens, experts], non-negative scores that sum to 1 for each token, for balance losses.
         logits: float32 [tokens, experts].
+        counted: bool [tokens], false at padding, which losses and counts leave out; None if there is no padding.
         choices: number of pairs of each token, if it is equal for all tokens and their experts are distinct. The pairs
             are then the first choices of all tokens, followed by the second choices, and so on. If None, the pairs are
             in any order.
@@ -30,6 +31,7 @@ class Routing:
     weight: jax.Array
     probs: jax.Array
     logits: jax.Array
+    counted: jax.Array | None = None
     choices: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
@@ -38,15 +40,19 @@ class Routing:
         first choices take precedence over second choices."""
         tokens, k = chosen.shape
         token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (k, tokens))
-        return cls(token.reshape(-1), chosen.T.reshape(-1).astype(jnp.int32), weights.T.reshape(-1), probs, logits, k)
+        expert, weight = chosen.T.reshape(-1).astype(jnp.int32), weights.T.reshape(-1)
+        return cls(token.reshape(-1), expert, weight, probs, logits, choices=k)
 
     @property
     def num_experts(self) -> int:
         return self.probs.shape[1]
 
     def counts(self) -> jax.Array:
-        """int32 [experts]: the number of tokens of each expert."""
-        return counts(self.expert, self.num_experts)
+        """int32 [experts]: the number of tokens of each expert, without padding."""
+        expert = self.expert
+        if self.counted is not None:
+            expert = jnp.where(self.counted[self.token], expert, self.num_experts)
+        return counts(expert, self.num_experts)
 
     def spread(self, x: jax.Array) -> jax.Array:
         """The token of each pair: [tokens, features] -> [pairs, features]."""

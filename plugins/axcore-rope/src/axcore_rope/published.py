@@ -112,6 +112,27 @@ def from_rope_parameters(
     )
 
 
+def to_rope_parameters(rotary: Rotary.Config, head_dim: int) -> Fields:
+    """The published dictionary that describes a layer: the inverse of `from_rope_parameters`, apart from `layout`.
+
+    Raises:
+        ConfigError: no `rope_type` describes the scaling.
+    """
+    found: Fields = {"rope_type": "default", "rope_theta": rotary.theta}
+    if rotary.rotary_dim not in (None, head_dim):
+        found["partial_rotary_factor"] = rotary.rotary_dim / head_dim
+    if rotary.sections is not None:
+        found |= {"mrope_section": list(rotary.sections), "mrope_interleaved": rotary.interleave_sections}
+    if rotary.scaling is None:
+        return found
+    name = next((name for name, kind in KINDS.items() if kind.scaling is type(rotary.scaling)), None)
+    if name is None:
+        raise ax.ConfigError(f"no rope_type describes scaling={rotary.scaling!r}")
+    values = {theirs: getattr(rotary.scaling, ours) for theirs, ours in KINDS[name].fields.items()}
+    values = {theirs: list(value) if isinstance(value, tuple) else value for theirs, value in values.items()}
+    return {**found, "rope_type": name, **{theirs: value for theirs, value in values.items() if value is not None}}
+
+
 def _scaling(fields: Fields, length: int | None) -> Scaling | None:
     """Args: length: `max_position_embeddings`, if known."""
     name = _first(fields.get("rope_type"), fields.get("type"), "default")

@@ -23,7 +23,7 @@ class Scaling(ax.Config):
 
     Under jit, the length is traced. While decoding, it is the current length. Cached keys keep the rates of the call
     that computed them, as in `transformers`, so decoding past `original_max` differs from computing the whole row at
-    once.
+    once. See also `recompute_above`.
     """
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
@@ -43,6 +43,11 @@ class Scaling(ax.Config):
     def attention_factor(self) -> float:
         """Multiplies rotated queries and keys."""
         return 1.0
+
+    @property
+    def recompute_above(self) -> int | None:
+        """If given, `axcore.infer.Generator` computes the cached keys again when a row grows beyond this length."""
+        return None
 
 
 def plain(theta: float, rotary_dim: int) -> np.ndarray:
@@ -210,6 +215,11 @@ class LongRoPE(Scaling):
         rates = plain(theta, rotary_dim)
         short, long = (jnp.asarray(rates / np.asarray(each), jnp.float32) for each in (self.short, self.long))
         return jnp.where(length > self.original_max, long, short)
+
+    @property
+    def recompute_above(self) -> int | None:
+        """The length up to which keys have the short factors, as in `transformers`' Phi-3."""
+        return self.original_max
 
     @property
     def attention_factor(self) -> float:

@@ -38,6 +38,22 @@ class Choice:
     kernel: AttentionKernel | None
     refused: tuple[tuple[AttentionKernel, str], ...]
 
+    def problem(self) -> str:
+        """An error message if no kernel supports the request, with the recipe, rule or feature that set each kernel."""
+        if self.kernel is not None:
+            return ""
+        reasons = "; ".join(f"{type(kernel).__name__}: {reason}{_origin(kernel)}" for kernel, reason in self.refused)
+        return (
+            f"{self.path}: no kernel supports the call ({self.request}). {reasons}. Choose another kernel, or several "
+            f'in order: use("kernels", order=("...", "reference"))'
+        )
+
+
+def _origin(kernel: AttentionKernel) -> str:
+    """` (set by ...)`: the outermost recipe, rule or feature that put a kernel into the config."""
+    actor = next((event.actor for event in kernel.config.history() if event.action == "made"), "python")
+    return "" if actor == "python" else f" (set by {actor.partition(' > ')[0]})"
+
 
 _choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("axcore_choices", default=None)
 
@@ -137,11 +153,7 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
     if (choices := _choices.get()) is not None:
         choices.append(Choice(path, request, None, tuple(refused)))
         return _zeros(inputs)
-    reasons = "; ".join(f"{type(kernel).__name__}: {reason}" for kernel, reason in refused)
-    raise ConfigError(
-        f"{path}: no kernel supports the call ({request}). {reasons}. Choose another kernel, or several in order: "
-        f'use("kernels", order=("...", "reference"))'
-    )
+    raise ConfigError(Choice(path, request, None, tuple(refused)).problem())
 
 
 def _path(kernel: AttentionKernel) -> str:
@@ -174,7 +186,7 @@ def use_kernels(cfg: Config, order: tuple[str, ...], where: Where | None = None)
     """
     found = []
     for name in order:
-        offer = registry().find(Offer, name)
+        offer = registry.find(Offer, name)
         if offer is None:
             known = ", ".join(sorted(each.name for _, each in registry().offers(Offer)))
             raise PluginError(f"no installed plugin offers the attention kernel {name!r}; known: {known}")

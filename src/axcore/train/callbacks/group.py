@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from axcore.config import AxcoreError, ConfigError
-from axcore.plugin import attributed, supplier
+from axcore.plugin import attributed
+from axcore.plugin.registry import described_supplier
 from axcore.runtime import signals
 from axcore.train.callbacks import returned
 from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
@@ -32,7 +33,7 @@ class Callbacks:
 
     def __init__(self, cfgs: Mapping[str, Callback.Config]):
         self._callbacks: dict[str, Callback] = {}
-        self._owners = {name: f"callbacks.{name}" + _of_plugin(cfg) for name, cfg in cfgs.items()}
+        self._owners = {name: f"callbacks.{name}" + described_supplier(cfg) for name, cfg in cfgs.items()}
         for name, cfg in sorted(cfgs.items(), key=lambda item: (item[1].order, item[0])):
             if jax.process_index() == 0 or not cfg.target.first_process_only:
                 with attributed(self._owners[name], EvaluationAbandoned):
@@ -165,11 +166,6 @@ class Callbacks:
                 disabled.close()
         elif str(error) not in map(str, self._failures):
             self._failures.append(error)
-
-
-def _of_plugin(cfg: Callback.Config) -> str:
-    """The plugin that provides a callback, as `" (axcore-x 0.1.0)"`. Empty for the core and for user code."""
-    return f" ({plugin})" if (plugin := supplier(cfg)) else ""
 
 
 def _end(callback: Callback, run: FinishedRun) -> Mapping[str, Json]:

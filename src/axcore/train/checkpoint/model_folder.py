@@ -18,6 +18,7 @@ from axcore.config import AxcoreError, Config, ConfigError, from_json, to_json
 from axcore.module import Tree, abstract
 from axcore.nn import by_layer
 from axcore.plugin import State, active, registry
+from axcore.plugin.saved import import_saved
 from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.checkpoint.state_layout import listed
 from axcore.train.files import expanded, os_reason, write_bytes, write_json
@@ -82,6 +83,7 @@ class ModelFolder:
                 f"from `axcore convert`."
             ) from error
         import_plugins(plugins, folder)
+        import_saved(content)
         try:
             cfg = from_json(described)
             of_input = getattr(getattr(cfg, "input", None), "tokenizer", None)

@@ -16,6 +16,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from axcore import config
 from axcore.module import Tree
+from axcore.plugin import attributed
+from axcore.plugin.registry import described_supplier
 from axcore.train.step.parts import joined, part
 from axcore.train.step.schedule import Schedule, WarmupCosine
 
@@ -108,7 +110,10 @@ class Learner(config.Configurable):
         self.config = cfg
         clip = optax.stateless(functools.partial(_clipped, cfg.clip_norm))
         self._factors = _factors(cfg.rates, axes)
-        self.optimizer = optax.chain(clip, cfg.optimizer.build().transformation(self.trained(axes)))
+        self._owner = "learner.optimizer" + described_supplier(cfg.optimizer)
+        with attributed(self._owner):
+            transformation = cfg.optimizer.build().transformation(self.trained(axes))
+        self.optimizer = optax.chain(clip, transformation)
         """The optax transformation of the trained parameters."""
 
     def trained(self, tree: Tree) -> Tree:
@@ -121,7 +126,8 @@ class Learner(config.Configurable):
 
     def init(self, params: Tree) -> optax.OptState:
         """The initial optimizer state."""
-        return self.optimizer.init(self.trained(params))
+        with attributed(self._owner):
+            return self.optimizer.init(self.trained(params))
 
     def update(
         self,
@@ -146,7 +152,8 @@ class Learner(config.Configurable):
         """
         rate = self.config.schedule(step, total_steps)
         grads, moving = self.trained(grads), self.trained(params)
-        updates, new_state = self.optimizer.update(grads, state, moving)
+        with attributed(self._owner):
+            updates, new_state = self.optimizer.update(grads, state, moving)
 
         def apply(param: jax.Array, update: jax.Array, factor: float) -> jax.Array:
             return (param - (rate if factor == 1.0 else factor * rate) * update).astype(param.dtype)

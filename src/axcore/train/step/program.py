@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import KeyPath
 
 from axcore.config import Config, ConfigError, under
 from axcore.module import Functional, Tree, abstract, initializer, root
@@ -229,24 +230,10 @@ def program(
     placed = layout.shardings(params, fn.axes)
     everywhere = layout.sharding()
 
-    def beside(leaf: Any, param: Any, sharding: Any) -> Any:
-        """An optimizer array is sharded like its parameter if their shapes are equal."""
-        if _is_masked(leaf):
-            return leaf
-        return sharding if leaf.shape == param.shape else everywhere
-
     shardings: Any = TrainState(
         params=placed,
         model_state=layout.shardings(model_state, fn.state_axes),
-        optimizer=optax.tree_utils.tree_map_params(
-            built.optimizer,
-            beside,
-            shapes.optimizer,
-            built.trained(params),
-            built.trained(placed),
-            transform_non_params=lambda _: everywhere,
-            is_leaf=_is_masked,
-        ),
+        optimizer=_like_params(shapes.optimizer, params, placed, everywhere),
         step=everywhere,  # type: ignore[arg-type]
         total_steps=everywhere,  # type: ignore[arg-type]
         seed=everywhere,  # type: ignore[arg-type]
@@ -270,18 +257,26 @@ def program(
     )
 
 
-def _like_params(tree: Tree, params: Tree, placed: Tree, everywhere: jax.sharding.Sharding) -> Tree:
-    """Shardings for the arrays of callbacks: a subtree with the structure of the parameters is sharded like them."""
-    if jax.tree.map(lambda _: 0, tree) == jax.tree.map(lambda _: 0, params):
-        return jax.tree.map(
-            lambda leaf, param, sharding: sharding if leaf.shape == param.shape else everywhere, tree, params, placed
-        )
-    return {
-        name: _like_params(part, params, placed, everywhere) if isinstance(part, dict) else everywhere
-        for name, part in tree.items()
+def _like_params(tree: Any, params: Tree, placed: Tree, everywhere: jax.sharding.Sharding) -> Any:
+    """Shardings for the arrays of an optimizer or a callback.
+
+    An array belongs to a parameter if its path in `tree` contains the path of the parameter. It is sharded like the
+    parameter if their shapes are equal, and replicated otherwise.
+    """
+    owned = {
+        _names(path): (param.shape, sharding)
+        for (path, param), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(placed), strict=True)
     }
 
+    def sharding(path: KeyPath[Hashable], leaf: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+        names = _names(path)
+        spans = ((start, end) for start in range(len(names)) for end in range(start + 1, len(names) + 1))
+        found = [names[start:end] for start, end in spans if names[start:end] in owned]
+        shape, like = owned[max(found, key=len)] if found else (None, everywhere)
+        return like if leaf.shape == shape else everywhere
 
-def _is_masked(node: Any) -> bool:
-    """Whether this part of the optimizer skips the parameter, so that it has no array here."""
-    return isinstance(node, optax.MaskedNode)
+    return jax.tree.map_with_path(sharding, tree)
+
+
+def _names(path: KeyPath[Hashable]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-from importlib.metadata import entry_points
 
 from axcore.config import AxcoreError, ConfigError, did_you_mean
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
+from axcore_hf.owners import GROUP, OWN, brought
 
-GROUP = "axcore_hf.families"
-"""Group of entry points that map a `model_type` to a `Family`."""
-
-OWN = {
-    "deepseek_v3": "deepseek",
-    "gemma2": "gemma",
-    "gemma3_text": "gemma",
-    "gpt2": "gpt2",
-    "gpt_oss": "gpt_oss",
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "olmo2": "olmo",
-    "phi3": "phi",
-    "qwen2": "qwen",
-    "qwen3": "qwen",
-    "qwen3_moe": "qwen",
-}
-"""model_type -> module of this package, imported on demand."""
-
-
-@functools.cache
-def _brought() -> dict[str, str]:
-    """model_type -> `package.module:attribute`, from the entry points of other distributions."""
-    return {point.name: point.value for point in entry_points(group=GROUP)}
+_brought = functools.cache(brought)
 
 
 def by_type(kind: str) -> Family:
-    """The family of a `model_type`. Other distributions take precedence over this package.
+    """The family of a `model_type`.
 
     Raises:
         AxcoreError: an entry point does not name a family.
@@ -62,39 +38,60 @@ def known() -> list[str]:
     return sorted({*OWN, *_brought()})
 
 
-SHARED = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-"""Fields of a multimodal config, outside of its `text_config`, that also apply to the language model."""
+MULTIMODAL = {
+    "gemma3": True,
+    "internvl": True,
+    "llava": False,
+    "llava_next": False,
+    "llava_onevision": False,
+    "mistral3": True,
+    "vipllava": False,
+}
+"""Multimodal models whose `text_config` alone describes what their language model computes for text, and the default of
+their `tie_word_embeddings`."""
+TIED_EITHER_WAY = ("llava", "llava_onevision")
+"""Multimodal models that are also tied if only their `text_config` says so."""
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of a multimodal config that its `text_config` may lack."""
 
 
 def language_part(fields: Fields) -> Fields | None:
-    """The fields of the language model in a multimodal model, or None for other configs."""
+    """The fields of the language model in a multimodal model, or None for other configs.
+
+    Raises:
+        ConfigError: the `text_config` is not an object.
+    """
+    outer = fields.raw.get("model_type")
+    if outer not in MULTIMODAL:
+        return None
     nested = fields.raw.get("text_config")
     if not isinstance(nested, dict):
-        return None
-    kind = nested.get("model_type")
-    if kind not in known() or fields.raw.get("model_type") in known():
-        return None
-    around = {name: fields.raw[name] for name in SHARED if name in fields.raw}
-    return Fields({**by_type(kind).defaults, **around, **nested}, f"{fields.where}: text_config")
+        raise ConfigError(f"{fields.where}: model_type={outer!r} requires text_config to be an object, not {nested!r}")
+    tied = fields.raw.get("tie_word_embeddings", MULTIMODAL[outer])
+    if not tied and outer in TIED_EITHER_WAY:
+        tied = nested.get("tie_word_embeddings", tied)
+    around = {name: fields.raw[name] for name in IDS if name in fields.raw}
+    return Fields({**around, **nested, "tie_word_embeddings": tied}, f"{fields.where}: text_config")
 
 
 def family_of(fields: Fields) -> Family:
     """The family that a config belongs to.
 
     Raises:
-        ConfigError: no family supports it. The message lists the fields that the Llama family does not support.
+        ConfigError: no family supports it. The message lists the fields that the Llama family does not have or ignores.
     """
     kind = fields.raw.get("model_type")
     if isinstance(kind, str) and kind in known():
         return by_type(kind)
     message = f"{fields.where}: model_type={kind!r} is not supported.{did_you_mean(str(kind), known())} Known: "
-    message += ", ".join(known())
-    trial = Fields(fields.raw)
-    lacking = ""
-    try:
-        by_type("llama").model(trial)
-    except ConfigError as error:
-        lacking = f"; {error}"
-    if unknown := sorted(trial.unread()):
-        message += f". Fields that the family llama does not support: {', '.join(unknown)}{lacking}"
+    message += ", ".join([*known(), *MULTIMODAL])
+    if "text_config" not in fields.raw:
+        llama = by_type("llama")
+        others = [name for name in fields.raw if not llama.declares(name)]
+        ignored = [name for name in fields.raw if name in llama.no_effect]
+        for what, names in (("does not have", others), ("ignores", ignored)):
+            if names:
+                listed = ", ".join(f"{name}={fields.raw[name]!r}" for name in sorted(names))
+                message += f". Fields that the family llama {what}: {listed}"
+        message += ". Its layers may also differ in ways that config.json does not describe"
     raise ConfigError(f"{message}. To add a family, register an entry point in the group {GROUP}.")

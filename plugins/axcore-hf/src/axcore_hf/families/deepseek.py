@@ -12,6 +12,7 @@ from axcore_hf.families.shared import (
     LAYER,
     MLP,
     NORMS,
+    ROPE,
     activation,
     causal_lm,
     experts,
@@ -19,10 +20,12 @@ from axcore_hf.families.shared import (
     fixed,
     linear,
     pre_norm,
+    quantized,
     rope,
+    sizes,
 )
 from axcore_hf.family import Family, Rule, rule
-from axcore_hf.fields import Fields
+from axcore_hf.fields import Fields, OrNull
 from axcore_hf.transforms import Fused, PerHead
 from axcore_moe.experts import Experts
 from axcore_moe.layer import MoE
@@ -31,25 +34,23 @@ from axcore_rope.scaling import YaRN, yarn_mscale
 
 
 def deepseek_v3(fields: Fields) -> Any:
-    nope, rotated = fields("qk_nope_head_dim"), fields("qk_rope_head_dim")
-    for derived in ("qk_head_dim", "num_key_value_heads", "num_nextn_predict_layers"):
-        fields(derived, None)
-    fields.only("moe_layer_freq", 1, default=1)
-    fields.only("topk_method", "noaux_tc", default="noaux_tc")
-    fields.only("scoring_func", "sigmoid", default="sigmoid")
-    fields.only("seq_aux", True, False, default=True)
-    fields("aux_loss_alpha", None)
-    fields("quantization_config", None)
-    layout = "interleaved" if fields("rope_interleave", True) else "half"
+    nope, rotated, heads = fields("qk_nope_head_dim"), fields("qk_rope_head_dim"), fields("num_attention_heads")
+    fields.only("head_dim", None, rotated)  # derived fields, as transformers writes them
+    fields.only("qk_head_dim", None, nope + rotated)
+    fields.only("num_key_value_heads", None, heads)
+    for name, value in (("moe_layer_freq", 1), ("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        fields.only(name, value)  # transformers supports only these
+    quantized(fields, "fp8", weight_block_size=[128, 128])
+    layout: Any = "interleaved" if fields("rope_interleave") else "half"
     position = rope(fields, head_dim=rotated, layout=layout)
     scale = 1 / math.sqrt(nope + rotated)
     if isinstance(position.scaling, YaRN) and position.scaling.mscale_all_dim:
         scale *= yarn_mscale(position.scaling.factor, position.scaling.mscale_all_dim) ** 2
-    biased = Linear.Config(use_bias=bool(fields("attention_bias", False)))
+    biased = Linear.Config(use_bias=fields("attention_bias"))
     inner = RMSNorm.Config(eps=1e-6)
     mixer = LatentAttention.Config(
-        num_heads=fields("num_attention_heads"),
-        q_lora_rank=fields("q_lora_rank", None),
+        num_heads=heads,
+        q_lora_rank=fields("q_lora_rank"),
         kv_lora_rank=fields("kv_lora_rank"),
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rotated,
@@ -66,11 +67,11 @@ def deepseek_v3(fields: Fields) -> Any:
     hidden = fields("moe_intermediate_size")
     act = activation(fields)
     mixture = MoE.Config(
-        num_experts=fields("n_routed_experts", None) or fields("num_local_experts"),
+        num_experts=fields("n_routed_experts"),
         router=TopK.Config(
             top_k=fields("num_experts_per_tok"),
             score="sigmoid",
-            normalize=bool(fields("norm_topk_prob", True)),
+            normalize=bool(fields("norm_topk_prob")),
             scale=fields("routed_scaling_factor"),
             groups=fields("n_group"),
             top_groups=fields("topk_group"),
@@ -119,4 +120,51 @@ def rules(cfg: Any) -> Sequence[Rule]:
 MTP = r"model\.layers\.61\..*"
 """The tensors of the published multi-token prediction module, which `transformers` ignores too."""
 
-FAMILIES = (Family("DeepSeek-V3", ("deepseek_v3",), deepseek_v3, rules, ignored=(r".*rotary_emb\.inv_freq", MTP)),)
+FAMILIES = (
+    Family(
+        "DeepSeek-V3",
+        ("deepseek_v3",),
+        deepseek_v3,
+        rules,
+        ignored=(r".*rotary_emb\.inv_freq", MTP),
+        defaults={
+            **sizes(vocab=129_280, hidden=7168, intermediate=18_432, layers=61, heads=128),
+            **ROPE,
+            "hidden_act": "silu",
+            "num_key_value_heads": OrNull(128),
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "q_lora_rank": OrNull(1536),
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "qk_head_dim": None,
+            "v_head_dim": 128,
+            "rope_interleave": OrNull(True),
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "moe_layer_freq": 1,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": OrNull(True),
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+        no_effect={
+            "aux_loss_alpha",
+            "ep_size",
+            "mlp_bias",
+            "num_mtp_layers",
+            "num_nextn_predict_layers",
+            "output_router_logits",
+            "partial_rotary_factor",
+            "seq_aux",
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+    ),
+)

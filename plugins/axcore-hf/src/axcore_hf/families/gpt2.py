@@ -15,11 +15,10 @@ from axcore_rope.learned import LearnedPositions
 
 def gpt2(fields: Fields) -> Any:
     dim, heads = fields("n_embd"), fields("n_head")
-    biased, norm = Linear.Config(use_bias=True), LayerNorm.Config(eps=fields("layer_norm_epsilon", 1e-5))
-    fields.only("scale_attn_by_inverse_layer_idx", False, default=False)
-    fields.only("add_cross_attention", False, default=False)
-    fields.only("reorder_and_upcast_attn", False, True, default=False)
-    scale = 1 / math.sqrt(dim // heads) if fields("scale_attn_weights", True) else 1.0
+    biased, norm = Linear.Config(use_bias=True), LayerNorm.Config(eps=fields("layer_norm_epsilon"))
+    fields.only("scale_attn_by_inverse_layer_idx", False)
+    scale = 1 / math.sqrt(dim // heads) if fields("scale_attn_weights") else 1.0
+    hidden = fields("n_inner")
     layer = TransformerLayer.Config(
         attention_norm=norm,
         attention=Attention.Config(
@@ -27,8 +26,8 @@ def gpt2(fields: Fields) -> Any:
         ),
         ffn_norm=norm,
         ffn=FeedForward.Config(
-            hidden_dim=fields("n_inner", 4 * dim),
-            activation=activation(fields, "activation_function", "gelu_new"),
+            hidden_dim=4 * dim if hidden is None else hidden,
+            activation=activation(fields, "activation_function"),
             gate=None,
             up=biased,
             down=biased,
@@ -40,7 +39,7 @@ def gpt2(fields: Fields) -> Any:
         position=LearnedPositions.Config(max_len=fields("n_positions")),
         decoder=stacked([layer] * fields("n_layer")),
         norm=norm,
-        head=None if fields("tie_word_embeddings", True) else Linear.Config(),
+        head=None if fields("tie_word_embeddings") else Linear.Config(),
     )
 
 
@@ -82,5 +81,27 @@ FAMILIES = (
         fixed(RULES, "transformer.wte.weight"),
         ignored=(r".*\.attn\.(masked_)?bias",),
         prefix="transformer.",
+        defaults={
+            "vocab_size": 50_257,
+            "n_positions": 1024,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "tie_word_embeddings": True,
+        },
+        no_effect={
+            "n_ctx",
+            "reorder_and_upcast_attn",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+        },
     ),
 )

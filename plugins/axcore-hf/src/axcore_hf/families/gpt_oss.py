@@ -10,11 +10,15 @@ from axcore_hf.families.shared import (
     EMBEDDINGS,
     LAYER,
     NORMS,
+    ROPE,
     attention,
     causal_lm,
     fixed,
     linear,
     pre_norm,
+    quantized,
+    rope,
+    sizes,
     sliding,
     window,
 )
@@ -25,12 +29,21 @@ from axcore_moe.experts import Experts
 from axcore_moe.layer import MoE
 from axcore_moe.router import TopK
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The parameters of configs without any."""
+
 
 def gpt_oss(fields: Fields) -> Any:
     biased = Linear.Config(use_bias=True)
-    fields.only("hidden_act", "silu", default="silu")
-    fields("quantization_config", None)
-    gating = ClampedSwiGLU(alpha=fields("swiglu_alpha", 1.702), limit=fields("swiglu_limit", 7.0))
+    quantized(fields, "mxfp4")
+    gating = ClampedSwiGLU(alpha=fields("swiglu_alpha"), limit=fields("swiglu_limit"))
     block = FeedForward.Config(
         hidden_dim=fields("intermediate_size"), gate=biased, up=biased, down=biased, gating=gating
     )
@@ -41,9 +54,10 @@ def gpt_oss(fields: Fields) -> Any:
         experts=Experts.Config(block=block),
     )
 
+    size, position = fields("sliding_window"), rope(fields, otherwise=YARN)
+
     def layer(local: bool) -> Any:
-        size = fields("sliding_window") if local else None
-        mixer = attention(fields, sinks=Zeros(), mask=window(size))
+        mixer = attention(fields, sinks=Zeros(), mask=window(size if local else None), position=position)
         return pre_norm(fields, mixer, mixture)
 
     every_second = [number % 2 == 0 for number in range(fields("num_hidden_layers"))]
@@ -76,4 +90,37 @@ RULES = (
     ),
 )
 
-FAMILIES = (Family("gpt-oss", ("gpt_oss",), gpt_oss, fixed(RULES)),)
+FAMILIES = (
+    Family(
+        "gpt-oss",
+        ("gpt_oss",),
+        gpt_oss,
+        fixed(RULES),
+        defaults={
+            **sizes(vocab=201_088, hidden=2880, intermediate=2880, layers=36, heads=64),
+            **ROPE,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "layer_types": None,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        no_effect={
+            "experts_per_token",
+            "hidden_act",
+            "initial_context_length",
+            "mlp_bias",
+            "output_router_logits",
+            "partial_rotary_factor",
+            "router_aux_loss_coef",
+        },
+        aliases={"num_experts": "num_local_experts"},
+    ),
+)

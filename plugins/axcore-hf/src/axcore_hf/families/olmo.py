@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from axcore.nn import AcrossHeads, TransformerLayer
-from axcore_hf.families.shared import ATTENTION, EMBEDDINGS, LAYER, MLP, attention, causal_lm, feed_forward, fixed, norm
+from axcore_hf.families.shared import (
+    ATTENTION,
+    EMBEDDINGS,
+    LAYER,
+    MLP,
+    ROPE,
+    attention,
+    causal_lm,
+    feed_forward,
+    fixed,
+    norm,
+    sizes,
+)
 from axcore_hf.family import Family, rule
 from axcore_hf.fields import Fields
 
@@ -33,4 +45,20 @@ RULES = (
     rule("decoder.{i}.ffn_output_norm.scale", f"{LAYER}.post_feedforward_layernorm.weight"),
 )
 
-FAMILIES = (Family("OLMo 2", ("olmo2",), olmo2, fixed(RULES)),)
+FAMILIES = (
+    Family(
+        "OLMo 2",
+        ("olmo2",),
+        olmo2,
+        fixed(RULES),
+        defaults={
+            **sizes(vocab=50_304, hidden=4096, intermediate=11_008, layers=32, heads=32),
+            **ROPE,
+            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+        },
+        no_effect={"mlp_bias", "partial_rotary_factor"},
+    ),
+)

@@ -10,11 +10,14 @@ from axcore_hf.families.shared import (
     LAYER,
     MLP,
     NORMS,
+    ROPE,
     attention,
     causal_lm,
     feed_forward,
     fixed,
     pre_norm,
+    rope,
+    sizes,
     window,
 )
 from axcore_hf.family import Family, rule
@@ -23,7 +26,8 @@ from axcore_hf.transforms import Fused
 
 
 def phi3(fields: Fields) -> Any:
-    mixer = attention(fields, bias=False, mask=window(fields("sliding_window", None)))
+    position = rope(fields, types=("default", "longrope", "su"))
+    mixer = attention(fields, bias=False, position=position, mask=window(fields("sliding_window")))
     return causal_lm(fields, [pre_norm(fields, mixer, feed_forward(fields))] * fields("num_hidden_layers"))
 
 
@@ -38,4 +42,21 @@ RULES = (
     rule(GATED, f"{LAYER}.mlp.gate_up_proj.weight", Fused()),
 )
 
-FAMILIES = (Family("Phi-3", ("phi3",), phi3, fixed(RULES)),)
+FAMILIES = (
+    Family(
+        "Phi-3",
+        ("phi3",),
+        phi3,
+        fixed(RULES),
+        defaults={
+            **sizes(vocab=32_064, hidden=3072, intermediate=8192, layers=32, heads=32),
+            **ROPE,
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        no_effect={"attention_bias", "mlp_bias"},
+    ),
+)

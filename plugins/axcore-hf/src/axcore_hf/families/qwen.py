@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from axcore.config import ConfigError
 from axcore.nn import FeedForward
 from axcore_hf.families.llama import RULES
 from axcore_hf.families.shared import (
+    ROPE,
     activation,
     attention,
     causal_lm,
@@ -15,11 +17,12 @@ from axcore_hf.families.shared import (
     fixed,
     norm,
     pre_norm,
+    sizes,
     sliding,
     window,
 )
 from axcore_hf.family import Family
-from axcore_hf.fields import Fields
+from axcore_hf.fields import Fields, OrNull
 from axcore_moe.experts import Experts
 from axcore_moe.layer import MoE
 from axcore_moe.router import TopK
@@ -27,11 +30,20 @@ from axcore_moe.router import TopK
 
 def _windows(fields: Fields) -> list[int | None]:
     """The window of each layer."""
-    count, size = fields("num_hidden_layers"), fields("sliding_window", None)
-    used = fields("use_sliding_window", False)
-    full = fields("max_window_layers", count)
-    late = [number >= full for number in range(count)]
-    return [size if used and is_sliding else None for is_sliding in sliding(fields, late)]
+    full, size = fields("max_window_layers"), _window(fields)
+    late = [size is not None and number >= full for number in range(fields("num_hidden_layers"))]
+    are_sliding = sliding(fields, late)
+    if size is None and any(are_sliding):
+        raise ConfigError(
+            f"{fields.where}: layer_types has 'sliding_attention', which requires sliding_window and "
+            f"use_sliding_window=true"
+        )
+    return [size if is_sliding else None for is_sliding in are_sliding]
+
+
+def _window(fields: Fields) -> int | None:
+    size: int | None = fields("sliding_window")
+    return size if fields("use_sliding_window") else None
 
 
 def qwen2(fields: Fields) -> Any:
@@ -48,22 +60,20 @@ def qwen3(fields: Fields) -> Any:
 
 
 def qwen3_moe(fields: Fields) -> Any:
-    step, dense = fields("decoder_sparse_step", 1), fields("mlp_only_layers", [])
+    step, dense = fields("decoder_sparse_step"), fields("mlp_only_layers") or []
     block = FeedForward.Config(hidden_dim=fields("moe_intermediate_size"), activation=activation(fields))
     mixture = MoE.Config(
-        num_experts=fields("num_experts", None) or fields("num_local_experts"),
-        router=TopK.Config(top_k=fields("num_experts_per_tok"), normalize=bool(fields("norm_topk_prob", False))),
+        num_experts=fields("num_experts"),
+        router=TopK.Config(top_k=fields("num_experts_per_tok"), normalize=fields("norm_topk_prob")),
         experts=Experts.Config(block=block),
     )
-    fields("max_window_layers", None)  # all layers have the same window, or none
-    size = fields("sliding_window", None) if fields("use_sliding_window", False) else None
     plain = feed_forward(fields)
 
     def is_sparse(number: int) -> bool:
         return number not in dense and (number + 1) % step == 0
 
     numbers = range(fields("num_hidden_layers"))
-    mixer = _normed(fields, size)
+    mixer = _normed(fields, _window(fields))
     return causal_lm(fields, [pre_norm(fields, mixer, mixture if is_sparse(each) else plain) for each in numbers])
 
 
@@ -73,8 +83,70 @@ def _normed(fields: Fields, size: int | None) -> Any:
 
 MIXTURE = experts("mlp.gate", "mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj", "mlp.experts.{e}.down_proj")
 
+NO_EFFECT = {"mlp_bias", "partial_rotary_factor", "use_mrope"}
+WINDOWS = {"use_sliding_window": False, "sliding_window": OrNull(4096)}
+
 FAMILIES = (
-    Family("Qwen 2", ("qwen2",), qwen2, fixed(RULES)),
-    Family("Qwen 3", ("qwen3",), qwen3, fixed(RULES)),
-    Family("Qwen 3 MoE", ("qwen3_moe",), qwen3_moe, fixed((*RULES, *MIXTURE))),
+    Family(
+        "Qwen 2",
+        ("qwen2",),
+        qwen2,
+        fixed(RULES),
+        defaults={
+            **sizes(vocab=151_936, hidden=4096, intermediate=22_016, layers=32, heads=32),
+            **ROPE,
+            "hidden_act": "silu",
+            **WINDOWS,
+            "num_key_value_heads": OrNull(32),
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "max_window_layers": 28,
+            "layer_types": None,
+        },
+        no_effect=NO_EFFECT | {"attention_bias"},
+    ),
+    Family(
+        "Qwen 3",
+        ("qwen3",),
+        qwen3,
+        fixed(RULES),
+        defaults={
+            **sizes(vocab=151_936, hidden=4096, intermediate=22_016, layers=32, heads=32),
+            **ROPE,
+            "hidden_act": "silu",
+            **WINDOWS,
+            "num_key_value_heads": OrNull(32),
+            "head_dim": 128,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "max_window_layers": 28,
+            "layer_types": None,
+        },
+        no_effect=NO_EFFECT,
+    ),
+    Family(
+        "Qwen 3 MoE",
+        ("qwen3_moe",),
+        qwen3_moe,
+        fixed((*RULES, *MIXTURE)),
+        defaults={
+            **sizes(vocab=151_936, hidden=2048, intermediate=6144, layers=24, heads=32),
+            **ROPE,
+            "hidden_act": "silu",
+            **WINDOWS,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        no_effect=NO_EFFECT | {"max_window_layers", "output_router_logits", "router_aux_loss_coef"},
+        aliases={"num_local_experts": "num_experts"},
+    ),
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
-from axcore.config import ConfigError
+from axcore.config import ConfigError, did_you_mean
 from axcore.nn import (
     Attention,
     Causal,
@@ -35,53 +36,102 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
-LONG = ("longrope", "su")
-"""RoPE types whose original length is a field of the config itself. `su` is an early name of `longrope`."""
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ORIGINAL = "original_max_position_embeddings"
+WITH_ORIGINAL = ("yarn", "llama3", "longrope", "su")
+"""RoPE types that the field `original_max_position_embeddings` of the config itself applies to."""
 LAYER_TYPES = ("sliding_attention", "full_attention")
 EVERYTHING_BEFORE = Causal() & SameSegment()
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def activation(fields: Fields, name: str = "hidden_act", default: str = "silu") -> Any:
-    return ACTIVATIONS[fields.only(name, *ACTIVATIONS, default=default)]
+ROPE = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, ORIGINAL: None}
+"""The defaults of the fields that `rope` reads."""
+
+
+def sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
+    """The defaults of the fields that all families of this package have, except GPT-2."""
+    return {
+        **dict(zip(SIZES, (vocab, hidden, intermediate, layers, heads), strict=True)),
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "tie_word_embeddings": False,
+    }
+
+
+def activation(fields: Fields, name: str = "hidden_act") -> Any:
+    return ACTIVATIONS[fields.only(name, *ACTIVATIONS)]
 
 
 def norm(fields: Fields, **more: Any) -> RMSNorm.Config:
     return RMSNorm.Config(eps=fields("rms_norm_eps"), **more)
 
 
+def check_heads(fields: Fields) -> None:
+    """Raises if the heads do not divide the width, which some families of `transformers` require."""
+    dim, heads = fields("hidden_size"), fields("num_attention_heads")
+    if dim % heads:
+        raise ConfigError(f"{fields.where}: hidden_size={dim} must be a multiple of num_attention_heads={heads}")
+
+
 def head_dim(fields: Fields) -> int:
-    return int(fields("head_dim", fields("hidden_size") // fields("num_attention_heads")))
+    given = fields("head_dim")
+    return int(fields("hidden_size") // fields("num_attention_heads") if given is None else given)
 
 
-def rope(fields: Fields, kind: str | None = None, theta: float | None = None, **more: Any) -> Any:
+def rope(
+    fields: Fields,
+    *,
+    types: Sequence[str] = ROPE_TYPES,
+    otherwise: Mapping[str, Any] = MappingProxyType({}),
+    theta: float | None = None,
+    partial_rotary_factor: float | None = None,
+    **more: Any,
+) -> Any:
     """The position embedding.
 
     Args:
-        kind: the layer type, if each type has its own parameters.
-        theta: default for configs without the field.
+        types: the values of `rope_type` that the family supports.
+        otherwise: the parameters of configs that have none.
+        theta, partial_rotary_factor: values for parameters that lack them. None uses the fields of the same name
+            (`rope_theta`).
+        more: arguments of `from_rope_parameters`.
     """
-    parameters = fields("rope_parameters", None) or fields("rope_scaling", None)
-    if kind is not None and parameters and not {*LAYER_TYPES}.isdisjoint(parameters):
-        parameters = parameters.get(kind)
-        if not isinstance(parameters, dict):
-            raise ConfigError(f"{fields.where}: rope_parameters of {kind} must be an object, not {parameters!r}")
-    original = fields("original_max_position_embeddings", None)
-    if original is not None and parameters and (parameters.get("rope_type") or parameters.get("type")) in LONG:
-        parameters = {"original_max_position_embeddings": original, **parameters}
-    theta = fields("rope_theta", theta)
-    if kind is None and parameters and parameters.get("rope_theta", theta) != theta and "rope_theta" in fields.raw:
-        inner = parameters["rope_theta"]
-        raise ConfigError(f"{fields.where}: rope_theta={theta!r}, but its RoPE parameters have rope_theta={inner!r}")
+    given, older = fields.optional("rope_parameters"), fields.optional("rope_scaling")
+    parameters = dict(older or (otherwise if given is None else given))
+    parameters.setdefault("rope_theta", fields.optional("rope_theta") if theta is None else theta)
+    fraction = fields.optional("partial_rotary_factor") if partial_rotary_factor is None else partial_rotary_factor
+    if fraction is not None:
+        parameters.setdefault("partial_rotary_factor", fraction)
+    original = fields.optional(ORIGINAL)
+    if original is not None and rope_type(parameters) in WITH_ORIGINAL:
+        parameters[ORIGINAL] = original
+    return rotary(fields, parameters, types=types, **more)
+
+
+def rotary(fields: Fields, parameters: Mapping[str, Any], *, types: Sequence[str] = ROPE_TYPES, **more: Any) -> Any:
+    """The position embedding with these `rope_parameters`, which include the theta."""
+    kind, where = rope_type(parameters), fields.where
+    if kind not in types:
+        near = did_you_mean(str(kind), types)
+        raise ConfigError(f"{where}: rope_type={kind!r} is not supported.{near} Known: {', '.join(types)}.")
+    fraction = parameters.get("partial_rotary_factor")
+    if "partial_rotary_factor" in fields.no_effect and fraction is not None:
+        if kind != "default" and fraction != 1:
+            raise ConfigError(f"{where}: partial_rotary_factor={fraction!r} is not supported with rope_type={kind!r}")
+        parameters = {**parameters, "partial_rotary_factor": None}
+    if "head_dim" not in more:
+        more["head_dim"] = head_dim(fields)
     try:
         return from_rope_parameters(
-            parameters,
-            theta=theta,
-            max_position_embeddings=fields("max_position_embeddings", None),
-            partial_rotary_factor=fields("partial_rotary_factor", None),
-            **{"head_dim": head_dim(fields), **more},
+            parameters, max_position_embeddings=fields.optional("max_position_embeddings"), **more
         )
     except ConfigError as error:
-        raise ConfigError(f"{fields.where}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def rope_type(parameters: Mapping[str, Any]) -> Any:
+    return parameters.get("rope_type", parameters.get("type", "default"))
 
 
 def attention(
@@ -94,11 +144,12 @@ def attention(
         bias: bias of queries, keys and values. None uses `attention_bias`.
         output_bias: bias of the projection. None uses `bias`.
     """
-    biased = bool(fields("attention_bias", False)) if bias is None else bias
+    biased = fields("attention_bias") if bias is None else bias
     linear = Linear.Config(use_bias=biased)
+    heads, kv_heads = fields("num_attention_heads"), fields("num_key_value_heads")
     return Attention.Config(
-        num_heads=fields("num_attention_heads"),
-        num_kv_heads=fields("num_key_value_heads", fields("num_attention_heads")),
+        num_heads=heads,
+        num_kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim(fields),
         query=linear,
         key=linear,
@@ -109,9 +160,13 @@ def attention(
     )
 
 
-def feed_forward(fields: Fields, name: str = "intermediate_size", **more: Any) -> FeedForward.Config:
-    linear = Linear.Config(use_bias=bool(fields("mlp_bias", False)))
-    given = {"activation": activation(fields), "gate": linear, "up": linear, "down": linear, **more}
+def feed_forward(
+    fields: Fields, name: str = "intermediate_size", *, bias: bool = False, **more: Any
+) -> FeedForward.Config:
+    linear = Linear.Config(use_bias=bias)
+    given = {"gate": linear, "up": linear, "down": linear, **more}
+    if "activation" not in given:
+        given["activation"] = activation(fields)
     return FeedForward.Config(hidden_dim=fields(name), **given)
 
 
@@ -120,15 +175,28 @@ def pre_norm(fields: Fields, mixer: Any, ffn: Any) -> TransformerLayer.Config:
     return TransformerLayer.Config(attention_norm=norm(fields), attention=mixer, ffn_norm=norm(fields), ffn=ffn)
 
 
-def causal_lm(fields: Fields, layers: Sequence[Any], *, tied: bool = False, **more: Any) -> CausalLM.Config:
-    """The model with these layers. `tied` is the default of `tie_word_embeddings`."""
+def causal_lm(fields: Fields, layers: Sequence[Any], **more: Any) -> CausalLM.Config:
+    """The model with these layers."""
+    if "norm" not in more:
+        more["norm"] = norm(fields)
     return CausalLM.Config(
         vocab_size=fields("vocab_size"),
         dim=fields("hidden_size"),
         decoder=stacked(layers),
-        head=None if fields("tie_word_embeddings", tied) else Linear.Config(),
-        **{"norm": norm(fields), **more},
+        head=None if fields("tie_word_embeddings") else Linear.Config(),
+        **more,
     )
+
+
+def quantized(fields: Fields, method: str, **known: Any) -> None:
+    """Checks that `quantization_config`, if present, describes the format that the family's rules decode."""
+    table = fields.optional("quantization_config")
+    for name, value in {"quant_method": method, **known}.items() if table is not None else ():
+        if table.get(name) != value:
+            raise ConfigError(
+                f"{fields.where}: quantization_config has {name}={table.get(name)!r}, which is not supported. "
+                f"Known: {value!r}."
+            )
 
 
 def window(size: int | None) -> Mask:
@@ -136,8 +204,8 @@ def window(size: int | None) -> Mask:
 
 
 def sliding(fields: Fields, default: Sequence[bool]) -> list[bool]:
-    """Whether each layer uses a sliding window."""
-    kinds = fields("layer_types", None)
+    """Whether each layer uses a sliding window. `default` is used for configs without `layer_types`."""
+    kinds = fields("layer_types")
     if kinds is None:
         return list(default)
     if len(kinds) != len(default):
