@@ -8,6 +8,7 @@ import pytest
 
 import axcore as ax
 from axcore.aot import explain
+from axcore.module import abstract
 from axcore.nn import Attention, SlidingWindow
 from axcore.testing import tiny_model
 from axcore.train.data.form import batch_form
@@ -108,3 +109,18 @@ def test_json_has_the_content_of_the_table(axcore):
 def test_the_command_explains_a_target_and_an_unknown_target_raises(axcore):
     assert "platform: gpu (gpu-h100-8, mesh rule" in axcore("explain", "llama2-7b", "--target", "gpu-h100-8").out
     assert "tpu-v5p-512" in axcore("explain", "llama2-7b", "--target", "toaster").message
+
+
+def test_case_obeying_the_advice_of_explain_works():
+    """Each `use(...)` that a verdict advises gives a config that can be explained and built, except for input sources,
+    which require a path."""
+    cfg = ax.recipe("quickstart")
+    verdicts = {
+        each.verdict for found in explain(cfg).slots if found.kind != "input source" for each in found.candidates
+    }
+    advised = {verdict.partition("; ")[2] for verdict in verdicts if "; use(" in verdict}
+    assert 'use("contiguous")' in advised
+    for advice in advised:
+        obeyed = ax.pipe(cfg, eval(advice, {"use": ax.use}))
+        assert "chosen" in {each.verdict for found in explain(obeyed).slots for each in found.candidates}
+        abstract(obeyed.model, "model")

@@ -8,7 +8,7 @@ import pytest
 
 import axcore as ax
 from axcore import nn
-from axcore.cli.new_plugin import KINDS
+from axcore.cli.new_plugin import KINDS, TEMPLATES
 from axcore.config.node import default, field_names
 
 from .pages import DOCS, Command, File, Machine, steps
@@ -43,7 +43,7 @@ def test_a_reader_gets_what_the_page_shows(name, checks, pip, tmp_path):
     Machine(folder, pip, checks).follow(PAGES[name])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in PAGES])
 def test_the_page_of_each_kind_creates_installs_and_tests_a_plugin(kind):
     found = steps(PAGES[kind])
     files = [step.path for step in found if isinstance(step, File)]
@@ -59,6 +59,17 @@ def test_the_page_of_each_kind_creates_installs_and_tests_a_plugin(kind):
     assert f"{package}/plugin.py" in files
     assert any(path.startswith(f"{name}/tests/test_") for path in files)
     assert len([path for path in files if path.startswith(package)]) == 2, "expected plugin.py and one other module"
+
+
+def test_case_the_small_kinds_are_the_code_of_their_page():
+    """`new-plugin` has every kind: those without a page of their own are the parts of the plugin on one page."""
+    parts = {step.path.rpartition("/")[2]: step.content for step in steps(PAGES["small"]) if isinstance(step, File)}
+    kinds = [kind for kind in KINDS if kind not in PAGES]
+    assert kinds == ["optimizer", "input", "callback", "evaluator", "command"]
+    for kind in kinds:
+        package = TEMPLATES / kind / "src" / f"axcore_new_{kind}"
+        (module,) = [path for path in package.glob("*.py") if path.name not in ("__init__.py", "plugin.py")]
+        assert module.read_text().replace("new-command", "count") == parts[module.name]
 
 
 def test_the_list_of_core_layers_has_their_fields_and_defaults():

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.infer import generate
+from axcore import infer
+from axcore.infer import Generator, generate
 from axcore.module import abstract
+from axcore.nn import ContiguousCache
 from axcore.train import Checkpointer, save_model
 from axcore.train.data import ByteTokenizer
 
@@ -56,6 +58,20 @@ def test_a_recipe_provides_its_weights(axcore, trained, corpus, model):
     assert done.out == expected(model, PROMPT), done
 
 
+def test_case_the_cache_is_chosen_on_the_command_line(axcore, trained, model, monkeypatch):
+    given = []
+
+    def generator(*args, cache, **rest):
+        given.append(cache)
+        return Generator(*args, **rest)
+
+    monkeypatch.setattr(infer, "Generator", generator)
+    for cache in ("none", "contiguous:value_dim=4"):
+        done = axcore("generate", trained, "--prompt", PROMPT, "--tokens", "9", "--cache", cache)
+        assert done.out == expected(model, PROMPT), done
+    assert given == [None, ContiguousCache.Config(value_dim=4)]
+
+
 @pytest.mark.slow
 def test_the_seed_determines_the_sampled_tokens(axcore, trained, model):
     drawn = [
@@ -79,6 +95,10 @@ def test_dtype_is_applied_and_checked(axcore, trained):
         ([""], "'' is not a folder and cannot be composed as a recipe: there is no recipe ''"),
         (["./tiny"], "/tiny is not a model folder: config.json: No such file or directory"),
         (["RUN", "--set", "steps=3"], "--use, --target and --set require a recipe, but this is a folder"),
+        (["RUN", "--use", "contiguous"], "but this is a folder. --cache selects a KV cache"),
+        (["RUN", "--cache", "contigous"], "no installed plugin offers the kv cache 'contigous'. Did you mean"),
+        (["RUN", "--cache", "contiguous:max_len=x"], "option 'max_len' of contiguous"),
+        (["RUN", "--cache", "contiguous:size=8"], "ContiguousCache has no field 'size'"),
         (["RUN", "--tokens", "0"], "--tokens must be from 1 to 2**31 - 1, not 0"),
         (["RUN", "--tokens", "1000000000000"], "--tokens must be from 1 to 2**31 - 1"),
         (["RUN", "--seed", "-1"], "--seed must be from 0"),

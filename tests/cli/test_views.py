@@ -198,7 +198,7 @@ def test_golden_update_of_a_folder_that_cannot_be_written_fails(axcore, tmp_path
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--use", "rope:theta"], "--use takes FEATURE:KEY=VALUE,..."),
+        (["--use", "rope:theta"], "options have the form NAME:KEY=VALUE,... with each key once, not 'rope:theta'"),
         (["--use", "rope:=3"], "rope has no option ''"),
         (["--use", "rope:thet=3"], "Did you mean 'theta'?"),
         (["--use", "rope:theta=abc"], "'abc' is not float"),

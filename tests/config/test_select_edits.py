@@ -36,6 +36,16 @@ def test_wrap_puts_each_node_into_the_wrapper():
     assert ROOT.left == Leaf(value=1)
 
 
+def test_case_put_fills_the_innermost_slot_and_keeps_wrappers():
+    wrapped = Wrapper(inner=Wrapper(inner=Leaf(value=1), factor=2.0))
+    for root in (wrapped, Wrapper(inner=Wrapper(factor=2.0))):
+        assert root.put(inner=Leaf(value=3)) == Wrapper(inner=Wrapper(inner=Leaf(value=3), factor=2.0))
+    assert select(wrapped, "").put(inner=None) == Wrapper(inner=Wrapper(factor=2.0))
+    assert select(Branch(left=Leaf()), "").put(left=Leaf(value=2)) == Branch(left=Leaf(value=2))
+    with pytest.raises(ConfigError, match="Wrapper has no field 'outer'"):
+        wrapped.put(outer=Leaf())
+
+
 def test_wrap_works_on_the_root_and_on_nested_nodes():
     assert select(Leaf(), "").wrap(Wrapper(), "inner") == Wrapper(inner=Leaf())
     nested = Wrapper(inner=Wrapper(inner=Leaf()))

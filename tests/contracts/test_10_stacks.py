@@ -310,27 +310,42 @@ def test_unstacking_raises_if_arrays_would_be_lost():
     assert names["decoder.3.ffn.up.weight"] == ("decoder.stage.layers.ffn.up.weight", (1, 1))
 
 
-def test_a_value_shared_by_one_layer_reaches_later_layers():
-    class First(TransformerLayer):
-        class Config(TransformerLayer.Config):
-            pass
+class Shares(TransformerLayer):
+    """Shares a part of its result."""
 
-        def __call__(self, x, tokens):
-            self.share("first", x)
-            return super().__call__(x, tokens)
+    class Config(TransformerLayer.Config):
+        takes: bool = False
+        """Whether its input includes what an earlier layer shared."""
+        shares: bool = True
 
-    class Later(TransformerLayer):
-        class Config(TransformerLayer.Config):
-            pass
+    def __call__(self, x, tokens):
+        x = super().__call__(x + self.shared("part") if self.config.takes else x, tokens)
+        if self.config.shares:
+            self.share("part", x / 2)
+        return x
 
-        def __call__(self, x, tokens):
-            return super().__call__(x + self.shared("first"), tokens)
 
-    def edit(_, layer, number):
-        kind = First if number == 0 else Later
-        return kind.Config(attention=layer.attention, ffn=layer.ffn)
+KINDS = {
+    "N": LAYER,
+    "S": Shares.Config(attention=LAYER.attention, ffn=LAYER.ffn),
+    "T": Shares.Config(attention=LAYER.attention, ffn=LAYER.ffn, takes=True, shares=False),
+    "B": Shares.Config(attention=LAYER.attention, ffn=LAYER.ffn, takes=True),
+}
 
-    cfg = edit_layers(model(MANY), TransformerLayer, edit)
-    assert isinstance(cfg.decoder.layers[0], First.Config)
-    assert cfg.decoder.layers[1].num_layers == NUM_LAYERS - 1
-    assert np.isfinite(logits(cfg, *arrays(cfg))).all()
+
+@pytest.mark.parametrize(
+    ("layers", "kinds"),
+    [
+        ("SBBB", ["Shares", "Repeat"]),  # layer 0 alone; each other takes what the one before it shares
+        ("NSNST", ["Repeat", "Shares"]),  # what the last layer takes is shared in the scan
+    ],
+)
+def test_case_editing_layers_by_number_does_not_trap_shared_values(layers, kinds):
+    """A layer that is edited alone is not in a scan, and scans pass on what their layers share."""
+    cfg = edit_layers(
+        model(MANY.set(num_layers=len(layers))), TransformerLayer, lambda _, __, number: KINDS[layers[number]]
+    )
+    assert [type(layer).__qualname__.partition(".")[0] for layer in cfg.decoder.layers] == kinds
+    params, state = arrays(cfg)
+    found = logits(cfg, params, state)
+    np.testing.assert_allclose(found, logits(unstacked(cfg), unstack_arrays(cfg, params), state), atol=1e-5)

@@ -9,7 +9,7 @@ from flax import nnx
 import axcore as ax
 from axcore.infer import Decoder, Step
 from axcore.module import abstract
-from axcore.nn import Attention, ContiguousCache, Linear
+from axcore.nn import Attention, ContiguousCache, KVCache, Linear, without_caches
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import by_path
 
@@ -81,10 +81,17 @@ def test_a_model_without_decoding_state_raises():
         Decoder.of(layer, cache=ContiguousCache.Config(), batch_size=1, max_len=2)
 
 
-def test_building_a_cache_without_sizes_raises():
+def test_case_a_cache_in_the_config_is_used_only_for_decoding(tiny_decoder):
+    """`use("contiguous")`, as `axcore explain` advises: training ignores the cache, and the decoder sizes it."""
     cfg = ax.pipe(tiny_model(), ax.use("contiguous"))
-    with pytest.raises(ax.ConfigError, match=r"attention\.cache: the KV cache requires batch_size and max_len"):
-        abstract(cfg)
+    assert abstract(cfg)[1:] == abstract(tiny_model())[1:]
+    state = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=Unused.Config(), batch_size=2, max_len=8)[2]
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, tiny_decoder[2])
+    assert without_caches(cfg) == tiny_model()
+
+
+class Unused(KVCache):
+    """A cache that no slot is left for."""
 
 
 SLOT_0 = jnp.asarray([0])

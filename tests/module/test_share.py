@@ -89,15 +89,54 @@ def test_the_body_of_a_scan_reads_earlier_values(remat):
     assert jax.grad(lambda x: invoke(module, x)[0])(jnp.float32(1.0)) == 7.0
 
 
-def test_values_shared_in_a_scan_stay_inside():
-    assert run(Stacked.Config(after=Taker.Config())) == 29.0  # 27 + the value shared before the stack
+class Before(ax.Layer):
+    """Adds a value that the layer before shared, and shares another."""
 
-    class Quiet(ax.Layer):
-        def __call__(self, x):
-            return x
+    def __call__(self, x):
+        x = x + self.shared("value")["times"]
+        self.share("value", {"times": 3 * x})
+        return x
 
-    with pytest.raises(ContextError, match="stay inside"):
-        run(Stacked.Config(before=Quiet.Config(), after=Taker.Config()))
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("before", [True, False])
+def test_case_a_scan_shares_values_as_an_unrolled_stack_does(remat, before):
+    """The next layers and the layers after the scan receive what a scanned layer shares."""
+
+    def after(x, each):
+        value = 2 * x
+        for _ in range(3):
+            if each is Before:
+                x = x + value
+                value = 3 * x
+            else:
+                value = 2 * x
+                x = x + value
+        return x + value
+
+    for each in (Both, Before) if before else (Both,):
+        first = Giver.Config() if before else Quiet.Config()
+        cfg = Stacked.Config(before=first, each=each.Config(), after=Taker.Config(), remat=remat)
+        assert run(cfg) == after(1.0, each)
+        module = cfg.build(rngs=ax.Rngs(0))
+        assert jax.grad(lambda x, module=module: invoke(module, x)[0])(jnp.float32(1.0)) == after(1.0, each)
+
+
+def test_the_first_scanned_layer_takes_only_values_shared_before():
+    with pytest.raises(ContextError, match="takes 'value', which no earlier layer has shared"):
+        run(Stacked.Config(before=Quiet.Config(), each=Before.Config()))
+    assert run(Stacked.Config(before=Wide.Config())) == 27.0  # a value of another shape is not taken
+
+
+class Quiet(ax.Layer):
+    def __call__(self, x):
+        return x
+
+
+class Wide(ax.Layer):
+    def __call__(self, x):
+        self.share("value", {"times": jnp.stack([x, x])})
+        return x
 
 
 class Mapped(ax.Layer):

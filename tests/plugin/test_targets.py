@@ -1,5 +1,9 @@
 """`target`: how accelerator names are parsed, and which mesh rule applies."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import axcore as ax
@@ -243,3 +247,13 @@ def test_command_line_edits_and_targets_apply_in_order(axcore):
     assert "Known: " in axcore("tree", "quickstart", "--target", "trn1-16").message
     assert "is not an accelerator" in axcore("aot", "quickstart", "--target", "h100").message
     assert "is not an accelerator" in axcore("train", "quickstart", "--target", "h100").message
+
+
+@pytest.mark.long
+def test_case_train_gives_jax_the_devices_of_cpu_8():
+    """The last --target counts, and the devices are those of one host."""
+    code = "from axcore.cli.train import split_cpu; split_cpu({edits}); import jax; print(len(jax.devices()))"
+    edits = [("target", "cpu-2"), ("set", "steps=3"), ("target", "cpu-8x2")]
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    command = [sys.executable, "-c", code.format(edits=edits)]
+    assert int(subprocess.run(command, capture_output=True, env=env, check=True).stdout) == 8

@@ -11,7 +11,7 @@ from axcore.nn import Attention, Linear
 from axcore.testing import tiny_model
 from axcore.train import Learner, Trainer
 from axcore.train.data import TextFiles, TextInput
-from axcore_lora import DoRA, LoRA
+from axcore_lora import DoRA, LoRA, adapters, load, merge
 
 FREEZING = {"**": 0.0, "**.adapter.**": 1.0}
 
@@ -62,10 +62,61 @@ def test_second_use_replaces_the_selected_adapters():
     assert cfg.learner.rates == FREEZING
 
 
-def test_rank_above_the_limit_names_the_layer():
-    cfg = ax.use("lora", rank=9)(tiny_model())
-    with pytest.raises(ax.ConfigError, match=r"^decoder\.layers\.attention\.(key|value)\.adapter: rank=9 .* at most 8"):
-        abstract(cfg)
+def test_case_weights_narrower_than_the_rank_get_adapters_of_their_width():
+    """Such as a router with few experts, or a gate with one feature."""
+    params = abstract(ax.use("lora", rank=9)(tiny_model()))[1]["decoder"]["layers"]["attention"]
+    assert params["key"]["adapter"]["a"].shape[-1] == params["key"]["weight"].shape[-1] == 8
+    assert params["query"]["adapter"]["a"].shape[-1] == 9
+
+
+class Halved(ax.Layer):
+    """An adapter around another: half of its result."""
+
+    class Config(ax.Layer.Config):
+        input_dim: int = ax.REQUIRED
+        output_dim: int = ax.REQUIRED
+        groups: int | None = None
+        axes: tuple[str | None, ...] | None = None
+        adapter: ax.Layer.Config | None = None
+
+    def __init__(self, cfg, *, rngs):
+        widths = {name: getattr(cfg, name) for name in ("input_dim", "output_dim", "groups", "axes")}
+        self.adapter = self.child("adapter", cfg.adapter, rngs, **widths)
+
+    def __call__(self, x, y, weight, product):
+        return (y if self.adapter is None else self.adapter(x, y, weight, product)) / 2
+
+
+def use_halved(cfg):
+    return ax.select(cfg, "**.value").map(lambda _, node: node.set(adapter=Halved.Config(adapter=node.adapter)))
+
+
+def test_case_an_adapter_that_wraps_others_composes_in_any_order():
+    lora = ax.use("lora", rank=2)
+    after, before = ax.pipe(tiny_model(), lora, use_halved), ax.pipe(tiny_model(), use_halved, lora)
+    assert after == before
+    held = after.decoder.layers.attention.value.adapter
+    assert (type(held), held.adapter) == (Halved.Config, LoRA.Config(rank=2))
+    everywhere = ax.use("lora", rank=3, where="decoder.layers.attention.**")(after)
+    assert everywhere.decoder.layers.attention.value.adapter == Halved.Config(adapter=LoRA.Config(rank=3))
+
+    params = abstract(after)[1]
+    shipped = adapters(params)
+    assert shipped["decoder"]["layers"]["attention"]["value"]["adapter"]["adapter"].keys() == {"a", "b"}
+    assert load(params, shipped) == params
+    with pytest.raises(ax.ConfigError, match=r"value\.adapter\.adapter is inside another adapter, .* cannot be merged"):
+        merge(after, params)
+
+
+def test_case_adapters_reach_experts():
+    """Whatever was attached first, and also if the rank exceeds the number of experts."""
+    lora, moe = ax.use("lora", rank=6), ax.use("moe", num_experts=4)
+    shapes = [
+        abstract(ax.pipe(tiny_model(), *order))[1]["decoder"]["layers"]["ffn"] for order in ((lora, moe), (moe, lora))
+    ]
+    for ffn in shapes:
+        assert ffn["experts"]["up"]["adapter"]["a"].shape[1:] == (4, 16, 6)
+    assert shapes[1]["router"]["linear"]["adapter"]["a"].shape[1:] == (16, 4)
 
 
 def test_trainer_trains_only_adapters():

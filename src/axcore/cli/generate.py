@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from axcore.cli.compose import Commands, add_edits, compose, is_folder
 from axcore.config import AxcoreError, ConfigError, under
-from axcore.plugin import PluginError
+from axcore.plugin import KVCacheOffer, PluginError, offered
 
 if TYPE_CHECKING:
+    from axcore.nn import KVCache
     from axcore.train.data.tokenizers import Tokenizer
 
 
@@ -33,6 +34,12 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="sampling seed; no effect at temperature 0 (default: 0)")
     parser.add_argument("--dtype", help="dtype of parameters and activations, such as bfloat16 (default: the model's)")
+    parser.add_argument(
+        "--cache",
+        metavar="CACHE[:KEY=VALUE,...]",
+        help="KV cache of every layer, as `axcore plugins` lists them; none: recompute all tokens for each new one "
+        "(default: the caches of the model, and contiguous in layers that have none)",
+    )
     add_edits(parser)
     parser.set_defaults(run=run)
 
@@ -41,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     import jax
 
     from axcore.infer import Generator
-    from axcore.nn import ContiguousCache
 
     if not 1 <= arguments.tokens < 2**31:
         raise AxcoreError(f"--tokens must be from 1 to 2**31 - 1, not {arguments.tokens}")
@@ -51,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = arguments.prompt.encode(errors="surrogateescape")
     prompt = tokenizer.prompt(text)
     context = len(prompt) + arguments.tokens
-    cache, ends = ContiguousCache.Config(), tokenizer.end_ids
+    cache, ends = _cache(arguments.cache), tokenizer.end_ids
     try:
         generator = Generator(model, context=context, temperature=arguments.temperature, cache=cache, end_ids=ends)
         found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(arguments.seed))
@@ -65,16 +71,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _cache(text: str | None) -> KVCache.Config | None:
+    """The config of the cache for `--cache`, which fills empty slots; None: no cache."""
+    from axcore.nn import ContiguousCache
+
+    if text == "none":
+        return None
+    return ContiguousCache.Config() if text is None else cast("KVCache.Config", offered(KVCacheOffer, text))
+
+
 def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the class of the model
     """The model with its weights, and its tokenizer."""
     from axcore.module import DTypes, abstract
+    from axcore.nn import without_caches
     from axcore.train.checkpoint.initial import FromRun, gathered
     from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
 
     name = arguments.model
     if is_folder(name):
         if arguments.edits:
-            raise AxcoreError(f"{name}: --use, --target and --set require a recipe, but this is a folder")
+            raise AxcoreError(
+                f"{name}: --use, --target and --set require a recipe, but this is a folder. --cache selects a KV cache"
+            )
         found = ModelFolder.open(name)
         cfg, tokenizer, initial = found.model, found.tokenizer, FromRun.Config(folder=name)
     else:
@@ -100,6 +118,8 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
     if arguments.dtype is not None:
         asked = DTypes(param=arguments.dtype, compute=arguments.dtype)
         cfg = cfg.set(dtypes=asked.over(cfg.dtypes or DTypes()))
+    if arguments.cache is not None:
+        cfg = without_caches(cfg)
     fn, params, state = abstract(cfg, "model")
     loaded = gathered(initial, cfg, flat(params), flat(state), 0)
     return fn.bind(like(params, loaded), like(state, loaded)), built

@@ -15,7 +15,19 @@ from axcore.plugin import registry
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
 """One folder for each kind. It contains the distribution `axcore-new-KIND` of the plugin `new-KIND`."""
-KINDS = ("layer", "attention", "kv_cache", "parallelism", "numerics", "recipe")
+KINDS = (
+    "layer",
+    "attention",
+    "kv_cache",
+    "parallelism",
+    "numerics",
+    "recipe",
+    "optimizer",
+    "input",
+    "callback",
+    "evaluator",
+    "command",
+)
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 PREFIX = "axcore-"
 

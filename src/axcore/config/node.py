@@ -131,6 +131,18 @@ class Config:
             _check_known(type(self), name)
         return self._with(values, event(f"set {', '.join(values)}", *values))
 
+    def put(self, **slots: Config | None) -> Self:
+        """A copy with these slots filled, like `set`, but wrappers stay: if a slot holds a node with a slot of the same
+        name, the innermost slot of that name is set. None empties it."""
+        return self.set(
+            **{
+                name: held.put(**{name: new})
+                if isinstance(held := self.__dict__.get(name), Config) and has_field(held, name)
+                else new
+                for name, new in slots.items()
+            }
+        )
+
     def _with(self, values: Mapping[str, object], *events: Event) -> Self:
         """A copy with existing fields replaced and `events` appended to its history."""
         new = object.__new__(type(self))

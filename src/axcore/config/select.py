@@ -41,6 +41,10 @@ class Selection[C: Config]:
         """Sets fields on each selected node."""
         return self.map(lambda _, node: node.set(**values))
 
+    def put(self, **slots: Config | None) -> C:
+        """Fills slots of each selected node and keeps wrappers, see `Config.put`."""
+        return self.map(lambda _, node: node.put(**slots))
+
     def swap(self, new: Config, *, keep: Collection[str] = (), drop: Collection[str] = ()) -> C:
         """Replaces each selected node with `new`.
 

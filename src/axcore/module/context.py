@@ -128,8 +128,8 @@ class Frame:
         """The value that was shared last under this name."""
         if name not in self.shared:
             raise ContextError(
-                f"{self.describe()} takes {name!r}, which no earlier layer has shared. Values shared inside a scan or "
-                f"another transform except remat stay inside. Shared: {', '.join(self.shared) or 'nothing'}"
+                f"{self.describe()} takes {name!r}, which no earlier layer has shared. Values shared inside a "
+                f"transform other than remat and scan stay inside. Shared: {', '.join(self.shared) or 'nothing'}"
             )
         return self.shared[name]
 

@@ -248,7 +248,7 @@ class Layer(nnx.Module, Configurable):
         self.frame.shared[name] = value
 
     def shared(self, name: str) -> PyTree:
-        """The last value shared under this name. Values shared inside a transform other than remat stay inside it.
+        """The last value shared under this name. Values shared inside transforms other than remat and scan stay there.
 
         Raises:
             ContextError: No earlier layer shares this name.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int, PyTree
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, current, inside, locate
@@ -48,7 +50,8 @@ def scan(
     """Runs a stacked module layer by layer: `carry = layer(carry, *args)`, traced once.
 
     Each layer has its own frame and draws the same random numbers as in an unrolled stack. Reports have paths with `*`
-    and a leading axis over the layers. Layers may write to Variables other than parameters.
+    and a leading axis over the layers. Layers may write to Variables other than parameters. Values that a layer shares
+    reach the later layers and the code after the stack, as in an unrolled stack.
     The loop carries the whole `DecodingState`, so that layers can write to it in place.
 
     Args:
@@ -69,27 +72,36 @@ def scan(
         raise ContextError(f"{caller.describe()} scans a {type(layers).__name__} that it does not contain")
     graphdef, params, held, state = _split(layers)
     again, written, rewritten = caller.repeated(names), list[bool](), list[bool]()
+    outside = dict(caller.shared)
 
     def body(carries: PyTree, xs: PyTree) -> tuple[PyTree, tuple[PyTree, Collections | None]]:
-        carry, held = carries
+        carry, held, earlier = carries
         index, params, state = xs
         before = jax.tree.leaves(state), jax.tree.leaves(held)
         layer: Any = nnx.merge(graphdef, params, held, state)  # Any: a module that can be called
         with inside(caller, layer, (*names, index), again) as frame:
+            frame.shared = ChainMap({}, outside | {name: earlier[name] for name in earlier if name in outside})
             carry = layer(carry, *args)
+        if (shared := frame.shared.maps[0]).keys() != earlier.keys():
+            raise _SharesError(shared)
         check_no_tracers(layer)
         _, _, held, new = _split(layer)
         written.extend(a is not b for a, b in zip(before[0], jax.tree.leaves(new), strict=True))
         rewritten.extend(a is not b for a, b in zip(before[1], jax.tree.leaves(held), strict=True))
-        return (carry, held), (new, frame.collections)
+        return (carry, held, shared), (new, frame.collections)
+
+    def run(shared: dict[str, PyTree]) -> PyTree:
+        xs = jnp.arange(count), params, state
+        return jax.lax.scan(body, (carry, held, shared), xs, unroll=unroll)
 
     if remat is not None:
         # XLA cannot merge the recomputation with the forward pass in a loop, but it would in unrolled code.
         body = jax.checkpoint(body, policy=remat, prevent_cse=unroll >= count)
     try:
-        (carry, held), (state, collections) = jax.lax.scan(
-            body, (carry, held), (jnp.arange(count), params, state), unroll=unroll
-        )
+        try:
+            (carry, held, shared), (state, collections) = run({})
+        except _SharesError as error:
+            (carry, held, shared), (state, collections) = run(error.before_first(outside))
     except (TypeError, ValueError) as error:
         error.add_note(f"in the scan over {count} layers of {caller.below('.'.join(names))}")
         raise
@@ -97,8 +109,34 @@ def scan(
         nnx.update(layers, state)
     if any(rewritten):
         nnx.update(layers, held)
+    caller.shared.update(shared)
     caller.absorb(collections)
     return carry
+
+
+class _SharesError(Exception):
+    """Ends the first trace of a scanned layer that shares values, which the loop then has to carry."""
+
+    def __init__(self, shared: Mapping[str, PyTree]):
+        self.forms = {name: jax.tree.map(_form, value) for name, value in shared.items()}
+
+    def before_first(self, outside: dict[str, PyTree]) -> dict[str, PyTree]:
+        """The values that the loop starts with: those shared before the stack, if they have the same form.
+
+        Other names get zeros, which no layer takes, and are removed from `outside`.
+        """
+        before = {}
+        for name, form in self.forms.items():
+            earlier = outside.get(name)
+            if jax.tree.flatten(jax.tree.map(_form, earlier)) != jax.tree.flatten(form):
+                outside.pop(name, None)
+                earlier = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form)
+            before[name] = earlier
+        return before
+
+
+def _form(leaf: Shaped[ArrayLike, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
 
 def _split(layers: nnx.Module) -> tuple[nnx.GraphDef[nnx.Module], PyTree, PyTree, PyTree]:

@@ -19,7 +19,7 @@ from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
 from axcore.nn.grouped_linear import GroupedLinear
 from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, RaggedDot
 from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Zeros
-from axcore.nn.kv.cache import KVCache, for_decoding
+from axcore.nn.kv.cache import KVCache, for_decoding, sized, without_caches
 from axcore.nn.kv.contiguous import ContiguousCache
 from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent
 from axcore.nn.linear import Linear
@@ -124,6 +124,7 @@ __all__ = [
     "merge_by_lse",
     "put_kernel",
     "refusal",
+    "sized",
     "stacked",
     "stock",
     "unstack_arrays",
@@ -131,6 +132,7 @@ __all__ = [
     "use_kernels",
     "use_remat",
     "visible",
+    "without_caches",
 ]
 
 

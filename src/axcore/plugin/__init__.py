@@ -2,7 +2,7 @@
 
 from axcore.plugin.accelerators import Accelerator
 from axcore.plugin.attribution import attributed
-from axcore.plugin.features import use, use_text
+from axcore.plugin.features import offered, use, use_text
 from axcore.plugin.hooks import API_VERSION, hookimpl
 from axcore.plugin.host import Host
 from axcore.plugin.offers import (
@@ -49,6 +49,7 @@ __all__ = [
     "attributed",
     "hookimpl",
     "mesh_rules",
+    "offered",
     "recipe",
     "registry",
     "resolve",

@@ -9,6 +9,7 @@ from typing import Any
 
 from axcore.config import Config, ConfigError, Modifier, did_you_mean, parse
 from axcore.config.codec import render
+from axcore.config.types import hints
 from axcore.plugin.attribution import described
 from axcore.plugin.offers import OFFERS, Feature, Offer
 from axcore.plugin.registry import registry, resolve
@@ -51,17 +52,41 @@ def use_text(text: str) -> Modifier:
     name, _, listed = text.partition(":")
     plugin, offer, attach = _find(name)
     known = _options(plugin, offer, attach, eval_str=bool(listed))
+    return use(name, **_parsed(text, {name: option.annotation for name, option in known.items()}))
+
+
+def offered(kind: type[Offer], text: str) -> Config:
+    """The Config of an offer from text: `name` or `name:key=value,key=value`.
+
+    Raises:
+        PluginError: no plugin offers the name, or its target cannot be loaded.
+        ConfigError: the text has another form, or a value does not fit.
+    """
+    name = text.partition(":")[0]
+    found = registry().find(kind, name)
+    if found is None:
+        known = sorted(offer.name for _, offer in registry().offers(kind))
+        raise PluginError(
+            f"no installed plugin offers the {kind.kind} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}"
+        )
+    made: type[Config] = resolve(*found).Config
+    return made(**_parsed(text, hints(made)))
+
+
+def _parsed(text: str, known: Mapping[str, object]) -> dict[str, object]:
+    """The options in `name:key=value,...`, parsed by the annotations `known`."""
+    name, _, listed = text.partition(":")
     options: dict[str, object] = {}
     for assignment in re.split(r",(?=\s*\w+\s*=)", listed) if listed else ():
         key, equals, value = (part.strip() for part in assignment.partition("="))
         if not equals or key in options:
-            raise ConfigError(f"--use takes FEATURE:KEY=VALUE,... with each key once, not {text!r}")
-        hint = known[key].annotation if key in known else inspect.Parameter.empty
+            raise ConfigError(f"options have the form NAME:KEY=VALUE,... with each key once, not {text!r}")
+        hint = known.get(key, inspect.Parameter.empty)
         try:
             options[key] = parse(value, Any if hint is inspect.Parameter.empty else hint)
         except ValueError as error:
             raise ConfigError(f"option {key!r} of {name}: {error}") from None
-    return use(name, **options)
+    return options
 
 
 def options_of(plugin: Plugin, offer: Offer) -> dict[str, str]:

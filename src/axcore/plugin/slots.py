@@ -37,9 +37,8 @@ def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
         chosen = {path for path, node in has_slot if where is not None or conforms(value, _hint(node, slot))}
         if not chosen:
             raise ConfigError(f"no node has a field {slot!r} that takes {type_name(node_type)}")
-        edit = _add if offer.keyed else put
-        name = join(slot, offer.name) if offer.keyed else slot
-        return select(cfg, lambda path, _: path in chosen).map(lambda _, node: edit(node, name, new))
+        found = select(cfg, lambda path, _: path in chosen)
+        return found.map(lambda _, node: _add(node, slot, offer.name, new)) if offer.keyed else found.put(**{slot: new})
 
     known = hints(node_type)
     options = {name: (known.get(name, object), default(node_type, name)) for name in field_names(node_type)}
@@ -52,22 +51,14 @@ def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
     return fill
 
 
-def put(node: Config, slot: str, new: Config | None) -> Config:
-    """Sets a slot to `new`; None empties it. If the slot holds a wrapper, which is a node with a slot of the same name,
-    the wrapper stays and its slot is set instead."""
-    held = getattr(node, slot)
-    return node.set(**{slot: put(held, slot, new) if isinstance(held, Config) and has_field(held, slot) else new})
-
-
-def _add(node: Config, entry: str, new: Config) -> Config:
-    """Adds `new` to a mapping of a node; `entry` is its field and key. An entry of the same class is replaced."""
-    slot, _, key = entry.partition(".")
+def _add(node: Config, slot: str, key: str, new: Config) -> Config:
+    """Adds `new` to a mapping of a node. An entry of the same class is replaced."""
     held = getattr(node, slot)
     entries = dict(held) if isinstance(held, Mapping) else {}
     old = entries.get(key)
     if old is not None and type(old) is not type(new):
         owner = f" of {plugin.id} ({plugin})" if (plugin := supplier(old)) else ""
-        raise ConfigError(f"{entry} is already {type_name(type(old))}{owner}; remove it before adding another")
+        raise ConfigError(f"{slot}.{key} is already {type_name(type(old))}{owner}; remove it before adding another")
     return node.set(**{slot: {**entries, key: new}})
 
 

@@ -5,7 +5,7 @@ and layers that use them. Both fill the cache slot of attention, since the cache
 from __future__ import annotations
 
 import axcore as ax
-from axcore.nn import Attention, AttentionInputs, KVCache, KVView
+from axcore.nn import Attention, AttentionInputs, KVCache, KVView, sized
 
 
 class ShareKV(KVCache):
@@ -32,7 +32,7 @@ class ShareKV(KVCache):
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         widths = {name: getattr(cfg, name) for name in ("input_dim", "num_heads", "num_kv_heads", "head_dim")}
-        self.cache = self.child("cache", cfg.cache, rngs, **widths)
+        self.cache = self.child("cache", sized(cfg.cache), rngs, **widths)
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
         """See `KVCache`.

@@ -26,10 +26,10 @@ def use_lora(
     """Fills the adapter slot of every selected linear layer with LoRA or DoRA.
 
     A second call with another `where` replaces the adapters there, for example `rank=8` everywhere, then `rank=32` for
-    the queries.
+    the queries. Adapters that wrap others in the slot stay.
 
     Args:
-        rank: columns of A; at most the smaller width of each weight.
+        rank: columns of A, and at most the smaller width of each weight, as for a router with few experts.
         alpha: the change of a weight is scaled by `alpha / rank`.
         dropout: probability of dropping an input feature of an adapter in training.
         dora: use DoRA, which also learns the norm of each column of a weight.
@@ -50,7 +50,7 @@ def use_lora(
             f"where={where!r} selects no linear layer, only {shown}. To select the nodes below, append '.**'."
         )
     adapter = (DoRA if dora else LoRA).Config(rank=rank, alpha=alpha, dropout=dropout)
-    cfg = ax.select(cfg, lambda path, _: path in chosen).set(adapter=adapter)
+    cfg = ax.select(cfg, lambda path, _: path in chosen).put(adapter=adapter)
     return _on_learners(cfg, _frozen) if freeze else cfg
 
 

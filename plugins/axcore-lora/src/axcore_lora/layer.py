@@ -31,7 +31,7 @@ class LoRA(ax.Layer):
         axes: tuple[str | None, ...] | None = None
         """Logical axes of the weight."""
         rank: int = 8
-        """At most the smaller width of the weight."""
+        """The smaller width of the weight is used if it is less. Such an adapter can express every change."""
         alpha: float = 16.0
         dropout: float = 0.0
         """Probability of dropping a feature of x in training."""
@@ -42,11 +42,6 @@ class LoRA(ax.Layer):
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         ax.at_least(cfg, 1, "input_dim", "output_dim", "groups", "rank")
-        if cfg.rank > (most := min(cfg.input_dim, cfg.output_dim)):
-            raise ax.ConfigError(
-                f"rank={cfg.rank} exceeds the rank of the weight [{cfg.input_dim}, {cfg.output_dim}]. Use at most "
-                f"{most}, or exclude this layer with where=."
-            )
         if not 0 < cfg.alpha < math.inf:
             raise ax.ConfigError(f"alpha must be positive, not {cfg.alpha}")
         if not 0 <= cfg.dropout < 1:
@@ -54,8 +49,9 @@ class LoRA(ax.Layer):
         shape, axes = self._group()
         *_, into, out_of = cfg.axes or (None, None)
         init = ForEach(init=cfg.init) if cfg.groups else cfg.init
-        self.a = self.param("a", (*shape, cfg.input_dim, cfg.rank), init, rngs, axes=(*axes, into, None))
-        self.b = self.param("b", (*shape, cfg.rank, cfg.output_dim), Zeros(), rngs, axes=(*axes, None, out_of))
+        rank = min(cfg.rank, cfg.input_dim, cfg.output_dim)
+        self.a = self.param("a", (*shape, cfg.input_dim, rank), init, rngs, axes=(*axes, into, None))
+        self.b = self.param("b", (*shape, rank, cfg.output_dim), Zeros(), rngs, axes=(*axes, None, out_of))
 
     def _group(self) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
         """Shape and logical axes of the leading group dimension, if there is one."""

@@ -47,7 +47,7 @@ def merge(cfg: ax.Config, params: Tree) -> Merged:
         params: the parameters of the model that `cfg` or the trainer's `model` builds. Stacked layers stay stacked.
 
     Raises:
-        ConfigError: the config has no adapter.
+        ConfigError: the config has no adapter, or one that another adapter wraps.
         AxcoreError: the parameters do not belong to this config.
     """
     kept: Tree = {}
@@ -106,7 +106,13 @@ def _adapters(cfg: ax.Config) -> dict[Path, tuple[LoRA.Config, Tree]]:
         raise ax.ConfigError("the config has no LoRA or DoRA adapter. Pass the config with use('lora').")
     fn, shapes, state = abstract(model, where)
     modules = nnx.iter_modules(fn.bind(shapes, state))
-    return {path[:-1]: (module.config, _at(shapes, path)) for path, module in modules if isinstance(module, LoRA)}
+    found = {path[:-1]: (module.config, _at(shapes, path)) for path, module in modules if isinstance(module, LoRA)}
+    if wrapped := next((path for path in found if path[-1] == SLOT), None):
+        raise ax.ConfigError(
+            f"{dotted((*wrapped, SLOT))} is inside another adapter, which may change its result, so it cannot be "
+            f"merged into the weight. Keep the adapters, or remove the outer one."
+        )
+    return found
 
 
 def _holds_adapter(node: ax.Config) -> bool:

@@ -38,25 +38,29 @@ def load(params: Tree, adapters: Tree) -> Tree:
     Raises:
         AxcoreError: an adapter has no weight in the model, or its shapes do not fit.
     """
-    return _load(params, adapters, ())
+    return _load(params, adapters, (), params)
 
 
-def _load(params: Tree, new: Tree, path: tuple[Any, ...]) -> Tree:
+def _load(params: Tree, new: Tree, path: tuple[Any, ...], linear: Tree) -> Tree:
+    """Args:
+    linear: the parameters of the layer that has the adapters: `params`, or above it if one adapter wraps another.
+    """
     whole = dict(params)
     for name, part in new.items():
         here = (*path, name)
         if name == SLOT and {"a", "b"} <= part.keys():
             part = {key: part[key] for key in NAMES if key in part}
-            _check(params, part, here)
+            _check(linear, params.get(SLOT), part, here)
             whole[name] = part
         elif isinstance(params.get(name), dict):
-            whole[name] = _load(params[name], part, here)
+            below = params[name]
+            whole[name] = _load(below, part, here, linear if name == SLOT else below)
         else:
             raise AxcoreError(f"the given adapters include one below {dotted(here)}, which the model lacks")
     return whole
 
 
-def _check(linear: Tree, adapter: Tree, path: tuple[Any, ...]) -> None:
+def _check(linear: Tree, held: Tree | None, adapter: Tree, path: tuple[Any, ...]) -> None:
     if "weight" not in linear:
         raise AxcoreError(f"{dotted(path)} is an adapter of a weight that the model lacks")
     if not isinstance(linear["weight"], dict):  # quantized weights may have other shapes
@@ -64,8 +68,8 @@ def _check(linear: Tree, adapter: Tree, path: tuple[Any, ...]) -> None:
         rank = adapter["a"].shape[-1]
         expected = {"a": (*stack, input_dim, rank), "b": (*stack, rank, output_dim), "magnitude": (*stack, output_dim)}
         check_shapes(adapter, {name: expected[name] for name in adapter}, path)
-    if SLOT in linear:
-        check_shapes(adapter, {name: leaf.shape for name, leaf in linear[SLOT].items()}, path)
+    if held is not None:
+        check_shapes(adapter, {name: leaf.shape for name, leaf in held.items()}, path)
 
 
 def check_shapes(found: Tree, expected: dict[str, tuple[int, ...]], path: tuple[Any, ...]) -> None:

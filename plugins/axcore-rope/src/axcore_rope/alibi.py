@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 import axcore as ax
 from axcore.nn import BaseAttention, TokenInfo
-from axcore.plugin.slots import put
 
 
 class Alibi(ax.Layer):
@@ -50,4 +49,4 @@ def use_alibi(cfg: ax.Config, where: ax.Where = BaseAttention) -> ax.Config:
     Args:
         where: which attentions.
     """
-    return ax.select(cfg, where).map(lambda _, attention: put(attention, "bias", Alibi.Config()))
+    return ax.select(cfg, where).put(bias=Alibi.Config())

@@ -7,7 +7,6 @@ from typing import Any
 
 import axcore as ax
 from axcore.nn import BaseAttention, edit_layers
-from axcore.plugin.slots import put
 from axcore_rope.published import scaling_of
 from axcore_rope.rotary import Layout, Rotary
 from axcore_rope.scaling import Scaling
@@ -46,9 +45,9 @@ def use_rope(
         interleave_sections=interleave_sections,
     )
     if skip_every is None:
-        return ax.select(cfg, where).map(lambda _, attention: put(attention, "position", rotary))
+        return ax.select(cfg, where).put(position=rotary)
 
     def most(_: str, attention: Any, number: int) -> Any:
-        return put(attention, "position", None if number % skip_every == skip_every - 1 else rotary)
+        return attention.put(position=None if number % skip_every == skip_every - 1 else rotary)
 
     return edit_layers(cfg, where, most)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import axcore as ax
 from axcore.config import at_least
 from axcore.nn import CausalLM, Initializer, Normal
-from axcore.plugin.slots import put
 
 INIT: Initializer = Normal()
 
@@ -59,4 +58,4 @@ def use_learned_positions(
         where: which models.
     """
     learned = LearnedPositions.Config(max_len=max_len, init=init)
-    return ax.select(cfg, where).map(lambda _, model: put(model, "position", learned))
+    return ax.select(cfg, where).put(position=learned)

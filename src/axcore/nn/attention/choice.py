@@ -20,7 +20,6 @@ from axcore.nn.attention.request import OPTIONS, KernelRequest
 from axcore.nn.attention.sharded import Shards, readable
 from axcore.nn.kv.views import KVView
 from axcore.plugin import AttentionKernelOffer as Offer, PluginError, registry, resolve
-from axcore.plugin.slots import put
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,4 +204,4 @@ def put_kernel(cfg: Config, kernel: AttentionKernel.Config, where: Where | None 
         where: selects attention layers; None: every node with a kernel slot.
     """
     chosen = where if where is not None else lambda _, node: has_field(node, "kernel")
-    return select(cfg, chosen).map(lambda _, node: put(node, "kernel", kernel))
+    return select(cfg, chosen).put(kernel=kernel)

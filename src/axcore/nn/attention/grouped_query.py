@@ -11,6 +11,7 @@ from axcore.config import ConfigError, at_least
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.base import BaseAttention, Hidden
 from axcore.nn.attention.inputs import AttentionInputs
+from axcore.nn.kv.cache import sized
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
 from axcore.nn.tokens import TokenInfo
@@ -75,7 +76,7 @@ class Attention(BaseAttention):
         )
         self.make_slots(rngs, num_kv_heads=num_kv_heads, head_dim=self.head_dim)
         widths = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
-        self.cache = self.child("cache", cfg.cache, rngs, **widths, head_dim=self.head_dim)
+        self.cache = self.child("cache", sized(cfg.cache), rngs, **widths, head_dim=self.head_dim)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Computes attention and the output projection."""

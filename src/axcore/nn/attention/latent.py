@@ -12,6 +12,7 @@ from axcore.config import REQUIRED, ConfigError, at_least, has_field
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.base import BaseAttention, Hidden
 from axcore.nn.attention.inputs import AttentionInputs, Heads
+from axcore.nn.kv.cache import sized
 from axcore.nn.kv.views import Contiguous, Latent, empty_values
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
@@ -87,7 +88,9 @@ class LatentAttention(BaseAttention):
             rngs, num_kv_heads=heads, head_dim=key_dim, position_dim=cfg.qk_rope_head_dim, value_dim=cfg.value_dim
         )
         cache_widths = {"num_kv_heads": 1, "head_dim": cfg.kv_lora_rank + cfg.qk_rope_head_dim, "value_dim": 0}
-        self.cache = self.child("cache", cfg.cache, rngs, input_dim=cfg.input_dim, num_heads=heads, **cache_widths)
+        self.cache = self.child(
+            "cache", sized(cfg.cache), rngs, input_dim=cfg.input_dim, num_heads=heads, **cache_widths
+        )
 
     def _linear(self, rngs: Rngs, name: str, input_dim: int, output_dim: int, *axes: str | None) -> Linear:
         return self.child(name, getattr(self.config, name), rngs, input_dim=input_dim, output_dim=output_dim, axes=axes)

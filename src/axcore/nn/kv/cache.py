@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from axcore.config import REQUIRED, Config, ConfigError
-from axcore.config.tree import transform
+from axcore.config.tree import REMOVED, transform
 from axcore.module import ContextError, Layer
 from axcore.nn.attention.inputs import AttentionInputs, Heads
 from axcore.nn.tokens import CachedRows
@@ -24,16 +22,6 @@ class KVCache(Layer):
     class Config(Layer.Config):
         """The config of a cache. Attention passes `input_dim`, `num_heads`, `num_kv_heads` and `head_dim` to it if it
         declares these fields."""
-
-        def build(self, *args: object, **kwargs: object) -> Any:
-            """See `Config.build`."""
-            sizes = [name for name in ("batch_size", "max_len") if getattr(self, name, None) is REQUIRED]
-            if sizes:
-                raise ConfigError(
-                    f"the KV cache requires {' and '.join(sizes)}. Leave the cache slot empty and pass cache=... "
-                    f"to axcore.infer.generate or Decoder.of, which set them, or set them in the config"
-                )
-            return super().build(*args, **kwargs)
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs | Heads:
         """Stores the keys and values of this call, and returns a view of all stored keys and values.
@@ -100,6 +88,23 @@ class KVCache(Layer):
             place = jnp.where(inputs.query.valid, place, size)
         place = jnp.broadcast_to(place, inputs.q.shape[:2])
         return jnp.broadcast_to(slots[:, None], place.shape), place
+
+
+def sized(cache: KVCache.Config | None) -> KVCache.Config | None:
+    """The cache, or None if its `batch_size` or `max_len` is REQUIRED. Decoding sets them, so a model in training has
+    no such cache."""
+    sizes = (getattr(cache, name, None) for name in ("batch_size", "max_len"))
+    return None if any(size is REQUIRED for size in sizes) else cache
+
+
+def without_caches[C: Config](cfg: C) -> C:
+    """The model with empty slots in place of the caches that decoding sizes (see `sized`)."""
+
+    def emptied(_: str, node: Config) -> object:
+        return REMOVED if isinstance(node, KVCache.Config) and sized(node) is None else node
+
+    new: C = transform(cfg, emptied)
+    return new
 
 
 def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVCache.Config) -> C:

@@ -44,4 +44,4 @@ def use_gate(cfg: ax.Config, where: ax.Where = Attention, use_bias: bool = True)
         where: selects attention layers.
         use_bias: whether the gates have biases.
     """
-    return ax.select(cfg, where).set(output=HeadGate.Config(gate=Linear.Config(use_bias=use_bias)))
+    return ax.select(cfg, where).put(output=HeadGate.Config(gate=Linear.Config(use_bias=use_bias)))

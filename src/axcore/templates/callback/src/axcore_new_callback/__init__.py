@@ -1,0 +1,1 @@
+"""A callback that ends a run that no longer improves, for axcore."""

@@ -1,0 +1,1 @@
+"""A command that counts the parameters of a recipe, for axcore."""

@@ -1,0 +1,1 @@
+"""An evaluator that reports the accuracy of next-token prediction, for axcore."""

@@ -1,0 +1,1 @@
+"""An input source that reads documents from a SQLite table, for axcore."""

@@ -1,0 +1,1 @@
+"""The optimizer Lion, for axcore."""
