@@ -68,12 +68,6 @@ def test_key_and_value_projections_require_each_other():
             Attention.Config(input_dim=8, num_heads=2, **changes).build(rngs=ax.Rngs(0))
 
 
-@pytest.mark.parametrize("softcap", [0.0, -1.0])
-def test_softcap_must_be_positive(softcap):
-    with pytest.raises(ax.ConfigError, match="softcap must be positive"):
-        Attention.Config(input_dim=8, num_heads=2, softcap=softcap).build(rngs=ax.Rngs(0))
-
-
 def test_sinks_are_a_parameter_for_each_head():
     fn, params, _ = abstract(Attention.Config(input_dim=8, num_heads=4, sinks=Normal()))
     assert params["sinks"].shape == (4,)

@@ -215,7 +215,7 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
         ({"rope_theta": True}, r"rope_theta=True must be a positive number"),
         ({"rope_scaling": "linear"}, r"rope_scaling='linear' must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, r"Linear\.factor must be float, not '2'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, r"Linear\.factor must be positive, not inf"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, r"Linear\.factor must be above 0, not inf"),
         (
             {"rope_scaling": {"rope_type": "default", "rope_theta": 3.0}},
             r"=500000\.0, but .* rope_theta=3\.0",

@@ -184,19 +184,7 @@ def test_logical_axes_follow_the_weight():
 
 
 @KINDS
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "rank must be at least 1, not 0"),
-        ({"rank": 6}, r"rank=6 exceeds the rank of the weight \[7, 5\]\. Use at most 5, or exclude .* with where="),
-        ({"alpha": 0.0}, "alpha must be positive, not 0.0"),
-        ({"alpha": -1.0}, "alpha must be positive, not -1.0"),
-        ({"alpha": float("inf")}, "alpha must be positive, not inf"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and below 1, not 1.0"),
-        ({"dropout": -0.1}, "dropout must be at least 0 and below 1, not -0.1"),
-    ],
-)
-def test_invalid_options_are_rejected_by_path(kind, options, message):
-    adapter = kind.Config(**{"rank": 2, **options})
+def test_a_rank_above_that_of_the_weight_is_rejected_by_path(kind):
+    message = r"rank=6 exceeds the rank of the weight \[7, 5\]\. Use at most 5, or exclude .* with where="
     with pytest.raises(ax.ConfigError, match=f"^adapter: {message}"):
-        abstract(Linear.Config(input_dim=INPUT, output_dim=OUTPUT, adapter=adapter))
+        abstract(Linear.Config(input_dim=INPUT, output_dim=OUTPUT, adapter=kind.Config(rank=6)))

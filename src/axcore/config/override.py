@@ -12,7 +12,7 @@ from axcore.config.errors import ConfigError
 from axcore.config.history import acting
 from axcore.config.node import Config, has_field, type_name
 from axcore.config.tree import get, no_such_path, parts, put
-from axcore.config.types import describe, hints, parse
+from axcore.config.types import conforms, describe, hints, parse, required
 
 
 def override[C: Config](cfg: C, assignments: Iterable[str]) -> C:
@@ -44,6 +44,8 @@ def _assign[C: Config](cfg: C, path: str, value: str) -> C:
         parsed = parse(value, hint)
     except ValueError:
         raise ConfigError(f"{path} must be {describe(hint)}, not {value!r}") from None
+    if not conforms(parsed, hint):
+        raise ConfigError(f"{path} must be {required(parsed, hint)}, not {value}")
     new = put(getattr(owner, name), ".".join(below), parsed) if below else parsed
     return put(cfg, owner_path, owner.set(**{name: new}))
 

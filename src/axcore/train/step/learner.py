@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Mapping
 
 import jax
@@ -57,10 +56,10 @@ class AdamW(Optimizer):
     """
 
     class Config(Optimizer.Config):
-        b1: float = 0.9
-        b2: float = 0.95
-        eps: float = 1e-8
-        weight_decay: float = 0.1
+        b1: config.Fraction = 0.9
+        b2: config.Fraction = 0.95
+        eps: config.PositiveFloat = 1e-8
+        weight_decay: config.NonNegativeFloat = 0.1
         """Multiplied by the learning rate, as in PyTorch and optax."""
         decays: Callable[[str, Axes], bool] = matrices
         """Selects the parameters that decay, by path and logical axes."""
@@ -96,15 +95,13 @@ class Learner(config.Configurable):
     class Config(config.Config):
         optimizer: Optimizer.Config = AdamW.Config()
         schedule: Schedule = WarmupCosine()
-        clip_norm: float | None = 1.0
+        clip_norm: config.PositiveFloat | None = 1.0
         """Gradients are scaled down to this global norm over all trained parameters. None does not clip."""
-        rates: Mapping[str, float] = config.FrozenDict()
+        rates: Mapping[str, config.NonNegativeFloat] = config.FrozenDict()
         """Path pattern, such as `decoder.layers.attention.**` -> factor of the learning rate. The last matching pattern
         applies. The factor 0 freezes parameters: they have no gradient and no optimizer state."""
 
     def __init__(self, cfg: Config, axes: Tree):
-        if cfg.clip_norm is not None and not cfg.clip_norm > 0:
-            raise config.ConfigError(f"learner.clip_norm must be positive or None, not {cfg.clip_norm}")
         self.config = cfg
         clip = optax.stateless(functools.partial(_clipped, cfg.clip_norm))
         self._factors = _factors(cfg.rates, axes)
@@ -194,13 +191,8 @@ def _factors(rates: Mapping[str, float], axes: Tree) -> Tree:
     """The factor of each parameter, as a tree with the structure of the parameters.
 
     Raises:
-        ConfigError: a factor is negative or not finite, a pattern matches no parameter, or all parameters are frozen.
+        ConfigError: a pattern matches no parameter, or all parameters are frozen.
     """
-    for pattern, value in rates.items():
-        if not 0 <= value < math.inf:
-            raise config.ConfigError(
-                f"learner.rates: the factor of {pattern} must be finite and at least 0, not {value}"
-            )
     unused = set(rates)
 
     def factor(path: KeyPath[Hashable], _: Axes) -> float:
