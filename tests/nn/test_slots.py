@@ -119,7 +119,7 @@ def test_a_sequence_may_be_empty_and_numbers_its_layers():
     x = jnp.ones((1, 2, 8))
     assert (invoke(Sequence.Config(input_dim=8, layers=()).build(rngs=ax.Rngs(0)), x)[0] == x).all()
     with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.1\.ffn"):
-        abstract(CausalLM.Config(vocab_size=3, dim=8, decoder=Sequence.Config(layers=(layer(8), layer(0)))))
+        abstract(CausalLM.Config(vocab_size=3, dim=8, decoder=Sequence.Config(layers=(layer(8), layer(ax.REQUIRED)))))
 
 
 def test_rope_supports_queries_without_keys():

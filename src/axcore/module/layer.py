@@ -150,6 +150,10 @@ class Layer(nnx.Module, Configurable):
     def build_child(self, cfg: BaseConfig, rngs: Rngs, **widths: object) -> Any:  # Any: what `cfg` builds
         """Like `child`, but takes the rngs of the child, such as those of one layer of a stack."""
         try:
+            rngs.use()
+        except ConfigError as error:
+            raise BuildError(str(error)) from None
+        try:
             cfg = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)})
             if isinstance(cfg, Layer.Config):
                 cfg = cfg._with({"dtypes": (cfg.dtypes or DTypes()).over(self.dtypes)})
@@ -175,7 +179,7 @@ class Layer(nnx.Module, Configurable):
         where = rngs.at(name).path
         if len(axes) != len(shape):
             raise BuildError(f"{where}: axes {axes} do not match the {len(shape)} dimensions of shape {shape}")
-        value = init(rngs.at(name).key, shape, self.dtypes.param or jnp.float32)
+        value = init(rngs.at(name).use().key, shape, self.dtypes.param or jnp.float32)
         if value.shape != shape:
             raise BuildError(f"{where}: the initializer {init!r} returned shape {value.shape}, not {shape}")
         return nnx.Param(value, axes=axes)
@@ -236,12 +240,15 @@ class Layer(nnx.Module, Configurable):
 
 
 def _with_config(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that stores the config before it calls `init`."""
+    """A constructor that stores the config before it calls `init`, whose rngs have no used keys."""
 
     @functools.wraps(init)
     def construct(self: Layer, cfg: Layer.Config, *args: object, **kwargs: object) -> None:
+        outermost = "config" not in vars(self)  # not called by the constructor of a subclass
         self.config = cfg
         self.dtypes = (cfg.dtypes or DTypes()).over(DEFAULT_DTYPES)
+        if outermost and isinstance(rngs := kwargs.get("rngs"), Rngs):
+            kwargs["rngs"] = rngs.fresh()
         init(self, cfg, *args, **kwargs)
 
     return construct
