@@ -229,6 +229,22 @@ def named(name: str) -> object:
     return _named[name]
 
 
+def named_function(name: str) -> object:
+    """The function registered under a name, or the only one whose name ends with it: `gelu` for `jax.nn.gelu`.
+
+    Raises:
+        ConfigError: No function, or several functions, have this name.
+    """
+    known = {each: value for each, value in _named.items() if callable(value) and not isinstance(value, type)}
+    found = [name] if name in known else [each for each in known if each.endswith(f".{name}")]
+    if len({id(known[each]) for each in found}) > 1:
+        raise ConfigError(f"it may be {' or '.join(sorted(found))}. Give the whole name")
+    if not found:
+        short = {each.rpartition(".")[2] for each in known}
+        raise ConfigError(f"no function is registered under that name.{did_you_mean(name, [*known, *short])}")
+    return known[found[0]]
+
+
 def read(tag: str, content: object) -> object:
     """The value of `{tag: content}`.
 

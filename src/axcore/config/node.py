@@ -81,6 +81,16 @@ class Config(Node):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         own = inspect.get_annotations(cls)
+        for name, hint in own.items():
+            hidden = name in ("self", "_history", "_hash", "_depth") or any(
+                name in base.__dict__ and name not in getattr(base, "__dataclass_fields__", ())
+                for base in cls.__mro__[1:]
+            )
+            if hidden and "ClassVar" not in str(hint):
+                raise ConfigError(
+                    f"{type_name(cls)} cannot have a field {name!r}, because configs use that name themselves. "
+                    f"Rename the field"
+                )
         for name in own:
             if name not in cls.__dict__ and "ClassVar" not in str(own[name]):
                 setattr(cls, name, REQUIRED)  # a field without a default must be set

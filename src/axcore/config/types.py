@@ -123,10 +123,21 @@ def conforms(value: object, hint: object, *, ranges: bool = True) -> bool:
     return True
 
 
+def arms_of(hint: object) -> tuple[object, ...]:
+    """The members of a union, without ranges; of another annotation, itself."""
+    union = typing.get_origin(hint) in (Union, types.UnionType)
+    return tuple(map(_unranged, typing.get_args(hint) if union else (hint,)))
+
+
+def takes_function(hint: object) -> bool:
+    """Whether an annotation accepts functions and no text."""
+    arms = arms_of(hint)
+    return str not in arms and any(collections.abc.Callable in (arm, typing.get_origin(arm)) for arm in arms)
+
+
 def widened(value: object, hint: object) -> object:
     """The value with integers as floats where only floats are declared, so that 1 and 1.0 give equal configs."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    arms = tuple(map(_unranged, args if origin in (Union, types.UnionType) else (hint,)))
+    origin, args, arms = typing.get_origin(hint), typing.get_args(hint), arms_of(hint)
     if type(value) is int and float in arms and int not in arms:
         return float(value) if abs(value) < 2**1023 else value
     if type(value) is tuple and origin is tuple and args:
@@ -142,8 +153,7 @@ def parse(text: str, hint: object) -> object:
     Raises:
         ValueError: `text` does not denote a value that fits.
     """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    arms = tuple(map(_unranged, args if origin in (Union, types.UnionType) else (hint,)))
+    arms = arms_of(hint)
     if float in arms and text.lower().lstrip("+-") in ("inf", "infinity", "nan"):
         return float(text)
     if text.lower() in ("none", "null") and type(None) in arms:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from axcore import config
 from axcore.module import Tree
+from axcore.nn.third_party import Call, label, parameters_of
 from axcore.train.step.parts import joined, part
 from axcore.train.step.schedule import Schedule, WarmupCosine
 
@@ -93,7 +94,9 @@ class Learner(config.Configurable):
     """Computes new parameters from gradients."""
 
     class Config(config.Config):
-        optimizer: Optimizer.Config = AdamW.Config()
+        optimizer: Optimizer.Config | Call = AdamW.Config()
+        """An optimizer, or a call of a function that returns an optax transformation of gradients to updates, such as
+        `axcore.call(optax.scale_by_adam, b2=0.95)`."""
         schedule: Schedule = WarmupCosine()
         clip_norm: config.PositiveFloat | None = 1.0
         """Gradients are scaled down to this global norm over all trained parameters. None does not clip."""
@@ -105,7 +108,7 @@ class Learner(config.Configurable):
         self.config = cfg
         clip = optax.stateless(functools.partial(_clipped, cfg.clip_norm))
         self._factors = _factors(cfg.rates, axes)
-        self.optimizer = optax.chain(clip, cfg.optimizer.build().transformation(self.trained(axes)))
+        self.optimizer = optax.chain(clip, _transformation(cfg.optimizer, self.trained(axes)))
         """The optax transformation of the trained parameters."""
 
     def trained(self, tree: Tree) -> Tree:
@@ -151,6 +154,28 @@ class Learner(config.Configurable):
         moved = jax.tree.map(apply, moving, updates, self.trained(self._factors))
         metrics = {"gradient_norm": _norm(grads), "learning_rate": rate}
         return joined(moved, self.frozen(params)), new_state, metrics
+
+
+def _transformation(cfg: Optimizer.Config | Call, axes: Tree) -> optax.GradientTransformation:
+    """The transformation of an optimizer. A transformation of optax computes in float32.
+
+    Raises:
+        ConfigError: a call returns something else, or a transformation that applies a learning rate.
+    """
+    if isinstance(cfg, Call) and "learning_rate" in parameters_of(cfg.function):
+        raise config.ConfigError(
+            f"optimizer: {label(cfg.function)} applies a learning rate, but the learner applies its schedule. Call a "
+            f"transformation without one, such as optax.scale_by_adam"
+        )
+    built = cfg.build()
+    if isinstance(built, optax.GradientTransformation):
+        return _in_float32(built)
+    if not isinstance(built, Optimizer):
+        raise config.ConfigError(
+            f"optimizer builds {type(built).__name__}. Set an Optimizer.Config or a call that returns an "
+            f"optax.GradientTransformation"
+        )
+    return built.transformation(axes)
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
