@@ -42,6 +42,21 @@ def _read_dtype(name: str) -> np.dtype:
 register_codec(np.dtype, Codec("dtype", _dtype_name, _read_dtype, _dtype_name))
 
 
+def float_dtype(value: DTypeLike, name: str) -> np.dtype:
+    """The dtype that a field denotes.
+
+    Raises:
+        ConfigError: The value of the field `name` is not a floating-point dtype.
+    """
+    try:
+        dtype = np.dtype(value)
+    except TypeError:
+        raise ConfigError(f"{name}: {value!r} is not a dtype such as 'bfloat16'") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(f"{name} must be a floating-point dtype such as 'bfloat16', not {dtype.name}")
+    return dtype
+
+
 class DTypes(BaseConfig):
     """The dtypes of a layer. A field that is None takes the value of the parent layer."""
 
@@ -56,10 +71,7 @@ class DTypes(BaseConfig):
 
     def __post_init__(self) -> None:
         for name, value in fields(self):
-            try:
-                object.__setattr__(self, name, None if value is None else np.dtype(value))
-            except TypeError:
-                raise ConfigError(f"DTypes.{name}: {value!r} is not a dtype such as 'bfloat16'") from None
+            object.__setattr__(self, name, None if value is None else float_dtype(value, f"DTypes.{name}"))
 
     def over(self, parent: DTypes) -> DTypes:
         """A copy in which fields that are None take the values of `parent`."""

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 import axcore as ax
-from axcore.module import Tree
+from axcore.module import Tree, float_dtype
 from axcore.train import AdamW, Learner, Optimizer
 from axcore.train.step.learner import Axes
 
@@ -69,10 +69,7 @@ class Muon(Optimizer):
         """The optimizer of all other parameters."""
 
         def __post_init__(self) -> None:
-            try:
-                object.__setattr__(self, "dtype", None if self.dtype is None else np.dtype(self.dtype))
-            except TypeError:
-                raise ax.ConfigError(f"Muon.dtype: {self.dtype!r} is not a dtype such as 'bfloat16'") from None
+            object.__setattr__(self, "dtype", None if self.dtype is None else float_dtype(self.dtype, "Muon.dtype"))
 
     config: Config
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from axcore import config
-from axcore.module import Tree
+from axcore.module import Tree, float_dtype
 from axcore.nn.third_party import Call, label, parameters_of
 from axcore.train.step.parts import joined, part
 from axcore.train.step.schedule import Schedule, WarmupCosine
@@ -68,10 +68,7 @@ class AdamW(Optimizer):
         """Dtype of the first moment. The second moment is float32."""
 
         def __post_init__(self) -> None:
-            try:
-                object.__setattr__(self, "moment_dtype", np.dtype(self.moment_dtype))
-            except TypeError:
-                raise config.ConfigError(f"AdamW.moment_dtype: {self.moment_dtype!r} is not a dtype") from None
+            object.__setattr__(self, "moment_dtype", float_dtype(self.moment_dtype, "AdamW.moment_dtype"))
 
     config: Config
 
