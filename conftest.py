@@ -21,8 +21,8 @@ settings.register_profile(
 )
 settings.load_profile("axcore")
 
-WHOLE_BY_DAY = ("tests/testing/", "tests/parallel/")
-AT_NIGHT = (
+COMPLETE_IN_CI = ("tests/testing/", "tests/parallel/")
+NIGHTLY = (
     "test_eight_devices_agree_with_one",  # a process that compiles twice
     "test_bfloat16_is_close_to_float32",
     "test_remat_does_not_change_results",
@@ -36,5 +36,5 @@ AT_NIGHT = (
 def pytest_collection_modifyitems(config, items):
     for item in items:
         file = item.path.relative_to(config.rootpath).as_posix()
-        if item.name in AT_NIGHT and not file.startswith(WHOLE_BY_DAY):
+        if item.name in NIGHTLY and not file.startswith(COMPLETE_IN_CI):
             item.add_marker(pytest.mark.slow)

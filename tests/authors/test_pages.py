@@ -15,8 +15,8 @@ from .pages import DOCS, Command, File, Machine, steps
 
 pytestmark = pytest.mark.long
 
-AT_NIGHT = ("gradients", "eight_devices", "bfloat16", "remat", "unrolled", "vmap", "rows")
-QUICK = f"-k '{' and '.join(f'not {each}' for each in AT_NIGHT)}'"
+NIGHTLY = ("gradients", "eight_devices", "bfloat16", "remat", "unrolled", "vmap", "rows")
+QUICK = f"-k '{' and '.join(f'not {each}' for each in NIGHTLY)}'"
 """A pytest option that deselects the slowest tests of a plugin. The nightly run has all tests."""
 PAGES = {page.stem: page for page in sorted(DOCS.glob("*.md")) if any(isinstance(each, File) for each in steps(page))}
 

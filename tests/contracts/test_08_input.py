@@ -47,9 +47,11 @@ READ = """
 import itertools, resource, sys
 from axcore.train.data import TextFiles, TextInput
 
+folder, limit_mb, seq_len, steps = sys.argv[1], *map(int, sys.argv[2:])
+
 def read(name, batches):
-    source = TextFiles.Config(folder=f"{sys.argv[1]}/{name}", validation_percent=25.0)
-    inp = TextInput.Config(source=source, seq_len=64, batch_size=16).build()
+    source = TextFiles.Config(folder=f"{folder}/{name}", validation_percent=25.0)
+    inp = TextInput.Config(source=source, seq_len=seq_len, batch_size=16).build()
     train = inp.train_batches()
     count = sum(batch["inputs"].size for batch in itertools.islice(train, batches))
     train.close()
@@ -57,8 +59,8 @@ def read(name, batches):
 
 read("small", 600)
 used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[2]) * 2**20,) * 2)
-print("ok", read("large", 3000))
+resource.setrlimit(resource.RLIMIT_DATA, (used + limit_mb * 2**20,) * 2)
+print("ok", read("large", steps))
 """
 
 
@@ -88,7 +90,7 @@ def run_under_a_limit(code, tmp_path, limit_mb, *more):
 
 
 def test_a_corpus_of_ten_times_the_memory_limit_is_read(tmp_path):
-    run_under_a_limit(READ, tmp_path, 24)
+    run_under_a_limit(READ, tmp_path, 24, "64", "3000")
 
 
 @pytest.mark.long
@@ -97,9 +99,8 @@ def test_a_corpus_of_ten_times_the_memory_limit_trains(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_epoch_of_ten_times_the_memory_limit_trains(tmp_path):
-    """Every piece is read and trained on once."""
-    run_under_a_limit(TRAIN, tmp_path, 128, str(1280 * 2**20 // (16 * 64)))
+def test_an_epoch_of_ten_times_the_memory_limit_is_read(tmp_path):
+    run_under_a_limit(READ, tmp_path, 128, "1024", str(1280 * 2**20 // (16 * 1024)))
 
 
 def test_one_two_and_four_processes_read_each_document_once_per_epoch(tmp_path):

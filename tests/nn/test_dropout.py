@@ -185,10 +185,10 @@ LAYER = TransformerLayer.Config(
 )
 
 
-AT_NIGHT = [pytest.param(changes, marks=pytest.mark.slow) for changes in ({"unroll": 3}, {"remat": Remat()})]
+NIGHTLY = [pytest.param(changes, marks=pytest.mark.slow) for changes in ({"unroll": 3}, {"remat": Remat()})]
 
 
-@pytest.mark.parametrize("changes", [{"unroll": 3, "remat": Remat()}, *AT_NIGHT], ids=str)
+@pytest.mark.parametrize("changes", [{"unroll": 3, "remat": Remat()}, *NIGHTLY], ids=str)
 def test_unrolling_and_remat_do_not_change_dropout(changes):
     stack = Repeat.Config(num_layers=3, layers=LAYER)
     params = parameters(dropping(stack))

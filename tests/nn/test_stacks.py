@@ -332,10 +332,10 @@ def test_numbering_requires_the_number_of_layers():
             run()
 
 
-AT_NIGHT = [pytest.param(pattern, marks=pytest.mark.slow) for pattern in ("aabaabaa", "abababab", "abcdefgh")]
+NIGHTLY = [pytest.param(pattern, marks=pytest.mark.slow) for pattern in ("aabaabaa", "abababab", "abcdefgh")]
 
 
-@pytest.mark.parametrize("pattern", ["aaaaaaaa", *AT_NIGHT])
+@pytest.mark.parametrize("pattern", ["aaaaaaaa", *NIGHTLY])
 def test_remat_stores_at_most_the_input_of_each_layer_for_every_grouping(pattern):
     """Gradients are equal to those without remat, and the backward pass stores fewer bytes."""
 

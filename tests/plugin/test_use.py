@@ -151,14 +151,6 @@ def test_a_config_error_inside_a_feature_names_it_and_its_plugin(code):
         use("optional", amount="x")(Node())
 
 
-def test_a_modifier_copies_its_options(code):
-    options = {"by": 1}
-    modifier = use("grow", **options)
-    options["by"] = 5
-    assert modifier(Node()).size == 2
-    hash(modifier)
-
-
 def test_a_recipe_is_a_config(code):
     assert recipe("plain_recipe").size == 7
 

@@ -46,7 +46,7 @@ class Frame:
     """One call of one layer.
 
     `names` are the path segments below the parent; a traced index is a layer of a scanned stack. The key is derived
-    at each use, because a cached one could be a tracer of an inner trace.
+    at each use, because a cached key could be a tracer of an inner trace.
     """
 
     module: nnx.Module | None

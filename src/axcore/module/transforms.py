@@ -93,7 +93,7 @@ def scan(
     except (TypeError, ValueError) as error:
         error.add_note(f"in the scan over {count} layers of {caller.below('.'.join(names))}")
         raise
-    if any(written):  # otherwise an enclosing transform would take the update for a write
+    if any(written):  # otherwise an enclosing transform would mistake the update for a write
         nnx.update(layers, state)
     if any(rewritten):
         nnx.update(layers, held)

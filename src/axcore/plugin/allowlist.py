@@ -4,7 +4,7 @@
 [[distribution]]
 name = "axcore-rope"
 version = "0.1.0"
-record = "sha256:..."  # of RECORD, which the installer wrote and which contains the hash of every other file
+record = "sha256:..."  # hash of RECORD, the file in which the installer lists the hash of every other file
 ```
 
 An allowlist detects other versions, changed files and modules imported from other places. It does not protect against

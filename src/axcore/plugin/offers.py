@@ -71,7 +71,7 @@ class CallbackOffer(Offer):
 
 
 class EvaluatorOffer(Offer):
-    """A subclass of `axcore.train.Evaluator`, for the mapping `evaluators` of an evaluation."""
+    """A subclass of `axcore.train.Evaluator`, for the mapping `evaluators` of the callback `Evaluation`."""
 
     hook, kind, slot, keyed = "axcore_evaluators", "evaluator", "evaluators", True
 

@@ -210,7 +210,8 @@ def _forwarding(children: list[_Child]) -> Iterator[_Forwarded]:
 
 
 def _wait(children: list[_Child], forwarded: _Forwarded) -> None:
-    """Waits until all children have exited, or until the time to exit after the first failure is over."""
+    """Waits until all children have exited, but at most `ENDING_SECONDS` after a failure and `STOPPING_SECONDS` after a
+    stop."""
     deadline = None
     while any([child.running() for child in children]) and not forwarded.killed:
         failures = [failure for child in children if not child.running() and (failure := child.failure()) is not None]

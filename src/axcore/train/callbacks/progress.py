@@ -91,13 +91,10 @@ class ProgressDisplay:
         self._due = self._began
 
     def __enter__(self) -> Self:
-        self._began = self._clock()
+        self._began = self._due = self._clock()  # shows the first step at once: compilation is done
         if self._stream.isatty():
             self._bar, self._task = _make_bar(self._stream, self.total, self._start)
             self._guard(self._bar.start)
-            self._due = self._began
-        else:
-            self._due = self._began  # print a line for the first step: it shows that compilation is done
         return self
 
     def __exit__(

@@ -52,9 +52,9 @@ class TextFiles(Source):
     """The text files below a folder, one document each.
 
     A hash of the path below the folder assigns a file to validation or training, so the split is the same on every
-    machine, and adding a file does not move others. A single file is divided instead: its end, from the start of a line
-    on, is for validation. The index contains paths and sizes; contents are read on demand. Links are followed, but each
-    folder is visited only once.
+    machine, and adding a file does not move others. A single file is divided instead: its end, beginning at the start
+    of a line, is for validation. The index contains paths and sizes; contents are read on demand. Links are followed,
+    but each folder is visited only once.
     """
 
     class Config(Source.Config):

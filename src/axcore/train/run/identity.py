@@ -18,8 +18,8 @@ def layout_fields(cfg: Config) -> dict[str, set[str]]:
 
 
 def is_layout(path: str, fields: Mapping[str, Set[str]]) -> bool:
-    """Whether the value at a path is a layout field, which does not change what the run computes. The innermost node
-    above it in `fields` decides."""
+    """Whether the value at a path is a layout field, which does not change what the run computes. If `fields` contains
+    several nodes above the value, the innermost of them decides."""
     names = path.split(".")
     for end in range(len(names) - 1, -1, -1):
         if (listed := fields.get(".".join(names[:end]))) is not None:
