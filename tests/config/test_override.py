@@ -243,18 +243,18 @@ class Built(Configurable):
         width: int = 1
 
 
-def doubled(x):
-    return 2 * x
+def quartered(x):
+    return x / 4
 
 
-def tripled(x):
-    return 3 * x
+def thirded(x):
+    return x / 3
 
 
 class Slots(Config):
     widths: Widths | None = None
     child: Built.Config | None = None
-    activation: Callable[[int], int] = register(doubled, "first.doubled")
+    activation: Callable[[int], int] = register(quartered, "first.quartered")
     other: Callable[[int], int] | None = None
 
 
@@ -266,12 +266,14 @@ def test_case_an_empty_field_of_one_plain_value_is_filled():
 
 
 def test_case_a_registered_function_is_set_by_its_name():
-    register(tripled, "second.tripled")
-    assert override(Slots(), ["activation=second.tripled"]).activation is tripled
-    assert override(Slots(), ["other=doubled"]).other is doubled
+    register(thirded, "second.thirded")
+    assert override(Slots(), ["activation=second.thirded"]).activation is thirded
+    assert override(Slots(), ["other=quartered"]).other is quartered
     assert override(Slots(other=abs), ["other=none"]).other is None
-    with pytest.raises(ConfigError, match=r"activation must be Callable.*, not 'doubles': .* Did you mean 'doubled'\?"):
-        override(Slots(), ["activation=doubles"])
+    with pytest.raises(
+        ConfigError, match=r"activation must be Callable.*, not 'quarters': .* Did you mean 'quartered'\?"
+    ):
+        override(Slots(), ["activation=quarters"])
 
 
 @pytest.mark.parametrize("name", ["set", "text", "target", "diff", "history", "build", "fill", "layout_fields", "self"])
