@@ -147,3 +147,9 @@ def test_case_rngs_can_build_several_models():
     rngs = ax.Rngs(0)
     one, two = (Twice.Config(how="own names").build(rngs=rngs) for _ in range(2))
     np.testing.assert_array_equal(one.b.kernel[...], two.b.kernel[...])
+
+
+def test_case_names_of_digits_have_different_keys():
+    key = jax.random.key(0)
+    names = ("3", "03", "\u0663", str(3 + 2**32), str(3 + 2**64))
+    assert len({bits(fold(key, name)).tobytes() for name in names}) == len(names)

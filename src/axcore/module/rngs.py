@@ -20,7 +20,8 @@ def fold(key: PRNGKeyArray, name: str | int | Int[Array, ""]) -> PRNGKeyArray:
     """Derives the key for `name` from `key`. The name "3" and a traced 3 give the same key, so that a layer draws the
     same bits in a scanned and in an unrolled stack."""
     if isinstance(name, str):
-        name = int(name) if name.isdecimal() else int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+        is_number = name.isdecimal() and len(name) < 10 and str(int(name)) == name  # not "03", which differs from "3"
+        name = int(name) if is_number else int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     return jax.random.fold_in(key, name)
 
 
