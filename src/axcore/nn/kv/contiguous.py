@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from axcore.config import REQUIRED, ConfigError, PositiveInt
+from axcore.config import REQUIRED, ConfigError, NonNegativeInt, PositiveInt
 from axcore.module import DecodingState, Rngs
 from axcore.nn.attention.inputs import AttentionInputs, Heads
 from axcore.nn.kv.cache import KVCache
@@ -17,7 +17,7 @@ class ContiguousCache(KVCache):
     class Config(KVCache.Config):
         num_kv_heads: PositiveInt = REQUIRED
         head_dim: PositiveInt = REQUIRED
-        value_dim: PositiveInt | None = None
+        value_dim: NonNegativeInt | None = None
         """Features of a value; None: head_dim."""
         batch_size: PositiveInt = REQUIRED
         max_len: PositiveInt = REQUIRED

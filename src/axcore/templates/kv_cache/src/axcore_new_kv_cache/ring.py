@@ -18,7 +18,7 @@ class RingCache(KVCache):
     class Config(KVCache.Config):
         num_kv_heads: ax.PositiveInt = ax.REQUIRED
         head_dim: ax.PositiveInt = ax.REQUIRED
-        value_dim: ax.PositiveInt | None = None
+        value_dim: ax.NonNegativeInt | None = None
         """Features of a value; None: head_dim."""
         batch_size: ax.PositiveInt = ax.REQUIRED
         window: ax.PositiveInt = ax.REQUIRED
