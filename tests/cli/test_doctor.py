@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from axcore.cli import doctor, plugin_findings
+from axcore.cli import doctor
+from axcore.doctor import findings as plugin_findings
 from axcore.plugin import API_VERSION
 
 FEATURE = """

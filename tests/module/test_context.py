@@ -98,9 +98,11 @@ def test_training_reaches_all_layers(holder):
     assert invoke(holder, lambda holder: holder.plain)[0] == ("plain", False)
 
 
-def test_a_layer_called_without_invoke_is_a_root_that_does_not_train(holder):
-    assert holder.plain() == ("", False)
-    assert holder(lambda holder: holder.plain) == ("plain", False)
+def test_a_layer_called_without_invoke_is_a_root_in_the_mode_that_was_set(holder):
+    for set_mode, training in ((holder.train, True), (holder.eval, False)):
+        set_mode()
+        assert holder.plain() == ("", training)
+        assert holder(lambda holder: holder.plain) == ("plain", training)
 
 
 def test_a_method_runs_in_the_frame_of_its_layer(holder):

@@ -225,7 +225,7 @@ def test_a_stock_config_round_trips_through_json():
 
 def test_each_call_of_stock_dropout_draws_new_bits_and_updates_its_state():
     fn, params, state = built(ax.stock(nnx.Dropout, rate=0.5))
-    call = jax.jit(lambda state: fn(params, state, jnp.ones((4, 64))))
+    call = jax.jit(lambda state: fn(params, state, jnp.ones((4, 64)), training=True))
     (one, _), after = call(state)
     (two, _), _ = call(after)
     (same, _), _ = call(state)
@@ -234,13 +234,20 @@ def test_each_call_of_stock_dropout_draws_new_bits_and_updates_its_state():
     assert not np.array_equal(one, two)
 
 
+@pytest.mark.parametrize(("fixed", "dropped"), [({}, (False, True)), ({"deterministic": False}, (True, True))])
+def test_case_8_stock_dropout_follows_the_mode_of_the_call_unless_an_argument_fixes_it(fixed, dropped):
+    layer = ax.stock(nnx.Dropout, rate=0.5, **fixed).build(rngs=ax.Rngs(0))
+    found = tuple(bool(np.any(invoke(layer, jnp.ones(64), training=on)[0] == 0)) for on in (False, True))
+    assert found == dropped
+
+
 NORM = ax.stock(nnx.BatchNorm, widths={"num_features": "input_dim"}, momentum=0.5)
 
 
 def test_stock_batch_norm_updates_its_statistics():
     fn, params, state = built(NORM)
     x = jnp.asarray(np.random.default_rng(0).normal(3.0, 2.0, (64, 4)), jnp.float32)
-    (y, _), after = jax.jit(lambda state: fn(params, state, x))(state)
+    (y, _), after = jax.jit(lambda state: fn(params, state, x, training=True))(state)
     np.testing.assert_allclose(np.mean(y, 0), 0, atol=1e-5)
     np.testing.assert_allclose(after["part"]["module"]["mean"], 0.5 * np.mean(x, 0), rtol=1e-5)
     np.testing.assert_allclose(after["part"]["module"]["var"], 0.5 + 0.5 * np.var(x, 0), rtol=1e-4)
@@ -252,7 +259,7 @@ def test_stock_modules_in_a_scanned_stack_keep_a_state_for_each_layer():
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
     assert state["layers"]["module"]["mean"].shape == (3, 4)
     x = jnp.asarray(np.random.default_rng(0).normal(3.0, 2.0, (64, 4)), jnp.float32)
-    (y, _), after = jax.jit(lambda state: fn(params, state, x))(state)
+    (y, _), after = jax.jit(lambda state: fn(params, state, x, training=True))(state)
     mean = np.asarray(after["layers"]["module"]["mean"])
     np.testing.assert_allclose(mean[0], 0.5 * np.mean(x, 0), rtol=1e-5)
     np.testing.assert_allclose(mean[1:], 0, atol=1e-5)  # the normalized input of the first layer
@@ -262,7 +269,7 @@ def test_stock_modules_in_a_scanned_stack_keep_a_state_for_each_layer():
 def test_stock_dropout_in_a_scanned_stack_differs_between_layers():
     layer = ax.stock(nnx.Dropout, rate=0.5)
     fn, params, state = functional(Repeat.Config(input_dim=4, num_layers=2, layers=layer).build(rngs=ax.Rngs(0)))
-    (y, _), _ = jax.jit(lambda state: fn(params, state, jnp.ones((8, 64))))(state)
+    (y, _), _ = jax.jit(lambda state: fn(params, state, jnp.ones((8, 64)), training=True))(state)
     assert 0.6 < np.mean(np.asarray(y) == 0) < 0.9  # 3/4 if the layers draw different bits, 1/2 if they do not
 
 

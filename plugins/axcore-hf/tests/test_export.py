@@ -31,6 +31,7 @@ from axcore_moe.exchange import Exchange
 from axcore_moe.layer import MoE
 from axcore_moe.router import TopK
 from axcore_rope.rotary import Rotary
+from axcore_rope.scaling import DynamicNTK
 
 from .parity.test_parity import RECORDED, tensors
 from .test_checkpoints import vocabulary
@@ -200,6 +201,12 @@ def test_case_a_written_config_describes_the_same_model(name):
     assert not found.shapes and not found.options
     raw = json.loads((RECORDED / name / "config.json").read_text())
     assert (made["model_type"], made["architectures"]) == (raw["model_type"], raw["architectures"])
+
+
+def test_case_a_written_config_has_the_length_that_its_rope_depends_on():
+    dynamic = ax.select(family_model("llama"), Rotary).set(scaling=DynamicNTK(factor=4.0, original_max=16))
+    assert describing.described(dynamic, 128)["max_position_embeddings"] == 16
+    assert describing.described(family_model("phi3"), 128)["max_position_embeddings"] == 64
 
 
 def run_of(**fields):

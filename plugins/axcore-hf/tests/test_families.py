@@ -216,6 +216,11 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
         ({"tie_word_embeddings": "false"}, r"tie_word_embeddings='false' must be true or false"),
         ({"rms_norm_eps": math.nan}, r"rms_norm_eps=nan must be a positive number"),
         ({"rope_theta": True}, r"rope_theta=True must be a positive number"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, r"rope_type='yarn' requires factor"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": None}},
+            r"original_max_position_embeddings of rope_type='yarn' must not be null",
+        ),
         ({"rope_scaling": "linear"}, r"rope_scaling='linear' must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, r"Linear\.factor must be float, not '2'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, r"Linear\.factor must be positive, not inf"),

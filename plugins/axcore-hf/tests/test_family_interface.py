@@ -51,7 +51,7 @@ def test_case_every_declared_field_is_read_and_no_other(base):
     assert family.defaults.keys().isdisjoint(ignored)
 
 
-YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 CONTEXTS = (

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 
-from axcore.cli import plugin_findings
 from axcore.cli.compose import Commands
-from axcore.cli.plugin_findings import Finding
 from axcore.config import AxcoreError
+from axcore.doctor import findings as plugin_findings
+from axcore.doctor.findings import Finding
 from axcore.plugin import Registry
 from axcore.plugin.controls import VARIABLES
 from axcore.plugin.host import installed

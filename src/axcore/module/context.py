@@ -12,6 +12,7 @@ import dataclasses
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
@@ -20,6 +21,7 @@ from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 from axcore.config import AxcoreError, matches
 from axcore.module.collections import Collections, Kind, LossSum, Reduce, Summary, histogram
 from axcore.module.rngs import fold
+from axcore.module.tabulate import list_calls
 
 
 class ContextError(AxcoreError):
@@ -36,7 +38,7 @@ class MissingKey(ContextError):
     def __init__(self, layer: str, stream: str):
         super().__init__(
             f"{layer} drew from the PRNG stream {stream!r}, but the call has no key. "
-            f"Call axcore.invoke(module, ..., key=...)"
+            f"Call axcore.invoke(module, ..., key=...), or build the model with nnx.Rngs before model.train()"
         )
         self.layer = layer
 
@@ -53,7 +55,9 @@ class Frame:
     names: tuple[str | Int[Array, ""], ...]
     parent: Frame | None
     root_key: PRNGKeyArray | None
-    training: bool
+    mode: bool | None
+    """Whether the call is part of a training step. None in a direct call, outside of `invoke`, where the attribute
+    `deterministic` of each layer decides."""
     collections: Collections | None
     captured: tuple[str, ...] = ()
     """Path patterns of the outputs to collect."""
@@ -83,6 +87,26 @@ class Frame:
             if self.salt is not None:
                 key = fold(key, self.salt)
         return key
+
+    @property
+    def training(self) -> bool:
+        """Whether the call is part of a training step.
+
+        Raises:
+            ContextError: The layer was called outside of `invoke`, and its mode was not set.
+        """
+        if self.mode is not None:
+            return self.mode
+        frame: Frame | None = self
+        while frame is not None:
+            deterministic = getattr(frame.module, "deterministic", None)
+            if deterministic is not None:
+                return not deterministic
+            frame = frame.parent
+        raise ContextError(
+            f"{self.describe()} was called outside of axcore.invoke, and the call differs between training and "
+            f"evaluation. Call model.train() or model.eval() before, or axcore.invoke(model, ..., training=...)"
+        )
 
     def rng(self, stream: str) -> PRNGKeyArray:
         """A new key of the named stream. The n-th key of a stream in one call is always the same."""
@@ -196,10 +220,13 @@ def layer_index() -> tuple[Int[Array, ""], ...]:
 
 @contextlib.contextmanager
 def pushed(frame: Frame) -> Iterator[Frame]:
-    """Makes `frame` the innermost frame."""
+    """Makes `frame` the innermost frame. Its operations carry the names of the layer, in profiles for example."""
     token = _stack.set((*_stack.get(), frame))
+    names = frame.names if frame.parent is not None else ()  # those of a root are a whole path
+    scope = "/".join(name if isinstance(name, str) else "*" for name in names)
     try:
-        yield frame
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            yield frame
     finally:
         _stack.reset(token)
 
@@ -209,12 +236,16 @@ def root(
     module: nnx.Module | None,
     *,
     key: PRNGKeyArray | None,
-    training: bool,
+    training: bool | None,
     collect: bool = True,
     captured: tuple[str, ...] = (),
     names: tuple[str, ...] = (),
 ) -> Iterator[Frame]:
-    """A new stack for one call. The previous stack is restored afterwards."""
+    """A new stack for one call. The previous stack is restored afterwards.
+
+    Args:
+        training: The mode of the call; see `Frame.mode`.
+    """
     token = _stack.set(())
     try:
         collections = Collections() if collect else None
@@ -235,7 +266,7 @@ def inside(
     collections = None if parent.collections is None else Collections()
     # A body in the caller's own frame continues its count of draws, so that no draw repeats an earlier one.
     drawn = parent.drawn if not names else {}
-    frame = Frame(module, names, parent, None, parent.training, collections, parent.captured, salt, drawn)
+    frame = Frame(module, names, parent, None, parent.mode, collections, parent.captured, salt, drawn)
     frame.shared = parent.shared.new_child()
     with pushed(frame):
         yield frame
@@ -243,28 +274,40 @@ def inside(
 
 @contextlib.contextmanager
 def entered(module: nnx.Module) -> Iterator[Frame]:
-    """The frame of a call of `module`: a child of the nearest frame whose module contains it."""
+    """The frame of a call of `module`: a child of the nearest frame whose module contains it.
+
+    Without a frame, this is a direct call, which reports nothing. In a direct call, a module that no frame contains is
+    a copy made by a transform or tool of NNX. Its call is another direct call, since NNX may cache the trace and reuse
+    values of this one.
+    """
     stack = _stack.get()
-    if not stack:
-        with root(module, key=None, training=False, collect=False) as frame:
-            yield frame
-        return
-    if stack[-1].module is module:  # super().__call__, or a transform that has already pushed the frame
+    if stack and stack[-1].module is module:  # super().__call__, or a transform that has already pushed the frame
         yield stack[-1]
         return
     for holder in reversed(stack):
         names = locate(holder.module, module) if holder.module is not None else None
         if names is not None:
             top = stack[-1]
-            frame = Frame(module, names, holder, None, top.training, top.collections, top.captured)
+            frame = Frame(module, names, holder, None, top.mode, top.collections, top.captured)
             frame.salt, frame.shared = holder.repeated(names), top.shared
             with pushed(frame):
                 yield frame
             return
-    raise ContextError(
-        f"{type(module).__name__} was called inside {stack[-1].describe()}, which does not contain it. Store it as an "
-        f"attribute, or call it through a transform of axcore.module (a copy made by nnx.merge is not the child)"
-    )
+    if stack and stack[-1].mode is not None:
+        raise ContextError(
+            f"{type(module).__name__} was called inside {stack[-1].describe()}, which does not contain it. Store it as "
+            f"an attribute, or call it through a transform of axcore.module (a copy made by nnx.merge is not the child)"
+        )
+    list_calls(module)
+    with root(module, key=_own_key(module), training=None, collect=False) as frame:
+        yield frame
+
+
+def _own_key(module: nnx.Module) -> PRNGKeyArray | None:
+    """The next key of the stream that a layer built from `nnx.Rngs` keeps, if the layer is in training mode."""
+    stream = getattr(module, "rngs", None)
+    training = getattr(module, "deterministic", None) is False
+    return stream() if training and isinstance(stream, nnx.RngStream) else None
 
 
 def locate(holder: object, wanted: nnx.Module) -> tuple[str, ...] | None:

@@ -86,6 +86,22 @@ def method[L: Layer, **P, R](fn: Callable[Concatenate[L, P], R]) -> Callable[Con
     return call
 
 
+def _with_config[L: Layer](init: Callable[Concatenate[L, Any, ...], None]) -> Callable[Concatenate[L, Any, ...], None]:
+    """A constructor that stores the config before it calls `init`, and that also accepts `nnx.Rngs`."""
+
+    @functools.wraps(init)
+    def construct(self: L, cfg: Any, *args: object, **kwargs: Any) -> None:  # Any: the config of a subclass
+        self.config = cfg
+        self.dtypes = (cfg.dtypes or DTypes()).over(DEFAULT_DTYPES)
+        if isinstance(given := kwargs.get("rngs"), nnx.Rngs):
+            kwargs["rngs"] = Rngs(given.params())
+            if "dropout" in given or "default" in given:
+                self.rngs = given["dropout"].fork()
+        init(self, cfg, *args, **kwargs)
+
+    return construct
+
+
 class Layer(nnx.Module, Configurable):
     """Base of every axcore layer.
 
@@ -112,11 +128,15 @@ class Layer(nnx.Module, Configurable):
 
     config: Config
     dtypes: DTypes
+    deterministic: bool | None = None
+    """The mode of direct calls, outside of `invoke`: False after `train()`, True after `eval()`. None raises an error
+    in layers that need the mode."""
+    rngs: nnx.RngStream
+    """The random numbers of direct calls. Only a layer that is built from `nnx.Rngs` has this attribute."""
 
+    @_with_config
     def __init__(self, cfg: Config, *, rngs: Rngs):
         """Stores the config. A layer without parameters and children needs no other constructor."""
-        self.config = cfg
-        self.dtypes = (cfg.dtypes or DTypes()).over(DEFAULT_DTYPES)
 
     def __init_subclass__(cls, **kwargs: bool) -> None:
         super().__init_subclass__(**kwargs)
@@ -180,6 +200,15 @@ class Layer(nnx.Module, Configurable):
             raise BuildError(f"{where}: the initializer {init!r} returned shape {value.shape}, not {shape}")
         return nnx.Param(value, axes=axes)
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets the mode of direct calls. `nnx.view` calls it on a copy.
+
+        Args:
+            deterministic: True for evaluation, False for training.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     @property
     def frame(self) -> Frame:
         """The frame of the current call."""
@@ -187,7 +216,11 @@ class Layer(nnx.Module, Configurable):
 
     @property
     def training(self) -> bool:
-        """Whether this call is part of a training step."""
+        """Whether this call is part of a training step.
+
+        Raises:
+            ContextError: The layer was called outside of `invoke`, without `train()` or `eval()` before.
+        """
         return self.frame.training
 
     def rng(self, stream: str) -> PRNGKeyArray:
@@ -233,15 +266,3 @@ class Layer(nnx.Module, Configurable):
             weight: A Python number.
         """
         self.frame.add_loss(name, total, count, weight)
-
-
-def _with_config(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that stores the config before it calls `init`."""
-
-    @functools.wraps(init)
-    def construct(self: Layer, cfg: Layer.Config, *args: object, **kwargs: object) -> None:
-        self.config = cfg
-        self.dtypes = (cfg.dtypes or DTypes()).over(DEFAULT_DTYPES)
-        init(self, cfg, *args, **kwargs)
-
-    return construct

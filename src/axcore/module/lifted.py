@@ -55,7 +55,7 @@ def _body_frame(
     """
     collections = None if caller.collections is None else Collections()
     drawn, calls = dict(counts[0]), dict(counts[1])
-    frame = _BodyFrame(module, (), caller, key, caller.training, collections, caller.captured, salt, drawn, calls)
+    frame = _BodyFrame(module, (), caller, key, caller.mode, collections, caller.captured, salt, drawn, calls)
     frame.shared = caller.shared.new_child()
     with pushed(frame):
         yield frame

@@ -147,6 +147,9 @@ def _builds(value: object) -> TypeGuard[Config]:
 
 WIDTHS = ("input_dim", "output_dim", "hidden_dim", "num_heads", "head_dim")
 """The widths that a parent may pass to a stock module."""
+MODES = frozenset({"deterministic", "use_running_average"})
+"""The attributes of stock modules that differ between training and evaluation. `axcore.invoke` sets those that are not
+arguments of the node."""
 
 
 class Stock(Layer):
@@ -196,7 +199,15 @@ class Stock(Layer):
         self.module = cfg.module(**arguments)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        training = self.frame.mode
+        if training is not None:  # in a direct call, train() and eval() have set the attributes
+            modes = dict.fromkeys(MODES - self.config.arguments.keys(), not training)
+            self.module.set_attributes(_is_stock, raise_if_not_found=False, **modes)
         return self.module(*args, **kwargs)
+
+
+def _is_stock(path: object, node: object) -> bool:
+    return not isinstance(node, Layer)
 
 
 def stock(module: type[nnx.Module], *, widths: Mapping[str, str] | None = None, **arguments: object) -> Stock.Config:

@@ -16,6 +16,7 @@ from axcore_moe.layer import MoE
 from axcore_rope.learned import LearnedPositions
 from axcore_rope.published import ORIGINAL, to_rope_parameters
 from axcore_rope.rotary import Rotary
+from axcore_rope.scaling import DynamicNTK, LongRoPE
 
 FIRST = "llama"
 """The family that is tried first, since most libraries support it."""
@@ -156,6 +157,11 @@ def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[st
         found["rope_parameters"] = of_kind if by_type_of_layer else of_kind[kinds[0]]
         found["rope_interleave"] = ropes[kinds[0]].layout == "interleaved"
         found[ORIGINAL] = of_kind[kinds[0]].get(ORIGINAL)
+        scaling = ropes[kinds[0]].scaling
+        if isinstance(scaling, DynamicNTK):  # transformers takes these original lengths and factors from this field
+            found["max_position_embeddings"] = scaling.original_max
+        elif isinstance(scaling, LongRoPE):
+            found["max_position_embeddings"] = round(scaling.factor * scaling.original_max)
     return found
 
 

@@ -47,7 +47,7 @@ class Bias:
     def __call__(self, query: TokenInfo, key: TokenInfo) -> Float[Array, "batch_or_1 head query key"]:
         """The float32 terms that are added to the logits, for any subset of the queries and keys."""
         layer = nnx.merge(self.graphdef, self.state)
-        with root(layer, key=None, training=current().training, collect=False, names=self.path):
+        with root(layer, key=None, training=current().mode, collect=False, names=self.path):
             found: jax.Array = layer(query, key)
         return found if self.heads is None else found[:, self.heads]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from einops import rearrange
 
@@ -41,12 +42,15 @@ class ReferenceKernel(AttentionKernel):
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
         """See `AttentionKernel`. The heads of a query that sees no key are finite."""
         seq, chunk = inputs.q.shape[1], self.config.chunk
-        if chunk is None or seq <= chunk:
+        is_symbolic = jax.export.is_symbolic_dim(seq)
+        if chunk is None or (not is_symbolic and seq <= chunk):
             return self._attend(inputs)
+        # JAX can prove that this many chunks hold a symbolic length, but not that -(-seq // chunk) do.
+        count = seq // chunk + 1 if is_symbolic else -(-seq // chunk)
 
         def split(x: jax.Array) -> jax.Array:  # [batch, seq, ...] -> [chunks, batch, chunk, ...]
-            widths = [(0, -seq % chunk) if axis == 1 else (0, 0) for axis in range(x.ndim)]
-            return rearrange(jnp.pad(x, widths, mode="edge"), "b (c s) ... -> c b s ...", s=chunk)
+            widths = [(0, count * chunk - seq) if axis == 1 else (0, 0) for axis in range(x.ndim)]
+            return rearrange(jnp.pad(x, widths, mode="edge"), "b (c s) ... -> c b s ...", c=count, s=chunk)
 
         def joined(x: jax.Array) -> jax.Array:
             return rearrange(x, "c b s ... -> b (c s) ...")[:, :seq]

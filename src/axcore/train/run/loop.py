@@ -78,7 +78,7 @@ class Loop:
         if not math.isfinite(values["loss"]):
             raise TrainingError(
                 f"the loss of step {step} is {values['loss']}. Earlier checkpoints are unchanged. Try a lower "
-                f"learner.schedule.peak or a longer warmup."
+                f"learner.schedule.peak or a longer warmup. JAX_DEBUG_NANS=1 names the layer in which a NaN arises."
             )
 
     def pause(self) -> None:

@@ -19,6 +19,7 @@ from axcore.module.context import MissingKey
 from axcore.parallel import Layout
 from axcore.train.step.accumulation import ObjectiveGradient
 from axcore.train.step.learner import Learner
+from axcore.train.step.nan import checked
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.parts import joined
 
@@ -54,6 +55,10 @@ class TrainState:
     total_steps: jax.Array
     seed: jax.Array
     callbacks: dict[str, Tree] = dataclasses.field(default_factory=dict)
+
+
+TrainStep = Callable[[TrainState, Mapping[str, Any]], tuple[TrainState, Metrics]]
+EvalStep = Callable[[Tree, Tree, Mapping[str, Any]], tuple[jax.Array, jax.Array]]
 
 
 class DeviceState(Protocol):
@@ -94,7 +99,7 @@ class Program:
                 found = gradient.whole(state.model_state, batch, key)
             else:
                 found = gradient.accumulated(state.model_state, batch, key, self.microbatches)
-        with root(None, key=key, training=True, names=("learner",)) as frame:
+        with jax.named_scope("learner"), root(None, key=key, training=True, names=("learner",)) as frame:
             params, optimizer, metrics = self.learner.update(
                 found.grads, state.optimizer, state.params, state.step, state.total_steps
             )
@@ -160,9 +165,14 @@ class Program:
             )
         return sharding
 
-    def compile_train(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
-        """The compiled training step for global batches of these shapes. It donates the state."""
-        return self.lower_train(batch).compile()
+    def compile_train(self, batch: Mapping[str, Any]) -> TrainStep:
+        """The compiled training step for global batches of these shapes. It donates the state.
+
+        With `jax_disable_jit` the step is not compiled. With `jax_debug_nans` a NaN raises an error that names the
+        layer.
+        """
+        run = self.train_step if jax.config.jax_disable_jit else self.lower_train(batch).compile()
+        return checked(self.train_step, run) if jax.config.jax_debug_nans else run
 
     def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """The training step, lowered for the layout's platform, which need not be available here."""
@@ -173,10 +183,14 @@ class Program:
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
 
-    def compile_eval(self, batch: Mapping[str, Any]) -> jax.stages.Compiled:
-        """The compiled evaluation step for global batches of these shapes."""
-        step = jax.jit(self.eval_step, out_shardings=self.layout.sharding())
-        return step.lower(self.state.params, self.state.model_state, self.batch_shapes(batch)).compile()
+    def compile_eval(self, batch: Mapping[str, Any]) -> EvalStep:
+        """The compiled evaluation step for global batches of these shapes; see `compile_train`."""
+        if jax.config.jax_disable_jit:
+            run: EvalStep = self.eval_step
+        else:
+            step = jax.jit(self.eval_step, out_shardings=self.layout.sharding())
+            run = step.lower(self.state.params, self.state.model_state, self.batch_shapes(batch)).compile()
+        return checked(self.eval_step, run) if jax.config.jax_debug_nans else run
 
     def place(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The global batch, given the rows of this process."""

@@ -115,6 +115,10 @@ def rotary(fields: Fields, parameters: Mapping[str, Any], *, types: Sequence[str
     if kind not in types:
         near = did_you_mean(str(kind), types)
         raise ConfigError(f"{where}: rope_type={kind!r} is not supported.{near} Known: {', '.join(types)}.")
+    if kind == "yarn" and "factor" not in parameters:
+        raise ConfigError(f"{where}: rope_type='yarn' requires factor")
+    if kind in WITH_ORIGINAL and ORIGINAL in parameters and parameters[ORIGINAL] is None:
+        raise ConfigError(f"{where}: {ORIGINAL} of rope_type={kind!r} must not be null")
     fraction = parameters.get("partial_rotary_factor")
     if "partial_rotary_factor" in fields.no_effect and fraction is not None:
         if kind != "default" and fraction != 1:

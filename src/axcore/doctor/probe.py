@@ -1,4 +1,4 @@
-"""Observes what plugins do at import: `python -m axcore.plugin.probe REPORT STAGE ID=MODULE...`.
+"""Observes what plugins do at import: `python -m axcore.doctor.probe REPORT STAGE ID=MODULE...`.
 
 Runs in a process of its own, which a plugin may end, block or fork. STAGE is `hooks`, which imports the module of each
 plugin and calls its hooks, or `targets`, which imports the targets of its offers. Each plugin is observed after the one
@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from axcore.doctor.patches import Patches
 from axcore.plugin.attribution import described
 from axcore.plugin.hooks import manager
 from axcore.plugin.loading import load
-from axcore.plugin.patches import Patches
 from axcore.plugin.registry import installed_points, resolve
 from axcore.plugin.states import Plugin, PluginError
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+from axcore.doctor.probe import Observation
 from axcore.plugin import MeshRule, Plugin, Registry, State
 from axcore.plugin.offers import OFFERS
-from axcore.plugin.probe import Observation
 from axcore.plugin.registry import installed_points
 
 HOOKS_S, TARGETS_S = 30, 120
@@ -191,7 +191,7 @@ def _observed(plugins: Sequence[Plugin], stage: str, limit_s: float) -> Iterator
 
 def _run(plugins: Sequence[Plugin], stage: str, limit_s: float, report: pathlib.Path, output: pathlib.Path) -> str:
     """Runs the probe. Returns how it ended."""
-    command = [sys.executable, "-P", "-m", "axcore.plugin.probe", str(report), stage]
+    command = [sys.executable, "-P", "-m", "axcore.doctor.probe", str(report), stage]
     command += [f"{plugin.id}={plugin.module}" for plugin in plugins]
     path = os.pathsep.join(filter(None, sys.path))
     # If code of a plugin asks for the registry, it contains no plugin that is known to be broken.

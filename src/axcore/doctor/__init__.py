@@ -1,0 +1,1 @@
+"""Examines installed plugins in separate processes, for `axcore doctor`."""
