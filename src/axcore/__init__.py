@@ -26,15 +26,23 @@ if TYPE_CHECKING:
     from axcore.aot import tree as tree
     from axcore.config import (
         REQUIRED as REQUIRED,
+        AnyInt as AnyInt,
         AxcoreError as AxcoreError,
         Codec as Codec,
         Config as Config,
         ConfigError as ConfigError,
         Configurable as Configurable,
+        FiniteFloat as FiniteFloat,
+        Fraction as Fraction,
         Modifier as Modifier,
+        NonNegativeFloat as NonNegativeFloat,
+        NonNegativeInt as NonNegativeInt,
+        PositiveFloat as PositiveFloat,
+        PositiveInt as PositiveInt,
+        Range as Range,
+        Seed as Seed,
         Where as Where,
         acting as acting,
-        at_least as at_least,
         content_hash as content_hash,
         from_json as from_json,
         override as override,
@@ -74,8 +82,9 @@ _SUBMODULES = "aot config infer module nn numerics parallel plugin runtime testi
 _NAMES = {
     "axcore.aot": "tree",
     "axcore.config": (
-        "REQUIRED AxcoreError Codec Config ConfigError Configurable Modifier Where acting at_least content_hash "
-        "from_json override pipe register register_codec select tagged to_json"
+        "REQUIRED AnyInt AxcoreError Codec Config ConfigError Configurable FiniteFloat Fraction Modifier "
+        "NonNegativeFloat NonNegativeInt PositiveFloat PositiveInt Range Seed Where acting content_hash from_json "
+        "override pipe register register_codec select tagged to_json"
     ),
     "axcore.module": (
         "DTypes Layer Reduce Rngs cond current custom_jvp custom_vjp functional invoke method remat scan stack "

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.long
 
 API_1 = pathlib.Path(__file__).parent / "api_1"
 LINES = {
-    "attention": (11, 1),
-    "kv_cache": (13, 3),
+    "attention": (13, 1),
+    "kv_cache": (16, 3),
     "layer": (2, 0),
     "parallelism": (3, 0),
     "quantizer": (10, 3),

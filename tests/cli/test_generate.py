@@ -81,10 +81,13 @@ def test_the_seed_determines_the_sampled_tokens(axcore, trained, model):
     assert drawn[0] != drawn[1] == expected(model, PROMPT, temperature=1.5, key=jax.random.key(2))
 
 
-def test_dtype_is_applied_and_checked(axcore, trained):
+def test_case_dtype_is_applied_and_checked(axcore, trained):
     done = axcore("generate", trained, "--prompt", PROMPT, "--tokens", 3, "--dtype", "bfloat16")
     assert done.code == 0 and done.out.startswith(PROMPT)
     assert "'b16' is not a dtype" in axcore("generate", trained, "--prompt", "a", "--dtype", "b16").message
+    for dtype in ("int8", "complex64"):
+        message = f"DTypes.param must be a floating-point dtype such as 'bfloat16', not {dtype}"
+        assert message in axcore("generate", trained, "--prompt", "a", "--dtype", dtype).message
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from axcore.config import REQUIRED, AxcoreError, Config, ConfigError, FrozenDict, override, text
+from axcore.config import REQUIRED, AxcoreError, Config, ConfigError, Configurable, FrozenDict, override, register, text
 
 
 class Inner(Config):
@@ -133,7 +133,7 @@ def test_a_value_is_parsed_by_the_annotation_of_its_field(assignment, expected):
         ("pair=1", "tuple[int, str]"),
         ("table=3", "Mapping[str, int]"),
         ("table={'a': 'b'}", "Mapping[str, int]"),
-        ("function=abs", "Callable"),
+        ("function=nothing", "Callable"),
         ("inner.width=wide", "int"),
     ],
 )
@@ -162,7 +162,7 @@ def test_an_override_that_is_not_an_assignment_raises(assignment):
         override(ROOT, [assignment])
 
 
-@pytest.mark.parametrize("path", [" ", ".", "integer.", ".integer", "integer.x", "empty.width", "nodes.2.width"])
+@pytest.mark.parametrize("path", [" ", ".", "integer.", ".integer", "integer.x", "nodes.2.width"])
 def test_a_path_that_does_not_exist_raises(path):
     with pytest.raises(AxcoreError):
         override(ROOT, [f"{path}=3"])
@@ -231,3 +231,52 @@ def test_assignments_apply_in_order_to_a_copy():
     assert (new.integer, new.inner.width) == (3, 2)
     assert text(ROOT) == before
     assert override(ROOT, []) is ROOT
+
+
+class Widths(Config):
+    low: int | None = None
+    high: int | None = None
+
+
+class Built(Configurable):
+    class Config(Config):
+        width: int = 1
+
+
+def quartered(x):
+    return x / 4
+
+
+def thirded(x):
+    return x / 3
+
+
+class Slots(Config):
+    widths: Widths | None = None
+    child: Built.Config | None = None
+    activation: Callable[[int], int] = register(quartered, "first.quartered")
+    other: Callable[[int], int] | None = None
+
+
+def test_case_an_empty_field_of_one_plain_value_is_filled():
+    cfg = override(Slots(), ["widths.low=3", "widths.high=4"])
+    assert cfg.widths == Widths(low=3, high=4)
+    with pytest.raises(ConfigError, match=r"no 'child\.width'"):
+        override(Slots(), ["child.width=3"])  # any subclass of Built may fill the slot
+
+
+def test_case_a_registered_function_is_set_by_its_name():
+    register(thirded, "second.thirded")
+    assert override(Slots(), ["activation=second.thirded"]).activation is thirded
+    assert override(Slots(), ["other=quartered"]).other is quartered
+    assert override(Slots(other=abs), ["other=none"]).other is None
+    with pytest.raises(
+        ConfigError, match=r"activation must be Callable.*, not 'quarters': .* Did you mean 'quartered'\?"
+    ):
+        override(Slots(), ["activation=quarters"])
+
+
+@pytest.mark.parametrize("name", ["set", "text", "target", "diff", "history", "build", "fill", "layout_fields", "self"])
+def test_case_a_field_cannot_have_the_name_of_an_attribute(name):
+    with pytest.raises(ConfigError, match=f"cannot have a field '{name}'.* Rename the field"):
+        type("Hidden", (Config,), {"__module__": __name__, "__annotations__": {name: int}, name: 3})

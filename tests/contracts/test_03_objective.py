@@ -220,30 +220,10 @@ def test_sharded_microbatches_give_the_gradients_of_one_device():
         assert_equal(found["updates"], whole["updates"])
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "told"),
-    [
-        (3, r"input\.batch_size=8 cannot be split evenly into microbatches=3"),
-        (0, "microbatches must be at least 1, not 0"),
-    ],
-)
-def test_invalid_microbatches_are_rejected(microbatches, told):
-    cfg = Trainer.Config(model=PLAIN, input=INPUT, learner=LEARNER, steps=1, microbatches=microbatches)
-    with pytest.raises(ax.ConfigError, match=told):
+def test_microbatches_that_do_not_divide_the_batch_are_rejected():
+    cfg = Trainer.Config(model=PLAIN, input=INPUT, learner=LEARNER, steps=1, microbatches=3)
+    with pytest.raises(ax.ConfigError, match=r"input\.batch_size=8 cannot be split evenly into microbatches=3"):
         cfg.build().program().batch_shapes(batch())
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"chunk": 0}, "objective.chunk must be at least 1 or None, not 0"),
-        ({"z_loss": -1.0}, r"objective.z_loss must be at least 0 and finite, not -1\.0"),
-        ({"label_smoothing": 1.0}, r"objective.label_smoothing must be at least 0 and below 1, not 1\.0"),
-    ],
-)
-def test_invalid_values_of_cross_entropy_name_its_path(fields, told):
-    with pytest.raises(ax.ConfigError, match=told):
-        program(PLAIN, LEARNER, Mesh().make(jax.devices()[:1]), CrossEntropy.Config(**fields))
 
 
 class Mean(Objective):

@@ -80,7 +80,6 @@ def test_a_width_that_contradicts_the_parent_raises_and_names_the_path():
             ),
             "block.ffn.up: ",
         ),
-        (Deep.Config(block=Repeat.Config(num_layers=0, input_dim=2)), "block: "),
         (
             Deep.Config(
                 block=Repeat.Config(num_layers=2, input_dim=2, layers=Block.Config(dim=2, ffn=Plain.Config(width=9)))

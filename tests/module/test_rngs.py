@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import axcore as ax
 from axcore.module import fold, invoke
@@ -109,3 +110,46 @@ def test_the_nnx_rngs_of_a_plain_module_depend_on_the_path():
     one, two = ax.Rngs(0).at("a").nnx(), ax.Rngs(0).at("b").nnx()
     assert not np.array_equal(bits(one.params()), bits(two.params()))
     np.testing.assert_array_equal(bits(ax.Rngs(0).at("a").nnx().params()), bits(ax.Rngs(0).at("a").nnx().params()))
+
+
+class Twice(ax.Layer):
+    """Uses one name for two things, in several ways."""
+
+    class Config(ax.Layer.Config):
+        how: str
+
+    def __init__(self, cfg, *, rngs):
+        match cfg.how:
+            case "children":
+                self.a = self.child("same", Plain.Config(width=3), rngs)
+                self.b = self.child("same", Plain.Config(width=3), rngs)
+            case "lists":
+                self.a = self.children("same", [Plain.Config(width=3)], rngs)
+                self.b = self.children("same", [Plain.Config(width=3)], rngs)
+            case "parameters":
+                self.a = self.param("same", (3,), jax.nn.initializers.normal(), rngs, axes=(None,))
+                self.b = self.param("same", (3,), jax.nn.initializers.normal(), rngs, axes=(None,))
+            case "modules of Flax":
+                self.a = nnx.Linear(2, 2, rngs=rngs.at("same").nnx())
+                self.b = nnx.Linear(2, 2, rngs=rngs.at("same").nnx())
+            case "own names":
+                self.a = self.child("a", Plain.Config(width=3), rngs)
+                self.b = nnx.Linear(2, 2, rngs=rngs.at("b").nnx())
+
+
+@pytest.mark.parametrize("how", ["children", "lists", "parameters", "modules of Flax"])
+def test_case_a_name_that_is_used_twice_raises(how):
+    with pytest.raises(ax.ConfigError, match=r"^same(\.0)?: two children or parameters .* would start with equal"):
+        build(Twice.Config(how=how))
+
+
+def test_case_rngs_can_build_several_models():
+    rngs = ax.Rngs(0)
+    one, two = (Twice.Config(how="own names").build(rngs=rngs) for _ in range(2))
+    np.testing.assert_array_equal(one.b.kernel[...], two.b.kernel[...])
+
+
+def test_case_names_of_digits_have_different_keys():
+    key = jax.random.key(0)
+    names = ("3", "03", "\u0663", str(3 + 2**32), str(3 + 2**64))
+    assert len({bits(fold(key, name)).tobytes() for name in names}) == len(names)

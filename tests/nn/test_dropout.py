@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.module import functional
 from axcore.nn import (
     Attention,
     AttentionKernel,
@@ -25,7 +24,7 @@ from axcore.nn import (
     dropout,
 )
 from axcore.parallel import Remat
-from axcore.testing import tiny_batch, tiny_model
+from axcore.testing import tiny_batch
 from axcore.train import CrossEntropy
 
 from .support import parameters, shapes
@@ -227,12 +226,3 @@ def test_a_kernel_without_dropout_raises_only_while_training():
         ax.ConfigError, match=r"attention\.kernel: no kernel supports the call .*Undropped: does not take dropout"
     ):
         trained(cfg, X, TOKENS, params=params)
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.0, 2.0, float("nan")])
-@pytest.mark.parametrize("path", ["decoder.layers.attention", "decoder.layers.ffn", "decoder.layers", ""])
-def test_an_invalid_dropout_rate_raises_with_its_path(path, rate):
-    cfg = tiny_model()
-    cfg = ax.select(cfg, path).set(dropout=rate) if path else cfg.set(dropout=rate)
-    with pytest.raises(ax.ConfigError, match=rf"{path}.*dropout must be at least 0 and below 1, not {rate}"):
-        functional(cfg.build(rngs=ax.Rngs(0)))

@@ -79,16 +79,10 @@ def test_combined_gives_the_hidden_features_of_the_block(changes):
     np.testing.assert_allclose(call(cfg, params, X)[0], down(params, hidden), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"gate": None, "gating": ClampedSwiGLU()}, r"gating=.*ClampedSwiGLU.* requires a gate, got gate=None"),
-        ({"hidden_dim": 0}, "hidden_dim must be at least 1, not 0"),
-        ({"dropout": 1.5}, r"dropout must be at least 0 and below 1, not 1\.5"),
-    ],
-)
-def test_an_invalid_block_raises_with_its_path(changes, told):
-    layer = TransformerLayer.Config(input_dim=4, ffn=FeedForward.Config(**{"hidden_dim": 6, **changes}))
+def test_gating_without_a_gate_raises_with_its_path():
+    told = r"gating=.*ClampedSwiGLU.* requires a gate, got gate=None"
+    ffn = FeedForward.Config(hidden_dim=6, gate=None, gating=ClampedSwiGLU())
+    layer = TransformerLayer.Config(input_dim=4, ffn=ffn)
     layer = ax.select(layer, "attention").set(num_heads=2)
     with pytest.raises(ax.ConfigError, match=rf"ffn: {told}"):
         abstract(layer)

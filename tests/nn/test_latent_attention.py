@@ -309,18 +309,6 @@ def test_a_cache_that_cannot_store_latents_raises_with_its_path():
         abstract(for_decoding(model(), batch_size=1, max_len=4, cache=Narrow.Config()))
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"kv_lora_rank": 0}, "kv_lora_rank must be at least 1, not 0"),
-        ({"q_lora_rank": 0}, "q_lora_rank must be at least 1, not 0"),
-        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim must be at least 1, not 0"),
-        ({"value_dim": -1}, "value_dim must be at least 1, not -1"),
-        ({"absorb_up_to": -1}, "absorb_up_to must be at least 0, not -1"),
-        ({"num_heads": 0}, "num_heads must be at least 1, not 0"),
-        ({"kv_lora_rank": ax.REQUIRED}, "kv_lora_rank is REQUIRED"),
-    ],
-)
-def test_invalid_sizes_raise_with_their_path(changes, told):
-    with pytest.raises(ax.ConfigError, match=rf"decoder\.layers\.attention.*{told}"):
-        abstract(model(latent(**changes).set(input_dim=ax.REQUIRED)))
+def test_a_missing_rank_raises_with_its_path():
+    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.attention.*kv_lora_rank is REQUIRED"):
+        abstract(model(latent(kv_lora_rank=ax.REQUIRED, input_dim=ax.REQUIRED)))

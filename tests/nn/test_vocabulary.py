@@ -139,17 +139,3 @@ def test_tables_are_padded_to_the_next_multiple(to, rows):
     assert params["embedding"]["weight"].shape == (rows, DIM)
     assert params["head"]["weight"].shape == (DIM, rows)
     assert params["head"]["bias"].shape == (rows,)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"pad_vocab_to": 0}, "pad_vocab_to must be at least 1, not 0"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1, not 0"),
-        ({"softcap": 0.0}, "softcap must be positive or None, not 0.0"),
-        ({"softcap": float("nan")}, "softcap must be positive or None, not nan"),
-    ],
-)
-def test_invalid_values_raise(changes, told):
-    with pytest.raises(ax.ConfigError, match=told):
-        abstract(model(**changes))

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import axcore as ax
+from axcore.testing.optimizer import Constant
 from axcore.train import AdamW, Learner, WarmupStableDecay
 from axcore.train.step.learner import matrices
 
@@ -190,3 +192,27 @@ def test_rates_scale_and_freeze_by_path_and_the_last_pattern_counts():
 def test_a_rate_pattern_without_a_match_raises():
     with pytest.raises(ax.ConfigError, match=r"learner\.rates: decodr"):
         Learner.Config(rates={"decodr.**": 0.0}).build(AXES)
+
+
+def test_case_a_call_of_optax_is_an_optimizer():
+    cfg = Learner.Config(optimizer=ax.call(optax.scale_by_adam, b2=0.9), schedule=Constant(rate=0.1), clip_norm=None)
+    learner, params, grads = cfg.build(AXES), random_tree(0), random_tree(1)
+    state, wanted = learner.init(params), optax.scale_by_adam(b2=0.9)
+    moved, _, _ = learner.update(grads, state, params, jnp.asarray(0), jnp.asarray(10))
+    steps, _ = wanted.update(grads, wanted.init(params), params)
+    jax.tree.map(
+        lambda new, old, step: np.testing.assert_allclose(new, old - 0.1 * step, rtol=1e-6), moved, params, steps
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (optax.adamw, "optax.*adamw applies a learning rate, but the learner applies its schedule"),
+        (dict, "optimizer builds dict. Set an Optimizer.Config or a call"),
+    ],
+)
+def test_case_a_call_of_something_else_is_refused(function, message):
+    options = {"learning_rate": 1e-3} if function is optax.adamw else {}
+    with pytest.raises(ax.ConfigError, match=message):
+        Learner.Config(optimizer=ax.call(function, **options)).build(AXES)

@@ -143,7 +143,7 @@ def test_a_lock_in_an_unwritable_folder_raises():
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"total_steps": 5}', '{"total_steps": "5", "decided_at": 1}'])
-def test_a_damaged_plan_is_named(tmp_path, content):
+def test_case_a_damaged_plan_is_named(tmp_path, content):
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(
         AxcoreError, match=r"cannot read .*plan\.json: .* must be JSON with the integers .* or remove it"

@@ -203,7 +203,7 @@ def test_invalid_configs_are_rejected(edit, message):
 
 
 def test_other_errors_name_the_value():
-    with pytest.raises(ax.ConfigError, match=r"low and high must be positive and in order, not 2\.0 and 1\.0"):
+    with pytest.raises(ax.ConfigError, match=r"low must be at most high, not 2\.0 and 1\.0"):
         LogRates(low=2.0, high=1.0)
     with pytest.raises(ax.ConfigError, match="input_dim=6 is not a multiple of num_groups=4"):
         abstract(GatedRMSNorm.Config(input_dim=6, num_groups=4))

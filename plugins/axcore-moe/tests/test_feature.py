@@ -152,7 +152,7 @@ def test_replacing_a_mixture_again_is_rejected():
         ),
         (
             {"num_experts": 4, "dispatch": "capacity", "capacity_factor": 0.0},
-            "factor must be positive and finite, not 0.0",
+            "factor must be above 0, not 0.0",
         ),
         ({"num_experts": 4, "expert_choice": True, "bias_rate": 0.1}, "have no effect with expert_choice"),
         ({"num_experts": 4, "expert_choice": True, "balance": 0.1}, "has no effect with expert_choice"),

@@ -185,15 +185,6 @@ def test_others_train_everything_if_no_matrix_is_selected():
     np.testing.assert_array_equal(found["bias"], wanted["bias"])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("momentum", 1.0), ("momentum", -0.1), ("steps", 0), ("eps", 0.0), ("rms", 0.0), ("weight_decay", -1.0)],
-)
-def test_a_bad_option_names_its_path_and_value(name, value):
-    with pytest.raises(ax.ConfigError, match=rf"learner\.optimizer\.{name} must be .*, not {value}"):
-        Muon.Config(**{name: value}).build()
-
-
 def test_an_invalid_dtype_is_rejected_at_construction():
     with pytest.raises(ax.ConfigError, match="'float17' is not a dtype"):
         Muon.Config(dtype="float17")

@@ -103,12 +103,6 @@ def test_odd_head_dim_raises(head_dim):
         Rotary.Config(head_dim=head_dim).build(rngs=ax.Rngs(0))
 
 
-@pytest.mark.parametrize("theta", [0.0, -1.0])
-def test_theta_must_be_positive(theta):
-    with pytest.raises(ax.ConfigError, match="theta must be positive"):
-        Rotary.Config(head_dim=4, theta=theta).build(rngs=ax.Rngs(0))
-
-
 def model(num_heads=2, dim=8):
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=num_heads), ffn=FeedForward.Config(hidden_dim=8)

@@ -167,8 +167,6 @@ def test_positions_beyond_max_len_give_nan_or_raise():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Linear(factor=0.0), r"Linear\.factor must be positive, not 0\.0"),
-        (lambda: DynamicNTK(factor=2.0, original_max=0), r"DynamicNTK\.original_max must be positive"),
         (lambda: Llama3(factor=8.0, original_max=8, high_freq_factor=1.0), "must exceed low_freq_factor"),
         (
             lambda: scaling_of({"rope_type": "yarm", "factor": 2.0}),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Annotated
 
-from axcore.config import ConfigError
+from axcore.config import ConfigError, Range
 from axcore.train.data import TextFiles
 
 
@@ -32,7 +33,7 @@ class StandardLibrary(TextFiles):
             "_sysconfigdata*.py",
             "sitecustomize.py",
         )
-        validation_percent: float = 2.0
+        validation_percent: Annotated[float, Range(above=0, below=100)] = 2.0
 
     def folder(self) -> Path:
         """The folder of the sources.

@@ -8,7 +8,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.module import ContextError
 from axcore.nn import DecodingState, Initializer, KVCache, TokenInfo, TransformerLayer, Zeros
 
@@ -24,11 +23,11 @@ class ShortConv(ax.Layer):
     """
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        width: int = 4
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        width: ax.PositiveInt = 4
         """Number of mixed tokens, including the current one."""
         init: Initializer = Zeros()
-        batch_size: int | None = None
+        batch_size: ax.PositiveInt | None = None
         """Number of rows whose last tokens are kept between calls while decoding; None: no state."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> ShortConv.Config:
@@ -37,7 +36,6 @@ class ShortConv(ax.Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        at_least(cfg, 1, "input_dim", "width", "batch_size")
         self.weight = self.param("weight", (cfg.width, cfg.input_dim), cfg.init, rngs, axes=(None, "embed"))
         self.past = nnx.data(None)
         if cfg.batch_size is not None:

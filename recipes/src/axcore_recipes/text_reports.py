@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
-from axcore.config import ConfigError
+from axcore.config import AnyInt, ConfigError, NonNegativeFloat, PositiveInt, Seed
 from axcore.infer import generate
 from axcore.train import Callback, FinishedRun, JsonlWriter, RunInfo
 from axcore.train.data import TextInput
@@ -30,7 +30,7 @@ class LossPlot(Callback):
     """Writes `loss.png`: the losses against the step, with the results of an earlier `CompressionReport`, if any."""
 
     class Config(Callback.Config):
-        order: int = 1
+        order: AnyInt = 1
         metrics: str = "metrics.jsonl"
         """The file of the run's `JsonlWriter`, inside the run folder."""
 
@@ -56,11 +56,11 @@ class SampleReport(Callback):
     """Writes `sample.txt`, the model's continuation of a prompt. Skipped in a run of several processes."""
 
     class Config(Callback.Config):
-        order: int = 1
+        order: AnyInt = 1
         prompt: str = "def read_file(path):\n"
-        num_tokens: int = 400
-        temperature: float = 0.7
-        seed: int = 0
+        num_tokens: PositiveInt = 400
+        temperature: NonNegativeFloat = 0.7
+        seed: Seed = 0
 
     config: Config
 

@@ -45,6 +45,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if not arguments.out:
+        raise AxcoreError("--out='' is not a path. Give the path of a folder.")
     folder = new_plugin(arguments.name, arguments.kind, Path(arguments.out))
     shown = str(folder) if folder.is_absolute() else f"./{folder}"  # pip looks up a bare name in an index
     print(f"wrote {shown}; next:\n")

@@ -3,13 +3,24 @@
 This package imports neither jax nor flax.
 """
 
-from axcore.config.checks import at_least
 from axcore.config.codec import Codec, register, register_codec
 from axcore.config.errors import AxcoreError, ConfigError, MissingError, did_you_mean, under
+from axcore.config.frozen import FrozenDict
 from axcore.config.history import acting
 from axcore.config.modifier import Modifier, pipe
-from axcore.config.node import REQUIRED, Config, Configurable, FrozenDict, has_field, known_types, type_name
+from axcore.config.node import REQUIRED, Config, Configurable, has_field, known_types, type_name
 from axcore.config.override import override
+from axcore.config.ranges import (
+    AnyInt,
+    FiniteFloat,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Seed,
+)
 from axcore.config.select import Where, select, tagged
 from axcore.config.serial import content_hash, from_json, to_json
 from axcore.config.text import Diff, diff, diff_flat, flatten, parse_text, text
@@ -18,18 +29,26 @@ from axcore.config.types import parse
 
 __all__ = [
     "REQUIRED",
+    "AnyInt",
     "AxcoreError",
     "Codec",
     "Config",
     "ConfigError",
     "Configurable",
     "Diff",
+    "FiniteFloat",
+    "Fraction",
     "FrozenDict",
     "MissingError",
     "Modifier",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "Range",
+    "Seed",
     "Where",
     "acting",
-    "at_least",
     "content_hash",
     "did_you_mean",
     "diff",

@@ -12,8 +12,9 @@ import hashlib
 import json
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 from axcore.config.errors import ConfigError, did_you_mean
@@ -27,13 +28,15 @@ class Codec[T, J]:
         tag: The kind of value in JSON, as in `{"$dtype": "bfloat16"}`.
         write: Converts a value to a JSON value.
         read: The inverse of `write`.
-        show: Formats a value for display.
+        show: Formats a value for display. Values with the same text are equal.
+        freeze: The form in which a config stores a value: one that nobody can change.
     """
 
     tag: str
     write: Callable[[T], J]
     read: Callable[[J], T]
     show: Callable[[T], str] = str
+    freeze: Callable[[T], T] = lambda value: value
 
 
 _codecs: dict[type, Codec[Any, Any]] = {}  # Any: each codec has its own types
@@ -66,13 +69,17 @@ def public_name(value: object) -> str:
         return f"{public_name(type(value))}.{value.name}"
     name = f"{value.__module__}.{getattr(value, '__qualname__')}"  # noqa: B009 - `object` does not declare it
     code = getattr(value, "__code__", None)
+    held: tuple[object, ...] = ()
     if "<l" in name and isinstance(code, CodeType):  # lambdas share a name, and so do the functions of a factory
         closure: tuple[object, ...] = tuple(cell.cell_contents for cell in getattr(value, "__closure__", None) or ())
         held = tuple(each for each in closure if each is not value)
+        for given in (getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)):
+            held += (given,) if given else ()
         if "<lambda>" in name:
             held += code.co_code, code.co_names, *(getattr(each, "co_code", each) for each in code.co_consts)
-        name += f"#{hashlib.sha256(render(held).encode(errors='replace')).hexdigest()[:8]}" if held else ""
-    return name
+    if isinstance(value, MethodType) and not isinstance(value.__self__, type):
+        held += (value.__self__,)  # methods of two objects share a name
+    return name + (f"#{hashlib.sha256(render(held).encode(errors='replace')).hexdigest()[:8]}" if held else "")
 
 
 def name_of(value: object) -> str:
@@ -81,7 +88,59 @@ def name_of(value: object) -> str:
 
 
 def codec_of(value: object) -> Codec[Any, Any] | None:
-    return next((_codecs[cls] for cls in type(value).__mro__ if cls in _codecs), None)
+    cls = type(value)
+    found = next((_codecs[base] for base in cls.__mro__ if base in _codecs), None)
+    if found is None and hasattr(cls, "__array__") and cls.__module__.partition(".")[0] in ("numpy", "jax", "jaxlib"):
+        found = _array_codec(cls)
+    return found
+
+
+def _array_codec(cls: type) -> Codec[Any, Any] | None:
+    """The codec of a class of arrays, which it registers; None for NumPy's scalars, which are immutable."""
+    from axcore.config import arrays  # imports NumPy
+
+    if arrays.is_scalar(cls):
+        return None
+    codec = _codecs.get(arrays.BASE) or Codec("array", arrays.write, arrays.read, arrays.show, arrays.frozen)
+    for each in (arrays.BASE, cls):
+        register_codec(each, codec)
+    return codec
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two values of a field are equal: NaN equals NaN, but 1 equals neither 1.0 nor True. Order counts."""
+    if one is other:
+        return True
+    if (codec := codec_of(one)) is not None:
+        return codec is codec_of(other) and bool(codec.write(one) == codec.write(other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return repr(one) == repr(other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return len(one) == len(other) and all(same(*pair) for pair in zip(one.items(), other.items(), strict=True))
+    try:
+        return bool(one == other)
+    except Exception:  # an object whose comparison has no truth value
+        return False
+
+
+def digest(value: object) -> int:
+    """A hash of the value of a field that agrees with `same`."""
+    if (codec := codec_of(value)) is not None:
+        return hash(codec.show(value))
+    if isinstance(value, float):
+        return hash(repr(value))
+    if isinstance(value, tuple):
+        return hash(tuple(map(digest, value)))
+    if isinstance(value, Mapping):
+        return hash(tuple(digest(item) for item in value.items()))
+    try:
+        return hash(value)
+    except TypeError:  # unhashable
+        return hash(type(value))
 
 
 def is_named(value: object) -> bool:
@@ -110,7 +169,19 @@ def render(value: object) -> str:
         return codec.show(value)
     if isinstance(value, float):
         return float.__repr__(value)  # the repr of a NumPy float includes its type
+    if type(value).__repr__ is object.__repr__ and vars(value):  # its repr does not tell two objects apart
+        return f"{public_name(type(value))}({_attributes(value)})"
     return _one_line(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))  # an address differs between processes
+
+
+@reprlib.recursive_repr("...")
+def _attributes(value: object) -> str:
+    return ", ".join(f"{name}={render(item)}" for name, item in vars(value).items())
+
+
+def shown(value: object) -> str:
+    """A value in a message: like its repr, but a function has its name and no address."""
+    return repr(value) if isinstance(value, str) and not isinstance(value, enum.Enum) else render(value)
 
 
 def _one_line(text: str) -> str:
@@ -158,12 +229,32 @@ def named(name: str) -> object:
     return _named[name]
 
 
+def named_function(name: str) -> object:
+    """The function registered under a name, or the only one whose name ends with it: `gelu` for `jax.nn.gelu`.
+
+    Raises:
+        ConfigError: No function, or several functions, have this name.
+    """
+    known = {each: value for each, value in _named.items() if callable(value) and not isinstance(value, type)}
+    found = [name] if name in known else [each for each in known if each.endswith(f".{name}")]
+    if len({id(known[each]) for each in found}) > 1:
+        raise ConfigError(f"it may be {' or '.join(sorted(found))}. Give the whole name")
+    if not found:
+        short = {each.rpartition(".")[2] for each in known}
+        raise ConfigError(f"no function is registered under that name.{did_you_mean(name, [*known, *short])}")
+    return known[found[0]]
+
+
 def read(tag: str, content: object) -> object:
     """The value of `{tag: content}`.
 
     Raises:
         ConfigError: No codec has this tag, or no value is registered under the name that `content` gives.
     """
+    if tag == "$array":
+        from axcore.config import arrays  # imports NumPy
+
+        return arrays.read(content)
     readers: dict[str, Callable[[Any], object]] = {f"${each.tag}": each.read for each in _by_tag.values()}
     readers |= {"$float": float, "$name": named}
     if tag not in readers:

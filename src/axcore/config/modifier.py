@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from axcore.config.codec import shown
 from axcore.config.errors import ConfigError
+from axcore.config.frozen import FrozenDict
 from axcore.config.history import acting
-from axcore.config.node import Config, FrozenDict
+from axcore.config.node import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Modifier:
         return edited
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+        return f"{self.name}({', '.join(f'{key}={shown(value)}' for key, value in self.options.items())})"
 
 
 def pipe[C: Config](cfg: C, *modifiers: Callable[[C], C]) -> C:

@@ -6,14 +6,24 @@ import dataclasses
 import enum
 import functools
 import inspect
-import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
-from axcore.config.codec import Codec, name_of, named, public_name, register, register_codec
+from axcore.config.codec import (
+    Codec,
+    digest,
+    name_of,
+    named,
+    public_name,
+    register,
+    register_codec,
+    same,
+    shown,
+)
 from axcore.config.errors import ConfigError, MissingError, did_you_mean
+from axcore.config.frozen import MAX_DEPTH, Node, depth_of, frozen
 from axcore.config.history import Event, History, event
-from axcore.config.types import cached, conforms, describe, hints
+from axcore.config.types import cached, conforms, hints, required, widened
 
 if TYPE_CHECKING:
     from axcore.config.text import Diff
@@ -43,30 +53,13 @@ def known_types() -> Mapping[str, type[Config]]:
     return _types
 
 
-def _immutable(self: FrozenDict, *args: object, **kwargs: object) -> NoReturn:
-    raise TypeError("a FrozenDict cannot be changed; make a new one: {**old, key: value}")
-
-
-class FrozenDict(dict[str, Any]):  # Any: the value type depends on the field
-    """An immutable, hashable dict. `Mapping` fields of a config are stored as one."""
-
-    __setitem__ = __delitem__ = __ior__ = _immutable
-    clear = pop = popitem = setdefault = update = _immutable
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))  # equality of dicts ignores order
-
-    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict[str, Any]]]:
-        return FrozenDict, (dict(self),)
-
-
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
-class Config:
+class Config(Node):
     """Base of every config node. A subclass declares typed fields.
 
     ```python
     class Config(ax.Config):
-        input_dim: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
         norm: RMSNorm.Config = RMSNorm.Config()
     ```
 
@@ -88,6 +81,16 @@ class Config:
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         own = inspect.get_annotations(cls)
+        for name, hint in own.items():
+            hidden = name in ("self", "_history", "_hash", "_depth") or any(
+                name in base.__dict__ and name not in getattr(base, "__dataclass_fields__", ())
+                for base in cls.__mro__[1:]
+            )
+            if hidden and "ClassVar" not in str(hint):
+                raise ConfigError(
+                    f"{type_name(cls)} cannot have a field {name!r}, because configs use that name themselves. "
+                    f"Rename the field"
+                )
         for name in own:
             if name not in cls.__dict__ and "ClassVar" not in str(own[name]):
                 setattr(cls, name, REQUIRED)  # a field without a default must be set
@@ -95,7 +98,7 @@ class Config:
             raise ConfigError(
                 f"{type_name(cls)}.{name} overrides a field without an annotation; repeat it, as in `{name}: int = ...`"
             )
-        dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
+        dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)(cls)
         init = cls.__init__
 
         @functools.wraps(init)
@@ -107,6 +110,7 @@ class Config:
             given = {name: _store(type(self), name, value) for name, value in values.items()}
             init(self, **{name: default(type(self), name) for name in field_names(type(self))} | given)
             self.__dict__["_history"] = (event("made", *values),)
+            _measure(self)
 
         _types[type_name(cls)] = cls
         for name in field_names(cls):
@@ -149,7 +153,9 @@ class Config:
         new.__dict__.update(self.__dict__)
         new.__dict__.update({name: _store(type(self), name, value) for name, value in values.items()})
         new.__dict__["_history"] = (*self.__dict__.get("_history", ()), *events)
+        new.__dict__.pop("_hash", None)
         getattr(type(new), "__post_init__", lambda _: None)(new)
+        _measure(new)
         return new
 
     def fill(self, **values: object) -> Self:
@@ -161,10 +167,10 @@ class Config:
         for name, value in values.items():
             _check_known(type(self), name)
             held = getattr(self, name)
-            if held is not REQUIRED and held is not None and held != value:
+            if held is not REQUIRED and held is not None and not same(held, _store(type(self), name, value)):
                 raise ConfigError(
-                    f"{name}={held!r} is set on {type_name(type(self))}, but its parent passes {name}={value!r}; "
-                    f"leave it unset in the child"
+                    f"{name}={shown(held)} is set on {type_name(type(self))}, but its parent passes "
+                    f"{name}={shown(value)}; leave it unset in the child"
                 )
         return self._with(values)
 
@@ -203,10 +209,21 @@ class Config:
 
         return history(self, path)
 
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return self is other or all(same(value, other.__dict__[name]) for name, value in fields(self))
+
+    def __hash__(self) -> int:
+        if "_hash" not in self.__dict__:
+            self.__dict__["_hash"] = hash((type(self), *(digest(value) for _, value in fields(self))))
+        return int(self.__dict__["_hash"])
+
     def __getstate__(self) -> dict[str, object]:
         """Pickles a function by its registered name, because its qualified name may be private. For example,
         `jax.nn.silu` is `jax._src.nn.functions.silu`."""
         state: dict[str, object] = dict(self.__dict__)
+        state.pop("_hash", None)  # hashes of text differ between processes
         for name, value in fields(self):
             if inspect.isroutine(value) or (callable(value) and hasattr(value, "__qualname__")):
                 known = name_of(value)
@@ -220,8 +237,8 @@ class Config:
                 self.__dict__[name] = named(value.name)
 
     def __repr__(self) -> str:
-        shown = (f"{name}={value!r}" for name, value in fields(self) if value is not default(type(self), name))
-        return f"{type_name(type(self)).rpartition('.')[2]}({', '.join(shown)})"
+        given = (f"{name}={shown(value)}" for name, value in fields(self) if value is not default(type(self), name))
+        return f"{type_name(type(self)).rpartition('.')[2]}({', '.join(given)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,25 +310,22 @@ def _check_known(cls: type[Config], name: str) -> None:
 
 def _store(cls: type[Config], name: str, value: object) -> object:
     """The value in the form that a node stores, checked against the annotation of its field."""
-    value = _frozen(value)
+    value = frozen(value)
     hint = hints(cls).get(name, Any)
     if value is not REQUIRED and not conforms(value, hint):
-        raise ConfigError(f"{type_name(cls)}.{name} must be {describe(hint)}, not {value!r}")
-    return value
+        raise ConfigError(f"{type_name(cls)}.{name} must be {required(value, hint)}, not {shown(value)}")
+    return widened(value, hint)
 
 
-def _frozen(value: object) -> object:
-    """Converts lists to tuples and dicts to FrozenDicts, at every depth."""
-    if isinstance(value, (bool, int, float, str, Config)) or value is None:
-        return value
-    if isinstance(value, list) or type(value) is tuple:
-        return tuple(map(_frozen, value))
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(item, Config) and not re.fullmatch(r"[\w-]+", str(key)):
-                raise ConfigError(
-                    f"{key!r} cannot be the key of a node, because keys are part of config paths; "
-                    f"use letters, digits, underscores and hyphens"
-                )
-        return FrozenDict({key: _frozen(item) for key, item in value.items()})
-    return value
+def _measure(node: Config) -> None:
+    """Stores the depth of a node.
+
+    Raises:
+        ConfigError: The tree is too deep.
+    """
+    depth = node.__dict__["_depth"] = 1 + max((depth_of(value) for _, value in fields(node)), default=0)
+    if depth > MAX_DEPTH:
+        raise ConfigError(
+            f"{type_name(type(node))} is {depth} levels deep, and a config has at most {MAX_DEPTH}. Hold the nodes in "
+            f"a tuple instead of each other"
+        )

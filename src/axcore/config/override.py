@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from axcore.config.codec import named_function
 from axcore.config.errors import ConfigError
 from axcore.config.history import acting
-from axcore.config.node import Config, has_field, type_name
+from axcore.config.node import Config, field_names, has_field, type_name
 from axcore.config.tree import get, no_such_path, parts, put
-from axcore.config.types import describe, hints, parse
+from axcore.config.types import arms_of, conforms, describe, hints, parse, required, takes_function
 
 
 def override[C: Config](cfg: C, assignments: Iterable[str]) -> C:
@@ -26,7 +26,27 @@ def override[C: Config](cfg: C, assignments: Iterable[str]) -> C:
         if not equals or not path:
             raise ConfigError(f"--set requires path=value, not {assignment!r}")
         with acting(f"--set {assignment}"):
-            cfg = _assign(cfg, path.strip(), value.strip())
+            path = path.strip()
+            cfg = _assign(_with_values(cfg, path), path, value.strip())
+    return cfg
+
+
+def _with_values[C: Config](cfg: C, path: str) -> C:
+    """The tree in which each empty field above `path` holds the plain value that its annotation names, as in
+    `model.dtypes.compute`. An empty slot stays empty, since several classes may fill it."""
+    names = path.split(".")
+    for cut in range(1, len(names)):
+        above, name = ".".join(names[: cut - 1]), names[cut - 1]
+        try:
+            node = get(cfg, above)
+        except ConfigError:
+            break
+        if isinstance(node, Config) and has_field(node, name) and getattr(node, name) is None:
+            kinds = [
+                arm for arm in arms_of(hints(type(node))[name]) if isinstance(arm, type) and issubclass(arm, Config)
+            ]
+            if len(kinds) == 1 and kinds[0].target is None and names[cut] in field_names(kinds[0]):
+                cfg = put(cfg, above, node.set(**{name: kinds[0]()}))
     return cfg
 
 
@@ -41,9 +61,13 @@ def _assign[C: Config](cfg: C, path: str, value: str) -> C:
             f"{path} is a node ({type_name(type(held))}); set one of its fields, as in {path}.FIELD=VALUE"
         )
     try:
-        parsed = parse(value, hint)
+        parsed = named_function(value) if takes_function(hint) and value.lower() != "none" else parse(value, hint)
+    except ConfigError as error:
+        raise ConfigError(f"{path} must be {describe(hint)}, not {value!r}: {error}") from None
     except ValueError:
         raise ConfigError(f"{path} must be {describe(hint)}, not {value!r}") from None
+    if not conforms(parsed, hint):
+        raise ConfigError(f"{path} must be {required(parsed, hint)}, not {value}")
     new = put(getattr(owner, name), ".".join(below), parsed) if below else parsed
     return put(cfg, owner_path, owner.set(**{name: new}))
 
@@ -74,7 +98,7 @@ def _owner(cfg: Config, path: str) -> tuple[str, list[str]]:
 
 def _item_hint(hint: object, key: str) -> object:
     """The annotation of one item of a tuple or mapping that is declared as `hint`."""
-    for arm in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
+    for arm in arms_of(hint):
         origin, args = typing.get_origin(arm), typing.get_args(arm)
         if origin is tuple and args:
             return args[0] if args[-1] is Ellipsis else args[int(key)] if int(key) < len(args) else Any

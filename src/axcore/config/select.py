@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator
 
+from axcore.config.codec import same, shown
 from axcore.config.errors import ConfigError, did_you_mean
 from axcore.config.history import event, raised_at
 from axcore.config.node import REQUIRED, Config, default, fields, has_field, type_name
@@ -111,7 +112,7 @@ def edited(path: str, node: Config, edit: Callable[[str, Config], object]) -> ob
     except AttributeError as error:  # the edit uses a field that this node does not have
         raise ConfigError(f"at {path or 'the root'}: {error} ({raised_at(error)})") from error
     if new is not REMOVED and not isinstance(new, Config):
-        raise ConfigError(f"at {path or 'the root'}: the edit returned {new!r}, not a config")
+        raise ConfigError(f"at {path or 'the root'}: the edit returned {shown(new)}, not a config")
     if isinstance(new, Config) and type(new) is not type(node):
         new = new._with({}, event(f"in place of {type_name(type(node))}"))
     return new
@@ -134,10 +135,10 @@ def _swapped(old: Config, new: Config, keep: Collection[str], drop: Collection[s
     kept = {name: getattr(old, name) for name in keep}
     lost = []
     for name, value in fields(old):
-        is_set = value is not REQUIRED and value != default(type(old), name)
-        given_anew = name in new.__dict__ and new.__dict__[name] != default(type(new), name)
+        is_set = value is not REQUIRED and not same(value, default(type(old), name))
+        given_anew = name in new.__dict__ and not same(new.__dict__[name], default(type(new), name))
         if is_set and name not in kept and name not in drop and not given_anew:
-            lost.append(f"{name}={value!r}")
+            lost.append(f"{name}={shown(value)}")
     if lost:
         raise ConfigError(
             f"swapping {type_name(type(old))} for {type_name(type(new))} would lose {', '.join(lost)}; "

@@ -12,7 +12,8 @@ from typing import Any
 
 from axcore.config import codec
 from axcore.config.errors import ConfigError, did_you_mean
-from axcore.config.node import Config, FrozenDict, fields, known_types, type_name
+from axcore.config.frozen import FrozenDict
+from axcore.config.node import Config, fields, known_types, type_name
 from axcore.config.text import text
 from axcore.config.tree import join
 

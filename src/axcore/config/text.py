@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 from axcore.config.codec import render
-from axcore.config.node import Config, FrozenDict, type_name
+from axcore.config.frozen import FrozenDict
+from axcore.config.node import Config, type_name
 from axcore.config.tree import join, parts
 
 
@@ -68,4 +70,23 @@ def diff(old: Config, new: Config) -> Diff:
 def diff_flat(old: Mapping[str, str], new: Mapping[str, str]) -> Diff:
     """`diff` of two flattened trees, such as one that `parse_text` read from a file."""
     paths = dict.fromkeys([*old, *new])
-    return Diff(Change(path, old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path))
+    changed = [Change(path, old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path)]
+    return Diff([*changed, *_reordered(old, new)])
+
+
+def _reordered(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[Change]:
+    """The change of the first mapping of nodes whose keys have another order."""
+    for one, other in zip((path for path in old if path in new), (path for path in new if path in old), strict=True):
+        if one != other:
+            pairs = zip(one.split("."), other.split("."), strict=False)
+            above = [name for name, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+            holder = ".".join(above)
+            if holder not in old:  # a mapping of nodes has no line of its own
+                yield Change(holder, _keys(old, above), _keys(new, above))
+            return
+
+
+def _keys(flat: Mapping[str, str], above: list[str]) -> str:
+    """The keys of the mapping at a path, in order."""
+    names = (path.split(".") for path in flat)
+    return ", ".join(dict.fromkeys(name[len(above)] for name in names if name[: len(above)] == above))

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from axcore.config.errors import ConfigError, did_you_mean
+from axcore.config.frozen import FrozenDict
 from axcore.config.history import History
-from axcore.config.node import Config, FrozenDict, field_names, fields
+from axcore.config.node import Config, field_names, fields
 
 NESTING = (Config, tuple, FrozenDict)
 """The classes of values that may contain nodes. They are concrete because `isinstance` is ten times slower with

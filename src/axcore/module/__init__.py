@@ -3,7 +3,7 @@
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.module.collections import Collections, Kind, LossSum, Reduce, Summary, labelled
 from axcore.module.context import ContextError, Frame, current, root
-from axcore.module.layer import BuildError, DTypes, Layer, method
+from axcore.module.layer import BuildError, DTypes, Layer, float_dtype, method
 from axcore.module.lifted import cond, custom_jvp, custom_vjp, remat, vmap, while_loop
 from axcore.module.pure import Functional, Tree, abstract, functional, initializer, invoke
 from axcore.module.rngs import Rngs, fold
@@ -31,6 +31,7 @@ __all__ = [
     "current",
     "custom_jvp",
     "custom_vjp",
+    "float_dtype",
     "fold",
     "functional",
     "initializer",

@@ -42,6 +42,21 @@ def _read_dtype(name: str) -> np.dtype:
 register_codec(np.dtype, Codec("dtype", _dtype_name, _read_dtype, _dtype_name))
 
 
+def float_dtype(value: DTypeLike, name: str) -> np.dtype:
+    """The dtype that a field denotes.
+
+    Raises:
+        ConfigError: The value of the field `name` is not a floating-point dtype.
+    """
+    try:
+        dtype = np.dtype(value)
+    except TypeError:
+        raise ConfigError(f"{name}: {value!r} is not a dtype such as 'bfloat16'") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(f"{name} must be a floating-point dtype such as 'bfloat16', not {dtype.name}")
+    return dtype
+
+
 class DTypes(BaseConfig):
     """The dtypes of a layer. A field that is None takes the value of the parent layer."""
 
@@ -56,10 +71,7 @@ class DTypes(BaseConfig):
 
     def __post_init__(self) -> None:
         for name, value in fields(self):
-            try:
-                object.__setattr__(self, name, None if value is None else np.dtype(value))
-            except TypeError:
-                raise ConfigError(f"DTypes.{name}: {value!r} is not a dtype such as 'bfloat16'") from None
+            object.__setattr__(self, name, None if value is None else float_dtype(value, f"DTypes.{name}"))
 
     def over(self, parent: DTypes) -> DTypes:
         """A copy in which fields that are None take the values of `parent`."""
@@ -87,16 +99,23 @@ def method[L: Layer, **P, R](fn: Callable[Concatenate[L, P], R]) -> Callable[Con
 
 
 def _with_config[L: Layer](init: Callable[Concatenate[L, Any, ...], None]) -> Callable[Concatenate[L, Any, ...], None]:
-    """A constructor that stores the config before it calls `init`, and that also accepts `nnx.Rngs`."""
+    """A constructor that stores the config before it calls `init`, whose rngs have no used keys.
+
+    It also accepts `nnx.Rngs`.
+    """
 
     @functools.wraps(init)
     def construct(self: L, cfg: Any, *args: object, **kwargs: Any) -> None:  # Any: the config of a subclass
+        outermost = "config" not in vars(self)  # not called by the constructor of a subclass
         self.config = cfg
         self.dtypes = (cfg.dtypes or DTypes()).over(DEFAULT_DTYPES)
-        if isinstance(given := kwargs.get("rngs"), nnx.Rngs):
+        given = kwargs.get("rngs")
+        if isinstance(given, nnx.Rngs):
             kwargs["rngs"] = Rngs(given.params())
             if "dropout" in given or "default" in given:
                 self.rngs = given["dropout"].fork()
+        elif outermost and isinstance(given, Rngs):
+            kwargs["rngs"] = given.fresh()
         init(self, cfg, *args, **kwargs)
 
     return construct
@@ -170,6 +189,10 @@ class Layer(nnx.Module, Configurable):
     def build_child(self, cfg: BaseConfig, rngs: Rngs, **widths: object) -> Any:  # Any: what `cfg` builds
         """Like `child`, but takes the rngs of the child, such as those of one layer of a stack."""
         try:
+            rngs.use()
+        except ConfigError as error:
+            raise BuildError(str(error)) from None
+        try:
             cfg = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)})
             if isinstance(cfg, Layer.Config):
                 cfg = cfg._with({"dtypes": (cfg.dtypes or DTypes()).over(self.dtypes)})
@@ -195,7 +218,7 @@ class Layer(nnx.Module, Configurable):
         where = rngs.at(name).path
         if len(axes) != len(shape):
             raise BuildError(f"{where}: axes {axes} do not match the {len(shape)} dimensions of shape {shape}")
-        value = init(rngs.at(name).key, shape, self.dtypes.param or jnp.float32)
+        value = init(rngs.at(name).use().key, shape, self.dtypes.param or jnp.float32)
         if value.shape != shape:
             raise BuildError(f"{where}: the initializer {init!r} returned shape {value.shape}, not {shape}")
         return nnx.Param(value, axes=axes)

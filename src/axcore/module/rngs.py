@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import jax
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from axcore.config import ConfigError
+
 if TYPE_CHECKING:
     from flax import nnx
 
@@ -18,7 +20,8 @@ def fold(key: PRNGKeyArray, name: str | int | Int[Array, ""]) -> PRNGKeyArray:
     """Derives the key for `name` from `key`. The name "3" and a traced 3 give the same key, so that a layer draws the
     same bits in a scanned and in an unrolled stack."""
     if isinstance(name, str):
-        name = int(name) if name.isdecimal() else int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+        is_number = name.isdecimal() and len(name) < 10 and str(int(name)) == name  # not "03", which differs from "3"
+        name = int(name) if is_number else int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     return jax.random.fold_in(key, name)
 
 
@@ -31,21 +34,47 @@ class Rngs:
 
     key: PRNGKeyArray
     path: str = ""
+    _used: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)  # paths whose keys are used
 
     def __init__(self, key: PRNGKeyArray | int, path: str = ""):
         object.__setattr__(self, "key", jax.random.key(key) if isinstance(key, numbers.Integral) else key)
         object.__setattr__(self, "path", path)
+        object.__setattr__(self, "_used", set())
 
     def at(self, name: str) -> Rngs:
         """The rngs of a child or a parameter."""
-        return Rngs(fold(self.key, name), f"{self.path}.{name}" if self.path else name)
+        below = Rngs(fold(self.key, name), f"{self.path}.{name}" if self.path else name)
+        object.__setattr__(below, "_used", self._used)
+        return below
 
     def index(self, index: Int[Array, ""]) -> Rngs:
         """The rngs of one layer of a stack, with the path of the stack."""
         return Rngs(fold(self.key, index), self.path)
 
+    def fresh(self) -> Rngs:
+        """The same rngs, none of whose keys are used."""
+        return Rngs(self.key, self.path)
+
+    def use(self) -> Rngs:
+        """These rngs. The key of each path may be used once in a constructor.
+
+        Raises:
+            ConfigError: The key is used already, so two children or parameters would start with equal values.
+        """
+        if self.path in self._used:
+            raise ConfigError(
+                f"{self.path or 'the root'}: two children or parameters of this name would start with equal values, "
+                f"since the name determines the random numbers. Give each its own name"
+            )
+        self._used.add(self.path)
+        return self
+
     def nnx(self) -> nnx.Rngs:
-        """The rngs for a plain `nnx.Module`."""
+        """The rngs for a plain `nnx.Module`. For a second module, take those of another name: `rngs.at(name).nnx()`.
+
+        Raises:
+            ConfigError: The rngs of this name are used already.
+        """
         from flax import nnx
 
-        return nnx.Rngs(self.key)
+        return nnx.Rngs(self.use().key)

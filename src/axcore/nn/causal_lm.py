@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from axcore.config import REQUIRED, ConfigError, at_least
+from axcore.config import REQUIRED, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from axcore.module import Layer, Rngs, method
-from axcore.nn.dropout import check_rates, dropout
+from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.kv.cache import KVCache
 from axcore.nn.linear import Linear
@@ -57,25 +57,25 @@ class CausalLM(Layer):
     """
 
     class Config(Layer.Config):
-        vocab_size: int = REQUIRED
-        dim: int = REQUIRED
+        vocab_size: PositiveInt = REQUIRED
+        dim: PositiveInt = REQUIRED
         embedding: Embedding.Config = Embedding.Config()
         position: Layer.Config | None = None
-        dropout: float = 0.0
+        dropout: Fraction = 0.0
         """Probability of zeroing each feature of the embeddings while training."""
         decoder: Layer.Config = Repeat.Config()
         norm: Layer.Config = RMSNorm.Config()
         head: Linear.Config | None = Linear.Config()
         """Output head; None: tied to the embedding."""
-        softcap: float | None = None
+        softcap: PositiveFloat | None = None
         """Bounds the logits: `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
-        pad_vocab_to: int = 1
+        pad_vocab_to: PositiveInt = 1
         """Rounds the number of rows of embedding and head up to a multiple of this, so that devices get equal shards.
         The logits of the padding are masked."""
         future: tuple[MultiTokenPrediction.Config, ...] = ()
         """Modules for multi-token prediction. The first predicts the token after the next one, and so on (DeepSeek-V3,
         arXiv 2412.19437, section 2.2)."""
-        future_weight: float = 0.3
+        future_weight: NonNegativeFloat = 0.3
         """Weight of the mean loss of the modules in `future`."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> CausalLM.Config:
@@ -85,10 +85,6 @@ class CausalLM(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "vocab_size", "dim", "pad_vocab_to")
-        check_rates(cfg, "dropout")
-        if cfg.softcap is not None and not cfg.softcap > 0:
-            raise ConfigError(f"softcap must be positive or None, not {cfg.softcap}")
         rows = -(-cfg.vocab_size // cfg.pad_vocab_to) * cfg.pad_vocab_to
         self.embedding = self.child("embedding", cfg.embedding, rngs, vocab_size=rows, output_dim=cfg.dim)
         self.position = self.child("position", cfg.position, rngs, input_dim=cfg.dim)

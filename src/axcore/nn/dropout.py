@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from axcore.config import Config, ConfigError
 from axcore.module import Layer
 
 
@@ -23,10 +22,3 @@ def dropped(x: Float[Array, "*shape"], rate: float, key: PRNGKeyArray) -> Float[
     """Zeroes each element with probability `rate` and scales the others up."""
     kept = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
-
-
-def check_rates(cfg: Config, *names: str) -> None:
-    """Raises a ConfigError for a rate outside [0, 1)."""
-    for name in names:
-        if not 0 <= getattr(cfg, name) < 1:
-            raise ConfigError(f"{name} must be at least 0 and below 1, not {getattr(cfg, name)}")

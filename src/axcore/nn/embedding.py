@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from axcore.config import REQUIRED, at_least
+from axcore.config import REQUIRED, FiniteFloat, PositiveInt
 from axcore.module import Rngs, method
 from axcore.nn.initializers import Initializer, Normal
 from axcore.nn.matmul import Transposed
@@ -21,16 +21,15 @@ class Embedding(Weighted):
     """
 
     class Config(Weighted.Config):
-        vocab_size: int = REQUIRED
-        output_dim: int = REQUIRED
+        vocab_size: PositiveInt = REQUIRED
+        output_dim: PositiveInt = REQUIRED
         init: Initializer = Normal()
-        scale: float | None = None
+        scale: FiniteFloat | None = None
         """Multiplies the vectors, but not the products of `attend` (Gemma: sqrt(output_dim)); None: 1."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "vocab_size", "output_dim")
         shape = (cfg.vocab_size, cfg.output_dim)
         self.make_weight(shape, cfg.init, rngs, axes=("vocab", "embed"), input_axis=-1)
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from axcore.config import REQUIRED, Config, ConfigError, at_least
+from axcore.config import REQUIRED, Config, ConfigError, Fraction, PositiveFloat, PositiveInt
 from axcore.module import Layer, Rngs
 from axcore.nn import activations  # noqa: F401 - registers their names
-from axcore.nn.dropout import check_rates, dropout
+from axcore.nn.dropout import dropout
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
 from axcore.parallel import constrain
@@ -30,8 +30,8 @@ class ClampedSwiGLU(Gating):
     """`(clip(up) + 1) * g * sigmoid(alpha * g)` with g = min(gate, limit): the experts of gpt-oss (OpenAI 2025, arXiv
     2508.10925, section 2.2, and its published code)."""
 
-    alpha: float = 1.702
-    limit: float = 7.0
+    alpha: PositiveFloat = 1.702
+    limit: PositiveFloat = 7.0
 
     def __call__(self, gate: Float[Array, "*shape mlp"], up: Float[Array, "*shape mlp"]) -> Float[Array, "*shape mlp"]:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
@@ -45,8 +45,8 @@ class FeedForward(Layer):
     """
 
     class Config(Layer.Config):
-        input_dim: int = REQUIRED
-        hidden_dim: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
+        hidden_dim: PositiveInt = REQUIRED
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
         gate: Linear.Config | None = Linear.Config()
         """None: a plain block, `down(activation(up(x)))`."""
@@ -54,14 +54,12 @@ class FeedForward(Layer):
         down: Linear.Config = Linear.Config()
         gating: Gating | None = None
         """How gate and up combine; None: `activation(gate) * up`."""
-        dropout: float = 0.0
+        dropout: Fraction = 0.0
         """Probability of zeroing each hidden feature while training."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim", "hidden_dim")
-        check_rates(cfg, "dropout")
         if cfg.gate is None and cfg.gating is not None:
             raise ConfigError(f"gating={cfg.gating!r} requires a gate, got gate=None; set gate or remove gating")
         wide = {"input_dim": cfg.input_dim, "output_dim": cfg.hidden_dim, "axes": ("embed", "mlp")}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from axcore.config import REQUIRED, ConfigError, at_least, has_field
+from axcore.config import REQUIRED, ConfigError, PositiveInt, has_field
 from axcore.module import Layer, Rngs, method
 from axcore.nn.grouped_matmul import Batched, Grouped
 from axcore.nn.initializers import FanIn, ForEach, Initializer, Zeros
@@ -24,9 +24,9 @@ class GroupedLinear(Weighted):
     """
 
     class Config(Weighted.Config):
-        groups: int = REQUIRED
-        input_dim: int = REQUIRED
-        output_dim: int = REQUIRED
+        groups: PositiveInt = REQUIRED
+        input_dim: PositiveInt = REQUIRED
+        output_dim: PositiveInt = REQUIRED
         use_bias: bool = False
         init: Initializer = FanIn()
         bias_init: Initializer = Zeros()
@@ -61,7 +61,6 @@ class GroupedLinear(Weighted):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "groups", "input_dim", "output_dim")
         if cfg.adapter is not None and not has_field(cfg.adapter, "groups"):
             raise ConfigError(
                 f"adapter={cfg.adapter!r} has no field 'groups', so it does not support grouped weights; exclude these "

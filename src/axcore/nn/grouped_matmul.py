@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from axcore.config import Config, at_least
+from axcore.config import Config, PositiveInt
 from axcore.numerics import Product
 
 
@@ -54,11 +54,8 @@ class Blocks(GroupedMatmul):
     group.
     """
 
-    size: int | None = None
+    size: PositiveInt | None = None
     """Number of rows in a block; None: about half the average size of a group, as a power of two from 8 to 1024."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "size")
 
     def align(self, rows: int, groups: int) -> int:
         if self.size is not None:

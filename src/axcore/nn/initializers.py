@@ -8,7 +8,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from axcore.config import Config
+from axcore.config import Config, NonNegativeFloat
 
 
 class Initializer(Config):
@@ -36,7 +36,7 @@ class Ones(Initializer):
 class Normal(Initializer):
     """A normal distribution with a fixed standard deviation."""
 
-    stddev: float = 0.02
+    stddev: NonNegativeFloat = 0.02
 
     def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*shape"]:
         return self.stddev * jax.random.normal(key, shape, dtype)
@@ -46,7 +46,7 @@ class FanIn(Initializer):
     """A normal distribution with variance `scale / fan_in` (LeCun et al. 1998). The fan-in is the product of all
     dimensions but the last."""
 
-    scale: float = 1.0
+    scale: NonNegativeFloat = 1.0
 
     def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, "*shape"]:
         return math.sqrt(self.scale / math.prod(shape[:-1])) * jax.random.normal(key, shape, dtype)

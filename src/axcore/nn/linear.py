@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from axcore.config import REQUIRED, at_least
+from axcore.config import REQUIRED, PositiveInt
 from axcore.module import Layer, Rngs, method
 from axcore.nn.initializers import FanIn, Initializer, Zeros
 from axcore.nn.matmul import Plain
@@ -25,8 +25,8 @@ class Linear(Weighted):
     """
 
     class Config(Weighted.Config):
-        input_dim: int = REQUIRED
-        output_dim: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
+        output_dim: PositiveInt = REQUIRED
         use_bias: bool = False
         init: Initializer = FanIn()
         bias_init: Initializer = Zeros()
@@ -37,7 +37,6 @@ class Linear(Weighted):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim", "output_dim")
         axes = cfg.axes or (None, None)
         self.make_weight((cfg.input_dim, cfg.output_dim), cfg.init, rngs, axes=axes)
         self.bias = nnx.data(None)

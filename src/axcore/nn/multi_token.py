@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from axcore.config import REQUIRED
+from axcore.config import REQUIRED, PositiveInt
 from axcore.module import Layer, Rngs, method
 from axcore.nn.linear import Linear
 from axcore.nn.norm import RMSNorm
@@ -21,7 +21,7 @@ class MultiTokenPrediction(Layer):
     """
 
     class Config(Layer.Config):
-        input_dim: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
         hidden_norm: Layer.Config = RMSNorm.Config()
         embedding_norm: Layer.Config = RMSNorm.Config()
         projection: Linear.Config = Linear.Config()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from axcore.config import REQUIRED, at_least
+from axcore.config import REQUIRED, PositiveFloat, PositiveInt
 from axcore.module import Layer, Rngs
 from axcore.nn.initializers import Initializer, Ones, Zeros
 
@@ -16,8 +16,8 @@ class RMSNorm(Layer):
     """`x / rms(x) * scale` over the last dimension, in float32 (Zhang and Sennrich 2019, arXiv 1910.07467, eq. 4)."""
 
     class Config(Layer.Config):
-        input_dim: int = REQUIRED
-        eps: float = 1e-5
+        input_dim: PositiveInt = REQUIRED
+        eps: PositiveFloat = 1e-5
         zero_centred: bool = False
         """The scale is 1 + parameter. The parameter starts at 0, so weight decay pulls the scale towards 1 (Gemma)."""
         use_scale: bool = True
@@ -29,7 +29,6 @@ class RMSNorm(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim")
         self.scale = nnx.data(None)
         if cfg.use_scale:
             init = cfg.init or (Zeros() if cfg.zero_centred else Ones())
@@ -49,8 +48,8 @@ class LayerNorm(Layer):
     """`(x - mean) / std * scale + bias` over the last dimension, in float32 (Ba et al. 2016, arXiv 1607.06450)."""
 
     class Config(Layer.Config):
-        input_dim: int = REQUIRED
-        eps: float = 1e-5
+        input_dim: PositiveInt = REQUIRED
+        eps: PositiveFloat = 1e-5
         use_bias: bool = True
         init: Initializer = Ones()
         axes: tuple[str | None] | None = None
@@ -59,7 +58,6 @@ class LayerNorm(Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim")
         axes = cfg.axes or ("embed",)
         self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=axes)
         self.bias = self.param("bias", (cfg.input_dim,), Zeros(), rngs, axes=axes) if cfg.use_bias else nnx.data(None)
@@ -79,14 +77,13 @@ class Scale(Layer):
     """A learned factor for each feature, for example a learned query scale in the slot `query_norm`."""
 
     class Config(Layer.Config):
-        input_dim: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
         init: Initializer = Ones()
         axes: tuple[str | None] | None = None
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim")
         self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=cfg.axes or (None,))
 
     def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape input_dim"]:
@@ -101,8 +98,8 @@ class AcrossHeads(Layer):
     """
 
     class Config(Layer.Config):
-        num_heads: int = REQUIRED
-        head_dim: int = REQUIRED
+        num_heads: PositiveInt = REQUIRED
+        head_dim: PositiveInt = REQUIRED
         norm: Layer.Config = RMSNorm.Config()
         head_axis: str | None = None
         """Logical axis of the heads; None: the parent's, or `head`."""

@@ -12,7 +12,17 @@ from typing import Any, Literal, TypeGuard, Union
 
 from flax import nnx
 
-from axcore.config import REQUIRED, Config, ConfigError, FrozenDict, MissingError, did_you_mean, parse, register
+from axcore.config import (
+    REQUIRED,
+    Config,
+    ConfigError,
+    FrozenDict,
+    MissingError,
+    PositiveInt,
+    did_you_mean,
+    parse,
+    register,
+)
 from axcore.config.codec import is_named
 from axcore.config.types import conforms, describe
 from axcore.module import BuildError, Layer, Rngs
@@ -163,11 +173,11 @@ class Stock(Layer):
         arguments: Mapping[str, Any] = FrozenDict()
         widths: Mapping[str, str] = FrozenDict()
         """Constructor argument -> the width of the parent that is passed to it."""
-        input_dim: int | None = None
-        output_dim: int | None = None
-        hidden_dim: int | None = None
-        num_heads: int | None = None
-        head_dim: int | None = None
+        input_dim: PositiveInt | None = None
+        output_dim: PositiveInt | None = None
+        hidden_dim: PositiveInt | None = None
+        num_heads: PositiveInt | None = None
+        head_dim: PositiveInt | None = None
 
         def __post_init__(self) -> None:
             if self.module is not REQUIRED and self.arguments is not REQUIRED:

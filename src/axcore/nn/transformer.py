@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import ClassVar, cast
 
-from axcore.config import REQUIRED, ConfigError, at_least, type_name, walk
+from axcore.config import REQUIRED, ConfigError, Fraction, PositiveInt, type_name, walk
 from axcore.module import Layer, Rngs, remat, scan, stack
 from axcore.nn.attention.base import Hidden
 from axcore.nn.attention.grouped_query import Attention
-from axcore.nn.dropout import check_rates, dropout
+from axcore.nn.dropout import dropout
 from axcore.nn.feed_forward import FeedForward
 from axcore.nn.norm import LayerNorm, RMSNorm
 from axcore.nn.places import Place, Stack
@@ -28,20 +28,19 @@ class TransformerLayer(Layer):
     """
 
     class Config(Layer.Config):
-        input_dim: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
         attention_norm: Layer.Config | None = RMSNorm.Config()
         attention: Layer.Config = Attention.Config()
         attention_output_norm: Layer.Config | None = None
         ffn_norm: Layer.Config | None = RMSNorm.Config()
         ffn: Layer.Config = FeedForward.Config()
         ffn_output_norm: Layer.Config | None = None
-        dropout: float = 0.0
+        dropout: Fraction = 0.0
         """Probability of zeroing each feature that is added to the residual stream while training."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        check_rates(cfg, "dropout")
         widths = {"input_dim": cfg.input_dim}
         self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **widths)
         self.attention = self.child("attention", cfg.attention, rngs, **widths)
@@ -65,18 +64,17 @@ class PostNormLayer(Layer):
     """`norm(x + block(x))`, for attention and then for the feed-forward block (Vaswani et al. 2017, section 3.1)."""
 
     class Config(Layer.Config):
-        input_dim: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
         attention: Layer.Config = Attention.Config()
         attention_norm: Layer.Config = LayerNorm.Config()
         ffn: Layer.Config = FeedForward.Config()
         ffn_norm: Layer.Config = LayerNorm.Config()
-        dropout: float = 0.0
+        dropout: Fraction = 0.0
         """Probability of zeroing each feature that is added to the residual stream while training."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        check_rates(cfg, "dropout")
         widths = {"input_dim": cfg.input_dim}
         self.attention = self.child("attention", cfg.attention, rngs, **widths)
         self.attention_norm = self.child("attention_norm", cfg.attention_norm, rngs, **widths)
@@ -96,19 +94,18 @@ class ParallelLayer(Layer):
     2204.02311, section 2)."""
 
     class Config(Layer.Config):
-        input_dim: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
         norm: Layer.Config = RMSNorm.Config()
         attention: Layer.Config = Attention.Config()
         ffn_norm: Layer.Config | None = None
         """Norm of the feed-forward block (GPT-NeoX); None: the block shares `norm` with attention."""
         ffn: Layer.Config = FeedForward.Config()
-        dropout: float = 0.0
+        dropout: Fraction = 0.0
         """Probability of zeroing each feature that is added to the residual stream while training."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        check_rates(cfg, "dropout")
         widths = {"input_dim": cfg.input_dim}
         self.norm = self.child("norm", cfg.norm, rngs, **widths)
         self.attention = self.child("attention", cfg.attention, rngs, **widths)
@@ -139,7 +136,7 @@ class Sequence(Stack):
     class Config(Stack.Config):
         is_sequential: ClassVar[bool] = True
         layout_fields = ("remat",)
-        input_dim: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
         layers: tuple[Layer.Config, ...]
         remat: Remat | None = None
         """Remat policy of each layer that does not set one itself; None: the backward pass keeps every intermediate
@@ -175,11 +172,11 @@ class Repeat(Stack):
     class Config(Stack.Config):
         is_sequential: ClassVar[bool] = True
         layout_fields = ("remat", "unroll")
-        input_dim: int = REQUIRED
-        num_layers: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
+        num_layers: PositiveInt = REQUIRED
         layers: Layer.Config = TransformerLayer.Config()
         """The config that every layer is built from."""
-        unroll: int = 1
+        unroll: PositiveInt = 1
         """Number of layers in one step of the loop. A larger number runs faster and compiles more slowly; results are
         equal."""
         remat: Remat | None = None
@@ -210,7 +207,6 @@ class Repeat(Stack):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim", "num_layers", "unroll")
         self.layers = stack(
             lambda rngs: self.build_child(cfg.layers, rngs, input_dim=cfg.input_dim), rngs.at("layers"), cfg.num_layers
         )

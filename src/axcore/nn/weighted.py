@@ -47,7 +47,7 @@ class Weighted(Layer):
             self.weight = self.param("weight", shape, init, rngs, axes=axes)
             return
         # Under jit the float array is freed after it is encoded.
-        made = numerics.encode(init(rngs.at("weight").key, shape, self.dtypes.param or jnp.float32))
+        made = numerics.encode(init(rngs.at("weight").use().key, shape, self.dtypes.param or jnp.float32))
         self.weight = nnx.Dict(
             {name: nnx.Param(array, axes=_axes_of(array.shape, shape, axes)) for name, array in made.items()}
         )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from axcore.config import REQUIRED, ConfigError
+from axcore.config import REQUIRED, AnyInt, ConfigError, PositiveInt
 from axcore.module import Layer, Rngs, method
 from axcore.numerics.gather import gather
 from axcore.numerics.product import Product
@@ -37,11 +37,11 @@ class Numerics(Layer):
     """
 
     class Config(Layer.Config):
-        shape: tuple[int, ...] = REQUIRED
+        shape: tuple[PositiveInt, ...] = REQUIRED
         """Shape of the float weight: [in, out], [group, in, out] or [vocab, features]."""
         axes: tuple[str | None, ...] | None = None
         """Logical axes of the weight; None replicates it."""
-        input_axis: int = REQUIRED
+        input_axis: AnyInt = REQUIRED
         """The axis of the weight that matrix products sum over: -2, or -1 for an embedding."""
         stored: bool = False
         """Whether the parameters are the arrays that `encode` returns instead of a float weight."""

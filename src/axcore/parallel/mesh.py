@@ -11,14 +11,14 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, Shaped
 
-from axcore.config import Config, ConfigError, FrozenDict
+from axcore.config import Config, ConfigError, FrozenDict, PositiveInt
 from axcore.config.errors import did_you_mean
 from axcore.parallel.axes import LOGICAL_AXES
 
@@ -36,7 +36,7 @@ class Mesh(Config):
     One axis may have size -1, which is replaced by the number of remaining devices.
     """
 
-    shape: Mapping[str, int] = FrozenDict({"data": -1, "fsdp": 1})
+    shape: Mapping[str, PositiveInt | Literal[-1]] = FrozenDict({"data": -1, "fsdp": 1})
     rules: Mapping[str, MeshAxes] = FSDP_RULES
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Layout:

@@ -123,7 +123,7 @@ class Slopes(ax.Layer):
     """A bias that decreases with the distance of query and key, with a learned slope for each head."""
 
     class Config(ax.Layer.Config):
-        num_heads: int = ax.REQUIRED
+        num_heads: ax.PositiveInt = ax.REQUIRED
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         def slopes(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:

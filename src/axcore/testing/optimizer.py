@@ -24,7 +24,7 @@ from axcore.train import Learner, Schedule
 class Constant(Schedule):
     """The same learning rate in every step."""
 
-    rate: float = 1e-2
+    rate: ax.NonNegativeFloat = 1e-2
 
     def __call__(self, step: Int[Array, ""], total_steps: Int[Array, ""]) -> Float[Array, ""]:
         return jnp.full((), self.rate, jnp.float32)

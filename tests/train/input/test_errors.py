@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from axcore.config import AxcoreError, ConfigError
-from axcore.train.data import ByteTokenizer, FirstFit, TextInput
+from axcore.train.data import TextInput
 
 from .reading import take
 
@@ -24,13 +24,6 @@ from .reading import take
             r"input.source: .* has \d+ tokens, fewer than one batch of batch_size=1000 rows of seq_",
         ),
         ({"seq_len": 100_000}, "tokens, fewer than one batch of .* seq_len=100000"),
-        ({"seq_len": 0}, "^input: seq_len must be at least 1, not 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
-        ({"streams": 0}, "streams must be at least 1, not 0"),
-        ({"prefetch_batches": -1}, "prefetch_batches must be at least 0, not -1"),
-        ({"read_threads": -1}, "read_threads must be at least 0, not -1"),
-        ({"packing": FirstFit.Config(open_rows=0)}, "^input.packing: open_rows must be at least 1"),
-        ({"tokenizer": ByteTokenizer.Config(vocab_multiple=0)}, "^input.tokenizer: .*vocab_multiple must be positive"),
     ],
 )
 def test_numbers_out_of_range(cfg, options, message):

@@ -67,22 +67,17 @@ def test_mixtures_within_mixtures():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"a": 1.0, "b": 0.0}, r"input\.source: weights\.b=0\.0 must be positive .* remove it"),
-        ({"a": 1.0, "b": float("nan")}, r"weights\.b=nan must be positive"),
+        ({"a": 1.0, "b": 0.0}, r"weights must be above 0 in 'b'"),
         ({"a": 1.0}, r"the weights are \['a'\], but the sources are \['a', 'b'\]"),
     ],
 )
 def test_invalid_weights(weights, message):
     cfg = mixture({"a": 1.0, "b": 1.0})
-    cfg = cfg.set(source=cfg.source.set(weights=weights))
     with pytest.raises(ConfigError, match=message):
-        cfg.build()
+        cfg.set(source=cfg.source.set(weights=weights)).build()
 
 
 def test_errors_of_a_part_name_its_path(tmp_path):
     source = Mixture.Config(sources={"web": TextFiles.Config(folder=str(tmp_path / "no"))}, weights={"web": 1.0})
     with pytest.raises(ConfigError, match=r"input\.source.*: folder='.*no' does not exist"):
-        TextInput.Config(source=source, seq_len=8, batch_size=8).build()
-    with pytest.raises(ConfigError, match=r"input\.source\.sources\.web: validation_percent=0\.0"):
-        source = source.set(sources={"web": source.sources["web"].set(validation_percent=0.0)})
         TextInput.Config(source=source, seq_len=8, batch_size=8).build()

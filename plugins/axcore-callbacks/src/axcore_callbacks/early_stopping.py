@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from axcore.config import ConfigError, at_least
+from axcore.config import ConfigError, NonNegativeFloat, PositiveInt
 from axcore.train import Callback, Request, RunInfo
 
 
@@ -16,8 +16,8 @@ class EarlyStopping(Callback):
     class Config(Callback.Config):
         metric: str = "validation/loss"
         """An evaluation metric, `EVALUATOR/METRIC`."""
-        patience: int = 3
-        min_change: float = 0.0
+        patience: PositiveInt = 3
+        min_change: NonNegativeFloat = 0.0
         """An evaluation counts as an improvement if it is better than the best one by more than this amount."""
         mode: Literal["min", "max"] = "min"
 
@@ -25,8 +25,6 @@ class EarlyStopping(Callback):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        at_least(cfg, 1, "patience")
-        at_least(cfg, 0.0, "min_change")
         self.best: float | None = None
         self.waited = 0
 

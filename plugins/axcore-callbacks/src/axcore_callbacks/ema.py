@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from axcore.config import ConfigError
+from axcore.config import Fraction
 from axcore.module import Tree
 from axcore.train import Callback
 
@@ -18,15 +18,13 @@ class EMA(Callback):
     """
 
     class Config(Callback.Config):
-        decay: float = 0.999
+        decay: Fraction = 0.999
         warmup: bool = True
 
     config: Config
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        if not 0 <= cfg.decay < 1:
-            raise ConfigError(f"decay={cfg.decay} must be at least 0 and below 1")
 
     def device_init(self, params: Tree) -> Tree:
         return {"params": jax.tree.map(_wide, params)}

@@ -16,10 +16,10 @@ class ShareKV(KVCache):
 
     class Config(KVCache.Config):
         layout_fields = ("cache",)
-        input_dim: int = ax.REQUIRED
-        num_heads: int = ax.REQUIRED
-        num_kv_heads: int = ax.REQUIRED
-        head_dim: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        num_heads: ax.PositiveInt = ax.REQUIRED
+        num_kv_heads: ax.PositiveInt = ax.REQUIRED
+        head_dim: ax.PositiveInt = ax.REQUIRED
         name: str
         """The name under which keys and values are shared. Borrowing layers use the same name."""
         cache: KVCache.Config | None = None
@@ -57,8 +57,8 @@ class BorrowKV(KVCache):
 
     class Config(KVCache.Config):
         layout_fields = ()
-        num_kv_heads: int = ax.REQUIRED
-        head_dim: int = ax.REQUIRED
+        num_kv_heads: ax.PositiveInt = ax.REQUIRED
+        head_dim: ax.PositiveInt = ax.REQUIRED
         name: str
         """The name under which the keys and values are shared."""
 

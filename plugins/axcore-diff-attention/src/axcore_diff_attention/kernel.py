@@ -40,11 +40,11 @@ class DiffAttention(AttentionKernel):
 
     class Config(AttentionKernel.Config):
         layout_fields = ("kernel",)
-        num_heads: int = ax.REQUIRED
-        num_kv_heads: int = ax.REQUIRED
+        num_heads: ax.PositiveInt = ax.REQUIRED
+        num_kv_heads: ax.PositiveInt = ax.REQUIRED
         kernel: AttentionKernel.Config = ReferenceKernel.Config()
         """Computes the softmax attention of all heads. Called once for each half of v."""
-        lambda_init: float = 0.8
+        lambda_init: ax.Fraction = 0.8
         """The same in every layer, as a scanned stack requires. The paper also lets it grow with depth."""
         init: Initializer = Normal(stddev=0.1)
         """Initializer of the four vectors of lambda."""
@@ -61,8 +61,6 @@ class DiffAttention(AttentionKernel):
             raise ax.ConfigError(
                 f"differential attention pairs key-value heads, so num_kv_heads must be even, not {cfg.num_kv_heads}"
             )
-        if not 0 <= cfg.lambda_init < 1:
-            raise ax.ConfigError(f"lambda_init must be at least 0 and below 1, not {cfg.lambda_init}")
         widths = {"num_heads": cfg.num_heads, "num_kv_heads": cfg.num_kv_heads, "head_dim": cfg.head_dim}
         self.kernel = self.child("kernel", cfg.kernel, rngs, **widths)
         vector = (cfg.head_dim,)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from axcore.config import AxcoreError, ConfigError
+from axcore.config import AxcoreError, ConfigError, NonNegativeInt
 from axcore.train.data import Tokenizer
 
 FILE = "tokenizer.json"
@@ -40,7 +40,7 @@ class HFTokenizer(Tokenizer):
     class Config(Tokenizer.Config):
         file: str
         """Path of a `tokenizer.json`. In a model folder, it is the file of that folder."""
-        end_ids: tuple[int, ...] = ()
+        end_ids: tuple[NonNegativeInt, ...] = ()
         """Ids that end a generated text. The first one also precedes each document of a corpus."""
 
         def inside(self, folder: pathlib.Path) -> HFTokenizer.Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -24,16 +23,16 @@ class LoRA(ax.Layer):
     """
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        output_dim: int = ax.REQUIRED
-        groups: int | None = None
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        output_dim: ax.PositiveInt = ax.REQUIRED
+        groups: ax.PositiveInt | None = None
         """Number of groups of a grouped weight. None means that the weight is one matrix."""
         axes: tuple[str | None, ...] | None = None
         """Logical axes of the weight."""
-        rank: int = 8
+        rank: ax.PositiveInt = 8
         """The smaller width of the weight is used if it is less. Such an adapter can express every change."""
-        alpha: float = 16.0
-        dropout: float = 0.0
+        alpha: ax.PositiveFloat = 16.0
+        dropout: ax.Fraction = 0.0
         """Probability of dropping a feature of x in training."""
         init: Initializer = FanIn()
         """Initializer of A."""
@@ -41,11 +40,6 @@ class LoRA(ax.Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        ax.at_least(cfg, 1, "input_dim", "output_dim", "groups", "rank")
-        if not 0 < cfg.alpha < math.inf:
-            raise ax.ConfigError(f"alpha must be positive, not {cfg.alpha}")
-        if not 0 <= cfg.dropout < 1:
-            raise ax.ConfigError(f"dropout must be at least 0 and below 1, not {cfg.dropout}")
         shape, axes = self._group()
         *_, into, out_of = cfg.axes or (None, None)
         init = ForEach(init=cfg.init) if cfg.groups else cfg.init

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.nn import DecodingState, FanIn, Initializer, KVCache, Zeros
 from axcore_mamba2.documents import Documents, cached_rows
 
@@ -19,14 +18,14 @@ class CausalConv(ax.Layer):
     """
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        width: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        width: ax.PositiveInt = ax.REQUIRED
         init: Initializer = FanIn(scale=1 / 3)
         """The variance of the published code, whose initial weights are uniform within +-1 / sqrt(width)."""
         use_bias: bool = True
         axes: tuple[str | None, str | None] | None = None
         """Logical axes of the weight, [width, input_dim]. None uses the parent's, or replicates."""
-        batch_size: int | None = None
+        batch_size: ax.PositiveInt | None = None
         """Number of rows that are decoded together. Their last inputs are kept for the next call. None keeps none."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> CausalConv.Config:
@@ -35,7 +34,6 @@ class CausalConv(ax.Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        at_least(cfg, 1, "input_dim", "width", "batch_size")
         axes = cfg.axes or (None, None)
         self.weight = self.param("weight", (cfg.width, cfg.input_dim), cfg.init, rngs, axes=axes)
         self.bias = nnx.data(None)

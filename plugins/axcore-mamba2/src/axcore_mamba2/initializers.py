@@ -9,15 +9,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.nn import Initializer
 
 
 class LogRates(Initializer):
     """The logarithm of decay rates that are uniform from `low` to `high`."""
 
-    low: float = 1.0
-    high: float = 16.0
+    low: ax.PositiveFloat = 1.0
+    high: ax.PositiveFloat = 16.0
 
     def __post_init__(self) -> None:
         _check_range(self)
@@ -32,13 +31,12 @@ class StepBias(Initializer):
     The step size of a token is then in this range if the projection of the token is near 0.
     """
 
-    low: float = 1e-3
-    high: float = 0.1
-    floor: float = 1e-4
+    low: ax.PositiveFloat = 1e-3
+    high: ax.PositiveFloat = 0.1
+    floor: ax.NonNegativeFloat = 1e-4
 
     def __post_init__(self) -> None:
         _check_range(self)
-        at_least(self, 0, "floor")
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         logs = jax.random.uniform(key, shape, minval=math.log(self.low), maxval=math.log(self.high))
@@ -47,5 +45,5 @@ class StepBias(Initializer):
 
 
 def _check_range(init: LogRates | StepBias) -> None:
-    if not 0 < init.low <= init.high:
-        raise ax.ConfigError(f"low and high must be positive and in order, not {init.low} and {init.high}")
+    if init.low > init.high:
+        raise ax.ConfigError(f"low must be at most high, not {init.low} and {init.high}")

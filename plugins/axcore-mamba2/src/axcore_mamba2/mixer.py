@@ -8,7 +8,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.nn import DecodingState, Initializer, KVCache, Linear, Ones, TokenInfo
 from axcore.nn.matmul import rows
 from axcore_mamba2.conv import CausalConv
@@ -32,17 +31,17 @@ class Mamba2(ax.Layer):
     """
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        state_dim: int = 128
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        state_dim: ax.PositiveInt = 128
         """Size of the state of each feature of a head."""
         layout_fields = ("chunk",)
-        head_dim: int = 64
-        expand: int = 2
+        head_dim: ax.PositiveInt = 64
+        expand: ax.PositiveInt = 2
         """The heads have `expand * input_dim` features in total."""
-        num_groups: int = 1
+        num_groups: ax.PositiveInt = 1
         """Each group of consecutive heads shares B and C."""
-        conv_width: int = 4
-        chunk: int = 256
+        conv_width: ax.PositiveInt = 4
+        chunk: ax.PositiveInt = 256
         """Tokens per chunk, which interact through a [chunk, chunk] matrix per head. Does not change the result."""
         z_proj: Linear.Config = Linear.Config()
         x_proj: Linear.Config = Linear.Config()
@@ -60,7 +59,7 @@ class Mamba2(ax.Layer):
         norm: ax.Layer.Config = GatedRMSNorm.Config()
         """Called as `(heads, z)`, both [batch, seq, expand * input_dim]. Receives `input_dim` and `num_groups`."""
         out_proj: Linear.Config = Linear.Config()
-        batch_size: int | None = None
+        batch_size: ax.PositiveInt | None = None
         """Number of rows that are decoded together. Their state is kept for the next call. None keeps no state."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Mamba2.Config:
@@ -69,9 +68,6 @@ class Mamba2(ax.Layer):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        at_least(
-            cfg, 1, "input_dim", "state_dim", "head_dim", "expand", "num_groups", "conv_width", "chunk", "batch_size"
-        )
         inner, shared = cfg.expand * cfg.input_dim, cfg.num_groups * cfg.state_dim
         if inner % cfg.head_dim:
             raise ax.ConfigError(

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.nn import Initializer, Ones
 
 
@@ -18,15 +17,14 @@ class GatedRMSNorm(ax.Layer):
     """
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        num_groups: int = ax.REQUIRED
-        eps: float = 1e-5
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        num_groups: ax.PositiveInt = ax.REQUIRED
+        eps: ax.PositiveFloat = 1e-5
         init: Initializer = Ones()
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        at_least(cfg, 1, "input_dim", "num_groups")
         if cfg.input_dim % cfg.num_groups:
             raise ax.ConfigError(f"input_dim={cfg.input_dim} is not a multiple of num_groups={cfg.num_groups}")
         self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=("head",))

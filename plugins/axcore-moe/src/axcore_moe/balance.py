@@ -8,7 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from axcore.config import Config, at_least
+from axcore.config import Config, NonNegativeFloat
 from axcore.module import LossSum
 from axcore.parallel import active_layout
 from axcore_moe.routing import Routing
@@ -22,7 +22,7 @@ class LoadBalance(Config):
     means over the tokens of all layers. To train with a similar strength, divide its `router_aux_loss_coef` by the
     number of layers."""
 
-    weight: float
+    weight: NonNegativeFloat
     scope: Literal["sequence", "batch", "global"] = "global"
     """The means are taken over one row (`sequence`: DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the rows of one shard of
     the batch (`batch`), or all rows of the microbatch (`global`: Qiu et al. 2025, arXiv 2501.11873). The loss is
@@ -30,9 +30,6 @@ class LoadBalance(Config):
     over the microbatches of a step, so they differ from the losses of the whole batch."""
     per_choice: bool = False
     """Whether f is divided by the number of choices per token, as in DeepSeek-V3."""
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "weight")
 
     def __call__(self, routing: Routing, rows: int) -> LossSum:
         """The loss, summed over the parts of its scope. The tokens of `routing` are `rows` concatenated rows."""

@@ -75,11 +75,7 @@ class Capacity(Dispatch):
     a model that was trained with `Capacity` can be served with `Dropless`.
     """
 
-    factor: float = 1.25
-
-    def __post_init__(self) -> None:
-        if self.factor is not ax.REQUIRED and not 0 < self.factor < math.inf:
-            raise ax.ConfigError(f"Capacity.factor must be positive and finite, not {self.factor}")
+    factor: ax.PositiveFloat = 1.25
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         pairs, count = routing.expert.size, routing.num_experts

@@ -31,16 +31,12 @@ class Exchange(Dispatch):
     """
 
     matmul: GroupedMatmul = Blocks()
-    factor: float = 2.0
+    factor: ax.PositiveFloat = 2.0
     """Capacity of each pair of devices, as a multiple of the fair share."""
     dropless: bool = True
     """True: if any device exceeds this capacity, the call runs with the largest capacity that can be needed, which
     multiplies the compute by up to the number of expert shards. Both variants are compiled, and the backward pass
     recomputes the exchange. False: pairs beyond the capacity are dropped and counted in `dropped`."""
-
-    def __post_init__(self) -> None:
-        if self.factor is not ax.REQUIRED and not 0 < self.factor < math.inf:
-            raise ax.ConfigError(f"Exchange.factor must be positive and finite, not {self.factor}")
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         layout = active_layout()

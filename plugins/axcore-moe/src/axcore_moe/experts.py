@@ -10,7 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.nn import FeedForward, Grouped, GroupedLinear, GroupedMatmul, Linear, combined
 from axcore.parallel import constrain
 
@@ -23,8 +22,8 @@ class Experts(ax.Layer):
     """
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        num_experts: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        num_experts: ax.PositiveInt = ax.REQUIRED
         block: FeedForward.Config = FeedForward.Config()
         """Config of each expert."""
 
@@ -34,7 +33,6 @@ class Experts(ax.Layer):
         block = cfg.block
         if block.hidden_dim is ax.REQUIRED:
             raise ax.ConfigError("block.hidden_dim is REQUIRED. Set it to the hidden features of each expert.")
-        at_least(block, 1, "hidden_dim")
         into, out_of = (cfg.input_dim, block.hidden_dim), (block.hidden_dim, cfg.input_dim)
         self.gate = self._maps("gate", block.gate, into, ("expert", "embed", "mlp"), rngs)
         self.up = self._maps("up", block.up, into, ("expert", "embed", "mlp"), rngs)

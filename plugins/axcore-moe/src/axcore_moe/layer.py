@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.nn import FeedForward, Linear, TokenInfo
 from axcore_moe.balance import LoadBalance, z_loss
 from axcore_moe.dispatch import Dispatch, Dropless
@@ -31,8 +30,8 @@ class MoE(ax.Layer):
     """
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        num_experts: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        num_experts: ax.PositiveInt = ax.REQUIRED
         router: Router.Config = TopK.Config()
         experts: Experts.Config = Experts.Config()
         dispatch: Dispatch = Dropless()
@@ -41,18 +40,16 @@ class MoE(ax.Layer):
         shared_gate: Linear.Config | None = None
         """If given, the shared block's output is multiplied by the sigmoid of this map's one feature (Qwen2-MoE)."""
         balance: LoadBalance | None = None
-        z_loss: float = 0.0
+        z_loss: ax.NonNegativeFloat = 0.0
         """Weight of the router's z-loss; 0 disables it."""
-        starving_load: float = 0.1
+        starving_load: ax.NonNegativeFloat = 0.1
         """An expert starves in a step if its load is below this fraction of the mean load."""
-        starving_steps: int = 100
+        starving_steps: ax.PositiveInt = 100
         """Number of consecutive steps in which an expert starves before it counts as starved."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        at_least(cfg, 1, "num_experts", "starving_steps")
-        at_least(cfg, 0, "z_loss", "starving_load")
         if cfg.shared_gate is not None and cfg.shared is None:
             raise ax.ConfigError("shared_gate requires a shared block, but shared is None")
         widths = {"input_dim": cfg.input_dim, "num_experts": cfg.num_experts}

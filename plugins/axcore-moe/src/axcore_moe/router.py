@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.nn import KVCache, Linear
 from axcore_moe.routing import Routing
 
@@ -19,20 +18,17 @@ class Router(ax.Layer):
     """Base class of routers."""
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        num_experts: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        num_experts: ax.PositiveInt = ax.REQUIRED
         linear: Linear.Config = Linear.Config(dtypes=ax.DTypes(compute=jnp.float32))
         """Computes the logits in float32, since small differences change the choice of experts."""
-        jitter: float = 0.0
+        jitter: ax.Fraction = 0.0
         """In training, the input is multiplied by random factors from 1 - jitter to 1 + jitter (Switch Transformers,
         arXiv 2101.03961, section 2.4)."""
 
     config: Any
 
     def make_linear(self, cfg: Config, rngs: ax.Rngs) -> None:
-        at_least(cfg, 1, "num_experts")
-        if not 0 <= cfg.jitter < 1:
-            raise ax.ConfigError(f"jitter must be at least 0 and below 1, not {cfg.jitter}")
         wide = {"input_dim": cfg.input_dim, "output_dim": cfg.num_experts}
         self.linear = self.child("linear", cfg.linear, rngs, **wide, axes=("embed", None))
 
@@ -63,17 +59,17 @@ class TopK(Router):
     """
 
     class Config(Router.Config):
-        top_k: int = 2
+        top_k: ax.PositiveInt = 2
         """Experts per token."""
         score: Literal["softmax", "sigmoid"] = "softmax"
         normalize: bool = True
         """Whether the weights of the chosen experts are divided by their sum. With softmax scores, True gives the
         softmax over the chosen logits (Mixtral) and False the softmax over all logits (Qwen2-MoE)."""
-        scale: float = 1.0
+        scale: ax.PositiveFloat = 1.0
         """Multiplies the weights."""
-        groups: int = 1
-        top_groups: int = 1
-        bias_rate: float | None = None
+        groups: ax.PositiveInt = 1
+        top_groups: ax.PositiveInt = 1
+        bias_rate: ax.NonNegativeFloat | None = None
         """If given, a bias is added to the scores for the choice only. Each training step raises it by this amount for
         experts below the mean load and lowers it for others (Wang et al. 2024, arXiv 2408.15664, alg. 1)."""
 
@@ -81,8 +77,6 @@ class TopK(Router):
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         self.make_linear(cfg, rngs)
-        at_least(cfg, 1, "top_k", "groups", "top_groups")
-        at_least(cfg, 0, "bias_rate")
         if cfg.num_experts % cfg.groups:
             raise ax.ConfigError(f"num_experts={cfg.num_experts} does not divide into groups={cfg.groups}")
         if cfg.top_groups > cfg.groups:
@@ -135,7 +129,7 @@ class ExpertChoice(Router):
     """
 
     class Config(Router.Config):
-        capacity_factor: float = 2.0
+        capacity_factor: ax.PositiveFloat = 2.0
         """Mean number of experts per token."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> Router.Config:
@@ -147,10 +141,8 @@ class ExpertChoice(Router):
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         self.make_linear(cfg, rngs)
-        if not 0 < cfg.capacity_factor <= cfg.num_experts:
-            raise ax.ConfigError(
-                f"capacity_factor must be above 0 and at most num_experts={cfg.num_experts}, not {cfg.capacity_factor}"
-            )
+        if cfg.capacity_factor > cfg.num_experts:
+            raise ax.ConfigError(f"capacity_factor={cfg.capacity_factor} exceeds num_experts={cfg.num_experts}")
 
     def __call__(self, x: jax.Array) -> Routing:
         logits = self.logits(x)

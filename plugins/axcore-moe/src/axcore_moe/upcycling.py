@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import axcore as ax
-from axcore.config import at_least, under
+from axcore.config import under
 from axcore.config.tree import join
 from axcore.module import abstract
 from axcore.train import Initial
@@ -27,17 +27,16 @@ class Upcycled(Initial):
     class Config(Initial.Config):
         source: Initial.Config = ax.REQUIRED
         """Source of the dense weights. It loads the model as it would be without mixtures."""
-        noise: float = 0.0
+        noise: ax.NonNegativeFloat = 0.0
         """Standard deviation of the noise that is added to make the experts differ, relative to the standard deviation
         of each expert's array."""
-        seed: int = 0
+        seed: ax.Seed = 0
         """Seed of the noise."""
         allow_new: tuple[str, ...] = ("**.router.**",)
 
     config: Config
 
     def __init__(self, cfg: Config):
-        at_least(cfg, 0, "noise", "seed")
         super().__init__(cfg)
 
     def load(self, model: Model, params: Forms, state: Forms) -> dict[str, jax.Array]:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 import axcore as ax
-from axcore.module import Tree
+from axcore.module import Tree, float_dtype
 from axcore.train import AdamW, Learner, Optimizer
 from axcore.train.step.learner import Axes
 
@@ -40,13 +40,13 @@ class Muon(Optimizer):
     """
 
     class Config(Optimizer.Config):
-        momentum: float = 0.95
+        momentum: ax.Fraction = 0.95
         nesterov: bool = True
-        steps: int = 5
+        steps: ax.PositiveInt = 5
         """Newton-Schulz iterations."""
-        coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+        coefficients: tuple[ax.FiniteFloat, ax.FiniteFloat, ax.FiniteFloat] = (3.4445, -4.7750, 2.0315)
         """The coefficients a, b, c of one iteration: X <- a X + (b A + c A A) X, where A = X X^T."""
-        eps: float = 1e-7
+        eps: ax.PositiveFloat = 1e-7
         """Added to the Frobenius norm that divides the momentum."""
         dtype: DTypeLike | None = np.dtype(jnp.bfloat16)
         """Dtype of the iteration. The default is that of the original. None uses the gradient's dtype.
@@ -56,11 +56,11 @@ class Muon(Optimizer):
         their norm, since they are summed in different orders. In float32, the updates then differ by about 1e-5 of
         their largest value. In bfloat16, such a difference may round to the next value (4e-3), and updates differ by up
         to 1e-1 if a gradient is nearly of low rank."""
-        rms: float | None = 0.2
+        rms: ax.PositiveFloat | None = 0.2
         """Updates are scaled by `rms * sqrt(max(fan_in, fan_out))`. Their root mean square is then about `rms`, like
         AdamW's, and both optimizers can use one learning rate (Liu et al. 2025, arXiv 2502.16982, eq. 4). None scales
         by `sqrt(max(1, fan_out / fan_in))`, as in the original, which requires a larger rate (`learner.rates`)."""
-        weight_decay: float = 0.1
+        weight_decay: ax.NonNegativeFloat = 0.1
         """Weight decay of the matrices, times the learning rate (eq. 3 of the same paper)."""
         orthogonalizes: Callable[[str, Axes], bool] = hidden_matrices
         """Selects the matrices by path and logical axes. If it selects none, for instance because LoRA freezes them
@@ -69,20 +69,9 @@ class Muon(Optimizer):
         """The optimizer of all other parameters."""
 
         def __post_init__(self) -> None:
-            try:
-                object.__setattr__(self, "dtype", None if self.dtype is None else np.dtype(self.dtype))
-            except TypeError:
-                raise ax.ConfigError(f"Muon.dtype: {self.dtype!r} is not a dtype such as 'bfloat16'") from None
+            object.__setattr__(self, "dtype", None if self.dtype is None else float_dtype(self.dtype, "Muon.dtype"))
 
     config: Config
-
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
-        _check(0 <= cfg.momentum < 1, cfg, "momentum", "at least 0 and below 1")
-        _check(cfg.steps >= 1, cfg, "steps", "at least 1")
-        _check(cfg.eps > 0, cfg, "eps", "positive")
-        _check(cfg.rms is None or cfg.rms > 0, cfg, "rms", "positive or None")
-        _check(cfg.weight_decay >= 0, cfg, "weight_decay", "at least 0")
 
     def transformation(self, axes: Tree) -> optax.GradientTransformation:
         """See `Optimizer.transformation`.
@@ -164,8 +153,3 @@ def _sides(path: str, axes: Axes) -> MuonDimensionNumbers:
 
 def _is_tuple(node: Any) -> bool:
     return isinstance(node, tuple)
-
-
-def _check(holds: bool, cfg: Muon.Config, name: str, wanted: str) -> None:
-    if not holds:
-        raise ax.ConfigError(f"learner.optimizer.{name} must be {wanted}, not {getattr(cfg, name)}")

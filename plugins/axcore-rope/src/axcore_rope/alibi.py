@@ -16,7 +16,7 @@ class Alibi(ax.Layer):
     2108.12409, section 3). It fills attention's `bias` slot."""
 
     class Config(ax.Layer.Config):
-        num_heads: int = ax.REQUIRED
+        num_heads: ax.PositiveInt = ax.REQUIRED
 
     config: Config
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.nn import CausalLM, Initializer, Normal
 
 INIT: Initializer = Normal()
@@ -16,15 +15,14 @@ class LearnedPositions(ax.Layer):
     """Adds a vector for each position to the embeddings (Gehring et al. 2017, arXiv 1705.03122; GPT-2)."""
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        max_len: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        max_len: ax.PositiveInt = ax.REQUIRED
         """Number of learned positions. Tokens at later positions become NaN, since nothing was learned for them."""
         init: Initializer = INIT
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        at_least(cfg, 1, "input_dim", "max_len")
         shape = (cfg.max_len, cfg.input_dim)
         self.weight = self.param("weight", shape, cfg.init, rngs, axes=(None, "embed"))
 

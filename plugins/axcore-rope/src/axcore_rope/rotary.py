@@ -18,16 +18,16 @@ class Rotary(ax.Layer):
     """Rotates pairs of features of queries and keys by an angle that grows with the position."""
 
     class Config(ax.Layer.Config):
-        head_dim: int = ax.REQUIRED
-        theta: float = 10_000.0
+        head_dim: ax.PositiveInt = ax.REQUIRED
+        theta: ax.PositiveFloat = 10_000.0
         """Pair i rotates at the rate `theta ** (-2 i / rotary_dim)`."""
         layout: Layout = "half"
         """Which features form a pair: i and i + rotary_dim / 2, as in checkpoints of `transformers`, or 2 i and
         2 i + 1, as in the paper."""
-        rotary_dim: int | None = None
+        rotary_dim: ax.PositiveInt | None = None
         """Number of leading features that are rotated (GPT-NeoX, arXiv 2204.06745). None rotates all."""
         scaling: Scaling | None = None
-        sections: tuple[int, ...] | None = None
+        sections: tuple[ax.NonNegativeInt, ...] | None = None
         """For positions with several coordinates, the number of pairs that rotate by each coordinate (M-RoPE: Qwen2-VL,
         arXiv 2409.12191, section 2.1). They sum to rotary_dim / 2."""
         interleave_sections: bool = False
@@ -45,9 +45,7 @@ class Rotary(ax.Layer):
             raise ax.ConfigError(
                 f"rotary_dim must be even, positive and at most head_dim={cfg.head_dim}, not {cfg.rotary_dim}"
             )
-        if not cfg.theta > 0:
-            raise ax.ConfigError(f"theta must be positive, not {cfg.theta}")
-        if cfg.sections is not None and (sum(cfg.sections) != rotary_dim // 2 or min(cfg.sections) < 0):
+        if cfg.sections is not None and (sum(cfg.sections) != rotary_dim // 2):
             raise ax.ConfigError(f"sections={cfg.sections} must sum to the {rotary_dim // 2} pairs that are rotated")
         if cfg.interleave_sections and cfg.sections is None:
             raise ax.ConfigError("interleave_sections=True requires sections")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,18 +55,6 @@ def plain(theta: float, rotary_dim: int) -> np.ndarray:
     return theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
 
 
-def check_positive(cfg: Scaling, *names: str) -> None:
-    """Raises unless the fields are positive numbers or tuples of positive numbers. Skips None and REQUIRED. Values from
-    published configs may have any type."""
-    for name in names:
-        value = getattr(cfg, name)
-        if value is None or value is ax.REQUIRED:
-            continue
-        many = isinstance(value, tuple)
-        if not all(is_positive(each) for each in (value if many else (value,))):
-            raise ax.ConfigError(f"{type(cfg).__name__}.{name} must be positive{' numbers' * many}, not {value!r}")
-
-
 def is_positive(value: object) -> bool:
     """Whether `value` is a positive, finite number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
@@ -75,10 +63,7 @@ def is_positive(value: object) -> bool:
 class Linear(Scaling):
     """Positions divided by `factor` (Chen et al. 2023, arXiv 2306.15595, eq. 4)."""
 
-    factor: float
-
-    def __post_init__(self) -> None:
-        check_positive(self, "factor")
+    factor: ax.PositiveFloat
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         return plain(theta, rotary_dim) / self.factor
@@ -88,12 +73,9 @@ class DynamicNTK(Scaling):
     """A base that grows with rows longer than `original_max` (see YaRN's paper, arXiv 2309.00071, section 3.3)."""
 
     by_length: ClassVar[bool] = True
-    factor: float
-    original_max: int
+    factor: ax.PositiveFloat
+    original_max: ax.PositiveInt
     """Length of the rows that the model was trained on."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, "factor", "original_max")
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         assert length is not None
@@ -109,23 +91,20 @@ class YaRN(Scaling):
     """Slow pairs rotate `factor` times more slowly, fast pairs are unchanged, and logits are sharpened (Peng et al.
     2023, arXiv 2309.00071, section 3)."""
 
-    factor: float
-    original_max: int
+    factor: ax.PositiveFloat
+    original_max: ax.PositiveInt
     """Length of the rows that the model was trained on."""
-    beta_fast: float = 32.0
+    beta_fast: ax.PositiveFloat = 32.0
     """Pairs that rotate at least this many times within `original_max` are unchanged."""
-    beta_slow: float = 1.0
+    beta_slow: ax.PositiveFloat = 1.0
     """Pairs that rotate at most this many times are slowed by the whole factor; pairs in between by a part of it."""
     truncate: bool = True
     """Whether the bounds of the range in between are rounded outwards to whole pairs."""
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention: float | None = None
+    mscale: ax.NonNegativeFloat | None = None
+    mscale_all_dim: ax.NonNegativeFloat | None = None
+    attention: ax.PositiveFloat | None = None
     """Factor that multiplies rotated queries and keys. None uses the paper's eq. 22, or if `mscale` and
     `mscale_all_dim` are set, the quotient of `yarn_mscale` for the two."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, "factor", "original_max", "beta_fast", "beta_slow", "attention")
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         if theta <= 1:
@@ -162,14 +141,13 @@ class Llama3(Scaling):
     """Pairs of long wavelength rotate `factor` times more slowly, pairs of short wavelength are unchanged, and rates in
     between are interpolated (Llama 3.1)."""
 
-    factor: float
-    original_max: int
+    factor: ax.PositiveFloat
+    original_max: ax.PositiveInt
     """Length of the rows that the model was trained on."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: ax.PositiveFloat = 1.0
+    high_freq_factor: ax.PositiveFloat = 4.0
 
     def __post_init__(self) -> None:
-        check_positive(self, "factor", "original_max", "low_freq_factor", "high_freq_factor")
         if ax.REQUIRED not in (self.low_freq_factor, self.high_freq_factor) and (
             self.high_freq_factor <= self.low_freq_factor
         ):
@@ -190,19 +168,15 @@ class LongRoPE(Scaling):
     2024, arXiv 2402.13753)."""
 
     by_length: ClassVar[bool] = True
-    short: tuple[float, ...]
+    short: tuple[ax.PositiveFloat, ...]
     """Divisors of the rates, one for each pair."""
-    long: tuple[float, ...]
-    original_max: int
+    long: tuple[ax.PositiveFloat, ...]
+    original_max: Annotated[int, ax.Range(at_least=2)]
     """Length of the rows that the model was trained on."""
-    factor: float = 1.0
+    factor: ax.PositiveFloat = 1.0
     """Ratio of the longest row to `original_max`. Used only for the default of `attention`."""
-    attention: float | None = None
+    attention: ax.PositiveFloat | None = None
     """Factor that multiplies rotated queries and keys. None uses `sqrt(1 + ln(factor) / ln(original_max))`."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, "short", "long", "original_max", "factor", "attention")
-        ax.at_least(self, 2, "original_max")  # log(original_max) is a divisor
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
         assert length is not None

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 import axcore as ax
-from axcore.config import at_least
 from axcore.nn import (
     LSE,
     And,
@@ -42,7 +41,7 @@ class CudnnKernel(AttentionKernel):
     """
 
     class Config(AttentionKernel.Config):
-        documents: int = 8
+        documents: ax.PositiveInt = 8
         """Maximum number of documents per packed row, averaged over the rows of a call, for the fast path. Calls with
         more documents take a slower path with the same result. The backward pass of the fast path requires
         `8 * documents` bytes per element of q. A call has at most 2**26 elements of q, which is 4 GiB by default,
@@ -52,9 +51,6 @@ class CudnnKernel(AttentionKernel):
     tags_heads = True
 
     config: Config
-
-    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        at_least(cfg, 1, "documents")
 
     def supports(self, request: KernelRequest) -> str | None:
         """See `axcore.nn.AttentionKernel`."""

@@ -10,14 +10,13 @@ from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float
 
-from axcore.config import REQUIRED, ConfigError, at_least
+from axcore.config import REQUIRED, Fraction, PositiveFloat, PositiveInt
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.choice import attend
 from axcore.nn.attention.inputs import AttentionInputs, Bias, Dropout, Heads
 from axcore.nn.attention.kernel import AttentionKernel
 from axcore.nn.attention.masks import Causal, Mask, SameSegment
 from axcore.nn.attention.reference import ReferenceKernel
-from axcore.nn.dropout import check_rates
 from axcore.nn.initializers import Initializer
 from axcore.nn.kv.cache import KVCache
 from axcore.nn.kv.views import Contiguous
@@ -46,21 +45,21 @@ class BaseAttention(Layer):
 
     class Config(Layer.Config):
         layout_fields = ("cache", "kernel")
-        input_dim: int = REQUIRED
-        num_heads: int = REQUIRED
+        input_dim: PositiveInt = REQUIRED
+        num_heads: PositiveInt = REQUIRED
         position: Layer.Config | None = None
         bias: Layer.Config | None = None
         cache: KVCache.Config | None = None
         mask: Mask = Causal() & SameSegment()
         kernel: AttentionKernel.Config = ReferenceKernel.Config()
-        scale: float | None = None
+        scale: PositiveFloat | None = None
         """Multiplies the logits; None: `1 / sqrt(head_dim)`."""
-        softcap: float | None = None
+        softcap: PositiveFloat | None = None
         """Bounds the logits to `softcap * tanh(logits / softcap)`; None: no bound."""
         sinks: Initializer | None = None
         """Initializer of the attention sinks: each head learns the logit of an additional key without a value. None: no
         sinks."""
-        dropout: float = 0.0
+        dropout: Fraction = 0.0
         """Probability of zeroing each attention weight while training."""
         output: Layer.Config | None = None
         projection: Linear.Config = Linear.Config()
@@ -90,10 +89,6 @@ class BaseAttention(Layer):
             value_dim: features of a value; None: head_dim.
         """
         cfg = self.config
-        at_least(cfg, 1, "input_dim", "num_heads")
-        check_rates(cfg, "dropout")
-        if cfg.softcap is not None and not cfg.softcap > 0:
-            raise ConfigError(f"softcap must be positive or None, not {cfg.softcap}")
         self.sinks = nnx.data(None)
         if cfg.sinks is not None:
             self.sinks = self.param("sinks", (cfg.num_heads,), cfg.sinks, rngs, axes=("head",))

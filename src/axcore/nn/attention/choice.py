@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from axcore.config import Config, ConfigError, Where, has_field, select
+from axcore.config import Config, ConfigError, PositiveInt, Where, has_field, select
 from axcore.module import Frame, Rngs, current
 from axcore.module.context import locate
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
@@ -79,9 +79,9 @@ class ChooseKernel(AttentionKernel):
     """
 
     class Config(AttentionKernel.Config):
-        input_dim: int | None = None
-        num_heads: int | None = None
-        num_kv_heads: int | None = None
+        input_dim: PositiveInt | None = None
+        num_heads: PositiveInt | None = None
+        num_kv_heads: PositiveInt | None = None
         order: tuple[AttentionKernel.Config, ...] = (ReferenceKernel.Config(),)
 
     takes = frozenset(OPTIONS)

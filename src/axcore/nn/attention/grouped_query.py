@@ -7,7 +7,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from axcore.config import ConfigError, at_least
+from axcore.config import ConfigError, PositiveInt
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.base import BaseAttention, Hidden
 from axcore.nn.attention.inputs import AttentionInputs
@@ -29,9 +29,9 @@ class Attention(BaseAttention):
     """
 
     class Config(BaseAttention.Config):
-        num_kv_heads: int | None = None
+        num_kv_heads: PositiveInt | None = None
         """Number of kv heads; None: num_heads."""
-        head_dim: int | None = None
+        head_dim: PositiveInt | None = None
         """Features of a head; None: input_dim / num_heads."""
         query: Linear.Config | None = Linear.Config()
         key: Linear.Config | None = Linear.Config()
@@ -46,7 +46,6 @@ class Attention(BaseAttention):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim", "num_heads", "num_kv_heads", "head_dim")
         num_kv_heads = cfg.num_kv_heads or cfg.num_heads
         if cfg.num_heads % num_kv_heads:
             divisors = ", ".join(str(count) for count in range(1, cfg.num_heads + 1) if cfg.num_heads % count == 0)

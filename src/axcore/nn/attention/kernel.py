@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from axcore.config import REQUIRED, ConfigError
+from axcore.config import REQUIRED, ConfigError, PositiveInt
 from axcore.module import Layer
 from axcore.nn.attention.formula import gradients
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
@@ -20,7 +20,7 @@ class AttentionKernel(Layer):
     """Base of the layers that fill the kernel slot of attention."""
 
     class Config(Layer.Config):
-        head_dim: int = REQUIRED
+        head_dim: PositiveInt = REQUIRED
 
     takes: ClassVar[frozenset[str] | set[str]] = frozenset()
     """The options that the kernel supports: members of `softcap`, `sinks`, `bias`, `dropout` and `lse`. A call with

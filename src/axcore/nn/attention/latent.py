@@ -8,7 +8,7 @@ import math
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from axcore.config import REQUIRED, ConfigError, at_least, has_field
+from axcore.config import REQUIRED, ConfigError, NonNegativeInt, PositiveInt, has_field
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.base import BaseAttention, Hidden
 from axcore.nn.attention.inputs import AttentionInputs, Heads
@@ -36,15 +36,15 @@ class LatentAttention(BaseAttention):
     """
 
     class Config(BaseAttention.Config):
-        kv_lora_rank: int = REQUIRED
+        kv_lora_rank: PositiveInt = REQUIRED
         """Features of the latent vector."""
-        q_lora_rank: int | None = None
+        q_lora_rank: PositiveInt | None = None
         """Features of the latent vector of the queries; None: queries are projected from the input."""
-        qk_nope_head_dim: int = 128
+        qk_nope_head_dim: PositiveInt = 128
         """Features of a query or key without a position embedding."""
-        qk_rope_head_dim: int = 64
+        qk_rope_head_dim: PositiveInt = 64
         """Features of a query or key with a position embedding."""
-        value_dim: int = 128
+        value_dim: PositiveInt = 128
         """Features of a value."""
         query_down: Linear.Config = Linear.Config()
         query_norm: Layer.Config = RMSNorm.Config()
@@ -54,15 +54,12 @@ class LatentAttention(BaseAttention):
         position_key: Linear.Config = Linear.Config()
         key_up: Linear.Config = Linear.Config()
         value_up: Linear.Config = Linear.Config()
-        absorb_up_to: int = 64
+        absorb_up_to: NonNegativeInt = 64
         """A call with a cache uses absorbed weights if it has at most this many tokens."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "input_dim", "num_heads", "kv_lora_rank", "q_lora_rank")
-        at_least(cfg, 1, "qk_nope_head_dim", "qk_rope_head_dim", "value_dim")
-        at_least(cfg, 0, "absorb_up_to")
         if cfg.cache is not None and not has_field(cfg.cache, "value_dim"):
             raise ConfigError(
                 f"cache={type(cfg.cache).__qualname__} has no field value_dim, which storing latents requires; use "

@@ -8,7 +8,7 @@ import operator
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from axcore.config import Config, at_least
+from axcore.config import Config, PositiveInt
 from axcore.nn.tokens import TokenInfo
 
 Allowed = Bool[Array, "#batch #query #key"]
@@ -45,10 +45,7 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query sees keys at most `size - 1` places away: itself and the nearest `size - 1` on either side."""
 
-    size: int
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "size")
+    size: PositiveInt
 
     def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return jnp.abs(query.index[:, :, None] - key.index[:, None, :]) < self.size

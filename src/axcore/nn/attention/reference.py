@@ -7,8 +7,7 @@ import jax.export
 import jax.numpy as jnp
 from einops import rearrange
 
-from axcore.config import at_least
-from axcore.module import Rngs
+from axcore.config import PositiveInt
 from axcore.nn.attention.formula import blockwise_attention, dense_attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.kernel import AttentionKernel
@@ -25,9 +24,9 @@ class ReferenceKernel(AttentionKernel):
     """
 
     class Config(AttentionKernel.Config):
-        chunk: int | None = 1024
+        chunk: PositiveInt | None = 1024
         """Number of queries processed at once; None: all."""
-        block: int = 256
+        block: PositiveInt = 256
         """Number of keys read at once from a view that is not `Contiguous`."""
 
     takes = frozenset(OPTIONS)
@@ -35,9 +34,6 @@ class ReferenceKernel(AttentionKernel):
     local = False
 
     config: Config
-
-    def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "chunk", "block")
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
         """See `AttentionKernel`. The heads of a query that sees no key are finite."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from axcore.config import REQUIRED, ConfigError, at_least
+from axcore.config import REQUIRED, ConfigError, PositiveInt
 from axcore.module import DecodingState, Rngs
 from axcore.nn.attention.inputs import AttentionInputs, Heads
 from axcore.nn.kv.cache import KVCache
@@ -15,12 +15,12 @@ class ContiguousCache(KVCache):
     """Stores keys and values as [batch_size, max_len, kv_head, head_dim] arrays in the compute dtype."""
 
     class Config(KVCache.Config):
-        num_kv_heads: int = REQUIRED
-        head_dim: int = REQUIRED
-        value_dim: int | None = None
+        num_kv_heads: PositiveInt = REQUIRED
+        head_dim: PositiveInt = REQUIRED
+        value_dim: PositiveInt | None = None
         """Features of a value; None: head_dim."""
-        batch_size: int = REQUIRED
-        max_len: int = REQUIRED
+        batch_size: PositiveInt = REQUIRED
+        max_len: PositiveInt = REQUIRED
         """Largest number of tokens in a row. Later tokens are not stored."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> KVCache.Config:
@@ -29,7 +29,6 @@ class ContiguousCache(KVCache):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
-        at_least(cfg, 1, "num_kv_heads", "head_dim", "batch_size", "max_len")
         shape = (cfg.batch_size, cfg.max_len, cfg.num_kv_heads, cfg.head_dim)
         axes = ("batch", "kv_seq", "kv_head", None)
         value_dim = cfg.head_dim if cfg.value_dim is None else cfg.value_dim

@@ -123,7 +123,7 @@ class Callback(config.Configurable):
         """The reaction to an exception. `"stop"` saves the state and ends the run with the error; `"disable"`
         continues without this callback. With several processes, an exception in `evaluate` ends the run at once, since
         other processes may wait for this one."""
-        order: int = 0
+        order: config.AnyInt = 0
         """Callbacks with lower numbers run first."""
 
     first_process_only: ClassVar[bool] = False

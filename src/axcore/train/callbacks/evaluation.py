@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from axcore import config
-from axcore.config import ConfigError, FrozenDict, at_least, under
+from axcore.config import ConfigError, FrozenDict, under
 from axcore.train.callbacks import returned
 from axcore.train.callbacks.base import Callback, Request, RunInfo
 from axcore.train.callbacks.snapshot import Snapshot
@@ -90,7 +90,7 @@ class Evaluation(Callback):
     """Runs evaluators every few steps and at the end of the run."""
 
     class Config(Callback.Config):
-        every_steps: int | None = None
+        every_steps: config.PositiveInt | None = None
         """Steps between evaluations. None evaluates only at the end."""
         evaluators: Mapping[str, Evaluator.Config] = FrozenDict(validation=BitsPerByte.Config())
 
@@ -98,7 +98,6 @@ class Evaluation(Callback):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        at_least(cfg, 1, "every_steps")
         self.evaluators: dict[str, Evaluator] = {}
         for name, evaluator in cfg.evaluators.items():
             with under(f"evaluators.{name}"):

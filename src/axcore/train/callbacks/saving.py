@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from axcore.config import ConfigError, at_least
+from axcore.config import PositiveFloat, PositiveInt
 from axcore.train.callbacks.base import Callback, Request, RunInfo
 
 
@@ -15,17 +15,14 @@ class Saving(Callback):
     """
 
     class Config(Callback.Config):
-        every_steps: int | None = None
-        every_minutes: float | None = 10.0
+        every_steps: PositiveInt | None = None
+        every_minutes: PositiveFloat | None = 10.0
         """Minutes between checkpoints, counted from the last one that this callback requested."""
 
     config: Config
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        at_least(cfg, 1, "every_steps")
-        if cfg.every_minutes is not None and not cfg.every_minutes > 0:  # NaN too
-            raise ConfigError(f"every_minutes={cfg.every_minutes} must be positive, or None for never")
         self._since = time.monotonic()
 
     def start(self, run: RunInfo) -> None:

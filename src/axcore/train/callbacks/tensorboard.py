@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, NonNegativeFloat
 from axcore.train.callbacks.writers import Writer
 from axcore.train.files import os_reason
 
@@ -28,7 +28,7 @@ class TensorBoardWriter(Writer):
     class Config(Writer.Config):
         folder: str = "tensorboard"
         """Path inside the run folder."""
-        flush_seconds: float = 30.0
+        flush_seconds: NonNegativeFloat = 30.0
         """Seconds between flushes to disk. Only writing a value triggers a flush."""
 
     config: Config

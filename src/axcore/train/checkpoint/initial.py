@@ -67,7 +67,7 @@ class FromRun(Initial):
 
     class Config(Initial.Config):
         folder: str = REQUIRED
-        step: int | None = None
+        step: config.NonNegativeInt | None = None
         """Step of the checkpoint to read. None reads the newest."""
         drop: tuple[str, ...] = ()
         """Globs of stored parameters to ignore, named by layer: `decoder.0.attention.output.**`."""

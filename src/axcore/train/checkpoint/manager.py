@@ -15,7 +15,7 @@ from etils import epath
 from jaxtyping import PyTree
 
 import axcore.config
-from axcore.config import AxcoreError, ConfigError, Configurable
+from axcore.config import AxcoreError, ConfigError, Configurable, PositiveInt
 from axcore.runtime import processes
 from axcore.runtime.errors import PeerFailed, RuntimeTimeout
 from axcore.train.checkpoint import inventory
@@ -55,17 +55,14 @@ class Checkpointer(Configurable):
     """
 
     class Config(axcore.config.Config):
-        keep: int = 3
-        """Number of newest checkpoints to keep; at least 1."""
-        keep_every: int | None = None
+        keep: PositiveInt = 3
+        """Number of newest checkpoints to keep."""
+        keep_every: PositiveInt | None = None
         """Also keep the checkpoints of steps that are multiples of this."""
         asynchronous: bool = True
         """Write in the background. `save` then returns after the copy to host memory."""
 
     def __init__(self, cfg: Config, folder: str | os.PathLike[str]):
-        for name, value in (("keep", cfg.keep), ("keep_every", cfg.keep_every)):
-            if value is not None and value < 1:
-                raise ConfigError(f"checkpointer.{name}={value} must be at least 1")
         self.config = cfg
         self.folder = epath.Path(folder)
         if inventory.is_local(self.folder):

@@ -43,11 +43,11 @@ class Input(config.Configurable):
     """
 
     class Config(config.Config):
-        seq_len: int = config.REQUIRED
+        seq_len: config.PositiveInt = config.REQUIRED
         """Tokens in a row."""
-        batch_size: int = config.REQUIRED
+        batch_size: config.PositiveInt = config.REQUIRED
         """Rows of a global batch, over all processes."""
-        seed: int | None = None
+        seed: config.Seed | None = None
         """Determines the order of training rows. None uses the trainer's seed."""
 
     @staticmethod

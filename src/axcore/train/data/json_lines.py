@@ -8,7 +8,7 @@ import operator
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Annotated, SupportsIndex
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -16,7 +16,6 @@ from jaxtyping import Float64, Int64
 from axcore import config
 from axcore.config import AxcoreError, ConfigError
 from axcore.train.data.source import Document, Source, Split
-from axcore.train.data.text_files import check_percent
 from axcore.train.files import expanded, os_reason
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class JsonLines(Source):
         """The file; `~` is the home directory."""
         field: str = "text"
         """Name of the field that contains the document."""
-        validation_percent: float = 2.0
+        validation_percent: Annotated[float, config.Range(above=0, below=100)] = 2.0
         """Percentage of lines for validation, above 0 and below 100."""
 
     config: Config
@@ -48,7 +47,6 @@ class JsonLines(Source):
         Raises:
             ConfigError: `validation_percent` is out of range.
         """
-        check_percent(cfg.validation_percent)
         self.config = cfg
 
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:

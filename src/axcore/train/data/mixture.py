@@ -24,7 +24,7 @@ class Mixture(Source):
     class Config(Source.Config):
         sources: Mapping[str, Source.Config] = config.REQUIRED
         """The sources by name."""
-        weights: Mapping[str, float] = config.REQUIRED
+        weights: Mapping[str, config.PositiveFloat] = config.REQUIRED
         """Relative share of each source in the training tokens. The weights need not sum to 1."""
 
     config: Config
@@ -32,7 +32,7 @@ class Mixture(Source):
     def __init__(self, cfg: Config):
         """
         Raises:
-            ConfigError: there is no source; a weight is missing, not positive, or without a source; or a source raises.
+            ConfigError: there is no source; a weight is missing or without a source; or a source raises.
         """
         if not cfg.sources:
             raise config.ConfigError("sources is empty. Give at least one.")
@@ -41,12 +41,6 @@ class Mixture(Source):
                 f"the weights are {sorted(cfg.weights)}, but the sources are {sorted(cfg.sources)}. Give each source "
                 f"one weight."
             )
-        for name, weight in cfg.weights.items():
-            if not 0 < weight < math.inf:
-                raise config.ConfigError(
-                    f"weights.{name}={weight} must be positive and finite. To leave a source out, remove it from "
-                    f"sources and weights."
-                )
         self.config = cfg
         self._sources: dict[str, Source] = {}
         for name, source in cfg.sources.items():

@@ -62,7 +62,7 @@ class FirstFit(Packing):
     """
 
     class Config(Packing.Config):
-        open_rows: int = 32
+        open_rows: config.PositiveInt = 32
         """Rows that are filled at the same time."""
 
     def __init__(self, cfg: FirstFit.Config):
@@ -70,7 +70,6 @@ class FirstFit(Packing):
         Raises:
             ConfigError: `open_rows` is not positive.
         """
-        config.at_least(cfg, 1, "open_rows")
         self.config = cfg
 
     def pack(self, sequences: grain.IterDataset[Tokens], seq_len: int) -> grain.IterDataset[Row]:

@@ -43,15 +43,15 @@ class TextInput(Input):
         """Packing of training documents. Validation always uses concat-then-split."""
         shuffle: bool = True
         """False keeps the order of the source."""
-        streams: int | None = None
+        streams: config.PositiveInt | None = None
         """Number of streams of training text. It must divide `batch_size` and be a multiple of the number of processes.
         The order of rows depends on it. None: the largest divisor of `batch_size` up to 64."""
-        piece_bytes: int | None = None
+        piece_bytes: config.PositiveInt | None = None
         """Approximate size of the pieces that long documents are cut into. Segments do not cross the end of a piece.
         Shorter pieces mix the text better, longer ones break fewer rows. None: the text of about eight rows."""
-        prefetch_batches: int = 16
+        prefetch_batches: config.NonNegativeInt = 16
         """Number of training batches to prepare ahead; 0 makes them on demand."""
-        read_threads: int = 0
+        read_threads: config.NonNegativeInt = 0
         """Threads per stream that read and encode ahead, for slow storage or a slow tokenizer."""
 
     def __init__(self, cfg: TextInput.Config, *, process_index: int = 0, process_count: int = 1):
@@ -195,9 +195,6 @@ def _check(cfg: TextInput.Config, process_count: int) -> int:
     def refuse(problem: str) -> LocatedError:
         return LocatedError("input", problem)
 
-    with located("input"):
-        config.at_least(cfg, 1, "seq_len", "batch_size", "streams", "piece_bytes")
-        config.at_least(cfg, 0, "prefetch_batches", "read_threads")
     batch_size = cfg.batch_size
     streams = cfg.streams or max(n for n in range(1, min(batch_size, _MOST_STREAMS) + 1) if batch_size % n == 0)
     if batch_size % streams:

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from axcore import config
 from axcore.train.data.pieces import Pieces, Span, line_start
@@ -67,9 +67,9 @@ class TextFiles(Source):
         """Patterns of files to include."""
         exclude: tuple[str, ...] = ()
         """Patterns of files or folders to exclude."""
-        max_file_bytes: int | None = None
+        max_file_bytes: config.NonNegativeInt | None = None
         """Larger files are skipped."""
-        validation_percent: float = 2.0
+        validation_percent: Annotated[float, config.Range(above=0, below=100)] = 2.0
         """Percentage of files, or of the bytes of a single file, for validation, above 0 and below 100."""
         check_content: bool = True
         """Read every file once at the start, to skip files that are not text (they contain a zero byte) and duplicates,
@@ -85,8 +85,6 @@ class TextFiles(Source):
         Raises:
             ConfigError: `max_file_bytes` or `validation_percent` is out of range.
         """
-        config.at_least(cfg, 0, "max_file_bytes")
-        check_percent(cfg.validation_percent)
         self.config = cfg
 
     def folder(self) -> Path:
@@ -231,15 +229,6 @@ class TextFiles(Source):
                 f"all {train + validation} files in folder={folder!r} are in {full} and none in {empty} (a hash of its "
                 f"path assigns each file). {advice} validation_percent={percent}, or split the text into more files."
             )
-
-
-def check_percent(percent: float) -> None:
-    """
-    Raises:
-        ConfigError: `validation_percent` is not between 0 and 100.
-    """
-    if not 0 < percent < 100:
-        raise config.ConfigError(f"validation_percent={percent} must lie between 0 and 100")
 
 
 def _matches_any(path: Path, patterns: tuple[str, ...]) -> bool:

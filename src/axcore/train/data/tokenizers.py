@@ -49,7 +49,7 @@ class ByteTokenizer(Tokenizer):
     class Config(Tokenizer.Config):
         """Options of the byte tokenizer."""
 
-        vocab_multiple: int = 8
+        vocab_multiple: config.PositiveInt = 8
         """`vocab_size` is 257 rounded up to a multiple of this (264), so that the vocabulary axis can be
         sharded."""
 
@@ -61,8 +61,6 @@ class ByteTokenizer(Tokenizer):
         Raises:
             ConfigError: `vocab_multiple` is not positive.
         """
-        if cfg.vocab_multiple < 1:
-            raise config.ConfigError(f"ByteTokenizer.vocab_multiple must be positive, not {cfg.vocab_multiple}")
         self.vocab_size = -(-257 // cfg.vocab_multiple) * cfg.vocab_multiple
 
     def encode(self, content: bytes) -> NDArray[np.integer]:

@@ -6,12 +6,24 @@ import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
 
 from axcore import config, runtime
-from axcore.config import REQUIRED, AxcoreError, ConfigError, Diff, FrozenDict, at_least, parse_text, under
+from axcore.config import (
+    REQUIRED,
+    AxcoreError,
+    ConfigError,
+    Diff,
+    FrozenDict,
+    PositiveInt,
+    Range,
+    Seed,
+    parse_text,
+    under,
+)
 from axcore.parallel import Mesh
 from axcore.runtime import signals
 from axcore.train import files
@@ -48,16 +60,16 @@ class Trainer(config.Configurable):
         input: Input.Config = REQUIRED
         objective: Objective.Config = CrossEntropy.Config()
         learner: Learner.Config = Learner.Config()
-        microbatches: int = 1
+        microbatches: PositiveInt = 1
         """Number of parts of each batch that are computed in sequence to save activation memory. The gradients are
         those of the whole batch."""
         mesh: Mesh = Mesh()
-        steps: int | None = None
-        minutes: float | None = None
+        steps: Annotated[int, Range(at_least=1, below=UNKNOWN_STEPS)] | None = None
+        minutes: Annotated[float, Range(above=0, below=MOST_MINUTES)] | None = None
         """Wall-clock time for training, compilation included. Set this or `steps`."""
         initial: Initial.Config | None = None
         """Source of the initial weights. None uses the model's initializers."""
-        seed: int = 0
+        seed: Seed = 0
         checkpointer: Checkpointer.Config = Checkpointer.Config()
         callbacks: Mapping[str, Callback.Config] = FrozenDict(
             evaluation=Evaluation.Config(),
@@ -75,13 +87,6 @@ class Trainer(config.Configurable):
                 f"steps={cfg.steps} and minutes={cfg.minutes}: exactly one is required. Set the other to None (the "
                 f"flags --steps and --minutes do that)."
             )
-        at_least(cfg, 1, "steps", "microbatches")
-        if cfg.steps is not None and cfg.steps >= UNKNOWN_STEPS:
-            raise ConfigError(f"steps={cfg.steps} must be below {UNKNOWN_STEPS:,}")
-        if cfg.minutes is not None and not 0 < cfg.minutes < MOST_MINUTES:
-            raise ConfigError(f"minutes={cfg.minutes} must be positive and below {MOST_MINUTES:,}")
-        if not 0 <= cfg.seed < 2**32:
-            raise ConfigError(f"seed={cfg.seed} must be from 0 to 2**32 - 1")
         self.config = cfg
 
     def program(self, callbacks: Callbacks | None = None) -> Program:

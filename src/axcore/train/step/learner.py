@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Mapping
 
 import jax
@@ -15,7 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from axcore import config
-from axcore.module import Tree
+from axcore.module import Tree, float_dtype
+from axcore.nn.third_party import Call, label, parameters_of
 from axcore.plugin import attributed
 from axcore.plugin.registry import described_supplier
 from axcore.train.step.parts import joined, part
@@ -59,10 +59,10 @@ class AdamW(Optimizer):
     """
 
     class Config(Optimizer.Config):
-        b1: float = 0.9
-        b2: float = 0.95
-        eps: float = 1e-8
-        weight_decay: float = 0.1
+        b1: config.Fraction = 0.9
+        b2: config.Fraction = 0.95
+        eps: config.PositiveFloat = 1e-8
+        weight_decay: config.NonNegativeFloat = 0.1
         """Multiplied by the learning rate, as in PyTorch and optax."""
         decays: Callable[[str, Axes], bool] = matrices
         """Selects the parameters that decay, by path and logical axes."""
@@ -70,10 +70,7 @@ class AdamW(Optimizer):
         """Dtype of the first moment. The second moment is float32."""
 
         def __post_init__(self) -> None:
-            try:
-                object.__setattr__(self, "moment_dtype", np.dtype(self.moment_dtype))
-            except TypeError:
-                raise config.ConfigError(f"AdamW.moment_dtype: {self.moment_dtype!r} is not a dtype") from None
+            object.__setattr__(self, "moment_dtype", float_dtype(self.moment_dtype, "AdamW.moment_dtype"))
 
     config: Config
 
@@ -96,23 +93,23 @@ class Learner(config.Configurable):
     """Computes new parameters from gradients."""
 
     class Config(config.Config):
-        optimizer: Optimizer.Config = AdamW.Config()
+        optimizer: Optimizer.Config | Call = AdamW.Config()
+        """An optimizer, or a call of a function that returns an optax transformation of gradients to updates, such as
+        `axcore.call(optax.scale_by_adam, b2=0.95)`."""
         schedule: Schedule = WarmupCosine()
-        clip_norm: float | None = 1.0
+        clip_norm: config.PositiveFloat | None = 1.0
         """Gradients are scaled down to this global norm over all trained parameters. None does not clip."""
-        rates: Mapping[str, float] = config.FrozenDict()
+        rates: Mapping[str, config.NonNegativeFloat] = config.FrozenDict()
         """Path pattern, such as `decoder.layers.attention.**` -> factor of the learning rate. The last matching pattern
         applies. The factor 0 freezes parameters: they have no gradient and no optimizer state."""
 
     def __init__(self, cfg: Config, axes: Tree):
-        if cfg.clip_norm is not None and not cfg.clip_norm > 0:
-            raise config.ConfigError(f"learner.clip_norm must be positive or None, not {cfg.clip_norm}")
         self.config = cfg
         clip = optax.stateless(functools.partial(_clipped, cfg.clip_norm))
         self._factors = _factors(cfg.rates, axes)
         self._owner = "learner.optimizer" + described_supplier(cfg.optimizer)
         with attributed(self._owner):
-            transformation = cfg.optimizer.build().transformation(self.trained(axes))
+            transformation = _transformation(cfg.optimizer, self.trained(axes))
         self.optimizer = optax.chain(clip, transformation)
         """The optax transformation of the trained parameters."""
 
@@ -163,6 +160,28 @@ class Learner(config.Configurable):
         return joined(moved, self.frozen(params)), new_state, metrics
 
 
+def _transformation(cfg: Optimizer.Config | Call, axes: Tree) -> optax.GradientTransformation:
+    """The transformation of an optimizer. A transformation of optax computes in float32.
+
+    Raises:
+        ConfigError: a call returns something else, or a transformation that applies a learning rate.
+    """
+    if isinstance(cfg, Call) and "learning_rate" in parameters_of(cfg.function):
+        raise config.ConfigError(
+            f"optimizer: {label(cfg.function)} applies a learning rate, but the learner applies its schedule. Call a "
+            f"transformation without one, such as optax.scale_by_adam"
+        )
+    built = cfg.build()
+    if isinstance(built, optax.GradientTransformation):
+        return _in_float32(built)
+    if not isinstance(built, Optimizer):
+        raise config.ConfigError(
+            f"optimizer builds {type(built).__name__}. Set an Optimizer.Config or a call that returns an "
+            f"optax.GradientTransformation"
+        )
+    return built.transformation(axes)
+
+
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """The same transformation with gradients, parameters, state and updates in float32."""
 
@@ -201,13 +220,8 @@ def _factors(rates: Mapping[str, float], axes: Tree) -> Tree:
     """The factor of each parameter, as a tree with the structure of the parameters.
 
     Raises:
-        ConfigError: a factor is negative or not finite, a pattern matches no parameter, or all parameters are frozen.
+        ConfigError: a pattern matches no parameter, or all parameters are frozen.
     """
-    for pattern, value in rates.items():
-        if not 0 <= value < math.inf:
-            raise config.ConfigError(
-                f"learner.rates: the factor of {pattern} must be finite and at least 0, not {value}"
-            )
     unused = set(rates)
 
     def factor(path: KeyPath[Hashable], _: Axes) -> float:

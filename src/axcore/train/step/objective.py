@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -88,25 +87,17 @@ class CrossEntropy(Objective):
 
     class Config(Objective.Config):
         layout_fields = ("chunk",)
-        z_loss: float = 0.0
+        z_loss: config.NonNegativeFloat = 0.0
         """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5). 0 adds no loss."""
-        label_smoothing: float = 0.0
+        label_smoothing: config.Fraction = 0.0
         """The share of the probability of each target that is spread evenly over the vocabulary (Szegedy et al. 2015,
         arXiv 1512.00567, section 7). The metric `label_smoothing` is the resulting increase of the cross-entropy."""
-        chunk: int | None = None
+        chunk: config.PositiveInt | None = None
         """Number of tokens of each row whose logits exist at once. The backward pass recomputes them. None: all."""
 
     config: Config
 
     def __init__(self, cfg: Config):
-        if cfg.chunk is not None and cfg.chunk < 1:
-            raise config.ConfigError(f"objective.chunk must be at least 1 or None, not {cfg.chunk}")
-        if not 0 <= cfg.z_loss < math.inf:
-            raise config.ConfigError(f"objective.z_loss must be at least 0 and finite, not {cfg.z_loss}")
-        if not 0 <= cfg.label_smoothing < 1:
-            raise config.ConfigError(
-                f"objective.label_smoothing must be at least 0 and below 1, not {cfg.label_smoothing}"
-            )
         super().__init__(cfg)
 
     def __call__(self, model: LanguageModel, batch: Batch) -> LossSum:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from axcore.config import Config
+from axcore.config import Config, NonNegativeFloat, NonNegativeInt, Range
 
 
 class Schedule(Config):
@@ -24,9 +26,9 @@ class WarmupCosine(Schedule):
     """Rises linearly from 0 to `peak`, then falls along half a cosine to `final * peak` (Loshchilov and Hutter 2017,
     arXiv 1608.03983)."""
 
-    peak: float = 3e-4
-    warmup_steps: int = 100
-    final: float = 0.1
+    peak: NonNegativeFloat = 3e-4
+    warmup_steps: NonNegativeInt = 100
+    final: NonNegativeFloat = 0.1
 
     def __call__(self, step: Int[Array, ""], total_steps: Int[Array, ""]) -> Float[Array, ""]:
         warmup = max(self.warmup_steps, 1)
@@ -42,9 +44,9 @@ class WarmupStableDecay(Schedule):
     It suits runs with a time limit, whose number of steps is unknown until the decay begins.
     """
 
-    peak: float = 3e-4
-    warmup_steps: int = 100
-    decay: float = 0.3
+    peak: NonNegativeFloat = 3e-4
+    warmup_steps: NonNegativeInt = 100
+    decay: Annotated[float, Range(at_least=0, at_most=1)] = 0.3
     """The share of the steps in which the rate falls."""
 
     def settled(self) -> float:

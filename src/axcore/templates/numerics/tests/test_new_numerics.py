@@ -31,5 +31,5 @@ def test_scales_are_per_token_and_per_output():
 
 @pytest.mark.parametrize("bits", [1, 9])
 def test_unsupported_bits_raise(bits):
-    with pytest.raises(ax.ConfigError, match=f"bits must be from 2 to 8, not {bits}"):
+    with pytest.raises(ax.ConfigError, match=f"bits must be at least 2 and at most 8, not {bits}"):
         Integers.Config(shape=(2, 3), input_axis=-2, bits=bits).build(rngs=ax.Rngs(0))

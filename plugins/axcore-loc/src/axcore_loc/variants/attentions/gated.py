@@ -10,9 +10,9 @@ class Gate(ax.Layer):
     """`heads * sigmoid(gate(x))`, one number for each feature of each head (Qiu et al. 2025, arXiv 2505.06708)."""
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        num_heads: int = ax.REQUIRED
-        head_dim: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        num_heads: ax.PositiveInt = ax.REQUIRED
+        head_dim: ax.PositiveInt = ax.REQUIRED
         gate: Linear.Config = Linear.Config(use_bias=True)
 
     config: Config

@@ -14,9 +14,9 @@ class Mixture(ax.Layer):
     """Experts `down(gelu(up(x)))`. Every expert processes every token."""
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        experts: int = 8
-        hidden_dim: int = 12
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        experts: ax.PositiveInt = 8
+        hidden_dim: ax.PositiveInt = 12
         gate: Linear.Config = Linear.Config()
         up: Linear.Config = Linear.Config()
         down: Linear.Config = Linear.Config()

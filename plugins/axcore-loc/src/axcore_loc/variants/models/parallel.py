@@ -13,7 +13,7 @@ class ParallelLayer(ax.Layer):
     """Attention and feed-forward block in parallel (PaLM, arXiv 2204.02311, section 2)."""
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
         norm: ax.Layer.Config = RMSNorm.Config()
         attention: ax.Layer.Config = Attention.Config()
         ffn: ax.Layer.Config = FeedForward.Config()

@@ -28,16 +28,12 @@ class BlockKernel(AttentionKernel):
     """
 
     class Config(AttentionKernel.Config):
-        block: int = 512
+        block: ax.PositiveInt = 512
         """Number of keys per block."""
 
     takes = frozenset({"lse"})  # but not softcap, sinks, bias or dropout
 
     config: Config
-
-    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        del rngs  # no parameters
-        ax.at_least(cfg, 1, "block")
 
     def supports(self, request: KernelRequest) -> str | None:
         """None if the kernel supports the request, otherwise the reason."""

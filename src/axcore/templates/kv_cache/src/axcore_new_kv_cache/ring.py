@@ -16,14 +16,14 @@ class RingCache(KVCache):
     """
 
     class Config(KVCache.Config):
-        num_kv_heads: int = ax.REQUIRED
-        head_dim: int = ax.REQUIRED
-        value_dim: int | None = None
+        num_kv_heads: ax.PositiveInt = ax.REQUIRED
+        head_dim: ax.PositiveInt = ax.REQUIRED
+        value_dim: ax.PositiveInt | None = None
         """Features of a value; None: head_dim."""
-        batch_size: int = ax.REQUIRED
-        window: int = ax.REQUIRED
+        batch_size: ax.PositiveInt = ax.REQUIRED
+        window: ax.PositiveInt = ax.REQUIRED
         """Number of tokens that a query sees. Attention's mask must not reach further back."""
-        spare: int = 4
+        spare: ax.NonNegativeInt = 4
         """Number of tokens that can be rolled back. Rolling back further gives NaN."""
 
         def for_decoding(self, batch_size: int, max_len: int, cache: KVCache.Config) -> RingCache.Config:
@@ -34,8 +34,6 @@ class RingCache(KVCache):
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         del rngs  # no parameters
-        ax.at_least(cfg, 1, "batch_size", "window")
-        ax.at_least(cfg, 0, "spare")
         shape = (cfg.batch_size, cfg.window + cfg.spare, cfg.num_kv_heads, cfg.head_dim)
         axes = ("batch", None, "kv_head", None)
         values = cfg.head_dim if cfg.value_dim is None else cfg.value_dim

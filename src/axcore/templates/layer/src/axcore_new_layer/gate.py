@@ -12,8 +12,8 @@ class HeadGate(ax.Layer):
     """`heads * sigmoid(gate(x))`, with one gate per token and head."""
 
     class Config(ax.Layer.Config):
-        input_dim: int = ax.REQUIRED
-        num_heads: int = ax.REQUIRED
+        input_dim: ax.PositiveInt = ax.REQUIRED
+        num_heads: ax.PositiveInt = ax.REQUIRED
         gate: Linear.Config = Linear.Config(use_bias=True)
 
     config: Config

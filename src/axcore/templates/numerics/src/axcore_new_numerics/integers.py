@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,13 @@ class Integers(Numerics):
     """
 
     class Config(Numerics.Config):
-        bits: int = 8
+        bits: Annotated[int, ax.Range(at_least=2, at_most=8)] = 8
         """Number of bits from 2 to 8, including the sign. Codes are always stored as int8."""
 
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         super().__init__(cfg, rngs=rngs)
-        if not 2 <= cfg.bits <= 8:
-            raise ax.ConfigError(f"bits must be from 2 to 8, not {cfg.bits}")
         self.largest = 2 ** (cfg.bits - 1) - 1
 
     def encode(self, weight: jax.Array) -> dict[str, jax.Array]:
