@@ -51,8 +51,8 @@ def scan(
 
     Each layer has its own frame and draws the same random numbers as in an unrolled stack. Reports have paths with `*`
     and a leading axis over the layers. Layers may write to Variables other than parameters. Values that a layer shares
-    reach the later layers and the code after the stack, as in an unrolled stack.
-    The loop carries the whole `DecodingState`, so that layers can write to it in place.
+    reach the later layers and the code after the stack, as in an unrolled stack. The loop carries the whole
+    `DecodingState`, so that layers can write to it in place.
 
     Args:
         layers: A child of the calling layer, made by `stack`.

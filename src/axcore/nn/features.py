@@ -44,7 +44,7 @@ def use_qk_norm(cfg: Config, eps: float = 1e-6, across_heads: bool = False, wher
     """
     norm = RMSNorm.Config(eps=eps)
     made = AcrossHeads.Config(norm=norm) if across_heads else norm
-    return select(cfg, where).set(query_norm=made, key_norm=made)
+    return select(cfg, where).put(query_norm=made, key_norm=made)
 
 
 def use_fused_qkv(cfg: Config, where: Where = Attention) -> Config:

@@ -13,13 +13,12 @@ class Patience(Callback):
 
     class Config(Callback.Config):
         metric: str = "validation/loss"
-        evaluations: int = 3
+        evaluations: ax.PositiveInt = 3
 
     config: Config
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        ax.at_least(cfg, 1, "evaluations")
         self.values: list[float] = []
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> Request | None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+import axcore as ax
 from axcore.module import Tree
 from axcore.train import Evaluator, RunInfo, Snapshot
 
@@ -16,7 +17,7 @@ class Accuracy(Evaluator):
     """`accuracy`: the share of validation tokens that are among the `top` most likely ones."""
 
     class Config(Evaluator.Config):
-        top: int = 1
+        top: ax.PositiveInt = 1
 
     config: Config
 

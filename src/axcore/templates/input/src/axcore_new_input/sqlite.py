@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import axcore as ax
 from axcore.train.data import Document, Source, Split
@@ -21,12 +21,11 @@ class SqliteTable(Source):
         file: str = ax.REQUIRED
         table: str = "documents"
         column: str = "text"
-        validation_every: int = 50
+        validation_every: Annotated[int, ax.Range(at_least=2)] = 50
 
     config: Config
 
     def __init__(self, cfg: Config):
-        ax.at_least(cfg, 2, "validation_every")
         self.config = cfg
 
     def documents(self, split: Split, piece_bytes: int) -> grain.MapDataset[Document]:

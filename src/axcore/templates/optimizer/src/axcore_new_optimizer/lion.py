@@ -13,11 +13,11 @@ class Lion(Optimizer):
     """The sign of an interpolation between momentum and gradient; weight decay of every parameter."""
 
     class Config(Optimizer.Config):
-        b1: float = 0.9
+        b1: ax.Fraction = 0.9
         """Weight of the momentum in the update."""
-        b2: float = 0.99
+        b2: ax.Fraction = 0.99
         """Decay of the momentum."""
-        weight_decay: float = 0.0
+        weight_decay: ax.NonNegativeFloat = 0.0
         """Multiplied by the learning rate."""
 
     config: Config
