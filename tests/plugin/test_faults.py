@@ -149,8 +149,8 @@ def test_options_may_have_any_name(code):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("options:name=a,name=b", "FEATURE:KEY=VALUE,... with each key once"),
-        ("options:name", "FEATURE:KEY=VALUE,... with each key once"),
+        ("options:name=a,name=b", "NAME:KEY=VALUE,... with each key once"),
+        ("options:name", "NAME:KEY=VALUE,... with each key once"),
     ],
 )
 def test_options_given_twice_or_without_a_value_raise(code, text, told):
