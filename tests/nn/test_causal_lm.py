@@ -198,7 +198,7 @@ def test_a_tied_model_has_no_head_parameter():
 
 
 def test_a_stack_requires_a_layer():
-    with pytest.raises(ax.ConfigError, match=r"decoder: num_layers must be at least 1, not 0"):
+    with pytest.raises(ax.ConfigError, match=r"num_layers must be at least 1, not 0"):
         shapes(model(layers=0))
 
 
