@@ -95,6 +95,7 @@ def test_autodiff_through_merge_by_lse_is_wrong():
     assert np.abs(np.asarray(grads["q"]) - exact.grads["q"]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_local_kernel_on_a_sharded_sequence_equals_one_device():
     """Uses a bias, dropout, sinks, one kv head for two tensor shards, and queries sharded over two devices."""
     attention = {"num_kv_heads": 1, **OPTIONS}

@@ -51,7 +51,7 @@ def model(latent=False, **options):
 
 
 @pytest.mark.parametrize("unstack", [pytest.param(True, marks=pytest.mark.slow), False], ids=["unstacked", "scanned"])
-@pytest.mark.parametrize("latent", [False, True], ids=["grouped", "latent"])
+@pytest.mark.parametrize("latent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["grouped", "latent"])
 def test_decoding_from_int8_pages_equals_a_full_call(latent, unstack):
     cfg = model(latent, **EVERY_OPTION)
     rounded = ax.select(cfg, BaseAttention).set(cache=RoundedKV.Config())
@@ -87,7 +87,7 @@ def deep(num_layers):
     return CausalLM.Config(vocab_size=32, dim=16, decoder=Repeat.Config(num_layers=num_layers, layers=layer))
 
 
-@pytest.mark.parametrize("unstack", [True, False], ids=["unstacked", "scanned"])
+@pytest.mark.parametrize("unstack", [pytest.param(True, marks=pytest.mark.slow), False], ids=["unstacked", "scanned"])
 def test_a_decode_step_needs_little_temporary_memory(unstack):
     decoder, params, state = Decoder.of(
         deep(16).build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=4096, unstack=unstack

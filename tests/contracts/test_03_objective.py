@@ -138,7 +138,7 @@ def test_averaging_over_microbatches_would_be_wrong():
     assert abs(np.mean(halves) - whole) > 1e-3
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_scan_remat_and_microbatches_update_gradient_state_once(microbatches):
     metrics, (_, state) = zip(*trained(microbatches), strict=True)
     history = by_path(state.model_state)["decoder.layers.ffn.down.adapter.history"]
@@ -182,6 +182,7 @@ class Distillation(Objective):
         return LossSum((divergence * batch["weights"]).sum(), batch["weights"].sum())
 
 
+@pytest.mark.slow
 def test_a_third_party_objective_supports_microbatches():
     objective, model = EachRow.Config(entropy=0.01), PLAIN.set(future=())
     (found, state), (expected, whole) = (trained(count, objective, model)[0] for count in (4, 1))

@@ -169,6 +169,7 @@ def test_an_evaluator_can_use_the_average(tiny, tmp_path):
         ax.fit(tiny.set(steps=3, callbacks=wrong), out=tmp_path / "wrong")
 
 
+@pytest.mark.slow
 def test_callbacks_may_be_added_and_removed_on_resume(tiny, tmp_path, capsys):
     cfg, ema = tiny.set(steps=2, callbacks={}), {"ema": EMA.Config()}
     ax.fit(cfg, out=tmp_path / "run")

@@ -100,6 +100,7 @@ def seen(fn, params, state, batch):
     return {path.replace(".*", "").removesuffix(f".{SAW}"): np.asarray(value) for path, value in outputs.items()}
 
 
+@pytest.mark.slow
 def test_scan_remat_and_microbatches_update_a_history_once_per_step():
     cfg = ax.select(with_probe(tiny_model()), Repeat).set(remat=Remat())
     fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
@@ -176,7 +177,7 @@ def weight_bytes(params):
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("experts", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_stored_weights_are_codes_without_a_float_copy(tied, experts):
     cfg = tiny_model().set(dim=64)
     cfg = cfg.set(head=None) if tied else cfg

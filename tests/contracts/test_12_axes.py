@@ -98,6 +98,7 @@ def test_tensor_parallel_parameters_and_moments_are_sharded(found):
         assert entering == leaving == (8 if path in sharded else 1), (path, axes)
 
 
+@pytest.mark.slow
 def test_arrays_inside_the_compiled_step_are_sharded(found):
     assert not replicated(found["all"][1])
 

@@ -185,10 +185,8 @@ LAYER = TransformerLayer.Config(
 )
 
 
-NIGHTLY = [pytest.param(changes, marks=pytest.mark.slow) for changes in ({"unroll": 3}, {"remat": Remat()})]
-
-
-@pytest.mark.parametrize("changes", [{"unroll": 3, "remat": Remat()}, *NIGHTLY], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"unroll": 3, "remat": Remat()}, {"unroll": 3}, {"remat": Remat()}], ids=str)
 def test_unrolling_and_remat_do_not_change_dropout(changes):
     stack = Repeat.Config(num_layers=3, layers=LAYER)
     params = parameters(dropping(stack))

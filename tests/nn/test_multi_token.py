@@ -96,6 +96,7 @@ def test_modules_share_embedding_scale_softcap_and_chunks_with_the_model():
     np.testing.assert_allclose(sum(added.values()), 0.3 * np.mean(further), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_loss_and_gradient_are_zero_if_all_weights_are_zero():
     cfg = model()
     params, fn = parameters(cfg), shapes(cfg)[0]

@@ -81,7 +81,7 @@ def test_case_8_tabulate_lists_every_layer(model, logits):
     close(model(IDS), logits)  # the classes have their own methods again
 
 
-@pytest.mark.parametrize("kind", ["scanned", pytest.param("unrolled", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["scanned", pytest.param("unrolled", marks=pytest.mark.slow)])
 def test_case_8_train_and_eval_switch_dropout(kind):
     cfg = config(dropout=0.5)
     if kind == "unrolled":
@@ -186,7 +186,7 @@ def test_case_8_split_merge_clone_and_orbax_keep_the_logits(model, logits, tmp_p
     close(again(IDS), logits)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.long), AxisType.Explicit])
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_case_8_a_model_runs_inside_a_mesh_context(logits, kind):
     with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(kind,))):
         close(nnx.jit(lambda model: model(IDS))(config().build(rngs=nnx.Rngs(0))), logits)

@@ -38,6 +38,7 @@ def test_the_loss_and_all_gradients_equal_one_device(results, mesh):
         assert np.abs(gradient).max() > 1e-4, path
 
 
+@pytest.mark.slow
 def test_the_step_minimizes_the_whole_objective_including_z_loss(results):
     one = results["one"]
     norm = np.sqrt(sum(np.square(gradient).sum() for gradient in results["without a trainer"].values()))

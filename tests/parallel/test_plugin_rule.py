@@ -53,6 +53,7 @@ def lab(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("lab")
+@pytest.mark.slow
 class TestLab(ParallelismSuite):
     name = "lab"
 

@@ -164,7 +164,7 @@ def failing(cls, checks):
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_correct_numerics_pass():
     assert not failing(Right, [*CHECKS, ("test_state_is_updated_once_per_step_under_scan_and_remat",)])
 

@@ -26,7 +26,8 @@ def start(corpus, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("name", ["flush", pytest.param("saved", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flush", "saved"])
 def test_both_processes_stop_after_the_same_step(start, capfd, name):
     assert start(name) == 0
     out = capfd.readouterr().out

@@ -122,7 +122,7 @@ def test_case_9_disable_jit_runs_the_steps_without_compiling_them():
     np.testing.assert_allclose(total, expected, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_case_9_check_tracer_leaks_accepts_the_training_step():
     with jax.checking_leaks():
         found, state = made(jax.nn.silu)

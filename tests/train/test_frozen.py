@@ -97,6 +97,7 @@ def test_clipping_uses_the_norm_of_the_trained_gradients():
     np.testing.assert_allclose(np.linalg.norm(moved), clip, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_trained_parameters_are_updated_like_plain_adamw(moved, gradients):
     before, after, _ = moved
     for path, factor in {"decoder.layers.attention.query.weight": 1.0, "norm.scale": 0.5}.items():

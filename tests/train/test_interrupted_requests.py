@@ -93,6 +93,7 @@ def test_an_early_stopped_run_continues_only_with_more_patience(tiny, tmp_path):
     assert ax.fit(patience(4), folder, resume=True)["steps"] == 10
 
 
+@pytest.mark.slow
 def test_a_finished_run_continues_if_given_more_minutes(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "MEASURED_SECONDS", 0.2)
     cfg = tiny.set(steps=None, minutes=0.05, callbacks={"saving": Saving.Config()})

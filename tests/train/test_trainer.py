@@ -263,6 +263,7 @@ def test_equal_configs_give_equal_losses_and_another_seed_does_not(trained, thri
     assert first.losses[0] == trained.train[0]["train/loss"]
 
 
+@pytest.mark.slow
 def test_each_run_in_one_process_counts_its_own_compilations(thrice):
     assert [run.summary["compilations"] for run in thrice[1]] == [1, 1, 1]
 
