@@ -134,6 +134,7 @@ def test_microbatches_may_change_only_if_no_layer_draws_random_numbers(tiny, tmp
         ax.fit(cfg.set(microbatches=2), tmp_path, resume=True)
 
 
+@pytest.mark.long
 def test_resume_rejects_changed_data(tiny, tmp_path, corpus):
     """The corpus changes between two attempts; the config does not."""
     copied = tmp_path / "corpus"

@@ -219,6 +219,7 @@ def test_a_stack_of_plain_nnx_modules_can_be_built():
     np.testing.assert_allclose(model(jnp.asarray(x)), expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_graph_mode_and_tree_mode_of_nnx_agree():
     root = pathlib.Path(__file__).parents[2]
     environ = {

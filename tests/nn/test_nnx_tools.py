@@ -201,6 +201,7 @@ def exported(cfg):
     return lambda ids: run(params, ids), lambda ids: artifact.call(params, ids)
 
 
+@pytest.mark.long
 def test_case_8_export_with_a_symbolic_length_computes_the_same():
     run, artifact = exported(config())
     for rows, length in ((1, 4), (2, 9)):  # one chunk of the kernel and three

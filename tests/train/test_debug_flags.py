@@ -105,6 +105,7 @@ def test_case_9_debug_nans_names_the_layer_of_the_training_step():
             evaluate(state.params, state.model_state, BATCH)
 
 
+@pytest.mark.long
 def test_case_9_disable_jit_runs_the_steps_without_compiling_them():
     traced = []
 

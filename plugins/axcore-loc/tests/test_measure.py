@@ -25,6 +25,7 @@ def test_rope_is_constant_and_adds_no_lines_to_models(rope):
     assert found["options"] == {"theta": 500.0}
 
 
+@pytest.mark.long
 def test_mentions_in_installed_recipes_are_counted(rope):
     sources = package_sources("axcore_recipes").values()
     assert rope.mentioned["recipe"] == sum(source.count('ax.use("rope"') for source in sources) > 0

@@ -44,6 +44,7 @@ def losses(folder):
     return {line["step"]: line["train/loss"] for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line}
 
 
+@pytest.mark.long
 def test_run_learns_and_resumes_with_the_same_losses(config, tmp_path):
     summary = ax.fit(config, out=tmp_path / "whole")
     whole = losses(tmp_path / "whole")
