@@ -10,7 +10,6 @@ from axcore.plugin import Feature, registry
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.long
 def test_the_code_of_the_page_runs_and_builds_every_model():
     names = {}
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
