@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import itertools
-import math
 import re
 
 from axcore.config import ConfigError
@@ -65,26 +62,18 @@ class Accelerator:
         return cls(text, platform, kind, each // cores * hosts, hosts)
 
 
-_FILLS = ("", "a", "8", "x8", "8x8", "-", "-a", "-8", "-a-", "a-", "a-8", "-a-8", "a-a-", "a-a-8")
-"""Text for a `*` between any two parts of a name."""
-_MOST_TRIED = 100_000
+_GLOB = re.compile(r"[a-z0-9*?\[\]!-]*[0-9*?\]]")
+"""The characters of a glob of names, which end in a digit."""
 
 
 def matchable(pattern: str) -> bool:
-    """Whether a glob matches the name of any accelerator. Tries names that follow the pattern."""
-    parts = re.findall(r"\[!?\]?[^\]]*\]|\*+|.", pattern, re.DOTALL)
-    choices = [
-        _FILLS if part[0] == "*" else [char for char in dict.fromkeys(part + "a8x-") if fnmatch.fnmatchcase(char, part)]
-        for part in parts
-    ]
-    if math.prod(map(len, choices)) > _MOST_TRIED:  # five or more wildcards
+    """Whether a glob may match the name of an accelerator."""
+    if _GLOB.fullmatch(pattern) is None:
+        return False
+    if any(wildcard in pattern for wildcard in "*?["):
         return True
-    return any(_is_accelerator("".join(name)) for name in itertools.product(*choices))
-
-
-def _is_accelerator(text: str) -> bool:
     try:
-        Accelerator.parse(text)
+        Accelerator.parse(pattern)
     except ConfigError:
         return False
     return True

@@ -26,12 +26,12 @@ from axcore.nn import (
     layers_of,
 )
 from axcore.train.checkpoint.model_folder import flat
+from axcore.train.checkpoint.state_layout import listed
 from axcore_moe.dispatch import Dense, Dropless
 from axcore_moe.exchange import Exchange
 from axcore_moe.layer import MoE
 from axcore_moe.router import Router, TopK
 
-MOST_SHOWN = 8
 NOISE = 1e-6
 """Relative difference of numbers that were stored in float32."""
 WITHOUT_EFFECT: Mapping[type[Config], frozenset[str]] = {
@@ -92,12 +92,6 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     cfg = model.set(pad_vocab_to=1, future=())
     forms = flat(abstract(cfg)[1])
     return {name: tuple(forms[path].shape[len(index) :]) for name, (path, index) in by_layer(cfg, forms).items()}
-
-
-def listed(lines: list[str]) -> str:
-    """The first lines and the number of the remaining ones."""
-    more = f"\n  ... and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
-    return "".join(f"\n  {line}" for line in lines[:MOST_SHOWN]) + more
 
 
 def differences(published: Any, model: Any) -> list[str]:

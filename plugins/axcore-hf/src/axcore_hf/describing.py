@@ -8,7 +8,8 @@ from typing import Any
 from axcore.config import AxcoreError, ConfigError, walk
 from axcore.module import Layer
 from axcore.nn import And, Attention, FeedForward, LatentAttention, Mask, SlidingWindow, Stack, layers_of
-from axcore_hf.agreement import compared, differences, listed
+from axcore.train.checkpoint.state_layout import listed
+from axcore_hf.agreement import compared, differences
 from axcore_hf.families import by_type, known
 from axcore_hf.families.shared import ACTIVATIONS
 from axcore_hf.fields import Fields
@@ -29,9 +30,6 @@ FUNCTIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "stablelm": "StableLmForCausalLM",
 }
 """Classes of `transformers` whose names do not follow from the `model_type`."""
 
@@ -122,8 +120,7 @@ def _sizes(model: Any, layers: int, seq_len: int | None) -> dict[str, Any]:
 
 def _norms(model: Any) -> dict[str, Any]:
     eps = getattr(model.norm, "eps", None)
-    names = "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon"
-    return dict.fromkeys(names, eps)
+    return {"rms_norm_eps": eps, "layer_norm_epsilon": eps}
 
 
 def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[str, Any]:

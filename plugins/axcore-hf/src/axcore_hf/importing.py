@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axcore.config import AxcoreError, did_you_mean
 from axcore.config.tree import matches as is_like
 from axcore.nn import by_layer
+from axcore.train.checkpoint.state_layout import listed
 from axcore_hf.family import Family, Match, choose, matches
 from axcore_hf.sources import Source, is_ignored
 from axcore_hf.transforms import Array
 from axcore_hf.vocabulary import padded, unpadded_shapes
 
 Forms = Mapping[str, jax.ShapeDtypeStruct]
-MOST_SHOWN = 20
 
 
 def load(
@@ -69,7 +69,7 @@ def load(
             else:
                 arrays[path] = _written(arrays.get(path), forms[path], part, index)
     if broken:
-        raise AxcoreError(f"{source.where} has values that are not finite:{_listed(broken)}")
+        raise AxcoreError(f"{source.where} has values that are not finite:{listed(broken)}")
     return arrays
 
 
@@ -103,11 +103,6 @@ def _writer(sharding: Any) -> Any:
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
-def _listed(lines: list[str]) -> str:
-    more = f"\n  ... and {len(lines) - MOST_SHOWN} more" if len(lines) > MOST_SHOWN else ""
-    return "".join(f"\n  {line}" for line in lines[:MOST_SHOWN]) + more
-
-
 def _is_there(match: Match, source: Source) -> bool:
     return any(name in source.shapes for name in match.theirs)
 
@@ -129,4 +124,4 @@ def _check(family: Family, source: Source, chosen: list[Match], wanted: set[str]
     wrong += [f"no tensor is known for parameter {name}" for name in sorted(wanted - covered)]
     wrong += [f"unknown: {name} {source.shapes[name]}" for name in sorted(extra)]
     if wrong:
-        raise AxcoreError(f"{source.where} does not have the tensors of {family.name}:{_listed(wrong)}")
+        raise AxcoreError(f"{source.where} does not have the tensors of {family.name}:{listed(wrong)}")
