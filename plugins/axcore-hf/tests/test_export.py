@@ -14,7 +14,7 @@ from axcore.config import AxcoreError
 from axcore.module import abstract
 from axcore.nn import Attention, Causal, CausalLM, FeedForward, Repeat, TransformerLayer, use_kernels
 from axcore.train import ModelFolder, Trainer, save_model
-from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore_hf import describing
@@ -231,7 +231,7 @@ def test_case_a_run_that_was_never_converted_is_exported_with_its_config_and_tok
     source = f"hf:{tmp_path / 'out'}"
     found = Checkpoint.open(source)
     assert not differences(found.model, cfg.model)
-    arrays = gathered(FromHF.Config(source=source), cfg.model, flat(forms), {}, 0)
+    arrays = initial_arrays(FromHF.Config(source=source), cfg.model, flat(forms), {}, 0)
     for path, array in flat(params).items():
         rows = {"embedding.weight": np.s_[:264], "head.weight": np.s_[:, :264]}.get(path, ...)
         np.testing.assert_array_equal(arrays[path][rows], array[rows], err_msg=path)
@@ -264,7 +264,7 @@ def test_case_weights_are_loaded_into_a_padded_vocabulary(tmp_path):
     source = f"hf:{RECORDED / 'llama'}"
     model = family_model("llama").set(pad_vocab_to=48)
     _, params, state = abstract(model)
-    arrays = gathered(FromHF.Config(source=source), model, flat(params), flat(state), 0)
+    arrays = initial_arrays(FromHF.Config(source=source), model, flat(params), flat(state), 0)
     published = tensors(RECORDED / "llama")["model.embed_tokens.weight"]
     assert arrays["embedding.weight"].shape == (96, 16)
     np.testing.assert_array_equal(arrays["embedding.weight"][:64], published)

@@ -64,7 +64,7 @@ class Halved(Scaling):
         return 0.5 * theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
 
     @property
-    def attention_factor(self):
+    def attention_scaling(self):
         return 3.0
 
 

@@ -28,7 +28,7 @@ def test_rates_and_attention_factor(name, length):
     rates = jax.jit(lambda length: jnp.asarray(scaling.rates(10_000.0, HEAD_DIM, length)))(length)
     *expected, factor = RECORDED[f"{name}.{length}"]
     np.testing.assert_allclose(rates, expected, rtol=2e-6)
-    assert scaling.attention_factor == pytest.approx(factor, rel=1e-6)
+    assert scaling.attention_scaling == pytest.approx(factor, rel=1e-6)
 
 
 def cos_and_sin(cfg, positions):

@@ -84,7 +84,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
     """The model with its weights, and its tokenizer."""
     from axcore.module import DTypes, abstract
     from axcore.nn import without_caches
-    from axcore.train.checkpoint.initial import FromRun, gathered
+    from axcore.train.checkpoint.initial import FromRun, initial_arrays
     from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
 
     name = arguments.model
@@ -121,5 +121,5 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
     if arguments.cache is not None:
         cfg = without_caches(cfg)
     fn, params, state = abstract(cfg, "model")
-    loaded = gathered(initial, cfg, flat(params), flat(state), 0)
+    loaded = initial_arrays(initial, cfg, flat(params), flat(state), 0)
     return fn.bind(like(params, loaded), like(state, loaded)), built

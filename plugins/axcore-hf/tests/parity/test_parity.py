@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from axcore.module import abstract
 from axcore.train import CrossEntropy, save_model
-from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat, like
 from axcore_hf import importing
 from axcore_hf.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ def loaded(family):
     name = f"hf:{RECORDED / family}"
     found = Checkpoint.open(name)
     fn, params, state = abstract(found.model)
-    arrays = gathered(FromHF.Config(source=name), found.model, flat(params), flat(state), 0)
+    arrays = initial_arrays(FromHF.Config(source=name), found.model, flat(params), flat(state), 0)
     return found, fn, like(params, arrays), like(state, arrays)
 
 

@@ -85,7 +85,7 @@ class Rotary(ax.Layer):
         length = None
         if scaling.by_length:
             length = jnp.maximum(jnp.max(query_positions), jnp.max(key_positions)) + 1
-        return scaling.rates(theta, self.rotary_dim, length), scaling.attention_factor
+        return scaling.rates(theta, self.rotary_dim, length), scaling.attention_scaling
 
     def _turn(self, positions: jax.Array, rates: Rates, factor: float) -> tuple[jax.Array, jax.Array]:
         """cos and sin of the angles, float32 [batch or 1, seq, 1, rotary_dim / 2]."""

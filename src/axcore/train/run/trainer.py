@@ -49,7 +49,7 @@ from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.program import UNKNOWN_STEPS, Program, TrainState, program
 
 CONFIG_FILE = "config.txt"
-MOST_MINUTES = 10_000_000
+MAX_MINUTES = 10_000_000
 
 
 class Trainer(config.Configurable):
@@ -65,7 +65,7 @@ class Trainer(config.Configurable):
         those of the whole batch."""
         mesh: Mesh = Mesh()
         steps: Annotated[int, Range(at_least=1, below=UNKNOWN_STEPS)] | None = None
-        minutes: Annotated[float, Range(above=0, below=MOST_MINUTES)] | None = None
+        minutes: Annotated[float, Range(above=0, below=MAX_MINUTES)] | None = None
         """Wall-clock time for training, compilation included. Set this or `steps`."""
         initial: Initial.Config | None = None
         """Source of the initial weights. None uses the model's initializers."""
