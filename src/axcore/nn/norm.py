@@ -31,16 +31,14 @@ class RMSNorm(Layer):
     def __init__(self, cfg: Config, *, rngs: Rngs):
         self.scale = nnx.data(None)
         if cfg.use_scale:
-            init = cfg.init or (Zeros() if cfg.zero_centred else Ones())
-            self.scale = self.param("scale", (cfg.input_dim,), init, rngs, axes=cfg.axes or ("embed",))
+            self.scale = self.param("scale", (cfg.input_dim,), _initial(cfg), rngs, axes=cfg.axes or ("embed",))
 
     def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape input_dim"]:
         """The normalized vectors, in the compute dtype."""
         x32 = x.astype(jnp.float32)
         y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.config.eps)
         if self.scale is not None:
-            scale = self.scale[...].astype(jnp.float32)
-            y = y * (1.0 + scale if self.config.zero_centred else scale)
+            y = y * _scale(self.config, self.scale[...])
         return y.astype(self.dtypes.compute)
 
 
@@ -50,8 +48,11 @@ class LayerNorm(Layer):
     class Config(Layer.Config):
         input_dim: PositiveInt = REQUIRED
         eps: PositiveFloat = 1e-5
+        zero_centred: bool = False
+        """The scale is 1 + parameter, as in `RMSNorm` (Nemotron-4, arXiv 2402.16819)."""
         use_bias: bool = True
-        init: Initializer = Ones()
+        init: Initializer | None = None
+        """Initializer of the parameter of the scale; None: the scale starts at 1."""
         axes: tuple[str | None] | None = None
         """Logical axis of scale and bias; None: the parent's, or `embed`."""
 
@@ -59,7 +60,7 @@ class LayerNorm(Layer):
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         axes = cfg.axes or ("embed",)
-        self.scale = self.param("scale", (cfg.input_dim,), cfg.init, rngs, axes=axes)
+        self.scale = self.param("scale", (cfg.input_dim,), _initial(cfg), rngs, axes=axes)
         self.bias = self.param("bias", (cfg.input_dim,), Zeros(), rngs, axes=axes) if cfg.use_bias else nnx.data(None)
 
     def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape input_dim"]:
@@ -67,10 +68,19 @@ class LayerNorm(Layer):
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        y = x32 * jax.lax.rsqrt(variance + self.config.eps) * self.scale[...].astype(jnp.float32)
+        y = x32 * jax.lax.rsqrt(variance + self.config.eps) * _scale(self.config, self.scale[...])
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(self.dtypes.compute)
+
+
+def _initial(cfg: RMSNorm.Config | LayerNorm.Config) -> Initializer:
+    return cfg.init or (Zeros() if cfg.zero_centred else Ones())
+
+
+def _scale(cfg: RMSNorm.Config | LayerNorm.Config, parameter: Float[Array, " width"]) -> Float[Array, " width"]:
+    parameter = parameter.astype(jnp.float32)
+    return 1.0 + parameter if cfg.zero_centred else parameter
 
 
 class Scale(Layer):
