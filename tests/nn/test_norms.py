@@ -6,7 +6,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract, functional
-from axcore.nn import AcrossHeads, LayerNorm, Normal, RMSNorm, Scale
+from axcore.nn import AcrossHeads, LayerNorm, Normal, PerHead, RMSNorm, Scale
 
 from . import reference
 from .support import call, parameters, wide
@@ -97,6 +97,24 @@ def test_across_heads_normalizes_all_heads_of_a_token_as_one_vector(norm):
     formula = reference.rms_norm if norm is RMSNorm else reference.layer_norm
     expected = formula(flat, *(p[name] for name in sorted(p, reverse=True)), eps=1e-3)
     np.testing.assert_allclose(call(cfg, params, HEADS)[0].reshape(2, 3, 8), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_per_head_normalizes_each_head_with_its_own_scale(norm):
+    cfg = PerHead.Config(num_heads=2, head_dim=4, head_axis="kv_head", norm=norm.Config(eps=1e-3))
+    params = parameters(cfg)
+    assert set(abstract(cfg)[0].axes["norm"].values()) == {("kv_head",)}
+    p = {name: value.reshape(2, 4) for name, value in wide(params)["norm"].items()}
+    formula = reference.rms_norm if norm is RMSNorm else reference.layer_norm
+    expected = formula(HEADS.astype(np.float64), *(p[name] for name in sorted(p, reverse=True)), eps=1e-3)
+    np.testing.assert_allclose(call(cfg, params, HEADS)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_per_head_requires_a_norm_with_groups():
+    with pytest.raises(ax.ConfigError, match="groups"):
+        abstract(PerHead.Config(num_heads=2, head_dim=4, norm=Scale.Config()))
+    with pytest.raises(ax.ConfigError, match="input_dim=4 is not a multiple of groups=3"):
+        abstract(RMSNorm.Config(input_dim=4, groups=3))
 
 
 @pytest.mark.parametrize("cls", [RMSNorm, LayerNorm, Scale])
