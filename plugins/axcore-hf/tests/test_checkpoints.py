@@ -18,7 +18,8 @@ from axcore_hf import checkpoint as checkpoint_module, families, owners
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.commands import convert, export
 from axcore_hf.families.llama import RULES, llama
-from axcore_hf.families.shared import ROPE, fixed
+from axcore_hf.families.rope import ROPE
+from axcore_hf.families.shared import fixed
 from axcore_hf.family import Family
 from axcore_hf.sources import INDEX, SINGLE
 from axcore_hf.tokenizer import HFTokenizer

@@ -11,7 +11,8 @@ from axcore.config import AxcoreError, ConfigError
 from axcore.nn import Attention, FeedForward, LayerNorm, TransformerLayer
 from axcore_hf import owners
 from axcore_hf.families import by_type, family_of
-from axcore_hf.families.shared import causal_lm, rope, window
+from axcore_hf.families.rope import rope
+from axcore_hf.families.shared import causal_lm, window
 from axcore_hf.fields import BOOKKEEPING, COMPUTED, Fields, OrNull
 from axcore_hf.plugin import axcore_commands
 

@@ -1,11 +1,11 @@
-"""Writes what `transformers` computes for random changes of one field of a config.json. Requires `transformers`.
+"""Writes what `transformers` computes for changes of a config.json. Requires `transformers`.
 
-python tests/parity/record_changes.py [COUNT]
+python tests/parity/record_changes.py [FAMILY ...]
 
-`changes.json` has the base configs as `transformers` writes them, the defaults of its config classes, when it ties the
-embeddings of multimodal models, chosen changes by name, and random ones. A change is [base, change, result], see
-`seeded.changed`. The result is null if `transformers` raises an error. Otherwise it is [digest of the names and shapes
-of the tensors, projections of the logits].
+`changes.json` of each family has the base config as `transformers` writes it, the defaults of its config class, when it
+ties the embeddings of multimodal models, and changes: by name, as published configs have them, and random ones of one
+field. An entry is [change, result], see `seeded.changed`. The result is null if `transformers` raises an error.
+Otherwise it is [digest of the names and shapes of the tensors, projections of the logits].
 """
 
 import contextlib
@@ -26,7 +26,9 @@ from safetensors.numpy import save_file
 from seeded import IDS, LARGEST, changed, digest, projections, weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-FILE = Path(__file__).parent / "recorded" / "changes.json"
+HERE = Path(__file__).parent / "recorded"
+COUNT = 30
+"""Random changes of each family."""
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1], "long_factor": [2.0, 3.0], "factor": 4.0}
@@ -153,6 +155,10 @@ CASES = {
 }
 
 
+PUBLISHED: dict[str, list[dict[str, list]]] = {}
+"""Changes that published configs of a family have. axcore reads all of them."""
+
+
 def bases() -> dict[str, dict]:
     """What `transformers` writes for each small config of record.py."""
     found = {}
@@ -186,19 +192,17 @@ def values(name: str, current: object) -> list:
     return [True, False, 0, 2, 0.5, None]
 
 
-def changes(base: dict[str, dict], known: dict[str, dict[str, list]]) -> list[tuple[str, dict[str, list]]]:
-    """Every change of one field: of any field of any family, of every base."""
+def changes(family: str, base: dict[str, dict], known: dict[str, dict[str, list]]) -> list[dict[str, list]]:
+    """Every change of one field of a base: of any field of any family."""
     names = {*PLAUSIBLE} | {name for fields in [*base.values(), *known.values()] for name in fields}
     names -= {"model_type", "transformers_version"}
     typical = {name: given[0] for fields in known.values() for name, given in fields.items()}
     typical |= {name: value for fields in base.values() for name, value in fields.items()}
-    found = []
-    for family, fields in base.items():
-        for name in sorted(names):
-            if name in fields:
-                found.append((family, {name: []}))
-            options = values(name, fields.get(name, typical.get(name)))
-            found += [(family, {name: [value]}) for value in options if [value] != [fields.get(name, ...)]]
+    fields = base[family]
+    found: list[dict[str, list]] = [{name: []} for name in sorted(names) if name in fields]
+    for name in sorted(names):
+        options = values(name, fields.get(name, typical.get(name)))
+        found += [{name: [value]} for value in options if [value] != [fields.get(name, ...)]]
     return found
 
 
@@ -238,44 +242,55 @@ def tied(outer: str, given: dict) -> list[list]:
     return found
 
 
-def recorded(base: dict[str, dict], name: str, change: dict[str, list]) -> list:
+def recorded(base: dict, change: dict[str, list]) -> list:
     """The change with its result."""
     try:
-        return [name, change, outcome(changed(base[name], change))]
+        return [change, outcome(changed(base, change))]
     except OverflowError:
         raise
     except Exception as error:
-        print(name, change, type(error).__name__, str(error).splitlines()[:1], file=sys.stderr)
-        return [name, change, None]
+        print(change, type(error).__name__, str(error).splitlines()[:1], file=sys.stderr)
+        return [change, None]
 
 
-def main(count: int) -> None:
-    base = bases()
-    known = {fields["model_type"]: defaults(fields["model_type"]) for fields in base.values()}
-    cases = {name: [recorded(base, *change) for change in some] for name, some in CASES.items()}
-    possible = changes(base, known)
-    random.Random(12).shuffle(possible)
+def record(family: str, base: dict[str, dict], known: dict[str, dict[str, list]]) -> None:
+    fields = base[family]
+    kind = fields["model_type"]
+    possible = changes(family, base, known)
+    random.Random(family).shuffle(possible)
     found: list[list] = []
     for change in possible:
         with contextlib.suppress(OverflowError):
-            found.append(recorded(base, *change))
-        if len(found) == count:
+            found.append(recorded(fields, change))
+        if len(found) == COUNT:
             break
-    print(f"{len(possible)} possible, {sum(result is not None for *_, result in found)} of {count} are read")
-    thetas = {kind: CONFIG_MAPPING[kind].default_theta for kind in known}
-    outer = {kind: [name, tied(kind, base[name])] for kind, name in MULTIMODAL.items()}
-    parts = {"bases": base, "defaults": known, "thetas": thetas, "tied": outer, "cases": cases, "random": found}
-    FILE.write_text("{\n" + ",\n".join(f"{json.dumps(name)}: {listed(part)}" for name, part in parts.items()) + "}\n")
+    print(f"{family}: {sum(result is not None for _, result in found)} of {COUNT} random changes are read", flush=True)
+    parts = {
+        "base": fields,
+        "defaults": known[kind],
+        "theta": CONFIG_MAPPING[kind].default_theta,
+        "tied": {outer: tied(outer, fields) for outer, name in MULTIMODAL.items() if name == family},
+        "cases": {
+            case: recorded(fields, change) for case, some in CASES.items() for name, change in some if name == family
+        },
+        "published": [recorded(fields, change) for change in PUBLISHED.get(family, ())],
+        "random": found,
+    }
+    text = ",\n".join(f"{json.dumps(name)}: {listed(part)}" for name, part in parts.items())
+    (HERE / family / "changes.json").write_text(f"{{\n{text}}}\n")
 
 
 def listed(part: dict | list) -> str:
-    """JSON with one entry on a line."""
-    if isinstance(part, list):
+    """JSON with one change on a line."""
+    if isinstance(part, list) and part:
         return "[\n" + ",\n".join(json.dumps(each) for each in part) + "]"
-    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in part.items()) + "}"
+    return json.dumps(part)
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 500)
+    base = bases()
+    known = {fields["model_type"]: defaults(fields["model_type"]) for fields in base.values()}
+    for each in sys.argv[1:] or FAMILIES:
+        record(each, base, known)

@@ -26,8 +26,17 @@ from axcore_hf.fields import Fields, OrNull
 
 from .seeded import IDS, LARGEST, changed, digest, projections, weights
 
-RECORDED = json.loads((pathlib.Path(__file__).parent / "recorded/changes.json").read_text())
-BASES, UNCHANGED = RECORDED["bases"], RECORDED["cases"]["no change"]
+FILES = sorted((pathlib.Path(__file__).parent / "recorded").glob("*/changes.json"))
+RECORDED = {file.parent.name: json.loads(file.read_text()) for file in FILES}
+BASES = {base: recorded["base"] for base, recorded in RECORDED.items()}
+OF_KIND = {recorded["base"]["model_type"]: recorded for recorded in RECORDED.values()}
+TIED = {outer: (base, tied) for base, recorded in RECORDED.items() for outer, tied in recorded["tied"].items()}
+CASES: dict[str, list[tuple[str, list]]] = {}
+for base, recorded in RECORDED.items():
+    for case, change in recorded["cases"].items():
+        CASES.setdefault(case, []).append((base, *change))
+UNCHANGED = CASES["no change"]
+RANDOM = [(base, *change) for base, recorded in RECORDED.items() for change in recorded["random"]]
 TOLERANCE = 1e-3
 
 
@@ -90,16 +99,16 @@ def test_case_what_transformers_writes_is_accepted():
         read(base)
 
 
-@pytest.mark.parametrize("kind", RECORDED["defaults"])
+@pytest.mark.parametrize("kind", OF_KIND)
 def test_case_defaults_of_absent_fields_are_those_of_transformers(kind):
-    family, recorded = by_type(kind), RECORDED["defaults"][kind]
+    family, recorded = by_type(kind), OF_KIND[kind]["defaults"]
     for name, default in family.defaults.items():
         if name in recorded:
             plain = default.default if isinstance(default, OrNull) else default
             assert plain == recorded[name][0], name
             assert not isinstance(default, OrNull) or len(recorded[name]) == 2, f"{name} must not be null"
     if kind != "gpt2":
-        theta = RECORDED["thetas"][kind]
+        theta = OF_KIND[kind]["theta"]
         found = family.defaults["rope_theta"], family.defaults.get("rope_local_base_freq")
         assert found == ((theta["global"], theta["local"]) if isinstance(theta, dict) else (theta, None))
 
@@ -111,7 +120,7 @@ def test_case_mistral_without_a_window_has_that_of_transformers():
 
 @pytest.mark.parametrize("outer", MULTIMODAL)
 def test_case_tie_word_embeddings_of_a_multimodal_folder(outer):
-    base, combinations = RECORDED["tied"][outer]
+    base, combinations = TIED[outer]
     for around, within, tied in combinations:
         nested = changed(BASES[base], {"tie_word_embeddings": within})
         raw = changed({"model_type": outer, "text_config": nested}, {"tie_word_embeddings": around})
@@ -130,7 +139,7 @@ def test_case_fields_that_axcore_ignores_have_no_effect_in_transformers():
     models = {base: read(base)[1] for base in BASES}
     recorded = {base: result for base, _, result in UNCHANGED}
     compared = 0
-    for base, change, result in RECORDED["random"]:
+    for base, change, result in RANDOM:
         with contextlib.suppress(ConfigError):
             if read(base, change)[1] == models[base] and result is not None:
                 assert result[0] == recorded[base][0], f"{base}, {change}: other tensors"
@@ -167,20 +176,26 @@ EXPLICIT = {
 
 @pytest.mark.parametrize("name", EXPLICIT)
 def test_case_changes_are_read_as_their_explicit_spelling(name):
-    ((base, change, _),) = RECORDED["cases"][name]
+    ((base, change, _),) = CASES[name]
     assert read(base, change)[1] == read(base, EXPLICIT[name])[1]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(RECORDED["cases"].keys() - {"no change"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"no change"}))
 def test_case_changes(name):
-    refused = [check(*change) for change in RECORDED["cases"][name]]
+    refused = [check(*change) for change in CASES[name]]
     assert all(refused) if name == "bidirectional" else not any(refused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [base for base, recorded in RECORDED.items() if recorded["published"]])
+def test_case_changes_of_published_configs(base):
+    assert not any(check(base, *change) for change in RECORDED[base]["published"])
 
 
 @pytest.mark.slow
 def test_case_random_changes_of_one_field_match_or_are_refused():
     assert not any(check(*change) for change in UNCHANGED)
-    refused = [check(*change) for change in RECORDED["random"]]
+    refused = [check(*change) for change in RANDOM]
     print(f"{len(refused)} changes, of which {sum(refused)} are refused")
     assert len(refused) >= 500

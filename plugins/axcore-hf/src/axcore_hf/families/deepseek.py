@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from axcore.nn import FeedForward, LatentAttention, Linear, RMSNorm
+from axcore_hf.families.rope import ROPE, rope
 from axcore_hf.families.shared import (
     EMBEDDINGS,
     LAYER,
     MLP,
     NORMS,
-    ROPE,
     activation,
     causal_lm,
     experts,
@@ -21,7 +21,6 @@ from axcore_hf.families.shared import (
     linear,
     pre_norm,
     quantized,
-    rope,
     sizes,
 )
 from axcore_hf.family import Family, Rule, rule

@@ -8,14 +8,13 @@ from typing import Any
 
 from axcore.config import ConfigError
 from axcore.nn import Embedding, TransformerLayer
+from axcore_hf.families.rope import ROPE, ROPE_TYPES, rope, rotary
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
     LAYER,
     LAYER_TYPES,
     MLP,
-    ROPE,
-    ROPE_TYPES,
     activation,
     attention,
     causal_lm,
@@ -23,8 +22,6 @@ from axcore_hf.families.shared import (
     feed_forward,
     fixed,
     norm,
-    rope,
-    rotary,
     sizes,
     sliding,
     window,

@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from axcore.nn import ClampedSwiGLU, FeedForward, Linear, Zeros
+from axcore_hf.families.rope import ROPE, rope
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
     LAYER,
     NORMS,
-    ROPE,
     attention,
     causal_lm,
     fixed,
     linear,
     pre_norm,
     quantized,
-    rope,
     sizes,
     sliding,
     window,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from axcore.nn import FeedForward
+from axcore_hf.families.rope import ROPE, ROPE_TYPES, rope
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
     MLP,
     NORMS,
-    ROPE,
-    ROPE_TYPES,
     activation,
     attention,
     causal_lm,
@@ -20,7 +19,6 @@ from axcore_hf.families.shared import (
     feed_forward,
     fixed,
     pre_norm,
-    rope,
     sizes,
     window,
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from axcore.nn import AcrossHeads, TransformerLayer
+from axcore_hf.families.rope import ROPE
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
     LAYER,
     MLP,
-    ROPE,
     attention,
     causal_lm,
     feed_forward,

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from axcore_hf.families.rope import ROPE, rope
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
     LAYER,
     MLP,
     NORMS,
-    ROPE,
     attention,
     causal_lm,
     feed_forward,
     fixed,
     pre_norm,
-    rope,
     sizes,
     window,
 )

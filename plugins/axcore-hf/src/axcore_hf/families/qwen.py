@@ -7,8 +7,8 @@ from typing import Any
 from axcore.config import ConfigError
 from axcore.nn import FeedForward
 from axcore_hf.families.llama import RULES
+from axcore_hf.families.rope import ROPE
 from axcore_hf.families.shared import (
-    ROPE,
     activation,
     attention,
     causal_lm,

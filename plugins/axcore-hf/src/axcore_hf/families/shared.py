@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from axcore.config import ConfigError, did_you_mean
+from axcore.config import ConfigError
 from axcore.nn import (
     Attention,
     Causal,
@@ -23,10 +22,10 @@ from axcore.nn import (
     stacked,
 )
 from axcore.nn.activations import exact_gelu
+from axcore_hf.families.rope import head_dim, rope
 from axcore_hf.family import Rule, Rules, rule
 from axcore_hf.fields import Fields
 from axcore_hf.transforms import Stacked, Tied, Transposed
-from axcore_rope.published import from_rope_parameters
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -36,17 +35,9 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-ORIGINAL = "original_max_position_embeddings"
-WITH_ORIGINAL = ("yarn", "llama3", "longrope", "su")
-"""RoPE types that the field `original_max_position_embeddings` of the config itself applies to."""
 LAYER_TYPES = ("sliding_attention", "full_attention")
 EVERYTHING_BEFORE = Causal() & SameSegment()
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-ROPE = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, ORIGINAL: None}
-"""The defaults of the fields that `rope` reads."""
 
 
 def sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
@@ -72,70 +63,6 @@ def check_heads(fields: Fields) -> None:
     dim, heads = fields("hidden_size"), fields("num_attention_heads")
     if dim % heads:
         raise ConfigError(f"{fields.where}: hidden_size={dim} must be a multiple of num_attention_heads={heads}")
-
-
-def head_dim(fields: Fields) -> int:
-    given = fields("head_dim")
-    return int(fields("hidden_size") // fields("num_attention_heads") if given is None else given)
-
-
-def rope(
-    fields: Fields,
-    *,
-    types: Sequence[str] = ROPE_TYPES,
-    otherwise: Mapping[str, Any] = MappingProxyType({}),
-    theta: float | None = None,
-    partial_rotary_factor: float | None = None,
-    **more: Any,
-) -> Any:
-    """The position embedding.
-
-    Args:
-        types: the values of `rope_type` that the family supports.
-        otherwise: the parameters of configs that have none.
-        theta, partial_rotary_factor: values for parameters that lack them. None uses the fields of the same name
-            (`rope_theta`).
-        more: arguments of `from_rope_parameters`.
-    """
-    given, older = fields.optional("rope_parameters"), fields.optional("rope_scaling")
-    parameters = dict(older or (otherwise if given is None else given))
-    parameters.setdefault("rope_theta", fields.optional("rope_theta") if theta is None else theta)
-    fraction = fields.optional("partial_rotary_factor") if partial_rotary_factor is None else partial_rotary_factor
-    if fraction is not None:
-        parameters.setdefault("partial_rotary_factor", fraction)
-    original = fields.optional(ORIGINAL)
-    if original is not None and rope_type(parameters) in WITH_ORIGINAL:
-        parameters[ORIGINAL] = original
-    return rotary(fields, parameters, types=types, **more)
-
-
-def rotary(fields: Fields, parameters: Mapping[str, Any], *, types: Sequence[str] = ROPE_TYPES, **more: Any) -> Any:
-    """The position embedding with these `rope_parameters`, which include the theta."""
-    kind, where = rope_type(parameters), fields.where
-    if kind not in types:
-        near = did_you_mean(str(kind), types)
-        raise ConfigError(f"{where}: rope_type={kind!r} is not supported.{near} Known: {', '.join(types)}.")
-    if kind == "yarn" and "factor" not in parameters:
-        raise ConfigError(f"{where}: rope_type='yarn' requires factor")
-    if kind in WITH_ORIGINAL and ORIGINAL in parameters and parameters[ORIGINAL] is None:
-        raise ConfigError(f"{where}: {ORIGINAL} of rope_type={kind!r} must not be null")
-    fraction = parameters.get("partial_rotary_factor")
-    if "partial_rotary_factor" in fields.no_effect and fraction is not None:
-        if kind != "default" and fraction != 1:
-            raise ConfigError(f"{where}: partial_rotary_factor={fraction!r} is not supported with rope_type={kind!r}")
-        parameters = {**parameters, "partial_rotary_factor": None}
-    if "head_dim" not in more:
-        more["head_dim"] = head_dim(fields)
-    try:
-        return from_rope_parameters(
-            parameters, max_position_embeddings=fields.optional("max_position_embeddings"), **more
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def rope_type(parameters: Mapping[str, Any]) -> Any:
-    return parameters.get("rope_type", parameters.get("type", "default"))
 
 
 def attention(
