@@ -12,6 +12,7 @@ from axcore.train.checkpoint.state_layout import listed
 from axcore_hf.agreement import compared, differences
 from axcore_hf.families import by_type, known
 from axcore_hf.families.shared import ACTIVATIONS
+from axcore_hf.family import Family
 from axcore_hf.fields import Fields
 from axcore_moe.layer import MoE
 from axcore_rope.learned import LearnedPositions
@@ -45,10 +46,16 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
         AxcoreError: no family computes the same. The message lists what the nearest family lacks.
     """
     nearest: tuple[tuple[int, int], str, list[str]] | None = None
+    unusable = ""
     for kind in (FIRST, *(kind for kind in known() if kind != FIRST)):
-        for fields in _attempts(kind, model, seq_len):
+        try:
+            family = by_type(kind)
+        except AxcoreError as error:
+            unusable += f"\nNot compared with {kind}: {error}"
+            continue
+        for fields in _attempts(kind, family, model, seq_len):
             try:
-                theirs = by_type(kind).read_config(Fields(fields))
+                theirs = family.read_config(Fields(fields))
             except ConfigError:  # the family does not have this option
                 continue
             lacking = differences(theirs, model) or compared(theirs, model).shapes
@@ -59,8 +66,8 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
                 nearest = distance, kind, lacking
     reason = "" if nearest is None else f" Compared with {nearest[1]}:{listed(nearest[2])}"
     raise AxcoreError(
-        f"no known model_type computes what this model computes, so it has no config.json.{reason}\nTo write the "
-        f"checkpoint with a config.json that describes another model: --config FILE --force"
+        f"no known model_type computes what this model computes, so it has no config.json.{reason}{unusable}\n"
+        f"To write the checkpoint with a config.json that describes another model: --config FILE --force"
     )
 
 
@@ -71,9 +78,8 @@ def _kinds(model: Any) -> set[type]:
     }
 
 
-def _attempts(kind: str, model: Any, seq_len: int | None) -> Iterator[dict[str, Any]]:
+def _attempts(kind: str, family: Family, model: Any, seq_len: int | None) -> Iterator[dict[str, Any]]:
     """Configs of one family that may describe the model. They differ in fields that only some families have."""
-    family = by_type(kind)
     name = CLASSES.get(kind, kind.title().replace("_", "") + "ForCausalLM")
     for by_type_of_layer in (False, True):
         try:

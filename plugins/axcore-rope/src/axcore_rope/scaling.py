@@ -19,7 +19,7 @@ class Scaling(ax.Config):
     """Base class of scalings. Subclasses override `rates`."""
 
     by_length: ClassVar[bool] = False
-    """Whether the rates depend on the length, which is 1 plus the largest position in the call, over all rows.
+    """Whether the rates depend on the length of a row, which is 1 plus its largest position in the call.
 
     Under jit, the length is traced. While decoding, it is the current length. Cached keys keep the rates of the call
     that computed them, as in `transformers`, so decoding past `original_max` differs from computing the whole row at
@@ -46,7 +46,8 @@ class Scaling(ax.Config):
 
     @property
     def recompute_above(self) -> int | None:
-        """If given, `axcore.infer.Generator` computes the cached keys again when a row grows beyond this length."""
+        """If given, the keys of longer rows differ from those of shorter rows, so a row that grows beyond this length
+        must be computed again. `axcore.infer.Generator` does this; see also `axcore.infer.Decoder`."""
         return None
 
 
