@@ -83,9 +83,10 @@ class Trainer(config.Configurable):
 
     def __init__(self, cfg: Config):
         if (cfg.steps is None) == (cfg.minutes is None):
+            given = "are both set" if cfg.steps is not None else "leave the length of the run open"
             raise ConfigError(
-                f"steps={cfg.steps} and minutes={cfg.minutes}: exactly one is required. Set the other to None (the "
-                f"flags --steps and --minutes do that)."
+                f"steps={cfg.steps} and minutes={cfg.minutes} {given}. Set one of them, and the other to None. On the "
+                f"command line, --steps N or --minutes N does both."
             )
         self.config = cfg
 
