@@ -192,7 +192,9 @@ def test_case_the_tokenizer_of_a_run_is_found_by_a_relative_path(tmp_path, monke
     assert in_folder.file == str(file)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3", "gpt2", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "gemma3", "gpt2", "gpt_neox", "olmoe", "phi", "qwen2", "qwen2_moe", "starcoder2"]
+)
 def test_case_a_written_config_describes_the_same_model(name):
     published = family_model(name)
     found = compared(
@@ -207,6 +209,12 @@ def test_case_a_written_config_has_the_length_that_its_rope_depends_on():
     dynamic = ax.select(family_model("llama"), Rotary).set(scaling=DynamicNTK(factor=4.0, original_max=16))
     assert describing.described(dynamic, 128)["max_position_embeddings"] == 16
     assert describing.described(family_model("phi3"), 128)["max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize(("name", "field"), [("gpt_neox", "rotary_pct"), ("phi", "partial_rotary_factor")])
+def test_case_a_written_config_says_that_whole_heads_are_rotated_if_that_is_not_the_default(name, field):
+    whole = ax.select(family_model(name), Rotary).set(rotary_dim=None)
+    assert describing.described(whole, 64)[field] == 1.0
 
 
 def run_of(**fields):

@@ -7,7 +7,7 @@ from typing import Any
 
 from axcore.config import AxcoreError, ConfigError, walk
 from axcore.module import Layer
-from axcore.nn import And, Attention, FeedForward, LatentAttention, Mask, SlidingWindow, Stack, layers_of
+from axcore.nn import And, Attention, FeedForward, LatentAttention, Mask, ParallelLayer, SlidingWindow, Stack, layers_of
 from axcore.train.checkpoint.state_layout import listed
 from axcore_hf.agreement import compared, differences
 from axcore_hf.families import by_type, known
@@ -31,6 +31,7 @@ FUNCTIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
 }
 """Classes of `transformers` whose names do not follow from the `model_type`."""
 
@@ -101,7 +102,7 @@ def proposal(model: Any, seq_len: int | None, by_type_of_layer: bool) -> dict[st
     layers = [place.config for place in layers_of(model.decoder)]
     blocks = [getattr(layer, "ffn", None) for layer in layers]
     return {
-        **_sizes(model, len(layers), seq_len),
+        **_sizes(model, layers, seq_len),
         **_norms(model),
         **_attention(model, [getattr(layer, "attention", None) for layer in layers], by_type_of_layer),
         **_feed_forward(blocks),
@@ -109,15 +110,16 @@ def proposal(model: Any, seq_len: int | None, by_type_of_layer: bool) -> dict[st
     }
 
 
-def _sizes(model: Any, layers: int, seq_len: int | None) -> dict[str, Any]:
+def _sizes(model: Any, layers: list[Any], seq_len: int | None) -> dict[str, Any]:
     length = model.position.max_len if isinstance(model.position, LearnedPositions.Config) else seq_len or LENGTH
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
         "n_embd": model.dim,
-        "num_hidden_layers": layers,
-        "n_layer": layers,
+        "num_hidden_layers": len(layers),
+        "n_layer": len(layers),
         "tie_word_embeddings": model.head is None,
+        "use_parallel_residual": isinstance(layers[0], ParallelLayer.Config),
         "final_logit_softcapping": model.softcap,
         "max_position_embeddings": length,
         "n_positions": length,
@@ -126,7 +128,7 @@ def _sizes(model: Any, layers: int, seq_len: int | None) -> dict[str, Any]:
 
 def _norms(model: Any) -> dict[str, Any]:
     eps = getattr(model.norm, "eps", None)
-    return {"rms_norm_eps": eps, "layer_norm_epsilon": eps}
+    return dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"), eps)
 
 
 def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[str, Any]:
@@ -138,7 +140,9 @@ def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[st
     if isinstance(first, Attention.Config):
         head_dim = rotated = first.head_dim or model.dim // first.num_heads
         found |= {"head_dim": head_dim, "num_key_value_heads": first.num_kv_heads or first.num_heads}
-        found["attention_bias"] = first.query is not None and first.query.use_bias
+        biased = first.query is not None and first.query.use_bias
+        found |= dict.fromkeys(("attention_bias", "qkv_bias", "use_bias"), biased)
+        found["qk_layernorm"] = first.query_norm is not None
         scale = head_dim**-0.5 if first.scale is None else first.scale
         found["query_pre_attn_scalar"] = round(scale**-2)  # transformers requires an int
     else:
@@ -158,6 +162,8 @@ def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[st
     if len(ropes) == len(positions):
         of_kind = {kind: to_rope_parameters(rope, rotated) for kind, rope in ropes.items()}
         found["rope_parameters"] = of_kind if by_type_of_layer else of_kind[kinds[0]]
+        fraction = (ropes[kinds[0]].rotary_dim or rotated) / rotated
+        found |= {"partial_rotary_factor": fraction, "rotary_pct": fraction}
         found["rope_interleave"] = ropes[kinds[0]].layout == "interleaved"
         found[ORIGINAL] = of_kind[kinds[0]].get(ORIGINAL)
         scaling = ropes[kinds[0]].scaling

@@ -14,15 +14,20 @@ OWN: Mapping[str, str] = {
     "gemma2": "gemma",
     "gemma3_text": "gemma",
     "gpt2": "gpt2",
+    "gpt_neox": "gpt_neox",
     "gpt_oss": "gpt_oss",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
     "olmo2": "olmo",
+    "olmoe": "olmo",
+    "phi": "phi",
     "phi3": "phi",
     "qwen2": "qwen",
+    "qwen2_moe": "qwen",
     "qwen3": "qwen",
     "qwen3_moe": "qwen",
+    "starcoder2": "starcoder2",
 }
 """model_type -> module in `axcore_hf.families`, imported on demand."""
 
