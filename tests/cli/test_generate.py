@@ -111,7 +111,7 @@ def test_case_dtype_is_applied_and_checked(axcore, trained):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_invalid_arguments_fail_with_a_message(axcore, trained, argv, message):
+def test_case_invalid_arguments_fail_with_a_message(axcore, trained, argv, message):
     argv = [str(trained) if each == "RUN" else each for each in argv]
     assert message in axcore("generate", *argv, "--prompt", "a").message
 

@@ -27,7 +27,7 @@ def down(params, hidden):
 
 @pytest.mark.parametrize(("activation", "power"), [(jax.nn.relu, 1), (squared_relu, 2)])
 @pytest.mark.parametrize("linear", [Linear.Config(), BIASED], ids=["without biases", "with biases"])
-def test_a_plain_block_has_no_gate(linear, activation, power):
+def test_case_squared_relu_without_a_gate(linear, activation, power):
     cfg = FeedForward.Config(input_dim=4, hidden_dim=6, gate=None, up=linear, down=linear, activation=activation)
     params = parameters(cfg)
     assert set(params) == {"up", "down"}

@@ -22,7 +22,7 @@ def of_model(*configs):
 
 @pytest.mark.parametrize("cls", [RMSNorm, LayerNorm])
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
-def test_a_zero_centred_norm_scales_by_one_more_than_its_parameter(cls, eps):
+def test_case_a_zero_centred_norm_adds_one_to_its_scale(cls, eps):
     cfg = cls.Config(input_dim=4, zero_centred=True, eps=eps)
     params = parameters(cfg)
     formula = reference.rms_norm if cls is RMSNorm else reference.layer_norm
@@ -100,7 +100,7 @@ def test_across_heads_normalizes_all_heads_of_a_token_as_one_vector(norm):
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
-def test_per_head_normalizes_each_head_with_its_own_scale(norm):
+def test_case_per_head_norms_have_a_scale_for_each_head(norm):
     cfg = PerHead.Config(num_heads=2, head_dim=4, head_axis="kv_head", norm=norm.Config(eps=1e-3))
     params = parameters(cfg)
     assert set(abstract(cfg)[0].axes["norm"].values()) == {("kv_head",)}

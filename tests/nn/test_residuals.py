@@ -112,7 +112,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layer_follows_its_formula(name):
+def test_case_a_layer_with_a_residual_scale_follows_its_formula(name):
     cfg, formula = LAYOUTS[name]
     cfg = cfg.set(input_dim=DIM)
     params = parameters(cfg)

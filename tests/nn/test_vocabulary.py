@@ -80,7 +80,7 @@ def test_the_position_slot_receives_embeddings_and_positions():
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_the_scale_and_then_the_softcap_apply_to_the_logits_also_of_the_loss(tied):
+def test_case_the_logit_scale_applies_before_the_softcap(tied):
     cfg = model(logit_scale=0.25, softcap=0.5, **({"head": None} if tied else {}))
     params = parameters(cfg, scale=1.0)
     raw = by_formula(params)

@@ -99,7 +99,7 @@ def test_discovery_does_not_import_the_target_of_an_offer(site):
 
 
 @pytest.mark.parametrize(("body", "told"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_plugin_fails_alone_and_keeps_its_traceback(site, body, told):
+def test_case_a_broken_plugin_fails_alone_and_is_named(site, body, told):
     site.install("aaa", GOOD.replace("'good'", "'first'"))
     site.install("broken", body)
     site.install("good", GOOD)
@@ -122,7 +122,7 @@ def test_a_broken_plugin_fails_alone_and_keeps_its_traceback(site, body, told):
         ("{module}:", "{module}"),
     ],
 )
-def test_an_entry_point_that_is_not_a_module_fails_alone(site, entry, told):
+def test_case_an_entry_point_without_a_module_fails_alone(site, entry, told):
     module = "thrown_pointed"
     site.install("broken", "number = 3\nclass Thing: pass\n", module=module, entry=entry.format(module=module))
     site.install("good", GOOD)
@@ -142,7 +142,7 @@ def test_a_distribution_without_metadata_does_not_affect_others(site):
     str(registry.plugins.get("bare"))
 
 
-def test_two_distributions_with_the_same_id_fail_and_are_named(site):
+def test_case_two_distributions_with_the_same_id_are_named(site):
     site.feature("twin", distribution="ax-one", version="1.0")
     site.feature("twin", distribution="ax-two", version="2.0")
     site.install("good", GOOD)

@@ -110,7 +110,7 @@ def test_case_an_error_of_a_plugin_that_a_library_calls_names_the_line_of_the_pl
         (lambda: target("gpu-h100-8"), r"mesh rule 's' of ax-code 0\.1 could not be loaded from .*: SystemExit: 4"),
     ],
 )
-def test_errors_name_the_plugin_the_offer_and_the_cause(code, call, told):
+def test_case_errors_name_the_plugin_the_offer_and_the_cause(code, call, told):
     with pytest.raises(PluginError, match=told) as error:
         call()
     assert error.value.__cause__ is not None

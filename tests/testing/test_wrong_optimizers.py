@@ -112,7 +112,8 @@ def test_case_optimizer_state_of_another_shape_is_declared():
         suite(RIGHT.Config(), replicated=("mu.*",)).test_state_is_sharded_like_the_parameters()
 
 
-def test_case_an_offer_that_sets_another_optimizer_fails():
+def test_case_an_offer_that_sets_another_optimizer_fails_with_both_values():
+    """A suite's assert without a message shows what it compares, since pytest rewrites the suites."""
     suite(AdamW.Config()).test_use_sets_the_optimizer_of_the_learner()
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"assert AdamW\(\) == AdamW\(b1=0\.5\)"):
         suite(AdamW.Config(b1=0.5)).test_use_sets_the_optimizer_of_the_learner()

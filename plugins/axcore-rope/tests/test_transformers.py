@@ -63,7 +63,7 @@ def test_sections_do_not_change_text():
 
 @pytest.mark.parametrize("scale", [1.0, 0.125])
 @pytest.mark.parametrize("heads", [4, 6, 9])
-def test_alibi_matches_bloom_up_to_a_constant_per_query(heads, scale):
+def test_case_alibi_and_its_scale_match_bloom(heads, scale):
     layer = Alibi.Config(num_heads=heads, scale=scale).build(rngs=ax.Rngs(0))
     tokens = TokenInfo.of(np.zeros((1, 5), np.int32))
     bias = np.asarray(layer(tokens, tokens))[0]
