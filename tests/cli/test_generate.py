@@ -72,6 +72,20 @@ def test_case_the_cache_is_chosen_on_the_command_line(axcore, trained, model, mo
     assert given == [None, ContiguousCache.Config(value_dim=4)]
 
 
+def test_case_the_cache_of_a_model_gives_way_to_the_chosen_one(axcore, tiny, tmp_path, monkeypatch):
+    own = saved(tmp_path / "own", ax.use("contiguous", value_dim=4)(tiny.model), ByteTokenizer.Config())
+    held = []
+
+    def generator(model, **_):
+        held.append(model.config)
+        return lambda *_, **__: np.zeros(0)
+
+    monkeypatch.setattr(infer, "Generator", generator)
+    for cache in ((), ("--cache", "contiguous")):
+        assert axcore("generate", own, "--prompt", "a", *cache).code == 0
+    assert held == [ax.use("contiguous", value_dim=4)(tiny.model), tiny.model]
+
+
 @pytest.mark.slow
 def test_the_seed_determines_the_sampled_tokens(axcore, trained, model):
     drawn = [
