@@ -88,7 +88,7 @@ def test_a_port_in_use_is_named():
 
 
 def test_case_a_process_that_hangs_with_a_heartbeat_ends_both():
-    with pytest.raises(LaunchFailed, match="process 0 of 2 failed: process 0 of 2 .*waited 5 s for a step") as caught:
+    with pytest.raises(LaunchFailed, match=r"process 0 of 2 failed: process 0 of 2 .*waited 5 s for a step") as caught:
         start("hang", victim=1, timeout=5)
     assert caught.value.exit_code == 81
 

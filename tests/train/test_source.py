@@ -9,7 +9,7 @@ import grain
 import pytest
 
 from axcore.config import AxcoreError, ConfigError, override
-from axcore.train.data import Document, JsonLines, Source, Split, TextFiles, TextInput
+from axcore.train.data import Document, JsonLines, Mixture, Source, Split, TextFiles, TextInput
 from axcore.train.data.text_files import Skip
 
 
@@ -207,11 +207,11 @@ def test_a_folder_of_only_skipped_files_raises(tmp_path):
     [
         (
             0.001,
-            "all 3 files .* are in training and none in validation .*Raise validation_percent",
+            "all 3 files are in training, but validation requires at least one. Raise validation_percent",
         ),
         (
             99.999,
-            "all 3 files .* are in validation and none in training .*Lower validation_percent",
+            "all 3 files are in validation, but training requires at least one. Lower validation_percent",
         ),
     ],
 )
@@ -239,6 +239,18 @@ def test_unreadable_files_raise_and_are_named(tmp_path):
         os.symlink(tmp_path / "nowhere", tmp_path / f"{number:02}.txt")
     with pytest.raises(ConfigError, match=r"cannot read 00\.txt \(No such file or directory\), .* and 15 more "):
         read(tmp_path)
+
+
+def test_case_text_that_is_left_out_is_said(tmp_path, capsys):
+    write(tmp_path, {**many(), "nul.txt": b"\0", "copy.txt": b"document 3"})
+    os.symlink(tmp_path / "nowhere", tmp_path / "absent.txt")
+    source = TextFiles.Config(folder=str(tmp_path), validation_percent=20.0, allow_unreadable=True)
+    mixed = Mixture.Config(sources={"mine": source}, weights={"mine": 1.0})
+    for process in range(2):
+        for each in (source, mixed):
+            TextInput.Config(source=each, seq_len=8, batch_size=2).build(process_index=process, process_count=2)
+    said = "left out 3 texts: 1 duplicate, 1 not text, 1 unreadable"  # by the first process only
+    assert capsys.readouterr().err.splitlines() == [f"input.source: {said}", f"input.source.sources.mine: {said}"]
 
 
 def test_without_check_content_binary_and_duplicate_files_stay(tmp_path, monkeypatch):
