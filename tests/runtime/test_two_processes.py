@@ -43,7 +43,7 @@ def test_processes_communicate_without_failures(name):
         ("SIGKILL", 1, "it was killed by SIGKILL", 137),
     ],
 )
-def test_the_failure_of_one_ends_both(name, victim, message, exit_code):
+def test_case_the_failure_of_one_ends_both(name, victim, message, exit_code):
     began = time.monotonic()
     with pytest.raises(LaunchFailed) as caught:
         start(name, victim)

@@ -102,7 +102,7 @@ def test_patterns_select_files(tmp_path, monkeypatch, patterns, exclude, expecte
     assert names(read(tmp_path, patterns=patterns, exclude=exclude)) == expected
 
 
-def test_files_that_are_not_text_are_counted(tmp_path):
+def test_case_files_that_are_not_text_are_counted(tmp_path):
     write(tmp_path, many())
     write(tmp_path, {"empty.txt": b"", "nul.txt": b"a\0b", "copy.txt": b"document 3", "large.txt": b"x" * 1001})
     write(tmp_path, {"latin.txt": b"\xe9", "limit.txt": b"y" * 1000})
@@ -172,7 +172,7 @@ def test_the_end_of_a_single_file_is_for_validation(tmp_path, content, piece_byt
         assert half[0].starts and half[-1].ends
 
 
-def test_a_run_trains_on_a_single_file(tmp_path):
+def test_case_a_run_trains_on_a_single_file(tmp_path):
     write(tmp_path, {"a.txt": b"".join(b"line %d\n" % n for n in range(1000))})
     source = TextFiles.Config(folder=str(tmp_path))
     made, moved = (
@@ -233,7 +233,7 @@ def test_config_takes_overrides():
     assert cfg.max_file_bytes == 10
 
 
-def test_unreadable_files_raise_and_are_named(tmp_path):
+def test_case_unreadable_files_raise_and_are_named(tmp_path):
     write(tmp_path, many())
     for number in range(20):
         os.symlink(tmp_path / "nowhere", tmp_path / f"{number:02}.txt")
