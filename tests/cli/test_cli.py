@@ -53,14 +53,14 @@ def edit(monkeypatch, tiny_on_path):
         (["train", "xyzzy"], ["no recipe 'xyzzy'", "Known: ", "quickstart, "]),
         (["train", ""], ["no recipe ''"]),
         (["train"], ["recipe"]),
-        (["trian", "tiny"], ["trian", "train"]),
+        (["trian", "tiny"], ["there is no command 'trian'. Did you mean 'train'?"]),
         ([], ["COMMAND"]),
         (["plugins", "--nonsense"], ["--nonsense"]),
-        (["train", "tiny", "--mintues", "3"], ["--mintues"]),
+        (["train", "tiny", "--mintues", "3"], ["--mintues", "Did you mean '--minutes'?"]),
     ],
     ids=lambda value: " ".join(value) if value and isinstance(value[0], str) else None,
 )
-def test_a_wrong_name_fails_and_suggests_the_right_one(axcore, nothing_written, argv, expected):
+def test_case_a_wrong_name_fails_and_suggests_the_right_one(axcore, nothing_written, argv, expected):
     message = axcore(*argv).message
     assert all(part in message for part in expected), message
 
@@ -130,7 +130,7 @@ def test_an_invalid_override_fails_and_names_the_path(train, nothing_written, as
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
-def test_a_value_out_of_range_fails_before_anything_is_written(train, nothing_written, flags, expected):
+def test_case_a_value_out_of_range_fails_before_anything_is_written(train, nothing_written, flags, expected):
     assert expected in train(*flags).message
 
 
@@ -215,7 +215,7 @@ only its owner can read. (The numbers mean: version 3 of the call, this thread, 
     os.geteuid() == 0 and sys.platform != "linux", reason="dropping the capabilities of root requires Linux"
 )
 @pytest.mark.parametrize("at", ["the run folder", "its parent", "the corpus"])
-def test_missing_permissions_are_named(processes, corpus, tmp_path, at):
+def test_case_missing_permissions_are_named(processes, corpus, tmp_path, at):
     texts, run = tmp_path / "texts", tmp_path / "parent" / "run"
     shutil.copytree(corpus, texts)
     run.mkdir(parents=True)

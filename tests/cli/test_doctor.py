@@ -71,8 +71,8 @@ def test_broken_plugins_and_conflicts_are_reported(axcore, only, light):
     assert (done.code, done.err) == (1, "")
     for line in (
         "wrong    plugin        broken (axcore-thrown-broken 1.0) is failed: RuntimeError: no good today",
-        "wrong    plugin        newer (axcore-thrown-newer 1.0) is incompatible: it needs plugin API 99; "
-        f"this axcore has {API_VERSION}",
+        "wrong    plugin        newer (axcore-thrown-newer 1.0) is incompatible: axcore_api=99, but "
+        f"this axcore has plugin API {API_VERSION}. Install a later axcore, or an earlier version of the plugin",
         "note     plugin        absent (axcore-thrown-absent 1.0) is unavailable: no TPU here",
     ):
         assert line in done.out.splitlines()

@@ -41,7 +41,7 @@ def losses(folder):
 
 
 @pytest.mark.long
-def test_a_run_resumes_on_1_then_8_then_2x4_devices(corpus, tmp_path):
+def test_case_a_run_resumes_on_1_then_8_then_2x4_devices(corpus, tmp_path):
     train(corpus, tmp_path / "whole", 9, 1)
     folder = tmp_path / "moved"
     train(corpus, folder, 3, 1)
@@ -77,7 +77,7 @@ FIXED = [
 
 
 @pytest.mark.parametrize("assignment", FREE, ids=lambda each: each.partition("=")[0])
-def test_layout_length_and_callbacks_may_change(tiny, assignment):
+def test_case_layout_length_and_callbacks_may_change(tiny, assignment):
     allowed = identity.check(parse_text(tiny.text()), ax.override(tiny, [assignment]), "runs/a")
     assert [change.path for change in allowed] == [assignment.partition("=")[0]]
 
@@ -135,7 +135,7 @@ def test_microbatches_may_change_only_if_no_layer_draws_random_numbers(tiny, tmp
 
 
 @pytest.mark.long
-def test_resume_rejects_changed_data(tiny, tmp_path, corpus):
+def test_case_resume_rejects_changed_data(tiny, tmp_path, corpus):
     """The corpus changes between two attempts; the config does not."""
     copied = tmp_path / "corpus"
     copied.mkdir()

@@ -57,7 +57,7 @@ def found():
     return on_devices(main)
 
 
-def test_a_rule_for_an_unknown_axis_raises_and_suggests_the_nearest(monkeypatch):
+def test_case_a_rule_for_an_unknown_axis_raises_and_suggests_the_nearest(monkeypatch):
     monkeypatch.setattr(jax, "jit", lambda *_, **__: pytest.fail("something was compiled"))
     layout = Layout(EIGHT, {"batch": "data", "hedas": "tensor"})
     with pytest.raises(ConfigError) as error:

@@ -125,7 +125,7 @@ def interrupt(train, folder, moments, rng):
     assert sorted(losses(folder)) == list(range(1, before + 4))
 
 
-def test_a_run_resumes_after_signals_at_three_moments(train, tmp_path):
+def test_case_a_run_resumes_after_signals_at_three_moments(train, tmp_path):
     interrupt(train, tmp_path / "run", ["start", "compilation", "steps"], random.Random(0))
 
 
@@ -159,7 +159,7 @@ def test_two_processes_train_stop_and_resume_like_one(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_file_error_of_process_0_ends_both_processes(train, tmp_path):
+def test_case_a_file_error_of_process_0_ends_both_processes(train, tmp_path):
     (tmp_path / "run").touch()
     code, err = train(processes=2, steps=5).end()
     assert code == 2, err

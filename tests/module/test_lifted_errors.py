@@ -36,10 +36,10 @@ def test_a_module_that_the_caller_does_not_contain_raises(transform):
 @pytest.mark.parametrize("run", [lambda s, x: vmap(call_inner)(s, x), lambda s, x: vmap(lambda c, x: c(x))(s.inner, x)])
 def test_writing_a_variable_in_vmap_raises(run):
     model = in_a_parent(run, Plain.Config(width=WIDTH, counts=True))
-    with pytest.raises(ContextError, match=r"top \(Holder\) a layer writes a Variable inside vmap"):
+    with pytest.raises(ContextError, match=r"top \(Holder\): the body of vmap writes "):
         invoke(model, "top", X)
     within = in_a_parent(lambda s, x: vmap(lambda s, x: remat(call_inner)(s, x))(s, x), FULL)
-    with pytest.raises(ContextError, match=r"top \(Holder\) a layer writes a Variable inside vmap"):
+    with pytest.raises(ContextError, match=r"top \(Holder\): the body of vmap writes "):
         invoke(within, "top", X, key=KEY)
 
 

@@ -72,7 +72,7 @@ def test_the_last_shared_value_wins():
 
 
 def test_taking_a_value_that_is_not_shared_raises_and_names_the_layer():
-    with pytest.raises(ContextError, match=r"parts\.0 \(Taker\) takes 'value', which no earlier layer has shared"):
+    with pytest.raises(ContextError, match=r"parts\.0 \(Taker\): shared\('value'\) requires an earlier layer"):
         run(Both.Config(parts=(Taker.Config(), Giver.Config())))
 
 
@@ -123,7 +123,7 @@ def test_case_a_scan_shares_values_as_an_unrolled_stack_does(remat, before):
 
 
 def test_the_first_scanned_layer_takes_only_values_shared_before():
-    with pytest.raises(ContextError, match="takes 'value', which no earlier layer has shared"):
+    with pytest.raises(ContextError, match=r": shared\('value'\) requires an earlier layer"):
         run(Stacked.Config(before=Quiet.Config(), each=Before.Config()))
     assert run(Stacked.Config(before=Wide.Config())) == 27.0  # a value of another shape is not taken
 

@@ -20,7 +20,7 @@ VOCAB, DIM = 7, 3
 
 @pytest.mark.parametrize("param", ["float32", "bfloat16"])
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_the_gradient_of_a_frequent_token_is_exact(param, compute):
+def test_case_the_gradient_of_a_frequent_token_is_exact(param, compute):
     """4,096 terms of 0.01: in bfloat16 the sum stops at 4."""
     types = ax.DTypes(param=param, compute=compute)
     fn, params, state = functional(

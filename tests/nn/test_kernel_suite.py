@@ -48,7 +48,7 @@ def test_blocks_are_read_from_a_cache_of_all_layers(name):
     np.testing.assert_allclose(lse, expected.lse, rtol=0, atol=3e-5)
 
 
-def test_logits_of_bfloat16_are_exact_to_float32():
+def test_case_logits_of_bfloat16_are_exact_to_float32():
     """Scaling the queries first would round them, with an error of 1.7e-3."""
     case = dataclasses.replace(CASES["full attention"], scale=0.3)
     inputs = inputs_of(case, arrays_of(case, "bfloat16"))

@@ -49,6 +49,17 @@ def is_name(name):
     return lambda node: isinstance(node, ast.Name) and node.id == name
 
 
+def held_by(argument):
+    """Whether an expression is an argument, or the config of an argument that is a layer: `layer.config`, or `cfg`."""
+
+    def holds(node):
+        if isinstance(node, ast.Attribute):
+            return node.attr in HOLDERS and is_name(argument)(node.value)
+        return is_name(argument)(node) or (argument not in HOLDERS and is_config(node))
+
+    return holds
+
+
 def attributes(function, holds):
     """The attributes that a function reads of the expressions for which `holds` is true. If it reads an attribute by a
     variable name, all strings in it are included."""
@@ -70,7 +81,7 @@ def by_annotation(module):
         if isinstance(function, ast.FunctionDef):
             for argument in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]:
                 if argument.annotation is not None:
-                    read = set(attributes(function, is_name(argument.arg)))
+                    read = set(attributes(function, held_by(argument.arg)))
                     if function.name == "__init__" and argument.arg in HOLDERS:
                         read |= set(attributes(owners[function], is_config))
                     for kind in ast.unparse(argument.annotation).split("|"):

@@ -45,6 +45,7 @@ COMMANDS = {
     "loc check": ["loc", "check", "--base", "HEAD"],
     "loc measure": ["loc", "measure", "rope"],
     "loc peers": ["loc", "peers"],
+    "merge": ["merge", "{here}/adapted", "new"],
     "new-plugin": ["new-plugin", "fresh-gate", "--kind", "layer"],
     "plugins": ["plugins"],
     "recipes": ["recipes"],
@@ -93,6 +94,7 @@ VALUES = {
     "loc peers --json": None,
     "loc peers --source": "name@1=folder",
     "loc peers --write": "written",
+    "merge --step": "7",
     "new-plugin --kind": "command",
     "new-plugin --out": "elsewhere",
     "plugins --json": None,
@@ -176,8 +178,9 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     def replace(where, name, result):
         monkeypatch.setattr(where, name, lambda *args, **kwargs: calls.append(summary([args, kwargs])) or result)
 
-    _, params, state = functional(tiny.model.build(rngs=ax.Rngs(0)))
-    save_model(tmp_path / "weights", tiny.model, params, state, tokenizer=ByteTokenizer.Config())
+    for name, model in (("weights", tiny.model), ("adapted", ax.use("lora")(tiny).model)):
+        _, params, state = functional(model.build(rngs=ax.Rngs(0)))
+        save_model(tmp_path / name, model, params, state, tokenizer=ByteTokenizer.Config())
     (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     hf = shutil.copytree(RECORDED, tmp_path / "hf", ignore=shutil.ignore_patterns("gradients", "*.npz"))
     assert axcore("convert", f"hf:{hf}", tmp_path / "model").code == 0

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads", [2, 1], ids="{} kv heads".format)
-def test_a_local_kernel_receives_shards_and_equals_one_device(num_kv_heads):
+def test_case_a_local_kernel_receives_shards_and_equals_one_device(num_kv_heads):
     """Uses documents, sinks, a bias, dropout, fewer kv heads than devices, and queries sharded over two devices."""
     plain = ax.select(tiny_model(), Attention).set(
         num_kv_heads=num_kv_heads, sinks=Normal(stddev=1.0), bias=Slopes.Config(), dropout=0.25

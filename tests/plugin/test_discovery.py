@@ -242,7 +242,7 @@ def test_a_plugin_for_another_api_version_is_incompatible(site, needs):
     site.install("newer", f"axcore_api = {needs!r}\n{GOOD}")
     plugin = site.registry().plugins["newer"]
     assert plugin.state is State.INCOMPATIBLE
-    assert f"it needs plugin API {needs}; this axcore has {API_VERSION}" in plugin.detail
+    assert f"axcore_api={needs}, but this axcore has plugin API {API_VERSION}. Install " in plugin.detail
     assert plugin.offers == ()
 
 

@@ -115,7 +115,9 @@ def test_a_plugin_for_a_newer_api_that_fails_to_import_is_incompatible(site, tro
     site.install("newer", trouble + NEWER, head="")
     plugin = site.registry().plugins["newer"]
     assert plugin.state is State.INCOMPATIBLE
-    assert plugin.reason.startswith(f"it needs plugin API {API_VERSION + 1}; this axcore has {API_VERSION}")
+    assert plugin.reason.startswith(
+        f"axcore_api={API_VERSION + 1}, but this axcore has plugin API {API_VERSION}. Install a later axcore"
+    )
     assert plugin.api == API_VERSION + 1
 
 

@@ -139,7 +139,7 @@ def test_strict_mode_raises_at_discovery_and_lists_all_problems(site):
         site.registry({"AXCORE_STRICT": "1"})
     told = str(error.value)
     assert "plugin 'broken' (ax-broken 0.1) is failed: ZeroDivisionError: division by zero" in told
-    assert "plugin 'newer' (ax-newer 0.1) is incompatible: it needs plugin API 99" in told
+    assert "plugin 'newer' (ax-newer 0.1) is incompatible: axcore_api=99, but this axcore has plugin API" in told
     assert "'ring' is offered by one" in told
     assert "good" not in told and "absent" not in told
     site.registry({"AXCORE_STRICT": "0"})

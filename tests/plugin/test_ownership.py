@@ -68,7 +68,7 @@ def test_a_sibling_module_belongs_to_the_plugin_that_offers_it(install):
         assert registry().owner(code.replace("_code", "_plugin")).id == id
     assert registry().owner("thrown_acme.common") is None
     assert active(use("two")(Node())) == {"two": "ax-two 0.1"}
-    with pytest.raises(ConfigError, match=r"part was filled by one \(ax-one 0\.1\), and two \(ax-two 0\.1\) would"):
+    with pytest.raises(ConfigError, match=r"part holds a node of one \(ax-one 0\.1\), which two \(ax-two 0\.1\) would"):
         use("two")(use("one")(Node()))
 
 
@@ -76,7 +76,7 @@ def test_a_mesh_rule_cannot_empty_a_slot_of_another_plugin(install):
     for id in ("one", "two"):
         install(id)
     cfg = use("one")(Node())
-    with pytest.raises(ConfigError, match=r"target 'gpu-two-8', rule .*: part was filled by one"):
+    with pytest.raises(ConfigError, match=r"target 'gpu-two-8', rule .*: part holds a node of one"):
         target("gpu-two-8")(cfg)
     assert target("gpu-one-8")(cfg).part is None
     assert target("tpu-two-8")(cfg) == cfg.set(size=2)

@@ -35,7 +35,7 @@ def test_without_a_graceful_block_the_process_ends_immediately(number):
     assert number.name in err
 
 
-def test_no_signal_is_lost_during_compilation_or_garbage_collection():
+def test_case_no_signal_is_lost_during_compilation_or_garbage_collection():
     import jax
     import jax.numpy as jnp
 
@@ -114,7 +114,7 @@ def test_graceful_does_nothing_when_nested_or_in_other_threads():
     assert found == [None]
 
 
-def test_the_command_handles_signals_before_slow_imports():
+def test_case_the_command_handles_signals_before_slow_imports():
     code = "import sys; import axcore.__main__; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.split()
     assert "axcore.runtime.signals" in loaded

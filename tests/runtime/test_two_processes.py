@@ -43,7 +43,7 @@ def test_processes_communicate_without_failures(name):
         ("SIGKILL", 1, "it was killed by SIGKILL", 137),
     ],
 )
-def test_the_failure_of_one_ends_both(name, victim, message, exit_code):
+def test_case_the_failure_of_one_ends_both(name, victim, message, exit_code):
     began = time.monotonic()
     with pytest.raises(LaunchFailed) as caught:
         start(name, victim)
@@ -88,7 +88,7 @@ def test_a_port_in_use_is_named():
 
 
 def test_case_a_process_that_hangs_with_a_heartbeat_ends_both():
-    with pytest.raises(LaunchFailed, match="process 0 of 2 failed: process 0 of 2 .*waited 5 s for a step") as caught:
+    with pytest.raises(LaunchFailed, match=r"process 0 of 2 failed: process 0 of 2 .*waited 5 s for a step") as caught:
         start("hang", victim=1, timeout=5)
     assert caught.value.exit_code == 81
 

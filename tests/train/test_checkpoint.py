@@ -250,7 +250,7 @@ UNCHANGED = """
 
 
 @pytest.mark.slow
-def test_saving_does_not_change_logging_warnings_or_hooks(folder):
+def test_case_saving_does_not_change_logging_warnings_or_hooks(folder):
     out = run_python(UNCHANGED, folder, stderr="still here\n")
     assert out == f"cannot write checkpoint {folder / '2'}: File too large\n"
 

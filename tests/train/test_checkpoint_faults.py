@@ -93,7 +93,7 @@ KILL = """
 
 
 @pytest.mark.slow
-def test_sigkill_at_any_moment_leaves_whole_checkpoints(folder):
+def test_case_sigkill_at_any_moment_leaves_whole_checkpoints(folder):
     run_python(KILL, folder, 8)  # until 8 kills have interrupted a save
 
 

@@ -77,7 +77,7 @@ def test_a_failed_save_is_raised_on_both_and_is_not_the_latest(found, folder, fa
     assert own[1] == other[1] == 3
 
 
-def test_folder_and_damage_errors_are_raised_on_both(found, folder):
+def test_case_folder_and_damage_errors_are_raised_on_both(found, folder):
     first, second = (each["folder"] for each in found)
     assert first == f"AxcoreError: cannot write checkpoint {folder}/a_file/checkpoints/1: Not a directory"
     assert second == f"PeerFailed: process 0 of 2 failed: {first.partition(': ')[2]}"

@@ -76,7 +76,7 @@ def rising(tiny, steps, **callbacks):
 
 
 @pytest.mark.parametrize("during", [pytest.param("step", marks=pytest.mark.slow), "evaluation"])
-def test_an_evaluation_interrupted_by_a_signal_runs_on_resume(tiny, tmp_path, during):
+def test_case_an_evaluation_interrupted_by_a_signal_runs_on_resume(tiny, tmp_path, during):
     folder = tmp_path / "run"
     with pytest.raises(RunStopped):
         ax.fit(rising(tiny, 6, kill=Terminate.Config(at=4, during=during, order=-1)), folder)

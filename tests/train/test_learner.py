@@ -147,7 +147,7 @@ def test_parameters_keep_their_dtype():
 
 
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
-def test_moments_and_updates_of_bfloat16_parameters_follow_float64(moment_dtype):
+def test_case_moments_and_updates_of_bfloat16_parameters_follow_float64(moment_dtype):
     cfg = AdamW.Config(b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, moment_dtype=moment_dtype)
     learned = cfg.build().transformation({"weight": ("embed", "mlp")})
     params = {"weight": jnp.ones((4, 5), jnp.bfloat16)}

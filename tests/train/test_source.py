@@ -9,7 +9,7 @@ import grain
 import pytest
 
 from axcore.config import AxcoreError, ConfigError, override
-from axcore.train.data import Document, JsonLines, Source, Split, TextFiles, TextInput
+from axcore.train.data import Document, JsonLines, Mixture, Source, Split, TextFiles, TextInput
 from axcore.train.data.text_files import Skip
 
 
@@ -102,7 +102,7 @@ def test_patterns_select_files(tmp_path, monkeypatch, patterns, exclude, expecte
     assert names(read(tmp_path, patterns=patterns, exclude=exclude)) == expected
 
 
-def test_files_that_are_not_text_are_counted(tmp_path):
+def test_case_files_that_are_not_text_are_counted(tmp_path):
     write(tmp_path, many())
     write(tmp_path, {"empty.txt": b"", "nul.txt": b"a\0b", "copy.txt": b"document 3", "large.txt": b"x" * 1001})
     write(tmp_path, {"latin.txt": b"\xe9", "limit.txt": b"y" * 1000})
@@ -172,7 +172,7 @@ def test_the_end_of_a_single_file_is_for_validation(tmp_path, content, piece_byt
         assert half[0].starts and half[-1].ends
 
 
-def test_a_run_trains_on_a_single_file(tmp_path):
+def test_case_a_run_trains_on_a_single_file(tmp_path):
     write(tmp_path, {"a.txt": b"".join(b"line %d\n" % n for n in range(1000))})
     source = TextFiles.Config(folder=str(tmp_path))
     made, moved = (
@@ -207,11 +207,11 @@ def test_a_folder_of_only_skipped_files_raises(tmp_path):
     [
         (
             0.001,
-            "all 3 files .* are in training and none in validation .*Raise validation_percent",
+            "all 3 files are in training, but validation requires at least one. Raise validation_percent",
         ),
         (
             99.999,
-            "all 3 files .* are in validation and none in training .*Lower validation_percent",
+            "all 3 files are in validation, but training requires at least one. Lower validation_percent",
         ),
     ],
 )
@@ -233,12 +233,24 @@ def test_config_takes_overrides():
     assert cfg.max_file_bytes == 10
 
 
-def test_unreadable_files_raise_and_are_named(tmp_path):
+def test_case_unreadable_files_raise_and_are_named(tmp_path):
     write(tmp_path, many())
     for number in range(20):
         os.symlink(tmp_path / "nowhere", tmp_path / f"{number:02}.txt")
     with pytest.raises(ConfigError, match=r"cannot read 00\.txt \(No such file or directory\), .* and 15 more "):
         read(tmp_path)
+
+
+def test_case_text_that_is_left_out_is_said(tmp_path, capsys):
+    write(tmp_path, {**many(), "nul.txt": b"\0", "copy.txt": b"document 3"})
+    os.symlink(tmp_path / "nowhere", tmp_path / "absent.txt")
+    source = TextFiles.Config(folder=str(tmp_path), validation_percent=20.0, allow_unreadable=True)
+    mixed = Mixture.Config(sources={"mine": source}, weights={"mine": 1.0})
+    for process in range(2):
+        for each in (source, mixed):
+            TextInput.Config(source=each, seq_len=8, batch_size=2).build(process_index=process, process_count=2)
+    said = "left out 3 texts: 1 duplicate, 1 not text, 1 unreadable"  # by the first process only
+    assert capsys.readouterr().err.splitlines() == [f"input.source: {said}", f"input.source.sources.mine: {said}"]
 
 
 def test_without_check_content_binary_and_duplicate_files_stay(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 
 import axcore as ax
 from axcore.config import AxcoreError
+from axcore.nn import FeedForward
 from axcore.train import (
     Callback,
     Evaluation,
@@ -138,12 +139,17 @@ def test_the_summary_describes_the_run(trained):
     assert summary["tokens"] == STEPS * 4 * 16
     assert summary["compilations"] == 1
     assert 0 < summary["host_ms_per_step"] < 100
-    assert summary["tokens_per_second"] > 0
     assert summary["plugins"] == {"rope": f"axcore-rope {ax.__version__}"}
     assert summary["versions"] == {"axcore": ax.__version__, "jax": jax.__version__}
     layer = 2 * 16 + 16 * (16 + 8 + 8) + 16 * 16 + 3 * 16 * 32
     assert summary["parameters"] == 264 * 16 + 2 * layer + 16 + 16 * 264
     assert summary["peeked"] == STEPS
+
+
+def test_case_the_speed_in_the_summary_excludes_compilation(trained):
+    speeds = [line["train/tokens_per_second"] for line in trained.train if "train/tokens_per_second" in line]
+    assert trained.summary["tokens_per_second"] == pytest.approx(len(speeds) / sum(1 / speed for speed in speeds))
+    assert trained.summary["tokens_per_second"] > trained.summary["tokens"] / trained.summary["train_seconds"]
 
 
 def separate(texts, separator):
@@ -378,6 +384,15 @@ def test_an_invalid_config_raises_before_any_file_changes(tiny, tmp_path, snapsh
     before = snapshot(tmp_path)
     with pytest.raises(AxcoreError, match=rf"{next(reversed(broken))}"):
         ax.fit(tiny.set(**broken), out=tmp_path / "run")
+    assert snapshot(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_case_a_lambda_in_the_config_raises_before_an_earlier_run_moves(tiny, tmp_path, snapshot, untrained):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.txt").write_text("an earlier run")
+    before = snapshot(tmp_path)
+    with pytest.raises(AxcoreError, match="lambda"):
+        ax.fit(ax.select(tiny, FeedForward).set(activation=lambda x: x), out=tmp_path / "run")
     assert snapshot(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -83,13 +83,18 @@ def no_such_path(root: Config, path: str) -> ConfigError:
 
 def put(value: object, path: str, new: object) -> Any:  # Any: `new` may replace the root
     """A copy of the tree with `new` at `path`. The path must exist or be a new key of a mapping."""
-    if not path:
-        return new
-    name, _, rest = path.partition(".")
-    below = dict(parts(value))
-    if name not in below and not (isinstance(value, Mapping) and not rest):
-        raise ConfigError(f"nothing at {name!r}")
-    return rebuild(value, {name: put(below.get(name), rest, new)})
+
+    def at(value: object, rest: str) -> Any:  # Any: as above
+        if not rest:
+            return new
+        name, _, rest = rest.partition(".")
+        below = dict(parts(value))
+        if name not in below and not (isinstance(value, Mapping) and not rest):
+            has = f"It has {', '.join(below)}." if below else "It has no parts."
+            raise ConfigError(f"{path}: {type(value).__name__} has no {name!r}.{did_you_mean(name, below)} {has}")
+        return rebuild(value, {name: at(below.get(name), rest)})
+
+    return at(value, path)
 
 
 def rebuild(value: Any, changes: Mapping[str, object]) -> Any:  # Any: a node, tuple or mapping

@@ -128,8 +128,9 @@ class Frame:
         """The value that was shared last under this name."""
         if name not in self.shared:
             raise ContextError(
-                f"{self.describe()} takes {name!r}, which no earlier layer has shared. Values shared inside a "
-                f"transform other than remat and scan stay inside. Shared: {', '.join(self.shared) or 'nothing'}"
+                f"{self.describe()}: shared({name!r}) requires an earlier layer that calls share({name!r}, ...), but "
+                f"the earlier layers share {', '.join(map(repr, self.shared)) or 'nothing'}. A value that is shared "
+                f"inside a transform other than remat and scan stays inside; share it outside"
             )
         return self.shared[name]
 

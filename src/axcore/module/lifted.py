@@ -115,7 +115,11 @@ class Lifted:
 
     def refuse_written(self, transform: str) -> None:
         if self.written:
-            raise ContextError(f"in {self.caller.describe()} a layer writes a Variable inside {transform}")
+            paths = ", ".join(sorted(".".join(map(str, path)) for path in self.written))
+            raise ContextError(
+                f"{self.caller.describe()}: the body of {transform} writes {paths}, but each call of the body could "
+                f"write another value. Return the value from the body, and write it after {transform}"
+            )
 
     def finish(self, state: PyTree, collections: Collections | None) -> None:
         """Copies the reports and the written Variables to the caller. Leaves other Variables untouched, so that an

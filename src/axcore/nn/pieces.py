@@ -44,10 +44,13 @@ def in_pieces(fn: Body, size: int) -> Body:
             number, pieces = numbered
             output, _, collections = lifted.call(fn, lifted.params, lifted.state, *pieces, number=number)
             lifted.refuse_written("in_pieces")
-            if collections is not None and (collections.summaries or collections.losses or collections.outputs):
-                raise ContextError(
-                    f"{lifted.caller.describe()}: in_pieces does not support summaries, losses and outputs"
-                )
+            if collections is not None:
+                reports = {**collections.summaries, **collections.losses, **collections.outputs}
+                if reports:
+                    raise ContextError(
+                        f"{lifted.caller.describe()}: the body of in_pieces reports {', '.join(sorted(reports))}, but "
+                        f"only what it returns is kept. Return the values, and report them after in_pieces"
+                    )
             return output
 
         pieces = tuple(split(x) for x in args)

@@ -56,10 +56,22 @@ def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
             manager.unregister(name=plugin.id)
     if plugin.api not in (None, API_VERSION):
         # If the module also raised, it probably imports names that this version of axcore does not have.
-        page = ' The page "Moving a plugin to API 2" (docs/plugins/api_2.md) says what to change'
-        advice = f".{page}" if plugin.api == API_VERSION - 1 else ""
         plugin.state = State.INCOMPATIBLE
-        plugin.detail = f"it needs plugin API {plugin.api}; this axcore has {API_VERSION}{advice}{cause}"
+        plugin.detail = (
+            f"axcore_api={plugin.api}, but this axcore has plugin API {API_VERSION}. {_remedy(plugin.api)}{cause}"
+        )
+
+
+def _remedy(api: int | None) -> str:
+    """What to do about a plugin that was written for another API."""
+    if api is not None and api > API_VERSION:
+        return "Install a later axcore, or an earlier version of the plugin"
+    if api == API_VERSION - 1:
+        return (
+            'Install a later version of the plugin. Its author finds what to change on the page "Moving a plugin to '
+            'API 2" (docs/plugins/api_2.md)'
+        )
+    return "Install a later version of the plugin"
 
 
 def _offers(plugin: Plugin, module: ModuleType, manager: pluggy.PluginManager) -> Iterator[Offer]:

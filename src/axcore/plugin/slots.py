@@ -36,9 +36,15 @@ def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
         # Without `where`, fields of the same name and another type are skipped.
         chosen = {path for path, node in has_slot if where is not None or conforms(value, _hint(node, slot))}
         if not chosen:
-            raise ConfigError(f"no node has a field {slot!r} that takes {type_name(node_type)}")
+            among = "of the config" if where is None else f"that where={where!r} selects"
+            raise ConfigError(
+                f"no node {among} has a slot {slot!r} for {type_name(node_type)}. Use it with a config that has such a "
+                f"slot" + ("" if where is None else ", or select other nodes")
+            )
         found = select(cfg, lambda path, _: path in chosen)
-        return found.map(lambda _, node: _add(node, slot, offer.name, new)) if offer.keyed else found.put(**{slot: new})
+        if not offer.keyed:
+            return found.put(**{slot: new})
+        return found.map(lambda path, node: _add(join(path, slot), node, slot, offer.name, new))
 
     known = hints(node_type)
     options = {name: (known.get(name, object), default(node_type, name)) for name in field_names(node_type)}
@@ -51,14 +57,18 @@ def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
     return fill
 
 
-def _add(node: Config, slot: str, key: str, new: Config) -> Config:
+def _add(path: str, node: Config, slot: str, key: str, new: Config) -> Config:
     """Adds `new` to a mapping of a node. An entry of the same class is replaced."""
     held = getattr(node, slot)
     entries = dict(held) if isinstance(held, Mapping) else {}
     old = entries.get(key)
     if old is not None and type(old) is not type(new):
         owner = f" of {plugin.id} ({plugin})" if (plugin := supplier(old)) else ""
-        raise ConfigError(f"{slot}.{key} is already {type_name(type(old))}{owner}; remove it before adding another")
+        where = join(path, key)
+        raise ConfigError(
+            f"{where} already holds {type_name(type(old))}{owner}, not {type_name(type(new))}. Remove it first: "
+            f"axcore.select(cfg, {where!r}).remove()"
+        )
     return node.set(**{slot: {**entries, key: new}})
 
 
@@ -95,8 +105,8 @@ def guard(plugin: Plugin, before: Config, after: Config) -> None:
         return
     for path, other in _lost(before, after, after, "", plugin):
         raise ConfigError(
-            f"{path or 'the root'} was filled by {other.id} ({other}), and {plugin.id} ({plugin}) would replace it; "
-            f"do not attach both, or {_remedy(before, path)} in between"
+            f"{path or 'the root'} holds a node of {other.id} ({other}), which {plugin.id} ({plugin}) would replace. "
+            f"Attach only one of them, or first {_remedy(before, path)}"
         )
 
 

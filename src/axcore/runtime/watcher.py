@@ -149,9 +149,9 @@ class _Watcher(threading.Thread):
                 return
             if (wait := self.waits_for) is not None and time.monotonic() > wait[2]:
                 error = RuntimeTimeout(
-                    f"{self.world.named(self.world.index)} waited {wait[1]:g} s for {wait[0]}, which the devices of all "
-                    f"processes compute. Another process hangs; check the output of each. If the computation is just "
-                    f"slow, increase {TIMEOUT} (seconds)."
+                    f"{self.world.named(self.world.index)} waited {wait[1]:g} s for {wait[0]}, which the devices of "
+                    f"all processes compute. Another process hangs; check the output of each. If the computation is "
+                    f"just slow, increase {TIMEOUT} (seconds)."
                 )
                 _tell(self, error)
                 self._end(error)

@@ -63,6 +63,10 @@ class Source(config.Configurable, abc.ABC):
         """The sources that this source draws from, by name, each with its share of the training tokens."""
         return {"": (1.0, self)}
 
+    def left_out(self) -> Mapping[str, int]:
+        """The number of texts that this source leaves out, by reason. A run prints them."""
+        return {}
+
     def fingerprint(self, piece_bytes: int) -> str:
         """A digest of the training documents, to detect changes.
 

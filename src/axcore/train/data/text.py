@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -88,6 +89,8 @@ class TextInput(Input):
             )
             self._check_length()
         self._stream_count = streams
+        if process_index == 0:
+            _report_left_out(self.source)
 
     @staticmethod
     def batch_spec(cfg: Input.Config) -> dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]]:
@@ -183,6 +186,14 @@ class TextInput(Input):
 
 def _first(documents: Iterator[Document], count: int) -> Iterator[Document]:
     return (document for document, _ in zip(documents, range(count), strict=False))
+
+
+def _report_left_out(source: Source) -> None:
+    for name, (_, part) in source.parts().items():
+        if left_out := part.left_out():
+            path = f"input.source.sources.{name.replace('.', '.sources.')}" if name else "input.source"
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            print(f"{path}: left out {sum(left_out.values())} texts: {reasons}", file=sys.stderr)
 
 
 def _check(cfg: TextInput.Config, process_count: int) -> int:

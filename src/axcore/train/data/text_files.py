@@ -103,6 +103,10 @@ class TextFiles(Source):
         index = self.index
         return grain.MapDataset.source(Pieces(index.folder, index.files[split], piece_bytes))
 
+    def left_out(self) -> Mapping[str, int]:
+        """See `Source.left_out`."""
+        return {reason: self.index.skipped[reason] for reason in Skip if reason in self.index.skipped}
+
     def fingerprint(self, piece_bytes: int) -> str:
         """See `Source.fingerprint`. Covers every file."""
         return self.index.digest
@@ -226,8 +230,9 @@ class TextFiles(Source):
             full, empty = ("training", "validation") if train else ("validation", "training")
             advice = "Raise" if train else "Lower"
             raise config.ConfigError(
-                f"all {train + validation} files in folder={folder!r} are in {full} and none in {empty} (a hash of its "
-                f"path assigns each file). {advice} validation_percent={percent}, or split the text into more files."
+                f"folder={folder!r}: a hash of its path assigns each file to training or validation, and all "
+                f"{train + validation} files are in {full}, but {empty} requires at least one. {advice} "
+                f"validation_percent={percent}, or split the text into more files."
             )
 
 
