@@ -253,7 +253,7 @@ def test_case_a_model_without_a_published_counterpart_is_refused_by_name():
     expected = r"(?s)no known model_type computes.*softcap: None in the config, 5\.0 in the model"
     with pytest.raises(AxcoreError, match=expected):
         describing.described(run_of(softcap=5.0).model)
-    with pytest.raises(AxcoreError, match=r"(?s)Compared with llama:.*ConvTransformerLayer.*squared_relu"):
+    with pytest.raises(AxcoreError, match=r"(?s)Compared with llama:.*ConvTransformerLayer.*ffn.gate"):
         describing.described(ax.recipe("quickstart").model)
 
 

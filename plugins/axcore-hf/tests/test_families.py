@@ -16,7 +16,7 @@ from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.commands import convert, export
-from axcore_hf.families import family_of, language_part
+from axcore_hf.families import UNSCALED, family_of, language_part
 from axcore_hf.fields import Fields
 from axcore_hf.initial import FromHF
 from axcore_hf.sources import Safetensors
@@ -134,6 +134,14 @@ def test_case_the_language_model_of_a_multimodal_model_is_read(tmp_path, outer, 
     same(load_file(tmp_path / "back" / "model.safetensors"), load_file(plain / "model.safetensors"))
 
 
+@pytest.mark.parametrize("outer", UNSCALED)
+def test_case_a_multimodal_cohere_does_not_scale_its_logits(outer):
+    """As in `transformers`, whose multimodal classes have a head of their own."""
+    nested = json.loads((PARITY / "recorded/cohere2/config.json").read_text())
+    assert model_of(nested).logit_scale == 0.25
+    assert model_of({"model_type": outer, "text_config": nested}).logit_scale == 1.0
+
+
 def test_an_unknown_language_model_is_rejected():
     raw = {"model_type": "some_vlm", "text_config": {"model_type": "some_text"}}
     with pytest.raises(ax.ConfigError, match=r"model_type='some_vlm' is not supported"):
@@ -201,7 +209,7 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
     ("fields", "message"),
     [
         ({"model_type": "lama"}, r"model_type='lama' is not supported.*Did you mean 'llama'"),
-        ({"model_type": "cohere", "logit_scale": 0.06}, r"the family llama does not have: logit_scale=0\.06\. Its"),
+        ({"model_type": "dbrx", "logit_scale": 0.06}, r"the family llama does not have: logit_scale=0\.06\. Its"),
         (
             {"model_type": "glm", "partial_rotary_factor": 0.5},
             r"the family llama ignores: partial_rotary_factor=0\.5\. Its",

@@ -82,6 +82,7 @@ OTHERS = {
     "use_bidirectional_attention": True,
     "rope_theta": 100.0,
     "clip_qkv": 0.5,
+    "num_ln_in_parallel_attn": 2,
 }
 """Values of fields that are null or absent."""
 
@@ -156,7 +157,7 @@ def test_case_helpers_read_only_what_they_use():
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"model_type": "cohere", "logit_scale": 0.06}, "the family llama does not have: logit_scale=0.06. Its"),
+        ({"model_type": "dbrx", "logit_scale": 0.06}, "the family llama does not have: logit_scale=0.06. Its"),
         (
             {"model_type": "glm", "partial_rotary_factor": 0.5},
             "the family llama ignores: partial_rotary_factor=0.5. Its",

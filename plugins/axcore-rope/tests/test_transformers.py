@@ -5,12 +5,13 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import axcore as ax
 from axcore.nn import TokenInfo
-from axcore_rope.alibi import Alibi
+from axcore_rope.alibi import Alibi, slopes
 from axcore_rope.published import from_rope_parameters
 from axcore_rope.rotary import Rotary
 
@@ -69,3 +70,14 @@ def test_case_alibi_and_its_scale_match_bloom(heads, scale):
     bias = np.asarray(layer(tokens, tokens))[0]
     last = bias[:, -1] - bias[:, -1, :1]  # BLOOM's biases are relative to the first key, which softmax ignores
     np.testing.assert_allclose(last, scale * RECORDED[f"alibi.{heads}"], rtol=1e-6, atol=1e-6)
+
+
+def test_rounded_alibi_has_the_precision_of_bfloat16():
+    """As `build_alibi_tensor` of Falcon, where near keys of a long row share a bias."""
+    layer = Alibi.Config(num_heads=16, scale=0.25, is_rounded=True).build(rngs=ax.Rngs(0))
+    tokens = TokenInfo.of(np.zeros((1, 600), np.int32))
+    bias = np.asarray(layer(tokens, tokens))[0, :, -1]
+    steep = np.array(slopes(16)).astype(ml_dtypes.bfloat16)[:, None]
+    expected = (steep * np.arange(600).astype(ml_dtypes.bfloat16)).astype(np.float64)
+    np.testing.assert_allclose(bias - bias[:, :1], 0.25 * expected, rtol=1e-6)
+    assert len(np.unique(bias[0, 500:])) < 60

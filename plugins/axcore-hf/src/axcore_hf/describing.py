@@ -15,6 +15,7 @@ from axcore_hf.families.shared import ACTIVATIONS
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
 from axcore_moe.layer import MoE
+from axcore_rope.alibi import Alibi
 from axcore_rope.learned import LearnedPositions
 from axcore_rope.published import ORIGINAL, to_rope_parameters
 from axcore_rope.rotary import Rotary
@@ -26,12 +27,13 @@ LENGTH = 2048
 """`max_position_embeddings` of a model whose training length is not known."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Written as null unless the tokenizer has them, since `transformers` has other defaults."""
-FUNCTIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+FUNCTIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 """The name of each function in `ACTIVATIONS`."""
 CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
+    "stablelm": "StableLmForCausalLM",
 }
 """Classes of `transformers` whose names do not follow from the `model_type`."""
 
@@ -107,6 +109,7 @@ def proposal(model: Any, seq_len: int | None, by_type_of_layer: bool) -> dict[st
         **_attention(model, [getattr(layer, "attention", None) for layer in layers], by_type_of_layer),
         **_feed_forward(blocks),
         **_mixture(blocks),
+        **_falcon(layers[0]),
     }
 
 
@@ -121,6 +124,7 @@ def _sizes(model: Any, layers: list[Any], seq_len: int | None) -> dict[str, Any]
         "tie_word_embeddings": model.head is None,
         "use_parallel_residual": isinstance(layers[0], ParallelLayer.Config),
         "final_logit_softcapping": model.softcap,
+        "logit_scale": model.logit_scale,
         "max_position_embeddings": length,
         "n_positions": length,
     }
@@ -128,7 +132,7 @@ def _sizes(model: Any, layers: list[Any], seq_len: int | None) -> dict[str, Any]
 
 def _norms(model: Any) -> dict[str, Any]:
     eps = getattr(model.norm, "eps", None)
-    return dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"), eps)
+    return dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon"), eps)
 
 
 def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[str, Any]:
@@ -141,8 +145,8 @@ def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[st
         head_dim = rotated = first.head_dim or model.dim // first.num_heads
         found |= {"head_dim": head_dim, "num_key_value_heads": first.num_kv_heads or first.num_heads}
         biased = first.query is not None and first.query.use_bias
-        found |= dict.fromkeys(("attention_bias", "qkv_bias", "use_bias"), biased)
-        found["qk_layernorm"] = first.query_norm is not None
+        found |= dict.fromkeys(("attention_bias", "bias", "qkv_bias", "use_bias", "use_qkv_bias"), biased)
+        found |= dict.fromkeys(("qk_layernorm", "use_qk_norm"), first.query_norm is not None)
         scale = head_dim**-0.5 if first.scale is None else first.scale
         found["query_pre_attn_scalar"] = round(scale**-2)  # transformers requires an int
     else:
@@ -159,19 +163,38 @@ def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[st
     found["max_window_layers"] = kinds.index("sliding_attention") if "sliding_attention" in kinds else len(kinds)
     positions = dict(zip(kinds, (mixer.position for mixer in mixers), strict=True))
     ropes = {kind: each for kind, each in positions.items() if isinstance(each, Rotary.Config)}
-    if len(ropes) == len(positions):
+    if ropes and (len(ropes) == len(positions) or not by_type_of_layer):
+        kind, rope = next(iter(ropes.items()))
         of_kind = {kind: to_rope_parameters(rope, rotated) for kind, rope in ropes.items()}
-        found["rope_parameters"] = of_kind if by_type_of_layer else of_kind[kinds[0]]
-        fraction = (ropes[kinds[0]].rotary_dim or rotated) / rotated
+        found["rope_parameters"] = of_kind if by_type_of_layer else of_kind[kind]
+        fraction = (rope.rotary_dim or rotated) / rotated
         found |= {"partial_rotary_factor": fraction, "rotary_pct": fraction}
-        found["rope_interleave"] = ropes[kinds[0]].layout == "interleaved"
-        found[ORIGINAL] = of_kind[kinds[0]].get(ORIGINAL)
-        scaling = ropes[kinds[0]].scaling
+        found["rope_interleave"] = rope.layout == "interleaved"
+        found[ORIGINAL] = of_kind[kind].get(ORIGINAL)
+        scaling = rope.scaling
         if isinstance(scaling, DynamicNTK):  # transformers takes these original lengths and factors from this field
             found["max_position_embeddings"] = scaling.original_max
         elif isinstance(scaling, LongRoPE):
             found["max_position_embeddings"] = round(scaling.factor * scaling.original_max)
     return found
+
+
+def _falcon(layer: Any) -> dict[str, Any]:
+    """The fields that tell the kinds of Falcon apart."""
+    mixer = getattr(layer, "attention", None)
+    if not isinstance(mixer, Attention.Config):
+        return {}
+    is_parallel, kv_heads = isinstance(layer, ParallelLayer.Config), mixer.num_kv_heads or mixer.num_heads
+    has_two_norms = is_parallel and layer.ffn_norm is not None
+    is_new = is_parallel and kv_heads < mixer.num_heads and (has_two_norms or kv_heads != 1)
+    return {
+        "num_kv_heads": kv_heads,
+        "multi_query": kv_heads == 1,
+        "parallel_attn": is_parallel,
+        "new_decoder_architecture": is_new,
+        "num_ln_in_parallel_attn": 1 + has_two_norms if is_new else None,
+        "alibi": isinstance(mixer.bias, Alibi.Config),
+    }
 
 
 def _window(mask: Mask) -> int | None:
@@ -189,10 +212,12 @@ def _feed_forward(blocks: list[Any]) -> dict[str, Any]:
     return {
         "intermediate_size": block.hidden_dim,
         "n_inner": block.hidden_dim,
+        "ffn_hidden_size": block.hidden_dim,
         "mlp_bias": block.up.use_bias,
         "hidden_act": function,
         "hidden_activation": function,
         "activation_function": function,
+        "activation": function,
     }
 
 

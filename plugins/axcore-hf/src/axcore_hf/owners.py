@@ -10,7 +10,10 @@ GROUP = "axcore_hf.families"
 """Group of entry points that map a `model_type` to a `Family`."""
 
 OWN: Mapping[str, str] = {
+    "cohere": "cohere",
+    "cohere2": "cohere",
     "deepseek_v3": "deepseek",
+    "falcon": "falcon",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
     "gpt2": "gpt2",
@@ -19,6 +22,7 @@ OWN: Mapping[str, str] = {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
+    "nemotron": "nemotron",
     "olmo2": "olmo",
     "olmoe": "olmo",
     "phi": "phi",
@@ -27,6 +31,7 @@ OWN: Mapping[str, str] = {
     "qwen2_moe": "qwen",
     "qwen3": "qwen",
     "qwen3_moe": "qwen",
+    "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
 """model_type -> module in `axcore_hf.families`, imported on demand."""

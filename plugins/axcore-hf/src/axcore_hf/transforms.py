@@ -126,6 +126,33 @@ class PerHead(Transform):
         return [whole.reshape(-1, *whole.shape[2:])]
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows(Transform):
+    """Their tensor [rows, features] <-> one of ours, [rows * features]."""
+
+    rows: int
+
+    def read(self, theirs: Sequence[Array], shapes: Shapes) -> list[Array]:
+        return [each.reshape(-1) for each in theirs]
+
+    def write(self, ours: Sequence[Array]) -> list[Array]:
+        return [each.reshape(self.rows, -1) for each in ours]
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined(Transform):
+    """`parts` tensors of theirs [features] <-> one of ours, [parts * features]."""
+
+    parts: int
+
+    def read(self, theirs: Sequence[Array], shapes: Shapes) -> list[Array]:
+        return [np.concatenate(theirs)]
+
+    def write(self, ours: Sequence[Array]) -> list[Array]:
+        (whole,) = ours
+        return np.split(whole, self.parts)
+
+
 class Interleaved(Transform):
     """One of their tensors interleaves the features of two of ours along its last dimension."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from seeded import implementation
 
 HERE = Path(__file__).parent / "recorded"
 ROWS, SEQ, VOCAB = 2, 24, 64
@@ -31,6 +32,7 @@ COMMON = {
 }
 SMALL = {"vocab_size": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+FALCON = {**SMALL, "intermediate_size": ..., "num_key_value_heads": ..., "ffn_hidden_size": 24}
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "llama3": (
@@ -183,6 +185,43 @@ FAMILIES = {
             "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
         },
     ),
+    "nemotron": ("NemotronForCausalLM", "NemotronConfig", {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "cohere": ("CohereForCausalLM", "CohereConfig", {**SMALL, "use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        "Cohere2Config",
+        {**SMALL, "num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3, "logit_scale": 0.25},
+    ),
+    "stablelm": (
+        "StableLmForCausalLM",
+        "StableLmConfig",
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "use_qkv_bias": True},
+    ),
+    "stablelm_parallel": (
+        "StableLmForCausalLM",
+        "StableLmConfig",
+        {**SMALL, "hidden_size": 32, "qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    "falcon": ("FalconForCausalLM", "FalconConfig", FALCON),
+    "falcon_rw": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        # With 16 heads, transformers rounds the slopes of ALiBi.
+        {
+            **FALCON,
+            "hidden_size": 32,
+            "num_attention_heads": 16,
+            "alibi": True,
+            "bias": True,
+            "multi_query": False,
+            "parallel_attn": False,
+        },
+    ),
+    "falcon_new": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True},
+    ),
     "gpt_oss": (
         "GptOssForCausalLM",
         "GptOssConfig",
@@ -225,9 +264,9 @@ def logits_of(model: torch.nn.Module, ids: torch.Tensor, **kwargs: torch.Tensor)
 def record(name: str) -> None:
     model_class, config_class, _ = FAMILIES[name]
     config = getattr(transformers, config_class)(**given(name))
-    config._attn_implementation = "eager"
+    config._attn_implementation = implementation(config.model_type)
     model = getattr(transformers, model_class)(config).eval()
-    randomize(model, zero_centred=name.startswith("gemma"))
+    randomize(model, zero_centred=name.startswith(("gemma", "nemotron")))
     model.tie_weights()
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)

@@ -23,7 +23,7 @@ import transformers
 from record import FAMILIES, given
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from seeded import IDS, LARGEST, changed, digest, projections, weights
+from seeded import IDS, LARGEST, changed, digest, implementation, projections, weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 HERE = Path(__file__).parent / "recorded"
@@ -107,6 +107,8 @@ PLAUSIBLE = {
 
 PARTIAL = {"full_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
 MULTIMODAL = {
+    "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
     "gemma3": "gemma3",
     "internvl": "qwen2",
     "llava": "llama",
@@ -167,6 +169,104 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 OLD_ROPE = {"rope_parameters": [], "rope_theta": [10_000.0], "rope_scaling": [None]}
 NEOX = {"rope_parameters": [], "rotary_emb_base": [10_000], "rotary_pct": [0.25]}
 PUBLISHED: dict[str, list[dict[str, list]]] = {
+    "nemotron": [
+        {**OLD_ROPE, "partial_rotary_factor": [0.25]},
+        {name: [] for name in ("rope_parameters", "head_dim", "hidden_act", "norm_eps", "attention_bias", "mlp_bias")},
+        {"rope_parameters": [], "rope_theta": [100.0], "rope_scaling": [None]},
+        {"rope_parameters": [YARN]},
+        {"rope_parameters": [{"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}]},
+        {"attention_bias": [True], "mlp_bias": [True]},
+        {"hidden_act": ["silu"]},
+        {"head_dim": [4]},
+        {"head_dim": [None]},
+        {"num_key_value_heads": [2]},
+        {"norm_eps": [0.1]},
+        {"tie_word_embeddings": [True]},
+    ],
+    "cohere": [
+        {**OLD_ROPE, "model_max_length": [131_072], "use_qk_norm": [False], "pretraining_tp": [1]},
+        {name: [] for name in ("rope_parameters", "use_qk_norm", "logit_scale", "layer_norm_eps", "attention_bias")},
+        {"use_qk_norm": [False], "attention_bias": [True]},
+        {"tie_word_embeddings": [False]},
+        {"tie_word_embeddings": []},
+        {"num_key_value_heads": []},
+        {"num_key_value_heads": [None]},
+        {"logit_scale": [1.0]},
+        {"layer_norm_eps": [0.1]},
+        {"hidden_act": ["gelu"]},
+        {"head_dim": [8]},
+        {"rope_parameters": [YARN]},
+        {"rope_parameters": [{"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}]},
+    ],
+    "cohere2": [
+        {
+            **OLD_ROPE,
+            "layer_types": [],
+            "sliding_window_pattern": [2],
+            "layer_switch": [2],
+            "order_of_interleaved_layers": ["local_attn_first"],
+            "position_embedding_type": ["rope_gptj"],
+            "rotary_pct": [1.0],
+            "use_embedding_sharing": [True],
+            "use_gated_activation": [True],
+            "use_parallel_block": [True],
+            "use_parallel_embedding": [True],
+            "cache_implementation": ["hybrid"],
+        },
+        {name: [] for name in ("layer_types", "sliding_window", "logit_scale", "head_dim", "rope_parameters")},
+        {"layer_types": [["sliding_attention"] * 3]},
+        {"layer_types": [["full_attention"] * 3]},
+        {"layer_types": [["full_attention", "sliding_attention", "full_attention"]]},
+        {"sliding_window": [3]},
+        {"num_hidden_layers": [5], "layer_types": []},
+        {"head_dim": [8]},
+        {"attention_bias": [True]},
+        {"tie_word_embeddings": [False]},
+        {"logit_scale": [1.0]},
+        {"rope_parameters": [YARN]},
+    ],
+    "stablelm": [
+        {**OLD_ROPE, "partial_rotary_factor": [0.5], "hidden_dropout": [0.1]},
+        {name: [] for name in ("rope_parameters", "use_qkv_bias", "qk_layernorm", "use_parallel_residual")},
+        {"use_parallel_residual": [True]},
+        {"qk_layernorm": [True]},
+        {"qk_layernorm": [True], "use_qkv_bias": [False]},
+        {"num_key_value_heads": [2]},
+        {"layer_norm_eps": [0.1]},
+        {"hidden_act": ["gelu"]},
+        {"tie_word_embeddings": [True]},
+        {"rope_parameters": [YARN]},
+        {"rope_parameters": [], "partial_rotary_factor": [1.0]},
+    ],
+    "falcon": [
+        {**OLD_ROPE, "num_kv_heads": [], "apply_residual_connection_post_layernorm": [False], "hidden_dropout": [0.0]},
+        {name: [] for name in ("rope_parameters", "multi_query", "parallel_attn", "ffn_hidden_size", "activation")},
+        {"multi_query": [False]},
+        {"multi_query": [False], "num_kv_heads": []},
+        {"parallel_attn": [False]},
+        {"alibi": [True]},
+        {"bias": [True]},
+        {"hidden_size": [], "n_embed": [16]},
+        {"tie_word_embeddings": [False]},
+        {"ffn_hidden_size": [None]},
+        {"layer_norm_epsilon": [0.1]},
+        {"activation": ["relu"]},
+        {"rope_parameters": [YARN]},
+    ],
+    "falcon_rw": [
+        {name: [] for name in ("rope_parameters", "num_kv_heads", "num_ln_in_parallel_attn", "ffn_hidden_size")},
+        {"alibi": [False], "num_attention_heads": [4], "num_kv_heads": [4]},
+        {"num_attention_heads": [8], "num_kv_heads": []},
+        {"bias": [False]},
+        {"multi_query": [True]},
+    ],
+    "falcon_new": [
+        {"num_ln_in_parallel_attn": [], "multi_query": []},
+        {"num_ln_in_parallel_attn": [1], "ff_factor": [4]},
+        {"num_kv_heads": [1]},
+        {"num_kv_heads": []},
+        {"bias": [True], "alibi": [True]},
+    ],
     "gpt_neox": [
         {**NEOX, "attention_bias": [], "hidden_dropout": [], "classifier_dropout": []},
         {**NEOX, "hidden_act": ["gelu_fast"], "use_parallel_residual": [], "hidden_dropout_prob": [0]},
@@ -320,7 +420,10 @@ def outcome(raw: dict) -> list | None:
         seeded = {key: weights(key, shape) for key, shape in shapes.items()}
         save_file(seeded, folder / "model.safetensors", {"format": "pt"})
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+            folder,
+            attn_implementation=implementation(config.model_type),
+            experts_implementation="eager",
+            dtype=torch.float32,
         ).eval()
         with torch.no_grad():
             logits = model(input_ids=torch.tensor(IDS), use_cache=False).logits.float().numpy()

@@ -11,6 +11,11 @@ LARGEST = 1_000_000
 PROJECTIONS = 6
 
 
+def implementation(model_type):
+    """The attention of `transformers` that is compared. Eager attention of Falcon adds the biases of ALiBi twice."""
+    return "sdpa" if model_type == "falcon" else "eager"
+
+
 def changed(fields, change):
     """The fields after a change: {field: []} removes a field, {field: [value]} sets it."""
     kept = {name: value for name, value in fields.items() if name not in change}

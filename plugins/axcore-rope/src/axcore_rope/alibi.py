@@ -19,6 +19,9 @@ class Alibi(ax.Layer):
         num_heads: ax.PositiveInt = ax.REQUIRED
         scale: ax.PositiveFloat = 1.0
         """Factor of the slopes (Falcon: `head_dim ** -0.5`)."""
+        is_rounded: bool = False
+        """Whether slopes, positions and their products are rounded to bfloat16 before `scale` applies (Falcon, in every
+        dtype). Neighbouring keys of a long row then share a bias."""
 
     config: Config
 
@@ -32,9 +35,20 @@ class Alibi(ax.Layer):
             raise ax.ConfigError(
                 f"{self.frame.path}: positions have {query.positions.shape[-1]} coordinates, but ALiBi requires one"
             )
+        steep = jnp.asarray(slopes(self.config.num_heads), jnp.float32)[:, None]
+        if self.config.is_rounded:
+            of_query, of_key = (
+                _rounded(_rounded(steep) * _rounded(each.positions[:, None].astype(jnp.float32)))
+                for each in (query, key)
+            )
+            return self.config.scale * (of_key[:, :, None] - of_query[:, :, :, None])
         distance = jnp.abs(query.positions[:, :, None] - key.positions[:, None, :])
-        steep = self.config.scale * jnp.asarray(slopes(self.config.num_heads), jnp.float32)
-        return -steep[:, None, None] * distance[:, None]
+        return -self.config.scale * steep[:, :, None] * distance[:, None]
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """x with the precision of bfloat16."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def slopes(num_heads: int) -> list[float]:

@@ -56,6 +56,8 @@ def problems() -> Iterator[str]:
 
 
 MULTIMODAL = {
+    "aya_vision": True,
+    "cohere2_vision": True,
     "gemma3": True,
     "internvl": True,
     "llava": False,
@@ -68,6 +70,8 @@ MULTIMODAL = {
 their `tie_word_embeddings`."""
 TIED_EITHER_WAY = ("llava", "llava_onevision")
 """Multimodal models that are also tied if only their `text_config` says so."""
+UNSCALED = ("aya_vision", "cohere2_vision")
+"""Multimodal models that ignore the `logit_scale` of their `text_config`."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of a multimodal config that its `text_config` may lack."""
 
@@ -88,7 +92,8 @@ def language_part(fields: Fields) -> Fields | None:
     if not tied and outer in TIED_EITHER_WAY:
         tied = nested.get("tie_word_embeddings", tied)
     around = {name: fields.raw[name] for name in IDS if name in fields.raw}
-    return Fields({**around, **nested, "tie_word_embeddings": tied}, f"{fields.where}: text_config")
+    changed = {"tie_word_embeddings": tied} | ({"logit_scale": 1.0} if outer in UNSCALED else {})
+    return Fields({**around, **nested, **changed}, f"{fields.where}: text_config")
 
 
 def family_of(fields: Fields) -> Family:

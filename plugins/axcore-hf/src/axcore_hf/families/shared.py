@@ -21,7 +21,7 @@ from axcore.nn import (
     TransformerLayer,
     stacked,
 )
-from axcore.nn.activations import exact_gelu
+from axcore.nn.activations import exact_gelu, squared_relu
 from axcore_hf.families.rope import head_dim, rope
 from axcore_hf.family import Rule, Rules, rule
 from axcore_hf.fields import Fields, NotNull
@@ -35,6 +35,7 @@ ACTIVATIONS = {
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
+    "relu2": squared_relu,
 }
 LAYER_TYPES = ("sliding_attention", "full_attention")
 EVERYTHING_BEFORE = Causal() & SameSegment()
@@ -66,16 +67,16 @@ def check_heads(fields: Fields) -> None:
         raise ConfigError(f"{fields.where}: hidden_size={dim} must be a multiple of num_attention_heads={heads}")
 
 
-def attention(
-    fields: Fields, *, bias: bool | None = None, output_bias: bool | None = None, position: Any = None, **more: Any
-) -> Any:
+def attention(fields: Fields, *, bias: bool | None = None, output_bias: bool | None = None, **more: Any) -> Any:
     """Grouped-query attention.
 
     Args:
-        position: None uses the RoPE of the fields.
         bias: bias of queries, keys and values. None uses `attention_bias`.
         output_bias: bias of the projection. None uses `bias`.
+        more: other fields of the config. Without `position`, it is the RoPE of the fields.
     """
+    if "position" not in more:
+        more["position"] = rope(fields)
     biased = fields("attention_bias") if bias is None else bias
     linear = Linear.Config(use_bias=biased)
     heads, kv_heads = fields("num_attention_heads"), fields("num_key_value_heads")
@@ -87,7 +88,6 @@ def attention(
         key=linear,
         value=linear,
         projection=Linear.Config(use_bias=biased if output_bias is None else output_bias),
-        position=rope(fields) if position is None else position,
         **more,
     )
 
