@@ -18,6 +18,7 @@ from axcore.nn import (
     MultiTokenPrediction,
     Normal,
     ParallelLayer,
+    PerHead,
     Repeat,
     RMSNorm,
     TransformerLayer,
@@ -63,7 +64,7 @@ def latent():
 
 
 def fused():
-    """Fused qkv, norms across heads, two kinds of layers and a tied head."""
+    """Fused qkv, norms across and per head, two kinds of layers and a tied head."""
     attention = Attention.Config(
         num_heads=8,
         num_kv_heads=4,
@@ -72,7 +73,7 @@ def fused():
         key=None,
         value=None,
         qkv=BIASED,
-        query_norm=AcrossHeads.Config(),
+        query_norm=PerHead.Config(),
         key_norm=AcrossHeads.Config(norm=RMSNorm.Config(zero_centred=True)),
         softcap=5.0,
         sinks=Normal(stddev=1.0),

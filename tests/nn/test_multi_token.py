@@ -87,11 +87,11 @@ def test_future_weight_multiplies_the_mean_of_the_losses(weight):
     np.testing.assert_allclose(sum(added.values()), weight * np.mean(losses(params)[1:]), rtol=1e-5)
 
 
-def test_modules_share_embedding_scale_softcap_and_chunks_with_the_model():
-    cfg = ax.select(model(head=None, softcap=1.5), "embedding").set(scale=2.0)
+def test_modules_share_embedding_scale_logit_scale_softcap_and_chunks_with_the_model():
+    cfg = ax.select(model(head=None, logit_scale=0.5, softcap=1.5), "embedding").set(scale=2.0)
     params = parameters(cfg)
     loss, added = score(cfg, params, PACKED, chunk=4)
-    own, *further = losses(params, PACKED, embed=lambda x: 2.0 * x, last=lambda x: 1.5 * np.tanh(x / 1.5))
+    own, *further = losses(params, PACKED, embed=lambda x: 2.0 * x, last=lambda x: 1.5 * np.tanh(0.5 * x / 1.5))
     np.testing.assert_allclose(loss, own, rtol=1e-5)
     np.testing.assert_allclose(sum(added.values()), 0.3 * np.mean(further), rtol=1e-5)
 

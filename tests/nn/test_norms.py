@@ -6,7 +6,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract, functional
-from axcore.nn import AcrossHeads, LayerNorm, Normal, RMSNorm, Scale
+from axcore.nn import AcrossHeads, LayerNorm, Normal, PerHead, RMSNorm, Scale
 
 from . import reference
 from .support import call, parameters, wide
@@ -20,26 +20,31 @@ def of_model(*configs):
     return [functional(cfg.build(rngs=ax.Rngs(0)))[1] for cfg in configs]
 
 
+@pytest.mark.parametrize("cls", [RMSNorm, LayerNorm])
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
-def test_a_zero_centred_norm_scales_by_one_more_than_its_parameter(eps):
-    cfg = RMSNorm.Config(input_dim=4, zero_centred=True, eps=eps)
+def test_a_zero_centred_norm_scales_by_one_more_than_its_parameter(cls, eps):
+    cfg = cls.Config(input_dim=4, zero_centred=True, eps=eps)
     params = parameters(cfg)
-    expected = reference.rms_norm(X.astype(np.float64), 1 + wide(params)["scale"], eps)
+    formula = reference.rms_norm if cls is RMSNorm else reference.layer_norm
+    p = wide(params)
+    expected = formula(X.astype(np.float64), 1 + p.pop("scale"), *p.values(), eps=eps)
     np.testing.assert_allclose(call(cfg, params, X)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_every_norm_starts_with_a_scale_of_one():
-    plain, centred, given, layer = of_model(
+    plain, centred, given, layer, layer_centred = of_model(
         RMSNorm.Config(input_dim=4),
         RMSNorm.Config(input_dim=4, zero_centred=True),
         RMSNorm.Config(input_dim=4, zero_centred=True, init=Normal(stddev=1.0)),
         LayerNorm.Config(input_dim=4),
+        LayerNorm.Config(input_dim=4, zero_centred=True),
     )
     np.testing.assert_array_equal(plain["scale"], np.ones(4))
     np.testing.assert_array_equal(centred["scale"], np.zeros(4))
     assert np.abs(given["scale"]).min() > 0
     np.testing.assert_array_equal(layer["scale"], np.ones(4))
     np.testing.assert_array_equal(layer["bias"], np.zeros(4))
+    np.testing.assert_array_equal(layer_centred["scale"], np.zeros(4))
 
 
 def test_a_norm_without_a_scale_has_no_parameter():
@@ -92,6 +97,24 @@ def test_across_heads_normalizes_all_heads_of_a_token_as_one_vector(norm):
     formula = reference.rms_norm if norm is RMSNorm else reference.layer_norm
     expected = formula(flat, *(p[name] for name in sorted(p, reverse=True)), eps=1e-3)
     np.testing.assert_allclose(call(cfg, params, HEADS)[0].reshape(2, 3, 8), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
+def test_per_head_normalizes_each_head_with_its_own_scale(norm):
+    cfg = PerHead.Config(num_heads=2, head_dim=4, head_axis="kv_head", norm=norm.Config(eps=1e-3))
+    params = parameters(cfg)
+    assert set(abstract(cfg)[0].axes["norm"].values()) == {("kv_head",)}
+    p = {name: value.reshape(2, 4) for name, value in wide(params)["norm"].items()}
+    formula = reference.rms_norm if norm is RMSNorm else reference.layer_norm
+    expected = formula(HEADS.astype(np.float64), *(p[name] for name in sorted(p, reverse=True)), eps=1e-3)
+    np.testing.assert_allclose(call(cfg, params, HEADS)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_per_head_requires_a_norm_with_groups():
+    with pytest.raises(ax.ConfigError, match="groups"):
+        abstract(PerHead.Config(num_heads=2, head_dim=4, norm=Scale.Config()))
+    with pytest.raises(ax.ConfigError, match="input_dim=4 is not a multiple of groups=3"):
+        abstract(RMSNorm.Config(input_dim=4, groups=3))
 
 
 @pytest.mark.parametrize("cls", [RMSNorm, LayerNorm, Scale])

@@ -83,6 +83,18 @@ def parallel_apart(p, x):
     return x + attend(p, layer(p["norm"], x)) + feed(p, rms(p["ffn_norm"], x))
 
 
+def scaled(formula, factor):
+    """The layout with a residual scale: the blocks' results are multiplied by `factor`."""
+
+    def of_scaled(p, x):
+        p = {name: dict(part) for name, part in p.items()}
+        for part, name in (("attention", "projection"), ("ffn", "down")):
+            p[part][name] = {"weight": factor * p[part][name]["weight"]}
+        return formula(p, x)
+
+    return of_scaled
+
+
 BARE = {"attention_norm": None, "ffn_norm": None}
 OUTPUT = {"attention_output_norm": RMS, "ffn_output_norm": RMS}
 LAYOUTS = {
@@ -93,6 +105,9 @@ LAYOUTS = {
     "post": (PostNormLayer.Config(**BLOCKS), post),
     "parallel": (ParallelLayer.Config(**BLOCKS), parallel),
     "parallel, two norms": (ParallelLayer.Config(norm=LAYER, ffn_norm=RMS, **BLOCKS), parallel_apart),
+    "pre, scaled": (TransformerLayer.Config(ffn_norm=LAYER, residual_scale=0.25, **BLOCKS), scaled(pre, 0.25)),
+    "post, scaled": (PostNormLayer.Config(residual_scale=0.25, **BLOCKS), scaled(post, 0.25)),
+    "parallel, scaled": (ParallelLayer.Config(residual_scale=0.25, **BLOCKS), scaled(parallel, 0.25)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Embedding scale, learned positions, tied heads, final softcap and padded vocabularies."""
+"""Embedding scale, learned positions, tied heads, logit scale, final softcap and padded vocabularies."""
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +80,12 @@ def test_the_position_slot_receives_embeddings_and_positions():
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
-def test_the_softcap_bounds_the_logits_of_the_loss(tied):
-    cfg = model(softcap=0.5, **({"head": None} if tied else {}))
+def test_the_scale_and_then_the_softcap_apply_to_the_logits_also_of_the_loss(tied):
+    cfg = model(logit_scale=0.25, softcap=0.5, **({"head": None} if tied else {}))
     params = parameters(cfg, scale=1.0)
     raw = by_formula(params)
     assert np.abs(raw).max() > 0.5
-    capped = 0.5 * np.tanh(raw / 0.5)
+    capped = 0.5 * np.tanh(0.25 * raw / 0.5)
     np.testing.assert_allclose(call(cfg, params, IDS)[0], capped, rtol=1e-4, atol=1e-5)
     loss, added = score(cfg, params, BATCH, z_loss=0.1)
     expected, z_loss = reference.objective(capped, BATCH["targets"], BATCH["weights"], 0.1)

@@ -25,7 +25,7 @@ from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
-from axcore.nn.norm import AcrossHeads, LayerNorm, RMSNorm, Scale
+from axcore.nn.norm import AcrossHeads, LayerNorm, PerHead, RMSNorm, Scale
 from axcore.nn.places import Place, Stack
 from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, unstacked, use_remat
 from axcore.nn.third_party import Call, Stock, call, stock
@@ -90,6 +90,7 @@ __all__ = [
     "Ones",
     "Or",
     "ParallelLayer",
+    "PerHead",
     "Phase",
     "Place",
     "Plain",

@@ -67,6 +67,8 @@ class CausalLM(Layer):
         norm: Layer.Config = RMSNorm.Config()
         head: Linear.Config | None = Linear.Config()
         """Output head; None: tied to the embedding."""
+        logit_scale: PositiveFloat = 1.0
+        """Factor of the logits, before `softcap` (Cohere; Granite divides by `logits_scaling`)."""
         softcap: PositiveFloat | None = None
         """Bounds the logits: `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
         pad_vocab_to: PositiveInt = 1
@@ -149,6 +151,8 @@ class CausalLM(Layer):
         """
         cfg = self.config
         logits = (self.embedding.attend(hidden) if self.head is None else self.head(hidden)).astype(jnp.float32)
+        if cfg.logit_scale != 1.0:
+            logits = cfg.logit_scale * logits
         if cfg.softcap is not None:
             logits = cfg.softcap * jnp.tanh(logits / cfg.softcap)
         if logits.shape[-1] > cfg.vocab_size:  # slicing would reshard a sharded dimension

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import ClassVar, cast
 
-from axcore.config import REQUIRED, ConfigError, Fraction, PositiveInt, type_name, walk
+import jax.numpy as jnp
+
+from axcore.config import REQUIRED, ConfigError, Fraction, PositiveFloat, PositiveInt, type_name, walk
 from axcore.module import Layer, Rngs, remat, scan, stack
 from axcore.nn.attention.base import Hidden
 from axcore.nn.attention.grouped_query import Attention
@@ -21,7 +23,7 @@ HIDDEN = ("batch", "seq", "embed_activation")
 
 
 class TransformerLayer(Layer):
-    """Attention, then a feed-forward block, each inside a residual: `x + output_norm(block(norm(x)))`.
+    """Attention, then a feed-forward block, each inside a residual: `x + residual_scale * output_norm(block(norm(x)))`.
 
     Each norm may be None. The default is pre-norm. Both norms together give the sandwich normalization of Gemma 2, the
     output norm alone gives the normalization of OLMo 2.
@@ -37,6 +39,8 @@ class TransformerLayer(Layer):
         ffn_output_norm: Layer.Config | None = None
         dropout: Fraction = 0.0
         """Probability of zeroing each feature that is added to the residual stream while training."""
+        residual_scale: PositiveFloat = 1.0
+        """Factor of what is added to the residual stream (Granite, arXiv 2404.13952)."""
 
     config: Config
 
@@ -56,12 +60,13 @@ class TransformerLayer(Layer):
             (self.ffn_norm, self.ffn, self.ffn_output_norm, ffn_arguments(self.ffn, tokens)),
         ):
             y = block(_maybe(norm, x), *args)
-            x = constrain(x + dropout(self, _maybe(output_norm, y), self.config.dropout), *HIDDEN)
+            x = constrain(x + _scaled(self, _maybe(output_norm, y)), *HIDDEN)
         return x
 
 
 class PostNormLayer(Layer):
-    """`norm(x + block(x))`, for attention and then for the feed-forward block (Vaswani et al. 2017, section 3.1)."""
+    """`norm(x + residual_scale * block(x))`, for attention and then for the feed-forward block (Vaswani et al. 2017,
+    section 3.1)."""
 
     class Config(Layer.Config):
         input_dim: PositiveInt = REQUIRED
@@ -71,6 +76,8 @@ class PostNormLayer(Layer):
         ffn_norm: Layer.Config = LayerNorm.Config()
         dropout: Fraction = 0.0
         """Probability of zeroing each feature that is added to the residual stream while training."""
+        residual_scale: PositiveFloat = 1.0
+        """Factor of what is added to the residual stream."""
 
     config: Config
 
@@ -83,15 +90,14 @@ class PostNormLayer(Layer):
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Applies the layer."""
-        rate = self.config.dropout
-        x = constrain(self.attention_norm(x + dropout(self, self.attention(x, tokens), rate)), *HIDDEN)
+        x = constrain(self.attention_norm(x + _scaled(self, self.attention(x, tokens))), *HIDDEN)
         y = self.ffn(x, *ffn_arguments(self.ffn, tokens))
-        return constrain(self.ffn_norm(x + dropout(self, y, rate)), *HIDDEN)
+        return constrain(self.ffn_norm(x + _scaled(self, y)), *HIDDEN)
 
 
 class ParallelLayer(Layer):
-    """Attention and feed-forward block in parallel: `x + attention(norm(x)) + ffn(norm(x))` (GPT-J; PaLM, arXiv
-    2204.02311, section 2)."""
+    """Attention and feed-forward block in parallel: `x + residual_scale * (attention(norm(x)) + ffn(norm(x)))` (GPT-J;
+    PaLM, arXiv 2204.02311, section 2)."""
 
     class Config(Layer.Config):
         input_dim: PositiveInt = REQUIRED
@@ -102,6 +108,8 @@ class ParallelLayer(Layer):
         ffn: Layer.Config = FeedForward.Config()
         dropout: Fraction = 0.0
         """Probability of zeroing each feature that is added to the residual stream while training."""
+        residual_scale: PositiveFloat = 1.0
+        """Factor of what is added to the residual stream."""
 
     config: Config
 
@@ -117,13 +125,19 @@ class ParallelLayer(Layer):
         y = self.norm(x)
         z = y if self.ffn_norm is None else self.ffn_norm(x)
         both = self.attention(y, tokens) + self.ffn(z, *ffn_arguments(self.ffn, tokens))
-        return constrain(x + dropout(self, both, self.config.dropout), *HIDDEN)
+        return constrain(x + _scaled(self, both), *HIDDEN)
 
 
 def ffn_arguments(ffn: Layer, tokens: TokenInfo) -> tuple[TokenInfo, ...]:
     """The arguments after `x` of a feed-forward block: the tokens if its class has `takes_tokens = True`, as a mixture
     of experts, whose statistics leave out padding."""
     return (tokens,) if getattr(ffn, "takes_tokens", False) else ()
+
+
+def _scaled(layer: TransformerLayer | PostNormLayer | ParallelLayer, y: Hidden) -> Hidden:
+    """What the layer adds to the residual stream: `residual_scale * y`, with dropout."""
+    cfg, y = layer.config, dropout(layer, y, layer.config.dropout)
+    return y if cfg.residual_scale == 1.0 else (cfg.residual_scale * y.astype(jnp.float32)).astype(y.dtype)
 
 
 def _maybe(norm: Callable[[Hidden], Hidden] | None, x: Hidden) -> Hidden:
