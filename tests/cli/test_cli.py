@@ -97,11 +97,11 @@ def test_an_invalid_override_fails_and_names_the_path(train, nothing_written, as
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--minutes", "0"], "--minutes"),
-        (["--minutes", "-1"], "--minutes"),
+        (["--minutes", "0"], "minutes must be above 0"),
+        (["--minutes", "-1"], "minutes must be above 0"),
         (["--minutes", "abc"], "--minutes"),
-        (["--minutes", "nan"], "--minutes"),
-        (["--minutes", "inf"], "--minutes"),
+        (["--minutes", "nan"], "minutes must be above 0"),
+        (["--minutes", "inf"], "minutes must be above 0 and below"),
         (["--minutes", "9" * 400], "minutes"),
         (["--minutes", ""], "--minutes"),
         (["--set", "minutes=1"], "steps=30 and minutes=1"),
@@ -445,7 +445,7 @@ def test_case_a_command_of_a_plugin_that_is_not_loaded_is_explained(axcore, fres
     monkeypatch.setenv("AXCORE_DISABLE", "hf")
     done = axcore("convert", "hf:DIR", "out")
     assert done.code == 2
-    assert "no loaded plugin has a command 'convert'\n  not loaded: hf (axcore-hf" in done.err
+    assert "there is no command 'convert'. Known: train, " in done.err and "\n  not loaded: hf (axcore-hf" in done.err
 
 
 def test_disabling_an_unknown_name_fails(axcore, monkeypatch):

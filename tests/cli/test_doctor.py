@@ -86,7 +86,7 @@ def test_disabled_plugins_are_not_imported_and_are_notes(axcore, install, light,
     done = axcore("doctor")
     assert done.code == 0, done
     assert "note     environment   AXCORE_DISABLE=broken" in done.out
-    assert "note     environment   AXCORE_PLUGINS= (empty: no plugin is loaded)" in done.out
+    assert "note     environment   AXCORE_PLUGINS='', so no plugin is loaded" in done.out
     assert "plugin 'recipes' (axcore-recipes" in axcore("recipes").out
     assert "note     plugin        broken (axcore-thrown-broken 1.0) is disabled: by AXCORE_DISABLE" in done.out
     assert not (tmp_path / "imported").exists()
@@ -264,6 +264,34 @@ def test_case_targets_that_misbehave_are_named_and_the_others_are_checked(only):
     assert absent.status == "wrong"
     assert "the feature 'absent' of axcore-thrown-absent 1.0 could not be loaded" in absent.message
     assert findings(found, "polite") == []
+
+
+CHECKS = """
+from axcore.plugin import Check, hookimpl
+
+@hookimpl
+def axcore_checks():
+    return [Check(name, f"axcore_thrown_checks:{name}", "") for name in ("driver", "fails")]
+
+def driver():
+    yield "the driver is too old"
+    yield "there is no license"
+
+def fails():
+    return 1 / 0
+"""
+
+
+def test_case_what_the_checks_of_a_plugin_find_is_reported(only):
+    only(checks=CHECKS)
+    registry, before = plugin_findings.discover()
+    found = [*plugin_findings.targets(registry, before)]
+    name = "checks (axcore-thrown-checks 1.0)"
+    assert [each.message for each in found if each.status == "wrong"] == [
+        f"{name}: the driver is too old",
+        f"{name}: there is no license",
+        "the check 'fails' of axcore-thrown-checks 1.0 failed: ZeroDivisionError: division by zero",
+    ]
 
 
 PATCHING = """    if name == "f":

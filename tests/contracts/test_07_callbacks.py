@@ -253,7 +253,7 @@ def test_offers_attach_by_name():
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"patience": 0}, "patience"), ({"mode": "least"}, "mode"), ({"min_change": -1.0}, "min_change")],
+    [({"patience": 0}, "patience"), ({"mode": "least"}, "mode"), ({"min_delta": -1.0}, "min_delta")],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_an_invalid_field_raises_and_is_named(tiny, tmp_path, fields, message):

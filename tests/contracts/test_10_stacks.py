@@ -30,7 +30,7 @@ from axcore.nn import (
 )
 from axcore.testing import tiny_batch, tiny_model
 from axcore.train import FromRun, save_model
-from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat, like
 
 pytestmark = pytest.mark.long
@@ -135,7 +135,7 @@ def logits(cfg, params, state):
 def moved(folder, cfg):
     """(parameters, state) that a model loads from a model folder."""
     _, params, state = forms(cfg)
-    found = gathered(FromRun.Config(folder=str(folder)), cfg, flat(params), flat(state), 0)
+    found = initial_arrays(FromRun.Config(folder=str(folder)), cfg, flat(params), flat(state), 0)
     return like(params, found), like(state, found)
 
 

@@ -7,6 +7,7 @@ import pytest
 import axcore as ax
 from axcore.module import abstract
 from axcore.nn import ClampedSwiGLU, FeedForward, Gating, Linear, TransformerLayer, combined
+from axcore.nn.activations import squared_relu
 
 from .support import call, parameters, wide
 
@@ -24,12 +25,13 @@ def down(params, hidden):
     return hidden @ p["weight"] + p.get("bias", 0.0)
 
 
+@pytest.mark.parametrize(("activation", "power"), [(jax.nn.relu, 1), (squared_relu, 2)])
 @pytest.mark.parametrize("linear", [Linear.Config(), BIASED], ids=["without biases", "with biases"])
-def test_a_plain_block_has_no_gate(linear):
-    cfg = FeedForward.Config(input_dim=4, hidden_dim=6, gate=None, up=linear, down=linear, activation=jax.nn.relu)
+def test_a_plain_block_has_no_gate(linear, activation, power):
+    cfg = FeedForward.Config(input_dim=4, hidden_dim=6, gate=None, up=linear, down=linear, activation=activation)
     params = parameters(cfg)
     assert set(params) == {"up", "down"}
-    expected = down(params, np.maximum(products(params)["up"], 0))
+    expected = down(params, np.maximum(products(params)["up"], 0) ** power)
     np.testing.assert_allclose(call(cfg, params, X)[0], expected, rtol=1e-5, atol=1e-5)
 
 

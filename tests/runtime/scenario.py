@@ -12,7 +12,7 @@ from axcore.runtime import signals
 signals.install()
 
 from axcore import AxcoreError, runtime  # noqa: E402
-from axcore.runtime import failures  # noqa: E402
+from axcore.runtime import failures, processes, watcher  # noqa: E402
 
 
 def meetings():
@@ -117,8 +117,11 @@ def train(name, victim):
             if is_victim and name == "refused":
                 raise AxcoreError("the folder is in use")
         for number in range(1_000_000):
-            step()
+            with watcher.waiting("a step", processes.default_timeout()):
+                step()
             if number == 3 and is_victim:
+                if name == "hang":  # its heartbeats continue
+                    time.sleep(600)
                 if name == "loop":
                     raise AxcoreError("the loss is NaN")
                 if name == "bug":

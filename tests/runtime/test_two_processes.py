@@ -87,6 +87,12 @@ def test_a_port_in_use_is_named():
     assert f"cannot listen on {address}: Address already in use" in done.stderr.decode()
 
 
+def test_case_a_process_that_hangs_with_a_heartbeat_ends_both():
+    with pytest.raises(LaunchFailed, match="process 0 of 2 failed: process 0 of 2 .*waited 5 s for a step") as caught:
+        start("hang", victim=1, timeout=5)
+    assert caught.value.exit_code == 81
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_hanging_process_ends_both_after_the_heartbeat_timeout(victim):

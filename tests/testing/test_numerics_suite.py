@@ -10,6 +10,8 @@ from axcore.module import GradientState
 from axcore.numerics import Numerics
 from axcore.testing import NumericsSuite, tiny_model
 
+from .wrong import instance
+
 
 class Right(Numerics):
     """8-bit weights while training and stored; inputs are quantized by the largest value of the previous step."""
@@ -114,19 +116,11 @@ class RowsOfNothing(Right):
 
 
 def suite(cls):
-    class Suite(NumericsSuite):
-        __test__ = False
-        error = 0.02
-        gradient_error = 0.02
-        stored_bits = 10.0
+    def config(self):
+        return ax.select(tiny_model(), lambda _, node: hasattr(node, "numerics")).set(numerics=cls.Config())
 
-        def filler(self):
-            return cls.Config()
-
-        def config(self):
-            return ax.select(tiny_model(), lambda _, node: hasattr(node, "numerics")).set(numerics=cls.Config())
-
-    return Suite()
+    bounds = {"error": 0.02, "gradient_error": 0.02, "stored_bits": 10.0}
+    return instance(NumericsSuite, filler=lambda self: cls.Config(), config=config, **bounds)
 
 
 CHECKS = [
@@ -165,11 +159,11 @@ def failing(cls, checks):
 
 
 @pytest.mark.slow
-def test_correct_numerics_pass():
+def test_case_correct_numerics_pass():
     assert not failing(Right, [*CHECKS, ("test_state_is_updated_once_per_step_under_scan_and_remat",)])
 
 
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
-def test_incorrect_numerics_fail(cls):
+def test_case_wrong_numerics_fail(cls):
     names = WRONG[cls]
     assert failing(cls, [check for check in CHECKS if check[0] in names]) == names

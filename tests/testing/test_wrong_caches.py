@@ -9,6 +9,8 @@ from axcore.module import DecodingState
 from axcore.nn import Contiguous, ContiguousCache, InCache, Ones, SlidingWindow
 from axcore.testing import KVCacheSuite
 
+from .wrong import instance, names
+
 
 class Cache(ContiguousCache):
     """A contiguous cache whose steps subclasses replace."""
@@ -138,14 +140,7 @@ class NoLayer(Cache):
 
 
 def suite(cache, **attributes):
-    class Suite(KVCacheSuite):
-        __test__ = False
-        name = "contiguous"
-
-        def _cache(self):
-            return cache.Config()
-
-    return type("Suite", (Suite,), attributes)()
+    return instance(KVCacheSuite, name="contiguous", _cache=lambda self: cache.Config(), **attributes)
 
 
 CHECKS = {
@@ -191,9 +186,7 @@ WRONG = {
 LONG = ("exact of 10", "lossy of 10", "no axes", "weights")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in WRONG]
-)
+@pytest.mark.parametrize("name", names(WRONG, LONG))
 def test_case_a_wrong_cache_fails(name):
     wrong, check = WRONG[name]
     method, *arguments = CHECKS[check]

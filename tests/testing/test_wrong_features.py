@@ -9,6 +9,8 @@ import axcore as ax
 from axcore.nn import Attention, Causal, Embedding, FeedForward, Full, Normal, TransformerLayer, Zeros, edit_layers
 from axcore.testing import FeatureSuite
 
+from .wrong import instance, names
+
 
 class Gate(ax.Layer):
     """Scales the heads by a matrix of learned factors, which starts at 0: `heads * (1 + factors)`."""
@@ -126,14 +128,7 @@ def four_windows(cfg):
 
 
 def suite(attach, **attributes):
-    class Suite(FeatureSuite):
-        __test__ = False
-        changes_outputs = False
-
-        def attach(self, cfg):
-            return attach(cfg)
-
-    return type("Suite", (Suite,), attributes)()
+    return instance(FeatureSuite, changes_outputs=False, attach=lambda self, cfg: attach(cfg), **attributes)
 
 
 CHECKS = {
@@ -181,9 +176,7 @@ WRONG = {
 LONG = ("average", "bare", "moves", "redraws", "reshapes", "nothing", "four windows")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in WRONG]
-)
+@pytest.mark.parametrize("name", names(WRONG, LONG))
 def test_case_a_wrong_feature_fails(name):
     attach, check, message = WRONG[name]
     with pytest.raises(Exception, match=f"(?s){message}"):

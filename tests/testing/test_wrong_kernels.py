@@ -10,6 +10,8 @@ from axcore.nn.attention.reference import ReferenceKernel
 from axcore.testing import KernelSuite
 from axcore.testing.attention_cases import CASES
 
+from .wrong import instance, names
+
 
 class Changed(ReferenceKernel):
     """Calls the reference kernel with changed inputs."""
@@ -119,14 +121,10 @@ class Boasts(Changed):
 
 
 def suite(kernel, **attributes):
-    class Suite(KernelSuite):
-        __test__ = False
-        name = "reference"
+    def build(self, case):
+        return kernel.Config(head_dim=case.head_dim).build(rngs=Rngs(0))
 
-        def _kernel(self, case):
-            return kernel.Config(head_dim=case.head_dim).build(rngs=Rngs(0))
-
-    return type("Suite", (Suite,), attributes)()
+    return instance(KernelSuite, name="reference", _kernel=build, **attributes)
 
 
 OUTPUTS, GRADIENTS, LSE = (
@@ -158,9 +156,7 @@ WRONG = {
 LONG = ("boasts", "gradient of queries, documents", "no window")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in WRONG]
-)
+@pytest.mark.parametrize("name", names(WRONG, LONG))
 def test_case_a_wrong_kernel_fails(name):
     kernel, check, case = WRONG[name]
     with pytest.raises(AssertionError):

@@ -8,6 +8,8 @@ import pytest
 from axcore.testing import OptimizerSuite
 from axcore.train import AdamW, Optimizer
 
+from .wrong import instance, names
+
 
 def updates(function):
     """A transformation without state."""
@@ -66,7 +68,6 @@ WRONG = {
     "by first axis": (by_first_axis, "stacked"),
     "cubes": (lambda axes: updates(lambda g: g**3 / (jnp.abs(g) ** 3 + 1e-8)), "zero and large"),
     "drops": (drop, "stacked"),
-    "flat state": (flat_state, "state"),
     "later NaN": (later_nan, "loss"),
     "no epsilon": (lambda axes: updates(lambda g: g / jnp.abs(g)), "zero and large"),
     "no update": (lambda axes: updates(jnp.zeros_like), "loss"),
@@ -78,27 +79,18 @@ WRONG = {
 CHECKS = {
     "loss": "test_the_loss_falls",
     "stacked": "test_stacked_parameters_are_updated_like_separate_ones",
-    "state": "test_state_of_parameters_has_their_shapes",
+    "state": "test_state_is_sharded_like_the_parameters",
     "use": "test_use_sets_the_optimizer_of_the_learner",
     "zero and large": "test_zero_and_large_gradients_give_finite_updates",
 }
-LONG = ("by first axis", "no epsilon", "flat state")
+LONG = ("by first axis", "no epsilon")
 
 
-def suite(cfg):
-    class Suite(OptimizerSuite):
-        __test__ = False
-        name = "adamw"
-
-        def optimizer(self):
-            return cfg
-
-    return Suite()
+def suite(cfg, **attributes):
+    return instance(OptimizerSuite, name="adamw", optimizer=lambda self: cfg, **attributes)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in WRONG]
-)
+@pytest.mark.parametrize("name", names(WRONG, LONG))
 def test_case_a_wrong_optimizer_fails(name):
     make, check = WRONG[name]
     with pytest.raises((AssertionError, jax.errors.ConcretizationTypeError)):
@@ -109,6 +101,15 @@ def test_case_a_wrong_optimizer_fails(name):
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "use"])
 def test_case_a_correct_optimizer_passes(check):
     getattr(suite(RIGHT.Config()), CHECKS[check])()
+
+
+def test_case_optimizer_state_of_another_shape_is_declared():
+    flat = optimizer(flat_state).Config()
+    suite(flat, replicated=("trace.*",)).test_state_is_sharded_like_the_parameters()
+    with pytest.raises(AssertionError, match=r"not sharded like its parameter: \['trace.weight'\]"):
+        suite(flat).test_state_is_sharded_like_the_parameters()
+    with pytest.raises(AssertionError, match=r"replicated contains \['mu.*'\]"):
+        suite(RIGHT.Config(), replicated=("mu.*",)).test_state_is_sharded_like_the_parameters()
 
 
 def test_case_an_offer_that_sets_another_optimizer_fails():

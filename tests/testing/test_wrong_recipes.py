@@ -9,6 +9,8 @@ from axcore.nn import Attention, FeedForward, Full, Normal, RMSNorm
 from axcore.testing import RecipeSuite, tiny_model
 from axcore.train import Trainer
 
+from .wrong import instance, names
+
 
 def trainer(model):
     return Trainer.Config(model=model, steps=1)
@@ -41,13 +43,7 @@ def attention(**fields):
 
 
 def suite(make, **attributes):
-    class Suite(RecipeSuite):
-        __test__ = False
-
-        def config(self):
-            return make()
-
-    return type("Suite", (Suite,), attributes)()
+    return instance(RecipeSuite, config=lambda self: make(), **attributes)
 
 
 CHECKS = {
@@ -84,9 +80,7 @@ WRONG = {
 LONG = ("heads", "large", "local function", "unregistered function", "random")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in WRONG]
-)
+@pytest.mark.parametrize("name", names(WRONG, LONG))
 def test_case_a_wrong_recipe_fails(name):
     wrong, check, message = WRONG[name]
     with pytest.raises(Exception, match=f"(?s){message}"):

@@ -13,6 +13,8 @@ from axcore.parallel import Mesh
 from axcore.plugin import MeshRule
 from axcore.testing import ParallelismSuite
 
+from .wrong import instance
+
 NUMBERS = itertools.count(2)
 RULES = {"batch": ("data", "fsdp"), "embed": "fsdp"}
 
@@ -30,15 +32,8 @@ def also(**fields):
 
 
 def suite(modify, **attributes):
-    class Suite(ParallelismSuite):
-        __test__ = False
-        name = "cpu"
-        remat = packed = tied = False
-
-        def modify(self, cfg):
-            return modify(cfg)
-
-    return type("Suite", (Suite,), attributes)()
+    attributes = {"name": "cpu", "remat": False, "packed": False, "tied": False, **attributes}
+    return instance(ParallelismSuite, modify=lambda self, cfg: modify(cfg), **attributes)
 
 
 RIGHT = suite(right)

@@ -14,7 +14,7 @@ from axcore.nn import Sequence, layers_of
 from axcore.plugin import use_text
 from axcore.testing import tiny_batch, tiny_model
 from axcore.train import Checkpointer, FromRun, Initial, ModelFolder, save_model
-from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat, like
 
 pytestmark = pytest.mark.long
@@ -39,7 +39,7 @@ def loaded(cfg, initial):
         {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat(tree).items()}
         for tree in (params, state)
     ]
-    arrays = gathered(initial, cfg, *forms, 0)
+    arrays = initial_arrays(initial, cfg, *forms, 0)
     return like(params, arrays), like(state, arrays)
 
 

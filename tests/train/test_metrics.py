@@ -147,7 +147,8 @@ def test_a_killed_process_loses_no_line(path):
 
 @pytest.mark.parametrize("kind", [JsonlWriter, TensorBoardWriter])
 def test_a_full_disk_names_the_path_and_leaves_whole_lines(tmp_path, kind):
-    writer = opened(kind.Config(), tmp_path)
+    now = {"flush_seconds": 0} if kind is TensorBoardWriter else {}
+    writer = opened(kind.Config(**now), tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:

@@ -84,6 +84,15 @@ def test_bar_on_a_terminal_redraws_ten_times_a_second(clock, monkeypatch):
     assert "1000/1000" in text and "loss 2.5000" in text and "1,000 tokens/s" in text and "0:00 left" in text
 
 
+def test_case_at_40_columns_the_step_is_not_cut_off(clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    out = Terminal()
+    with ProgressDisplay(120_000, stream=out, clock=clock) as progress:
+        clock.now += 9999
+        progress.update(99_999, 2.5, 123_456.0)
+    assert "step 99999/120000  loss 2.5000  123,456…" in out.getvalue()
+
+
 def test_notes_are_printed_verbatim(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     for out in (Terminal(), io.StringIO()):

@@ -43,10 +43,13 @@ def test_prefill_in_pieces_matches_the_full_pass(cfg, pieces):
     np.testing.assert_allclose(np.concatenate(found, axis=1), whole, rtol=1e-4, atol=1e-5)
 
 
+def prepared(cfg):
+    return for_decoding(cfg, batch_size=BATCH, max_len=MAX_LEN, cache=ContiguousCache.Config())
+
+
 def kept(cfg):
     """The number of elements of decoding state, by path."""
-    cfg = for_decoding(cfg, batch_size=BATCH, max_len=MAX_LEN, cache=ContiguousCache.Config())
-    leaves = jax.tree.leaves_with_path(abstract(cfg)[2])
+    leaves = jax.tree.leaves_with_path(abstract(prepared(cfg))[2])
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.size for path, leaf in leaves}
 
 
@@ -55,6 +58,17 @@ def test_caches_shrink_by_the_group_size(every):
     shared, alone = kept(repeated(8, every)), kept(repeated(8))
     assert every * sum(shared.values()) == sum(alone.values())
     assert {path.rpartition(".")[0] for path in shared} == {"decoder.layers.layers.0.attention.cache.cache"}
+
+
+def test_case_use_of_a_cache_reaches_only_layers_with_keys():
+    """Before or after grouping: layers that borrow keys have no cache of their own."""
+    cross, cache = ax.use("cross-layer-kv", every=3), ax.use("contiguous")
+    cfg = ax.pipe(listed(3), cross, cache)
+    assert cfg == ax.pipe(listed(3), cache, cross)
+    assert [path for path, _ in ax.select(cfg, ContiguousCache)] == ["decoder.layers.0.attention.cache.cache"]
+    assert prepared(cfg) == prepared(listed(3, 3))
+    loss, _ = loss_and_grads(cfg, parameters(cfg), batch())
+    np.testing.assert_array_equal(loss, loss_and_grads(listed(3, 3), parameters(cfg), batch())[0])
 
 
 class Halved(KVCache):

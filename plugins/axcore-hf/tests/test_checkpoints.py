@@ -224,7 +224,7 @@ def test_an_entry_point_adds_a_family(checkpoint, tmp_path, monkeypatch):
         EntryPoint("bad", "my_family:WRONG", owners.GROUP),
     ]
     monkeypatch.setattr(owners, "entry_points", lambda group: points)
-    families._brought.cache_clear()
+    families._owners.cache_clear()
     try:
         change_config(checkpoint, model_type="mymodel")
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
@@ -235,7 +235,7 @@ def test_an_entry_point_adds_a_family(checkpoint, tmp_path, monkeypatch):
         with pytest.raises(AxcoreError, match="my_family:WRONG, is a int, not a Family"):
             convert([f"hf:{checkpoint}", str(tmp_path / "other")])
     finally:
-        families._brought.cache_clear()
+        families._owners.cache_clear()
 
 
 class OwnNorm(RMSNorm):

@@ -14,7 +14,7 @@ from axcore.config import AxcoreError
 from axcore.module import abstract
 from axcore.nn import Attention, Causal, CausalLM, FeedForward, Repeat, TransformerLayer, use_kernels
 from axcore.train import ModelFolder, Trainer, save_model
-from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
 from axcore_hf import describing
@@ -192,7 +192,9 @@ def test_case_the_tokenizer_of_a_run_is_found_by_a_relative_path(tmp_path, monke
     assert in_folder.file == str(file)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3", "gpt2", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "gemma3", "gpt2", "gpt_neox", "olmoe", "phi", "qwen2", "qwen2_moe", "starcoder2"]
+)
 def test_case_a_written_config_describes_the_same_model(name):
     published = family_model(name)
     found = compared(
@@ -207,6 +209,12 @@ def test_case_a_written_config_has_the_length_that_its_rope_depends_on():
     dynamic = ax.select(family_model("llama"), Rotary).set(scaling=DynamicNTK(factor=4.0, original_max=16))
     assert describing.described(dynamic, 128)["max_position_embeddings"] == 16
     assert describing.described(family_model("phi3"), 128)["max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize(("name", "field"), [("gpt_neox", "rotary_pct"), ("phi", "partial_rotary_factor")])
+def test_case_a_written_config_says_that_whole_heads_are_rotated_if_that_is_not_the_default(name, field):
+    whole = ax.select(family_model(name), Rotary).set(rotary_dim=None)
+    assert describing.described(whole, 64)[field] == 1.0
 
 
 def run_of(**fields):
@@ -231,7 +239,7 @@ def test_case_a_run_that_was_never_converted_is_exported_with_its_config_and_tok
     source = f"hf:{tmp_path / 'out'}"
     found = Checkpoint.open(source)
     assert not differences(found.model, cfg.model)
-    arrays = gathered(FromHF.Config(source=source), cfg.model, flat(forms), {}, 0)
+    arrays = initial_arrays(FromHF.Config(source=source), cfg.model, flat(forms), {}, 0)
     for path, array in flat(params).items():
         rows = {"embedding.weight": np.s_[:264], "head.weight": np.s_[:, :264]}.get(path, ...)
         np.testing.assert_array_equal(arrays[path][rows], array[rows], err_msg=path)
@@ -264,7 +272,7 @@ def test_case_weights_are_loaded_into_a_padded_vocabulary(tmp_path):
     source = f"hf:{RECORDED / 'llama'}"
     model = family_model("llama").set(pad_vocab_to=48)
     _, params, state = abstract(model)
-    arrays = gathered(FromHF.Config(source=source), model, flat(params), flat(state), 0)
+    arrays = initial_arrays(FromHF.Config(source=source), model, flat(params), flat(state), 0)
     published = tensors(RECORDED / "llama")["model.embed_tokens.weight"]
     assert arrays["embedding.weight"].shape == (96, 16)
     np.testing.assert_array_equal(arrays["embedding.weight"][:64], published)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import axcore as ax
 from axcore.module import abstract
 from axcore.nn import layers_of
-from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.commands import convert, export
@@ -35,7 +35,7 @@ def model_of(raw):
 def arrays_of(folder):
     found = Checkpoint.open(f"hf:{folder}")
     _, params, state = abstract(found.model)
-    return gathered(FromHF.Config(source=f"hf:{folder}"), found.model, flat(params), flat(state), 0)
+    return initial_arrays(FromHF.Config(source=f"hf:{folder}"), found.model, flat(params), flat(state), 0)
 
 
 @pytest.fixture

@@ -3,17 +3,17 @@
 import itertools
 import pathlib
 import re
-from importlib.metadata import EntryPoint
 
 import pytest
 
 from axcore.config import AxcoreError, ConfigError
 from axcore.nn import Attention, FeedForward, LayerNorm, TransformerLayer
-from axcore_hf import owners
+from axcore_hf import families, owners
+from axcore_hf.describing import described
 from axcore_hf.families import by_type, family_of
 from axcore_hf.families.rope import rope
 from axcore_hf.families.shared import causal_lm, window
-from axcore_hf.fields import BOOKKEEPING, COMPUTED, Fields, OrNull
+from axcore_hf.fields import BOOKKEEPING, COMPUTED, Fields, NotNull, OrNull
 from axcore_hf.plugin import axcore_commands
 
 from .parity.seeded import changed
@@ -48,7 +48,8 @@ def test_case_every_declared_field_is_read_and_no_other(base):
     fields = Fields(BASES[base], defaults=family.defaults, no_effect=family.no_effect, aliases=family.aliases)
     family.model(fields)
     ignored = {*family.no_effect, *BOOKKEEPING, *COMPUTED}
-    assert fields._read - ignored - {"partial_rotary_factor", "quantization_config"} == family.defaults.keys()
+    for_any_family = {"partial_rotary_factor", "quantization_config"} - family.defaults.keys()
+    assert fields._read - ignored - for_any_family == family.defaults.keys()
     assert family.defaults.keys().isdisjoint(ignored)
 
 
@@ -58,6 +59,7 @@ LINEAR = {"rope_type": "linear", "factor": 3.0}
 CONTEXTS = (
     {},
     {"rope_parameters": []},
+    {"rope_parameters": [YARN]},
     {"rope_parameters": [YARN], "head_dim": [4]},
     {"rope_parameters": [{"full_attention": LLAMA3}]},
     {"rope_parameters": [], "layer_types": []},
@@ -71,13 +73,15 @@ OTHERS = {
     "rope_parameters": LINEAR,
     "rope_scaling": LINEAR,
     "layer_types": ["full_attention"],
-    "mlp_only_layers": [1],
+    "mlp_only_layers": [0, 1],
     "original_max_position_embeddings": 7,
     "n_inner": 12,
     "final_logit_softcapping": 2.0,
     "sliding_window": 5,
     "qk_head_dim": 3,
     "use_bidirectional_attention": True,
+    "rope_theta": 100.0,
+    "clip_qkv": 0.5,
 }
 """Values of fields that are null or absent."""
 
@@ -112,7 +116,7 @@ def test_case_every_declared_field_changes_the_model_or_is_refused(kind):
     of_family = [base for base, fields in BASES.items() if fields["model_type"] == kind]
     contexts = [each for each in CONTEXTS if each.keys() <= family.defaults.keys()]
     for name, default in family.defaults.items():
-        plain = default.default if isinstance(default, OrNull) else default
+        plain = default.default if isinstance(default, OrNull | NotNull) else default
         places = itertools.product(of_family, contexts)
         assert any(has_effect(base, context, name, plain) for base, context in places), f"{name} is read and ignored"
 
@@ -165,10 +169,47 @@ def test_case_the_refusal_of_an_unknown_family_says_what_differs(raw, message):
         family_of(Fields(LLAMA | raw))
 
 
-@pytest.mark.parametrize("names", [("llama",), ("mymodel", "mymodel")])
-def test_case_a_model_type_with_two_owners_is_refused(names, monkeypatch):
-    points = [EntryPoint(name, f"family_{number}:FAMILY", owners.GROUP) for number, name in enumerate(names)]
-    monkeypatch.setattr(owners, "entry_points", lambda group: points)
-    for use in (owners.brought, axcore_commands):
-        with pytest.raises(AxcoreError, match=rf"model_type '{names[0]}' has a family in .* and in .*Uninstall one"):
-            use()
+@pytest.fixture
+def distributions(tmp_path, monkeypatch):
+    """`distributions(name, **types)` installs a distribution with the Llama family for each `model_type`."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name, **types):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        points = [f"{kind} = {target}\n" for kind, target in types.items()]
+        (info / "entry_points.txt").write_text(f"[{owners.GROUP}]\n{''.join(points)}")
+
+    yield install
+    monkeypatch.undo()
+    families._owners.cache_clear()
+
+
+def test_case_two_owners_of_a_model_type_disable_only_this_type(distributions):
+    """Also installed while the process runs: `family_of` looks again for an unknown type."""
+    with pytest.raises(ConfigError, match="model_type='mymodel' is not supported"):
+        family_of(Fields(LLAMA | {"model_type": "mymodel"}))
+    one = "axcore_hf.families.llama:FAMILIES"
+    distributions("mine", qwen2=one, mymodel=one)
+    distributions("yours", mymodel=one)
+    mine, qwen = (
+        f"model_type {kind!r} has a family in {one} and in {other}"
+        for kind, one, other in (("mymodel", "mine", "yours"), ("qwen2", "axcore-hf", "mine"))
+    )
+    with pytest.raises(AxcoreError, match=mine):
+        family_of(Fields(LLAMA | {"model_type": "mymodel"}))
+    with pytest.raises(AxcoreError, match=qwen):
+        read("qwen2")
+    assert read("llama")[1] and [offer.name for offer in axcore_commands()] == ["convert", "export"]
+    assert [problem.partition(" (entry points")[0] for problem in families.problems()] == [mine, qwen]
+
+
+def test_case_a_broken_family_does_not_prevent_exports(distributions):
+    """A run's config.json is found among the other families. If there is none, the message names the broken family."""
+    model = read("gpt2")[1]
+    distributions("mine", broken="absent_module:FAMILY")
+    families._owners.cache_clear()
+    assert described(model)["model_type"] == "gpt2"
+    with pytest.raises(AxcoreError, match=r"Not compared with broken: .* cannot be loaded: No module named 'absent"):
+        described(model.set(softcap=5.0))

@@ -11,7 +11,7 @@ import pytest
 from axcore.infer import Generator
 from axcore.module import abstract
 from axcore.nn import ContiguousCache
-from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat, like
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.feature import PublishedTokenizer
@@ -39,7 +39,7 @@ def test_tokenizer_matches_transformers():
 def test_greedy_generation_matches_transformers():
     found = Checkpoint.open(SOURCE)
     fn, params, state = abstract(found.model)
-    arrays = gathered(FromHF.Config(source=SOURCE), found.model, flat(params), flat(state), 0)
+    arrays = initial_arrays(FromHF.Config(source=SOURCE), found.model, flat(params), flat(state), 0)
     model = fn.bind(like(params, arrays), like(state, arrays))
     generator = Generator(model, context=96, temperature=0.0, cache=ContiguousCache.Config(), end_ids=(2,))
     assert len(RECORDED["greedy"]) == 20

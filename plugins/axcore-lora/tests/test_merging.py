@@ -8,7 +8,10 @@ import pytest
 import axcore as ax
 from axcore.module import abstract
 from axcore.nn import FeedForward, Linear, Repeat, Sequence, TransformerLayer
+from axcore.plugin import Command, registry, resolve
 from axcore.testing.models import by_path, tiny_batch, tiny_model
+from axcore.train import ModelFolder, Trainer, save_model
+from axcore.train.checkpoint.model_folder import flat, like
 from axcore_lora import adapters, load, merge, unmerge
 
 pytestmark = pytest.mark.long
@@ -68,6 +71,23 @@ def test_merged_model_matches_the_adapted_model(dora):
     without = load(params, jax.tree.map(np.zeros_like, adapters(params)))
     assert np.abs(logits(cfg, without) - before).max() > 0.1  # the adapters matter
     assert_equal(params, kept_params, rtol=0)  # the arguments are not modified
+
+
+def test_case_a_command_merges_the_adapters_of_a_run(tmp_path, capsys):
+    cfg = Trainer.Config(model=model(dora=False, where="decoder.layers.ffn.up"), steps=1)
+    cfg = cfg.set(learner=cfg.learner.set(rates={"**": 0.0, "**.adapter.**": 1.0}))
+    params = trained(cfg.model)
+    save_model(tmp_path / "run", cfg, params)
+    command, offer = registry().find(Command, "merge")
+    assert resolve(command, offer)([str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    assert "merged the adapters of" in capsys.readouterr().out
+    found, (_, shapes, _) = ModelFolder.open(tmp_path / "merged"), abstract(tiny_model())
+    assert found.cfg == Trainer.Config(model=tiny_model(), steps=1)
+    arrays, missing, extra = found.load(found.model, flat(shapes), {})
+    assert not missing and not extra
+    assert_equal(like(shapes, arrays), merge(cfg.model, params).params, rtol=0)
+    with pytest.raises(ax.ConfigError, match="the config has no LoRA or DoRA adapter"):
+        resolve(command, offer)([str(tmp_path / "merged"), str(tmp_path / "again")])
 
 
 def merged_by_hand(params, scales=None):

@@ -12,7 +12,7 @@ from axcore.module import abstract, initializer
 from axcore.nn import FeedForward, Linear
 from axcore.testing import tiny_batch, tiny_model
 from axcore.train import FromRun, save_model
-from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat, like
 from axcore_moe.upcycling import Upcycled, upcycled
 
@@ -44,7 +44,7 @@ def started(folder, cfg, **fields):
     """(parameters, state) of a run that starts from the dense model."""
     _, params, state = abstract(cfg)
     initial = Upcycled.Config(source=FromRun.Config(folder=str(folder)), **fields)
-    arrays = gathered(initial, cfg, flat(params), flat(state), 0)
+    arrays = initial_arrays(initial, cfg, flat(params), flat(state), 0)
     return like(params, arrays), like(state, arrays)
 
 

@@ -1,5 +1,7 @@
 """axcore-muon passes `OfferSuite`, and `use` puts Muon into a learner."""
 
+import numpy as np
+import optax
 import pytest
 
 import axcore as ax
@@ -29,6 +31,19 @@ def test_previous_optimizer_keeps_the_other_parameters():
     before = Learner.Config(optimizer=AdamW.Config(b2=0.99))
     after = ax.use("muon", momentum=0.9)(before)
     assert after == before.set(optimizer=Muon.Config(momentum=0.9, others=AdamW.Config(b2=0.99)))
+
+
+def test_case_a_call_of_optax_keeps_the_other_parameters():
+    call = ax.call(optax.scale_by_adam, b2=0.9)
+    learner = ax.use("muon")(Learner.Config(optimizer=call))
+    assert learner.optimizer == Muon.Config(others=call)
+    grads = {"bias": np.linspace(-1.0, 2.0, 4, dtype=np.float32)}
+    found, wanted = learner.optimizer.build().transformation({"bias": ("mlp",)}), optax.scale_by_adam(b2=0.9)
+    found, wanted = (each.update(grads, each.init(grads), grads)[0] for each in (found, wanted))
+    np.testing.assert_allclose(found["bias"], wanted["bias"], rtol=1e-6)
+    refused = Muon.Config(others=ax.call(optax.adamw, learning_rate=1e-3)).build()
+    with pytest.raises(ax.ConfigError, match="adamw applies a learning rate, but the learner applies its schedule"):
+        refused.transformation({"bias": ("mlp",)})
 
 
 def test_options_from_text():

@@ -88,8 +88,8 @@ def test_rates_match_the_published_formula(scaling, formula, length):
         (YaRN(factor=0.5, original_max=8), 1.0),
         (YaRN(factor=40.0, original_max=8, mscale=1.0, mscale_all_dim=1.0), 1.0),
         (LongRoPE(short=(), long=(), original_max=4096, factor=32.0), math.sqrt(1 + math.log(32) / math.log(4096))),
-        (LongRoPE(short=(), long=(), original_max=4096, factor=32.0, attention=1.25), 1.25),
+        (LongRoPE(short=(), long=(), original_max=4096, factor=32.0, attention_factor=1.25), 1.25),
     ],
 )
-def test_attention_factor(scaling, factor):
-    assert scaling.attention_factor == pytest.approx(factor, rel=1e-12)
+def test_attention_scaling(scaling, factor):
+    assert scaling.attention_scaling == pytest.approx(factor, rel=1e-12)

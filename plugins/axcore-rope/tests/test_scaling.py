@@ -64,7 +64,7 @@ class Halved(Scaling):
         return 0.5 * theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
 
     @property
-    def attention_factor(self):
+    def attention_scaling(self):
         return 3.0
 
 
@@ -80,6 +80,47 @@ def test_rates_by_length_use_the_largest_position():
     np.testing.assert_allclose(rotated(x, scaling=short, layout="interleaved"), turned_pairs(x, rates), atol=1e-5)
     long = short.set(original_max=2)
     np.testing.assert_allclose(rotated(x, scaling=long, layout="interleaved"), turned_pairs(x, rates / 2), atol=1e-5)
+
+
+def test_case_rows_have_rates_of_their_own_length():
+    cfg = Rotary.Config(head_dim=8, scaling=LongRoPE(short=(1.0,) * 4, long=(2.0,) * 4, original_max=3))
+    rotary, x = cfg.build(rngs=ax.Rngs(0)), np.concatenate([features(), 2 * features()])
+    positions = np.array([[0, 1, 2, 3, 4], [0, 1, 2, 2, 2]], np.int32)
+    both = rotary(x, x, positions, positions)
+    for row in range(2):
+        alone = rotary(x[row : row + 1], x[row : row + 1], positions[row : row + 1], positions[row : row + 1])
+        for found, expected in zip(both, alone, strict=True):
+            np.testing.assert_array_equal(found[row], expected[0])
+
+
+def test_case_a_decoder_refuses_stale_keys_beyond_the_original_length():
+    """A row that grows beyond it, or shrinks below, is NaN until it is restarted. Other rows are as if alone."""
+    scaling = LongRoPE(short=(1.0, 1.0), long=(0.1, 9.0), original_max=5)
+    model, ids = ax.pipe(tiny_model(), ax.use("rope", scaling=scaling)).build(rngs=ax.Rngs(0)), tiny_batch()["inputs"]
+    fn, params, state = functional(model)
+    full = jax.jit(lambda row, end: fn(params, state, row, positions=jnp.minimum(jnp.arange(8), end - 1)[None])[0][0])
+    decoder, held, state_of = Decoder.of(model, cache=ContiguousCache.Config(), batch_size=2, max_len=8)
+    step = jax.jit(decoder.__call__)
+
+    def run(state_of, start, lengths):
+        new = np.stack([np.roll(row, -begin) for row, begin in zip(ids, start, strict=True)])
+        return step(held, state_of, Step(jnp.asarray(new), jnp.asarray(start), lengths=jnp.asarray(lengths)))
+
+    def check(logits, row, start, end):
+        expected = full(ids[row : row + 1], end)[0, start:end]
+        np.testing.assert_allclose(logits[row, : end - start], expected, rtol=1e-4, atol=1e-5)
+
+    logits, state_of = run(state_of, (0, 0), (4, 7))
+    check(logits, 0, 0, 4)
+    check(logits, 1, 0, 7)
+    logits, state_of = run(state_of, (4, 7), (2, 1))
+    assert np.isnan(logits[0]).all()  # four tokens are short, six are long
+    check(logits, 1, 7, 8)
+    logits, state_of = run(state_of, (6, 2), (1, 3))
+    assert np.isnan(logits).all()  # after the cached tokens; eight tokens are long, five are short
+    logits, state_of = run(state_of, (0, 7), (6, 1))
+    check(logits, 0, 0, 6)
+    assert np.isnan(logits[1]).all()  # the step before replaced its keys
 
 
 @pytest.mark.parametrize(

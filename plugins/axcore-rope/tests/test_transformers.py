@@ -28,7 +28,7 @@ def test_rates_and_attention_factor(name, length):
     rates = jax.jit(lambda length: jnp.asarray(scaling.rates(10_000.0, HEAD_DIM, length)))(length)
     *expected, factor = RECORDED[f"{name}.{length}"]
     np.testing.assert_allclose(rates, expected, rtol=2e-6)
-    assert scaling.attention_factor == pytest.approx(factor, rel=1e-6)
+    assert scaling.attention_scaling == pytest.approx(factor, rel=1e-6)
 
 
 def cos_and_sin(cfg, positions):
@@ -61,10 +61,11 @@ def test_sections_do_not_change_text():
     np.testing.assert_array_equal(with_sections, cos_and_sin(Rotary.Config(), positions))
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.125])
 @pytest.mark.parametrize("heads", [4, 6, 9])
-def test_alibi_matches_bloom_up_to_a_constant_per_query(heads):
-    layer = Alibi.Config(num_heads=heads).build(rngs=ax.Rngs(0))
+def test_alibi_matches_bloom_up_to_a_constant_per_query(heads, scale):
+    layer = Alibi.Config(num_heads=heads, scale=scale).build(rngs=ax.Rngs(0))
     tokens = TokenInfo.of(np.zeros((1, 5), np.int32))
     bias = np.asarray(layer(tokens, tokens))[0]
     last = bias[:, -1] - bias[:, -1, :1]  # BLOOM's biases are relative to the first key, which softmax ignores
-    np.testing.assert_allclose(last, RECORDED[f"alibi.{heads}"], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(last, scale * RECORDED[f"alibi.{heads}"], rtol=1e-6, atol=1e-6)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Repeat, Zeros
+from axcore.nn.activations import squared_relu
 from axcore.train import AdamW, CrossEntropy, Learner, Saving, Trainer, WarmupStableDecay
 from axcore.train.data import ByteTokenizer, TextInput
 from axcore_recipes.corpus import StandardLibrary
 from axcore_recipes.short_conv import ConvTransformerLayer
 from axcore_recipes.text_reports import CompressionReport, LossPlot, SampleReport
-
-
-@ax.register
-def squared_relu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`max(x, 0) ** 2` (So et al. 2021, arXiv 2109.08668, section 4.2)."""
-    return jnp.square(jax.nn.relu(x))
 
 
 def quickstart() -> Trainer.Config:

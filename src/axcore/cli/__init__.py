@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from axcore import __version__
 from axcore.cli import aot, doctor, explain, generate, golden, inspect, launch, listing, new_plugin, train
 from axcore.cli.compose import Commands
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, did_you_mean
 from axcore.plugin import Command, Plugin, PluginError, attributed, registry, resolve
 from axcore.runtime import failures
 
@@ -44,9 +44,13 @@ def _run(arguments: list[str]) -> int:
             for offered in {offer.name: offer for _, offer in registry().offers(Command)}.values():
                 if offered.name not in commands.choices:
                     commands.add_parser(offered.name, help=offered.summary.replace("%", "%%"), add_help=False)
-            if name and not name.startswith("-") and (reasons := registry().not_loaded()):
-                print(f"axcore: no loaded plugin has a command {name!r}{reasons}", file=sys.stderr)
-        parsed = parser.parse_args(arguments)
+            if name and not name.startswith("-"):
+                near, known = did_you_mean(name, commands.choices), ", ".join(commands.choices)
+                raise AxcoreError(f"there is no command {name!r}.{near} Known: {known}{registry().not_loaded()}")
+        parsed, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            near = did_you_mean(unknown[0], commands.choices[name]._option_string_actions)
+            commands.choices[name].error(f"unrecognized arguments: {' '.join(unknown)}.{near}")
         return int(parsed.run(parsed) or 0)
     except AxcoreError as error:
         print(f"axcore: {error}", file=sys.stderr)

@@ -81,9 +81,10 @@ def _jax_and_flax() -> Finding:
 def _controls() -> Iterator[Finding]:
     for variable in VARIABLES:
         if variable in os.environ:
-            empty = " (empty: no plugin is loaded)" if variable == "AXCORE_PLUGINS" else ""
             value = os.environ[variable]
-            yield Finding("environment", "note", f"{variable}={value or empty}")
+            if not value and variable == "AXCORE_PLUGINS":
+                value = "'', so no plugin is loaded"
+            yield Finding("environment", "note", f"{variable}={value}")
 
 
 def _requirements(found: Registry) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
         default=0.0,
         help="sampling temperature; 0 selects the most likely token (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="sampling seed; no effect at temperature 0 (default: 0)")
+    parser.add_argument("--seed", type=int, help="sampling seed; requires a temperature above 0 (default: 0)")
     parser.add_argument("--dtype", help="dtype of parameters and activations, such as bfloat16 (default: the model's)")
     parser.add_argument(
         "--cache",
@@ -51,8 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not 1 <= arguments.tokens < 2**31:
         raise AxcoreError(f"--tokens must be from 1 to 2**31 - 1, not {arguments.tokens}")
-    if not 0 <= arguments.seed < 2**32:
-        raise AxcoreError(f"--seed must be from 0 to 2**32 - 1, not {arguments.seed}")
+    seed = arguments.seed or 0
+    if not 0 <= seed < 2**32:
+        raise AxcoreError(f"--seed must be from 0 to 2**32 - 1, not {seed}")
+    if arguments.seed is not None and arguments.temperature == 0:
+        raise AxcoreError(f"--seed {seed} has no effect at temperature 0. Set --temperature above 0, or omit --seed")
     model, tokenizer = _model(arguments)
     text = arguments.prompt.encode(errors="surrogateescape")
     prompt = tokenizer.prompt(text)
@@ -60,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     cache, ends = _cache(arguments.cache), tokenizer.end_ids
     try:
         generator = Generator(model, context=context, temperature=arguments.temperature, cache=cache, end_ids=ends)
-        found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(arguments.seed))
+        found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(seed))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -84,7 +87,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
     """The model with its weights, and its tokenizer."""
     from axcore.module import DTypes, abstract
     from axcore.nn import without_caches
-    from axcore.train.checkpoint.initial import FromRun, gathered
+    from axcore.train.checkpoint.initial import FromRun, initial_arrays
     from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
 
     name = arguments.model
@@ -121,5 +124,5 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
     if arguments.cache is not None:
         cfg = without_caches(cfg)
     fn, params, state = abstract(cfg, "model")
-    loaded = gathered(initial, cfg, flat(params), flat(state), 0)
+    loaded = initial_arrays(initial, cfg, flat(params), flat(state), 0)
     return fn.bind(like(params, loaded), like(state, loaded)), built

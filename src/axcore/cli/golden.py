@@ -23,10 +23,10 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from axcore.config import diff_flat, flatten, parse_text, text
     from axcore.plugin import Recipe, recipe, registry
-    from axcore.train.files import write_text
+    from axcore.train.files import expanded, write_text
     from axcore.train.run.folder import create
 
-    folder = Path(arguments.folder)
+    folder = expanded(arguments.folder, "--folder")
     configs = {offer.name: recipe(offer.name) for _, offer in registry().offers(Recipe)}
     stale = {path.stem for path in folder.glob("*.txt")} - set(configs)
     if arguments.action == "update":

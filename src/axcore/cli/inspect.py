@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from axcore.cli.compose import Commands, add_edits, compose, is_folder
 from axcore.config import AxcoreError, Config
@@ -16,8 +15,9 @@ def add(commands: Commands) -> None:
         description="Prints the config of a recipe, or the config that a folder was written with, as text.",
     )
     show.add_argument("recipe", help="a recipe that `axcore recipes` lists, a run folder or a model folder")
-    show.add_argument("--json", action="store_true", help="print JSON that axcore.from_json reads")
-    show.add_argument("--history", metavar="PATH", help="print only the edits of the node or value at PATH")
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON that axcore.from_json reads")
+    form.add_argument("--history", metavar="PATH", help="print only the edits of the node or value at PATH")
     add_edits(show)
     show.set_defaults(run=run_show)
 
@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
     )
     tree.add_argument("recipe", help="a recipe that `axcore recipes` lists")
     tree.add_argument(
-        "--html", nargs="?", const="", metavar="FILE", help="write an interactive page (default: RECIPE.html)"
+        "--html", nargs="?", const=True, metavar="FILE", help="write an interactive page (default: RECIPE.html)"
     )
     add_edits(tree)
     tree.set_defaults(run=run_tree)
@@ -68,12 +68,12 @@ def run_diff(arguments: argparse.Namespace) -> None:
 
 def run_tree(arguments: argparse.Namespace) -> None:
     from axcore.aot import tree, tree_page
-    from axcore.train.files import write_text
+    from axcore.train.files import expanded, write_text
 
     modules = tree(compose(arguments.recipe, arguments.edits))
     if arguments.html is None:
         print(modules)
         return
-    page = Path(arguments.html or f"{arguments.recipe}.html").absolute()
+    page = expanded(f"{arguments.recipe}.html" if arguments.html is True else arguments.html, "--html").absolute()
     write_text(page, tree_page(modules, title=arguments.recipe))
     print(page)

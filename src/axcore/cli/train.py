@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 from collections.abc import Sequence
 
 from axcore import runtime
@@ -21,7 +20,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
     parser.add_argument(
         "--minutes",
-        type=_minutes,
+        type=float,
         help="wall-clock training time, including compilation; replaces the recipe's length",
     )
     parser.add_argument("--steps", type=int, help="number of training steps; replaces the recipe's length")
@@ -65,9 +64,3 @@ def split_cpu(edits: Sequence[tuple[str, str]]) -> None:
         if "JAX_NUM_CPU_DEVICES" not in os.environ:
             with contextlib.suppress(RuntimeError):  # jax has started
                 jax.config.update("jax_num_cpu_devices", targets[-1].per_host)
-
-
-def _minutes(text: str) -> float:
-    if not re.fullmatch(r"\d*\.?\d+", text) or float(text) <= 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number of minutes, not {text!r}")
-    return float(text)

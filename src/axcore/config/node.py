@@ -78,6 +78,9 @@ class Config(Node):
     resumed run may change these fields and everything below them. If a class that fills such a field affects the
     result, as a kernel that wraps another may, it lists its own layout fields; its other fields must not change."""
 
+    keeps_slot: ClassVar[bool] = False
+    """Whether `put` leaves nodes of this class in their slot, because the node above does not work without them."""
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         own = inspect.get_annotations(cls)
@@ -137,15 +140,15 @@ class Config(Node):
 
     def put(self, **slots: Config | None) -> Self:
         """A copy with these slots filled, like `set`, but wrappers stay: if a slot holds a node with a slot of the same
-        name, the innermost slot of that name is set. None empties it."""
-        return self.set(
-            **{
-                name: held.put(**{name: new})
-                if isinstance(held := self.__dict__.get(name), Config) and has_field(held, name)
-                else new
-                for name, new in slots.items()
-            }
-        )
+        name, the innermost slot of that name is set. Nodes that keep their slot stay, too. None empties a slot."""
+
+        def filled(name: str, new: Config | None) -> Config | None:
+            held = self.__dict__.get(name)
+            if isinstance(held, Config) and has_field(held, name):
+                return held.put(**{name: new})
+            return held if isinstance(held, Config) and held.keeps_slot else new
+
+        return self.set(**{name: filled(name, new) for name, new in slots.items()})
 
     def _with(self, values: Mapping[str, object], *events: Event) -> Self:
         """A copy with existing fields replaced and `events` appended to its history."""
@@ -257,6 +260,9 @@ class Configurable:
 
     if TYPE_CHECKING:
         Config: type[Any]  # Any: each subclass has its own
+
+    keeps_slot: ClassVar[bool] = False
+    """Whether `put` leaves nodes of this class in their slot, because the node above does not work without them."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

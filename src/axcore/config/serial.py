@@ -18,7 +18,7 @@ from axcore.config.text import text
 from axcore.config.tree import join
 
 
-class _Placed(ConfigError):
+class _LocatedError(ConfigError):
     """A ConfigError whose message already begins with the path."""
 
 
@@ -79,12 +79,12 @@ def _read(data: Any, path: str) -> Any:  # Any: arbitrary JSON
             return FrozenDict({_read(key, path): _read(item, join(path, key)) for key, item in data["$map"]})
         (tag,) = data
         return codec.read(tag, data[tag])
-    except _Placed:
+    except _LocatedError:
         raise
     except ConfigError as error:
-        raise _Placed(f"{path or 'the root'}: {error}") from None
+        raise _LocatedError(f"{path or 'the root'}: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        raise _Placed(f"{path or 'the root'}: not a config value: {str(data)[:80]}") from None
+        raise _LocatedError(f"{path or 'the root'}: not a config value: {str(data)[:80]}") from None
 
 
 def _read_node(data: Mapping[str, Any], path: str) -> Config:

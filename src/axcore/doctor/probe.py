@@ -1,8 +1,8 @@
 """Observes what plugins do at import: `python -m axcore.doctor.probe REPORT STAGE ID=MODULE...`.
 
 Runs in a process of its own, which a plugin may end, block or fork. STAGE is `hooks`, which imports the module of each
-plugin and calls its hooks, or `targets`, which imports the targets of its offers. Each plugin is observed after the one
-before it, and its observation is appended to REPORT as a line of JSON.
+plugin and calls its hooks, or `targets`, which imports the targets of its offers and calls its checks. Each plugin is
+observed after the one before it, and its observation is appended to REPORT as a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from axcore.doctor.patches import Patches
 from axcore.plugin.attribution import described
 from axcore.plugin.hooks import manager
 from axcore.plugin.loading import load
+from axcore.plugin.offers import Check
 from axcore.plugin.registry import installed_points, resolve
 from axcore.plugin.states import Plugin, PluginError
 
@@ -49,7 +50,7 @@ class Observation:
         forks: the number of forks.
         returned: whether a forked process left the code of the plugin.
         threads: the errors of its threads.
-        errors: the targets that cannot be imported, with the reasons.
+        errors: the targets that cannot be imported, with the reasons, and what the checks of the plugin return.
         output: where its output begins and ends in the output of the process, in bytes.
     """
 
@@ -95,7 +96,7 @@ class _Probe:
         if stage == "hooks":
             load(plugin, manager())
         else:
-            seen.errors = [*_unresolved(plugin)]
+            seen.errors = [*_errors(plugin)]
         seen.seconds = time.perf_counter() - start
         if os.getpid() != process:
             self._append(Observation(plugin.id, returned=True, detail=plugin.detail))
@@ -138,12 +139,18 @@ class _Probe:
             file.write(json.dumps(dataclasses.asdict(seen)) + "\n")
 
 
-def _unresolved(plugin: Plugin) -> Iterator[str]:
+def _errors(plugin: Plugin) -> Iterator[str]:
     for offer in plugin.offers:
         try:
-            resolve(plugin, offer)
+            target = resolve(plugin, offer)
         except PluginError as error:
             yield str(error)
+            continue
+        if isinstance(offer, Check):
+            try:
+                yield from (f"{plugin.id} ({plugin}): {problem}" for problem in target())
+            except Exception as error:
+                yield f"the check {offer.name!r} of {plugin} failed: {described(error)}"
 
 
 def _backends_started() -> bool:

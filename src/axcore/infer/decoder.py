@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from axcore.config import Config, ConfigError
+from axcore.config import Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, functional
 from axcore.nn import CachedRows, KVCache, Phase, TokenInfo, for_decoding, unstack_arrays, unstacked
 from axcore.parallel import Layout
@@ -89,6 +89,8 @@ class Decoder:
         batch_size: the number of rows (slots) in the state.
         max_len: the maximum number of tokens in a row.
         layout: the mesh and rules of the model; None: a single device.
+        recompute_above: lengths above which the keys of a row differ from those of a shorter row, ascending. They are
+            the attributes `recompute_above` of the nodes of the model's config, such as `LongRoPE`.
     """
 
     fn: Functional
@@ -96,6 +98,7 @@ class Decoder:
     batch_size: int
     max_len: int
     layout: Layout | None = None
+    recompute_above: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -145,7 +148,8 @@ class Decoder:
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
         axes = {"lengths": ("batch",), "model": fn.state_axes}
-        return cls(fn, axes, batch_size, max_len, layout), params, state
+        limits = {each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}
+        return cls(fn, axes, batch_size, max_len, layout, tuple(sorted(limits))), params, state
 
     def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]:
         """Runs the model on the tokens of a step.
@@ -153,7 +157,9 @@ class Decoder:
         Returns:
             The float32 logits and the new state. Undefined logits are NaN: at padding, at tokens beyond `max_len`, and
             in invalid rows. A row is invalid if it starts after its cached tokens, its length is outside [0, width],
-            or its slot is out of range or used by several rows.
+            its slot is out of range or used by several rows, or its length passes one of `recompute_above` in either
+            direction. An invalid row may lose its cached tokens from `start` on. To let a row pass a length of
+            `recompute_above`, restart it with all its tokens.
         """
         width, held = step.ids.shape[1], state["lengths"]
         start = step.start.astype(jnp.int32)
@@ -168,6 +174,8 @@ class Decoder:
         before = held if slots is None else held[slots]
         whole &= start <= before
         end = start + counts
+        for limit in self.recompute_above:
+            whole &= (start == 0) | ((before > limit) == (end > limit))
         index = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         places = jnp.arange(self.max_len, dtype=jnp.int32)[None]
         cached = CachedRows(
@@ -194,7 +202,8 @@ class Decoder:
         at = jnp.arange(width)[None] if step.logits_at is None else step.logits_at
         asked = start[:, None] + at
         right = whole[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < self.max_len)
-        end = jnp.where(whole, jnp.minimum(end, self.max_len), before)
+        # The tokens of an invalid row may have overwritten cached ones.
+        end = jnp.where(whole, jnp.minimum(end, self.max_len), jnp.clip(start, 0, before))
         lengths = end if slots is None else held.at[slots].set(end, mode="drop")
         return jnp.where(right[..., None], logits, jnp.nan), {"lengths": lengths, "model": model}
 

@@ -11,9 +11,9 @@ from flax import nnx
 from jaxtyping import Int, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from axcore.config import AxcoreError, walk
+from axcore.config import AxcoreError
 from axcore.infer.decoder import Decoder, Step
-from axcore.module import Layer, Tree, functional
+from axcore.module import Tree, functional
 from axcore.nn import KVCache
 
 SMALLEST_BUCKET = 16
@@ -25,8 +25,7 @@ class Generator:
     """Continues prompts with a causal language model, one prompt at a time. Lengths are padded to powers of two, and
     each padded length compiles once.
 
-    If a node of the model's config has an attribute `recompute_above`, the keys of longer rows differ from those of
-    shorter ones. A row that grows beyond this length is then computed once more.
+    With a cache, a row that grows beyond a length in `Decoder.recompute_above` is computed once more.
 
     Args:
         model: a model with the call signature of `axcore.nn.CausalLM`.
@@ -52,8 +51,6 @@ class Generator:
             raise AxcoreError(f"context must be at least 1, not {context}")
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._end_ids = jnp.asarray(sorted(end_ids), jnp.int32)
-        nodes = walk(model.config) if isinstance(model, Layer) else ()
-        self._limits = sorted({each for _, node in nodes if (each := getattr(node, "recompute_above", None))})
         self._fn, self._params, self._state = functional(model)
         row = jax.ShapeDtypeStruct((1, context), jnp.int32)  # raises here if the model does not support this length
         logits = jax.eval_shape(lambda ids: self._fn(self._params, self._state, ids)[0][0], row)
@@ -94,7 +91,8 @@ class Generator:
         start, stop = prompt.size, prompt.size + num_tokens
         row = np.zeros((self.context if self.is_cached else max(1 << (stop - 1).bit_length(), self.context),), np.int32)
         row[:start] = prompt
-        cuts = [limit + 1 for limit in self._limits if start <= limit < stop - 1] if self.is_cached else []
+        limits = self._decoder.recompute_above if self.is_cached else ()
+        cuts = [limit + 1 for limit in limits if start <= limit < stop - 1]
         end = start
         for cut in (*cuts, stop):  # after a cut, the row so far is a new prompt
             bucket = min(max(SMALLEST_BUCKET, 1 << (end - 1).bit_length()), self.context) if self.is_cached else 0

@@ -22,11 +22,11 @@ from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Ze
 from axcore.nn.kv.cache import KVCache, for_decoding, sized, without_caches
 from axcore.nn.kv.contiguous import ContiguousCache
 from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent
+from axcore.nn.layer_stack import Place, Stack
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
 from axcore.nn.norm import AcrossHeads, LayerNorm, PerHead, RMSNorm, Scale
-from axcore.nn.places import Place, Stack
 from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, unstacked, use_remat
 from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import CachedRows, Phase, TokenInfo

@@ -18,3 +18,11 @@ def exact_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 register(exact_gelu, "axcore.nn.exact_gelu")
+
+
+def squared_relu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`max(x, 0) ** 2` (So et al. 2021, arXiv 2109.08668, section 4.2)."""
+    return jax.numpy.square(jax.nn.relu(x))
+
+
+register(squared_relu, "axcore.nn.squared_relu")

@@ -13,7 +13,7 @@ from axcore.config import REQUIRED, Config, ConfigError, Where, has_field, selec
 from axcore.config.select import edited
 from axcore.config.tree import NESTING, REMOVED, join, parts, rebuild
 from axcore.module import DTypes, Layer, Tree
-from axcore.nn.places import Place, Stack
+from axcore.nn.layer_stack import Place, Stack
 from axcore.nn.transformer import Sequence
 from axcore.parallel import Remat
 

@@ -13,8 +13,8 @@ from axcore.nn.attention.base import Hidden
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.dropout import dropout
 from axcore.nn.feed_forward import FeedForward
+from axcore.nn.layer_stack import Place, Stack
 from axcore.nn.norm import LayerNorm, RMSNorm
-from axcore.nn.places import Place, Stack
 from axcore.nn.tokens import TokenInfo
 from axcore.parallel import Remat, constrain
 

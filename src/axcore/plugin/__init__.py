@@ -8,6 +8,7 @@ from axcore.plugin.host import Host
 from axcore.plugin.offers import (
     AttentionKernelOffer,
     CallbackOffer,
+    Check,
     Command,
     EvaluatorOffer,
     Feature,
@@ -29,6 +30,7 @@ __all__ = [
     "Accelerator",
     "AttentionKernelOffer",
     "CallbackOffer",
+    "Check",
     "Command",
     "EvaluatorOffer",
     "Feature",

@@ -103,5 +103,11 @@ class Command(Offer):
     hook, kind = "axcore_commands", "command"
 
 
+class Check(Offer):
+    """A function `() -> Iterable[str]` that returns what is wrong with the installation, for `axcore doctor`."""
+
+    hook, kind = "axcore_checks", "check"
+
+
 OFFERS: dict[str, type[Offer]] = {kind.hook: kind for kind in Offer.__subclasses__()}
 """The kind of offer that each hook returns, by the name of the hook."""

@@ -9,6 +9,8 @@ from axcore.config import AxcoreError
 
 COORDINATOR, PROCESSES, PROCESS_ID = "AXCORE_COORDINATOR", "AXCORE_PROCESSES", "AXCORE_PROCESS_ID"
 """Environment variables: host:port of process 0, the number of processes, and the index of this process."""
+TIMEOUT = "AXCORE_TIMEOUT"
+"""Environment variable: seconds that a process waits for the others by default."""
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 FIRST_PORT, PORTS = 61440, 4096

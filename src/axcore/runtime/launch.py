@@ -19,10 +19,9 @@ from typing import IO, TextIO
 
 from axcore.config import AxcoreError
 from axcore.runtime import signals
-from axcore.runtime.cluster import COORDINATOR, PROCESS_ID, PROCESSES
+from axcore.runtime.cluster import COORDINATOR, PROCESS_ID, PROCESSES, TIMEOUT
 from axcore.runtime.exit_codes import ExitCode
 from axcore.runtime.failures import ERROR_FILE, Failure, first
-from axcore.runtime.processes import TIMEOUT
 
 POLL_SECONDS = 0.05
 ENDING_SECONDS = 15.0

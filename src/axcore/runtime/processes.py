@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterator
 
 from axcore.config import AxcoreError
+from axcore.runtime.cluster import TIMEOUT
 from axcore.runtime.errors import PeerFailed, RuntimeTimeout
 from axcore.runtime.watcher import board
 from axcore.runtime.world import World, count as count, index as index, world
 
-TIMEOUT = "AXCORE_TIMEOUT"
-"""Environment variable: seconds that a process waits for the others by default."""
 DEFAULT_TIMEOUT = 600.0
 SLICE_SECONDS = 0.5
 """Seconds between two checks for failures of other processes while waiting."""

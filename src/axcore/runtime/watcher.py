@@ -1,4 +1,4 @@
-"""Ends this process when another process of the run fails, even while this process waits for a device."""
+"""Ends this process when another process of the run fails or hangs, even while this process waits for a device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from axcore.config import AxcoreError
+from axcore.runtime.cluster import TIMEOUT
+from axcore.runtime.errors import RuntimeTimeout
 from axcore.runtime.exit_codes import ExitCode
 from axcore.runtime.failures import Board, Failure, record
 from axcore.runtime.world import World, world
@@ -72,6 +74,21 @@ def watch() -> Iterator[None]:
         _watcher = None
 
 
+@contextlib.contextmanager
+def waiting(what: str, seconds: float) -> Iterator[None]:
+    """Ends all processes if the block takes longer. Use it to wait for a computation on the devices of all processes,
+    which never ends if one of them hangs. Does nothing outside of `watch`."""
+    watcher = _watcher
+    if watcher is None:
+        yield
+        return
+    watcher.waits_for = (what, seconds, time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        watcher.waits_for = None
+
+
 def _tell(watcher: _Watcher, error: BaseException) -> None:
     global _failed
     record(error)
@@ -118,6 +135,7 @@ class _Watcher(threading.Thread):
         self.world, self.board = world, board
         self.stop = threading.Event()
         self.heard: Failure | None = None
+        self.waits_for: tuple[str, float, float] | None = None
 
     def read(self) -> Failure | None:
         """The failure of another process, if the store can be read."""
@@ -129,9 +147,19 @@ class _Watcher(threading.Thread):
         while self.read() is None:
             if self.stop.wait(POLL_SECONDS):
                 return
+            if (wait := self.waits_for) is not None and time.monotonic() > wait[2]:
+                error = RuntimeTimeout(
+                    f"{self.world.named(self.world.index)} waited {wait[1]:g} s for {wait[0]}, which the devices of all "
+                    f"processes compute. Another process hangs; check the output of each. If the computation is just "
+                    f"slow, increase {TIMEOUT} (seconds)."
+                )
+                _tell(self, error)
+                self._end(error)
         if self.heard is None or self.stop.wait(GRACE_SECONDS):
             return
-        error = self.heard.seen_from(self.world)
+        self._end(self.heard.seen_from(self.world))
+
+    def _end(self, error: AxcoreError) -> NoReturn:
         print(f"axcore: {error}", file=sys.stderr)
         record(error)
         leave(error.exit_code)

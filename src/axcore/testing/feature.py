@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import ClassVar, cast
 
 import jax
@@ -21,6 +20,7 @@ from axcore.nn import Repeat, by_layer, use_remat
 from axcore.parallel import Mesh, Remat
 from axcore.plugin import Feature, resolve, use
 from axcore.testing.causality import check_causality, check_decoding, check_documents, forward
+from axcore.testing.declared import check_declared
 from axcore.testing.devices import steps
 from axcore.testing.models import (
     VOCAB_SIZE,
@@ -200,20 +200,20 @@ class FeatureSuite(OfferSuite):
     def test_names_and_shapes_of_other_parameters_do_not_change(self) -> None:
         before, after = self._parameters()
         lost = [name for name, value in before.items() if name not in after or value.shape != after[name].shape]
-        _check_declared("replaces", self.replaces, lost, "the model with the feature has no such parameters")
+        check_declared("replaces", self.replaces, lost, "the model with the feature has no such parameters")
 
     def test_initial_values_of_other_parameters_do_not_change(self) -> None:
         before, after = self._parameters()
         kept = {name: value for name, value in before.items() if name in after and value.shape == after[name].shape}
         moved = [name for name, value in kept.items() if not np.array_equal(value, after[name])]
         consequence = "the same seed gives different initial values; draw from rngs.at(NAME)"
-        _check_declared("changes_initialization", self.changes_initialization, moved, consequence)
+        check_declared("changes_initialization", self.changes_initialization, moved, consequence)
 
     def test_new_matrices_have_logical_axes(self) -> None:
         fn, params, _ = abstract(self.attached())
         old = by_path(abstract(self.model())[1])
         bare = [path for path in without_axes(params, fn.axes) if path not in old]
-        _check_declared("replicated", self.replicated, bare, "matrices without logical axes cannot be sharded")
+        check_declared("replicated", self.replicated, bare, "matrices without logical axes cannot be sharded")
 
     def test_eight_devices_agree_with_one(self) -> None:
         batch = jax.tree.map(lambda x: np.asarray(jnp.tile(x, (4, 1))), self.batch())
@@ -259,22 +259,6 @@ def _by_layer(cfg: Config) -> dict[str, np.ndarray]:
 def _check_finite(grads: Tree) -> None:
     bad = [path for path, leaf in by_path(grads).items() if not np.isfinite(leaf).all()]
     assert not bad, f"the gradients of {bad} contain NaN or infinities"
-
-
-def _check_declared(attribute: str, patterns: tuple[str, ...], found: Iterable[str], consequence: str) -> None:
-    """Checks that the patterns of an attribute match all parameters found, and that each pattern matches at least one.
-
-    Args:
-        attribute: the name of the attribute of the suite.
-        patterns: its value.
-        found: names of parameters.
-        consequence: what is wrong with a parameter that no pattern matches.
-    """
-    found = list(found)
-    undeclared = [name for name in found if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-    assert not undeclared, f"{consequence}: {undeclared}. If this is meant, declare it with the attribute {attribute}"
-    unused = [pattern for pattern in patterns if not fnmatch.filter(found, pattern)]
-    assert not unused, f"{attribute} contains {unused}, which matches no such parameter; found: {found}"
 
 
 def _twice_as_deep(cfg: Config) -> Config:

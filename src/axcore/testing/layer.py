@@ -16,6 +16,7 @@ import axcore as ax
 from axcore.config import content_hash, from_json, to_json
 from axcore.module import Layer, Rngs, Tree, functional, scan, stack
 from axcore.testing.causality import with_noise
+from axcore.testing.declared import check_declared
 from axcore.testing.models import by_path, without_axes
 
 
@@ -44,7 +45,7 @@ class LayerSuite:
             outputs. `apart`: on none, so a single decoded token gives the same outputs. `causal`: on earlier tokens.
             `mixed`: on all, or axis 1 does not contain tokens.
         mixes_rows: whether the outputs of a row, which is axis 0, depend on other rows.
-        replicated: paths of the matrices without logical axes, which every device holds whole.
+        replicated: patterns of the paths of matrices without logical axes, which every device holds whole.
     """
 
     tolerance: ClassVar[Mapping[str, float]] = {"float32": 2e-5, "bfloat16": 4e-2}
@@ -176,11 +177,8 @@ class LayerSuite:
 
     def test_parameters_have_logical_axes(self) -> None:
         fn, params, _ = functional(self.config().build(rngs=Rngs(0)))
-        bare = set(without_axes(params, fn.axes))
-        assert bare == set(self.replicated), (
-            f"matrices without logical axes, which cannot be sharded: {sorted(bare)}; the attribute replicated lists "
-            f"{sorted(self.replicated)}"
-        )
+        bare = without_axes(params, fn.axes)
+        check_declared("replicated", self.replicated, bare, "matrices without logical axes cannot be sharded")
 
     def test_config_survives_json(self) -> None:
         cfg = self.config()

@@ -13,12 +13,14 @@ from jaxtyping import Array, Float, Int
 import axcore as ax
 from axcore import train
 from axcore.config import Config
-from axcore.module import Rngs, Tree, functional
+from axcore.module import Rngs, Tree, abstract, functional
 from axcore.nn import Linear
 from axcore.plugin import OptimizerOffer
+from axcore.testing.declared import check_declared
 from axcore.testing.models import by_path, objective, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 from axcore.train import Learner, Schedule
+from axcore.train.step.parts import like_params
 
 
 class Constant(Schedule):
@@ -36,11 +38,14 @@ class OptimizerSuite(OfferSuite):
     Attributes:
         rate: a learning rate that reduces the loss of a small model.
         steps: number of steps in which the loss of a small model must fall by 10%.
+        replicated: patterns of the paths of optimizer state that every device holds whole, since it does not have the
+            shape of its parameter, such as `*.factors.*`.
     """
 
     kind = OptimizerOffer
     rate: ClassVar[float] = 1e-2
     steps: ClassVar[int] = 20
+    replicated: ClassVar[tuple[str, ...]] = ()
 
     def optimizer(self) -> Config:
         """The config of the optimizer."""
@@ -88,17 +93,13 @@ class OptimizerSuite(OfferSuite):
             for name, update in self._update(optimizer, own, own_grads, axes).items():
                 np.testing.assert_allclose(together[name][index], update, rtol=1e-4, atol=1e-5, err_msg=name)
 
-    def test_state_of_parameters_has_their_shapes(self) -> None:
-        """Otherwise the state of a parameter cannot be sharded like the parameter."""
-        fn, params, _ = functional(Linear.Config(input_dim=6, output_dim=4, use_bias=True).build(rngs=Rngs(0)))
-        optimizer = self.optimizer().build().transformation(fn.axes)
-        shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
-        state = optimizer.init(params)
-        marked = optax.tree_utils.tree_map_params(
-            lambda tree: optimizer.init(tree), lambda leaf: leaf.shape in shapes, state
-        )
-        flags = [leaf for leaf in jax.tree.leaves(marked) if isinstance(leaf, bool)]
-        assert all(flags), "the state of a parameter must have the shape of the parameter, to be sharded like it"
+    def test_state_is_sharded_like_the_parameters(self) -> None:
+        """An array that has the shape of its parameter is sharded like it; every device holds the whole of others."""
+        fn, params, _ = abstract(Linear.Config(input_dim=6, output_dim=4, use_bias=True))
+        state = jax.eval_shape(self.optimizer().build().transformation(fn.axes).init, params)
+        sharded = by_path(like_params(state, params, jax.tree.map(lambda _: True, params), False))
+        whole = [path for path, leaf in by_path(state).items() if leaf.ndim and not sharded[path]]
+        check_declared("replicated", self.replicated, whole, "optimizer state that is not sharded like its parameter")
 
     def test_zero_and_large_gradients_give_finite_updates(self) -> None:
         optimizer = self.optimizer().build()

@@ -12,7 +12,7 @@ from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.checkpoint.model_folder import ModelFolder, save_model
 from axcore.train.errors import RunStopped, TrainingError
 from axcore.train.run.trainer import Trainer, fit
-from axcore.train.step.learner import AdamW, Learner, Optimizer
+from axcore.train.step.learner import AdamW, Learner, Optimizer, transformation_of
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.schedule import Schedule, WarmupCosine, WarmupStableDecay
 
@@ -49,6 +49,7 @@ __all__ = [
     "Writer",
     "fit",
     "save_model",
+    "transformation_of",
     "use_run_weights",
 ]
 

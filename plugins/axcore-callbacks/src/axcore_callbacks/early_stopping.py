@@ -17,7 +17,7 @@ class EarlyStopping(Callback):
         metric: str = "validation/loss"
         """An evaluation metric, `EVALUATOR/METRIC`."""
         patience: PositiveInt = 3
-        min_change: NonNegativeFloat = 0.0
+        min_delta: NonNegativeFloat = 0.0
         """An evaluation counts as an improvement if it is better than the best one by more than this amount."""
         mode: Literal["min", "max"] = "min"
 
@@ -33,7 +33,7 @@ class EarlyStopping(Callback):
         if cfg.metric not in metrics:
             raise ConfigError(f"metric={cfg.metric!r} is not a metric of this run. Choose one of: {', '.join(metrics)}")
         value = metrics[cfg.metric] if cfg.mode == "min" else -metrics[cfg.metric]
-        if not math.isnan(value) and (self.best is None or value < self.best - cfg.min_change):
+        if not math.isnan(value) and (self.best is None or value < self.best - cfg.min_delta):
             self.best, self.waited = value, 0
             return None
         self.waited += 1

@@ -57,6 +57,7 @@ class BorrowKV(KVCache):
 
     class Config(KVCache.Config):
         layout_fields = ()
+        keeps_slot = True
         num_kv_heads: ax.PositiveInt = ax.REQUIRED
         head_dim: ax.PositiveInt = ax.REQUIRED
         name: str

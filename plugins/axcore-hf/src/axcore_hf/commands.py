@@ -32,7 +32,7 @@ def convert(arguments: Sequence[str]) -> int:
     from axcore.module import abstract
     from axcore.plugin.saved import unregistered
     from axcore.train import save_model
-    from axcore.train.checkpoint.initial import gathered
+    from axcore.train.checkpoint.initial import initial_arrays
     from axcore.train.checkpoint.model_folder import flat, like
     from axcore_hf.checkpoint import Checkpoint
     from axcore_hf.initial import FromHF
@@ -49,7 +49,7 @@ def convert(arguments: Sequence[str]) -> int:
         )
     model = found.model.set(dtypes=DTypes(param=given.dtype, compute=given.dtype))
     _, params, state = abstract(model)
-    arrays = gathered(FromHF.Config(source=given.source), model, flat(params), flat(state), 0)
+    arrays = initial_arrays(FromHF.Config(source=given.source), model, flat(params), flat(state), 0)
     files = {**found.files, PUBLISHED: (json.dumps(dict(found.raw), indent=2) + "\n").encode()}
     save_model(given.folder, model, like(params, arrays), like(state, arrays), tokenizer=found.tokenizer, files=files)
     count = sum(arrays[path].size for path in flat(params))

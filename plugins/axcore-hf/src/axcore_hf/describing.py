@@ -7,11 +7,12 @@ from typing import Any
 
 from axcore.config import AxcoreError, ConfigError, walk
 from axcore.module import Layer
-from axcore.nn import And, Attention, FeedForward, LatentAttention, Mask, SlidingWindow, Stack, layers_of
+from axcore.nn import And, Attention, FeedForward, LatentAttention, Mask, ParallelLayer, SlidingWindow, Stack, layers_of
 from axcore.train.checkpoint.state_layout import listed
 from axcore_hf.agreement import compared, differences
 from axcore_hf.families import by_type, known
 from axcore_hf.families.shared import ACTIVATIONS
+from axcore_hf.family import Family
 from axcore_hf.fields import Fields
 from axcore_moe.layer import MoE
 from axcore_rope.learned import LearnedPositions
@@ -30,6 +31,7 @@ FUNCTIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
 }
 """Classes of `transformers` whose names do not follow from the `model_type`."""
 
@@ -45,10 +47,16 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
         AxcoreError: no family computes the same. The message lists what the nearest family lacks.
     """
     nearest: tuple[tuple[int, int], str, list[str]] | None = None
+    unusable = ""
     for kind in (FIRST, *(kind for kind in known() if kind != FIRST)):
-        for fields in _attempts(kind, model, seq_len):
+        try:
+            family = by_type(kind)
+        except AxcoreError as error:
+            unusable += f"\nNot compared with {kind}: {error}"
+            continue
+        for fields in _attempts(kind, family, model, seq_len):
             try:
-                theirs = by_type(kind).read_config(Fields(fields))
+                theirs = family.read_config(Fields(fields))
             except ConfigError:  # the family does not have this option
                 continue
             lacking = differences(theirs, model) or compared(theirs, model).shapes
@@ -59,8 +67,8 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
                 nearest = distance, kind, lacking
     reason = "" if nearest is None else f" Compared with {nearest[1]}:{listed(nearest[2])}"
     raise AxcoreError(
-        f"no known model_type computes what this model computes, so it has no config.json.{reason}\nTo write the "
-        f"checkpoint with a config.json that describes another model: --config FILE --force"
+        f"no known model_type computes what this model computes, so it has no config.json.{reason}{unusable}\n"
+        f"To write the checkpoint with a config.json that describes another model: --config FILE --force"
     )
 
 
@@ -71,9 +79,8 @@ def _kinds(model: Any) -> set[type]:
     }
 
 
-def _attempts(kind: str, model: Any, seq_len: int | None) -> Iterator[dict[str, Any]]:
+def _attempts(kind: str, family: Family, model: Any, seq_len: int | None) -> Iterator[dict[str, Any]]:
     """Configs of one family that may describe the model. They differ in fields that only some families have."""
-    family = by_type(kind)
     name = CLASSES.get(kind, kind.title().replace("_", "") + "ForCausalLM")
     for by_type_of_layer in (False, True):
         try:
@@ -95,7 +102,7 @@ def proposal(model: Any, seq_len: int | None, by_type_of_layer: bool) -> dict[st
     layers = [place.config for place in layers_of(model.decoder)]
     blocks = [getattr(layer, "ffn", None) for layer in layers]
     return {
-        **_sizes(model, len(layers), seq_len),
+        **_sizes(model, layers, seq_len),
         **_norms(model),
         **_attention(model, [getattr(layer, "attention", None) for layer in layers], by_type_of_layer),
         **_feed_forward(blocks),
@@ -103,15 +110,16 @@ def proposal(model: Any, seq_len: int | None, by_type_of_layer: bool) -> dict[st
     }
 
 
-def _sizes(model: Any, layers: int, seq_len: int | None) -> dict[str, Any]:
+def _sizes(model: Any, layers: list[Any], seq_len: int | None) -> dict[str, Any]:
     length = model.position.max_len if isinstance(model.position, LearnedPositions.Config) else seq_len or LENGTH
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
         "n_embd": model.dim,
-        "num_hidden_layers": layers,
-        "n_layer": layers,
+        "num_hidden_layers": len(layers),
+        "n_layer": len(layers),
         "tie_word_embeddings": model.head is None,
+        "use_parallel_residual": isinstance(layers[0], ParallelLayer.Config),
         "final_logit_softcapping": model.softcap,
         "max_position_embeddings": length,
         "n_positions": length,
@@ -120,7 +128,7 @@ def _sizes(model: Any, layers: int, seq_len: int | None) -> dict[str, Any]:
 
 def _norms(model: Any) -> dict[str, Any]:
     eps = getattr(model.norm, "eps", None)
-    return {"rms_norm_eps": eps, "layer_norm_epsilon": eps}
+    return dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon"), eps)
 
 
 def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[str, Any]:
@@ -132,7 +140,9 @@ def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[st
     if isinstance(first, Attention.Config):
         head_dim = rotated = first.head_dim or model.dim // first.num_heads
         found |= {"head_dim": head_dim, "num_key_value_heads": first.num_kv_heads or first.num_heads}
-        found["attention_bias"] = first.query is not None and first.query.use_bias
+        biased = first.query is not None and first.query.use_bias
+        found |= dict.fromkeys(("attention_bias", "qkv_bias", "use_bias"), biased)
+        found["qk_layernorm"] = first.query_norm is not None
         scale = head_dim**-0.5 if first.scale is None else first.scale
         found["query_pre_attn_scalar"] = round(scale**-2)  # transformers requires an int
     else:
@@ -152,6 +162,8 @@ def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[st
     if len(ropes) == len(positions):
         of_kind = {kind: to_rope_parameters(rope, rotated) for kind, rope in ropes.items()}
         found["rope_parameters"] = of_kind if by_type_of_layer else of_kind[kinds[0]]
+        fraction = (ropes[kinds[0]].rotary_dim or rotated) / rotated
+        found |= {"partial_rotary_factor": fraction, "rotary_pct": fraction}
         found["rope_interleave"] = ropes[kinds[0]].layout == "interleaved"
         found[ORIGINAL] = of_kind[kinds[0]].get(ORIGINAL)
         scaling = ropes[kinds[0]].scaling

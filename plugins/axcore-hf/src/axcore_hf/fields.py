@@ -7,7 +7,7 @@ import json
 import pathlib
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from axcore.config import AxcoreError, ConfigError
 from axcore_rope.scaling import is_positive
@@ -23,7 +23,9 @@ BOOKKEEPING = frozenset({
     "gradient_checkpointing", "output_attentions", "output_hidden_states", "pretraining_tp", "return_dict",
     "tf_legacy_loss", "torchscript", "use_bfloat16", "use_cache",
     # training
-    "attention_dropout", "attn_pdrop", "embd_pdrop", "initializer_range", "resid_pdrop",
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout", "embd_pdrop",
+    "embedding_dropout", "hidden_dropout", "hidden_dropout_prob", "initializer_range", "resid_pdrop",
+    "residual_dropout",
     # generation
     "bad_words_ids", "begin_suppress_tokens", "cache_implementation", "diversity_penalty", "do_sample",
     "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
@@ -51,13 +53,16 @@ such a field checks it itself."""
 
 # fmt: off
 FLAGS = frozenset({
-    "add_cross_attention", "attention_bias", "mlp_bias", "norm_topk_prob", "reorder_and_upcast_attn", "rope_interleave",
+    "add_cross_attention", "attention_bias", "mlp_bias", "norm_topk_prob", "qk_layernorm", "qkv_bias",
+    "reorder_and_upcast_attn", "rope_interleave",
     "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "seq_aux", "tie_word_embeddings",
-    "use_bidirectional_attention", "use_sliding_window",
+    "use_bias", "use_bidirectional_attention", "use_parallel_residual", "use_sliding_window",
 })
 RATES = frozenset({
-    "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_epsilon", "partial_rotary_factor",
-    "query_pre_attn_scalar", "rms_norm_eps", "rope_local_base_freq", "rope_theta", "routed_scaling_factor",
+    "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar", "rms_norm_eps", "rope_local_base_freq", "rope_theta", "rotary_emb_base",
+    "rotary_pct", "routed_scaling_factor",
     "swiglu_alpha", "swiglu_limit",
 })
 """Positive numbers."""
@@ -67,7 +72,7 @@ COUNTS = frozenset({
     "n_shared_experts",
     "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
     "num_local_experts", "original_max_position_embeddings", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "sliding_window_pattern", "topk_group", "v_head_dim", "vocab_size",
+    "shared_expert_intermediate_size", "sliding_window_pattern", "topk_group", "v_head_dim", "vocab_size",
 })
 """Positive whole numbers."""
 FROM_ZERO = frozenset({"first_k_dense_replace", "max_window_layers", "sliding_window"})
@@ -97,6 +102,13 @@ class OrNull:
     """A default of a field that may also be null: `default` if the field is absent, None if it is null."""
 
     default: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class NotNull:
+    """A default of a field that must not be null: None if the field is absent, since it follows from other fields."""
+
+    default: ClassVar[None] = None
 
 
 class Fields:
@@ -167,7 +179,7 @@ class Fields:
         default = self._defaults.get(name)
         may_be_null = default is None or isinstance(default, OrNull)
         if name not in self.raw:
-            return default.default if isinstance(default, OrNull) else default
+            return default.default if isinstance(default, OrNull | NotNull) else default
         value = self.raw[name]
         if value is None and may_be_null:
             return None

@@ -1,16 +1,19 @@
 """What axcore-hf offers. Imports neither jax nor flax."""
 
-from axcore.plugin import Command, Feature, hookimpl
-from axcore_hf.owners import brought
+from axcore.plugin import Check, Command, Feature, hookimpl
 
 
 @hookimpl
 def axcore_commands() -> list[Command]:
-    brought()  # raises if a model_type has two owners, so that `axcore doctor` reports it
     return [
         Command("convert", "axcore_hf.commands:convert", "Convert a transformers checkpoint or GGUF file."),
         Command("export", "axcore_hf.commands:export", "Export a transformers checkpoint."),
     ]
+
+
+@hookimpl
+def axcore_checks() -> list[Check]:
+    return [Check("hf-families", "axcore_hf.families:problems", "Families of other distributions can be used.")]
 
 
 @hookimpl

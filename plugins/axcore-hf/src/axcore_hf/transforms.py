@@ -109,21 +109,21 @@ class Fused(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class PerHead(Transform):
-    """One of their tensors [heads * features, in] contains, head by head, the features of several of ours
-    [in, heads * features]."""
+    """One of their tensors [heads * features, in], or the bias [heads * features], contains, head by head, the features
+    of several of ours [in, heads * features]."""
 
     heads: int
 
     def read(self, theirs: Sequence[Array], shapes: Shapes) -> list[Array]:
         (whole,) = theirs
-        by_head = whole.reshape(self.heads, -1, whole.shape[-1])
+        by_head = whole.reshape(self.heads, -1, *whole.shape[1:])
         ends = np.cumsum([shape[-1] // self.heads for shape in shapes])[:-1]
-        return [each.reshape(-1, whole.shape[-1]).T for each in np.split(by_head, ends, axis=1)]
+        return [each.reshape(-1, *whole.shape[1:]).T for each in np.split(by_head, ends, axis=1)]
 
     def write(self, ours: Sequence[Array]) -> list[Array]:
-        parts = [each.T.reshape(self.heads, -1, each.shape[0]) for each in ours]
+        parts = [each.T.reshape(self.heads, -1, *each.shape[:-1]) for each in ours]
         whole = np.concatenate(parts, axis=1)
-        return [whole.reshape(-1, whole.shape[-1])]
+        return [whole.reshape(-1, *whole.shape[2:])]
 
 
 class Interleaved(Transform):

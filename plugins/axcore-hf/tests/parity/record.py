@@ -29,6 +29,7 @@ COMMON = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+SMALL = {"vocab_size": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
@@ -62,12 +63,33 @@ FAMILIES = {
             "resid_pdrop": 0,
         },
     ),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        {**SMALL, "num_attention_heads": 2, "num_key_value_heads": ...},
+    ),
     "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 7}),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": (
         "Qwen2ForCausalLM",
         "Qwen2Config",
         {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {
+            **SMALL,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+            "mlp_only_layers": [1],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 8,
+        },
     ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 8}),
     "qwen3_moe": (
@@ -109,6 +131,11 @@ FAMILIES = {
             },
         },
     ),
+    "phi": (
+        "PhiForCausalLM",
+        "PhiConfig",
+        {**SMALL, "num_attention_heads": 2, "num_key_value_heads": 1, "qk_layernorm": True, "resid_pdrop": 0.0},
+    ),
     "phi3": (
         "Phi3ForCausalLM",
         "Phi3Config",
@@ -130,6 +157,12 @@ FAMILIES = {
         },
     ),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {}),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        "OlmoeConfig",
+        {**SMALL, "intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", {**SMALL, "sliding_window": 7}),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
@@ -166,6 +199,13 @@ FAMILIES = {
 }
 
 
+def given(name: str) -> dict:
+    """The arguments of the config class. `...` stands for a field that the class does not have."""
+    *_, fields = FAMILIES[name]
+    common = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2} if name == "gpt2" else COMMON
+    return {field: value for field, value in {**common, **fields}.items() if value is not ...}
+
+
 def randomize(model: torch.nn.Module, zero_centred: bool) -> None:
     """Fills every parameter with random numbers, so that missing or swapped parameters are detected."""
     generator = torch.Generator().manual_seed(0)
@@ -183,11 +223,8 @@ def logits_of(model: torch.nn.Module, ids: torch.Tensor, **kwargs: torch.Tensor)
 
 
 def record(name: str) -> None:
-    model_class, config_class, fields = FAMILIES[name]
-    given = fields if name == "gpt2" else {**COMMON, **fields}
-    if name == "gpt2":
-        given = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, **fields}
-    config = getattr(transformers, config_class)(**given)
+    model_class, config_class, _ = FAMILIES[name]
+    config = getattr(transformers, config_class)(**given(name))
     config._attn_implementation = "eager"
     model = getattr(transformers, model_class)(config).eval()
     randomize(model, zero_centred=name.startswith("gemma"))
@@ -197,7 +234,7 @@ def record(name: str) -> None:
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
 
-    ids = torch.randint(3, VOCAB, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, config.vocab_size, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
     left, right = torch.ones(ROWS, SEQ, dtype=torch.long), torch.ones(ROWS, SEQ, dtype=torch.long)
     left[1, :5], right[0, -6:] = 0, 0
     packed = np.concatenate([logits_of(model, ids[:, :SHORT]), logits_of(model, ids[:, SHORT:])], axis=1)
@@ -211,7 +248,7 @@ def record(name: str) -> None:
         "packed": packed,
     }
     logits = model(input_ids=ids, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].reshape(-1))
     loss.backward()
     arrays["loss"] = loss.detach().numpy()
     np.savez_compressed(folder / "reference.npz", **arrays)

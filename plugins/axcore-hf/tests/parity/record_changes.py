@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from record import COMMON, FAMILIES, VOCAB
+from record import FAMILIES, given
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from seeded import IDS, LARGEST, changed, digest, projections, weights
@@ -90,6 +90,7 @@ PLAUSIBLE = {
     "clip_qkv": [0.5],
     "attention_out_bias": [True],
     "use_parallel_residual": [True, False],
+    "rotary_emb_base": [100.0, 10_000],
     "rotary_pct": [0.5],
     "layer_norm_eps": [0.1],
     "embedding_size": [8],
@@ -151,21 +152,117 @@ CASES = {
     "gemma2 without final_logit_softcapping": [("gemma2", {"final_logit_softcapping": []})],
     "gemma2 with null softcaps": [("gemma2", {"attn_logit_softcapping": [None], "final_logit_softcapping": [None]})],
     "llama with partial_rotary_factor": [("llama", {"partial_rotary_factor": [0.5]})],
+    "olmoe with clip_qkv": [("olmoe", {"clip_qkv": [0.5]})],
+    "olmoe with other heads": [("olmoe", {"head_dim": [8]})],
+    "phi with a tied head": [("phi", {"tie_word_embeddings": [True]})],
+    "phi with other heads": [("phi", {"head_dim": [16]})],
+    "gpt-neox with only the usual theta": [("gpt_neox", {"rope_parameters": [], "rope_theta": [100.0]})],
+    "qwen2-moe without a window": [("qwen2_moe", {"sliding_window": [None]})],
+    "qwen2-moe with windows that are not used": [("qwen2_moe", {"use_sliding_window": [False]})],
     "two thetas": [("llama", {"rope_parameters": [{"rope_theta": 100.0}], "rope_theta": [10.0]})],
 }
 
 
-PUBLISHED: dict[str, list[dict[str, list]]] = {}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+OLD_ROPE = {"rope_parameters": [], "rope_theta": [10_000.0], "rope_scaling": [None]}
+NEOX = {"rope_parameters": [], "rotary_emb_base": [10_000], "rotary_pct": [0.25]}
+PUBLISHED: dict[str, list[dict[str, list]]] = {
+    "gpt_neox": [
+        {**NEOX, "attention_bias": [], "hidden_dropout": [], "classifier_dropout": []},
+        {**NEOX, "hidden_act": ["gelu_fast"], "use_parallel_residual": [], "hidden_dropout_prob": [0]},
+        {**NEOX, "use_parallel_residual": [False], "rotary_pct": [1.0]},
+        {**NEOX, **OLD_ROPE, "rotary_pct": [0.5], "partial_rotary_factor": [0.5]},
+        {**NEOX, "rope_scaling": [{"type": "linear", "factor": 2.0}]},
+        {"rope_parameters": [{**DYNAMIC, "partial_rotary_factor": 0.5}], "max_position_embeddings": [16]},
+        {"rope_parameters": [], "rotary_emb_base": [100]},
+        {"rope_parameters": [YARN]},
+        {"rotary_pct": [0.5]},  # beside rope_parameters
+        {"use_parallel_residual": [False]},
+        {"attention_bias": [False]},
+        {"tie_word_embeddings": [True]},
+        {"hidden_act": ["gelu_new"]},
+        {"layer_norm_eps": [0.1]},
+        {name: [] for name in ("hidden_act", "layer_norm_eps", "attention_bias", "use_parallel_residual")},
+    ],
+    "olmoe": [
+        OLD_ROPE,
+        {name: [] for name in ("rope_parameters", "attention_bias", "clip_qkv", "norm_topk_prob", "hidden_act")},
+        {"norm_topk_prob": [True]},
+        {"attention_bias": [True]},
+        {"num_key_value_heads": []},
+        {"num_key_value_heads": [None]},
+        {"num_experts": [], "num_local_experts": [4]},
+        {"num_experts_per_tok": [1]},
+        {"tie_word_embeddings": [True]},
+        {"hidden_act": ["gelu"]},
+        {"rms_norm_eps": [0.1]},
+        {"intermediate_size": [8]},
+        {"head_dim": [4]},
+        {"rope_parameters": [YARN]},
+    ],
+    "phi": [
+        {**OLD_ROPE, "partial_rotary_factor": [0.25], "qk_layernorm": [False], "resid_pdrop": [0.1]},
+        {name: [] for name in ("rope_parameters", "qk_layernorm", "layer_norm_eps", "hidden_act")},
+        {"rope_parameters": [], "partial_rotary_factor": [1.0]},
+        {"rope_parameters": [{"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}]},
+        {"rope_parameters": [{**DYNAMIC, "partial_rotary_factor": 0.5}], "max_position_embeddings": [16]},
+        {"qk_layernorm": [False]},
+        {"qk_layernorm": [False], "head_dim": [16]},
+        {"head_dim": [8]},
+        {"num_key_value_heads": []},
+        {"num_key_value_heads": [None]},
+        {"hidden_act": ["gelu"]},
+        {"layer_norm_eps": [0.1]},
+        {"intermediate_size": [8]},
+    ],
+    "qwen2_moe": [
+        {
+            **OLD_ROPE,
+            **{name: [] for name in ("layer_types", "qkv_bias", "mlp_only_layers")},
+            "use_sliding_window": [False],
+            "sliding_window": [32_768],
+            "max_window_layers": [21],
+        },
+        {name: [] for name in ("rope_parameters", "decoder_sparse_step", "norm_topk_prob", "qkv_bias", "hidden_act")},
+        {"layer_types": []},
+        {"layer_types": [], "max_window_layers": [3]},
+        {"layer_types": [], "use_sliding_window": []},
+        {"mlp_only_layers": [None], "decoder_sparse_step": [2]},
+        {"decoder_sparse_step": [2]},
+        {"norm_topk_prob": [True]},
+        {"qkv_bias": [False]},
+        {"shared_expert_intermediate_size": [16]},
+        {"num_key_value_heads": [4]},
+        {"num_experts_per_tok": [1]},
+        {"tie_word_embeddings": [True]},
+        {"hidden_act": ["gelu"]},
+        {"head_dim": [8]},
+    ],
+    "starcoder2": [
+        {**OLD_ROPE, "rope_theta": [999_999.4420358813], "mlp_type": ["default"], "norm_type": ["layer_norm"]},
+        {name: [] for name in ("rope_parameters", "sliding_window", "use_bias", "norm_epsilon", "hidden_act")},
+        {"tie_word_embeddings": []},
+        {"tie_word_embeddings": [False]},
+        {"sliding_window": [None]},
+        {"sliding_window": [4096]},
+        {"use_bias": [False]},
+        {"hidden_act": ["gelu"]},
+        {"norm_epsilon": [0.1]},
+        {"num_key_value_heads": [1]},
+        {"num_key_value_heads": []},
+        {"head_dim": [8]},
+        {"rope_parameters": [YARN]},
+        {"residual_dropout": [0.1], "embedding_dropout": [0.1], "attention_dropout": [0.1]},
+    ],
+}
 """Changes that published configs of a family have. axcore reads all of them."""
 
 
 def bases() -> dict[str, dict]:
     """What `transformers` writes for each small config of record.py."""
     found = {}
-    for name, (_, config_class, fields) in FAMILIES.items():
-        given = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, **fields}
-        given = given if name == "gpt2" else {**COMMON, **fields}
-        found[name] = json.loads(getattr(transformers, config_class)(**given).to_json_string())
+    for name, (_, config_class, _) in FAMILIES.items():
+        found[name] = json.loads(getattr(transformers, config_class)(**given(name)).to_json_string())
     return found
 
 

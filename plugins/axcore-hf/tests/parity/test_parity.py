@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from axcore.module import abstract
 from axcore.train import CrossEntropy, save_model
-from axcore.train.checkpoint.initial import gathered
+from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat, like
 from axcore_hf import importing
 from axcore_hf.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 FAMILIES = sorted(folder.name for folder in RECORDED.iterdir() if folder.is_dir())
-DIFFERENT = ("deepseek_v3", "gemma3", "gpt2", "gpt_oss", "llama3", "mixtral", "phi3")
+DIFFERENT = ("deepseek_v3", "gemma3", "gpt2", "gpt_neox", "gpt_oss", "llama3", "mixtral", "phi", "phi3", "qwen2_moe")
 """Families with layers of their own. CI compares the gradients of these."""
 TOLERANCE = 1e-4
 NOTHING = 1e-6  # relative to the largest gradient; smaller gradients are rounding errors of zero
@@ -40,7 +40,7 @@ def loaded(family):
     name = f"hf:{RECORDED / family}"
     found = Checkpoint.open(name)
     fn, params, state = abstract(found.model)
-    arrays = gathered(FromHF.Config(source=name), found.model, flat(params), flat(state), 0)
+    arrays = initial_arrays(FromHF.Config(source=name), found.model, flat(params), flat(state), 0)
     return found, fn, like(params, arrays), like(state, arrays)
 
 

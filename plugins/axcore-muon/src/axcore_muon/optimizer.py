@@ -15,7 +15,8 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 import axcore as ax
 from axcore.module import Tree, float_dtype
-from axcore.train import AdamW, Learner, Optimizer
+from axcore.nn import Call
+from axcore.train import AdamW, Learner, Optimizer, transformation_of
 from axcore.train.step.learner import Axes
 
 STACKED = ("layer", "expert")
@@ -65,8 +66,8 @@ class Muon(Optimizer):
         orthogonalizes: Callable[[str, Axes], bool] = hidden_matrices
         """Selects the matrices by path and logical axes. If it selects none, for instance because LoRA freezes them
         all, `others` trains everything."""
-        others: Optimizer.Config = AdamW.Config()
-        """The optimizer of all other parameters."""
+        others: Optimizer.Config | Call = AdamW.Config()
+        """The optimizer of all other parameters, or a call that returns an optax transformation."""
 
         def __post_init__(self) -> None:
             object.__setattr__(self, "dtype", None if self.dtype is None else float_dtype(self.dtype, "Muon.dtype"))
@@ -95,7 +96,7 @@ class Muon(Optimizer):
             self._orthogonalize(matrices),
             optax.add_decayed_weights(cfg.weight_decay),
         )
-        return optax.partition({"muon": muon, "others": cfg.others.build().transformation(axes)}, labels)
+        return optax.partition({"muon": muon, "others": transformation_of(cfg.others, axes)}, labels)
 
     def _orthogonalize(self, matrices: Tree) -> optax.GradientTransformation:
         cfg = self.config

@@ -17,6 +17,8 @@ class Alibi(ax.Layer):
 
     class Config(ax.Layer.Config):
         num_heads: ax.PositiveInt = ax.REQUIRED
+        scale: ax.PositiveFloat = 1.0
+        """Factor of the slopes (Falcon: `head_dim ** -0.5`)."""
 
     config: Config
 
@@ -31,7 +33,8 @@ class Alibi(ax.Layer):
                 f"{self.frame.path}: positions have {query.positions.shape[-1]} coordinates, but ALiBi requires one"
             )
         distance = jnp.abs(query.positions[:, :, None] - key.positions[:, None, :])
-        return -jnp.asarray(slopes(self.config.num_heads), jnp.float32)[:, None, None] * distance[:, None]
+        steep = self.config.scale * jnp.asarray(slopes(self.config.num_heads), jnp.float32)
+        return -steep[:, None, None] * distance[:, None]
 
 
 def slopes(num_heads: int) -> list[float]:
@@ -43,10 +46,11 @@ def slopes(num_heads: int) -> list[float]:
     return below + above[: num_heads - power]
 
 
-def use_alibi(cfg: ax.Config, where: ax.Where = BaseAttention) -> ax.Config:
+def use_alibi(cfg: ax.Config, scale: float = 1.0, where: ax.Where = BaseAttention) -> ax.Config:
     """Fills the bias slot of every selected attention with linear biases.
 
     Args:
+        scale: factor of the slopes.
         where: which attentions.
     """
-    return ax.select(cfg, where).put(bias=Alibi.Config())
+    return ax.select(cfg, where).put(bias=Alibi.Config(scale=scale))

@@ -29,6 +29,7 @@ class Kind(NamedTuple):
 
 
 SAME = {"factor": "factor", ORIGINAL: "original_max"}
+YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor")
 KINDS: dict[str, Kind] = {
     "default": Kind(None),
     "mrope": Kind(None),
@@ -38,16 +39,15 @@ KINDS: dict[str, Kind] = {
         YaRN,
         {
             **SAME,
-            **{name: name for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")},
-            "attention_factor": "attention",
+            **{name: name for name in YARN},
         },
-        optional=("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"),
+        optional=YARN,
         by_ratio=True,
     ),
     "llama3": Kind(Llama3, {**SAME, "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}),
     "longrope": Kind(
         LongRoPE,
-        {**SAME, "short_factor": "short", "long_factor": "long", "attention_factor": "attention"},
+        {**SAME, "short_factor": "short", "long_factor": "long", "attention_factor": "attention_factor"},
         optional=("attention_factor",),
         by_ratio=True,
     ),

@@ -78,14 +78,18 @@ class Rotary(ax.Layer):
         return rotated, self._rotate(k, turn)
 
     def _rates(self, query_positions: jax.Array, key_positions: jax.Array) -> tuple[Rates, float]:
-        """Radians per position, [rotary_dim / 2], and the factor that multiplies rotated queries and keys."""
+        """Radians per position, and the factor that multiplies rotated queries and keys.
+
+        The rates are [rotary_dim / 2], or [batch or 1, 1, rotary_dim / 2] if they depend on the length.
+        """
         theta, scaling = self.config.theta, self.config.scaling
         if scaling is None:
             return plain(theta, self.rotary_dim), 1.0
-        length = None
-        if scaling.by_length:
-            length = jnp.maximum(jnp.max(query_positions), jnp.max(key_positions)) + 1
-        return scaling.rates(theta, self.rotary_dim, length), scaling.attention_factor
+        if not scaling.by_length:
+            return scaling.rates(theta, self.rotary_dim, None), scaling.attention_scaling
+        largest = [jnp.max(each.reshape(len(each), -1), axis=1) for each in (query_positions, key_positions)]
+        of_row = jax.vmap(lambda length: scaling.rates(theta, self.rotary_dim, length))
+        return of_row(jnp.maximum(*largest) + 1)[:, None], scaling.attention_scaling
 
     def _turn(self, positions: jax.Array, rates: Rates, factor: float) -> tuple[jax.Array, jax.Array]:
         """cos and sin of the angles, float32 [batch or 1, seq, 1, rotary_dim / 2]."""

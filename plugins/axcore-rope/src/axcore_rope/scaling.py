@@ -19,7 +19,7 @@ class Scaling(ax.Config):
     """Base class of scalings. Subclasses override `rates`."""
 
     by_length: ClassVar[bool] = False
-    """Whether the rates depend on the length, which is 1 plus the largest position in the call, over all rows.
+    """Whether the rates depend on the length of a row, which is 1 plus its largest position in the call.
 
     Under jit, the length is traced. While decoding, it is the current length. Cached keys keep the rates of the call
     that computed them, as in `transformers`, so decoding past `original_max` differs from computing the whole row at
@@ -40,13 +40,14 @@ class Scaling(ax.Config):
         raise NotImplementedError
 
     @property
-    def attention_factor(self) -> float:
+    def attention_scaling(self) -> float:
         """Multiplies rotated queries and keys."""
         return 1.0
 
     @property
     def recompute_above(self) -> int | None:
-        """If given, `axcore.infer.Generator` computes the cached keys again when a row grows beyond this length."""
+        """If given, the keys of longer rows differ from those of shorter rows, so a row that grows beyond this length
+        must be computed again. `axcore.infer.Generator` does this; see also `axcore.infer.Decoder`."""
         return None
 
 
@@ -102,7 +103,7 @@ class YaRN(Scaling):
     """Whether the bounds of the range in between are rounded outwards to whole pairs."""
     mscale: ax.NonNegativeFloat | None = None
     mscale_all_dim: ax.NonNegativeFloat | None = None
-    attention: ax.PositiveFloat | None = None
+    attention_factor: ax.PositiveFloat | None = None
     """Factor that multiplies rotated queries and keys. None uses the paper's eq. 22, or if `mscale` and
     `mscale_all_dim` are set, the quotient of `yarn_mscale` for the two."""
 
@@ -124,9 +125,9 @@ class YaRN(Scaling):
         return rates / self.factor * slowed + rates * (1 - slowed)
 
     @property
-    def attention_factor(self) -> float:
-        if self.attention is not None:
-            return self.attention
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
         if self.mscale and self.mscale_all_dim:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
         return yarn_mscale(self.factor)
@@ -174,8 +175,8 @@ class LongRoPE(Scaling):
     original_max: Annotated[int, ax.Range(at_least=2)]
     """Length of the rows that the model was trained on."""
     factor: ax.PositiveFloat = 1.0
-    """Ratio of the longest row to `original_max`. Used only for the default of `attention`."""
-    attention: ax.PositiveFloat | None = None
+    """Ratio of the longest row to `original_max`. Used only for the default of `attention_factor`."""
+    attention_factor: ax.PositiveFloat | None = None
     """Factor that multiplies rotated queries and keys. None uses `sqrt(1 + ln(factor) / ln(original_max))`."""
 
     def rates(self, theta: float, rotary_dim: int, length: jax.Array | None) -> Rates:
@@ -196,7 +197,7 @@ class LongRoPE(Scaling):
         return self.original_max
 
     @property
-    def attention_factor(self) -> float:
-        if self.attention is not None:
-            return self.attention
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
         return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(self.original_max))

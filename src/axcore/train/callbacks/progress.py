@@ -12,6 +12,8 @@ from axcore.train.callbacks.base import Callback, RunInfo, StepInfo
 
 REDRAW_SECONDS = 0.1
 """Shortest time between two redraws of the bar."""
+NARROW = 70
+"""Width of a terminal below which a line of text replaces the bar, so that the step is not cut off."""
 LINE_SECONDS = 10.0
 """Shortest time between two plain lines."""
 
@@ -134,12 +136,13 @@ class ProgressDisplay:
         self._step, loss, tokens_per_second = self._latest
         figures = _figures(loss, tokens_per_second)
         left = _duration(self._seconds_left())
+        of = f"/{self.total}" if self.total is not None else ""
+        line = "  ".join(part for part in (f"step {self._step}{of}", figures, left) if part)
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._step, figures=figures, left=left)
+            self._bar.update(self._task, completed=self._step, figures=figures, left=left, line=line)
             self._guard(self._bar.refresh)
         else:
-            of = f"/{self.total}" if self.total is not None else ""
-            self._print("  ".join(part for part in (f"step {self._step}{of}", figures, left) if part))
+            self._print(line)
 
     def _seconds_left(self) -> float | None:
         done = self._step - self._start
@@ -162,18 +165,22 @@ def _make_bar(stream: TextIO, total: int | None, start: int) -> tuple[Any, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn
 
-    bar = RichProgress(
+    console = Console(file=stream)
+    full = (
         TextColumn("step"),
         MofNCompleteColumn(),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[figures]}"),
         TextColumn("{task.fields[left]}"),
-        console=Console(file=stream),
+    )
+    bar = RichProgress(
+        *((TextColumn("{task.fields[line]}"),) if console.width < NARROW else full),
+        console=console,
         auto_refresh=False,  # no thread: `update` draws
         redirect_stdout=sys.stdout.isatty(),  # do not intercept output that goes to a file
         expand=True,
     )
-    return bar, bar.add_task("step", total=total, completed=start, figures="", left="")
+    return bar, bar.add_task("step", total=total, completed=start, figures="", left="", line="")
 
 
 def _figures(loss: Any, tokens_per_second: Any) -> str:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class TensorBoardWriter(Writer):
     """Writes scalars for TensorBoard, one event per step.
 
-    A rewind starts a new event file that makes TensorBoard drop the later steps of earlier files. Killing the process
-    may lose values of the last `flush_seconds`, but never values from before a checkpoint.
+    Events are kept in memory and written every `flush_seconds` and before each checkpoint. Killing the process may
+    lose those of the last `flush_seconds`, but never events from before a checkpoint. A rewind starts a new event file
+    that makes TensorBoard drop the later steps of earlier files.
 
     Raises:
         AxcoreError: the folder cannot be written (full disk, permissions).
@@ -29,13 +30,15 @@ class TensorBoardWriter(Writer):
         folder: str = "tensorboard"
         """Path inside the run folder."""
         flush_seconds: NonNegativeFloat = 30.0
-        """Seconds between flushes to disk. Only writing a value triggers a flush."""
+        """Seconds between two writes to disk. Only a new value triggers one."""
 
     config: Config
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self._flushed_at = 0.0
+        self._kept: list[tuple[int, float, Mapping[str, float]]] = []
+        """The step, Unix time and values of each event that is not yet written."""
         self._events: EventsWriter | None = None
 
     @property
@@ -43,15 +46,9 @@ class TensorBoardWriter(Writer):
         return self.folder / self.config.folder
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-
+        # Encoding an event here would take 0.2 ms of each step, since XLA uses all cores. In a batch it takes 0.04 ms.
         now = time.time()
-        scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
-        try:
-            self._open().write_event(Event(wall_time=now, step=int(step), summary=Summary(value=scalars)))
-        except OSError as error:
-            raise self._failed(error) from error
+        self._kept.append((step, now, values))
         if now - self._flushed_at >= self.config.flush_seconds:
             self.flush()
 
@@ -69,20 +66,30 @@ class TensorBoardWriter(Writer):
         self.flush()
 
     def flush(self) -> None:
-        if self._events is not None:
-            self._flushed_at = time.time()
-            try:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        self._flushed_at = time.time()
+        kept, self._kept = self._kept, []
+        try:
+            for step, moment, values in kept:
+                scalars = [Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+                self._open().write_event(Event(wall_time=moment, step=int(step), summary=Summary(value=scalars)))
+            if self._events is not None:
                 self._events.flush()
-            except OSError as error:
-                raise self._failed(error) from error
+        except OSError as error:
+            raise self._failed(error) from error
 
     def close(self) -> None:
-        events, self._events = self._events, None
-        if events is not None:
-            try:
-                events.close()
-            except OSError as error:
-                raise self._failed(error) from error
+        try:
+            self.flush()
+        finally:
+            events, self._events = self._events, None
+            if events is not None:
+                try:
+                    events.close()
+                except OSError as error:
+                    raise self._failed(error) from error
 
     def _open(self) -> EventsWriter:
         # Not SummaryWriter: a full disk kills its thread, and its queue then blocks the train loop forever.

@@ -97,7 +97,9 @@ def use_run_weights[C: config.Config](
     return cfg.set(initial=FromRun.Config(folder=folder, step=step, allow_new=allow_new, drop=drop))
 
 
-def gathered(initial: Initial.Config, model: Model, params: Forms, state: Forms, seed: Seed) -> dict[str, jax.Array]:
+def initial_arrays(
+    initial: Initial.Config, model: Model, params: Forms, state: Forms, seed: Seed
+) -> dict[str, jax.Array]:
     """All arrays of a model by path, loaded from `initial` or newly initialized.
 
     Args:
@@ -142,9 +144,9 @@ def _fresh(model: Model, forms: Forms, seed: Seed) -> dict[str, jax.Array]:
 
 
 def begin(initial: Initial.Config, model: Model, program: Program, seed: Seed) -> TrainState:
-    """The first state of a run that starts from `initial`. Raises like `gathered`."""
+    """The first state of a run that starts from `initial`. Raises like `initial_arrays`."""
     trees = program.state.params, program.state.model_state
-    arrays, seen = gathered(initial, model, flat(trees[0]), flat(trees[1]), seed), set[int]()
+    arrays, seen = initial_arrays(initial, model, flat(trees[0]), flat(trees[1]), seed), set[int]()
     for path, leaf in arrays.items():
         if id(leaf) in seen:  # tied weights share one stored array, which a step cannot donate twice
             arrays[path] = jnp.copy(leaf)

@@ -28,7 +28,7 @@ Entries = Mapping[str, tuple[int, int]]
 """Path -> (size, CRC-32)."""
 
 
-class Damage(Exception):
+class CorruptFile(Exception):
     """A file of a checkpoint differs from what was written. The message names the file."""
 
 
@@ -66,7 +66,7 @@ def check(folder: epath.Path, only: str | None = None, part: tuple[int, int] = (
         part: (index, count): read every `count`-th file, starting at `index`.
 
     Raises:
-        Damage: the first difference.
+        CorruptFile: the first difference.
         OSError: a file cannot be read.
     """
     try:
@@ -77,17 +77,17 @@ def check(folder: epath.Path, only: str | None = None, part: tuple[int, int] = (
         names = [only] if only else sorted(entries)[part[0] :: part[1]]
         expected = {name: tuple(entries[name]) for name in names}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise Damage(f"{NAME}: {os_reason(error)}") from error
+        raise CorruptFile(f"{NAME}: {os_reason(error)}") from error
     for name, (size, checksum) in expected.items():
         try:
             with (folder / name).open("rb") as file:
                 found = _size_and_checksum(file)
         except FileNotFoundError as error:
-            raise Damage(f"{name} is missing") from error
+            raise CorruptFile(f"{name} is missing") from error
         if found[0] != size:
-            raise Damage(f"{name} has {found[0]:,} bytes, expected {size:,}")
+            raise CorruptFile(f"{name} has {found[0]:,} bytes, expected {size:,}")
         if found[1] != checksum:
-            raise Damage(f"{name} has changed since it was written: its checksum differs")
+            raise CorruptFile(f"{name} has changed since it was written: its checksum differs")
 
 
 def is_local(path: epath.Path) -> bool:

@@ -259,8 +259,8 @@ class Checkpointer(Configurable):
     def _check_files(self, step: int, only: str | None = None, part: tuple[int, int] = (0, 1)) -> None:
         try:
             inventory.check(self.folder / str(step), only, part)
-        except inventory.Damage as damage:
-            raise self._damaged(step, str(damage)) from damage
+        except inventory.CorruptFile as error:
+            raise self._damaged(step, str(error)) from error
         except OSError as error:
             raise self._damaged(step, os_reason(error)) from error
 

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from axcore.module import labelled
+from axcore.runtime.processes import default_timeout
+from axcore.runtime.watcher import waiting
 from axcore.train.callbacks.snapshot import Batch
 from axcore.train.errors import TrainingError
 from axcore.train.step.program import TrainState
@@ -30,6 +32,8 @@ class Loop:
         done: the number of steps dispatched.
         report: called with the number of each finished step and its metrics.
         host_seconds: for each step, seconds that Python spent outside of the step call, without waits for the device.
+        timeout: seconds that a process waits for a step in which other processes take part.
+        measured: number of steps and seconds of the measured speed.
     """
 
     step: Step
@@ -39,6 +43,8 @@ class Loop:
     report: Report
     done: int
     host_seconds: list[float] = dataclasses.field(default_factory=list)
+    measured: tuple[int, float] = (0, 0.0)
+    timeout: float = dataclasses.field(default_factory=default_timeout)
     _pending: tuple[int, dict[str, jax.Array]] | None = None
     _reported: tuple[int, float] | None = None
     _waited: float = 0.0
@@ -50,7 +56,8 @@ class Loop:
         now = time.perf_counter()
         if self._left is not None:
             self.host_seconds.append(now - self._left - self._waited)
-        self.state, metrics = self.step(self.state, batch)
+        with waiting(f"step {self.done + 1}", self.timeout):
+            self.state, metrics = self.step(self.state, batch)
         self._left, self._waited = time.perf_counter(), 0.0
         self.flush()
         self.done += 1
@@ -67,12 +74,15 @@ class Loop:
         step, metrics = self._pending
         self._pending = None
         began = time.perf_counter()
-        jax.block_until_ready(metrics)
+        with waiting(f"step {step}", self.timeout):
+            jax.block_until_ready(metrics)
         now = time.perf_counter()
         self._waited += now - began
         values = _values(metrics)
         if self._reported is not None and step > self._reported[0]:
-            values["tokens_per_second"] = self.tokens_per_step * (step - self._reported[0]) / (now - self._reported[1])
+            steps, seconds = step - self._reported[0], now - self._reported[1]
+            values["tokens_per_second"] = self.tokens_per_step * steps / seconds
+            self.measured = (self.measured[0] + steps, self.measured[1] + seconds)
         self._reported = (step, now)
         self.report(step, values)
         if not math.isfinite(values["loss"]):
@@ -80,6 +90,12 @@ class Loop:
                 f"the loss of step {step} is {values['loss']}. Earlier checkpoints are unchanged. Try a lower "
                 f"learner.schedule.peak or a longer warmup. JAX_DEBUG_NANS=1 names the layer in which a NaN arises."
             )
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The speed of the steps of this process, without compilation, evaluations and saves. None with one step."""
+        steps, seconds = self.measured
+        return self.tokens_per_step * steps / seconds if steps else None
 
     def pause(self) -> None:
         """Excludes the time since the last step from the measured speed. Call it after an evaluation or a save."""

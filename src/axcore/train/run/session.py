@@ -69,6 +69,8 @@ class Session:
         self.is_first = jax.process_index() == 0
         self.requests = runtime.Requests()
         self.asked: list[tuple[str, Request]] = []
+        self.due: set[str] = set()
+        """Requests that became due during an evaluation."""
         self.compiled_before = compilations("train_step")
         self.train_seconds = 0.0
         self.evaluated: Evaluated = {}
@@ -87,6 +89,8 @@ class Session:
             self._evaluate(loop)
             self._save(loop)
             self.checkpointer.wait()
+            if self.evaluation_due:  # a signal abandoned it
+                self._end_early(loop)
             self._stop_alone(loop)
             return self._finish(loop)
         except BaseException as error:
@@ -192,9 +196,8 @@ class Session:
         self.evaluation_due |= "evaluate" in now
         if self.evaluation_due and not now & {"signal", "failure"}:
             self._evaluate(loop)
-            now |= self._granted()
-            if self.evaluation_due:  # a signal abandoned it
-                now.add("signal")
+            now |= self._granted() | self.due  # a signal may have abandoned it
+            self.due = set()
         if now & {"save", "signal", "failure"}:
             self._save(loop)
         if now & {"signal", "failure"}:
@@ -240,10 +243,14 @@ class Session:
             self.evaluation_due = False
             return
 
-        def check() -> None:
-            if jax.process_count() == 1 and signals.stop_requested() is not None:
+        def check() -> None:  # every process calls it before each validation batch
+            if signals.stop_requested() is not None:
+                self.requests.make("signal")
+            self.due |= self.requests.due()
+            if "signal" in self.due:
                 raise EvaluationAbandoned
 
+        self.evaluation_due = True
         model = Snapshot(loop.done, loop.state, self.input, self.program, self.eval_step, check)
         with contextlib.suppress(EvaluationAbandoned):
             metrics = self.callbacks.evaluate(model)
@@ -283,12 +290,11 @@ class Session:
         return {key: state for part in runtime.gather("position", own) for key, state in json.loads(part).items()}
 
     def _finish(self, loop: Loop) -> dict[str, Json]:
-        tokens = loop.done * loop.tokens_per_step
         summary: dict[str, Json] = {
             **self.evaluated.get("metrics", {}),
             "steps": loop.done,
-            "tokens": tokens,
-            "tokens_per_second": tokens / self.train_seconds,
+            "tokens": loop.done * loop.tokens_per_step,
+            "tokens_per_second": loop.tokens_per_second,
             "train_seconds": self.train_seconds,
             "seconds": self.seconds,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(loop.state.params)),

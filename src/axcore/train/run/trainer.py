@@ -49,7 +49,7 @@ from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.program import UNKNOWN_STEPS, Program, TrainState, program
 
 CONFIG_FILE = "config.txt"
-MOST_MINUTES = 10_000_000
+MAX_MINUTES = 10_000_000
 
 
 class Trainer(config.Configurable):
@@ -65,7 +65,7 @@ class Trainer(config.Configurable):
         those of the whole batch."""
         mesh: Mesh = Mesh()
         steps: Annotated[int, Range(at_least=1, below=UNKNOWN_STEPS)] | None = None
-        minutes: Annotated[float, Range(above=0, below=MOST_MINUTES)] | None = None
+        minutes: Annotated[float, Range(above=0, below=MAX_MINUTES)] | None = None
         """Wall-clock time for training, compilation included. Set this or `steps`."""
         initial: Initial.Config | None = None
         """Source of the initial weights. None uses the model's initializers."""
@@ -83,9 +83,10 @@ class Trainer(config.Configurable):
 
     def __init__(self, cfg: Config):
         if (cfg.steps is None) == (cfg.minutes is None):
+            given = "are both set" if cfg.steps is not None else "leave the length of the run open"
             raise ConfigError(
-                f"steps={cfg.steps} and minutes={cfg.minutes}: exactly one is required. Set the other to None (the "
-                f"flags --steps and --minutes do that)."
+                f"steps={cfg.steps} and minutes={cfg.minutes} {given}. Set one of them, and the other to None. On the "
+                f"command line, --steps N or --minutes N does both."
             )
         self.config = cfg
 

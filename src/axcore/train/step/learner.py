@@ -109,7 +109,7 @@ class Learner(config.Configurable):
         self._factors = _factors(cfg.rates, axes)
         self._owner = "learner.optimizer" + described_supplier(cfg.optimizer)
         with attributed(self._owner):
-            transformation = _transformation(cfg.optimizer, self.trained(axes))
+            transformation = transformation_of(cfg.optimizer, self.trained(axes))
         self.optimizer = optax.chain(clip, transformation)
         """The optax transformation of the trained parameters."""
 
@@ -160,8 +160,13 @@ class Learner(config.Configurable):
         return joined(moved, self.frozen(params)), new_state, metrics
 
 
-def _transformation(cfg: Optimizer.Config | Call, axes: Tree) -> optax.GradientTransformation:
-    """The transformation of an optimizer. A transformation of optax computes in float32.
+def transformation_of(cfg: Optimizer.Config | Call, axes: Tree) -> optax.GradientTransformation:
+    """The transformation of an optimizer, for the learner and for optimizers that contain another one. A transformation
+    of optax computes in float32.
+
+    Args:
+        cfg: an optimizer, or a call that returns an optax transformation.
+        axes: see `Optimizer.transformation`.
 
     Raises:
         ConfigError: a call returns something else, or a transformation that applies a learning rate.

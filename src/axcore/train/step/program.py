@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import KeyPath
 
 from axcore.config import Config, ConfigError, under
 from axcore.module import Functional, Tree, abstract, initializer, root
@@ -21,7 +20,7 @@ from axcore.train.step.accumulation import ObjectiveGradient
 from axcore.train.step.learner import Learner
 from axcore.train.step.nan import checked
 from axcore.train.step.objective import CrossEntropy, Objective
-from axcore.train.step.parts import joined
+from axcore.train.step.parts import joined, like_params
 
 Metrics = dict[str, jax.Array]
 NEXT_TOKEN = CrossEntropy.Config()
@@ -247,11 +246,11 @@ def program(
     shardings: Any = TrainState(
         params=placed,
         model_state=layout.shardings(model_state, fn.state_axes),
-        optimizer=_like_params(shapes.optimizer, params, placed, everywhere),
+        optimizer=like_params(shapes.optimizer, params, placed, everywhere),
         step=everywhere,  # type: ignore[arg-type]
         total_steps=everywhere,  # type: ignore[arg-type]
         seed=everywhere,  # type: ignore[arg-type]
-        callbacks=_like_params(shapes.callbacks, params, placed, everywhere),
+        callbacks=like_params(shapes.callbacks, params, placed, everywhere),
     )
     state = jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
@@ -269,28 +268,3 @@ def program(
         callbacks=callbacks or {},
         microbatches=microbatches,
     )
-
-
-def _like_params(tree: Any, params: Tree, placed: Tree, everywhere: jax.sharding.Sharding) -> Any:
-    """Shardings for the arrays of an optimizer or a callback.
-
-    An array belongs to a parameter if its path in `tree` contains the path of the parameter. It is sharded like the
-    parameter if their shapes are equal, and replicated otherwise.
-    """
-    owned = {
-        _names(path): (param.shape, sharding)
-        for (path, param), sharding in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(placed), strict=True)
-    }
-
-    def sharding(path: KeyPath[Hashable], leaf: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
-        names = _names(path)
-        spans = ((start, end) for start in range(len(names)) for end in range(start + 1, len(names) + 1))
-        found = [names[start:end] for start, end in spans if names[start:end] in owned]
-        shape, like = owned[max(found, key=len)] if found else (None, everywhere)
-        return like if leaf.shape == shape else everywhere
-
-    return jax.tree.map_with_path(sharding, tree)
-
-
-def _names(path: KeyPath[Hashable]) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

@@ -4,38 +4,55 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
 
 from axcore.config import AxcoreError, ConfigError, did_you_mean
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
-from axcore_hf.owners import GROUP, OWN, brought
+from axcore_hf.owners import DISTRIBUTION, GROUP, owners
 
-_brought = functools.cache(brought)
+_owners = functools.cache(owners)
 
 
 def by_type(kind: str) -> Family:
     """The family of a `model_type`.
 
     Raises:
-        AxcoreError: an entry point does not name a family.
+        AxcoreError: several distributions have one, or an entry point does not name a family.
     """
-    if kind in _brought():
-        target = _brought()[kind]
-        module, _, name = target.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), name)
-        except Exception as error:
-            raise AxcoreError(f"the family of model_type {kind!r}, {target}, cannot be loaded: {error}") from error
-        if not isinstance(found, Family):
-            raise AxcoreError(f"the family of model_type {kind!r}, {target}, is a {type(found).__name__}, not a Family")
-        return found
-    families: tuple[Family, ...] = importlib.import_module(f"{__name__}.{OWN[kind]}").FAMILIES
-    return next(family for family in families if kind in family.model_types)
+    found = _owners()[kind]
+    if len(found) > 1:
+        raise AxcoreError(
+            f"model_type {kind!r} has a family in {' and in '.join(sorted(found))} (entry points {GROUP}). "
+            f"Uninstall all but one of them."
+        )
+    ((distribution, target),) = found.items()
+    if distribution == DISTRIBUTION:
+        families: tuple[Family, ...] = importlib.import_module(f"{__name__}.{target}").FAMILIES
+        return next(family for family in families if kind in family.model_types)
+    module, _, name = target.partition(":")
+    try:
+        family = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise AxcoreError(f"the family of model_type {kind!r}, {target}, cannot be loaded: {error}") from error
+    if not isinstance(family, Family):
+        raise AxcoreError(f"the family of model_type {kind!r}, {target}, is a {type(family).__name__}, not a Family")
+    return family
 
 
 def known() -> list[str]:
     """Every `model_type` that has a family."""
-    return sorted({*OWN, *_brought()})
+    return sorted(_owners())
+
+
+def problems() -> Iterator[str]:
+    """What is wrong with the families of other distributions, for `axcore doctor`."""
+    for kind, found in sorted(_owners().items()):
+        if found.keys() != {DISTRIBUTION}:
+            try:
+                by_type(kind)
+            except AxcoreError as error:
+                yield str(error)
 
 
 MULTIMODAL = {
@@ -81,6 +98,8 @@ def family_of(fields: Fields) -> Family:
         ConfigError: no family supports it. The message lists the fields that the Llama family does not have or ignores.
     """
     kind = fields.raw.get("model_type")
+    if kind not in known():
+        _owners.cache_clear()  # a family may have been installed since
     if isinstance(kind, str) and kind in known():
         return by_type(kind)
     message = f"{fields.where}: model_type={kind!r} is not supported.{did_you_mean(str(kind), known())} Known: "

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from axcore.nn import Attention, CausalLM, FeedForward, LayerNorm, Linear, TransformerLayer, stacked
-from axcore_hf.families.shared import activation, fixed
+from axcore_hf.families.shared import activation, fixed, layer_norm
 from axcore_hf.family import Family, rule
 from axcore_hf.fields import Fields
 from axcore_hf.transforms import Fused, Transposed
@@ -46,10 +46,6 @@ def gpt2(fields: Fields) -> Any:
 LAYER = "transformer.h.{i}"
 
 
-def _norm(ours: str, theirs: str) -> Any:
-    return rule(f"{ours}.scale", f"{theirs}.weight"), rule(f"{ours}.bias", f"{theirs}.bias")
-
-
 def _conv(ours: str, theirs: str) -> Any:
     """Rules of a linear map whose published matrix is [in, out]."""
     return rule(f"{ours}.weight", f"{theirs}.weight"), rule(f"{ours}.bias", f"{theirs}.bias")
@@ -63,9 +59,9 @@ RULES = (
     rule("embedding.weight", "transformer.wte.weight"),
     rule("head.weight", "lm_head.weight", Transposed()),
     rule("position.weight", "transformer.wpe.weight"),
-    *_norm("norm", "transformer.ln_f"),
-    *_norm("decoder.{i}.attention_norm", f"{LAYER}.ln_1"),
-    *_norm("decoder.{i}.ffn_norm", f"{LAYER}.ln_2"),
+    *layer_norm("norm", "transformer.ln_f"),
+    *layer_norm("decoder.{i}.attention_norm", f"{LAYER}.ln_1"),
+    *layer_norm("decoder.{i}.ffn_norm", f"{LAYER}.ln_2"),
     rule(_heads("weight"), f"{LAYER}.attn.c_attn.weight", Fused(transposed=False)),
     rule(_heads("bias"), f"{LAYER}.attn.c_attn.bias", Fused(transposed=False)),
     *_conv("decoder.{i}.attention.projection", f"{LAYER}.attn.c_proj"),

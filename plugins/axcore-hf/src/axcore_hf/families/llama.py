@@ -70,6 +70,7 @@ LLAMA = Family(
     defaults={
         **sizes(vocab=32_000, hidden=4096, intermediate=11_008, layers=32, heads=32),
         **ROPE,
+        "head_dim": None,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
@@ -86,6 +87,7 @@ MISTRAL = Family(
     defaults={
         **sizes(vocab=32_000, hidden=4096, intermediate=14_336, layers=32, heads=32),
         **ROPE,
+        "head_dim": None,
         "hidden_act": "silu",
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,
@@ -102,6 +104,7 @@ MIXTRAL = Family(
     defaults={
         **sizes(vocab=32_000, hidden=4096, intermediate=14_336, layers=32, heads=32),
         **ROPE,
+        "head_dim": None,
         "hidden_act": "silu",
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,

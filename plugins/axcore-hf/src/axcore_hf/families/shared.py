@@ -24,13 +24,14 @@ from axcore.nn import (
 from axcore.nn.activations import exact_gelu
 from axcore_hf.families.rope import head_dim, rope
 from axcore_hf.family import Rule, Rules, rule
-from axcore_hf.fields import Fields
+from axcore_hf.fields import Fields, NotNull
 from axcore_hf.transforms import Stacked, Tied, Transposed
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
     "gelu": exact_gelu,
+    "gelu_fast": jax.nn.gelu,
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
@@ -45,7 +46,7 @@ def sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) -
     return {
         **dict(zip(SIZES, (vocab, hidden, intermediate, layers, heads), strict=True)),
         "num_key_value_heads": None,
-        "head_dim": None,
+        "head_dim": NotNull(),
         "tie_word_embeddings": False,
     }
 
@@ -167,6 +168,11 @@ def linear(ours: str, theirs: str) -> tuple[Rule, Rule]:
     return rule(f"{ours}.weight", f"{theirs}.weight", Transposed()), rule(f"{ours}.bias", f"{theirs}.bias")
 
 
+def layer_norm(ours: str, theirs: str) -> tuple[Rule, Rule]:
+    """Rules of a LayerNorm and its bias, if any."""
+    return rule(f"{ours}.scale", f"{theirs}.weight"), rule(f"{ours}.bias", f"{theirs}.bias")
+
+
 LAYER = "model.layers.{i}"
 ATTENTION: tuple[Rule, ...] = (
     *linear("decoder.{i}.attention.query", f"{LAYER}.self_attn.q_proj"),
@@ -195,3 +201,6 @@ def experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
         rule("decoder.{i}.ffn.experts.up.weight", f"{LAYER}.{up}.weight", Stacked()),
         rule("decoder.{i}.ffn.experts.down.weight", f"{LAYER}.{down}.weight", Stacked()),
     )
+
+
+MIXTURE = experts("mlp.gate", "mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj", "mlp.experts.{e}.down_proj")

@@ -1,0 +1,35 @@
+"""`axcore merge`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from axcore.config import AxcoreError
+
+
+def merge(arguments: Sequence[str]) -> int:
+    """`axcore merge RUN FOLDER`."""
+    parser = argparse.ArgumentParser(
+        prog="axcore merge",
+        description="Merges the LoRA and DoRA adapters of a run into its weights, and writes a model folder.",
+    )
+    parser.add_argument("run", help="a run folder or a model folder with adapters")
+    parser.add_argument("folder", help="the model folder to write; it must not exist")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    given = parser.parse_args(arguments)
+
+    from axcore.module import abstract
+    from axcore.train import ModelFolder, save_model
+    from axcore.train.checkpoint.model_folder import flat, like
+    from axcore_lora import merging
+
+    found = ModelFolder.open(given.run)
+    _, params, state = abstract(found.model)
+    arrays, missing, _ = found.load(found.model, flat(params), flat(state), step=given.step)
+    if missing:
+        raise AxcoreError(f"{found.folder} lacks parameters of its model: {', '.join(missing[:8])}")
+    merged = merging.merge(found.cfg, like(params, arrays))
+    save_model(given.folder, merged.cfg, merged.params, like(state, arrays), tokenizer=found.tokenizer)
+    print(f"merged the adapters of {given.run} -> {given.folder}")
+    return 0

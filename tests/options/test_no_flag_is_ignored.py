@@ -1,0 +1,248 @@
+"""Each flag of each `axcore` command changes what the command does, or is refused."""
+
+import argparse
+import importlib
+import json
+import pathlib
+import shutil
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import axcore as ax
+import axcore_loc.report
+from axcore import aot, infer, train
+from axcore.config import Config
+from axcore.doctor.findings import Finding
+from axcore.module import Layer, functional
+from axcore.plugin import Command, registry, resolve
+from axcore.train import Trainer, save_model
+from axcore.train.data import ByteTokenizer
+from axcore_hf import exporting
+
+cli = importlib.import_module("axcore.cli")
+RECORDED = pathlib.Path(__file__).parents[2] / "plugins/axcore-hf/tests/parity/recorded/llama"
+TOKENIZER = {
+    "version": "1.0",
+    "model": {"type": "WordLevel", "vocab": {f"w{n}": n for n in range(64)}, "unk_token": "w0"},
+}
+NOTHING = object()
+pytestmark = pytest.mark.long
+
+COMMANDS = {
+    "aot": ["aot", "tiny"],
+    "convert": ["convert", "hf:{here}/hf", "new"],
+    "diff": ["diff", "tiny", "tiny"],
+    "doctor": ["doctor"],
+    "explain": ["explain", "tiny"],
+    "export": ["export", "{here}/model", "new"],
+    "generate": ["generate", "tiny", "--use", "run-weights:folder={here}/weights", "--prompt", "a"],
+    "golden": ["golden", "check"],
+    "launch": ["launch", "--processes", "2", "--", "train", "tiny"],
+    "loc check": ["loc", "check", "--base", "HEAD"],
+    "loc measure": ["loc", "measure", "rope"],
+    "loc peers": ["loc", "peers"],
+    "new-plugin": ["new-plugin", "fresh-gate", "--kind", "layer"],
+    "plugins": ["plugins"],
+    "recipes": ["recipes"],
+    "rules": ["rules"],
+    "show": ["show", "tiny"],
+    "train": ["train", "tiny", "--set", "input.source.folder={here}"],
+    "tree": ["tree", "tiny"],
+}
+"""Arguments with which each command succeeds."""
+
+EDITS = {"--use": "alibi", "--set": "seed=5", "--target": "gpu-h100-8"}
+VALUES = {
+    **{
+        f"{name} {flag}": value for name in ("aot", "diff", "explain", "show", "train") for flag, value in EDITS.items()
+    },
+    "convert --dtype": "bfloat16",
+    "convert --tokenizer": "{here}/tokenizer.json",
+    "doctor --json": None,
+    "explain --json": None,
+    "export --config": "{here}/same.json",
+    "export --dtype": "bfloat16",
+    "export --force": None,
+    "export --shard-gib": "1",
+    "export --step": "7",
+    "export --tokenizer": "{here}/tokenizer.json",
+    "generate --cache": "none",
+    "generate --dtype": "bfloat16",
+    "generate --prompt": "b",
+    "generate --seed": "1",
+    "generate --set": "model.softcap=3",
+    "generate --target": "gpu-h100-8",
+    "generate --temperature": "0.5",
+    "generate --tokens": "3",
+    "generate --use": "alibi",
+    "golden --folder": "elsewhere",
+    "launch --devices-per-process": "3",
+    "launch --processes": "3",
+    "launch --timeout": "5",
+    "loc check --base": "HEAD~1",
+    "loc check --budget": "3",
+    "loc check --json": None,
+    "loc measure --json": None,
+    "loc measure --models": "1",
+    "loc measure --slots": "1",
+    "loc peers --cache": "elsewhere",
+    "loc peers --json": None,
+    "loc peers --source": "name@1=folder",
+    "loc peers --write": "written",
+    "new-plugin --kind": "command",
+    "new-plugin --out": "elsewhere",
+    "plugins --json": None,
+    "plugins --write-allowlist": "allowed",
+    "show --history": "model",
+    "show --json": None,
+    "train --minutes": "2",
+    "train --out": "elsewhere",
+    "train --resume": None,
+    "train --seed": "5",
+    "train --steps": "7",
+    "tree --html": None,
+    "tree --set": "model.dim=32",
+    "tree --target": "gpu-h100-8",
+    "tree --use": "alibi",
+}
+"""A value for each flag, which differs from the one in COMMANDS; None: a flag without a value."""
+BFLOAT16 = ["--set", "model.dtypes.compute=bfloat16"]  # a target sets the kernels of such models
+WITH = {
+    "export --force": ["--config", "{here}/other.json"],
+    "generate --seed": ["--temperature", "1"],
+    "generate --target": BFLOAT16,
+    "tree --target": BFLOAT16,
+}
+"""Further arguments that a flag requires in order to have an effect."""
+
+
+class Caught(Exception):
+    """Carries the parser of a command."""
+
+
+def parsers(monkeypatch):
+    """The parser of each command, of the core and of plugins."""
+
+    def parse_args(parser, arguments):
+        raise Caught(parser)
+
+    found = dict(cli._parser()[1].choices)
+    for plugin, offer in registry().offers(Command):
+        with monkeypatch.context() as patch, pytest.raises(Caught) as caught:
+            patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+            resolve(plugin, offer)([])
+        found[offer.name] = caught.value.args[0]
+    return found
+
+
+def flags(name, parser):
+    """(command, flag) of each optional argument of a parser and of its subcommands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below, inner in action.choices.items():
+                yield from flags(f"{name} {below}", inner)
+        elif action.option_strings and not isinstance(action, argparse._HelpAction):
+            yield name, action.option_strings[-1]
+
+
+def summary(value):
+    """The contents of a recorded argument, in a form that can be compared."""
+    if isinstance(value, Layer):
+        return value.config.text(), [str(each.dtype) for each in jax.tree.leaves(nnx.state(value))]
+    if isinstance(value, Config):
+        return value.text()
+    if isinstance(value, dict):
+        return {name: summary(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [summary(part) for part in value]
+    if isinstance(value, jax.Array | np.ndarray):
+        return str(value.dtype), repr(value)
+    return getattr(value, "config", value).text() if isinstance(getattr(value, "config", None), Config) else repr(value)
+
+
+@pytest.fixture
+def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
+    """Runs a command whose expensive end is replaced by a record of its arguments: `observe(argv)` returns everything
+    that it did."""
+    calls = []
+    shown = SimpleNamespace(problems=(), sound=True, passes=True, left_out=())
+    shown.to_json, shown.as_json, shown.as_text = (lambda: "{}"), (lambda: {}), (lambda: "text")
+    shown.write = lambda folder: calls.append(str(folder))
+
+    def replace(where, name, result):
+        monkeypatch.setattr(where, name, lambda *args, **kwargs: calls.append(summary([args, kwargs])) or result)
+
+    _, params, state = functional(tiny.model.build(rngs=ax.Rngs(0)))
+    save_model(tmp_path / "weights", tiny.model, params, state, tokenizer=ByteTokenizer.Config())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    hf = shutil.copytree(RECORDED, tmp_path / "hf", ignore=shutil.ignore_patterns("gradients", "*.npz"))
+    assert axcore("convert", f"hf:{hf}", tmp_path / "model").code == 0
+    raw = json.loads((hf / "config.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5}))
+    (tmp_path / "same.json").write_text(json.dumps(raw | {"initializer_range": 0.5}))
+    replace(Trainer, "run", {})
+    replace(cli.launch, "launch", 0)
+    replace(aot, "compile_step", "compiled")
+    replace(aot, "explain", shown)
+    replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
+    replace(train, "save_model", None)
+    replace(exporting, "write", None)
+    for name in ("measure.measure", "check.check", "peers.run"):
+        replace(importlib.import_module(f"axcore_loc.{name.partition('.')[0]}"), name.partition(".")[2], shown)
+    monkeypatch.setattr(axcore_loc.report, "as_json", lambda _: {})
+    monkeypatch.setattr(axcore_loc.report, "as_text", lambda _: "text")
+    monkeypatch.setattr(cli.doctor, "examine", lambda: [Finding("python", "ok", "fine")])
+
+    def run(argv):
+        calls.clear()
+        before = set(tmp_path.rglob("*"))
+        done = axcore(*(part.replace("{here}", str(tmp_path)) for part in argv))
+        written = sorted(set(tmp_path.rglob("*")) - before, reverse=True)
+        files = {str(each.relative_to(tmp_path)) for each in written}
+        for each in written:
+            each.rmdir() if each.is_dir() else each.unlink()
+        return done.code, done.out, done.err, list(calls), files
+
+    return run
+
+
+def ignored(parsers, observe):
+    """The flags that VALUES lacks, and those that neither change what the command does nor are refused."""
+    usual = {}
+    for name, parser in parsers.items():
+        for command, flag in flags(name, parser):
+            if (value := VALUES.get(f"{command} {flag}", NOTHING)) is NOTHING:
+                yield f"{command} {flag} has no value in VALUES"
+                continue
+            base = [*COMMANDS[command], *WITH.get(f"{command} {flag}", ())]
+            if tuple(base) not in usual:
+                usual[tuple(base)] = observe(base)
+            start = base[: base.index(flag) if flag in base else base.index("--") if "--" in base else len(base)]
+            rest = base[len(start) + 2 * (flag in base) :]
+            given = observe([*start, flag, *([] if value is None else [value]), *rest])
+            if given == usual[tuple(base)] or "usage: " in given[2]:
+                yield f"{command} {flag} has no effect: {given}"
+
+
+def test_case_every_flag_of_every_command_has_an_effect(observe, monkeypatch):
+    found = list(ignored(parsers(monkeypatch), observe))
+    assert not found, "\n".join(found)
+
+
+def test_case_a_flag_that_nobody_reads_is_found(observe, monkeypatch):
+    original = cli.listing.add
+
+    def add(commands):
+        original(commands)
+        commands.choices["recipes"].add_argument("--color")
+
+    monkeypatch.setattr(cli.listing, "add", add)
+    recipes = {"recipes": cli._parser()[1].choices["recipes"]}
+    assert list(ignored(recipes, observe)) == ["recipes --color has no value in VALUES"]
+    monkeypatch.setitem(VALUES, "recipes --color", "red")
+    (found,) = ignored(recipes, observe)
+    assert found.startswith("recipes --color has no effect")
