@@ -11,15 +11,21 @@ GROUP = "axcore_hf.families"
 
 OWN: Mapping[str, str] = {
     "deepseek_v3": "deepseek",
+    "exaone4": "exaone",
+    "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "glm": "glm",
+    "glm4": "glm",
     "gpt2": "gpt2",
     "gpt_neox": "gpt_neox",
     "gpt_oss": "gpt_oss",
+    "granite": "granite",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
     "olmo2": "olmo",
+    "olmo3": "olmo",
     "olmoe": "olmo",
     "phi": "phi",
     "phi3": "phi",
@@ -27,6 +33,8 @@ OWN: Mapping[str, str] = {
     "qwen2_moe": "qwen",
     "qwen3": "qwen",
     "qwen3_moe": "qwen",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm",
     "starcoder2": "starcoder2",
 }
 """model_type -> module in `axcore_hf.families`, imported on demand."""
