@@ -127,10 +127,10 @@ def test_unsupported_config_fields_are_rejected_by_name(checkpoint, tmp_path):
     change_config(checkpoint, residual_multiplier=0.5)
     with pytest.raises(AxcoreError, match=r"not supported for model_type 'llama': residual_multiplier=0\.5"):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
-    change_config(checkpoint, model_type="granite")
+    change_config(checkpoint, model_type="granite_swa")
     with pytest.raises(
         AxcoreError,
-        match=r"model_type='granite' is not supported.*Fields that the family llama does not have: residual_m",
+        match=r"model_type='granite_swa' is not supported.*Fields that the family llama does not have: residual_m",
     ):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
     change_config(checkpoint, model_type="llama", rope_parameters={"rope_type": "spiral"})

@@ -192,9 +192,13 @@ def test_case_the_tokenizer_of_a_run_is_found_by_a_relative_path(tmp_path, monke
     assert in_folder.file == str(file)
 
 
-@pytest.mark.parametrize(
-    "name", ["deepseek_v3", "gemma3", "gpt2", "gpt_neox", "olmoe", "phi", "qwen2", "qwen2_moe", "starcoder2"]
+NEW = (
+    *("exaone4", "gemma", "glm4", "gpt_neox", "granite", "olmo3", "olmoe", "phi", "qwen2_moe", "smollm3"),
+    "starcoder2",
 )
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3", "gpt2", "qwen2", *NEW])
 def test_case_a_written_config_describes_the_same_model(name):
     published = family_model(name)
     found = compared(

@@ -211,7 +211,7 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
         ({"model_type": "lama"}, r"model_type='lama' is not supported.*Did you mean 'llama'"),
         ({"model_type": "dbrx", "logit_scale": 0.06}, r"the family llama does not have: logit_scale=0\.06\. Its"),
         (
-            {"model_type": "glm", "partial_rotary_factor": 0.5},
+            {"model_type": "persimmon", "partial_rotary_factor": 0.5},
             r"the family llama ignores: partial_rotary_factor=0\.5\. Its",
         ),
         ({"hidden_act": "quick_gelu"}, r"hidden_act='quick_gelu' is not supported\. Known: .*'silu'"),

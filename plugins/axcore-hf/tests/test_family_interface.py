@@ -63,6 +63,7 @@ CONTEXTS = (
     {"rope_parameters": [YARN], "head_dim": [4]},
     {"rope_parameters": [{"full_attention": LLAMA3}]},
     {"rope_parameters": [], "layer_types": []},
+    {"no_rope_layers": [], "layer_types": []},
     {"use_sliding_window": [True], "max_window_layers": [1], "layer_types": [], "sliding_window": [5]},
     {"use_sliding_window": [True], "sliding_window": [5]},
 )
@@ -76,6 +77,7 @@ OTHERS = {
     "mlp_only_layers": [0, 1],
     "original_max_position_embeddings": 7,
     "n_inner": 12,
+    "no_rope_layers": [0, 1, 0],
     "final_logit_softcapping": 2.0,
     "sliding_window": 5,
     "qk_head_dim": 3,
@@ -159,7 +161,7 @@ def test_case_helpers_read_only_what_they_use():
     [
         ({"model_type": "dbrx", "logit_scale": 0.06}, "the family llama does not have: logit_scale=0.06. Its"),
         (
-            {"model_type": "glm", "partial_rotary_factor": 0.5},
+            {"model_type": "persimmon", "partial_rotary_factor": 0.5},
             "the family llama ignores: partial_rotary_factor=0.5. Its",
         ),
         ({"model_type": "helium"}, "vipllava. Its layers may also differ in ways that config.json does not describe"),

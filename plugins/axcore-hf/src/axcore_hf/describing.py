@@ -33,6 +33,7 @@ CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "stablelm": "StableLmForCausalLM",
 }
 """Classes of `transformers` whose names do not follow from the `model_type`."""
@@ -105,6 +106,7 @@ def proposal(model: Any, seq_len: int | None, by_type_of_layer: bool) -> dict[st
     blocks = [getattr(layer, "ffn", None) for layer in layers]
     return {
         **_sizes(model, layers, seq_len),
+        "residual_multiplier": getattr(layers[0], "residual_scale", 1.0),
         **_norms(model),
         **_attention(model, [getattr(layer, "attention", None) for layer in layers], by_type_of_layer),
         **_feed_forward(blocks),
@@ -125,6 +127,8 @@ def _sizes(model: Any, layers: list[Any], seq_len: int | None) -> dict[str, Any]
         "use_parallel_residual": isinstance(layers[0], ParallelLayer.Config),
         "final_logit_softcapping": model.softcap,
         "logit_scale": model.logit_scale,
+        "embedding_multiplier": 1.0 if model.embedding.scale is None else model.embedding.scale,
+        "logits_scaling": 1 / model.logit_scale,
         "max_position_embeddings": length,
         "n_positions": length,
     }
@@ -147,7 +151,9 @@ def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[st
         biased = first.query is not None and first.query.use_bias
         found |= dict.fromkeys(("attention_bias", "bias", "qkv_bias", "use_bias", "use_qkv_bias"), biased)
         found |= dict.fromkeys(("qk_layernorm", "use_qk_norm"), first.query_norm is not None)
+        found["attention_out_bias"] = first.projection.use_bias
         scale = head_dim**-0.5 if first.scale is None else first.scale
+        found["attention_multiplier"] = scale
         found["query_pre_attn_scalar"] = round(scale**-2)  # transformers requires an int
     else:
         rotated = first.qk_rope_head_dim
@@ -161,16 +167,16 @@ def _attention(model: Any, mixers: list[Any], by_type_of_layer: bool) -> dict[st
     found["sliding_window"] = next((size for size in windows if size is not None), None)
     found["use_sliding_window"] = found["sliding_window"] is not None
     found["max_window_layers"] = kinds.index("sliding_attention") if "sliding_attention" in kinds else len(kinds)
-    positions = dict(zip(kinds, (mixer.position for mixer in mixers), strict=True))
-    ropes = {kind: each for kind, each in positions.items() if isinstance(each, Rotary.Config)}
-    if ropes and (len(ropes) == len(positions) or not by_type_of_layer):
-        kind, rope = next(iter(ropes.items()))
+    positions = [mixer.position for mixer in mixers]
+    found["no_rope_layers"] = [int(position is not None) for position in positions]
+    ropes = {kind: rope for kind, rope in zip(kinds, positions, strict=True) if isinstance(rope, Rotary.Config)}
+    if ropes and (len(ropes) == len(set(kinds)) or not by_type_of_layer):
         of_kind = {kind: to_rope_parameters(rope, rotated) for kind, rope in ropes.items()}
-        found["rope_parameters"] = of_kind if by_type_of_layer else of_kind[kind]
-        fraction = (rope.rotary_dim or rotated) / rotated
-        found |= {"partial_rotary_factor": fraction, "rotary_pct": fraction}
+        first_kind, rope = next(iter(ropes.items()))
+        found["rope_parameters"] = of_kind if by_type_of_layer else of_kind[first_kind]
+        found |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (rope.rotary_dim or rotated) / rotated)
         found["rope_interleave"] = rope.layout == "interleaved"
-        found[ORIGINAL] = of_kind[kind].get(ORIGINAL)
+        found[ORIGINAL] = of_kind[first_kind].get(ORIGINAL)
         scaling = rope.scaling
         if isinstance(scaling, DynamicNTK):  # transformers takes these original lengths and factors from this field
             found["max_position_embeddings"] = scaling.original_max

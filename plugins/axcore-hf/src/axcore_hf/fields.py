@@ -53,31 +53,31 @@ such a field checks it itself."""
 
 # fmt: off
 FLAGS = frozenset({
-    "add_cross_attention", "alibi", "attention_bias", "bias", "mlp_bias", "multi_query", "new_decoder_architecture",
-    "norm_topk_prob", "parallel_attn", "qk_layernorm", "qkv_bias", "reorder_and_upcast_attn", "rope_interleave",
-    "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "seq_aux", "tie_word_embeddings",
-    "use_bias", "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm", "use_qkv_bias",
-    "use_sliding_window",
+    "add_cross_attention", "alibi", "attention_bias", "attention_out_bias", "bias", "mlp_bias", "multi_query",
+    "new_decoder_architecture", "norm_topk_prob", "parallel_attn", "qk_layernorm", "qkv_bias",
+    "reorder_and_upcast_attn", "rope_interleave", "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "seq_aux",
+    "tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm",
+    "use_qkv_bias", "use_sliding_window",
 })
 RATES = frozenset({
-    "attn_logit_softcapping", "final_logit_softcapping", "layer_norm_eps", "layer_norm_epsilon", "logit_scale",
-    "norm_eps", "norm_epsilon", "partial_rotary_factor", "query_pre_attn_scalar", "rms_norm_eps",
-    "rope_local_base_freq", "rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor",
-    "swiglu_alpha", "swiglu_limit",
+    "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier", "final_logit_softcapping",
+    "layer_norm_eps", "layer_norm_epsilon", "logit_scale", "logits_scaling", "norm_eps", "norm_epsilon",
+    "partial_rotary_factor", "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
+    "rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit",
 })
 """Positive numbers."""
 COUNTS = frozenset({
     "decoder_sparse_step", "head_dim", "hidden_size", "intermediate_size", "kv_lora_rank", "max_position_embeddings",
     "moe_intermediate_size", "n_embd", "n_group", "n_head", "n_inner", "n_layer", "n_positions", "n_routed_experts",
-    "ffn_hidden_size", "n_shared_experts", "num_kv_heads",
-    "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
-    "num_local_experts", "original_max_position_embeddings", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "shared_expert_intermediate_size", "sliding_window_pattern", "topk_group", "v_head_dim", "vocab_size",
+    "ffn_hidden_size", "n_shared_experts", "no_rope_layer_interval", "num_attention_heads", "num_experts",
+    "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads", "num_kv_heads", "num_local_experts",
+    "original_max_position_embeddings", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "shared_expert_intermediate_size", "topk_group", "v_head_dim", "vocab_size",
 })
 """Positive whole numbers."""
 FROM_ZERO = frozenset({"first_k_dense_replace", "max_window_layers", "sliding_window"})
 """Whole numbers that may be 0."""
-LISTS = frozenset({"layer_types", "mlp_only_layers"})
+LISTS = frozenset({"layer_types", "mlp_only_layers", "no_rope_layers"})
 TABLES = frozenset({"quantization_config", "rope_parameters", "rope_scaling"})
 # fmt: on
 

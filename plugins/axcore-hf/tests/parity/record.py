@@ -133,6 +133,7 @@ FAMILIES = {
             },
         },
     ),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**SMALL, "head_dim": 8, "attention_bias": True}),
     "phi": (
         "PhiForCausalLM",
         "PhiConfig",
@@ -165,6 +166,50 @@ FAMILIES = {
         {**SMALL, "intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2},
     ),
     "starcoder2": ("Starcoder2ForCausalLM", "Starcoder2Config", {**SMALL, "sliding_window": 7}),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        {
+            **SMALL,
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500_000.0, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+    ),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        "Exaone4Config",
+        {**SMALL, "num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3},
+    ),
+    "glm": ("GlmForCausalLM", "GlmConfig", {**SMALL, "head_dim": 8}),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {**SMALL, "head_dim": 8}),
+    "granite": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {
+            **SMALL,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "seed_oss": ("SeedOssForCausalLM", "SeedOssConfig", {**SMALL, "head_dim": 8, "residual_dropout": 0.0}),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        {
+            **SMALL,
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",

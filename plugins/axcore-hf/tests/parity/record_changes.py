@@ -167,6 +167,18 @@ CASES = {
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 OLD_ROPE = {"rope_parameters": [], "rope_theta": [10_000.0], "rope_scaling": [None]}
+FULL, SLIDING = "full_attention", "sliding_attention"
+LIKE_LLAMA = [
+    {**OLD_ROPE, "rope_theta": [100.0]},
+    {"rope_parameters": []},
+    {"rope_parameters": [LLAMA3]},
+    {"rope_parameters": [YARN]},
+    {"tie_word_embeddings": [True]},
+    {"tie_word_embeddings": [False]},
+    {"num_key_value_heads": [4]},
+    {"head_dim": [16]},
+    {"pretraining_tp": [2]},
+]
 NEOX = {"rope_parameters": [], "rotary_emb_base": [10_000], "rotary_pct": [0.25]}
 PUBLISHED: dict[str, list[dict[str, list]]] = {
     "nemotron": [
@@ -353,6 +365,77 @@ PUBLISHED: dict[str, list[dict[str, list]]] = {
         {"head_dim": [8]},
         {"rope_parameters": [YARN]},
         {"residual_dropout": [0.1], "embedding_dropout": [0.1], "attention_dropout": [0.1]},
+    ],
+    "gemma": [
+        *LIKE_LLAMA,
+        {"hidden_act": ["gelu"]},
+        {"hidden_act": ["gelu"], "hidden_activation": [None]},
+        {"hidden_activation": ["gelu"]},
+        {"attention_bias": []},
+        {"use_bidirectional_attention": [False]},
+    ],
+    "seed_oss": [
+        *LIKE_LLAMA,
+        {"rope_parameters": [], "rope_theta": [1e7], "rope_scaling": [{"rope_type": "default"}]},
+        {"attention_bias": [False]},
+        {"attention_out_bias": [True]},
+        {"mlp_bias": [True]},
+        {"residual_dropout": [0.1]},
+        {"head_dim": [None]},
+    ],
+    "smollm3": [
+        *LIKE_LLAMA,
+        {"no_rope_layers": [[1, 1, 0]]},
+        {"no_rope_layers": [], "layer_types": []},
+        {"no_rope_layers": [], "no_rope_layer_interval": []},
+        {"use_sliding_window": [False], "sliding_window": [None], "layer_types": [[FULL] * 3]},
+        {"use_sliding_window": [], "layer_types": []},
+        {"layer_types": [[SLIDING, FULL, SLIDING]]},
+        {"max_window_layers": [2]},
+        {"attention_bias": [True], "mlp_bias": [True]},
+    ],
+    "olmo3": [
+        {"rope_parameters": [], "rope_theta": [500_000], "rope_scaling": [{**YARN, "attention_factor": 1.3}]},
+        {"rope_parameters": [], "rope_scaling": [None]},
+        {"rope_parameters": [{FULL: {"rope_type": "default", "rope_theta": 100.0}}]},
+        {"rope_parameters": [{FULL: {"rope_theta": 100.0}, SLIDING: {"type": "linear", "factor": 2.0}}]},
+        {"layer_types": []},
+        {"layer_types": [[FULL] * 3]},
+        {"sliding_window": []},
+        {"attention_bias": [True]},
+        {"tie_word_embeddings": [True]},
+        {"num_key_value_heads": [None]},
+        {"head_dim": [8]},
+    ],
+    "exaone4": [
+        *LIKE_LLAMA,
+        {"sliding_window": [None], "sliding_window_pattern": [None], "layer_types": [[FULL] * 3]},
+        {"sliding_window": [None], "sliding_window_pattern": [0], "layer_types": [[FULL] * 3]},
+        {"sliding_window_pattern": ["LLLG"]},
+        {"sliding_window_pattern": [2], "layer_types": []},
+        {"sliding_window_pattern": [], "layer_types": []},
+        {"layer_types": [[FULL, SLIDING, SLIDING]]},
+    ],
+    "glm": LIKE_LLAMA,
+    "glm4": [
+        *LIKE_LLAMA,
+        {"rope_parameters": [], "rope_theta": [100.0], "partial_rotary_factor": [0.25]},
+        {"rope_parameters": [], "partial_rotary_factor": [1.0]},
+        {"rope_parameters": [{"rope_theta": 100.0}], "partial_rotary_factor": [0.25]},
+        {"partial_rotary_factor": [0.25]},
+        {"rope_parameters": [{**YARN, "partial_rotary_factor": 1.0}]},
+        {"attention_bias": [False]},
+        {"rms_norm_eps": []},
+    ],
+    "granite": [
+        *LIKE_LLAMA,
+        {"embedding_multiplier": []},
+        {"attention_multiplier": []},
+        {"residual_multiplier": []},
+        {"logits_scaling": []},
+        {"embedding_multiplier": [2], "logits_scaling": [3]},
+        {"attention_bias": [True], "mlp_bias": [True]},
+        {"num_key_value_heads": [None]},
     ],
 }
 """Changes that published configs of a family have. axcore reads all of them."""

@@ -17,7 +17,7 @@ from axcore_hf.families.shared import (
     feed_forward,
     fixed,
     sizes,
-    sliding,
+    sliding_by_pattern,
     window,
 )
 from axcore_hf.family import Family, Rule, rule
@@ -33,11 +33,9 @@ def cohere(fields: Fields) -> Any:
 
 
 def cohere2(fields: Fields) -> Any:
-    pattern = fields("sliding_window_pattern")
-    most = [(number + 1) % pattern != 0 for number in range(fields("num_hidden_layers"))]
     local = _layer(fields, position=rope(fields, layout="interleaved"), mask=window(fields("sliding_window")))
     everywhere = _layer(fields, position=None)
-    return _model(fields, [local if is_local else everywhere for is_local in sliding(fields, most)])
+    return _model(fields, [local if is_local else everywhere for is_local in sliding_by_pattern(fields)])
 
 
 def _norm(fields: Fields) -> LayerNorm.Config:

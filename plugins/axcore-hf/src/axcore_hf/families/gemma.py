@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3."""
+"""Gemma 1 and 2, and the text models of Gemma 3."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from axcore.config import ConfigError
+import jax
+
 from axcore.nn import Embedding, TransformerLayer
-from axcore_hf.families.rope import ROPE, ROPE_TYPES, rope, rotary
+from axcore_hf.families.rope import ROPE, by_layer_type, rope
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
     LAYER,
-    LAYER_TYPES,
     MLP,
+    NORMS,
     activation,
     attention,
     causal_lm,
@@ -24,10 +25,29 @@ from axcore_hf.families.shared import (
     norm,
     sizes,
     sliding,
+    sliding_by_pattern,
     window,
 )
 from axcore_hf.family import Family, rule
 from axcore_hf.fields import Fields, OrNull
+
+
+def gemma(fields: Fields) -> Any:
+    fields.only("use_bidirectional_attention", None, False)
+    # transformers reads "gelu" as its approximation
+    function = jax.nn.gelu if fields("hidden_act") == "gelu" else activation(fields)
+    layer = TransformerLayer.Config(
+        attention_norm=norm(fields, zero_centred=True),
+        attention=attention(fields),
+        ffn_norm=norm(fields, zero_centred=True),
+        ffn=feed_forward(fields, activation=function),
+    )
+    return _causal_lm(fields, [layer] * fields("num_hidden_layers"))
+
+
+def _causal_lm(fields: Fields, layers: list[TransformerLayer.Config], **more: Any) -> Any:
+    embedding = Embedding.Config(scale=math.sqrt(fields("hidden_size")))
+    return causal_lm(fields, layers, norm=norm(fields, zero_centred=True), embedding=embedding, **more)
 
 
 def _model(fields: Fields, is_sliding: list[bool], positions: Mapping[bool, Any], **more: Any) -> Any:
@@ -55,13 +75,7 @@ def _model(fields: Fields, is_sliding: list[bool], positions: Mapping[bool, Any]
             ffn_output_norm=zero_centred,
         )
 
-    return causal_lm(
-        fields,
-        [layer(local) for local in is_sliding],
-        norm=zero_centred,
-        embedding=Embedding.Config(scale=math.sqrt(fields("hidden_size"))),
-        softcap=fields("final_logit_softcapping"),
-    )
+    return _causal_lm(fields, [layer(local) for local in is_sliding], softcap=fields("final_logit_softcapping"))
 
 
 def gemma2(fields: Fields) -> Any:
@@ -76,40 +90,14 @@ def gemma2(fields: Fields) -> Any:
 
 
 def gemma3(fields: Fields) -> Any:
-    pattern = fields("sliding_window_pattern")
-    most = [(number + 1) % pattern != 0 for number in range(fields("num_hidden_layers"))]
     normed = norm(fields, zero_centred=True)
-    return _model(fields, sliding(fields, most), _positions(fields), query_norm=normed, key_norm=normed)
+    positions = by_layer_type(fields, fields("rope_local_base_freq"))
+    return _model(fields, sliding_by_pattern(fields), positions, query_norm=normed, key_norm=normed)
 
 
-def _positions(fields: Fields) -> dict[bool, Any]:
-    """RoPE of local and of other layers, which have bases of their own.
-
-    Before version 5, `transformers` wrote the fields `rope_theta`, `rope_local_base_freq` and `rope_scaling`, the last
-    of which applies to layers without a window.
-    """
-    parameters = dict(fields.optional("rope_parameters") or {})
-    local, everywhere = (dict(parameters.pop(kind, None) or {"rope_type": "default"}) for kind in LAYER_TYPES)
-    everywhere.update(fields.optional("rope_scaling") or {})
-    everywhere.setdefault("rope_theta", fields("rope_theta"))
-    local.setdefault("rope_theta", fields("rope_local_base_freq"))
-    if not parameters.items() <= {"rope_type": "default", "rope_theta": everywhere["rope_theta"]}.items():
-        raise ConfigError(
-            f"{fields.where}: rope_parameters={parameters!r} must be inside the entries {' and '.join(LAYER_TYPES)}, "
-            f"since transformers ignores them elsewhere"
-        )
-    fraction = {"partial_rotary_factor": fields.optional("partial_rotary_factor")}
-    types = [kind for kind in ROPE_TYPES if kind != "yarn"]  # transformers ignores a `truncate` inside an entry
-    return {
-        is_local: rotary(fields, fraction | entry, types=types)
-        for is_local, entry in ((True, local), (False, everywhere))
-    }
-
-
+PLAIN = (*EMBEDDINGS, *ATTENTION, *MLP)
 RULES = (
-    *EMBEDDINGS,
-    *ATTENTION,
-    *MLP,
+    *PLAIN,
     rule("decoder.{i}.attention_norm.scale", f"{LAYER}.input_layernorm.weight"),
     rule("decoder.{i}.attention_output_norm.scale", f"{LAYER}.post_attention_layernorm.weight"),
     rule("decoder.{i}.ffn_norm.scale", f"{LAYER}.pre_feedforward_layernorm.weight"),
@@ -129,6 +117,25 @@ SHARED = {
 }
 
 FAMILIES = (
+    Family(
+        "Gemma",
+        ("gemma",),
+        gemma,
+        fixed((*PLAIN, *NORMS)),
+        defaults={
+            **sizes(vocab=256_000, hidden=3072, intermediate=24_576, layers=28, heads=16),
+            **ROPE,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "use_bidirectional_attention": None,
+        },
+        no_effect={"hidden_activation", "mlp_bias", "partial_rotary_factor"},
+    ),
     Family(
         "Gemma 2",
         ("gemma2",),

@@ -1,4 +1,4 @@
-"""OLMo 2, with norms after each block, and OLMoE; both normalize queries and keys over all heads."""
+"""OLMo 2 and 3, with norms after each block, and OLMoE; all normalize queries and keys over all heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from axcore.config import ConfigError
 from axcore.nn import AcrossHeads, TransformerLayer
-from axcore_hf.families.rope import ROPE, head_dim
+from axcore_hf.families.rope import ROPE, by_layer_type, head_dim
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
@@ -14,32 +14,49 @@ from axcore_hf.families.shared import (
     MIXTURE,
     MLP,
     NORMS,
+    OUTPUT_NORMS,
     attention,
     causal_lm,
     feed_forward,
     fixed,
     norm,
+    post_norm,
     pre_norm,
     sizes,
+    sliding,
+    window,
+    windows,
 )
 from axcore_hf.family import Family, rule
-from axcore_hf.fields import Fields
+from axcore_hf.fields import Fields, OrNull
 from axcore_moe.experts import Experts
 from axcore_moe.layer import MoE
 from axcore_moe.router import TopK
 
 
-def olmo2(fields: Fields) -> Any:
+def _layer(fields: Fields, **more: Any) -> TransformerLayer.Config:
+    """Args: more: arguments of attention."""
     across = AcrossHeads.Config(norm=norm(fields))
-    layer = TransformerLayer.Config(
-        attention_norm=None,
-        attention=attention(fields, query_norm=across, key_norm=across),
-        attention_output_norm=norm(fields),
-        ffn_norm=None,
-        ffn=feed_forward(fields),
-        ffn_output_norm=norm(fields),
-    )
-    return causal_lm(fields, [layer] * fields("num_hidden_layers"))
+    return post_norm(fields, attention(fields, query_norm=across, key_norm=across, **more))
+
+
+def olmo2(fields: Fields) -> Any:
+    return causal_lm(fields, [_layer(fields)] * fields("num_hidden_layers"))
+
+
+def olmo3(fields: Fields) -> Any:
+    most = [(number + 1) % 4 != 0 for number in range(fields("num_hidden_layers"))]
+    positions = by_layer_type(fields, THETA)
+    if fields("rope_theta") != THETA and positions[True].theta == THETA:
+        raise ConfigError(
+            f"{fields.where}: rope_theta={fields('rope_theta')!r} applies only to layers without a window in "
+            f"transformers. Write rope_parameters, with an entry for each layer type, instead."
+        )
+
+    def layer(size: int | None) -> Any:
+        return _layer(fields, mask=window(size), position=positions[size is not None])
+
+    return causal_lm(fields, [layer(size) for size in windows(fields, fields("sliding_window"), sliding(fields, most))])
 
 
 def olmoe(fields: Fields) -> Any:
@@ -60,6 +77,7 @@ def olmoe(fields: Fields) -> Any:
     return causal_lm(fields, [layer] * fields("num_hidden_layers"))
 
 
+THETA = 500_000.0
 ACROSS = (
     *EMBEDDINGS,
     *ATTENTION,
@@ -69,8 +87,7 @@ ACROSS = (
 RULES = (
     *ACROSS,
     *MLP,
-    rule("decoder.{i}.attention_output_norm.scale", f"{LAYER}.post_attention_layernorm.weight"),
-    rule("decoder.{i}.ffn_output_norm.scale", f"{LAYER}.post_feedforward_layernorm.weight"),
+    *OUTPUT_NORMS,
 )
 
 FAMILIES = (
@@ -86,6 +103,25 @@ FAMILIES = (
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-5,
             "attention_bias": False,
+        },
+        no_effect={"mlp_bias", "partial_rotary_factor"},
+    ),
+    Family(
+        "OLMo 3",
+        ("olmo3",),
+        olmo3,
+        fixed(RULES),
+        defaults={
+            **sizes(vocab=50_304, hidden=4096, intermediate=11_008, layers=32, heads=32),
+            "rope_theta": THETA,
+            "rope_parameters": None,
+            "rope_scaling": None,
+            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "sliding_window": OrNull(4096),
+            "layer_types": None,
         },
         no_effect={"mlp_bias", "partial_rotary_factor"},
     ),

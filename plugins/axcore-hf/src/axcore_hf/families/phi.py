@@ -10,8 +10,8 @@ from axcore_hf.families.rope import ROPE, head_dim, rope
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
+    FUSED_MLP,
     LAYER,
-    MLP,
     NORMS,
     attention,
     causal_lm,
@@ -55,8 +55,6 @@ def phi3(fields: Fields) -> Any:
 
 
 HEADS = tuple(f"decoder.{{i}}.attention.{name}.weight" for name in ("query", "key", "value"))
-GATED = ("decoder.{i}.ffn.gate.weight", "decoder.{i}.ffn.up.weight")
-APART = {*HEADS, *GATED}
 PARALLEL = (
     rule("embedding.weight", "model.embed_tokens.weight"),
     *layer_norm("norm", "model.final_layernorm"),
@@ -74,9 +72,9 @@ PARALLEL = (
 RULES = (
     *EMBEDDINGS,
     *NORMS,
-    *(each for each in (*ATTENTION, *MLP) if each.ours[0] not in APART),
+    *FUSED_MLP,
+    *(each for each in ATTENTION if each.ours[0] not in HEADS),
     rule(HEADS, f"{LAYER}.self_attn.qkv_proj.weight", Fused()),
-    rule(GATED, f"{LAYER}.mlp.gate_up_proj.weight", Fused()),
 )
 
 FAMILIES = (

@@ -22,6 +22,8 @@ from axcore_hf.families.shared import (
     sizes,
     sliding,
     window,
+    window_size,
+    windows,
 )
 from axcore_hf.family import Family, Rule
 from axcore_hf.fields import Fields, OrNull
@@ -36,27 +38,15 @@ def _windows(fields: Fields, is_sliding: Callable[[int], bool]) -> list[int | No
     Args:
         is_sliding: which layers of a config without `layer_types` have a window, if there is one.
     """
-    size = _window(fields)
-    are_sliding = sliding(
-        fields, [size is not None and is_sliding(number) for number in range(fields("num_hidden_layers"))]
-    )
-    if size is None and any(are_sliding):
-        raise ConfigError(
-            f"{fields.where}: layer_types has 'sliding_attention', which requires sliding_window and "
-            f"use_sliding_window=true"
-        )
-    return [size if is_sliding else None for is_sliding in are_sliding]
+    size = window_size(fields)
+    default = [size is not None and is_sliding(number) for number in range(fields("num_hidden_layers"))]
+    return windows(fields, size, sliding(fields, default))
 
 
 def _late(fields: Fields) -> list[int | None]:
     """The window of each layer. The first `max_window_layers` have none."""
     full = fields("max_window_layers")
     return _windows(fields, lambda number: number >= full)
-
-
-def _window(fields: Fields) -> int | None:
-    size: int | None = fields("sliding_window")
-    return size if fields("use_sliding_window") else None
 
 
 def qwen2(fields: Fields) -> Any:
@@ -89,7 +79,7 @@ def qwen2_moe(fields: Fields) -> Any:
 
 
 def qwen3_moe(fields: Fields) -> Any:
-    mixer = _normed(fields, _window(fields))
+    mixer = _normed(fields, window_size(fields))
     return causal_lm(fields, [pre_norm(fields, mixer, block) for block in _blocks(fields)])
 
 

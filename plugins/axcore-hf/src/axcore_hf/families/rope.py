@@ -14,6 +14,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 ORIGINAL = "original_max_position_embeddings"
 WITH_ORIGINAL = ("yarn", "llama3", "longrope", "su")
 """RoPE types that the field `original_max_position_embeddings` of the config itself applies to."""
+LAYER_TYPES = ("sliding_attention", "full_attention")
 
 ROPE = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, ORIGINAL: None}
 """The defaults of the fields that `rope` reads."""
@@ -77,6 +78,34 @@ def rotary(fields: Fields, parameters: Mapping[str, Any], *, types: Sequence[str
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def by_layer_type(fields: Fields, local_theta: float) -> dict[bool, Any]:
+    """RoPE of layers with a window (True) and without one (False), which have parameters of their own.
+
+    Before version 5, `transformers` wrote `rope_theta` and `rope_scaling`, which apply to layers without a window.
+
+    Args:
+        local_theta: the theta of layers with a window whose parameters lack it.
+    """
+    parameters = dict(fields.optional("rope_parameters") or {})
+    local, everywhere = (dict(parameters.pop(kind, None) or {"rope_type": "default"}) for kind in LAYER_TYPES)
+    everywhere.update(fields.optional("rope_scaling") or {})
+    everywhere.setdefault("rope_theta", fields("rope_theta"))
+    local.setdefault("rope_theta", local_theta)
+    if not parameters.items() <= {"rope_type": "default", "rope_theta": everywhere["rope_theta"]}.items():
+        raise ConfigError(
+            f"{fields.where}: rope_parameters={parameters!r} must be inside the entries {' and '.join(LAYER_TYPES)}, "
+            f"since transformers ignores them elsewhere"
+        )
+    for entry in (local, everywhere):
+        if rope_type(entry) == "yarn" and entry.get("truncate") not in (None, True):
+            raise ConfigError(
+                f"{fields.where}: truncate={entry['truncate']!r} in rope_parameters is not supported, since "
+                f"transformers ignores it inside the entry of a layer type. Remove it."
+            )
+    fraction = {"partial_rotary_factor": fields.optional("partial_rotary_factor")}
+    return {is_local: rotary(fields, fraction | entry) for is_local, entry in ((True, local), (False, everywhere))}
 
 
 def rope_type(parameters: Mapping[str, Any]) -> Any:

@@ -22,10 +22,10 @@ from axcore.nn import (
     stacked,
 )
 from axcore.nn.activations import exact_gelu, squared_relu
-from axcore_hf.families.rope import head_dim, rope
+from axcore_hf.families.rope import LAYER_TYPES, head_dim, rope
 from axcore_hf.family import Rule, Rules, rule
-from axcore_hf.fields import Fields, NotNull
-from axcore_hf.transforms import Stacked, Tied, Transposed
+from axcore_hf.fields import Fields, NotNull, is_whole
+from axcore_hf.transforms import Fused, Stacked, Tied, Transposed
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -37,7 +37,6 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
     "relu2": squared_relu,
 }
-LAYER_TYPES = ("sliding_attention", "full_attention")
 EVERYTHING_BEFORE = Causal() & SameSegment()
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -107,6 +106,18 @@ def pre_norm(fields: Fields, mixer: Any, ffn: Any) -> TransformerLayer.Config:
     return TransformerLayer.Config(attention_norm=norm(fields), attention=mixer, ffn_norm=norm(fields), ffn=ffn)
 
 
+def post_norm(fields: Fields, mixer: Any) -> TransformerLayer.Config:
+    """A layer with a norm after each block, before its residual."""
+    return TransformerLayer.Config(
+        attention_norm=None,
+        attention=mixer,
+        attention_output_norm=norm(fields),
+        ffn_norm=None,
+        ffn=feed_forward(fields),
+        ffn_output_norm=norm(fields),
+    )
+
+
 def causal_lm(fields: Fields, layers: Sequence[Any], **more: Any) -> CausalLM.Config:
     """The model with these layers."""
     if "norm" not in more:
@@ -150,6 +161,35 @@ def sliding(fields: Fields, default: Sequence[bool]) -> list[bool]:
     return [kind == "sliding_attention" for kind in kinds]
 
 
+def sliding_by_pattern(fields: Fields) -> list[bool]:
+    """Whether each layer uses a sliding window: without `layer_types`, all but every `sliding_window_pattern`-th do."""
+    pattern, numbers = fields("sliding_window_pattern"), range(fields("num_hidden_layers"))
+    if fields("layer_types") is not None:
+        return sliding(fields, [False for _ in numbers])
+    if not is_whole(pattern, 1):
+        raise ConfigError(
+            f"{fields.where}: sliding_window_pattern={pattern!r} must be a positive whole number, since the config has "
+            f"no layer_types"
+        )
+    return [(number + 1) % pattern != 0 for number in numbers]
+
+
+def window_size(fields: Fields) -> int | None:
+    """The window of a family whose windows are off unless `use_sliding_window` is true."""
+    size: int | None = fields("sliding_window")
+    return size if fields("use_sliding_window") else None
+
+
+def windows(fields: Fields, size: int | None, are_sliding: Sequence[bool]) -> list[int | None]:
+    """The window of each layer, if `size` is that of the config."""
+    if size is None and any(are_sliding):
+        raise ConfigError(
+            f"{fields.where}: layer_types has 'sliding_attention', but the config has no window. Set sliding_window, "
+            f"and use_sliding_window=true if the family has this field."
+        )
+    return [size if is_sliding else None for is_sliding in are_sliding]
+
+
 EMBEDDINGS: tuple[Rule, ...] = (
     rule("embedding.weight", "model.embed_tokens.weight"),
     rule("norm.scale", "model.norm.weight"),
@@ -186,9 +226,17 @@ NORMS: tuple[Rule, ...] = (
     rule("decoder.{i}.attention_norm.scale", f"{LAYER}.input_layernorm.weight"),
     rule("decoder.{i}.ffn_norm.scale", f"{LAYER}.post_attention_layernorm.weight"),
 )
+OUTPUT_NORMS: tuple[Rule, ...] = (
+    rule("decoder.{i}.attention_output_norm.scale", f"{LAYER}.post_attention_layernorm.weight"),
+    rule("decoder.{i}.ffn_output_norm.scale", f"{LAYER}.post_feedforward_layernorm.weight"),
+)
 MLP: tuple[Rule, ...] = (
     *linear("decoder.{i}.ffn.gate", f"{LAYER}.mlp.gate_proj"),
     *linear("decoder.{i}.ffn.up", f"{LAYER}.mlp.up_proj"),
+    *linear("decoder.{i}.ffn.down", f"{LAYER}.mlp.down_proj"),
+)
+FUSED_MLP: tuple[Rule, ...] = (
+    rule(("decoder.{i}.ffn.gate.weight", "decoder.{i}.ffn.up.weight"), f"{LAYER}.mlp.gate_up_proj.weight", Fused()),
     *linear("decoder.{i}.ffn.down", f"{LAYER}.mlp.down_proj"),
 )
 
