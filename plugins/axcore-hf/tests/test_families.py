@@ -134,6 +134,21 @@ def test_case_the_language_model_of_a_multimodal_model_is_read(tmp_path, outer, 
     same(load_file(tmp_path / "back" / "model.safetensors"), load_file(plain / "model.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("name", "outer", "field", "alone", "within"),
+    [
+        ("granite", "llava_next", "logit_scale", 1 / 1.5, 1.0),
+        ("gemma2", "llava", "softcap", 3.0, None),
+    ],
+)
+def test_case_a_multimodal_model_does_not_change_the_logits_of_its_head(name, outer, field, alone, within):
+    """As in `transformers`, whose multimodal classes have a head of their own: in a LlavaNextForConditionalGeneration,
+    the logits of the recorded granite checkpoint are 1.5 times those of a GraniteForCausalLM."""
+    nested = json.loads((PARITY / "recorded" / name / "config.json").read_text())
+    assert getattr(model_of(nested), field) == alone
+    assert getattr(model_of({"model_type": outer, "text_config": nested}), field) == within
+
+
 def test_an_unknown_language_model_is_rejected():
     raw = {"model_type": "some_vlm", "text_config": {"model_type": "some_text"}}
     with pytest.raises(ax.ConfigError, match=r"model_type='some_vlm' is not supported"):
