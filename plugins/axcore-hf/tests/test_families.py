@@ -16,7 +16,7 @@ from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.commands import convert, export
-from axcore_hf.families import UNSCALED, family_of, language_part
+from axcore_hf.families import family_of, language_part
 from axcore_hf.fields import Fields
 from axcore_hf.initial import FromHF
 from axcore_hf.sources import Safetensors
@@ -134,12 +134,21 @@ def test_case_the_language_model_of_a_multimodal_model_is_read(tmp_path, outer, 
     same(load_file(tmp_path / "back" / "model.safetensors"), load_file(plain / "model.safetensors"))
 
 
-@pytest.mark.parametrize("outer", UNSCALED)
-def test_case_a_multimodal_cohere_does_not_scale_its_logits(outer):
-    """As in `transformers`, whose multimodal classes have a head of their own."""
-    nested = json.loads((PARITY / "recorded/cohere2/config.json").read_text())
-    assert model_of(nested).logit_scale == 0.25
-    assert model_of({"model_type": outer, "text_config": nested}).logit_scale == 1.0
+@pytest.mark.parametrize(
+    ("name", "outer", "field", "alone", "within"),
+    [
+        ("granite", "llava_next", "logit_scale", 1 / 1.5, 1.0),
+        ("gemma2", "llava", "softcap", 3.0, None),
+        ("cohere2", "aya_vision", "logit_scale", 0.25, 1.0),
+        ("cohere2", "cohere2_vision", "logit_scale", 0.25, 1.0),
+    ],
+)
+def test_case_a_multimodal_model_does_not_change_the_logits_of_its_head(name, outer, field, alone, within):
+    """As in `transformers`, whose multimodal classes have a head of their own: in a LlavaNextForConditionalGeneration,
+    the logits of the recorded granite checkpoint are 1.5 times those of a GraniteForCausalLM."""
+    nested = json.loads((PARITY / "recorded" / name / "config.json").read_text())
+    assert getattr(model_of(nested), field) == alone
+    assert getattr(model_of({"model_type": outer, "text_config": nested}), field) == within
 
 
 def test_an_unknown_language_model_is_rejected():

@@ -70,8 +70,9 @@ MULTIMODAL = {
 their `tie_word_embeddings`."""
 TIED_EITHER_WAY = ("llava", "llava_onevision")
 """Multimodal models that are also tied if only their `text_config` says so."""
-UNSCALED = ("aya_vision", "cohere2_vision")
-"""Multimodal models that ignore the `logit_scale` of their `text_config`."""
+OWN_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+"""Fields of a `text_config` that multimodal models ignore, since they have a head of their own, and the values without
+effect."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of a multimodal config that its `text_config` may lack."""
 
@@ -92,8 +93,10 @@ def language_part(fields: Fields) -> Fields | None:
     if not tied and outer in TIED_EITHER_WAY:
         tied = nested.get("tie_word_embeddings", tied)
     around = {name: fields.raw[name] for name in IDS if name in fields.raw}
-    changed = {"tie_word_embeddings": tied} | ({"logit_scale": 1.0} if outer in UNSCALED else {})
-    return Fields({**around, **nested, **changed}, f"{fields.where}: text_config")
+    part = Fields({**around, **nested, "tie_word_embeddings": tied}, f"{fields.where}: text_config")
+    declared = family_of(part).defaults
+    part.raw |= {name: value for name, value in OWN_HEAD.items() if name in declared}
+    return part
 
 
 def family_of(fields: Fields) -> Family:
