@@ -49,7 +49,7 @@ def state(step):
     return {"weight": jnp.float32(weight), "moment": jnp.bfloat16(weight**2), "step": jnp.int32(step)}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_resharding_from_1_to_8_to_2x4_devices_and_back_is_exact(checkpointer):
     checkpointer.save(1, state(1), data={"next": 3}, meta={"loss": 0.1})
     checkpointer.wait()

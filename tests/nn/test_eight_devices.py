@@ -93,8 +93,9 @@ def batch():
     return made
 
 
-@pytest.mark.parametrize("model", [latent, pytest.param(fused, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mesh", [TENSOR, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["fsdp, tensor", "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [latent, fused])
+@pytest.mark.parametrize("mesh", [TENSOR, FSDP], ids=["fsdp, tensor", "fsdp"])
 def test_eight_devices_agree_with_one(model, mesh):
     one, many = steps(model(), batch(), [ONE, mesh], CrossEntropy.Config(z_loss=1e-2, chunk=3))
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)

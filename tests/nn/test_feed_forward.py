@@ -6,8 +6,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract
-from axcore.nn import ClampedSwiGLU, FeedForward, Gating, Linear, TransformerLayer, combined
-from axcore.nn.activations import squared_relu
+from axcore.nn import ClampedSwiGLU, FeedForward, Gating, Linear, TransformerLayer, combined, squared_relu
 
 from .support import call, parameters, wide
 

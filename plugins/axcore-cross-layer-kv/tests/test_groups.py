@@ -182,7 +182,12 @@ SHARES, BORROWS = "decoder.layers.layers.0.attention", "decoder.layers.layers.1.
 @pytest.mark.parametrize(
     ("path", "change", "error", "message"),
     [
-        (SHARES, {"cache": None}, ContextError, r"^decoder\.layers\.\*\.layers\.1\.attention\.cache .*requires an earlier"),
+        (
+            SHARES,
+            {"cache": None},
+            ContextError,
+            r"^decoder\.layers\.\*\.layers\.1\.attention\.cache .*requires an earlier",
+        ),
         (SHARES, {"key": None, "value": None}, ax.ConfigError, r"layers\.0\.attention\.cache: .* no key and value"),
         (SHARES, {"num_kv_heads": 1}, ax.ConfigError, r"layers\.1\.attention\.cache: .*\(1, 2\), .* has \(2, 2\)"),
         (BORROWS, {"key": Linear.Config(), "value": Linear.Config()}, ax.ConfigError, r"layers\.1.*would not be used"),

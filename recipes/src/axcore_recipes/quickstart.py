@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import axcore as ax
-from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Repeat, Zeros
-from axcore.nn.activations import squared_relu
+from axcore.nn import Attention, CausalLM, FanIn, FeedForward, Linear, Repeat, Zeros, squared_relu
 from axcore.train import AdamW, CrossEntropy, Learner, Saving, Trainer, WarmupStableDecay
 from axcore.train.data import ByteTokenizer, TextInput
 from axcore_recipes.corpus import StandardLibrary

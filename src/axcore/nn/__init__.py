@@ -2,6 +2,7 @@
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.module import DecodingState
+from axcore.nn.activations import exact_gelu, squared_relu
 from axcore.nn.attention.base import BaseAttention
 from axcore.nn.attention.choice import ChooseKernel, attend, put_kernel, use_kernels
 from axcore.nn.attention.grouped_query import Attention
@@ -119,6 +120,7 @@ __all__ = [
     "combined",
     "dropout",
     "edit_layers",
+    "exact_gelu",
     "ffn_arguments",
     "for_decoding",
     "layers_of",
@@ -126,6 +128,7 @@ __all__ = [
     "put_kernel",
     "refusal",
     "sized",
+    "squared_relu",
     "stacked",
     "stock",
     "unstack_arrays",

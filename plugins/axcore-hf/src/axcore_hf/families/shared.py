@@ -19,9 +19,10 @@ from axcore.nn import (
     SameSegment,
     SlidingWindow,
     TransformerLayer,
+    exact_gelu,
+    squared_relu,
     stacked,
 )
-from axcore.nn.activations import exact_gelu, squared_relu
 from axcore_hf.families.rope import LAYER_TYPES, head_dim, rope
 from axcore_hf.family import Rule, Rules, rule
 from axcore_hf.fields import Fields, NotNull, is_whole
