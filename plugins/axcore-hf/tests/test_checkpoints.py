@@ -23,7 +23,7 @@ from axcore_hf.families.shared import fixed
 from axcore_hf.family import Family
 from axcore_hf.sources import INDEX, SINGLE
 from axcore_hf.tokenizer import HFTokenizer
-from axcore_hf.transforms import Fused, Interleaved, InterleavedRope, PerHead, Stacked, Transposed
+from axcore_hf.transforms import ByHead, Fused, Interleaved, InterleavedRope, Stacked, Transposed
 
 from .parity.test_parity import RECORDED, tensors
 
@@ -260,7 +260,7 @@ def test_case_a_model_folder_that_no_process_can_open_is_not_written(checkpoint,
         (Fused(), [(3, 4), (3, 2), (3, 2)]),
         (Fused(), [(4,), (2,)]),
         (Fused(transposed=False), [(3, 4), (3, 4)]),
-        (PerHead(2), [(3, 4), (3, 6)]),
+        (ByHead(2), [(3, 4), (3, 6)]),
         (Interleaved(), [(2, 3, 4), (2, 3, 4)]),
         (Stacked(), [(3, 2, 4)]),
         (InterleavedRope(2), [(3, 8)]),

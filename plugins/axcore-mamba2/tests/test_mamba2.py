@@ -205,8 +205,8 @@ def test_invalid_configs_are_rejected(edit, message):
 def test_other_errors_name_the_value():
     with pytest.raises(ax.ConfigError, match=r"low must be at most high, not 2\.0 and 1\.0"):
         LogRates(low=2.0, high=1.0)
-    with pytest.raises(ax.ConfigError, match="input_dim=6 is not a multiple of num_groups=4"):
-        abstract(GatedRMSNorm.Config(input_dim=6, num_groups=4))
+    with pytest.raises(ax.ConfigError, match="input_dim=6 is not a multiple of groups=4"):
+        abstract(GatedRMSNorm.Config(input_dim=6, groups=4))
     fn, params, state = layer(batch_size=2)
     with pytest.raises(ax.ConfigError, match="keeps the state of batch_size=2 rows but was called with 3"):
         call(fn, params, state, inputs(batch=3), span(0, SEQ))

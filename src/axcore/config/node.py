@@ -261,9 +261,6 @@ class Configurable:
     if TYPE_CHECKING:
         Config: type[Any]  # Any: each subclass has its own
 
-    keeps_slot: ClassVar[bool] = False
-    """Whether `put` leaves nodes of this class in their slot, because the node above does not work without them."""
-
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         node: type[Config] | None = cls.__dict__.get("Config")

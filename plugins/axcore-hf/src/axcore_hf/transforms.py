@@ -108,7 +108,7 @@ class Fused(Transform):
 
 
 @dataclasses.dataclass(frozen=True)
-class PerHead(Transform):
+class ByHead(Transform):
     """One of their tensors [heads * features, in], or the bias [heads * features], contains, head by head, the features
     of several of ours [in, heads * features]."""
 

@@ -57,7 +57,7 @@ class Mamba2(ax.Layer):
         """Initializer of the bias of dt, before the softplus."""
         D_init: Initializer = Ones()
         norm: ax.Layer.Config = GatedRMSNorm.Config()
-        """Called as `(heads, z)`, both [batch, seq, expand * input_dim]. Receives `input_dim` and `num_groups`."""
+        """Called as `(heads, z)`, both [batch, seq, expand * input_dim]. Receives `input_dim` and `groups`."""
         out_proj: Linear.Config = Linear.Config()
         batch_size: ax.PositiveInt | None = None
         """Number of rows that are decoded together. Their state is kept for the next call. None keeps no state."""
@@ -96,7 +96,7 @@ class Mamba2(ax.Layer):
         self.A_log = self.param("A_log", (num_heads,), cfg.A_init, rngs, axes=("head",))
         self.dt_bias = self.param("dt_bias", (num_heads,), cfg.dt_init, rngs, axes=("head",))
         self.D = self.param("D", (num_heads,), cfg.D_init, rngs, axes=("head",))
-        self.norm = self.child("norm", cfg.norm, rngs, input_dim=inner, num_groups=cfg.num_groups)
+        self.norm = self.child("norm", cfg.norm, rngs, input_dim=inner, groups=cfg.num_groups)
         wide = {"input_dim": inner, "output_dim": cfg.input_dim, "axes": ("head", "embed")}
         self.out_proj = self.child("out_proj", cfg.out_proj, rngs, **wide)
         self.state = self.segment = self.length = nnx.data(None)

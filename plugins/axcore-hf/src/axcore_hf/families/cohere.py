@@ -43,7 +43,7 @@ def _norm(fields: Fields) -> LayerNorm.Config:
 
 
 def _layer(fields: Fields, **more: Any) -> ParallelLayer.Config:
-    """Args: more: arguments of attention."""
+    """A layer; `more` are arguments of attention."""
     return ParallelLayer.Config(norm=_norm(fields), attention=attention(fields, **more), ffn=feed_forward(fields))
 
 

@@ -25,7 +25,7 @@ from axcore_hf.families.shared import (
 )
 from axcore_hf.family import Family, Rule, rule
 from axcore_hf.fields import Fields, OrNull
-from axcore_hf.transforms import Fused, PerHead
+from axcore_hf.transforms import ByHead, Fused
 from axcore_moe.experts import Experts
 from axcore_moe.layer import MoE
 from axcore_moe.router import TopK
@@ -112,7 +112,7 @@ def rules(cfg: Any) -> Sequence[Rule]:
     mixer = layer.attention
     query = "q_b_proj" if mixer.q_lora_rank is not None else "q_proj"
     ups = f"{OURS}.key_up.weight", f"{OURS}.value_up.weight"
-    up = rule(ups, f"{HEADS}.kv_b_proj.weight", PerHead(mixer.num_heads))
+    up = rule(ups, f"{HEADS}.kv_b_proj.weight", ByHead(mixer.num_heads))
     return fixed((*FIXED, *linear(f"{OURS}.query_up", f"{HEADS}.{query}"), up))(cfg)
 
 

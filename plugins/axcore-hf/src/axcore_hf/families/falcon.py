@@ -8,10 +8,10 @@ from typing import Any
 from axcore.config import ConfigError
 from axcore.nn import Attention, FeedForward, LayerNorm, Linear, ParallelLayer, TransformerLayer, layers_of
 from axcore_hf.families.rope import ROPE, rope
-from axcore_hf.families.shared import activation, causal_lm, check_heads, fixed, layer_norm, linear
+from axcore_hf.families.shared import activation, causal_lm, check_heads, fixed, fused_by_head, layer_norm, linear
 from axcore_hf.family import Family, Rule, rule
 from axcore_hf.fields import Fields
-from axcore_hf.transforms import PerHead, Transposed
+from axcore_hf.transforms import Transposed
 from axcore_rope.alibi import Alibi
 
 
@@ -66,10 +66,6 @@ def _feed_forward(fields: Fields) -> FeedForward.Config:
 LAYER = "transformer.h.{i}"
 
 
-def _heads(part: str) -> tuple[str, ...]:
-    return tuple(f"decoder.{{i}}.attention.{name}.{part}" for name in ("query", "key", "value"))
-
-
 FIXED: tuple[Rule, ...] = (
     rule("embedding.weight", "transformer.word_embeddings.weight"),
     *layer_norm("norm", "transformer.ln_f"),
@@ -84,13 +80,9 @@ APART = (*layer_norm("decoder.{i}.norm", f"{LAYER}.ln_attn"), *layer_norm("decod
 AFTER = layer_norm("decoder.{i}.ffn_norm", f"{LAYER}.post_attention_layernorm")
 
 
-WEIGHTS = ("weight", "bias")
-
-
 def rules(cfg: Any) -> Sequence[Rule]:
     layer: Any = layers_of(cfg.decoder)[0].config
-    by_head = PerHead(layer.attention.num_kv_heads)
-    fused = [rule(_heads(part), f"{LAYER}.self_attention.query_key_value.{part}", by_head) for part in WEIGHTS]
+    fused = fused_by_head(f"{LAYER}.self_attention.query_key_value", layer.attention.num_kv_heads)
     norms = AFTER if isinstance(layer, TransformerLayer.Config) else SHARED if layer.ffn_norm is None else APART
     return fixed((*FIXED, *fused, *norms), "transformer.word_embeddings.weight")(cfg)
 

@@ -13,12 +13,13 @@ from axcore_hf.families.shared import (
     check_heads,
     feed_forward,
     fixed,
+    fused_by_head,
     layer_norm,
     linear,
 )
 from axcore_hf.family import Family, Rule, rule
 from axcore_hf.fields import Fields
-from axcore_hf.transforms import PerHead, Transposed
+from axcore_hf.transforms import Transposed
 
 
 def gpt_neox(fields: Fields) -> Any:
@@ -61,10 +62,6 @@ def _position(fields: Fields, head_dim: int) -> Any:
 LAYER = "gpt_neox.layers.{i}"
 
 
-def _heads(part: str) -> tuple[str, ...]:
-    return tuple(f"decoder.{{i}}.attention.{name}.{part}" for name in ("query", "key", "value"))
-
-
 FIXED: tuple[Rule, ...] = (
     rule("embedding.weight", "gpt_neox.embed_in.weight"),
     *layer_norm("norm", "gpt_neox.final_layer_norm"),
@@ -81,8 +78,7 @@ FIXED: tuple[Rule, ...] = (
 
 def rules(cfg: Any) -> Sequence[Rule]:
     layer: Any = layers_of(cfg.decoder)[0].config
-    by_head = PerHead(layer.attention.num_heads)
-    fused = [rule(_heads(part), f"{LAYER}.attention.query_key_value.{part}", by_head) for part in ("weight", "bias")]
+    fused = fused_by_head(f"{LAYER}.attention.query_key_value", layer.attention.num_heads)
     return fixed((*FIXED, *fused), "gpt_neox.embed_in.weight")(cfg)
 
 

@@ -10,13 +10,12 @@ from axcore_hf.families.rope import ROPE
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
-    LAYER,
+    LAYER_NORMS,
     MLP,
     attention,
     causal_lm,
     feed_forward,
     fixed,
-    layer_norm,
     sizes,
 )
 from axcore_hf.family import Family
@@ -38,9 +37,7 @@ def nemotron(fields: Fields) -> Any:
 
 RULES = (
     *EMBEDDINGS,
-    *layer_norm("norm", "model.norm"),
-    *layer_norm("decoder.{i}.attention_norm", f"{LAYER}.input_layernorm"),
-    *layer_norm("decoder.{i}.ffn_norm", f"{LAYER}.post_attention_layernorm"),
+    *LAYER_NORMS,
     *ATTENTION,
     *MLP,
 )

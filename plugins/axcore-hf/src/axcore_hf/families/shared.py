@@ -26,7 +26,7 @@ from axcore.nn import (
 from axcore_hf.families.rope import LAYER_TYPES, head_dim, rope
 from axcore_hf.family import Rule, Rules, rule
 from axcore_hf.fields import Fields, NotNull, is_whole
-from axcore_hf.transforms import Fused, Stacked, Tied, Transposed
+from axcore_hf.transforms import ByHead, Fused, Stacked, Tied, Transposed
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -214,6 +214,15 @@ def layer_norm(ours: str, theirs: str) -> tuple[Rule, Rule]:
     return rule(f"{ours}.scale", f"{theirs}.weight"), rule(f"{ours}.bias", f"{theirs}.bias")
 
 
+def fused_by_head(theirs: str, heads: int) -> tuple[Rule, Rule]:
+    """Rules of queries, keys and values that are one linear map in the checkpoint, for one head after the other."""
+    weights, biases = (
+        tuple(f"decoder.{{i}}.attention.{name}.{part}" for name in ("query", "key", "value"))
+        for part in ("weight", "bias")
+    )
+    return rule(weights, f"{theirs}.weight", ByHead(heads)), rule(biases, f"{theirs}.bias", ByHead(heads))
+
+
 LAYER = "model.layers.{i}"
 ATTENTION: tuple[Rule, ...] = (
     *linear("decoder.{i}.attention.query", f"{LAYER}.self_attn.q_proj"),
@@ -230,6 +239,11 @@ NORMS: tuple[Rule, ...] = (
 OUTPUT_NORMS: tuple[Rule, ...] = (
     rule("decoder.{i}.attention_output_norm.scale", f"{LAYER}.post_attention_layernorm.weight"),
     rule("decoder.{i}.ffn_output_norm.scale", f"{LAYER}.post_feedforward_layernorm.weight"),
+)
+LAYER_NORMS: tuple[Rule, ...] = (
+    *layer_norm("norm", "model.norm"),
+    *layer_norm("decoder.{i}.attention_norm", f"{LAYER}.input_layernorm"),
+    *layer_norm("decoder.{i}.ffn_norm", f"{LAYER}.post_attention_layernorm"),
 )
 MLP: tuple[Rule, ...] = (
     *linear("decoder.{i}.ffn.gate", f"{LAYER}.mlp.gate_proj"),

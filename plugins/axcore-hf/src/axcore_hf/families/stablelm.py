@@ -11,6 +11,7 @@ from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
     LAYER,
+    LAYER_NORMS,
     MLP,
     attention,
     causal_lm,
@@ -42,10 +43,8 @@ def stablelm(fields: Fields) -> Any:
 
 FIXED = (
     *EMBEDDINGS,
-    *layer_norm("norm", "model.norm"),
+    *LAYER_NORMS,
     *layer_norm("decoder.{i}.norm", f"{LAYER}.input_layernorm"),
-    *layer_norm("decoder.{i}.attention_norm", f"{LAYER}.input_layernorm"),
-    *layer_norm("decoder.{i}.ffn_norm", f"{LAYER}.post_attention_layernorm"),
     *ATTENTION,
     *MLP,
 )

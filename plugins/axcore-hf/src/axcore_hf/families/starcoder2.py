@@ -10,11 +10,11 @@ from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
     LAYER,
+    LAYER_NORMS,
     attention,
     causal_lm,
     feed_forward,
     fixed,
-    layer_norm,
     linear,
     sizes,
     window,
@@ -36,9 +36,7 @@ def starcoder2(fields: Fields) -> Any:
 
 RULES = (
     *EMBEDDINGS,
-    *layer_norm("norm", "model.norm"),
-    *layer_norm("decoder.{i}.attention_norm", f"{LAYER}.input_layernorm"),
-    *layer_norm("decoder.{i}.ffn_norm", f"{LAYER}.post_attention_layernorm"),
+    *LAYER_NORMS,
     *ATTENTION,
     *linear("decoder.{i}.ffn.up", f"{LAYER}.mlp.c_fc"),
     *linear("decoder.{i}.ffn.down", f"{LAYER}.mlp.c_proj"),
