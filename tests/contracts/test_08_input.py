@@ -88,6 +88,7 @@ def run_under_a_limit(code, tmp_path, limit_mb, *more):
     assert "ok " in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_corpus_of_ten_times_the_memory_limit_is_read(tmp_path):
     run_under_a_limit(READ, tmp_path, 24, "64", "3000")
 

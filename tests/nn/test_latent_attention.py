@@ -225,7 +225,8 @@ def rms(x):
     return np.sqrt(np.square(x).mean())
 
 
-@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_decoding_a_scanned_model_equals_one_full_call(compute):
     cfg = model().set(dtypes=ax.DTypes(compute=compute))
     built = cfg.build(rngs=ax.Rngs(0))

@@ -40,7 +40,7 @@ def test_processes_communicate_without_failures(name):
         pytest.param("busy", 0, "failed while the other was busy", 2, marks=pytest.mark.slow),
         pytest.param("busy", 1, "failed while the other was busy", 2, marks=pytest.mark.slow),
         pytest.param("SIGKILL", 0, "it was killed by SIGKILL", 137, marks=pytest.mark.slow),
-        ("SIGKILL", 1, "it was killed by SIGKILL", 137),
+        pytest.param("SIGKILL", 1, "it was killed by SIGKILL", 137, marks=pytest.mark.slow),
     ],
 )
 def test_case_the_failure_of_one_ends_both(name, victim, message, exit_code):

@@ -34,7 +34,8 @@ def test_both_processes_stop_after_the_same_step(start, capfd, name):
     assert "[0] steps 6" in out and "[1] steps 6" in out
 
 
-@pytest.mark.parametrize("name", ["evaluator", pytest.param("disabled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["evaluator", "disabled"])
 def test_an_evaluator_error_on_one_process_ends_both(start, name):
     began = time.monotonic()
     with pytest.raises(LaunchFailed, match=r"process 1 of 2 failed: .*the data of process 1 cannot be read"):

@@ -57,6 +57,7 @@ def losses(folder):
     return {line["step"]: line["train/loss"] for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line}
 
 
+@pytest.mark.slow
 def test_adapters_learn_and_the_base_is_bit_identical(config, tmp_path):
     program = config.build().program()
     before = by_path(jax.device_get(program.init(jnp.uint32(config.seed)).params))

@@ -103,6 +103,7 @@ def test_eight_devices_match_one(dispatch):
         np.testing.assert_allclose(eight["updates"][path], update, rtol=1e-3, atol=atol, err_msg=path)
 
 
+@pytest.mark.slow
 def test_run_learns_and_warns_about_starved_experts(tmp_path, capsys):
     (tmp_path / "corpus").mkdir()
     for number in range(40):

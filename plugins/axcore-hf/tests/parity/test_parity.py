@@ -30,10 +30,10 @@ pytestmark = pytest.mark.long
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 FAMILIES = sorted(folder.name for folder in RECORDED.iterdir() if folder.is_dir())
 DIFFERENT = (
-    *("cohere2", "deepseek_v3", "falcon_rw", "gemma3", "gpt2", "gpt_oss", "granite", "phi3", "qwen2_moe"),
+    *("cohere2", "deepseek_v3", "falcon_rw", "gemma3", "gpt2", "gpt_oss", "granite", "qwen2_moe"),
     "stablelm_parallel",
 )
-"""Families that together use every option of the layers. CI compares the gradients of these."""
+"""Families with the most options of their own. CI compares the gradients of these."""
 TOLERANCE = 1e-4
 NOTHING = 1e-6  # relative to the largest gradient; smaller gradients are rounding errors of zero
 SHORT = 10  # tokens of the first document of a packed row
