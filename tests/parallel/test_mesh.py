@@ -8,12 +8,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from axcore.config import ConfigError
-from axcore.parallel import FSDP_RULES, Layout, Mesh, Remat, SaveMatmuls, SaveNames, constrain, is_sharded
+from axcore.parallel import STANDARD_RULES, Layout, Mesh, Remat, SaveMatmuls, SaveNames, constrain, is_sharded
 
 EIGHT = jax.devices()[:1] * 8  # no array is placed on them
 
 
-def layout(rules=FSDP_RULES, **sizes):
+def layout(rules=STANDARD_RULES, **sizes):
     sizes = sizes or {"data": 2, "fsdp": 4}
     return Layout(AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)), rules)
 
@@ -36,12 +36,38 @@ def test_a_shape_that_does_not_fill_the_devices_raises(shape):
 
 
 def test_a_rule_to_an_unknown_mesh_axis_raises_and_lists_the_axes():
-    with pytest.raises(
-        ConfigError, match=r"mesh\.rules: 'mlp' maps to 'tensor', which is not an axis of the mesh: data, fsdp"
-    ):
-        Mesh(rules={"mlp": "tensor"}).make(jax.devices()[:1])
-    with pytest.raises(ConfigError, match=r"'batch' maps to 'expert'"):
-        Mesh(rules={"batch": ("data", "expert")}).make(jax.devices()[:1])
+    with pytest.raises(ConfigError, match=r"mesh\.rules: 'mlp' maps to 'tensr'.*Known: data, fsdp, pipeline, expert"):
+        Mesh(rules={"mlp": "tensr"}).make(jax.devices()[:1])
+    with pytest.raises(ConfigError, match=r"'batch' maps to 'rows'"):
+        Mesh(rules={"batch": ("data", "rows")}).make(jax.devices()[:1])
+
+
+def test_the_standard_rules_serve_any_shape():
+    for shape in ({"data": 8}, {"tensor": 2, "fsdp": 4}, {"expert": 8}):
+        made = Mesh(shape=shape).abstract(8, "cpu")
+        assert set(made.axes_of("batch")) == shape.keys() - {"tensor"}
+        assert made.axes_of("mlp") == (("tensor",) if "tensor" in shape else ())
+
+
+def test_the_order_of_mesh_axes_does_not_depend_on_the_order_of_the_shape():
+    made = Mesh(shape={"tensor": 2, "mine": 1, "data": -1, "pipeline": 2}).abstract(8, "cpu")
+    assert made.mesh.axis_names == ("pipeline", "data", "mine", "tensor")
+    assert made.mesh.axis_sizes == (2, 2, 1, 2)
+
+
+def test_seq_uses_a_mesh_axis_only_if_no_other_dimension_does():
+    shards = Mesh(shape={"context": 2, "tensor": 4}, rules={"seq": ("context", "tensor"), "head": "tensor"})
+    made = shards.abstract(8, "cpu")
+    assert made.spec(("batch", "seq", "embed_activation")) == PartitionSpec(None, ("context", "tensor"), None)
+    assert made.spec(("batch", "seq", "head", None)) == PartitionSpec(None, "context", "tensor", None)
+
+
+def test_axes_of_an_enclosing_shard_map_are_not_used_again():
+    outer = layout(pipeline=2, fsdp=4).inside({"pipeline"})
+    assert outer.automatic == ("fsdp",)
+    assert outer.num_shards == 4
+    assert outer.spec(("batch", "embed")) == PartitionSpec("fsdp", None)
+    assert outer.inside(("fsdp",)).spec(("batch", "embed")) == PartitionSpec(None, None)
 
 
 @pytest.mark.parametrize("shape", [{"data": "8"}, {"data": 1.5}, {"data": True}, [1]], ids=str)

@@ -2,14 +2,16 @@
 
 import axcore.parallel.codecs
 import axcore.preflight  # noqa: F401 - before anything below imports flax
-from axcore.parallel.axes import LOGICAL_AXES
-from axcore.parallel.mesh import FSDP_RULES, Layout, Mesh, active_layout, constrain, is_sharded
+from axcore.parallel.axes import LOGICAL_AXES, MESH_AXES, STANDARD_RULES
+from axcore.parallel.layout import Layout, active_layout, constrain, is_sharded
+from axcore.parallel.mesh import Mesh
 from axcore.parallel.remat import Remat, SaveMatmuls, SaveNames
 from axcore.parallel.shard import shard_map
 
 __all__ = [
-    "FSDP_RULES",
     "LOGICAL_AXES",
+    "MESH_AXES",
+    "STANDARD_RULES",
     "Layout",
     "Mesh",
     "Remat",

@@ -1,4 +1,4 @@
-"""Logical axes: the names of array dimensions that mesh rules map to mesh axes."""
+"""Logical axes, which are names of array dimensions, and the mesh axes that rules map them to."""
 
 from __future__ import annotations
 
@@ -24,3 +24,37 @@ LOGICAL_AXES: Mapping[str, str] = FrozenDict(
 )
 """The logical axes of the core and their meanings. Parameters may use other names. A layer whose activations have
 further axes declares them in `Layer.activation_axes`."""
+
+MeshAxes = str | tuple[str, ...] | None
+"""The mesh axes of a logical axis, in rules and in partition specs."""
+
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+"""The standard mesh axes, in mesh order: those that need the fastest links come last.
+
+pipeline: stages of layers. data: replicas of the parameters. fsdp: shards of the parameters and of the batch. expert:
+shards of the experts and of the batch. context: shards of the sequence. tensor: shards of heads and hidden features."""
+
+STANDARD_RULES: Mapping[str, MeshAxes] = FrozenDict(
+    {
+        "batch": ("data", "fsdp", "expert"),
+        "seq": "context",
+        "embed": ("fsdp", "expert", "context"),
+        "expert": "expert",
+        "head": "tensor",
+        "kv_head": "tensor",
+        "mlp": "tensor",
+        "vocab": "tensor",
+    }
+)
+"""Rules for any mesh of the standard axes. Parameters other than experts are sharded over expert and context too, whose
+devices would otherwise hold copies."""
+
+
+def group_of(axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes of a rule or of one entry of a partition spec, as a tuple."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def entry_of(group: tuple[str, ...]) -> MeshAxes:
+    """The entry of a partition spec for these mesh axes."""
+    return group if len(group) > 1 else group[0] if group else None

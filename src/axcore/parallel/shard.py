@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -18,7 +16,8 @@ from axcore.module import ContextError, GradientState
 from axcore.module.collections import Collections
 from axcore.module.lifted import Body, Lifted
 from axcore.module.pure import axes_of
-from axcore.parallel.mesh import Layout, active_layout, entry_of, group_of
+from axcore.parallel.axes import entry_of, group_of
+from axcore.parallel.layout import Layout, active_layout
 
 
 def shard_map(
@@ -29,7 +28,7 @@ def shard_map(
     gather: Iterable[str] = (),
     layout: Layout | None = None,
 ) -> Body:
-    """`jax.shard_map` over all axes of the mesh, for `fn(module, *args)`.
+    """`jax.shard_map` for `fn(module, *args)`, over all mesh axes that no enclosing `shard_map` handles.
 
     Each device receives its shards of the arguments, parameters and other Variables. The partition specs of Variables
     follow from their logical axes and the rules of the layout. A sharded parameter stays sharded unless its mesh axes
@@ -48,23 +47,22 @@ def shard_map(
         layout: The layout to use instead of the active one.
 
     Raises:
-        ContextError: No layout is active, the call is inside another `shard_map`, or `fn` reports captured outputs or
-            writes a Variable without axes.
+        ContextError: No layout is active, an enclosing `shard_map` handles all mesh axes, or `fn` reports captured
+            outputs or writes a Variable without axes.
         ConfigError: `gather` names an axis that the mesh does not have, or a Variable is not divisible into shards.
     """
 
     def wrapped(module: nnx.Module, *args: PyTree) -> PyTree:
         lifted = Lifted.of(module, "shard_map")
         here = _usable(layout, lifted)
-        axes = tuple(here.mesh.axis_names)
+        axes = here.automatic
         if unknown := [axis for axis in gather if axis not in axes]:
             raise ConfigError(f"gather names {', '.join(unknown)}, but the axes of the mesh are {', '.join(axes)}")
         specs = [_specs(tree, here, frozenset(gather)) for tree in (lifted.params, lifted.state)]
-        inside = dataclasses.replace(here, manual=True)
 
         def body(params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree, Collections | None]:
             state = _keep_largest(state, specs[1], here)
-            with inside.active():
+            with here.inside(axes).active():
                 output, state, collections = lifted.call(fn, params, state, *args, number=jax.lax.axis_index(axes))
             _check_writes(lifted)
             if collections is not None and collections.outputs:
@@ -73,7 +71,8 @@ def shard_map(
 
         mapped = jax.shard_map(
             body,
-            mesh=here.mesh,
+            mesh=None if here.manual else here.mesh,  # inside another shard_map the mesh is that of the context
+            axis_names=set(axes),
             in_specs=(*specs, *in_specs),
             out_specs=(out_specs, specs[1], PartitionSpec()),
             check_vma=False,
@@ -86,12 +85,11 @@ def shard_map(
 
 
 def _usable(layout: Layout | None, lifted: Lifted) -> Layout:
-    where, active = lifted.caller.describe(), active_layout()
-    if active is not None and active.manual:
-        raise ContextError(f"{where} runs shard_map inside another shard_map")
-    layout = layout if layout is not None else active
+    where, layout = lifted.caller.describe(), layout if layout is not None else active_layout()
     if layout is None:
         raise ContextError(f"{where} runs shard_map, but no layout is active. Call it inside `layout.active()`")
+    if not layout.automatic:
+        raise ContextError(f"{where} runs shard_map inside another shard_map over all axes of the mesh")
     return layout
 
 
@@ -150,8 +148,8 @@ def _keep_largest(state: PyTree, specs: PyTree[PartitionSpec], layout: Layout) -
         if not isinstance(variable, GradientState):
             return variable
         named = {axis for dimension in jax.tree.leaves(spec)[0] for axis in group_of(dimension)}
-        over = tuple(axis for axis in layout.mesh.axis_names if axis not in named)
-        return jax.tree.map(lambda x: _largest(x, over, math.prod(layout.mesh.shape[axis] for axis in over)), variable)
+        over = tuple(axis for axis in layout.automatic if axis not in named)
+        return jax.tree.map(lambda x: _largest(x, over, layout.size_of(over)), variable)
 
     return jax.tree.map(guarded, state, specs, is_leaf=lambda node: isinstance(node, nnx.Variable))
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import axcore as ax
-from axcore.module import cond, remat
+from axcore.module import ContextError, cond, remat
 from axcore.nn import Blocks, GroupedMatmul
 from axcore.parallel import Layout, active_layout, shard_map
-from axcore.parallel.mesh import group_of
+from axcore.parallel.axes import group_of
 from axcore_moe.dispatch import Dispatch, Dropless, by_expert
 from axcore_moe.experts import Experts
 from axcore_moe.routing import Routing, RowAssignment
@@ -40,7 +40,9 @@ class Exchange(Dispatch):
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         layout = active_layout()
-        axes = group_of(layout.rules.get("expert")) if layout is not None else ()
+        axes = layout.axes_of("expert") if layout is not None else ()
+        if layout is not None and layout.manual.intersection(group_of(layout.rules.get("expert"))):
+            raise ContextError("dispatch=Exchange runs inside a shard_map over the mesh axes of the experts")
         if layout is None or layout.size_of(axes) == 1:
             return Dropless(matmul=self.matmul)(experts, x, routing)
         if routing.choices is None:
@@ -49,7 +51,7 @@ class Exchange(Dispatch):
                 "With this router use dispatch=Dropless()."
             )
         tokens, num_experts = x.shape[0], routing.num_experts
-        missing = -tokens % layout.mesh.size
+        missing = -tokens % layout.num_shards
 
         def padded(values: jax.Array, fill: float) -> jax.Array:
             by_choice = values.reshape(routing.choices, tokens)
@@ -84,7 +86,7 @@ class Exchange(Dispatch):
             expert: int32 [choices, tokens]; `num_experts` for padding.
             weight: float32 [choices, tokens].
             axes: mesh axes that the experts are sharded over, into `count` shards.
-            over: all mesh axes.
+            over: all axes of this `shard_map`.
 
         Returns:
             [tokens, input_dim], the weighted sum over each token's experts; and the number of dropped pairs on all
@@ -141,5 +143,5 @@ def _exchanged(
 
 
 def _all_axes(layout: Layout) -> tuple[str, ...]:
-    """Every mesh axis, those of `batch` and `seq` first, so that tokens stay on their device."""
-    return tuple(dict.fromkeys((*layout.axes_of("batch"), *layout.axes_of("seq"), *layout.mesh.axis_names)))
+    """Every automatic mesh axis, those of `batch` and `seq` first, so that tokens stay on their device."""
+    return tuple(dict.fromkeys((*layout.axes_of("batch"), *layout.axes_of("seq"), *layout.automatic)))

@@ -13,7 +13,7 @@ from axcore.nn.attention.kernel import AttentionKernel, checked
 from axcore.nn.attention.request import KernelRequest
 from axcore.nn.kv.views import Contiguous, KVView, token_axes
 from axcore.parallel import Layout, active_layout, is_sharded, shard_map
-from axcore.parallel.mesh import MeshAxes
+from axcore.parallel.axes import MeshAxes
 
 
 @dataclasses.dataclass(frozen=True)

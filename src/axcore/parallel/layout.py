@@ -1,0 +1,189 @@
+"""A device mesh with its rules, and the sharding that they give to each array."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree, Shaped
+
+from axcore.config import ConfigError
+from axcore.config.errors import did_you_mean
+from axcore.parallel.axes import LOGICAL_AXES, MeshAxes, entry_of, group_of
+
+Axis = Any  # Any: the type of UNCONSTRAINED is private to jax
+"""A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh with its rules."""
+
+    mesh: jax.sharding.Mesh | AbstractMesh
+    rules: Mapping[str, MeshAxes]
+    manual: frozenset[str] = frozenset()
+    """The mesh axes of the enclosing `shard_map`: arrays are shards of these axes already."""
+
+    def inside(self, axes: Iterable[str]) -> Layout:
+        """The layout inside a `shard_map` over these mesh axes."""
+        return dataclasses.replace(self, manual=self.manual.union(axes))
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The mesh axes that no enclosing `shard_map` handles, in mesh order."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.manual)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of devices over which an array can be sharded here: the product of the automatic axes."""
+        return self.size_of(self.automatic)
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices: "cpu", "gpu" or "tpu". The devices need not belong to this process.
+
+        Raises:
+            ConfigError: The mesh is abstract and has no `abstract_device`.
+        """
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return str(self.mesh.devices.flat[0].platform)
+        device = self.mesh.abstract_device
+        if device is None:
+            raise ConfigError(
+                f"the abstract mesh {dict(self.mesh.shape)} has no platform. Pass it an abstract_device, as in "
+                f"AbstractDevice(device_kind, num_cores, platform)"
+            )
+        return str(device.platform)
+
+    @property
+    def device_kind(self) -> str:
+        """The `device_kind` of the devices in JAX, such as "NVIDIA H100 80GB HBM3"; empty if unknown."""
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return str(self.mesh.devices.flat[0].device_kind)
+        device = self.mesh.abstract_device
+        return "" if device is None else str(device.device_kind)
+
+    def axes_of(self, name: str | None) -> tuple[str, ...]:
+        """The automatic mesh axes to which the rules map a logical axis. Axes that the mesh lacks are left out."""
+        group = () if name is None else group_of(self.rules.get(name))
+        return tuple(axis for axis in group if axis in self.automatic)
+
+    def size_of(self, axes: MeshAxes) -> int:
+        """The number of shards of a dimension that is sharded over these mesh axes."""
+        sizes = dict(self.mesh.shape)
+        return math.prod(sizes[axis] for axis in group_of(axes))
+
+    def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> PartitionSpec:
+        """The partition spec of an array with these logical axes. If several dimensions map to one mesh axis, the first
+        of them uses it, but `seq` only if no other does: with `seq` and `head` on one axis, attention is sharded by
+        heads and the residual stream by tokens (sequence parallelism, arXiv 2205.05198).
+
+        Args:
+            axes: The logical axis of each dimension. `PartitionSpec.UNCONSTRAINED` leaves the dimension to the
+                compiler.
+            shape: If given, trailing mesh axes are dropped from a dimension until they divide its size.
+        """
+        taken: set[str] = set()
+        dimensions = list(axes)
+        for index in sorted(range(len(axes)), key=lambda index: axes[index] == "seq"):
+            if axes[index] is PartitionSpec.UNCONSTRAINED:
+                continue
+            group = tuple(axis for axis in self.axes_of(axes[index]) if axis not in taken)
+            while shape is not None and shape[index] % self.size_of(group):
+                group = group[:-1]
+            taken.update(group)
+            dimensions[index] = entry_of(group)
+        return PartitionSpec(*dimensions)
+
+    def check_rules(self, declared: Iterable[str]) -> None:
+        """Checks that every rule maps an axis in `LOGICAL_AXES` or in `declared`, the axes of a model.
+
+        Raises:
+            ConfigError: A rule maps another axis.
+        """
+        known = sorted({*LOGICAL_AXES, *declared})
+        for name in self.rules:
+            if name not in known:
+                raise ConfigError(
+                    f"mesh.rules: {name!r} is not a logical axis of this model.{did_you_mean(name, known)} "
+                    f"Known: {', '.join(known)}. A layer declares further axes in `activation_axes`"
+                )
+
+    def sharding(self, *axes: Axis) -> NamedSharding:
+        """The sharding of an array with these logical axes."""
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def shardings(self, arrays: PyTree, axes: PyTree) -> PyTree[NamedSharding]:
+        """The sharding of each array.
+
+        Args:
+            arrays: A pytree of arrays or of `jax.ShapeDtypeStruct`.
+            axes: The logical axes of each array, as tuples, in a pytree of the same structure.
+
+        Raises:
+            ConfigError: The size of a dimension is not divisible by the number of its shards.
+        """
+
+        def place(
+            path: KeyPath[object], array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]
+        ) -> NamedSharding:
+            sharding = self.sharding(*names)
+            try:
+                sharding.shard_shape(array.shape)
+            except ValueError:
+                where = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise ConfigError(
+                    f"{where} of shape {array.shape} with axes {names} is not divisible into shards by {sharding.spec} "
+                    f"on the mesh {dict(self.mesh.shape)}"
+                ) from None
+            return sharding
+
+        return jax.tree_util.tree_map_with_path(place, arrays, axes)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes `constrain` place activations on this mesh."""
+        token = _layout.set(self)
+        try:
+            yield
+        finally:
+            _layout.reset(token)
+
+
+_layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("axcore_layout", default=None)
+
+
+def active_layout() -> Layout | None:
+    """The layout of the enclosing `Layout.active` block; None outside of one."""
+    return _layout.get()
+
+
+def is_sharded() -> bool:
+    """Whether activations may be sharded over several devices."""
+    layout = _layout.get()
+    return layout is not None and layout.num_shards > 1
+
+
+def constrain(x: Shaped[Array, ...], *axes: Axis) -> Shaped[Array, ...]:
+    """Constrains the sharding of an activation by the rules of the active layout.
+
+    Returns `x` unchanged if no layout is active, and inside a `shard_map` over the whole mesh. A dimension is replicated
+    if its axis is None. Mesh axes that do not divide the size of a dimension are dropped, as for the single token of a
+    decoding step.
+
+    Args:
+        axes: The logical axis of each dimension.
+    """
+    layout = _layout.get()
+    if layout is None or not is_sharded():
+        return x
+    if len(axes) != x.ndim:
+        raise ValueError(f"constrain: {len(axes)} axes {axes} do not match the dimensions of shape {x.shape}")
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.spec(axes, x.shape)))
