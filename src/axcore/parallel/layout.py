@@ -174,7 +174,7 @@ def is_sharded() -> bool:
 def constrain(x: Shaped[Array, ...], *axes: Axis) -> Shaped[Array, ...]:
     """Constrains the sharding of an activation by the rules of the active layout.
 
-    Returns `x` unchanged if no layout is active, and inside a `shard_map` over the whole mesh. A dimension is replicated
+    Returns `x` unchanged if no layout is active, and inside a `shard_map` over all mesh axes. A dimension is replicated
     if its axis is None. Mesh axes that do not divide the size of a dimension are dropped, as for the single token of a
     decoding step.
 
