@@ -3,6 +3,7 @@
 import axcore.parallel.codecs
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.parallel.axes import LOGICAL_AXES, MESH_AXES, STANDARD_RULES
+from axcore.parallel.context import ContextParallelism
 from axcore.parallel.layout import Layout, active_layout, constrain, is_sharded
 from axcore.parallel.mesh import Mesh
 from axcore.parallel.remat import Remat, SaveMatmuls, SaveNames
@@ -12,6 +13,7 @@ __all__ = [
     "LOGICAL_AXES",
     "MESH_AXES",
     "STANDARD_RULES",
+    "ContextParallelism",
     "Layout",
     "Mesh",
     "Remat",

@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree, Shaped
 from axcore.config import ConfigError
 from axcore.config.errors import did_you_mean
 from axcore.parallel.axes import LOGICAL_AXES, MeshAxes, entry_of, group_of
+from axcore.parallel.context import ContextParallelism
 
 Axis = Any  # Any: the type of UNCONSTRAINED is private to jax
 """A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`."""
@@ -30,6 +31,8 @@ class Layout:
     rules: Mapping[str, MeshAxes]
     manual: frozenset[str] = frozenset()
     """The mesh axes of the enclosing `shard_map`: arrays are shards of these axes already."""
+    context: ContextParallelism | None = None
+    """How attention computes when `seq` is sharded; None: keys and values are gathered."""
 
     def inside(self, axes: Iterable[str]) -> Layout:
         """The layout inside a `shard_map` over these mesh axes."""

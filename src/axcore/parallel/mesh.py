@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from axcore.config import Config, ConfigError, FrozenDict, PositiveInt
 from axcore.parallel.axes import MESH_AXES, STANDARD_RULES, MeshAxes, group_of
+from axcore.parallel.context import ContextParallelism
 from axcore.parallel.layout import Layout
 
 
@@ -30,6 +31,8 @@ class Mesh(Config):
 
     shape: Mapping[str, PositiveInt | Literal[-1]] = FrozenDict({"data": -1, "fsdp": 1})
     rules: Mapping[str, MeshAxes] = STANDARD_RULES
+    context: ContextParallelism.Config | None = None
+    """How attention computes when the rules shard `seq`; None: keys and values are gathered."""
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Layout:
         """The layout on these devices, by default on all devices.
@@ -40,7 +43,7 @@ class Mesh(Config):
         devices = jax.devices() if devices is None else devices
         sizes = self._sizes(len(devices))
         types = (AxisType.Auto,) * len(sizes)
-        return Layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices), self.rules)
+        return self._layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices))
 
     def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
         """The layout on `count` devices that this process does not have, for tracing and lowering.
@@ -52,7 +55,10 @@ class Mesh(Config):
         types = (AxisType.Auto,) * len(sizes)
         device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
-        return Layout(mesh, self.rules)
+        return self._layout(mesh)
+
+    def _layout(self, mesh: jax.sharding.Mesh | AbstractMesh) -> Layout:
+        return Layout(mesh, self.rules, context=None if self.context is None else self.context.build())
 
     def _sizes(self, count: int) -> dict[str, int]:
         """The size of each mesh axis for `count` devices, in the order of the mesh."""
