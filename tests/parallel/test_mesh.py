@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from axcore.config import ConfigError
 from axcore.parallel import STANDARD_RULES, Layout, Mesh, Remat, SaveMatmuls, SaveNames, constrain, is_sharded
+from axcore.train.step.reading import part_of
 
 EIGHT = jax.devices()[:1] * 8  # no array is placed on them
 
@@ -174,3 +175,22 @@ def test_save_names_keeps_only_the_given_names():
     assert jaxpr.count("dot_general[") == 3
     expected = jax.grad(lambda x: block(x, w).sum())(x)
     np.testing.assert_allclose(jax.grad(lambda x: wrapped(x, w).sum())(x), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("held", "parts"),
+    [
+        ({0: {0, 1}, 1: {2, 3}}, {0: (0, 2), 1: (1, 2)}),
+        ({0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}}, {0: (0, 1), 1: (0, 1)}),
+        ({0: {2, 3}, 1: {0, 1}, 2: {0, 1}, 3: {2, 3}}, {0: (1, 2), 1: (0, 2), 3: (1, 2)}),
+    ],
+    ids=["data", "tensor", "both"],
+)
+def test_processes_with_the_same_rows_read_the_same_part(held, parts):
+    assert {process: part_of(held, process, 4) for process in parts} == parts
+
+
+@pytest.mark.parametrize("held", [{0: {0, 2}, 1: {1, 3}}, {0: {0}, 1: {1, 2, 3}}, {0: {1, 2}, 1: {0, 3}}], ids=str)
+def test_rows_that_are_not_neighbours_in_a_process_raise(held):
+    with pytest.raises(ConfigError, match=r"mesh: of the 4 blocks of rows .* the devices of process"):
+        part_of(held, 0, 4)
