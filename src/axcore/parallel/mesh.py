@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from axcore.config import Config, ConfigError, FrozenDict, PositiveInt
 from axcore.parallel.axes import MESH_AXES, STANDARD_RULES, MeshAxes, group_of
+from axcore.parallel.devices import device_mesh
 from axcore.parallel.layout import Layout
 
 
@@ -29,6 +30,9 @@ class Mesh(Config):
     """
 
     shape: Mapping[str, PositiveInt | Literal[-1]] = FrozenDict({"data": -1, "fsdp": 1})
+    dcn: Mapping[str, PositiveInt] = FrozenDict()
+    """Axis -> how many slices or hosts it spans. These factors of the sizes use the slow links between slices or hosts;
+    the rest of each axis uses the fast links. Empty: the outermost axes span the slices or hosts."""
     rules: Mapping[str, MeshAxes] = STANDARD_RULES
     parameters: Mapping[str, Mapping[str, MeshAxes]] = FrozenDict()
     """Path pattern of parameters, such as `decoder.layers.ffn.**` -> rules that apply to them instead of `rules`; `{}`
@@ -48,8 +52,7 @@ class Mesh(Config):
         """
         devices = jax.devices() if devices is None else devices
         sizes = self._sizes(len(devices))
-        types = (AxisType.Auto,) * len(sizes)
-        return self._layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices))
+        return self._layout(device_mesh(sizes, self.dcn, devices))
 
     def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
         """The layout on `count` devices that this process does not have, for tracing and lowering.
@@ -83,6 +86,11 @@ class Mesh(Config):
             raise ConfigError(
                 f"mesh.shape: {sizes} does not fill {count} devices. The product of the sizes must be {count}"
             )
+        for axis, factor in self.dcn.items():
+            if sizes.get(axis, 1) % factor:
+                raise ConfigError(
+                    f"mesh.dcn: {axis}={factor} is not a divisor of the size of this axis, {sizes.get(axis, 1)}"
+                )
         _check(self.rules, "mesh.rules", sizes)
         for pattern, rules in self.parameters.items():
             _check(rules, f"mesh.parameters[{pattern!r}]", sizes)
