@@ -30,10 +30,10 @@ def convert(arguments: Sequence[str]) -> int:
 
     from axcore import DTypes
     from axcore.module import abstract
-    from axcore.plugin.saved import unregistered
     from axcore.train import save_model
     from axcore.train.checkpoint.initial import initial_arrays
     from axcore.train.checkpoint.model_folder import flat, like
+    from axcore.train.checkpoint.saved_code import unregistered
     from axcore_hf.checkpoint import Checkpoint
     from axcore_hf.initial import FromHF
     from axcore_hf.owners import GROUP

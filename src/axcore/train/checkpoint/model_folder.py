@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import pathlib
 import shutil
@@ -17,9 +16,9 @@ import numpy as np
 from axcore.config import AxcoreError, Config, ConfigError, from_json, to_json
 from axcore.module import Tree, abstract
 from axcore.nn import by_layer
-from axcore.plugin import State, active, registry
-from axcore.plugin.saved import import_saved
+from axcore.plugin import active
 from axcore.train.checkpoint.manager import Checkpointer
+from axcore.train.checkpoint.saved_code import import_plugins, import_saved
 from axcore.train.checkpoint.state_layout import listed
 from axcore.train.files import expanded, os_reason, write_bytes, write_json
 
@@ -202,24 +201,6 @@ def save_model(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
-
-
-def import_plugins(plugins: Mapping[str, str], folder: pathlib.Path) -> None:
-    """Imports the objects that these plugins provide, so that configs of their classes can be read.
-
-    Raises:
-        AxcoreError: a plugin is not installed or does not load.
-    """
-    known = registry().plugins
-    for name, version in plugins.items():
-        plugin = known.get(name)
-        if plugin is None or plugin.state is not State.LOADED:
-            why = "is not installed" if plugin is None else f"is {plugin.state.value}"
-            raise AxcoreError(
-                f"the model in {folder} requires the plugin {name!r} ({version}), which {why}. See `axcore plugins`."
-            )
-        for offer in plugin.offers:
-            importlib.import_module(offer.target.partition(":")[0])
 
 
 def assert_finite(arrays: Mapping[str, jax.Array], where: str) -> None:
