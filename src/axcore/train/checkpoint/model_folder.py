@@ -20,7 +20,7 @@ from axcore.plugin import active
 from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.checkpoint.saved_code import import_plugins, import_saved
 from axcore.train.checkpoint.state_layout import listed
-from axcore.train.files import expanded, os_reason, write_bytes, write_json
+from axcore.train.files import expanded, new_folder, os_reason, write_bytes, write_json
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -182,9 +182,7 @@ def save_model(
     Raises:
         AxcoreError: the folder exists or cannot be written.
     """
-    folder = expanded(folder, "folder").absolute()
-    if folder.exists():
-        raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
+    folder = new_folder(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
