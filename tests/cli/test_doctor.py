@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from axcore.cli import doctor
-from axcore.doctor import findings as plugin_findings
+from axcore.doctor import findings as plugin_findings, installation
 from axcore.plugin import API_VERSION
 
 FEATURE = """
@@ -24,7 +23,7 @@ OLD = FEATURE.format(id="old", target="axcore_thrown_old:absent")
 @pytest.fixture
 def light(monkeypatch):
     """Checks the backends in this process, and no targets of offers."""
-    monkeypatch.setattr(doctor, "_backends", doctor._check_backends)
+    monkeypatch.setattr(installation, "_backends", installation._check_backends)
     monkeypatch.setattr(plugin_findings, "targets", lambda *_: iter(()))
 
 
@@ -121,7 +120,7 @@ def test_an_unsupported_pair_is_reported_without_importing_jax(axcore, install, 
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flax\nVersion: 0.12.8\n")
     monkeypatch.setenv("AXCORE_PLUGINS", "old")
     monkeypatch.delitem(sys.modules, "axcore.preflight", raising=False)
-    monkeypatch.setattr(doctor, "_backends", lambda: pytest.fail("jax was used"))
+    monkeypatch.setattr(installation, "_backends", lambda: pytest.fail("jax was used"))
     monkeypatch.setattr(plugin_findings, "targets", lambda *_: pytest.fail("jax was used"))
     done = axcore("doctor")
     assert done.code == 1
@@ -131,7 +130,7 @@ def test_an_unsupported_pair_is_reported_without_importing_jax(axcore, install, 
 
 def test_a_failing_backend_is_reported(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
-    (found,) = doctor._backends()
+    (found,) = installation._backends()
     assert (found.check, found.status) == ("backend", "wrong") and "nonsense" in found.message
 
 
@@ -148,8 +147,8 @@ def test_a_backend_that_crashes_or_hangs_is_reported(monkeypatch, tmp_path, scri
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     if "sleep" in script:
-        monkeypatch.setattr(doctor, "TIMEOUT_S", 0.2)
-    (finding,) = doctor._backends()
+        monkeypatch.setattr(installation, "TIMEOUT_S", 0.2)
+    (finding,) = installation._backends()
     assert (finding.check, finding.status) == ("backend", "wrong") and told in finding.message
 
 
