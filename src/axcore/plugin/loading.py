@@ -114,14 +114,16 @@ def _api_in_source(module: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def specs(module: str) -> list[ModuleSpec]:
-    """Where a module and the packages above it would be imported from, outermost first, without importing them."""
+def specs(name: str) -> list[ModuleSpec]:
+    """Where the modules in a qualified name would be imported from, outermost first, without importing them."""
     found: list[ModuleSpec] = []
     path = None
-    for name in itertools.accumulate(module.split("."), "{}.{}".format):
-        spec = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
+    for module in itertools.accumulate(name.split("."), "{}.{}".format):
+        spec = next(filter(None, (finder.find_spec(module, path) for finder in sys.meta_path)), None)
         if spec is None:
             break
         found.append(spec)
         path = spec.submodule_search_locations
+        if path is None:  # a module has no modules
+            break
     return found

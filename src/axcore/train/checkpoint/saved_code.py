@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from axcore.config import AxcoreError, Config, type_name, walk
 from axcore.plugin import Plugin, PluginError, State, registry
 from axcore.plugin.attribution import described
+from axcore.plugin.loading import specs
 
 
 def import_plugins(plugins: Mapping[str, str], folder: pathlib.Path) -> None:
@@ -87,12 +87,5 @@ def _packages() -> Iterator[str]:
 
 def _module(name: str) -> str | None:
     """The module in a qualified name: its longest part that is a module, and not a program."""
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:end])
-        try:
-            if importlib.util.find_spec(module) is not None:
-                return None if parts[end - 1] == "__main__" else module
-        except (ImportError, ValueError):  # the part before the last one is not a package
-            continue
-    return None
+    found = [spec.name for spec in specs(name)]
+    return found[-1] if found and not found[-1].endswith(".__main__") else None
