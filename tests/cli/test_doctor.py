@@ -248,14 +248,15 @@ def test_case_a_plugin_that_starts_jax_or_changes_the_core_is_named(only, tmp_pa
 def test_case_targets_that_misbehave_are_named_and_the_others_are_checked(only):
     only(
         absent=FEATURE.format(id="absent", target="axcore_thrown_none:f"),
-        bends=FEATURE.format(id="bends", target="axcore_thrown_bends:f.g") + "def __getattr__(name):\n" + PATCHING,
+        bends=BENT + FEATURE.format(id="bends", target="axcore_thrown_bends:f.g") + PATCHING,
         ends=FEATURE.format(id="ends", target="axcore_thrown_ends:f.g") + ENDING,
         polite=FEATURE.format(id="polite", target="math:sqrt"),
     )
     registry, before = plugin_findings.discover()
-    assert all(each.status == "ok" or "disabled" in each.message for each in before), before
+    assert all(each.status == "ok" or "disabled" in each.message or each.plugin == "bends" for each in before), before
+    assert "replaces axcore.config.node.Config.own (" in findings(before, "bends")[1][1]
     found = [*plugin_findings.targets(registry, before)]
-    ((status, message),) = findings(found, "bends")
+    ((status, message),) = findings(found, "bends")  # without what its module replaces
     assert status == "wrong" and "the import of its targets replaces axcore.config.node.Config.fill (" in message
     ((status, message),) = findings(found, "ends")
     assert status == "wrong" and "the import of its targets ends the process with exit code 5" in message
@@ -293,7 +294,10 @@ def test_case_what_the_checks_of_a_plugin_find_is_reported(only):
     ]
 
 
-PATCHING = """    if name == "f":
+BENT = "from axcore.config import Config\nConfig.own = lambda self: self\n"
+PATCHING = """
+def __getattr__(name):
+    if name == "f":
         from axcore.config import Config
         Config.fill = lambda self, **values: self
         return type("f", (), {"g": 1})
