@@ -20,7 +20,6 @@ from typing import Any
 
 from axcore.doctor.patches import Patches
 from axcore.plugin.attribution import described
-from axcore.plugin.hooks import manager
 from axcore.plugin.loading import load
 from axcore.plugin.offers import Check
 from axcore.plugin.registry import installed_points, resolve
@@ -85,7 +84,7 @@ class _Probe:
     def observe(self, plugin: Plugin, stage: str) -> None:
         seen, process = Observation(plugin.id), os.getpid()
         if stage == "targets":
-            load(plugin, manager())  # observed in the stage `hooks`
+            load(plugin)  # observed in the stage `hooks`
             if os.getpid() != process:
                 os._exit(0)
             self.patches.found()  # forgets the changes that the module made
@@ -94,7 +93,7 @@ class _Probe:
         started, begin, forks, raised = _backends_started(), _written(), self.forks, len(self.raised)
         start = time.perf_counter()
         if stage == "hooks":
-            load(plugin, manager())
+            load(plugin)
         else:
             seen.errors = [*_errors(plugin)]
         seen.seconds = time.perf_counter() - start

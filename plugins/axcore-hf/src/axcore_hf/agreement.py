@@ -77,16 +77,20 @@ class Agreement:
 
 def compared(published: Any, model: Any) -> Agreement:
     """Compares the parameters and the options of two models."""
-    theirs, ours = shapes_of(published), shapes_of(model)
-    lines = [
+    return Agreement(different_shapes(published, model), differences(published, model))
+
+
+def different_shapes(published: Any, model: Any) -> list[str]:
+    """The parameters that differ, one line each."""
+    theirs, ours = _shapes(published), _shapes(model)
+    return [
         f"{name}: {theirs.get(name, 'none')} in the config, {ours.get(name, 'none')} in the model"
         for name in theirs | ours
         if theirs.get(name) != ours.get(name)
     ]
-    return Agreement(lines, differences(published, model))
 
 
-def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter by name (see `by_layer`), without padding of the vocabulary and modules that only
     training uses."""
     cfg = model.set(pad_vocab_to=1, future=())

@@ -9,7 +9,7 @@ from axcore.config import AxcoreError, ConfigError, walk
 from axcore.module import Layer
 from axcore.nn import And, Attention, FeedForward, LatentAttention, Mask, ParallelLayer, SlidingWindow, Stack, layers_of
 from axcore.train.checkpoint.state_layout import listed
-from axcore_hf.agreement import compared, differences
+from axcore_hf.agreement import differences, different_shapes
 from axcore_hf.families import by_type, known
 from axcore_hf.families.shared import ACTIVATIONS
 from axcore_hf.family import Family
@@ -62,7 +62,7 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
                 theirs = family.read_config(Fields(fields))
             except ConfigError:  # the family does not have this option
                 continue
-            lacking = differences(theirs, model) or compared(theirs, model).shapes
+            lacking = differences(theirs, model) or different_shapes(theirs, model)
             if not lacking:
                 return fields
             distance = len(_kinds(theirs) ^ _kinds(model)), len(lacking)

@@ -50,9 +50,10 @@ the first one whose tensors exist is used."""
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The models that are published under one `model_type`.
+    """Models that one mapping describes.
 
     Attributes:
+        model_types: the values of `model_type` in their configs.
         model: (fields) -> the config of the model.
         rules: see `Rules`.
         ignored: regular expressions of tensors that are not parameters.

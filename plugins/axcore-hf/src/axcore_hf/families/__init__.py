@@ -1,4 +1,4 @@
-"""The families by `model_type`, from this package and from entry points."""
+"""The families by `model_type`, from this package and from entry points, and the language part of other configs."""
 
 from __future__ import annotations
 
