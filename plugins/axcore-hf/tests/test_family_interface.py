@@ -208,6 +208,13 @@ def test_case_two_owners_of_a_model_type_disable_only_this_type(distributions):
     assert [problem.partition(" (entry points")[0] for problem in families.problems()] == [mine, qwen]
 
 
+def test_case_an_unknown_type_is_named_although_llama_has_two_owners(distributions):
+    distributions("mine", llama="axcore_hf.families.llama:FAMILIES")
+    families._owners.cache_clear()
+    with pytest.raises(ConfigError, match=r"model_type='dbrx' is not supported.*does not have: logit_scale=0.06"):
+        family_of(Fields(LLAMA | {"model_type": "dbrx", "logit_scale": 0.06}))
+
+
 def test_case_a_broken_family_does_not_prevent_exports(distributions):
     """A run's config.json is found among the other families. If there is none, the message names the broken family."""
     model = read("gpt2")[1]

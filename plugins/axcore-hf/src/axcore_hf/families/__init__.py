@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from axcore.config import AxcoreError, ConfigError, did_you_mean
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
-from axcore_hf.owners import DISTRIBUTION, GROUP, owners
+from axcore_hf.owners import DISTRIBUTION, GROUP, OWN, owners
 
 _owners = functools.cache(owners)
 
@@ -28,8 +28,7 @@ def by_type(kind: str) -> Family:
         )
     ((distribution, target),) = found.items()
     if distribution == DISTRIBUTION:
-        families: tuple[Family, ...] = importlib.import_module(f"{__name__}.{target}").FAMILIES
-        return next(family for family in families if kind in family.model_types)
+        return _shipped(kind)
     module, _, name = target.partition(":")
     try:
         family = getattr(importlib.import_module(module), name)
@@ -38,6 +37,11 @@ def by_type(kind: str) -> Family:
     if not isinstance(family, Family):
         raise AxcoreError(f"the family of model_type {kind!r}, {target}, is a {type(family).__name__}, not a Family")
     return family
+
+
+def _shipped(kind: str) -> Family:
+    families: tuple[Family, ...] = importlib.import_module(f"{__name__}.{OWN[kind]}").FAMILIES
+    return next(family for family in families if kind in family.model_types)
 
 
 def known() -> list[str]:
@@ -113,7 +117,7 @@ def family_of(fields: Fields) -> Family:
     message = f"{fields.where}: model_type={kind!r} is not supported.{did_you_mean(str(kind), known())} Known: "
     message += ", ".join([*known(), *MULTIMODAL])
     if "text_config" not in fields.raw:
-        llama = by_type("llama")
+        llama = _shipped("llama")
         others = [name for name in fields.raw if not llama.declares(name)]
         ignored = [name for name in fields.raw if name in llama.no_effect]
         for what, names in (("does not have", others), ("ignores", ignored)):
