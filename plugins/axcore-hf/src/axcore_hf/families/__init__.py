@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator
 
 from axcore.config import AxcoreError, ConfigError, did_you_mean
+from axcore.plugin.attribution import described
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
 from axcore_hf.owners import DISTRIBUTION, GROUP, OWN, owners
@@ -33,7 +34,8 @@ def by_type(kind: str) -> Family:
     try:
         family = getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise AxcoreError(f"the family of model_type {kind!r}, {target}, cannot be loaded: {error}") from error
+        reason = described(error)
+        raise AxcoreError(f"the family of model_type {kind!r}, {target}, cannot be loaded: {reason}") from error
     if not isinstance(family, Family):
         raise AxcoreError(f"the family of model_type {kind!r}, {target}, is a {type(family).__name__}, not a Family")
     return family
