@@ -90,7 +90,7 @@ def language_part(fields: Fields) -> Fields | None:
         ConfigError: the `text_config` is not an object.
     """
     outer = fields.raw.get("model_type")
-    if outer not in MULTIMODAL:
+    if not isinstance(outer, str) or outer not in MULTIMODAL:
         return None
     nested = fields.raw.get("text_config")
     if not isinstance(nested, dict):
@@ -116,7 +116,8 @@ def family_of(fields: Fields) -> Family:
         _owners.cache_clear()  # a family may have been installed since
     if isinstance(kind, str) and kind in known():
         return by_type(kind)
-    message = f"{fields.where}: model_type={kind!r} is not supported.{did_you_mean(str(kind), known())} Known: "
+    near = did_you_mean(kind, known()) if isinstance(kind, str) else " It must be a string."
+    message = f"{fields.where}: model_type={kind!r} is not supported.{near} Known: "
     message += ", ".join([*known(), *MULTIMODAL])
     if "text_config" not in fields.raw:
         llama = _shipped("llama")
