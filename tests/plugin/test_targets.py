@@ -243,9 +243,14 @@ def test_command_line_edits_and_targets_apply_in_order(axcore):
     assert mesh("--target", "gpu-h100-8x4", "--set", "mesh.shape.fsdp=16") == 'mesh.shape: {"data": 4, "fsdp": 16}'
     assert mesh("--set", "mesh.shape.fsdp=16", "--target", "gpu-h100-8x4") == 'mesh.shape: {"data": 4, "fsdp": 8}'
     assert "mesh.shape" in axcore("diff", "quickstart", "quickstart", "--target", "cpu-8").out
-    assert "Known: " in axcore("tree", "quickstart", "--target", "trn1-16").message
+    assert "Known: " in axcore("show", "quickstart", "--target", "trn1-16").message
     assert "is not an accelerator" in axcore("aot", "quickstart", "--target", "h100").message
     assert "is not an accelerator" in axcore("train", "quickstart", "--target", "h100").message
+
+
+@pytest.mark.parametrize("argv", [("tree", "quickstart"), ("generate", "quickstart", "--prompt", "a")])
+def test_case_commands_without_a_mesh_take_no_target(axcore, argv):
+    assert "unrecognized arguments: --target cpu-8" in axcore(*argv, "--target", "cpu-8").err
 
 
 @pytest.mark.long

@@ -25,17 +25,22 @@ class _InOrder(argparse.Action):
         namespace.edits = [*getattr(namespace, "edits", ()), ((option_string or "").lstrip("-"), values)]
 
 
-def add_edits(parser: argparse.ArgumentParser) -> None:
-    """Adds `--use`, `--target` and `--set`, which may be repeated and are applied in the given order."""
+def add_edits(parser: argparse.ArgumentParser, *, target: bool = True) -> None:
+    """Adds `--use`, `--target` and `--set`, which may be repeated and are applied in the given order.
+
+    Args:
+        target: whether the command uses the mesh, and so takes `--target`.
+    """
     parser.add_argument(
         "--use", action=_InOrder, metavar="FEATURE[:KEY=VALUE,...]", help="attach a feature, as axcore.use does"
     )
-    parser.add_argument(
-        "--target",
-        action=_InOrder,
-        metavar="ACCELERATOR",
-        help="apply the mesh rule for an accelerator such as gpu-h100-8",
-    )
+    if target:
+        parser.add_argument(
+            "--target",
+            action=_InOrder,
+            metavar="ACCELERATOR",
+            help="apply the mesh rule for an accelerator such as gpu-h100-8",
+        )
     parser.add_argument("--set", action=_InOrder, metavar="PATH=VALUE", help="override one value")
     parser.set_defaults(edits=[])
 

@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
     tree.add_argument(
         "--html", nargs="?", const=True, metavar="FILE", help="write an interactive page (default: RECIPE.html)"
     )
-    add_edits(tree)
+    add_edits(tree, target=False)
     tree.set_defaults(run=run_tree)
 
 

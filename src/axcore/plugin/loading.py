@@ -94,7 +94,8 @@ def _offers(module: ModuleType) -> Iterator[Offer]:
 
 
 def _check_names(module: ModuleType) -> None:
-    """Raises TypeError for a function that is named like a hook, `axcore_...`, but that pluggy would ignore."""
+    """Raises TypeError for a function that is named like a hook, `axcore_...`, but that pluggy would ignore or call
+    with other arguments."""
     for name, value in vars(module).items():
         if name.startswith("axcore_") and inspect.isfunction(value):
             marks = getattr(value, f"{PROJECT}_impl", None)
@@ -102,6 +103,10 @@ def _check_names(module: ModuleType) -> None:
                 raise TypeError(f"{name} is not a hook.{did_you_mean(name, OFFERS)} Known: {', '.join(OFFERS)}")
             if marks is None:
                 raise TypeError(f"{name} is not decorated with @hookimpl")
+            given = inspect.signature(value).parameters.values()
+            unknown = [each.name for each in given if each.name != "host" and each.default is each.empty]
+            if name in OFFERS and unknown:
+                raise TypeError(f"{name} takes the argument {unknown[0]!r}, but a hook takes only 'host', or nothing")
 
 
 def _api_in_source(module: str) -> int | None:

@@ -110,13 +110,24 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _language_model(model: Any, folder: str) -> Any:
-    """The config of the model without modules that only training uses."""
+    """The config of the model without modules that only training uses.
+
+    Raises:
+        AxcoreError: it is not a CausalLM, or it has adapters.
+    """
+    from axcore.config import type_name, walk
     from axcore.nn import CausalLM
 
     if not isinstance(model, CausalLM.Config):
         raise AxcoreError(f"{folder}: export requires a CausalLM, got {type(model).__qualname__}")
     if model.future:
         print("left out the modules in `future`, which only training uses", file=sys.stderr)
+    for path, node in walk(model):
+        if (adapter := getattr(node, "adapter", None)) is not None:
+            raise AxcoreError(
+                f"{folder}: model.{path}.adapter is {type_name(type(adapter))}, but no published family has adapters. "
+                f"Merge them into the weights first (axcore merge {folder} MERGED), then export MERGED."
+            )
     return model.set(future=())
 
 

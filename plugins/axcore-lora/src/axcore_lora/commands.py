@@ -32,6 +32,9 @@ def merge(arguments: Sequence[str]) -> int:
     if missing:
         raise AxcoreError(f"{found.folder} lacks parameters of its model: {', '.join(missing[:8])}")
     merged = merging.merge(found.cfg, like(params, arrays))
-    save_model(folder, merged.cfg, merged.params, like(state, arrays), tokenizer=found.tokenizer)
+    tokenizer, files = found.tokenizer, None
+    if hasattr(tokenizer, "packed"):
+        tokenizer, files = tokenizer.packed()
+    save_model(folder, merged.cfg, merged.params, like(state, arrays), tokenizer=tokenizer, files=files)
     print(f"merged the adapters of {given.run} -> {given.folder}")
     return 0

@@ -176,7 +176,8 @@ def save_model(
         cfg: the config of the model, or of a trainer for it.
         params, state: as returned by `axcore.functional`.
         tokenizer: the tokenizer of the training text. If its config has a method `inside(folder) -> Config`, reading
-            the folder calls it with the folder's path.
+            the folder calls it with the folder's path. If it refers to files elsewhere, it has a method `packed()`,
+            which returns the config and the `files` of a folder that may be moved.
         files: the contents of additional files, by name.
 
     Raises:
