@@ -32,8 +32,17 @@ def layout(rules=STANDARD_RULES, **sizes):
     ids=str,
 )
 def test_a_shape_that_does_not_fill_the_devices_raises(shape):
-    with pytest.raises(ConfigError, match=r"mesh\.shape: .*8 devices"):
+    with pytest.raises(ConfigError, match=r"mesh\.shape: .*devices, which is 8"):
         Mesh(shape=shape, rules={}).make(EIGHT)
+
+
+def test_case_a_mesh_with_too_few_devices_says_how_to_get_them():
+    mesh = Mesh(shape={"data": 1, "fsdp": 8})
+    message = r"mesh\.shape: \{.*\} does not match the number of cpu devices, which is 1\. Set sizes whose product is 1"
+    with pytest.raises(ConfigError, match=rf"{message}, or split the CPU into N devices with JAX_NUM_CPU_DEVICES=N$"):
+        mesh.make(EIGHT[:1])
+    with pytest.raises(ConfigError, match=r"the number of gpu devices, which is 4\. Set sizes whose product is 4$"):
+        mesh.abstract(4, "gpu")
 
 
 def test_a_rule_to_an_unknown_mesh_axis_raises_and_lists_the_axes():

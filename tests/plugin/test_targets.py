@@ -256,8 +256,15 @@ def test_case_commands_without_a_mesh_take_no_target(axcore, argv):
 @pytest.mark.long
 def test_case_train_gives_jax_the_devices_of_cpu_8():
     """The last --target counts, and the devices are those of one host."""
-    code = "from axcore.cli.train import split_cpu; split_cpu({edits}); import jax; print(len(jax.devices()))"
+    code = "from axcore.cli.compose import split_cpu; split_cpu({edits}); import jax; print(len(jax.devices()))"
     edits = [("target", "cpu-2"), ("set", "steps=3"), ("target", "cpu-8x2")]
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     command = [sys.executable, "-c", code.format(edits=edits)]
     assert int(subprocess.run(command, capture_output=True, env=env, check=True).stdout) == 8
+
+
+def test_case_aot_gives_jax_the_devices_of_cpu_8(axcore, monkeypatch):
+    split = []
+    monkeypatch.setattr("axcore.cli.aot.split_cpu", split.extend)
+    monkeypatch.setattr("axcore.aot.compile_step", lambda cfg: f"fsdp={cfg.mesh.shape['fsdp']}, {split}")
+    assert axcore("aot", "quickstart", "--target", "cpu-8").out == "fsdp=8, [('target', 'cpu-8')]\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from axcore.cli.compose import Commands, add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose, split_cpu
 
 
 def add(commands: Commands) -> None:
@@ -21,4 +21,6 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from axcore.aot import compile_step  # imports jax, so only when needed
 
-    print(compile_step(compose(arguments.recipe, arguments.edits)))
+    cfg = compose(arguments.recipe, arguments.edits)
+    split_cpu(arguments.edits)
+    print(compile_step(cfg))

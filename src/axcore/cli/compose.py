@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 from collections.abc import Sequence
@@ -62,3 +63,16 @@ def compose(recipe: str, edits: Sequence[tuple[str, str]]) -> Any:  # Any: each 
         else:
             cfg = pipe(cfg, use_text(text) if kind == "use" else target(text))
     return cfg
+
+
+def split_cpu(edits: Sequence[tuple[str, str]]) -> None:
+    """Gives jax the CPU devices of `--target cpu-8`, unless it has started or JAX_NUM_CPU_DEVICES is set."""
+    from axcore.plugin import Accelerator
+
+    targets = [Accelerator.parse(text) for kind, text in edits if kind == "target"]
+    if targets and targets[-1].platform == "cpu":
+        import jax
+
+        if "JAX_NUM_CPU_DEVICES" not in os.environ:
+            with contextlib.suppress(RuntimeError):  # jax has started
+                jax.config.update("jax_num_cpu_devices", targets[-1].per_host)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-from collections.abc import Sequence
 
 from axcore import runtime
-from axcore.cli.compose import Commands, add_edits, compose
-from axcore.plugin import Accelerator
+from axcore.cli.compose import Commands, add_edits, compose, split_cpu
 
 
 def add(commands: Commands) -> None:
@@ -53,14 +49,3 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
     print(f"{'folder':24} {folder}")
     return 0
-
-
-def split_cpu(edits: Sequence[tuple[str, str]]) -> None:
-    """Gives jax the CPU devices of `--target cpu-8`, unless it has started or JAX_NUM_CPU_DEVICES is set."""
-    targets = [Accelerator.parse(text) for kind, text in edits if kind == "target"]
-    if targets and targets[-1].platform == "cpu":
-        import jax
-
-        if "JAX_NUM_CPU_DEVICES" not in os.environ:
-            with contextlib.suppress(RuntimeError):  # jax has started
-                jax.config.update("jax_num_cpu_devices", targets[-1].per_host)

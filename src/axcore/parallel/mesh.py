@@ -51,7 +51,7 @@ class Mesh(Config):
             ConfigError: The axis sizes do not multiply to the number of devices, or a rule names an unknown mesh axis.
         """
         devices = jax.devices() if devices is None else devices
-        sizes = self._sizes(len(devices))
+        sizes = self._sizes(len(devices), devices[0].platform)
         return self._layout(device_mesh(sizes, self.dcn, devices))
 
     def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
@@ -60,7 +60,7 @@ class Mesh(Config):
         Raises:
             ConfigError: See `make`.
         """
-        sizes = self._sizes(count)
+        sizes = self._sizes(count, platform)
         types = (AxisType.Auto,) * len(sizes)
         device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
@@ -75,16 +75,18 @@ class Mesh(Config):
             optimizer_memory=self.optimizer_memory,
         )
 
-    def _sizes(self, count: int) -> dict[str, int]:
-        """The size of each mesh axis for `count` devices, in the order of the mesh."""
+    def _sizes(self, count: int, platform: str) -> dict[str, int]:
+        """The size of each mesh axis for `count` devices of a platform, in the order of the mesh."""
         sizes = {axis: self.shape[axis] for axis in sorted(self.shape, key=_position)}
         free = [axis for axis, size in sizes.items() if size == -1]
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if len(free) == 1 and fixed > 0 and count % fixed == 0:
             sizes[free[0]] = count // fixed
         if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != count:
+            split = ", or split the CPU into N devices with JAX_NUM_CPU_DEVICES=N" if platform == "cpu" else ""
             raise ConfigError(
-                f"mesh.shape: {sizes} does not fill {count} devices. The product of the sizes must be {count}"
+                f"mesh.shape: {sizes} does not match the number of {platform} devices, which is {count}. Set sizes "
+                f"whose product is {count}{split}"
             )
         for axis, factor in self.dcn.items():
             if sizes.get(axis, 1) % factor:
