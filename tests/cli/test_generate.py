@@ -108,8 +108,8 @@ def test_case_dtype_is_applied_and_checked(axcore, trained):
     ("argv", "message"),
     [
         (["tiny"], r"the recipe 'tiny' has no weights. Pass the folder of a trained run (axcore train tiny)"),
-        (["tinny"], "'tinny' is not a folder and cannot be composed as a recipe: there is no recipe 'tinny'"),
-        ([""], "'' is not a folder and cannot be composed as a recipe: there is no recipe ''"),
+        (["tinny"], "'tinny' is not a model folder and cannot be composed as a recipe: there is no recipe 'tinny'"),
+        ([""], "'' is not a model folder and cannot be composed as a recipe: there is no recipe ''"),
         (["./tiny"], "/tiny is not a model folder: config.json: No such file or directory"),
         (["RUN", "--set", "steps=3"], "--use, --target and --set require a recipe, but this is a folder"),
         (["RUN", "--use", "contiguous"], "but this is a folder. --cache selects a KV cache"),

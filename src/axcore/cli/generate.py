@@ -102,7 +102,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
         try:
             trainer = compose(name, arguments.edits)
         except PluginError as error:
-            raise PluginError(f"{name!r} is not a folder and cannot be composed as a recipe: {error}") from error
+            raise PluginError(f"{name!r} is not a model folder and cannot be composed as a recipe: {error}") from error
         cfg, tokenizer = trainer.model, trainer.input.tokenizer
         initial = trainer.initial
         if initial is None:

@@ -8,7 +8,8 @@ import os
 from collections.abc import Sequence
 
 from axcore import runtime
-from axcore.cli.compose import Commands, add_edits, compose
+from axcore.cli.compose import Commands, add_edits, compose, is_folder
+from axcore.config import AxcoreError
 from axcore.plugin import Accelerator
 
 
@@ -37,6 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if is_folder(arguments.recipe):
+        raise AxcoreError(
+            f"train requires a recipe, and {arguments.recipe} is a folder. To continue a run, repeat its command with "
+            f"--resume. To start from the weights of a folder, use --use run-weights:folder={arguments.recipe}"
+        )
     cfg = compose(arguments.recipe, arguments.edits)
     split_cpu(arguments.edits)
     if arguments.minutes is not None:

@@ -69,6 +69,8 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
             if nearest is None or distance < nearest[0]:
                 nearest = distance, kind, lacking
     reason = "" if nearest is None else f" Compared with {nearest[1]}:{listed(nearest[2])}"
+    if any(getattr(node, "adapter", None) is not None for _, node in walk(model)):
+        raise AxcoreError("the model has adapters. Merge them into its weights first: axcore merge FOLDER MERGED")
     raise AxcoreError(
         f"no known model_type computes what this model computes, so it has no config.json.{reason}{unusable}\n"
         f"To write the checkpoint with a config.json that describes another model: --config FILE --force"
