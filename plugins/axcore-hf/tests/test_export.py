@@ -79,7 +79,7 @@ def test_case_differing_options_are_refused_unless_forced(model, tmp_path):
     other.write_text(json.dumps({**raw, "rms_norm_eps": 0.5}))
     with pytest.raises(AxcoreError) as caught:
         export([str(model), str(tmp_path / "changed"), "--config", str(other)])
-    assert "computes something else:\n  norm.eps: 0.5 in the config, 1e-06 in the model" in str(caught.value)
+    assert "with other outputs:\n  norm.eps: 0.5 in the config, 1e-06 in the model" in str(caught.value)
     assert "decoder.0,1.attention_norm.eps: 0.5 in the config" in str(caught.value)
     assert not (tmp_path / "changed").exists()
     export([str(model), str(tmp_path / "changed"), "--config", str(other), "--force"])
@@ -254,7 +254,7 @@ def test_case_a_run_that_was_never_converted_is_exported_with_its_config_and_tok
 
 
 def test_case_a_model_without_a_published_counterpart_is_refused_by_name():
-    expected = r"(?s)no known model_type computes.*softcap: None in the config, 5\.0 in the model"
+    expected = r"(?s)no known model_type describes.*softcap: None in the config, 5\.0 in the model"
     with pytest.raises(AxcoreError, match=expected):
         describing.described(run_of(softcap=5.0).model)
     with pytest.raises(AxcoreError, match=r"(?s)Compared with llama:.*ConvTransformerLayer.*ffn.gate"):

@@ -30,7 +30,10 @@ class _InOrder(argparse.Action):
 def add_edits(parser: argparse.ArgumentParser) -> None:
     """Adds `--use`, `--target` and `--set`, which may be repeated and are applied in the given order."""
     parser.add_argument(
-        "--use", action=_InOrder, metavar="FEATURE[:KEY=VALUE,...]", help="attach a feature, as axcore.use does"
+        "--use",
+        action=_InOrder,
+        metavar="NAME[:KEY=VALUE,...]",
+        help="attach a feature or another offer, such as rope:theta=5e4; `axcore plugins` lists them",
     )
     parser.add_argument(
         "--target",
@@ -38,7 +41,12 @@ def add_edits(parser: argparse.ArgumentParser) -> None:
         metavar="ACCELERATOR",
         help="apply the mesh rule for an accelerator such as gpu-h100-8",
     )
-    parser.add_argument("--set", action=_InOrder, metavar="PATH=VALUE", help="override one value")
+    parser.add_argument(
+        "--set",
+        action=_InOrder,
+        metavar="PATH=VALUE",
+        help="set one value, such as model.dtypes.compute=bfloat16; `axcore show` lists the paths",
+    )
     parser.set_defaults(edits=[])
 
 

@@ -37,8 +37,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--cache",
         metavar="CACHE[:KEY=VALUE,...]",
-        help="KV cache of every layer, as `axcore plugins` lists them; none: recompute all tokens for each new one "
-        "(default: the caches of the model, and contiguous in layers that have none)",
+        help="KV cache of every layer: one that `axcore plugins` lists, or none, which recomputes all tokens for each "
+        "new token (default: the caches of the model, and contiguous in layers without one)",
     )
     add_edits(parser)
     parser.set_defaults(run=run)

@@ -18,7 +18,10 @@ def add(commands: Commands) -> None:
         "train", help="train a recipe", description="Trains a recipe. Writes checkpoints and metrics to the run folder."
     )
     parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
-    parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
+    parser.add_argument(
+        "--out",
+        help="the run folder (default: runs/RECIPE); an earlier run there is moved aside unless --resume is given",
+    )
     parser.add_argument(
         "--minutes",
         type=float,

@@ -72,7 +72,7 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
     if any(getattr(node, "adapter", None) is not None for _, node in walk(model)):
         raise AxcoreError("the model has adapters. Merge them into its weights first: axcore merge FOLDER MERGED")
     raise AxcoreError(
-        f"no known model_type computes what this model computes, so it has no config.json.{reason}{unusable}\n"
+        f"no known model_type describes this model, so no config.json can be written for it.{reason}{unusable}\n"
         f"To write the checkpoint with a config.json that describes another model: --config FILE --force"
     )
 
