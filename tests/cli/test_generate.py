@@ -108,8 +108,8 @@ def test_case_dtype_is_applied_and_checked(axcore, trained):
     ("argv", "message"),
     [
         (["tiny"], r"the recipe 'tiny' has no weights. Pass the folder of a trained run (axcore train tiny)"),
-        (["tinny"], "'tinny' is not a folder and cannot be composed as a recipe: there is no recipe 'tinny'"),
-        ([""], "'' is not a folder and cannot be composed as a recipe: there is no recipe ''"),
+        (["tinny"], "'tinny' is not a model folder and cannot be composed as a recipe: there is no recipe 'tinny'"),
+        ([""], "'' is not a model folder and cannot be composed as a recipe: there is no recipe ''"),
         (["./tiny"], "/tiny is not a model folder: config.json: No such file or directory"),
         (
             ["RUN", "--set", "steps=3"],

@@ -82,7 +82,7 @@ def test_case_differing_options_are_refused_unless_forced(model, tmp_path):
     with pytest.raises(AxcoreError) as caught:
         export([str(model), str(tmp_path / "changed"), "--config", str(other)])
     message = str(caught.value)
-    assert "else:\n  model.norm.eps: the model has 1e-06, config.json describes 0.5\n" in message
+    assert "with other outputs:\n  model.norm.eps: the model has 1e-06, config.json describes 0.5\n" in message
     assert "  model.decoder.layers.attention_norm.eps (layers 0, 1): the model has 1e-06, config.json" in message
     assert not (tmp_path / "changed").exists()
     export([str(model), str(tmp_path / "changed"), "--config", str(other), "--force"])

@@ -12,6 +12,8 @@ from typing import Any
 type Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 """The subcommands of a parser. Each module of this package adds its commands with `add(commands)`."""
 
+RECIPE_OR_FOLDER = "a recipe that `axcore recipes` lists, a run folder or a model folder"
+
 
 class _InOrder(argparse.Action):
     """Collects `--use`, `--target` and `--set` in one list, in the order of the command line."""
@@ -33,7 +35,10 @@ def add_edits(parser: argparse.ArgumentParser, *, target: bool = True) -> None:
         target: whether the command uses the mesh, and so takes `--target`.
     """
     parser.add_argument(
-        "--use", action=_InOrder, metavar="FEATURE[:KEY=VALUE,...]", help="attach a feature, as axcore.use does"
+        "--use",
+        action=_InOrder,
+        metavar="NAME[:KEY=VALUE,...]",
+        help="attach a feature or another offer, such as rope:theta=5e4; `axcore plugins` lists them",
     )
     if target:
         parser.add_argument(
@@ -42,21 +47,31 @@ def add_edits(parser: argparse.ArgumentParser, *, target: bool = True) -> None:
             metavar="ACCELERATOR",
             help="apply the mesh rule for an accelerator such as gpu-h100-8",
         )
-    parser.add_argument("--set", action=_InOrder, metavar="PATH=VALUE", help="override one value")
+    parser.add_argument(
+        "--set",
+        action=_InOrder,
+        metavar="PATH=VALUE",
+        help="set one value, such as model.dtypes.compute=bfloat16; `axcore show` lists the paths",
+    )
     parser.set_defaults(edits=[])
 
 
 def is_folder(name: str) -> bool:
-    """Whether the name of a recipe or folder on the command line is that of a folder."""
-    return os.sep in name or bool(name and pathlib.Path(name).is_dir())
+    """Whether a name on the command line is a run folder or model folder, not a recipe."""
+    return os.sep in name or bool(name and pathlib.Path(name, "config.json").is_file())
 
 
-def compose(recipe: str, edits: Sequence[tuple[str, str]]) -> Any:  # Any: each recipe has its own config class
-    """The config of a recipe with edits from the command line applied."""
+def compose(name: str, edits: Sequence[tuple[str, str]]) -> Any:  # Any: each recipe has its own config class
+    """The config of a recipe, a run folder or a model folder, with edits from the command line applied."""
     from axcore.config import override, pipe
-    from axcore.plugin import recipe as find_recipe, target, use_text
+    from axcore.plugin import recipe, target, use_text
 
-    cfg = find_recipe(recipe)
+    if is_folder(name):
+        from axcore.train.checkpoint.model_folder import ModelFolder
+
+        cfg = ModelFolder.open(name).cfg
+    else:
+        cfg = recipe(name)
     for kind, text in edits:
         if kind == "set":
             cfg = override(cfg, [text])

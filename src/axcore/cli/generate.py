@@ -38,8 +38,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--cache",
         metavar="CACHE[:KEY=VALUE,...]",
-        help="KV cache of every layer, as `axcore plugins` lists them; none: recompute all tokens for each new one "
-        "(default: the caches of the model, and contiguous in layers that have none)",
+        help="KV cache of every layer: one that `axcore plugins` lists, or none, which recomputes all tokens for each "
+        "new token (default: the caches of the model, and contiguous in layers without one)",
     )
     add_edits(parser, target=False)
     parser.set_defaults(run=run)
@@ -110,7 +110,7 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
         try:
             trainer = compose(name, arguments.edits)
         except PluginError as error:
-            raise PluginError(f"{name!r} is not a folder and cannot be composed as a recipe: {error}") from error
+            raise PluginError(f"{name!r} is not a model folder and cannot be composed as a recipe: {error}") from error
         cfg, tokenizer = trainer.model, trainer.input.tokenizer
         initial = trainer.initial
         if initial is None:

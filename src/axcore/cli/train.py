@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from axcore import runtime
-from axcore.cli.compose import Commands, add_edits, compose, split_cpu
+from axcore.cli.compose import Commands, add_edits, compose, is_folder, split_cpu
+from axcore.config import AxcoreError
 
 
 def add(commands: Commands) -> None:
@@ -13,7 +14,10 @@ def add(commands: Commands) -> None:
         "train", help="train a recipe", description="Trains a recipe. Writes checkpoints and metrics to the run folder."
     )
     parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
-    parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
+    parser.add_argument(
+        "--out",
+        help="the run folder (default: runs/RECIPE); an earlier run there is moved aside unless --resume is given",
+    )
     parser.add_argument(
         "--minutes",
         type=float,
@@ -33,6 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if is_folder(arguments.recipe):
+        raise AxcoreError(
+            f"train requires a recipe, and {arguments.recipe} is a folder. To continue a run, repeat its command with "
+            f"--resume. To start from the weights of a folder, use --use run-weights:folder={arguments.recipe}"
+        )
     cfg = compose(arguments.recipe, arguments.edits)
     split_cpu(arguments.edits)
     if arguments.minutes is not None:

@@ -1,8 +1,8 @@
 """Observes what plugins do at import: `python -m axcore.doctor.probe REPORT STAGE ID=MODULE...`.
 
 Runs in a process of its own, which a plugin may end, block or fork. STAGE is `hooks`, which imports the module of each
-plugin and calls its hooks, or `targets`, which imports the targets of its offers and calls its checks. Each plugin is
-observed after the one before it, and its observation is appended to REPORT as a line of JSON.
+plugin and calls its hooks, or `targets`, which imports the targets of its offers and calls its checks. Plugins
+are observed one after another. Each observation is appended to REPORT as a line of JSON.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Agreement:
             raise AxcoreError(f"{where} describes a different model:{listed(self.shapes)}")
         if self.options and not force:
             raise AxcoreError(
-                f"{where} describes a model that computes something else:{listed(self.options)}\nTo write the "
+                f"{where} describes a model with other outputs:{listed(self.options)}\nTo write the "
                 f"checkpoint anyway: --force"
             )
 

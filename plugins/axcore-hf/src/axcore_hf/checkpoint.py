@@ -68,7 +68,7 @@ class Checkpoint:
 
 def _of_folder(folder: pathlib.Path) -> Checkpoint:
     if not folder.is_dir():
-        raise AxcoreError(f"{folder} is not a folder. hf: requires a downloaded checkpoint.")
+        raise AxcoreError(f"{folder} is not a folder. hf:DIR requires the folder of a downloaded checkpoint.")
     fields = Fields.of_folder(folder)
     part = language_part(fields)
     fields = part or fields

@@ -74,7 +74,9 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokenizer", help="a tokenizer.json that replaces the folder's own")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the folder)")
     parser.add_argument(
-        "--force", action="store_true", help="write a checkpoint even if its config.json computes something else"
+        "--force",
+        action="store_true",
+        help="write the checkpoint even if its config.json describes a model with other outputs",
     )
     given = parser.parse_args(arguments)
 

@@ -18,7 +18,7 @@ def of_model(found: ModelFolder) -> dict[str, bytes]:
     """The text files of an export, by name: those of the model folder and those of its tokenizer.
 
     A tokenizer from another package takes part if its config has the method `packed` (see `axcore.train.save_model`).
-    If it has none, the export has no tokenizer, which is said on stderr.
+    If it has none, the export has no tokenizer, and a message on stderr says so.
     """
     tokenizer, own = found.tokenizer, read_files(found.folder)
     if isinstance(tokenizer, ByteTokenizer.Config):

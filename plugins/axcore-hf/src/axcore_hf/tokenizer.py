@@ -24,8 +24,7 @@ def read_files(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def replacing(file: pathlib.Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The text files of a model whose tokenizer is replaced by another `tokenizer.json`, next to which are its other
-    files.
+    """The text files of a model whose tokenizer is replaced by another `tokenizer.json` and the files next to it.
 
     Args:
         files: the files of the model, of which only `generation_config.json` is kept.
