@@ -1,8 +1,9 @@
-"""The mesh, logical axes and remat policies."""
+"""The mesh, logical axes, remat policies and compiler options."""
 
 import axcore.parallel.codecs
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.parallel.axes import LOGICAL_AXES, MESH_AXES, STANDARD_RULES
+from axcore.parallel.compiler_options import CheckedOption, CompilerOptions, check_options, checked_options
 from axcore.parallel.layout import Layout, active_layout, constrain, is_sharded
 from axcore.parallel.mesh import Mesh
 from axcore.parallel.remat import Remat, SaveMatmuls, SaveNames
@@ -12,12 +13,16 @@ __all__ = [
     "LOGICAL_AXES",
     "MESH_AXES",
     "STANDARD_RULES",
+    "CheckedOption",
+    "CompilerOptions",
     "Layout",
     "Mesh",
     "Remat",
     "SaveMatmuls",
     "SaveNames",
     "active_layout",
+    "check_options",
+    "checked_options",
     "constrain",
     "is_sharded",
     "shard_map",
