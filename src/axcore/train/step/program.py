@@ -17,6 +17,7 @@ from axcore.module import Functional, Tree, abstract, initializer, root
 from axcore.module.context import MissingKey
 from axcore.parallel import CompilerOptions, Layout, checked_options
 from axcore.parallel.compiler_options import Value
+from axcore.parallel.remat import check_kinds, checked_tags
 from axcore.train.step.accumulation import ObjectiveGradient
 from axcore.train.step.learner import Learner
 from axcore.train.step.nan import checked
@@ -180,7 +181,8 @@ class Program:
         """The training step, lowered for the layout's platform, which need not be available here."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
-        traced = step.trace(self.state, self.batch_shapes(batch))
+        with checked_tags():
+            traced = step.trace(self.state, self.batch_shapes(batch))
         if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # its mesh has no devices to take the platform from
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
@@ -225,10 +227,11 @@ def program(
         compiler_options: options for compiling both steps.
 
     Raises:
-        ConfigError: a mesh rule names a logical axis that the model lacks, a parameter cannot be split evenly, or the
-            compiler does not accept an option.
+        ConfigError: a mesh rule names a logical axis that the model lacks, a parameter cannot be split evenly, a remat
+            policy names a kind of layer that the model lacks, or the compiler does not accept an option.
     """
     options = checked_options(compiler_options or {}, layout)
+    check_kinds(model, "model")
     fn, params, model_state = abstract(model, "model")
     layout.check_rules(fn.logical_axes)
     built: Learner = learner.build(fn.axes)
