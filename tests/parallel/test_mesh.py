@@ -58,6 +58,7 @@ def test_seq_uses_a_mesh_axis_only_if_no_other_dimension_does():
     made = shards.abstract(8, "cpu")
     assert made.spec(("batch", "seq", "embed_activation")) == PartitionSpec(None, ("context", "tensor"), None)
     assert made.spec(("batch", "seq", "head", None)) == PartitionSpec(None, "context", "tensor", None)
+    assert made.spec(("batch", "seq", "head", None), (1, 8, 2, 8)) == PartitionSpec(None, "context", None, None)
 
 
 def test_axes_of_an_enclosing_shard_map_are_not_used_again():
@@ -116,8 +117,21 @@ def test_a_parameter_that_does_not_divide_raises_with_shape_and_axes():
     shapes = {"a": {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32)}}
     with pytest.raises(ConfigError) as error:
         layout().shardings(shapes, {"a": {"w": ("embed", "mlp")}})
-    for part in ("a.w", "(6, 3)", "('embed', 'mlp')", "fsdp", "is not divisible"):
-        assert part in str(error.value)
+    assert "a.w: its dimension 'embed' of size 6 is not divisible by 4" in str(error.value)
+    assert "(fsdp=4). The nearest possible products are 3 or 6" in str(error.value)
+
+
+def test_rules_by_path_replace_the_others():
+    shapes = {"a": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, "b": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    made = Mesh(shape={"fsdp": 4}, parameters={"a.*": {"mlp": "fsdp"}, "b": {}}).abstract(4, "cpu")
+    made.check_parameters(["a.w", "b"])
+    found = made.shardings(shapes, {"a": {"w": ("embed", "mlp")}, "b": ("embed",)})
+    assert found["a"]["w"].spec == PartitionSpec(None, "fsdp")
+    assert found["b"].spec == PartitionSpec(None)
+    with pytest.raises(ConfigError, match=r"mesh\.parameters: 'b' matches no parameter"):
+        made.check_parameters(["a.w"])
+    with pytest.raises(ConfigError, match=r"mesh\.parameters\['b'\]: 'embed' maps to 'tp'"):
+        Mesh(shape={"fsdp": 4}, parameters={"b": {"embed": "tp"}}).abstract(4, "cpu")
 
 
 def test_constrain_does_nothing_without_a_layout_and_on_one_device():

@@ -7,7 +7,7 @@ never names a device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -30,6 +30,15 @@ class Mesh(Config):
 
     shape: Mapping[str, PositiveInt | Literal[-1]] = FrozenDict({"data": -1, "fsdp": 1})
     rules: Mapping[str, MeshAxes] = STANDARD_RULES
+    parameters: Mapping[str, Mapping[str, MeshAxes]] = FrozenDict()
+    """Path pattern of parameters, such as `decoder.layers.ffn.**` -> rules that apply to them instead of `rules`; `{}`
+    replicates them. The last matching pattern applies."""
+    zero: Literal[0, 1, 2] = 0
+    """What is sharded over the devices that hold copies of a parameter (ZeRO, arXiv 1910.02054): nothing (0), its
+    optimizer state (1), or also the gradients that microbatches accumulate (2). Parameters themselves are sharded by
+    rules, as in FSDP."""
+    optimizer_memory: Literal["device", "host"] = "device"
+    """Where optimizer state is between steps. In host memory it costs transfers in both directions in each step."""
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Layout:
         """The layout on these devices, by default on all devices.
@@ -40,7 +49,7 @@ class Mesh(Config):
         devices = jax.devices() if devices is None else devices
         sizes = self._sizes(len(devices))
         types = (AxisType.Auto,) * len(sizes)
-        return Layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices), self.rules)
+        return self._layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices))
 
     def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
         """The layout on `count` devices that this process does not have, for tracing and lowering.
@@ -52,7 +61,16 @@ class Mesh(Config):
         types = (AxisType.Auto,) * len(sizes)
         device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
-        return Layout(mesh, self.rules)
+        return self._layout(mesh)
+
+    def _layout(self, mesh: jax.sharding.Mesh | AbstractMesh) -> Layout:
+        return Layout(
+            mesh,
+            self.rules,
+            parameters=self.parameters,
+            zero=self.zero,
+            optimizer_memory=self.optimizer_memory,
+        )
 
     def _sizes(self, count: int) -> dict[str, int]:
         """The size of each mesh axis for `count` devices, in the order of the mesh."""
@@ -65,18 +83,24 @@ class Mesh(Config):
             raise ConfigError(
                 f"mesh.shape: {sizes} does not fill {count} devices. The product of the sizes must be {count}"
             )
-        for name, axes in self.rules.items():
-            group = group_of(axes)
-            if len(set(group)) < len(group):
-                raise ConfigError(f"mesh.rules: {name!r} maps to {group}, which contains an axis twice")
-            for axis in group:
-                if axis not in sizes and axis not in MESH_AXES:
-                    known = ", ".join(dict.fromkeys((*sizes, *MESH_AXES)))
-                    raise ConfigError(
-                        f"mesh.rules: {name!r} maps to {axis!r}, which is neither in mesh.shape nor a standard axis. "
-                        f"Known: {known}"
-                    )
+        _check(self.rules, "mesh.rules", sizes)
+        for pattern, rules in self.parameters.items():
+            _check(rules, f"mesh.parameters[{pattern!r}]", sizes)
         return sizes
+
+
+def _check(rules: Mapping[str, MeshAxes], where: str, sizes: Iterable[str]) -> None:
+    for name, axes in rules.items():
+        group = group_of(axes)
+        if len(set(group)) < len(group):
+            raise ConfigError(f"{where}: {name!r} maps to {group}, which contains an axis twice")
+        for axis in group:
+            if axis not in sizes and axis not in MESH_AXES:
+                known = ", ".join(dict.fromkeys((*sizes, *MESH_AXES)))
+                raise ConfigError(
+                    f"{where}: {name!r} maps to {axis!r}, which is neither in mesh.shape nor a standard axis. "
+                    f"Known: {known}"
+                )
 
 
 def _position(axis: str) -> float:

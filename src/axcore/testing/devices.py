@@ -166,11 +166,16 @@ def _steps(
 
 
 def _compare_all(cases: Mapping[str, Case]) -> dict[str, Comparison]:
-    return {name: _compare(case) for name, case in cases.items()}
+    steps: dict[tuple[Trainer.Config, int], _Step] = {}
+    return {name: _compare(case, steps) for name, case in cases.items()}
 
 
-def _compare(case: Case) -> Comparison:
-    one = _run(_program(case.single, 1), case.batch)
+def _compare(case: Case, steps: dict[tuple[Trainer.Config, int], _Step]) -> Comparison:
+    """Compares one case. `steps` holds the steps on one device that earlier cases ran."""
+    key = case.single, id(case.batch)
+    if key not in steps:
+        steps[key] = _run(_program(case.single, 1), case.batch)
+    one = steps[key]
     several = _run(_program(case.parallel, case.num_devices), case.batch, one.before)
     old, new, expected = (_arrays(state.params) for state in (one.before, several.after, one.after))
     # The first moment of AdamW after one step from zero is `1 - b1` times the gradient.

@@ -23,6 +23,7 @@ from axcore.train.step.learner import Learner
 from axcore.train.step.nan import checked
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.parts import joined, like_params
+from axcore.train.step.placement import moment_shardings, on_devices, optimizer_shardings
 
 Metrics = dict[str, jax.Array]
 NEXT_TOKEN = CrossEntropy.Config()
@@ -80,6 +81,8 @@ class Program:
     layout: Layout
     state: TrainState
     """Shapes and shardings of the state."""
+    moments: Tree
+    """Shape, dtype and sharding of each parameter, as the optimizer updates it; see `moment_shardings`."""
     init: Callable[[jax.Array | np.ndarray], TrainState]
     """Jitted function from the seed to the first state, sharded."""
     start: Callable[[Tree, Tree, jax.Array | np.ndarray], TrainState]
@@ -95,17 +98,20 @@ class Program:
         """Returns the new state and the metrics: scalars, or [layer] for summaries of a scanned stack."""
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
-        like = self.learner.trained(self.state.params)
+        moments = self.learner.trained(self.moments)
+        like = moments if self.layout.zero == 2 else self.learner.trained(self.state.params)
         gradient = ObjectiveGradient(self.fn, self.objective, self.layout, trained, frozen, like)
         with self.layout.active():
             if self.microbatches == 1:
                 found = gradient.whole(state.model_state, batch, key)
             else:
                 found = gradient.accumulated(state.model_state, batch, key, self.microbatches)
+        grads = found.grads
+        if self.layout.zero:
+            grads = jax.lax.with_sharding_constraint(grads, jax.tree.map(lambda form: form.sharding, moments))
         with jax.named_scope("learner"), root(None, key=key, training=True, names=("learner",)) as frame:
-            params, optimizer, metrics = self.learner.update(
-                found.grads, state.optimizer, state.params, state.step, state.total_steps
-            )
+            here = on_devices(state.optimizer, self.state.optimizer)
+            params, optimizer, metrics = self.learner.update(grads, here, state.params, state.step, state.total_steps)
         assert frame.collections is not None
         if frame.collections.losses:
             raise ConfigError(
@@ -234,6 +240,9 @@ def program(
     check_kinds(model, "model")
     fn, params, model_state = abstract(model, "model")
     layout.check_rules(fn.logical_axes)
+    layout.check_parameters(
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(params)
+    )
     built: Learner = learner.build(fn.axes)
     with under("objective"):
         scored: Objective = objective.build()
@@ -252,27 +261,30 @@ def program(
 
     shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.uint32))
     placed = layout.shardings(params, fn.axes)
+    moments = moment_shardings(layout, params, placed)
     everywhere = layout.sharding()
 
     shardings: Any = TrainState(
         params=placed,
         model_state=layout.shardings(model_state, fn.state_axes),
-        optimizer=like_params(shapes.optimizer, params, placed, everywhere),
+        optimizer=optimizer_shardings(layout, shapes.optimizer, params, moments),
         step=everywhere,  # type: ignore[arg-type]
         total_steps=everywhere,  # type: ignore[arg-type]
         seed=everywhere,  # type: ignore[arg-type]
         callbacks=like_params(shapes.callbacks, params, placed, everywhere),
     )
-    state = jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
-    )
+
+    def form(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
     quick = {"out_shardings": shardings, "compiler_options": _QUICK_COMPILE}
     return Program(
         fn=fn,
         objective=scored,
         learner=built,
         layout=layout,
-        state=state,
+        state=jax.tree.map(form, shapes, shardings),
+        moments=jax.tree.map(form, params, moments),
         init=jax.jit(init, **quick),
         start=jax.jit(start, donate_argnums=(0, 1), **quick),
         start_callbacks=jax.jit(start_callbacks, out_shardings=shardings.callbacks),
