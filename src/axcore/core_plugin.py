@@ -15,6 +15,7 @@ def axcore_features() -> list[Feature]:
             "kernels", "axcore.nn:use_kernels", "Attention kernels in order; each call runs the first that supports it."
         ),
         Feature("qk-norm", f"{features}:use_qk_norm", "RMSNorm of queries and keys."),
+        Feature("remat", f"{features}:use_remat_by_tag", "Rematerialization of layers, except values with given tags."),
         Feature(
             "run-weights",
             "axcore.train:use_run_weights",

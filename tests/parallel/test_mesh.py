@@ -2,13 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from axcore.config import ConfigError
-from axcore.parallel import STANDARD_RULES, Layout, Mesh, Remat, SaveMatmuls, SaveNames, constrain, is_sharded
+from axcore.parallel import STANDARD_RULES, Layout, Mesh, constrain, is_sharded
 from axcore.train.step.reading import part_of
 
 EIGHT = jax.devices()[:1] * 8  # no array is placed on them
@@ -160,30 +158,6 @@ def test_a_layout_is_inactive_after_its_block_even_if_it_raises():
         assert is_sharded()
         raise RuntimeError("inside")
     assert not is_sharded()
-
-
-@pytest.mark.parametrize(
-    ("remat", "recomputed"), [(None, 1), (Remat(), 2), (SaveMatmuls(), 1), (SaveNames(names=("kept",)), 1)], ids=repr
-)
-def test_a_remat_policy_determines_how_often_a_product_is_computed(remat, recomputed):
-    def block(x, w):
-        return jnp.sin(checkpoint_name(jnp.sin(x) @ w, "kept"))
-
-    wrapped = block if remat is None else jax.checkpoint(block, policy=remat.policy())
-    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x, w: wrapped(x, w).sum()))(jnp.ones((2, 3)), jnp.ones((3, 3))))
-    assert jaxpr.count("dot_general[") - 1 == recomputed  # one product belongs to the gradient of x
-
-
-def test_save_names_keeps_only_the_given_names():
-    def block(x, w):
-        return jnp.sin(checkpoint_name(jnp.sin(x) @ w, "kept"))
-
-    wrapped = jax.checkpoint(block, policy=SaveNames(names=("other",)).policy())
-    x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
-    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: wrapped(x, w).sum()))(x))
-    assert jaxpr.count("dot_general[") == 3
-    expected = jax.grad(lambda x: block(x, w).sum())(x)
-    np.testing.assert_allclose(jax.grad(lambda x: wrapped(x, w).sum())(x), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

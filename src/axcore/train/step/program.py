@@ -15,7 +15,9 @@ import optax
 from axcore.config import Config, ConfigError, under
 from axcore.module import Functional, Tree, abstract, initializer, root
 from axcore.module.context import MissingKey
-from axcore.parallel import Layout
+from axcore.parallel import CompilerOptions, Layout, checked_options
+from axcore.parallel.compiler_options import Value
+from axcore.parallel.remat import check_kinds, checked_tags
 from axcore.train.step.accumulation import ObjectiveGradient
 from axcore.train.step.learner import Learner
 from axcore.train.step.nan import checked
@@ -90,6 +92,8 @@ class Program:
     """Jitted function from the parameters to the first arrays of each callback, sharded."""
     callbacks: Mapping[str, DeviceState] = dataclasses.field(default_factory=dict)
     microbatches: int = 1
+    compiler_options: dict[str, Value] = dataclasses.field(default_factory=dict)
+    """Options for compiling both steps, accepted by the compiler."""
 
     def train_step(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         """Returns the new state and the metrics: scalars, or [layer] for summaries of a scanned stack."""
@@ -177,14 +181,15 @@ class Program:
         With `jax_disable_jit` the step is not compiled. With `jax_debug_nans` a NaN raises an error that names the
         layer.
         """
-        run = self.train_step if jax.config.jax_disable_jit else self.lower_train(batch).compile()
+        run = self.train_step if jax.config.jax_disable_jit else self.lower_train(batch).compile(self.compiler_options)
         return checked(self.train_step, run) if jax.config.jax_debug_nans else run
 
     def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """The training step, lowered for the layout's platform, which need not be available here."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
-        traced = step.trace(self.state, self.batch_shapes(batch))
+        with checked_tags():
+            traced = step.trace(self.state, self.batch_shapes(batch))
         if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # its mesh has no devices to take the platform from
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
@@ -195,7 +200,8 @@ class Program:
             run: EvalStep = self.eval_step
         else:
             step = jax.jit(self.eval_step, out_shardings=self.layout.sharding())
-            run = step.lower(self.state.params, self.state.model_state, self.batch_shapes(batch)).compile()
+            lowered = step.lower(self.state.params, self.state.model_state, self.batch_shapes(batch))
+            run = lowered.compile(self.compiler_options)
         return checked(self.eval_step, run) if jax.config.jax_debug_nans else run
 
     def place(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -225,15 +231,20 @@ def program(
     objective: Config = NEXT_TOKEN,
     microbatches: int = 1,
     callbacks: Mapping[str, DeviceState] | None = None,
+    compiler_options: CompilerOptions | None = None,
 ) -> Program:
     """Builds the steps with abstract shapes and computes no arrays.
 
     Args:
         callbacks: the callbacks that may keep arrays on the devices, by name.
+        compiler_options: options for compiling both steps.
 
     Raises:
-        ConfigError: a mesh rule names a logical axis that the model lacks, or a parameter cannot be split evenly.
+        ConfigError: a mesh rule names a logical axis that the model lacks, a parameter cannot be split evenly, a remat
+            policy names a kind of layer that the model lacks, or the compiler does not accept an option.
     """
+    options = checked_options(compiler_options or {}, layout)
+    check_kinds(model, "model")
     fn, params, model_state = abstract(model, "model")
     layout.check_rules(fn.logical_axes)
     layout.check_parameters(
@@ -286,4 +297,5 @@ def program(
         start_callbacks=jax.jit(start_callbacks, out_shardings=shardings.callbacks),
         callbacks=callbacks or {},
         microbatches=microbatches,
+        compiler_options=options,
     )
