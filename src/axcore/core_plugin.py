@@ -1,6 +1,14 @@
 """The built-in offers of axcore, registered through the same hooks as a plugin's. Imports neither jax nor flax."""
 
-from axcore.plugin import AttentionKernelOffer, Feature, KVCacheOffer, OptimizerOffer, SourceOffer, hookimpl
+from axcore.plugin import (
+    AttentionKernelOffer,
+    ContextParallelismOffer,
+    Feature,
+    KVCacheOffer,
+    OptimizerOffer,
+    SourceOffer,
+    hookimpl,
+)
 
 axcore_api = 2
 
@@ -9,6 +17,9 @@ axcore_api = 2
 def axcore_features() -> list[Feature]:
     features = "axcore.nn.features"
     return [
+        Feature(
+            "context", "axcore.parallel.features:use_context", "Context parallelism: the sequence over several devices."
+        ),
         Feature("dropout", f"{features}:use_dropout", "Dropout in every layer that has a dropout rate."),
         Feature("fused-qkv", f"{features}:use_fused_qkv", "One linear layer for queries, keys and values."),
         Feature(
@@ -28,6 +39,11 @@ def axcore_features() -> list[Feature]:
 @hookimpl
 def axcore_attention_kernels() -> list[AttentionKernelOffer]:
     return [AttentionKernelOffer("reference", "axcore.nn:ReferenceKernel", "Attention in plain JAX, on any platform.")]
+
+
+@hookimpl
+def axcore_context_parallelism() -> list[ContextParallelismOffer]:
+    return [ContextParallelismOffer("all-to-all", "axcore.nn:AllToAll", "Each device attends with some of the heads.")]
 
 
 @hookimpl

@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from axcore.config import Config, ConfigError, FrozenDict, PositiveInt
 from axcore.parallel.axes import MESH_AXES, STANDARD_RULES, MeshAxes, group_of
+from axcore.parallel.context import ContextParallelism
 from axcore.parallel.devices import device_mesh
 from axcore.parallel.layout import Layout
 
@@ -43,6 +44,8 @@ class Mesh(Config):
     rules, as in FSDP."""
     optimizer_memory: Literal["device", "host"] = "device"
     """Where optimizer state is between steps. In host memory it costs transfers in both directions in each step."""
+    context: ContextParallelism.Config | None = None
+    """How attention computes when the rules shard `seq`; None: keys and values are gathered."""
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Layout:
         """The layout on these devices, by default on all devices.
@@ -73,6 +76,7 @@ class Mesh(Config):
             parameters=self.parameters,
             zero=self.zero,
             optimizer_memory=self.optimizer_memory,
+            context=None if self.context is None else self.context.build(),
         )
 
     def _sizes(self, count: int, platform: str) -> dict[str, int]:
