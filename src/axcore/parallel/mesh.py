@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, Shaped
@@ -42,13 +43,30 @@ class Mesh(Config):
     def make(self, devices: Sequence[jax.Device] | None = None) -> Layout:
         """The layout on these devices, by default on all devices.
 
+        Slices of a TPU, and hosts of GPUs, are connected by a slower network. If the devices are in several slices, the
+        first axis whose size is a multiple of their number spans them, and the other axes are inside a slice.
+
         Raises:
-            ConfigError: The axis sizes do not multiply to the number of devices, or a rule names an unknown mesh axis.
+            ConfigError: The axis sizes do not multiply to the number of devices, no axis can span the slices, or a rule
+                names an unknown mesh axis.
         """
         devices = jax.devices() if devices is None else devices
         sizes = self._sizes(len(devices), devices[0].platform)
         types = (AxisType.Auto,) * len(sizes)
-        return Layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices), self.rules)
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+        if slices == 1:
+            mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+            return Layout(mesh, self.rules)
+        outer = next((axis for axis, size in sizes.items() if size % slices == 0), None)
+        if outer is None:
+            raise ConfigError(
+                f"mesh.shape: the devices are in {slices} slices, but no size of {sizes} is a multiple of {slices}. "
+                f"Set the first axis, which should communicate least, to {slices}"
+            )
+        across = [slices if axis == outer else 1 for axis in sizes]
+        inside = [size // count for size, count in zip(sizes.values(), across, strict=True)]
+        grid = mesh_utils.create_hybrid_device_mesh(inside, across, devices)
+        return Layout(jax.sharding.Mesh(grid, tuple(sizes), axis_types=types), self.rules)
 
     def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
         """The layout on `count` devices that this process does not have, for tracing and lowering.
