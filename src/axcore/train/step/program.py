@@ -99,8 +99,8 @@ class Program:
         """Returns the new state and the metrics: scalars, or [layer] for summaries of a scanned stack."""
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
-        moments = self.learner.trained(self.moments)
-        like = moments if self.layout.zero == 2 else self.learner.trained(self.state.params)
+        updated = self.learner.trained(self.moments)
+        like = updated if self.layout.zero == 2 else self.learner.trained(self.state.params)
         gradient = ObjectiveGradient(self.fn, self.objective, self.layout, trained, frozen, like)
         with self.layout.active():
             if self.microbatches == 1:
@@ -109,10 +109,12 @@ class Program:
                 found = gradient.accumulated(state.model_state, batch, key, self.microbatches)
         grads = found.grads
         if self.layout.zero:
-            grads = jax.lax.with_sharding_constraint(grads, jax.tree.map(lambda form: form.sharding, moments))
+            grads = jax.lax.with_sharding_constraint(grads, jax.tree.map(lambda form: form.sharding, updated))
         with jax.named_scope("learner"), root(None, key=key, training=True, names=("learner",)) as frame:
-            here = on_devices(state.optimizer, self.state.optimizer)
-            params, optimizer, metrics = self.learner.update(grads, here, state.params, state.step, state.total_steps)
+            grads, moments = on_devices(grads, state.optimizer, self.state.optimizer)
+            params, optimizer, metrics = self.learner.update(
+                grads, moments, state.params, state.step, state.total_steps
+            )
         assert frame.collections is not None
         if frame.collections.losses:
             raise ConfigError(
