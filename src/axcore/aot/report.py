@@ -58,7 +58,7 @@ def compile_step(cfg: Trainer.Config) -> StepReport:
     program = cfg.build().program()
     batch = batch_form(cfg.input)
     began = time.monotonic()
-    compiled = program.lower_train(batch).compile()
+    compiled = program.lower_train(batch).compile(program.compiler_options)
     seconds = time.monotonic() - began
     memory: Any = compiled.memory_analysis()  # Any: untyped in jax
     cost = compiled.cost_analysis() or {}

@@ -97,7 +97,7 @@ class Comparison:
         mesh_error: the error of making the mesh with one device fewer than the config requires; empty if none.
     """
 
-    metrics: dict[str, tuple[float, float]]
+    metrics: dict[str, tuple[np.ndarray, np.ndarray]]
     gradients: dict[str, float]
     updates: dict[str, float]
     zero_gradients: list[str]
@@ -166,11 +166,16 @@ def _steps(
 
 
 def _compare_all(cases: Mapping[str, Case]) -> dict[str, Comparison]:
-    return {name: _compare(case) for name, case in cases.items()}
+    steps: dict[tuple[Trainer.Config, int], _Step] = {}
+    return {name: _compare(case, steps) for name, case in cases.items()}
 
 
-def _compare(case: Case) -> Comparison:
-    one = _run(_program(case.single, 1), case.batch)
+def _compare(case: Case, steps: dict[tuple[Trainer.Config, int], _Step]) -> Comparison:
+    """Compares one case. `steps` holds the steps on one device that earlier cases ran."""
+    key = case.single, id(case.batch)
+    if key not in steps:
+        steps[key] = _run(_program(case.single, 1), case.batch)
+    one = steps[key]
     several = _run(_program(case.parallel, case.num_devices), case.batch, one.before)
     old, new, expected = (_arrays(state.params) for state in (one.before, several.after, one.after))
     # The first moment of AdamW after one step from zero is `1 - b1` times the gradient.
@@ -184,7 +189,7 @@ def _compare(case: Case) -> Comparison:
     mu, nu = (_shards_by_path(moment) for moment in (_adam(several).mu, _adam(several).nu))
     inputs = several.batch["inputs"]
     return Comparison(
-        metrics={name: (float(several.metrics[name]), float(value)) for name, value in one.metrics.items()},
+        metrics={name: (np.asarray(several.metrics[name]), np.asarray(one.metrics[name])) for name in one.metrics},
         gradients={path: _error(gradients[path], exact[path]) for path in compared},
         updates={path: update_error(path) for path in compared},
         zero_gradients=[path for path in exact if path not in compared],

@@ -24,7 +24,7 @@ from axcore.config import (
     parse_text,
     under,
 )
-from axcore.parallel import Mesh
+from axcore.parallel import CompilerOptions, Mesh
 from axcore.runtime import signals
 from axcore.train import files
 from axcore.train.callbacks.base import Callback
@@ -47,6 +47,7 @@ from axcore.train.run.session import Prepared, Session
 from axcore.train.step.learner import Learner
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.program import UNKNOWN_STEPS, Program, TrainState, program
+from axcore.train.step.reading import reader
 
 CONFIG_FILE = "config.txt"
 MAX_MINUTES = 10_000_000
@@ -64,6 +65,9 @@ class Trainer(config.Configurable):
         """Number of parts of each batch that are computed in sequence to save activation memory. The gradients are
         those of the whole batch."""
         mesh: Mesh = Mesh()
+        compiler_options: CompilerOptions = FrozenDict()
+        """Options of the XLA compiler for the training and evaluation steps, as in
+        `{"xla_gpu_enable_triton_gemm": False}`; see `axcore.parallel.check_options`."""
         steps: Annotated[int, Range(at_least=1, below=UNKNOWN_STEPS)] | None = None
         minutes: Annotated[float, Range(above=0, below=MAX_MINUTES)] | None = None
         """Wall-clock time for training, compilation included. Set this or `steps`."""
@@ -79,7 +83,7 @@ class Trainer(config.Configurable):
             tensorboard=TensorBoardWriter.Config(),
         )
 
-        layout_fields = ("microbatches", "mesh", "steps", "minutes", "checkpointer", "callbacks")
+        layout_fields = ("microbatches", "mesh", "compiler_options", "steps", "minutes", "checkpointer", "callbacks")
 
     def __init__(self, cfg: Config):
         if (cfg.steps is None) == (cfg.minutes is None):
@@ -94,7 +98,9 @@ class Trainer(config.Configurable):
         """Builds the training and evaluation steps with abstract shapes. Computes no arrays."""
         cfg = self.config
         held = (callbacks or Callbacks(cfg.callbacks)).on_device()
-        return program(cfg.model, cfg.learner, cfg.mesh.make(), cfg.objective, cfg.microbatches, held)
+        return program(
+            cfg.model, cfg.learner, cfg.mesh.make(), cfg.objective, cfg.microbatches, held, cfg.compiler_options
+        )
 
     def run(self, out: str | Path, *, resume: bool = False) -> dict[str, Json]:
         """Trains and returns the summary, which is also written to `summary.json`.
@@ -178,8 +184,9 @@ class Trainer(config.Configurable):
         cfg = self.config.input
         if cfg.seed is None:
             cfg = cfg.set(seed=self.config.seed)
+        index, count = reader(self.config.mesh.make())
         with under("input"):
-            source: Input = cfg.build(process_index=jax.process_index(), process_count=jax.process_count())
+            source: Input = cfg.build(process_index=index, process_count=count)
         known = getattr(self.config.model, "vocab_size", source.vocab_size)
         if known < source.vocab_size:
             raise ConfigError(
