@@ -47,6 +47,9 @@ def on_devices[**P, R](function: Callable[P, R], /, *args: P.args, **kwargs: P.k
     env["JAX_PLATFORMS"] = "cpu"
     flags = [flag for flag in env.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     env["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={COUNT}"])
+    # The size of XLA's thread pool. Each running collective blocks a thread, and programs run several at once: with the
+    # default of one thread per device, the devices can wait for each other forever.
+    env["NPROC"] = str(8 * COUNT)
     request = pickle.dumps((function, args, kwargs))
     done = subprocess.run([sys.executable, "-c", _SERVE], input=request, capture_output=True, env=env, check=False)
     assert done.returncode == 0, done.stderr.decode()
