@@ -78,7 +78,7 @@ def list_rules(_: argparse.Namespace) -> None:
     rows = [
         (rule.pattern, rule.name, rule.summary, plugin.distribution) for plugin, rule in registry().offers(MeshRule)
     ]
-    none = "" if rows else f"no loaded plugin offers mesh rules; {registry().advice('recipes')}"
+    none = "" if rows else f"no loaded plugin offers mesh rules; {registry().advice('mesh-rules')}"
     _table(("accelerators", "mesh rule", "summary", "from"), rows, none)
 
 
