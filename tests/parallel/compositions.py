@@ -9,7 +9,7 @@ import numpy as np
 
 import axcore as ax
 from axcore.nn import MultiTokenPrediction, use_remat
-from axcore.parallel import STANDARD_RULES, Mesh, Remat, SaveNames
+from axcore.parallel import STANDARD_RULES, ByTag, Mesh, Remat
 from axcore.testing.devices import Case
 from axcore.testing.models import OBJECTIVE, tiny_batch, tiny_model
 from axcore.train import AdamW, Learner, Trainer, WarmupStableDecay
@@ -51,7 +51,7 @@ MODELS = {
     "dense": trainer(),
     "tied, remat": trainer(tied, lambda cfg: use_remat(cfg, Remat())),
     "names, softcap": trainer(
-        lambda cfg: use_remat(cfg, SaveNames(names=("heads", "query"))),
+        lambda cfg: use_remat(cfg, ByTag(save=("heads", "query"))),
         lambda cfg: ax.select(cfg, "model.decoder.layers.attention").set(softcap=5.0),
     ),
     "dropout": trainer(ax.use("dropout", rate=0.3)),

@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from axcore.config import ConfigError
 from axcore.parallel import STANDARD_RULES, Layout, Mesh, constrain, is_sharded
+from axcore.train.step.reading import part_of
 
 EIGHT = jax.devices()[:1] * 8  # no array is placed on them
 
@@ -29,8 +30,17 @@ def layout(rules=STANDARD_RULES, **sizes):
     ids=str,
 )
 def test_a_shape_that_does_not_fill_the_devices_raises(shape):
-    with pytest.raises(ConfigError, match=r"mesh\.shape: .*8 devices"):
+    with pytest.raises(ConfigError, match=r"mesh\.shape: .*devices, which is 8"):
         Mesh(shape=shape, rules={}).make(EIGHT)
+
+
+def test_case_a_mesh_with_too_few_devices_says_how_to_get_them():
+    mesh = Mesh(shape={"data": 1, "fsdp": 8})
+    message = r"mesh\.shape: \{.*\} does not match the number of cpu devices, which is 1\. Set sizes whose product is 1"
+    with pytest.raises(ConfigError, match=rf"{message}, or split the CPU into N devices with JAX_NUM_CPU_DEVICES=N$"):
+        mesh.make(EIGHT[:1])
+    with pytest.raises(ConfigError, match=r"the number of gpu devices, which is 4\. Set sizes whose product is 4$"):
+        mesh.abstract(4, "gpu")
 
 
 def test_a_rule_to_an_unknown_mesh_axis_raises_and_lists_the_axes():
@@ -148,3 +158,22 @@ def test_a_layout_is_inactive_after_its_block_even_if_it_raises():
         assert is_sharded()
         raise RuntimeError("inside")
     assert not is_sharded()
+
+
+@pytest.mark.parametrize(
+    ("held", "parts"),
+    [
+        ({0: {0, 1}, 1: {2, 3}}, {0: (0, 2), 1: (1, 2)}),
+        ({0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}}, {0: (0, 1), 1: (0, 1)}),
+        ({0: {2, 3}, 1: {0, 1}, 2: {0, 1}, 3: {2, 3}}, {0: (1, 2), 1: (0, 2), 3: (1, 2)}),
+    ],
+    ids=["data", "tensor", "both"],
+)
+def test_processes_with_the_same_rows_read_the_same_part(held, parts):
+    assert {process: part_of(held, process, 4) for process in parts} == parts
+
+
+@pytest.mark.parametrize("held", [{0: {0, 2}, 1: {1, 3}}, {0: {0}, 1: {1, 2, 3}}, {0: {1, 2}, 1: {0, 3}}], ids=str)
+def test_rows_that_are_not_neighbours_in_a_process_raise(held):
+    with pytest.raises(ConfigError, match=r"mesh: of the 4 blocks of rows .* the devices of process"):
+        part_of(held, 0, 4)

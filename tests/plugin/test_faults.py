@@ -9,7 +9,7 @@ import pytest
 
 from axcore.cli import main
 from axcore.config import AxcoreError, Config, ConfigError
-from axcore.plugin import PluginError, attributed, recipe, target, use, use_text
+from axcore.plugin import PluginError, attributed, recipe, registry, target, use, use_text
 
 CODE = """
 import axcore as ax
@@ -168,6 +168,13 @@ def test_output_of_plugins_during_discovery_goes_to_stderr(alone, capsys):
     out, err = capsys.readouterr()
     assert {plugin["id"] for plugin in json.loads(out)["plugins"]} == {"core", "loud"}
     assert err == "imported\nasked\n"
+
+
+def test_a_plugin_may_keep_the_stream_that_it_sees_at_import(alone, capsys):
+    alone.install("keeps", "import sys\nKEPT = sys.stderr\n")
+    registry()
+    sys.modules["thrown_ax_keeps"].KEPT.write("x" * 1000)
+    assert capsys.readouterr().err == "x" * 1000
 
 
 def test_text_that_stdout_cannot_encode_is_escaped(alone, monkeypatch, tmp_path):

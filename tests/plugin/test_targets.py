@@ -313,16 +313,28 @@ def test_command_line_edits_and_targets_apply_in_order(axcore):
     assert mesh("--target", "gpu-h100-8x4", "--set", "mesh.shape.fsdp=16") == 'mesh.shape: {"data": 4, "fsdp": 16}'
     assert mesh("--set", "mesh.shape.fsdp=16", "--target", "gpu-h100-8x4") == 'mesh.shape: {"data": 4, "fsdp": 8}'
     assert "mesh.shape" in axcore("diff", "quickstart", "quickstart", "--target", "cpu-8").out
-    assert "Known: " in axcore("tree", "quickstart", "--target", "npu-x1-16").message
+    assert "Known: " in axcore("show", "quickstart", "--target", "npu-x1-16").message
     assert "is not an accelerator" in axcore("aot", "quickstart", "--target", "h100").message
     assert "is not an accelerator" in axcore("train", "quickstart", "--target", "h100").message
+
+
+@pytest.mark.parametrize("argv", [("tree", "quickstart"), ("generate", "quickstart", "--prompt", "a")])
+def test_case_commands_without_a_mesh_take_no_target(axcore, argv):
+    assert "unrecognized arguments: --target cpu-8" in axcore(*argv, "--target", "cpu-8").err
 
 
 @pytest.mark.long
 def test_case_train_gives_jax_the_devices_of_cpu_8():
     """The last --target counts, and the devices are those of one host."""
-    code = "from axcore.cli.train import split_cpu; split_cpu({edits}); import jax; print(len(jax.devices()))"
+    code = "from axcore.cli.compose import split_cpu; split_cpu({edits}); import jax; print(len(jax.devices()))"
     edits = [("target", "cpu-2"), ("set", "steps=3"), ("target", "cpu-8x2")]
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     command = [sys.executable, "-c", code.format(edits=edits)]
     assert int(subprocess.run(command, capture_output=True, env=env, check=True).stdout) == 8
+
+
+def test_case_aot_gives_jax_the_devices_of_cpu_8(axcore, monkeypatch):
+    split = []
+    monkeypatch.setattr("axcore.cli.aot.split_cpu", split.extend)
+    monkeypatch.setattr("axcore.aot.compile_step", lambda cfg: f"fsdp={cfg.mesh.shape['fsdp']}, {split}")
+    assert axcore("aot", "quickstart", "--target", "cpu-8").out == "fsdp=8, [('target', 'cpu-8')]\n"

@@ -263,6 +263,14 @@ def test_fields_by_layer_must_cover_all_layers():
         model_of(LLAMA | {"rope_parameters": by_kind, "rope_scaling": None})
 
 
+def test_truncate_of_yarn_is_rejected_inside_the_entry_of_a_layer_type():
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
+    raw = PUBLISHED["gemma-3-1b"]["config"]
+    model_of(raw | {"rope_parameters": {"full_attention": yarn}})
+    with pytest.raises(ax.ConfigError, match="truncate=False in rope_parameters is not supported"):
+        model_of(raw | {"rope_parameters": {"full_attention": yarn | {"truncate": False}}})
+
+
 def test_quantized_weights_of_other_families_are_rejected():
     with pytest.raises(
         ax.ConfigError, match=r"quantization_config=.* is not supported for model_type 'llama'\. Known: None"

@@ -193,7 +193,7 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Ite
         where = join(path, kind.slot)
         choice = choices.get(where)
         candidates = tuple(_candidates(kind, value, choice))
-        request = str(choice.request) if choice is not None else ""
+        request = choice.described if choice is not None else ""
         groups.setdefault((request, candidates), []).append(where)
     for (request, candidates), paths in groups.items():
         yield Slot(kind.kind, tuple(paths), request, candidates)
@@ -230,24 +230,25 @@ def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: C
         return f"no: {refused[node_type.target]}"
     if node_type in held:
         return "not needed: an earlier kernel in the order is chosen"
-    reason = _refusal(node_type, choice.request)
+    reason = _refusal(node_type, choice.requests)
     return f"no: {reason}" if reason else f'possible; use("kernels", order=("{name}", "reference"))'
 
 
-def _refusal(node_type: type[Config], request: KernelRequest) -> str | None:
-    """Why a kernel that is not in the config does not support the request; None if it does."""
+def _refusal(node_type: type[Config], requests: Sequence[KernelRequest]) -> str | None:
+    """Why a kernel that is not in the config does not support one of the requests; None if it supports all."""
+    first = requests[0]
     widths = {
-        "input_dim": request.num_heads * request.head_dim,
-        "num_heads": request.num_heads,
-        "num_kv_heads": request.num_kv_heads,
-        "head_dim": request.head_dim,
+        "input_dim": first.num_heads * first.head_dim,
+        "num_heads": first.num_heads,
+        "num_kv_heads": first.num_kv_heads,
+        "head_dim": first.head_dim,
     }
     try:
         cfg = node_type()
         kernel = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)}).build(rngs=Rngs(0))
     except axcore.ConfigError as error:
         return str(error)
-    return refusal(kernel, request)
+    return refusal(kernel, *requests)
 
 
 def _name(plugin: Plugin | None) -> str:

@@ -4,6 +4,7 @@ import axcore.parallel.codecs
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.parallel.axes import LOGICAL_AXES, MESH_AXES, STANDARD_RULES
 from axcore.parallel.compiler_options import CheckedOption, CompilerOptions, check_options, checked_options
+from axcore.parallel.context import ContextParallelism
 from axcore.parallel.layout import Layout, active_layout, constrain, is_sharded
 from axcore.parallel.mesh import Mesh
 from axcore.parallel.remat import TAGS, ByKind, ByTag, Remat, SaveMatmuls
@@ -18,6 +19,7 @@ __all__ = [
     "ByTag",
     "CheckedOption",
     "CompilerOptions",
+    "ContextParallelism",
     "Layout",
     "Mesh",
     "Remat",

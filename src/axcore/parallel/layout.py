@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree, Shaped
 from axcore.config import ConfigError, FrozenDict, matches
 from axcore.config.errors import did_you_mean
 from axcore.parallel.axes import LOGICAL_AXES, MeshAxes, entry_of, group_of
+from axcore.parallel.context import ContextParallelism
 
 Axis = Any  # Any: the type of UNCONSTRAINED is private to jax
 """A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`."""
@@ -24,7 +25,8 @@ Axis = Any  # Any: the type of UNCONSTRAINED is private to jax
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh with its rules. See `Mesh` for `parameters`, `zero` and `optimizer_memory`.
+    """A mesh with its rules. See `Mesh` for `parameters`, `zero`, `optimizer_memory` and
+    `context`.
 
     Attributes:
         manual: the mesh axes of the enclosing `shard_map`. Arrays are shards of these axes already.
@@ -36,6 +38,7 @@ class Layout:
     parameters: Mapping[str, Mapping[str, MeshAxes]] = FrozenDict()
     zero: Literal[0, 1, 2] = 0
     optimizer_memory: Literal["device", "host"] = "device"
+    context: ContextParallelism | None = None
 
     def inside(self, axes: Iterable[str]) -> Layout:
         """The layout inside a `shard_map` over these mesh axes."""

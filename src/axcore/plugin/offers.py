@@ -56,6 +56,12 @@ class NumericsOffer(Offer):
     hook, kind, slot = "axcore_numerics", "numerics", "numerics"
 
 
+class ContextParallelismOffer(Offer):
+    """A subclass of `axcore.parallel.ContextParallelism`, for the slot `context` of the mesh."""
+
+    hook, kind, slot = "axcore_context_parallelism", "context parallelism", "context"
+
+
 class OptimizerOffer(Offer):
     """A subclass of `axcore.train.Optimizer`, for the slot `optimizer` of the learner."""
 

@@ -97,7 +97,7 @@ class Comparison:
         mesh_error: the error of making the mesh with one device fewer than the config requires; empty if none.
     """
 
-    metrics: dict[str, tuple[float, float]]
+    metrics: dict[str, tuple[np.ndarray, np.ndarray]]
     gradients: dict[str, float]
     updates: dict[str, float]
     zero_gradients: list[str]
@@ -189,7 +189,7 @@ def _compare(case: Case, steps: dict[tuple[Trainer.Config, int], _Step]) -> Comp
     mu, nu = (_shards_by_path(moment) for moment in (_adam(several).mu, _adam(several).nu))
     inputs = several.batch["inputs"]
     return Comparison(
-        metrics={name: (float(several.metrics[name]), float(value)) for name, value in one.metrics.items()},
+        metrics={name: (np.asarray(several.metrics[name]), np.asarray(one.metrics[name])) for name in one.metrics},
         gradients={path: _error(gradients[path], exact[path]) for path in compared},
         updates={path: update_error(path) for path in compared},
         zero_gradients=[path for path in exact if path not in compared],

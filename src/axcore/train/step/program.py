@@ -24,6 +24,7 @@ from axcore.train.step.nan import checked
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.parts import joined, like_params
 from axcore.train.step.placement import moment_shardings, on_devices, optimizer_shardings
+from axcore.train.step.reading import reader
 
 Metrics = dict[str, jax.Array]
 NEXT_TOKEN = CrossEntropy.Config()
@@ -204,17 +205,23 @@ class Program:
         return checked(self.eval_step, run) if jax.config.jax_debug_nans else run
 
     def place(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The global batch, given the rows of this process."""
+        """The global batch, given the rows that this process reads; see `reader`."""
         if jax.process_count() == 1:
             return batch
-        count = jax.process_count()
+        index, count = reader(self.layout)
 
-        def whole(rows: Any) -> jax.Array:
+        def whole(rows: np.ndarray) -> jax.Array:
+            first = index * rows.shape[0]
+
+            def shard(where: tuple[slice, ...] | None) -> np.ndarray:
+                assert where is not None  # as for arrays with a dimension
+                start, stop, _ = where[0].indices(rows.shape[0] * count)
+                return rows[(slice(start - first, stop - first), *where[1:])]
+
             sharding = self.layout.sharding(*("batch", "seq")[: rows.ndim])
-            shape = (rows.shape[0] * count, *rows.shape[1:])
-            return jax.make_array_from_process_local_data(sharding, rows, shape)
+            return jax.make_array_from_callback((rows.shape[0] * count, *rows.shape[1:]), sharding, shard)
 
-        return {name: whole(rows) for name, rows in batch.items()}
+        return {name: whole(np.asarray(rows)) for name, rows in batch.items()}
 
 
 def program(
