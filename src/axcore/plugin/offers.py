@@ -104,13 +104,17 @@ class MeshRule(Offer):
     def why_not(self, accelerator: Accelerator, recipe: str) -> str:
         """Why the rule does not apply to a recipe on an accelerator; empty if it applies."""
         least, most = self.devices
-        if not fnmatch.fnmatchcase(accelerator.text, self.pattern):
+        if not self.matches(accelerator):
             return f"it applies to {self.pattern}"
         if not least <= accelerator.count <= (most or accelerator.count):
             return f"it applies to {self.range}, not to {accelerator.count}"
         if not fnmatch.fnmatchcase(recipe, self.recipe):
             return f"it applies to the recipes {self.recipe}"
         return ""
+
+    def matches(self, accelerator: Accelerator) -> bool:
+        """Whether the pattern matches the name of the accelerator."""
+        return fnmatch.fnmatchcase(accelerator.text, self.pattern)
 
     @property
     def range(self) -> str:

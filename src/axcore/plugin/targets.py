@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import inspect
 from collections.abc import Callable
@@ -83,7 +82,7 @@ def _known(accelerator: Accelerator, recipe: str) -> str:
     near = [
         f"The rule {rule.name!r} of {plugin.id}: {reason}"
         for plugin, rule in rules
-        if fnmatch.fnmatchcase(accelerator.text, rule.pattern) and (reason := rule.why_not(accelerator, recipe))
+        if rule.matches(accelerator) and (reason := rule.why_not(accelerator, recipe))
     ]
     if near:
         return ". ".join(near)
