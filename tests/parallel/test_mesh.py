@@ -1,7 +1,10 @@
 """Mesh shapes, rules and partition specs, on one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
@@ -41,6 +44,33 @@ def test_case_a_mesh_with_too_few_devices_says_how_to_get_them():
         mesh.make(EIGHT[:1])
     with pytest.raises(ConfigError, match=r"the number of gpu devices, which is 4\. Set sizes whose product is 4$"):
         mesh.abstract(4, "gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class InSlice:
+    """A device of a machine with several slices."""
+
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100"
+    process_index: int = 0
+
+
+@pytest.mark.parametrize(("shape", "spans"), [({"data": 2, "fsdp": 4}, 0), ({"data": 1, "fsdp": 8}, 1)], ids=str)
+def test_case_one_axis_spans_the_slices_and_the_others_are_inside(shape, spans):
+    devices = [InSlice(id, slice_index=id % 2) for id in range(8)]  # in an order that mixes the slices
+    grid = Mesh(shape=shape, rules={}).make(devices).mesh.devices
+    slices = np.moveaxis(np.vectorize(lambda device: device.slice_index)(grid), spans, 0)
+    assert grid.shape == tuple(shape.values()) and len(set(grid.flat)) == 8
+    for half, index in ((slices[: len(slices) // 2], 0), (slices[len(slices) // 2 :], 1)):
+        np.testing.assert_array_equal(half, index)
+
+
+def test_case_slices_that_no_axis_can_span_are_named():
+    devices = [InSlice(id, slice_index=id // 4) for id in range(10)]
+    with pytest.raises(ConfigError, match=r"the devices are in 3 slices, but mesh\.shape={'data': 1"):
+        Mesh(shape={"data": 1, "fsdp": 10}, rules={}).make(devices)
 
 
 def test_a_rule_to_an_unknown_mesh_axis_raises_and_lists_the_axes():

@@ -240,7 +240,10 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
         ),
         ({"rope_scaling": "linear"}, r"rope_scaling='linear' must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, r"Linear\.factor must be float, not '2'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, r"Linear\.factor must be above 0, not inf"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": math.inf}},
+            r"Linear\.factor must be finite and above 0, not inf",
+        ),
     ],
 )
 def test_unsupported_config_values_are_rejected(fields, message):

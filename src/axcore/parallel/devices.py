@@ -33,7 +33,12 @@ def device_mesh(sizes: Mapping[str, int], slow: Mapping[str, int], devices: Sequ
     count, groups = (slices, "slices") if slices > 1 else (len({device.process_index for device in devices}), "hosts")
     factors = [slow.get(axis, 1) for axis in sizes] if slow else _outermost(sizes, count)
     if math.prod(factors) != count:
-        raise ConfigError(f"mesh.dcn: {dict(slow)} does not multiply to the {count} {groups} of the devices")
+        given = (
+            f"mesh.dcn={dict(slow)} is no factorization of {count}"
+            if slow
+            else f"mesh.shape={dict(sizes)} has no axis that spans them"
+        )
+        raise ConfigError(f"the devices are in {count} {groups}, but {given}")
     inner = [size // factor for size, factor in zip(sizes.values(), factors, strict=True)]
     arranged = create_hybrid_device_mesh(inner, factors, devices, process_is_granule=slices == 1)
     return jax.sharding.Mesh(np.asarray(arranged), tuple(sizes), axis_types=types)
