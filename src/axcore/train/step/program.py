@@ -186,12 +186,16 @@ class Program:
         run = self.train_step if jax.config.jax_disable_jit else self.lower_train(batch).compile(self.compiler_options)
         return checked(self.train_step, run) if jax.config.jax_debug_nans else run
 
-    def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """The training step, lowered for the layout's platform, which need not be available here."""
+    def trace_train(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
+        """The training step, traced for global batches of these shapes."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
         with checked_tags():
-            traced = step.trace(self.state, self.batch_shapes(batch))
+            return step.trace(self.state, self.batch_shapes(batch))
+
+    def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """The training step, lowered for the layout's platform, which need not be available here."""
+        traced = self.trace_train(batch)
         if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # its mesh has no devices to take the platform from
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
