@@ -331,10 +331,3 @@ def test_case_train_gives_jax_the_devices_of_cpu_8():
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     command = [sys.executable, "-c", code.format(edits=edits)]
     assert int(subprocess.run(command, capture_output=True, env=env, check=True).stdout) == 8
-
-
-def test_case_aot_gives_jax_the_devices_of_cpu_8(axcore, monkeypatch):
-    split = []
-    monkeypatch.setattr("axcore.cli.aot.split_cpu", split.extend)
-    monkeypatch.setattr("axcore.aot.compile_step", lambda cfg: f"fsdp={cfg.mesh.shape['fsdp']}, {split}")
-    assert axcore("aot", "quickstart", "--target", "cpu-8").out == "fsdp=8, [('target', 'cpu-8')]\n"
