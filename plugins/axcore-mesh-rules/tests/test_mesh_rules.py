@@ -27,6 +27,13 @@ class TestGpu(ParallelismSuite):
     name = "gpu-h200"
     accelerator = "gpu-h200-4x2"
 
+    def trainer(self):  # with an input, from which the rule derives remat and microbatches
+        data = ax.recipe("quickstart").input.set(batch_size=16, seq_len=16)
+        return super().trainer().set(input=data)
+
+    def test_the_rule_sets_remat(self):
+        assert self.modify(self.trainer()).model.decoder.remat == ByTag(save=NAMES)
+
 
 def adapted(recipe, accelerator):
     return ax.pipe(ax.recipe(recipe), ax.target(accelerator))
@@ -74,6 +81,11 @@ def test_a_large_model_recomputes_layers():
 def test_optimizer_state_is_offloaded_if_it_does_not_fit():
     assert adapted("llama2-7b", "gpu-h200-1").mesh.optimizer_memory == "host"
     assert adapted("llama2-7b", "gpu-h200-8").mesh.optimizer_memory == "device"
+
+
+def test_a_recipe_without_an_input_gets_only_a_mesh():
+    cfg = ax.recipe("llama2-7b").set(input=ax.REQUIRED)
+    assert ax.pipe(cfg, ax.target("tpu-v5p-16x2")).mesh.shape == {"data": 2, "fsdp": 8}
 
 
 def test_a_batch_that_does_not_divide_and_a_model_without_layers_get_only_a_mesh():

@@ -47,8 +47,9 @@ class Sizes:
     @classmethod
     def of(cls, cfg: Trainer.Config) -> Sizes | None:
         """The sizes of a language model on batches of rows; None for another model or input."""
-        model, data = cfg.model, cfg.input
-        if not (isinstance(model, CausalLM.Config) and has_field(data, "batch_size") and has_field(data, "seq_len")):
+        model = cfg.model
+        rows, seq_len = (getattr(cfg.input, name, None) for name in ("batch_size", "seq_len"))
+        if not (isinstance(model, CausalLM.Config) and isinstance(rows, int) and isinstance(seq_len, int)):
             return None
         count, size = _parameters(model)
         layers = layers_of(model.decoder)
@@ -61,9 +62,9 @@ class Sizes:
             dim=model.dim,
             tagged=sum(_tagged(place.config, model.dim) for place in layers),
             vocab=model.vocab_size,
-            rows=data.batch_size,
-            seq_len=data.seq_len,
-            loss_len=min(chunk or data.seq_len, data.seq_len),
+            rows=rows,
+            seq_len=seq_len,
+            loss_len=min(chunk or seq_len, seq_len),
         )
 
     def activations(self, rows: int, kept: float) -> float:
