@@ -13,7 +13,7 @@ from bare_llama import Shape
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, TransformerLayer
 from axcore.nn.attention.choice import recording
-from axcore.parallel import Mesh, SaveNames
+from axcore.parallel import ByTag, Mesh
 from axcore.train import Learner
 from axcore.train.step.program import Program, program
 
@@ -32,7 +32,7 @@ def axcore_program(shape: Shape, features: Sequence[str] = ()) -> Program:
         ),
         ffn=FeedForward.Config(hidden_dim=shape.hidden_dim, gate=linear, up=linear, down=linear),
     )
-    remat = SaveNames(names=shape.saved) if shape.saved is not None else None
+    remat = ByTag(save=shape.saved) if shape.saved is not None else None
     model = CausalLM.Config(
         vocab_size=shape.vocab_size,
         dim=shape.dim,

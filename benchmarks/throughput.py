@@ -16,7 +16,7 @@ from llama_pair import batch, documents_per_row, kernels_of
 
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, TransformerLayer
-from axcore.parallel import Mesh, SaveNames
+from axcore.parallel import ByTag, Mesh
 from axcore.train import CrossEntropy, Learner
 from axcore.train.step.program import program
 
@@ -40,7 +40,7 @@ def main() -> None:
         attention=Attention.Config(num_heads=given.heads, num_kv_heads=given.kv_heads),
         ffn=FeedForward.Config(hidden_dim=given.hidden),
     )
-    remat = SaveNames(names=tuple(given.saved.split(","))) if given.saved else None
+    remat = ByTag(save=tuple(given.saved.split(","))) if given.saved else None
     decoder = Repeat.Config(num_layers=given.layers, layers=layer, unroll=given.unroll or given.layers, remat=remat)
     model = CausalLM.Config(
         vocab_size=32_000, dim=given.dim, dtypes=ax.DTypes(compute=jnp.bfloat16), decoder=decoder, head=Linear.Config()

@@ -94,14 +94,14 @@ def test_case_every_number_has_a_range_that_is_checked():
     ("path", "value", "message"),
     [
         ("learner.schedule.peak", "-1", "must be at least 0, not -1"),
-        ("learner.schedule.peak", "nan", "must be at least 0, not nan"),
+        ("learner.schedule.peak", "nan", "must be finite and at least 0, not nan"),
         ("learner.schedule.warmup_steps", "-5", "must be at least 0, not -5"),
         ("learner.optimizer.others.b1", "2", "must be at least 0 and below 1, not 2"),
         ("learner.optimizer.others.b1", "1", "must be at least 0 and below 1, not 1"),
         ("learner.optimizer.others.b2", "0.999999999", "must be at least 0 and below 1 after rounding to float32"),
         ("learner.optimizer.eps", "0", "must be above 0, not 0"),
         ("objective.z_loss", "-1", "must be at least 0, not -1"),
-        ("callbacks.saving.every_minutes", "nan", "must be above 0 or None, not nan"),
+        ("callbacks.saving.every_minutes", "nan", "must be finite and above 0 or None, not nan"),
     ],
 )
 def test_case_a_number_out_of_range_is_refused_with_its_path(path, value, message):

@@ -1,32 +1,53 @@
 """The built-in offers of axcore, registered through the same hooks as a plugin's. Imports neither jax nor flax."""
 
-from axcore.plugin import AttentionKernelOffer, Feature, KVCacheOffer, OptimizerOffer, SourceOffer, hookimpl
+from axcore.plugin import (
+    AttentionKernelOffer,
+    ContextParallelismOffer,
+    Feature,
+    KVCacheOffer,
+    OptimizerOffer,
+    SourceOffer,
+    hookimpl,
+)
 
 axcore_api = 2
 
 
 @hookimpl
 def axcore_features() -> list[Feature]:
-    features = "axcore.nn.features"
+    features, mesh = "axcore.nn.features", "axcore.parallel.features"
     return [
+        Feature("context", f"{mesh}:use_context", "Context parallelism: the sequence over several devices."),
+        Feature("data", f"{mesh}:use_data", "Data parallelism: replicas of the parameters."),
         Feature("dropout", f"{features}:use_dropout", "Dropout in every layer that has a dropout rate."),
+        Feature("expert", f"{mesh}:use_expert", "Expert parallelism: the experts of mixtures over several devices."),
+        Feature("fsdp", f"{mesh}:use_fsdp", "FSDP: parameters and the batch over several devices."),
         Feature("fused-qkv", f"{features}:use_fused_qkv", "One linear layer for queries, keys and values."),
         Feature(
             "kernels", "axcore.nn:use_kernels", "Attention kernels in order; each call runs the first that supports it."
         ),
+        Feature("optimizer-offload", f"{mesh}:use_optimizer_offload", "Optimizer state in host memory between steps."),
         Feature("qk-norm", f"{features}:use_qk_norm", "RMSNorm of queries and keys."),
+        Feature("remat", f"{features}:use_remat_by_tag", "Rematerialization of layers, except values with given tags."),
         Feature(
             "run-weights",
             "axcore.train:use_run_weights",
             "Initial weights from another run or a model folder.",
         ),
         Feature("sliding-window", f"{features}:use_sliding_window", "Sliding-window attention in all or most layers."),
+        Feature("tensor", f"{mesh}:use_tensor", "Tensor parallelism, and sequence parallelism on the same axis."),
+        Feature("zero", f"{mesh}:use_zero", "ZeRO-1 and ZeRO-2: optimizer state and gradients over replicas."),
     ]
 
 
 @hookimpl
 def axcore_attention_kernels() -> list[AttentionKernelOffer]:
     return [AttentionKernelOffer("reference", "axcore.nn:ReferenceKernel", "Attention in plain JAX, on any platform.")]
+
+
+@hookimpl
+def axcore_context_parallelism() -> list[ContextParallelismOffer]:
+    return [ContextParallelismOffer("all-to-all", "axcore.nn:AllToAll", "Each device attends with some of the heads.")]
 
 
 @hookimpl

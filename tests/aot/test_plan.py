@@ -14,7 +14,7 @@ from axcore.aot.plan import plan
 from axcore.aot.plan.liveness import Sizes, temporaries
 from axcore.aot.plan.model import Candidate, Model
 from axcore.aot.plan.search import candidates
-from axcore.parallel import Remat
+from axcore.parallel import ByTag, Remat
 
 search = importlib.import_module("axcore.aot.plan.search")
 
@@ -44,7 +44,7 @@ def test_the_table_is_ranked_and_says_why_the_others_lost(found):
 @pytest.mark.long
 def test_the_rule_to_paste_is_the_best_candidate(cfg, found):
     source = "\n".join(line for line in str(found).splitlines() if line.startswith(("def ", "    ")))
-    names = {"Remat": Remat, "SaveNames": search.SaveNames, "use_remat": ax.nn.use_remat}
+    names = {"Remat": Remat, "ByTag": ByTag, "use_remat": ax.nn.use_remat}
     exec(source, names)
     assert names["planned"](cfg) == found.best.candidate.applied(cfg)
 

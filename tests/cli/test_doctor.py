@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from axcore.cli import doctor
-from axcore.doctor import findings as plugin_findings
+from axcore.doctor import findings as plugin_findings, installation
 from axcore.plugin import API_VERSION
 
 FEATURE = """
@@ -24,7 +23,7 @@ OLD = FEATURE.format(id="old", target="axcore_thrown_old:absent")
 @pytest.fixture
 def light(monkeypatch):
     """Checks the backends in this process, and no targets of offers."""
-    monkeypatch.setattr(doctor, "_backends", doctor._check_backends)
+    monkeypatch.setattr(installation, "_backends", installation._check_backends)
     monkeypatch.setattr(plugin_findings, "targets", lambda *_: iter(()))
 
 
@@ -47,7 +46,7 @@ def lines(done, check):
 def test_a_valid_installation_has_no_wrong_findings(axcore, light, monkeypatch):
     for variable in [name for name in os.environ if name.startswith("AXCORE_")]:
         monkeypatch.delenv(variable)
-    monkeypatch.setenv("AXCORE_PLUGINS", "rope,recipes")
+    monkeypatch.setenv("AXCORE_PLUGINS", "rope,mesh-rules")
     found = json.loads(axcore("doctor", "--json").out)
     assert found["schema"] == 1
     findings = {}
@@ -60,7 +59,7 @@ def test_a_valid_installation_has_no_wrong_findings(axcore, light, monkeypatch):
     assert ("ok", f"rope (axcore-rope {importlib.metadata.version('axcore-rope')}) is loaded") in findings["plugin"]
     assert found["ok"] == all(finding["status"] != "wrong" for finding in found["findings"])
     ((status, message),) = findings["mesh rules"]
-    assert status == "ok" and message.endswith("has rules for cpu-*, gpu-*, gpu-h100-*, tpu-*")
+    assert status == "ok" and "has rules for cpu-*, gpu-*, gpu-a100-*" in message
 
 
 def test_broken_plugins_and_conflicts_are_reported(axcore, only, light):
@@ -121,7 +120,7 @@ def test_an_unsupported_pair_is_reported_without_importing_jax(axcore, install, 
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flax\nVersion: 0.12.8\n")
     monkeypatch.setenv("AXCORE_PLUGINS", "old")
     monkeypatch.delitem(sys.modules, "axcore.preflight", raising=False)
-    monkeypatch.setattr(doctor, "_backends", lambda: pytest.fail("jax was used"))
+    monkeypatch.setattr(installation, "_backends", lambda: pytest.fail("jax was used"))
     monkeypatch.setattr(plugin_findings, "targets", lambda *_: pytest.fail("jax was used"))
     done = axcore("doctor")
     assert done.code == 1
@@ -131,7 +130,7 @@ def test_an_unsupported_pair_is_reported_without_importing_jax(axcore, install, 
 
 def test_a_failing_backend_is_reported(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
-    (found,) = doctor._backends()
+    (found,) = installation._backends()
     assert (found.check, found.status) == ("backend", "wrong") and "nonsense" in found.message
 
 
@@ -148,8 +147,8 @@ def test_a_backend_that_crashes_or_hangs_is_reported(monkeypatch, tmp_path, scri
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     if "sleep" in script:
-        monkeypatch.setattr(doctor, "TIMEOUT_S", 0.2)
-    (finding,) = doctor._backends()
+        monkeypatch.setattr(installation, "TIMEOUT_S", 0.2)
+    (finding,) = installation._backends()
     assert (finding.check, finding.status) == ("backend", "wrong") and told in finding.message
 
 
@@ -249,14 +248,15 @@ def test_case_a_plugin_that_starts_jax_or_changes_the_core_is_named(only, tmp_pa
 def test_case_targets_that_misbehave_are_named_and_the_others_are_checked(only):
     only(
         absent=FEATURE.format(id="absent", target="axcore_thrown_none:f"),
-        bends=FEATURE.format(id="bends", target="axcore_thrown_bends:f.g") + "def __getattr__(name):\n" + PATCHING,
+        bends=BENT + FEATURE.format(id="bends", target="axcore_thrown_bends:f.g") + PATCHING,
         ends=FEATURE.format(id="ends", target="axcore_thrown_ends:f.g") + ENDING,
         polite=FEATURE.format(id="polite", target="math:sqrt"),
     )
     registry, before = plugin_findings.discover()
-    assert all(each.status == "ok" or "disabled" in each.message for each in before), before
+    assert all(each.status == "ok" or "disabled" in each.message or each.plugin == "bends" for each in before), before
+    assert "replaces axcore.config.node.Config.own (" in findings(before, "bends")[1][1]
     found = [*plugin_findings.targets(registry, before)]
-    ((status, message),) = findings(found, "bends")
+    ((status, message),) = findings(found, "bends")  # without what its module replaces
     assert status == "wrong" and "the import of its targets replaces axcore.config.node.Config.fill (" in message
     ((status, message),) = findings(found, "ends")
     assert status == "wrong" and "the import of its targets ends the process with exit code 5" in message
@@ -294,7 +294,10 @@ def test_case_what_the_checks_of_a_plugin_find_is_reported(only):
     ]
 
 
-PATCHING = """    if name == "f":
+BENT = "from axcore.config import Config\nConfig.own = lambda self: self\n"
+PATCHING = """
+def __getattr__(name):
+    if name == "f":
         from axcore.config import Config
         Config.fill = lambda self, **values: self
         return type("f", (), {"g": 1})

@@ -108,11 +108,14 @@ def test_case_dtype_is_applied_and_checked(axcore, trained):
     ("argv", "message"),
     [
         (["tiny"], r"the recipe 'tiny' has no weights. Pass the folder of a trained run (axcore train tiny)"),
-        (["tinny"], "'tinny' is not a folder and cannot be composed as a recipe: there is no recipe 'tinny'"),
-        ([""], "'' is not a folder and cannot be composed as a recipe: there is no recipe ''"),
+        (["tinny"], "'tinny' is not a model folder and cannot be composed as a recipe: there is no recipe 'tinny'"),
+        ([""], "'' is not a model folder and cannot be composed as a recipe: there is no recipe ''"),
         (["./tiny"], "/tiny is not a model folder: config.json: No such file or directory"),
-        (["RUN", "--set", "steps=3"], "--use, --target and --set require a recipe, but this is a folder"),
-        (["RUN", "--use", "contiguous"], "but this is a folder. --cache selects a KV cache"),
+        (
+            ["RUN", "--set", "steps=3"],
+            ": --set steps=3 would edit a recipe, but the model in a folder is used as it is. Omit it.",
+        ),
+        (["RUN", "--use", "contiguous:max_len=9"], "used as it is. To choose a KV cache: --cache contiguous:max_len=9"),
         (["RUN", "--cache", "contigous"], "no installed plugin offers the kv cache 'contigous'. Did you mean"),
         (["RUN", "--cache", "contiguous:max_len=x"], "option 'max_len' of contiguous"),
         (["RUN", "--cache", "contiguous:size=8"], "ContiguousCache has no field 'size'"),

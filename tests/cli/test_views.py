@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import axcore as ax
+from axcore.aot import tree
 from axcore.config import from_json, text
 from axcore.module import abstract
 from axcore.train.checkpoint.model_folder import write_config
@@ -33,12 +34,13 @@ def test_show_prints_the_text_form_with_edits_applied(axcore):
     assert f"{ATTENTION}.position.theta: 30000.0" in shown and "steps: 7" in shown
 
 
-def test_show_prints_the_config_of_a_run_folder(axcore, tiny, tmp_path):
+def test_show_and_tree_read_a_run_folder(axcore, tiny, tmp_path):
     write_config(tmp_path, tiny)
     assert axcore("show", str(tmp_path)).out == text(tiny)
     assert from_json(axcore("show", str(tmp_path), "--json").out) == tiny
-    for flags in (("--set", "steps=7"), ("--history", "steps")):
-        assert "require a recipe, but this is a folder" in axcore("show", str(tmp_path), *flags).message
+    assert "steps: 7" in lines(axcore("show", str(tmp_path), "--set", "steps=7"))
+    assert axcore("tree", str(tmp_path)).out == f"{tree(tiny)}\n"
+    assert f"train requires a recipe, and {tmp_path} is a folder" in axcore("train", str(tmp_path)).message
     assert "is not a model folder" in axcore("show", str(tmp_path / "nowhere")).message
 
 

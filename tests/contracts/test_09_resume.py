@@ -11,7 +11,7 @@ import pytest
 import axcore as ax
 from axcore.config import parse_text
 from axcore.nn import Attention, AttentionKernel, ReferenceKernel, Repeat
-from axcore.parallel import SaveNames
+from axcore.parallel import ByTag
 from axcore.train.callbacks.writers import read_jsonl
 from axcore.train.data.form import batch_form
 from axcore.train.run import identity
@@ -115,7 +115,7 @@ def test_only_the_inner_kernel_of_a_result_changing_kernel_may_change(tiny):
 
 def test_a_kernel_and_a_remat_policy_may_change(tiny):
     other = ax.select(tiny, Attention).set(kernel=ReferenceKernel.Config(chunk=2))
-    other = ax.select(other, Repeat).set(remat=SaveNames(names=("query",)))
+    other = ax.select(other, Repeat).set(remat=ByTag(save=("query",)))
     assert len(identity.check(parse_text(tiny.text()), other, "runs/a")) >= 2
 
 

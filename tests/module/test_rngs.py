@@ -129,6 +129,9 @@ class Twice(ax.Layer):
             case "parameters":
                 self.a = self.param("same", (3,), jax.nn.initializers.normal(), rngs, axes=(None,))
                 self.b = self.param("same", (3,), jax.nn.initializers.normal(), rngs, axes=(None,))
+            case "children without names":
+                self.a = Plain.Config(width=3).build(rngs=rngs)
+                self.b = Plain.Config(width=3).build(rngs=rngs)
             case "modules of Flax":
                 self.a = nnx.Linear(2, 2, rngs=rngs.at("same").nnx())
                 self.b = nnx.Linear(2, 2, rngs=rngs.at("same").nnx())
@@ -137,9 +140,18 @@ class Twice(ax.Layer):
                 self.b = nnx.Linear(2, 2, rngs=rngs.at("b").nnx())
 
 
-@pytest.mark.parametrize("how", ["children", "lists", "parameters", "modules of Flax"])
-def test_case_a_name_that_is_used_twice_raises(how):
-    with pytest.raises(ax.ConfigError, match=r"^same(\.0)?: two children or parameters .* would start with equal"):
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("children", "same"),
+        ("lists", "same.0"),
+        ("parameters", "same"),
+        ("children without names", "scale"),
+        ("modules of Flax", "same"),
+    ],
+)
+def test_case_a_name_that_is_used_twice_raises(how, where):
+    with pytest.raises(ax.ConfigError, match=rf"^{where}: two children or parameters .* would start with equal"):
         build(Twice.Config(how=how))
 
 

@@ -275,7 +275,8 @@ def test_kernel_requests_contain_the_widths_of_latent_attention():
         jax.eval_shape(abstract(cfg)[0], params, {}, X, TOKENS)
     (choice,) = choices
     assert isinstance(choice.kernel, ReferenceKernel)
-    assert (choice.request.num_kv_heads, choice.request.head_dim, choice.request.value_dim) == (HEADS, 6, 3)
+    (request,) = choice.requests
+    assert (request.num_kv_heads, request.head_dim, request.value_dim) == (HEADS, 6, 3)
     alone = latent(kernel=NarrowValues.Config())
     with pytest.raises(
         ax.ConfigError, match=r"no kernel supports the call .*NarrowValues: requires value_dim equal to head_dim"
@@ -289,9 +290,10 @@ def test_kernel_requests_while_decoding_have_one_kv_head_of_latents():
     with recording() as choices:
         decoded(cfg, parameters(cfg), [(0, 1)])
     (choice,) = choices
-    assert choice.request.phase == "decode"
-    assert choice.request.view is Latent
-    assert (choice.request.num_kv_heads, choice.request.head_dim, choice.request.value_dim) == (1, 7, 5)
+    (request,) = choice.requests
+    assert request.phase == "decode"
+    assert request.view is Latent
+    assert (request.num_kv_heads, request.head_dim, request.value_dim) == (1, 7, 5)
 
 
 class Narrow(KVCache):

@@ -15,7 +15,7 @@ def test_the_code_of_the_page_runs_and_builds_every_model():
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         exec(block, names)  # the text of the page
     models = {name: each for name, each in names.items() if isinstance(each, CausalLM.Config)}
-    assert {"model", "gpt2", "gemma", "deepseek", "plain", "wide", "small", "dropped"} == set(models)
+    assert {"model", "gpt2", "gemma", "deepseek", "plain", "wide", "small", "mixed", "dropped"} == set(models)
     for each in models.values():
         abstract(each)
 

@@ -131,3 +131,26 @@ def test_rope_supports_queries_without_keys():
     alone, nothing = rotary(q, None, places, places)
     assert nothing is None
     np.testing.assert_array_equal(alone, rotary(q, q, places, places)[0])
+
+
+class Returns(Numerics):
+    """Numerics that return something else than the product."""
+
+    class Config(Numerics.Config):
+        what: str
+
+    config: Config
+
+    def __call__(self, x, weight, product):
+        return {"nothing": None, "x": x, "integers": product(x, weight).astype(jnp.int32)}[self.config.what]
+
+
+@pytest.mark.parametrize(
+    ("what", "found"), [("nothing", "NoneType"), ("x", r"float32\[2, 3\]"), ("integers", r"int32\[2, 5\]")]
+)
+def test_case_the_product_of_numerics_is_checked(what, found):
+    linear = Linear.Config(input_dim=3, output_dim=5, numerics=Returns.Config(what=what))
+    fn, params, state = functional(linear.build(rngs=ax.Rngs(0)))
+    message = rf"numerics: Returns must return a floating-point array \[2, 5\], not {found}"
+    with pytest.raises(ax.ConfigError, match=message):
+        fn(params, state, jnp.ones((2, 3)))

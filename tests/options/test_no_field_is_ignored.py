@@ -1,11 +1,13 @@
 """Each field of each shipped config is read by code that runs for the class, or a probe shows that it has an effect.
+Each option of each feature is read.
 
 `reads.py` proves from the syntax trees that a field is read. PROBES covers the fields that are read in another way.
 """
 
+import ast
 import importlib
+import inspect
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,12 @@ from axcore.config.node import field_names, type_name
 from axcore.nn import Attention, Linear, ReferenceKernel
 from axcore.nn.third_party import WIDTHS
 from axcore.numerics import Numerics
+from axcore.plugin import Feature, registry, resolve
 from axcore.train import Callback
 from axcore.train.callbacks.group import Callbacks
 
-reads = importlib.import_module("reads", sys.path.insert(0, str(pathlib.Path(__file__).parent))).reads
+from .reads import reads
+
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = ("src", "plugins/*/src", "plugins_kernels/*/src", "recipes/src")
 NOT_SHIPPED = ("templates", "variants", "peers", "testing")
@@ -136,6 +140,26 @@ def test_case_every_config_field_is_read():
 def test_case_a_field_that_is_read_elsewhere_has_an_effect(field):
     probe, (one, other) = PROBES[field]
     assert outcome(probe, one) != outcome(probe, other)
+
+
+def unused(function):
+    """The parameters that the body of a function does not read."""
+    read = {each.id for each in ast.walk(ast.parse(inspect.getsource(function))) if isinstance(each, ast.Name)}
+    return inspect.signature(function).parameters.keys() - read
+
+
+def test_case_every_option_of_a_feature_is_read():
+    features = {offer.name: resolve(plugin, offer) for plugin, offer in registry().offers(Feature)}
+    assert len(features) > 10
+    assert not {name: left for name, function in features.items() if (left := unused(function))}
+
+
+def test_case_an_option_that_nobody_reads_is_found():
+    assert unused(attention_of) == {"scale"}
+
+
+def attention_of(cfg, scale=1.0):
+    return ax.select(cfg, Attention)
 
 
 class Quiet(Linear):

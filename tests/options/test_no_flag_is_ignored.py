@@ -81,7 +81,6 @@ VALUES = {
     "generate --prompt": "b",
     "generate --seed": "1",
     "generate --set": "model.softcap=3",
-    "generate --target": "gpu-h100-8",
     "generate --temperature": "0.5",
     "generate --tokens": "3",
     "generate --use": "alibi",
@@ -118,16 +117,12 @@ VALUES = {
     "train --steps": "7",
     "tree --html": None,
     "tree --set": "model.dim=32",
-    "tree --target": "gpu-h100-8",
     "tree --use": "alibi",
 }
 """A value for each flag, which differs from the one in COMMANDS; None: a flag without a value."""
-BFLOAT16 = ["--set", "model.dtypes.compute=bfloat16"]  # a target sets the kernels of such models
 WITH = {
     "export --force": ["--config", "{here}/other.json"],
     "generate --seed": ["--temperature", "1"],
-    "generate --target": BFLOAT16,
-    "tree --target": BFLOAT16,
 }
 """Further arguments that a flag requires in order to have an effect."""
 

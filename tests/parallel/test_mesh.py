@@ -1,14 +1,16 @@
 """Mesh shapes, rules and partition specs, on one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from axcore.config import ConfigError
-from axcore.parallel import STANDARD_RULES, Layout, Mesh, Remat, SaveMatmuls, SaveNames, constrain, is_sharded
+from axcore.parallel import STANDARD_RULES, Layout, Mesh, constrain, is_sharded
+from axcore.train.step.reading import part_of
 
 EIGHT = jax.devices()[:1] * 8  # no array is placed on them
 
@@ -31,8 +33,44 @@ def layout(rules=STANDARD_RULES, **sizes):
     ids=str,
 )
 def test_a_shape_that_does_not_fill_the_devices_raises(shape):
-    with pytest.raises(ConfigError, match=r"mesh\.shape: .*8 devices"):
+    with pytest.raises(ConfigError, match=r"mesh\.shape: .*devices, which is 8"):
         Mesh(shape=shape, rules={}).make(EIGHT)
+
+
+def test_case_a_mesh_with_too_few_devices_says_how_to_get_them():
+    mesh = Mesh(shape={"data": 1, "fsdp": 8})
+    message = r"mesh\.shape: \{.*\} does not match the number of cpu devices, which is 1\. Set sizes whose product is 1"
+    with pytest.raises(ConfigError, match=rf"{message}, or split the CPU into N devices with JAX_NUM_CPU_DEVICES=N$"):
+        mesh.make(EIGHT[:1])
+    with pytest.raises(ConfigError, match=r"the number of gpu devices, which is 4\. Set sizes whose product is 4$"):
+        mesh.abstract(4, "gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class InSlice:
+    """A device of a machine with several slices."""
+
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100"
+    process_index: int = 0
+
+
+@pytest.mark.parametrize(("shape", "spans"), [({"data": 2, "fsdp": 4}, 0), ({"data": 1, "fsdp": 8}, 1)], ids=str)
+def test_case_one_axis_spans_the_slices_and_the_others_are_inside(shape, spans):
+    devices = [InSlice(id, slice_index=id % 2) for id in range(8)]  # in an order that mixes the slices
+    grid = Mesh(shape=shape, rules={}).make(devices).mesh.devices
+    slices = np.moveaxis(np.vectorize(lambda device: device.slice_index)(grid), spans, 0)
+    assert grid.shape == tuple(shape.values()) and len(set(grid.flat)) == 8
+    for half, index in ((slices[: len(slices) // 2], 0), (slices[len(slices) // 2 :], 1)):
+        np.testing.assert_array_equal(half, index)
+
+
+def test_case_slices_that_no_axis_can_span_are_named():
+    devices = [InSlice(id, slice_index=id // 4) for id in range(10)]
+    with pytest.raises(ConfigError, match=r"the devices are in 3 slices, but mesh\.shape={'data': 1"):
+        Mesh(shape={"data": 1, "fsdp": 10}, rules={}).make(devices)
 
 
 def test_a_rule_to_an_unknown_mesh_axis_raises_and_lists_the_axes():
@@ -60,6 +98,7 @@ def test_seq_uses_a_mesh_axis_only_if_no_other_dimension_does():
     made = shards.abstract(8, "cpu")
     assert made.spec(("batch", "seq", "embed_activation")) == PartitionSpec(None, ("context", "tensor"), None)
     assert made.spec(("batch", "seq", "head", None)) == PartitionSpec(None, "context", "tensor", None)
+    assert made.spec(("batch", "seq", "head", None), (1, 8, 2, 8)) == PartitionSpec(None, "context", None, None)
 
 
 def test_axes_of_an_enclosing_shard_map_are_not_used_again():
@@ -118,8 +157,21 @@ def test_a_parameter_that_does_not_divide_raises_with_shape_and_axes():
     shapes = {"a": {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32)}}
     with pytest.raises(ConfigError) as error:
         layout().shardings(shapes, {"a": {"w": ("embed", "mlp")}})
-    for part in ("a.w", "(6, 3)", "('embed', 'mlp')", "fsdp", "is not divisible"):
-        assert part in str(error.value)
+    assert "a.w: its dimension 'embed' of size 6 is not divisible by 4" in str(error.value)
+    assert "(fsdp=4). The nearest possible products are 3 or 6" in str(error.value)
+
+
+def test_rules_by_path_replace_the_others():
+    shapes = {"a": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, "b": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    made = Mesh(shape={"fsdp": 4}, parameters={"a.*": {"mlp": "fsdp"}, "b": {}}).abstract(4, "cpu")
+    made.check_parameters(["a.w", "b"])
+    found = made.shardings(shapes, {"a": {"w": ("embed", "mlp")}, "b": ("embed",)})
+    assert found["a"]["w"].spec == PartitionSpec(None, "fsdp")
+    assert found["b"].spec == PartitionSpec(None)
+    with pytest.raises(ConfigError, match=r"mesh\.parameters: 'b' matches no parameter"):
+        made.check_parameters(["a.w"])
+    with pytest.raises(ConfigError, match=r"mesh\.parameters\['b'\]: 'embed' maps to 'tp'"):
+        Mesh(shape={"fsdp": 4}, parameters={"b": {"embed": "tp"}}).abstract(4, "cpu")
 
 
 def test_constrain_does_nothing_without_a_layout_and_on_one_device():
@@ -139,24 +191,19 @@ def test_a_layout_is_inactive_after_its_block_even_if_it_raises():
 
 
 @pytest.mark.parametrize(
-    ("remat", "recomputed"), [(None, 1), (Remat(), 2), (SaveMatmuls(), 1), (SaveNames(names=("kept",)), 1)], ids=repr
+    ("held", "parts"),
+    [
+        ({0: {0, 1}, 1: {2, 3}}, {0: (0, 2), 1: (1, 2)}),
+        ({0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}}, {0: (0, 1), 1: (0, 1)}),
+        ({0: {2, 3}, 1: {0, 1}, 2: {0, 1}, 3: {2, 3}}, {0: (1, 2), 1: (0, 2), 3: (1, 2)}),
+    ],
+    ids=["data", "tensor", "both"],
 )
-def test_a_remat_policy_determines_how_often_a_product_is_computed(remat, recomputed):
-    def block(x, w):
-        return jnp.sin(checkpoint_name(jnp.sin(x) @ w, "kept"))
-
-    wrapped = block if remat is None else jax.checkpoint(block, policy=remat.policy())
-    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x, w: wrapped(x, w).sum()))(jnp.ones((2, 3)), jnp.ones((3, 3))))
-    assert jaxpr.count("dot_general[") - 1 == recomputed  # one product belongs to the gradient of x
+def test_processes_with_the_same_rows_read_the_same_part(held, parts):
+    assert {process: part_of(held, process, 4) for process in parts} == parts
 
 
-def test_save_names_keeps_only_the_given_names():
-    def block(x, w):
-        return jnp.sin(checkpoint_name(jnp.sin(x) @ w, "kept"))
-
-    wrapped = jax.checkpoint(block, policy=SaveNames(names=("other",)).policy())
-    x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
-    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: wrapped(x, w).sum()))(x))
-    assert jaxpr.count("dot_general[") == 3
-    expected = jax.grad(lambda x: block(x, w).sum())(x)
-    np.testing.assert_allclose(jax.grad(lambda x: wrapped(x, w).sum())(x), expected, rtol=1e-6)
+@pytest.mark.parametrize("held", [{0: {0, 2}, 1: {1, 3}}, {0: {0}, 1: {1, 2, 3}}, {0: {1, 2}, 1: {0, 3}}], ids=str)
+def test_rows_that_are_not_neighbours_in_a_process_raise(held):
+    with pytest.raises(ConfigError, match=r"mesh: of the 4 blocks of rows .* the devices of process"):
+        part_of(held, 0, 4)

@@ -9,7 +9,7 @@ import pytest
 
 from axcore.cli import main
 from axcore.config import AxcoreError, Config, ConfigError
-from axcore.plugin import PluginError, attributed, recipe, target, use, use_text
+from axcore.plugin import PluginError, attributed, recipe, registry, target, use, use_text
 
 CODE = """
 import axcore as ax
@@ -107,7 +107,10 @@ def test_case_an_error_of_a_plugin_that_a_library_calls_names_the_line_of_the_pl
         (lambda: recipe("fails"), r"recipe 'fails' \(ax-code 0\.1\) failed at .*: KeyError: 'deep'"),
         (lambda: recipe("leaves"), r"recipe 'leaves' \(ax-code 0\.1\) failed at .*: SystemExit: 3"),
         (lambda: target("cpu-8")(Node()), r"target 'cpu-8', rule 'cpu-\*' \(ax-code 0\.1\) failed at .*: KeyError"),
-        (lambda: target("gpu-h100-8"), r"mesh rule 's' of ax-code 0\.1 could not be loaded from .*: SystemExit: 4"),
+        (
+            lambda: target("gpu-h100-8")(Node()),
+            r"mesh rule 's' of ax-code 0\.1 could not be loaded from .*: SystemExit: 4",
+        ),
     ],
 )
 def test_case_errors_name_the_plugin_the_offer_and_the_cause(code, call, told):
@@ -165,6 +168,13 @@ def test_output_of_plugins_during_discovery_goes_to_stderr(alone, capsys):
     out, err = capsys.readouterr()
     assert {plugin["id"] for plugin in json.loads(out)["plugins"]} == {"core", "loud"}
     assert err == "imported\nasked\n"
+
+
+def test_a_plugin_may_keep_the_stream_that_it_sees_at_import(alone, capsys):
+    alone.install("keeps", "import sys\nKEPT = sys.stderr\n")
+    registry()
+    sys.modules["thrown_ax_keeps"].KEPT.write("x" * 1000)
+    assert capsys.readouterr().err == "x" * 1000
 
 
 def test_text_that_stdout_cannot_encode_is_escaped(alone, monkeypatch, tmp_path):

@@ -357,6 +357,12 @@ def test_a_plugin_may_replace_and_clear_its_own_slots(two):
     assert use("one-clear")(cfg).attention.position is None
 
 
+def test_a_plugin_may_clear_its_own_slots_after_another_discovery(two):
+    clear, cfg = use("one-clear"), use("one-position")(Layer())
+    registry.cache_clear()
+    assert clear(cfg).attention.position is None
+
+
 def test_wrapping_and_editing_a_node_of_another_plugin_is_allowed(two):
     cfg = use("one-position")(Layer())
     wrapped = use("two-wrap")(cfg)

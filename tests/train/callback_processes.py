@@ -1,5 +1,6 @@
 """One of two processes whose callbacks differ: `python -m tests.train.callback_processes NAME CORPUS FOLDER`."""
 
+import signal
 import sys
 
 import axcore as ax
@@ -44,7 +45,20 @@ class Unreadable(ValidationLoss):
         return super().__call__(model)
 
 
+class Terminated(ValidationLoss):
+    """Receives SIGTERM on process 1 during the evaluation."""
+
+    class Config(ValidationLoss.Config):
+        """No fields of its own."""
+
+    def __call__(self, model):
+        if runtime.index() == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return super().__call__(model)
+
+
 CALLBACKS = {
+    "terminated": {"evaluation": Evaluation.Config(every_steps=3, evaluators={"validation": Terminated.Config()})},
     "flush": {"save": SaveOnFirst.Config(at=5), "stop": StopAt.Config(at=5)},
     "saved": {"stop": StopAt.Config(at=5, save=True)},
     "evaluator": {"evaluation": Evaluation.Config(every_steps=3, evaluators={"validation": Unreadable.Config()})},

@@ -41,3 +41,11 @@ def test_an_evaluator_error_on_one_process_ends_both(start, name):
     with pytest.raises(LaunchFailed, match=r"process 1 of 2 failed: .*the data of process 1 cannot be read"):
         start(name)
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.slow
+def test_case_a_signal_to_one_process_during_evaluation_stops_and_saves_both(start, tmp_path):
+    with pytest.raises(LaunchFailed, match=r"SIGTERM: stopped the run .*: saved after step 3\.") as caught:
+        start("terminated")
+    assert caught.value.exit_code == 75
+    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]

@@ -113,3 +113,35 @@ def test_case_optimizer_state_of_another_shape_trains():
         lambda leaf: leaf.shape, found.state.optimizer
     )
     assert metrics["loss"].shape == ()
+
+
+class Misshapen(Optimizer):
+    """Returns a wrong value from one of its functions."""
+
+    class Config(Optimizer.Config):
+        wrong: str
+
+    config: Config
+
+    def transformation(self, axes):
+        def update(grads, state, params=None):
+            cut = jax.tree.map(lambda grad: grad[..., :1], grads) if self.config.wrong == "updates" else grads
+            return cut, {"steps": 0} if self.config.wrong == "state" else state
+
+        made = optax.GradientTransformation(lambda params: {"count": jnp.zeros(3)}, update)
+        return None if self.config.wrong == "transformation" else made
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("transformation", r"Misshapen\.transformation must return an optax\.GradientTransformation, not NoneType"),
+        ("updates", r"update must return updates with the .* of its arguments, but a is \(2, 1\), expected \(2, 3\)"),
+        ("state", r"update must return the state with the .*, but 1\.steps is \(\), expected none"),
+    ],
+)
+def test_case_what_an_optimizer_returns_is_checked_and_names_it(wrong, message):
+    with pytest.raises(ax.ConfigError, match=rf"learner\.optimizer.*: {message}"):
+        learner = Learner.Config(optimizer=Misshapen.Config(wrong=wrong)).build({"a": (None, None)})
+        params = {"a": jnp.ones((2, 3))}
+        learner.update(params, learner.init(params), params, jnp.int32(0), jnp.int32(9))

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from axcore.config import ConfigError
-from axcore.plugin.registry import registry
+from axcore.plugin import PluginError, registry
 from axcore.train import ModelFolder
 
 LAYER = """
@@ -37,8 +37,8 @@ def installed(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def saved(folder, package):
-    config = {"$type": f"{package}.layers.Gate", "size": 3, "dtypes": None, "tags": []}
+def saved(folder, package, module="layers"):
+    config = {"$type": f"{package}.{module}.Gate", "size": 3, "dtypes": None, "tags": []}
     (folder / "config.json").write_text(json.dumps({"plugins": {}, "config": config}))
     return folder
 
@@ -53,6 +53,21 @@ def test_case_a_saved_config_cannot_name_unregistered_code(installed, tmp_path):
     with pytest.raises(ConfigError, match=r"'case_other\.layers\.Gate' is not a config type of this process"):
         ModelFolder.open(saved(tmp_path, "case_other"))
     assert not any(name.startswith("case_other") for name in sys.modules)
+
+
+@pytest.mark.parametrize("module", ["__main__", "__main__.json"])
+def test_a_saved_config_cannot_run_a_program(installed, tmp_path, module):
+    installed("case_program", "axcore_hf.families")
+    (tmp_path / "case_program" / "__main__.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(ConfigError, match=r"__main__.*\.Gate' is not a config type of this process"):
+        ModelFolder.open(saved(tmp_path, "case_program", module))
+
+
+def test_an_error_of_the_code_of_a_saved_config_names_the_class(installed, tmp_path):
+    installed("case_broken", "axcore_hf.families")
+    (tmp_path / "case_broken" / "layers.py").write_text("1 / 0\n")
+    with pytest.raises(PluginError, match=r"case_broken\.layers\.Outer\.Gate, which the saved config names, could not"):
+        ModelFolder.open(saved(tmp_path, "case_broken", "layers.Outer"))
 
 
 def test_case_an_allowlist_also_holds_for_saved_configs(installed, tmp_path, monkeypatch):

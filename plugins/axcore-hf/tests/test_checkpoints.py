@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 import types
@@ -212,6 +213,30 @@ def test_case_truncation_and_padding_of_a_tokenizer_file_are_ignored(tmp_path):
     document = " ".join(f"w{number}" for number in range(61)).encode()
     assert tokenizer.encode(document).tolist() == [*range(61)]
     assert tokenizer.prompt(b"w7 w8").tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("ids", ["a", -1, 1.5, True, [[1]], [0, "b"]])
+def test_case_ids_that_are_no_token_ids_are_refused_by_file(checkpoint, ids):
+    vocabulary(checkpoint, 60)
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    message = re.escape(f"eos_token_id={ids!r} must be a token id, a list of token ids, or null")
+    with pytest.raises(AxcoreError, match=rf"generation_config\.json: {message}"):
+        Checkpoint.open(f"hf:{checkpoint}")
+    change_config(checkpoint, eos_token_id=ids)
+    with pytest.raises(AxcoreError, match=f"^config.json: {message}"):
+        Checkpoint.open(f"hf:{checkpoint}")
+
+
+def test_case_a_model_type_that_is_not_a_string_is_refused(checkpoint):
+    change_config(checkpoint, model_type=["llama"])
+    with pytest.raises(AxcoreError, match=r"model_type=\['llama'\] is not supported\. It must be a string"):
+        Checkpoint.open(f"hf:{checkpoint}")
+
+
+def test_case_a_pointer_of_git_lfs_is_explained(checkpoint):
+    (checkpoint / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n")
+    with pytest.raises(AxcoreError, match="Download it again; in a clone with Git, run `git lfs pull`"):
+        Checkpoint.open(f"hf:{checkpoint}")
 
 
 def test_an_entry_point_adds_a_family(checkpoint, tmp_path, monkeypatch):

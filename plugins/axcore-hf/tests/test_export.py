@@ -1,6 +1,7 @@
 """Export to other dtypes, of changed models, of runs and of quantized models."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -13,6 +14,7 @@ import axcore as ax
 from axcore.config import AxcoreError
 from axcore.module import abstract
 from axcore.nn import Attention, Causal, CausalLM, FeedForward, Repeat, TransformerLayer, use_kernels
+from axcore.plugin import Command, registry, resolve
 from axcore.train import ModelFolder, Trainer, save_model
 from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat
@@ -79,8 +81,9 @@ def test_case_differing_options_are_refused_unless_forced(model, tmp_path):
     other.write_text(json.dumps({**raw, "rms_norm_eps": 0.5}))
     with pytest.raises(AxcoreError) as caught:
         export([str(model), str(tmp_path / "changed"), "--config", str(other)])
-    assert "computes something else:\n  norm.eps: 0.5 in the config, 1e-06 in the model" in str(caught.value)
-    assert "decoder.0,1.attention_norm.eps: 0.5 in the config" in str(caught.value)
+    message = str(caught.value)
+    assert "with other outputs:\n  model.norm.eps: the model has 1e-06, config.json describes 0.5\n" in message
+    assert "  model.decoder.layers.attention_norm.eps (layers 0, 1): the model has 1e-06, config.json" in message
     assert not (tmp_path / "changed").exists()
     export([str(model), str(tmp_path / "changed"), "--config", str(other), "--force"])
     assert described(tmp_path / "changed")["rms_norm_eps"] == 0.5
@@ -90,7 +93,7 @@ def test_differing_shapes_are_rejected(model, tmp_path):
     raw = json.loads((model / PUBLISHED).read_text())
     other = tmp_path / "other.json"
     other.write_text(json.dumps({**raw, "intermediate_size": 7}))
-    with pytest.raises(AxcoreError, match=r"other\.json describes a different model:\n  decoder\.0\.ffn\."):
+    with pytest.raises(AxcoreError, match=r"other\.json describes a different model:\n  parameter decoder\.0\.ffn\."):
         export([str(model), str(tmp_path / "out"), "--config", str(other), "--force"])
     assert not (tmp_path / "out").exists()
 
@@ -110,19 +113,19 @@ def edit(where, **values):
 
 
 OTHERWISE = {
-    "selection bias": ("router.bias_rate: none in the config, a selection bias", edit(TopK, bias_rate=0.001)),
-    "capacity": ("ffn.dispatch: every token reaches", edit(MoE, dispatch=Capacity())),
-    "lossy exchange": ("ffn.dispatch: every token reaches", edit(MoE, dispatch=Exchange(dropless=False))),
-    "top k": ("router.top_k: 2 in the config, 1 in", edit(TopK, top_k=1)),
-    "theta": ("attention.position.theta: 10000.0 in the config, 5000.0 in", edit(Rotary, theta=5000.0)),
-    "no position": ("attention.position: Rotary(", edit(Attention, position=None)),
-    "softcap": ("softcap: none in the config, 20.0 in", edit("", softcap=20.0)),
-    "attention softcap": ("attention.softcap: none in the config, 20.0 in", edit(Attention, softcap=20.0)),
-    "scale": ("attention.scale: 0.353", edit(Attention, scale=0.25)),
-    "embedding scale": ("embedding.scale: 1.0 in the config, 4.0 in", edit("embedding", scale=4.0)),
-    "alibi": ("attention.bias: none in the config", ax.use("alibi")),
-    "window": ("attention.mask: Causal() in the config, Causal() & SlidingWindow(", ax.use("sliding-window", size=7)),
-    "activation": ("experts.block.activation", edit(FeedForward, activation=jax.nn.gelu)),
+    "selection bias": ("router.bias_rate", "a selection bias", "None", edit(TopK, bias_rate=0.001)),
+    "capacity": ("ffn.dispatch", "Capacity", "every token reaches", edit(MoE, dispatch=Capacity())),
+    "lossy exchange": ("ffn.dispatch", "Exchange", "every token", edit(MoE, dispatch=Exchange(dropless=False))),
+    "top k": ("router.top_k", "1", "2", edit(TopK, top_k=1)),
+    "theta": ("attention.position.theta", "5000.0", "10000.0", edit(Rotary, theta=5000.0)),
+    "no position": ("attention.position", "None", "Rotary(", edit(Attention, position=None)),
+    "softcap": ("softcap", "20.0", "None", edit("", softcap=20.0)),
+    "attention softcap": ("attention.softcap", "20.0", "None", edit(Attention, softcap=20.0)),
+    "scale": ("attention.scale", "0.25", "0.353", edit(Attention, scale=0.25)),
+    "embedding scale": ("embedding.scale", "4.0", "1.0", edit("embedding", scale=4.0)),
+    "alibi": ("attention.bias", "Alibi(", "None", ax.use("alibi")),
+    "window": ("attention.mask", "Causal() & SlidingWindow(", "Causal()", ax.use("sliding-window", size=7)),
+    "activation": ("experts.block.activation", "gelu", "silu", edit(FeedForward, activation=jax.nn.gelu)),
 }
 THE_SAME = {
     "losses": edit(MoE, balance=LoadBalance(weight=0.1), z_loss=0.1, starving_steps=3),
@@ -140,8 +143,11 @@ THE_SAME = {
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_case_export_names_what_computes_otherwise(name):
     published = family_model("qwen3_moe")
-    expected, change = OTHERWISE[name]
-    assert any(expected.lower() in line.lower() for line in differences(published, change(published)))
+    path, ours, theirs, change = OTHERWISE[name]
+    expected = rf"model\.(decoder\.layers\..*)?{path}(?: \(layers [-\d, ]+\))?: the model has .*"
+    expected += rf"{re.escape(ours)}.*, config\.json describes .*{re.escape(theirs)}"
+    lines = differences(published, change(published))
+    assert any(re.fullmatch(expected + ".*", line) for line in lines), lines
 
 
 @pytest.mark.parametrize("name", THE_SAME)
@@ -187,9 +193,11 @@ def test_case_the_tokenizer_of_a_run_is_found_by_a_relative_path(tmp_path, monke
     file = vocabulary(tmp_path / "words", 60)
     monkeypatch.chdir(tmp_path)
     in_run = HFTokenizer.Config(file="words/tokenizer.json").inside(tmp_path / "run")
-    assert in_run.files() == {"tokenizer.json": file.read_bytes()} and in_run.build().vocab_size == 60
+    assert in_run.packed()[1] == {"tokenizer.json": file.read_bytes()} and in_run.build().vocab_size == 60
     in_folder = HFTokenizer.Config(file="tokenizer.json").inside(tmp_path / "words")
     assert in_folder.file == str(file)
+    monkeypatch.chdir(tmp_path / "words")
+    assert HFTokenizer.Config(file="tokenizer.json").inside(tmp_path / "run").file == str(file)
 
 
 NEW = (
@@ -254,11 +262,52 @@ def test_case_a_run_that_was_never_converted_is_exported_with_its_config_and_tok
 
 
 def test_case_a_model_without_a_published_counterpart_is_refused_by_name():
-    expected = r"(?s)no known model_type computes.*softcap: None in the config, 5\.0 in the model"
-    with pytest.raises(AxcoreError, match=expected):
+    with pytest.raises(AxcoreError) as refused:
         describing.described(run_of(softcap=5.0).model)
-    with pytest.raises(AxcoreError, match=r"(?s)Compared with llama:.*ConvTransformerLayer.*ffn.gate"):
+    message = str(refused.value)
+    assert re.match(r"none of the \d+ known families computes what the model computes, .* nearest, llama, dif", message)
+    assert "\n  model.softcap: the model has 5.0, config.json describes None\n" in message
+    assert "another model: --config FILE --force\n" in message and "Adding a family" in message
+
+
+def test_case_export_of_quickstart_names_what_no_family_has():
+    with pytest.raises(AxcoreError) as refused:
         describing.described(ax.recipe("quickstart").model)
+    where = r"  model\.decoder\.layers{} \(layers 0-2\): the model has {}, config\.json describes {}\n"
+    for parts in (
+        ("", r".*\.ConvTransformerLayer", r".*\.TransformerLayer"),
+        (r"\.ffn\.gate", "None", r"Linear\(\)"),
+        (r"\.conv", r"ShortConv\(\)", "None"),
+    ):
+        assert re.search(where.format(*parts), str(refused.value)), str(refused.value)
+    assert "--force" not in str(refused.value)  # no config.json has its tensors
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """A model folder with LoRA adapters, whose tokenizer is elsewhere."""
+    cfg = ax.pipe(run_of().model, ax.use("lora", where="**.query"))
+    params = jax.tree.map(lambda form: np.ones(form.shape, np.float32), abstract(cfg)[1])
+    tokenizer = HFTokenizer.Config(file=str(vocabulary(tmp_path, 60)), end_ids=(1,))
+    return save_model(tmp_path / "run", cfg, params, tokenizer=tokenizer)
+
+
+def test_case_a_merged_model_that_is_moved_has_its_tokenizer(adapted, tmp_path):
+    command, offer = registry().find(Command, "merge")
+    resolve(command, offer)([str(adapted), str(tmp_path / "merged")])
+    written = (tmp_path / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").unlink()
+    found = ModelFolder.open((tmp_path / "merged").rename(tmp_path / "moved"))
+    expected = HFTokenizer.Config(file=str(tmp_path / "moved/tokenizer.json"), end_ids=(1,))
+    assert found.tokenizer == expected and found.tokenizer.build().vocab_size == 60
+    assert found.tokenizer.packed()[1]["tokenizer.json"] == written
+
+
+def test_case_export_of_adapters_names_axcore_merge(adapted, tmp_path):
+    with pytest.raises(AxcoreError) as refused:
+        export([str(tmp_path / "run"), str(tmp_path / "out")])
+    expected = f"model.decoder.layers.attention.query.adapter is axcore_lora.layer.LoRA, but .*axcore merge {adapted} "
+    assert re.search(expected, str(refused.value))
 
 
 def test_case_a_fine_tuned_run_has_the_config_of_its_weights_or_its_own(tmp_path):

@@ -240,7 +240,10 @@ LLAMA = PUBLISHED["Llama-3.1-8B"]["config"]
         ),
         ({"rope_scaling": "linear"}, r"rope_scaling='linear' must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, r"Linear\.factor must be float, not '2'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, r"Linear\.factor must be above 0, not inf"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": math.inf}},
+            r"Linear\.factor must be finite and above 0, not inf",
+        ),
     ],
 )
 def test_unsupported_config_values_are_rejected(fields, message):
@@ -261,6 +264,14 @@ def test_fields_by_layer_must_cover_all_layers():
     by_kind = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
     with pytest.raises(ax.ConfigError, match=r"config\.json: rope_parameters differ between layer types"):
         model_of(LLAMA | {"rope_parameters": by_kind, "rope_scaling": None})
+
+
+def test_truncate_of_yarn_is_rejected_inside_the_entry_of_a_layer_type():
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096}
+    raw = PUBLISHED["gemma-3-1b"]["config"]
+    model_of(raw | {"rope_parameters": {"full_attention": yarn}})
+    with pytest.raises(ax.ConfigError, match="truncate=False in rope_parameters is not supported"):
+        model_of(raw | {"rope_parameters": {"full_attention": yarn | {"truncate": False}}})
 
 
 def test_quantized_weights_of_other_families_are_rejected():

@@ -12,7 +12,8 @@ from axcore_hf import families, owners
 from axcore_hf.describing import described
 from axcore_hf.families import by_type, family_of
 from axcore_hf.families.rope import rope
-from axcore_hf.families.shared import causal_lm, window
+from axcore_hf.families.shared import causal_lm, fixed, window
+from axcore_hf.family import Family
 from axcore_hf.fields import BOOKKEEPING, COMPUTED, Fields, NotNull, OrNull
 from axcore_hf.plugin import axcore_commands
 
@@ -146,6 +147,14 @@ def test_case_what_no_family_computes_is_refused(field):
         by_type("llama").read_config(Fields(LLAMA | {field: True}))
 
 
+def test_case_a_misspelled_field_is_refused_with_the_right_name():
+    expected = r"hiden_act='silu'\. Did you mean 'hidden_act'\? .* Remove one only if transformers ignores it"
+    with pytest.raises(ConfigError, match=expected):
+        by_type("llama").read_config(Fields(LLAMA | {"hiden_act": "silu"}))
+    with pytest.raises(ConfigError, match=r"attention_multiplier=0\.1\. Fields"):  # of Granite, not a misspelling
+        by_type("llama").read_config(Fields(LLAMA | {"attention_multiplier": 0.1}))
+
+
 def test_case_helpers_read_only_what_they_use():
     fields = Fields({"vocab_size": 8, "hidden_size": 4, "tie_word_embeddings": True, "sliding_window": 0})
     layer = TransformerLayer.Config(attention=Attention.Config(num_heads=1), ffn=FeedForward.Config(hidden_dim=4))
@@ -208,11 +217,39 @@ def test_case_two_owners_of_a_model_type_disable_only_this_type(distributions):
     assert [problem.partition(" (entry points")[0] for problem in families.problems()] == [mine, qwen]
 
 
+def test_case_an_unknown_type_is_named_although_llama_has_two_owners(distributions):
+    distributions("mine", llama="axcore_hf.families.llama:FAMILIES")
+    families._owners.cache_clear()
+    with pytest.raises(ConfigError, match=r"model_type='dbrx' is not supported.*does not have: logit_scale=0.06"):
+        family_of(Fields(LLAMA | {"model_type": "dbrx", "logit_scale": 0.06}))
+
+
+def fails(fields):
+    raise KeyError("width")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda fields: None, r"the function `model` of the family Mine returned NoneType, not a CausalLM\.Config"),
+        (fails, rf"the function `model` of the family Mine failed at {re.escape(__file__)}:\d+: KeyError: 'width'"),
+    ],
+)
+def test_case_a_family_whose_function_fails_is_named(model, message):
+    with pytest.raises(AxcoreError, match=message):
+        Family("Mine", ("mine",), model, fixed(())).read_config(Fields({}))
+
+
+def test_case_rules_that_are_not_a_function_are_refused():
+    with pytest.raises(ConfigError, match=r"Family 'Mine': rules must be a function, such as fixed\(RULES\), not a"):
+        Family("Mine", ("mine",), fails, ())
+
+
 def test_case_a_broken_family_does_not_prevent_exports(distributions):
     """A run's config.json is found among the other families. If there is none, the message names the broken family."""
     model = read("gpt2")[1]
     distributions("mine", broken="absent_module:FAMILY")
     families._owners.cache_clear()
     assert described(model)["model_type"] == "gpt2"
-    with pytest.raises(AxcoreError, match=r"Not compared with broken: .* cannot be loaded: No module named 'absent"):
+    with pytest.raises(AxcoreError, match=r"Not compared with broken: .* cannot be loaded: ModuleNotFoundError: No"):
         described(model.set(softcap=5.0))

@@ -167,6 +167,6 @@ def test_model_patterns_of_each_system():
 def test_installed_axcore_is_counted(tmp_path):
     system = next(system for system in SYSTEMS if system.name == "axcore")
     rope, _ = count(system, "installed", fetch.sources("axcore@installed", tmp_path, {}))
-    assert (rope.models, rope.having) == (2, 2)
-    assert rope.per_model == 1  # each recipe has one line that calls `use`
+    assert (rope.models, rope.having) == (8, 6)
+    assert rope.median <= 2  # a recipe has a line for each call of `use`
     assert Peers((rope,), {}).trend("axcore", "RoPE") is None

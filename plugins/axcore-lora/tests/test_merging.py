@@ -88,6 +88,8 @@ def test_case_a_command_merges_the_adapters_of_a_run(tmp_path, capsys):
     assert_equal(like(shapes, arrays), merge(cfg.model, params).params, rtol=0)
     with pytest.raises(ax.ConfigError, match="the config has no LoRA or DoRA adapter"):
         resolve(command, offer)([str(tmp_path / "merged"), str(tmp_path / "again")])
+    with pytest.raises(ax.AxcoreError, match="merged already exists"):  # before anything is read
+        resolve(command, offer)([str(tmp_path / "absent"), str(tmp_path / "merged")])
 
 
 def merged_by_hand(params, scales=None):

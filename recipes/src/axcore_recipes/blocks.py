@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import axcore as ax
 from axcore.nn import CausalLM, Linear, Normal, RMSNorm, stacked
-from axcore.parallel import SaveNames
+from axcore.parallel import ByTag
 from axcore.train import AdamW, CrossEntropy, Learner, Trainer, WarmupCosine
 from axcore.train.data import TextFiles, TextInput
 
@@ -30,7 +30,7 @@ def causal_lm(
         tied: whether the embedding is also the head.
         fields: fields of `CausalLM.Config`.
     """
-    decoder = stacked(layers, remat=SaveNames(names=("query", "key", "value", "heads", "gate", "up")))
+    decoder = stacked(layers, remat=ByTag(save=("query", "key", "value", "heads", "gate", "up")))
     head = None if tied else Linear.Config()
     cfg = CausalLM.Config(
         vocab_size=vocab_size,

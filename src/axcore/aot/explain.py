@@ -21,7 +21,7 @@ from axcore.module import Layer, Rngs, abstract
 from axcore.nn import KernelRequest, refusal
 from axcore.nn.attention.choice import Choice, ChooseKernel, recording
 from axcore.parallel import Layout, Mesh
-from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
+from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, recipe_of, registry, resolve, supplier
 from axcore.plugin.offers import OFFERS
 from axcore.train import CrossEntropy
 from axcore.train.data.form import batch_form
@@ -126,7 +126,8 @@ def explain(cfg: Config, target: str | None = None) -> Explanation:
         platform = accelerator.platform
         mesh, count = (get(cfg, "mesh"), accelerator.count) if has_field(cfg, "mesh") else (Mesh(), 1)
         layout = mesh.abstract(count, platform, accelerator.kind)
-        rule = target + "".join(f", mesh rule {rule.pattern} of {plugin}" for plugin, rule in mesh_rules(target)[:1])
+        rules = mesh_rules(accelerator, recipe_of(cfg))
+        rule = target + "".join(f", mesh rule {rule.name} of {plugin}" for plugin, rule in rules[:1])
     choices = _choices(cfg, layout)
     nodes = [_node(path, node) for path, node in walk(cfg) if node.target is not None]
     slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices)]
@@ -192,7 +193,7 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Ite
         where = join(path, kind.slot)
         choice = choices.get(where)
         candidates = tuple(_candidates(kind, value, choice))
-        request = str(choice.request) if choice is not None else ""
+        request = choice.described if choice is not None else ""
         groups.setdefault((request, candidates), []).append(where)
     for (request, candidates), paths in groups.items():
         yield Slot(kind.kind, tuple(paths), request, candidates)
@@ -229,24 +230,25 @@ def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: C
         return f"no: {refused[node_type.target]}"
     if node_type in held:
         return "not needed: an earlier kernel in the order is chosen"
-    reason = _refusal(node_type, choice.request)
+    reason = _refusal(node_type, choice.requests)
     return f"no: {reason}" if reason else f'possible; use("kernels", order=("{name}", "reference"))'
 
 
-def _refusal(node_type: type[Config], request: KernelRequest) -> str | None:
-    """Why a kernel that is not in the config does not support the request; None if it does."""
+def _refusal(node_type: type[Config], requests: Sequence[KernelRequest]) -> str | None:
+    """Why a kernel that is not in the config does not support one of the requests; None if it supports all."""
+    first = requests[0]
     widths = {
-        "input_dim": request.num_heads * request.head_dim,
-        "num_heads": request.num_heads,
-        "num_kv_heads": request.num_kv_heads,
-        "head_dim": request.head_dim,
+        "input_dim": first.num_heads * first.head_dim,
+        "num_heads": first.num_heads,
+        "num_kv_heads": first.num_kv_heads,
+        "head_dim": first.head_dim,
     }
     try:
         cfg = node_type()
         kernel = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)}).build(rngs=Rngs(0))
     except axcore.ConfigError as error:
         return str(error)
-    return refusal(kernel, request)
+    return refusal(kernel, *requests)
 
 
 def _name(plugin: Plugin | None) -> str:

@@ -1,4 +1,4 @@
-"""`axcore aot RECIPE`."""
+"""`axcore aot RECIPE|FOLDER`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import pathlib
 
 from axcore.cli.compose import Commands, add_edits, compose
+from axcore.config import AxcoreError, has_field
 from axcore.runtime import ExitCode
 
 
@@ -18,7 +19,7 @@ def add(commands: Commands) -> None:
         "of its time. Without --target it compiles for the devices of this machine. The exit code is 3 if the program "
         "does not fit.",
     )
-    parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
+    parser.add_argument("recipe", help="a recipe that `axcore recipes` lists, or a run folder")
     parser.add_argument(
         "--program", choices=("train", "prefill", "decode"), default="train", help="what to compile (default: train)"
     )
@@ -34,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     targets = [text for kind, text in arguments.edits if kind == "target"]
     cfg = compose(arguments.recipe, arguments.edits)
+    if not has_field(cfg, "learner"):
+        raise AxcoreError(f"{arguments.recipe} is a model without training. Give a recipe or a run folder")
     target = targets[-1] if targets else None
     report = compile_program(cfg, target, arguments.program, executable=arguments.executable)
     print(report.to_json() if arguments.json == "-" else report)

@@ -1,22 +1,22 @@
-"""`axcore explain RECIPE`."""
+"""`axcore explain RECIPE|FOLDER`."""
 
 from __future__ import annotations
 
 import argparse
 
-from axcore.cli.compose import Commands, add_edits, compose
+from axcore.cli.compose import RECIPE_OR_FOLDER, Commands, add_edits, compose
 from axcore.config import ConfigError
 
 
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "explain",
-        help="show the supplier of each node of a recipe and the candidates for each slot",
-        description="Prints the nodes of a recipe with their suppliers, and the candidates for each slot, with the "
-        "reason why a candidate is not chosen. --target explains the recipe for other hardware. The exit code is 2 if "
+        help="show the supplier of each node of a config and the candidates for each slot",
+        description="Prints the nodes of a config with their suppliers, and the candidates for each slot, with the "
+        "reason why a candidate is not chosen. --target explains the config for other hardware. The exit code is 2 if "
         "no kernel of an attention supports its calls.",
     )
-    parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
+    parser.add_argument("recipe", help=RECIPE_OR_FOLDER)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_edits(parser)
     parser.set_defaults(run=run)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from axcore.cli.compose import Commands, add_edits, compose, is_folder
 from axcore.config import AxcoreError, ConfigError, under
-from axcore.plugin import KVCacheOffer, PluginError, offered
+from axcore.plugin import KVCacheOffer, PluginError, offered, registry
 
 if TYPE_CHECKING:
     from axcore.nn import KVCache
@@ -37,10 +38,10 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--cache",
         metavar="CACHE[:KEY=VALUE,...]",
-        help="KV cache of every layer, as `axcore plugins` lists them; none: recompute all tokens for each new one "
-        "(default: the caches of the model, and contiguous in layers that have none)",
+        help="KV cache of every layer: one that `axcore plugins` lists, or none, which recomputes all tokens for each "
+        "new token (default: the caches of the model, and contiguous in layers without one)",
     )
-    add_edits(parser)
+    add_edits(parser, target=False)
     parser.set_defaults(run=run)
 
 
@@ -74,6 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _not_editable(folder: str, edits: Sequence[tuple[str, str]]) -> str:
+    """Why the model in a folder takes no edits, and how to choose a KV cache."""
+    given = ", ".join(f"--{kind} {text}" for kind, text in edits)
+    message = f"{folder}: {given} would edit a recipe, but the model in a folder is used as it is."
+    names = {offer.name for _, offer in registry().offers(KVCacheOffer)}
+    caches = [text for kind, text in edits if kind == "use" and text.partition(":")[0] in names]
+    return f"{message} To choose a KV cache: --cache {caches[0]}" if caches else f"{message} Omit it."
+
+
 def _cache(text: str | None) -> KVCache.Config | None:
     """The config of the cache for `--cache`, which fills empty slots; None: no cache."""
     from axcore.nn import ContiguousCache
@@ -93,16 +103,14 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the 
     name = arguments.model
     if is_folder(name):
         if arguments.edits:
-            raise AxcoreError(
-                f"{name}: --use, --target and --set require a recipe, but this is a folder. --cache selects a KV cache"
-            )
+            raise AxcoreError(_not_editable(name, arguments.edits))
         found = ModelFolder.open(name)
         cfg, tokenizer, initial = found.model, found.tokenizer, FromRun.Config(folder=name)
     else:
         try:
             trainer = compose(name, arguments.edits)
         except PluginError as error:
-            raise PluginError(f"{name!r} is not a folder and cannot be composed as a recipe: {error}") from error
+            raise PluginError(f"{name!r} is not a model folder and cannot be composed as a recipe: {error}") from error
         cfg, tokenizer = trainer.model, trainer.input.tokenizer
         initial = trainer.initial
         if initial is None:

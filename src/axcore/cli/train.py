@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-from collections.abc import Sequence
 
 from axcore import runtime
-from axcore.cli.compose import Commands, add_edits, compose
-from axcore.plugin import Accelerator
+from axcore.cli.compose import Commands, add_edits, compose, is_folder, split_cpu
+from axcore.config import AxcoreError
 
 
 def add(commands: Commands) -> None:
@@ -17,7 +14,10 @@ def add(commands: Commands) -> None:
         "train", help="train a recipe", description="Trains a recipe. Writes checkpoints and metrics to the run folder."
     )
     parser.add_argument("recipe", help="a recipe that `axcore recipes` lists")
-    parser.add_argument("--out", help="the run folder (default: runs/RECIPE)")
+    parser.add_argument(
+        "--out",
+        help="the run folder (default: runs/RECIPE); an earlier run there is moved aside unless --resume is given",
+    )
     parser.add_argument(
         "--minutes",
         type=float,
@@ -37,6 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if is_folder(arguments.recipe):
+        raise AxcoreError(
+            f"train requires a recipe, and {arguments.recipe} is a folder. To continue a run, repeat its command with "
+            f"--resume. To start from the weights of a folder, use --use run-weights:folder={arguments.recipe}"
+        )
     cfg = compose(arguments.recipe, arguments.edits)
     split_cpu(arguments.edits)
     if arguments.minutes is not None:
@@ -53,14 +58,3 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
     print(f"{'folder':24} {folder}")
     return 0
-
-
-def split_cpu(edits: Sequence[tuple[str, str]]) -> None:
-    """Gives jax the CPU devices of `--target cpu-8`, unless it has started or JAX_NUM_CPU_DEVICES is set."""
-    targets = [Accelerator.parse(text) for kind, text in edits if kind == "target"]
-    if targets and targets[-1].platform == "cpu":
-        import jax
-
-        if "JAX_NUM_CPU_DEVICES" not in os.environ:
-            with contextlib.suppress(RuntimeError):  # jax has started
-                jax.config.update("jax_num_cpu_devices", targets[-1].per_host)

@@ -42,12 +42,16 @@ def _with_values[C: Config](cfg: C, path: str) -> C:
         except ConfigError:
             break
         if isinstance(node, Config) and has_field(node, name) and getattr(node, name) is None:
-            kinds = [
-                arm for arm in arms_of(hints(type(node))[name]) if isinstance(arm, type) and issubclass(arm, Config)
-            ]
-            if len(kinds) == 1 and kinds[0].target is None and names[cut] in field_names(kinds[0]):
-                cfg = put(cfg, above, node.set(**{name: kinds[0]()}))
+            kind = _value_kind(hints(type(node))[name])
+            if kind is not None:
+                cfg = put(cfg, above, node.set(**{name: kind()}))
     return cfg
+
+
+def _value_kind(hint: object) -> type[Config] | None:
+    """The plain value that an annotation names, as `DTypes` in `DTypes | None`."""
+    kinds = [arm for arm in arms_of(hint) if isinstance(arm, type) and issubclass(arm, Config)]
+    return kinds[0] if len(kinds) == 1 and kinds[0].target is None else None
 
 
 def _assign[C: Config](cfg: C, path: str, value: str) -> C:
@@ -56,9 +60,11 @@ def _assign[C: Config](cfg: C, path: str, value: str) -> C:
     name, *below = inside
     hint = functools.reduce(_item_hint, below, hints(type(owner)).get(name, Any))
     held = functools.reduce(lambda value, key: dict(parts(value)).get(key), below, getattr(owner, name))
-    if isinstance(held, Config) and value.lower() != "none":
+    kind = type(held) if isinstance(held, Config) else _value_kind(hint)
+    if kind is not None and value.lower() != "none":
         raise ConfigError(
-            f"{path} is a node ({type_name(type(held))}); set one of its fields, as in {path}.FIELD=VALUE"
+            f"{path} is a node ({type_name(kind)}). Set one of its fields, as in {path}.FIELD=VALUE: "
+            f"{', '.join(field_names(kind))}"
         )
     try:
         parsed = named_function(value) if takes_function(hint) and value.lower() != "none" else parse(value, hint)

@@ -33,11 +33,11 @@ class Range:
     def required(self, value: float) -> str:
         """What a value outside of the range is required to be, for messages: "at least 0 and below 1"."""
         bounds = [f"{name.replace('_', ' ')} {bound}" for name in _BOUNDS if (bound := getattr(self, name)) is not None]
-        if not self._holds(value):
-            return " and ".join(bounds) or "finite"
-        if isinstance(value, int):
+        if isinstance(value, int) and self._holds(value):
             return " and ".join([*bounds, "of at most 64 bits"])
-        return f"{' and '.join(bounds) or 'finite'} after rounding to float32"
+        if isinstance(value, float) and not abs(_stored(value)) < float("inf"):
+            bounds.insert(0, "finite")
+        return " and ".join(bounds) + (" after rounding to float32" if self._holds(value) else "")
 
 
 def _stored(value: float) -> float:

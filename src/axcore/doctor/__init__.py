@@ -1,1 +1,1 @@
-"""Examines installed plugins in separate processes, for `axcore doctor`."""
+"""Examines the installation, and installed plugins in separate processes, for `axcore doctor`."""

@@ -1,4 +1,4 @@
-"""What `axcore doctor` finds out about plugins, which it imports in other processes only."""
+"""The findings of `axcore doctor` about plugins, which it imports only in other processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Observes what plugins do at import: `python -m axcore.doctor.probe REPORT STAGE ID=MODULE...`.
 
 Runs in a process of its own, which a plugin may end, block or fork. STAGE is `hooks`, which imports the module of each
-plugin and calls its hooks, or `targets`, which imports the targets of its offers and calls its checks. Each plugin is
-observed after the one before it, and its observation is appended to REPORT as a line of JSON.
+plugin and calls its hooks, or `targets`, which imports the targets of its offers and calls its checks. Plugins
+are observed one after another. Each observation is appended to REPORT as a line of JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 from axcore.doctor.patches import Patches
 from axcore.plugin.attribution import described
-from axcore.plugin.hooks import manager
 from axcore.plugin.loading import load
 from axcore.plugin.offers import Check
 from axcore.plugin.registry import installed_points, resolve
@@ -85,7 +84,7 @@ class _Probe:
     def observe(self, plugin: Plugin, stage: str) -> None:
         seen, process = Observation(plugin.id), os.getpid()
         if stage == "targets":
-            load(plugin, manager())  # observed in the stage `hooks`
+            load(plugin)  # observed in the stage `hooks`
             if os.getpid() != process:
                 os._exit(0)
             self.patches.found()  # forgets the changes that the module made
@@ -94,7 +93,7 @@ class _Probe:
         started, begin, forks, raised = _backends_started(), _written(), self.forks, len(self.raised)
         start = time.perf_counter()
         if stage == "hooks":
-            load(plugin, manager())
+            load(plugin)
         else:
             seen.errors = [*_errors(plugin)]
         seen.seconds = time.perf_counter() - start

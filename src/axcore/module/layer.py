@@ -115,7 +115,7 @@ def _with_config[L: Layer](init: Callable[Concatenate[L, Any, ...], None]) -> Ca
             if "dropout" in given or "default" in given:
                 self.rngs = given["dropout"].fork()
         elif outermost and isinstance(given, Rngs):
-            kwargs["rngs"] = given.fresh()
+            kwargs["rngs"] = given.for_constructor()
         init(self, cfg, *args, **kwargs)
 
     return construct
@@ -196,7 +196,7 @@ class Layer(nnx.Module, Configurable):
             cfg = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)})
             if isinstance(cfg, Layer.Config):
                 cfg = cfg._with({"dtypes": (cfg.dtypes or DTypes()).over(self.dtypes)})
-            return cfg.build(rngs=rngs)
+            return cfg.build(rngs=rngs.fresh())
         except BuildError:
             raise
         except MissingError as error:

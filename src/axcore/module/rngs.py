@@ -35,16 +35,19 @@ class Rngs:
     key: PRNGKeyArray
     path: str = ""
     _used: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)  # paths whose keys are used
+    _building: bool = dataclasses.field(default=False, compare=False, repr=False)  # whether a constructor received them
 
     def __init__(self, key: PRNGKeyArray | int, path: str = ""):
         object.__setattr__(self, "key", jax.random.key(key) if isinstance(key, numbers.Integral) else key)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "_used", set())
+        object.__setattr__(self, "_building", False)
 
     def at(self, name: str) -> Rngs:
         """The rngs of a child or a parameter."""
         below = Rngs(fold(self.key, name), f"{self.path}.{name}" if self.path else name)
         object.__setattr__(below, "_used", self._used)
+        object.__setattr__(below, "_building", self._building)
         return below
 
     def index(self, index: Int[Array, ""]) -> Rngs:
@@ -55,6 +58,15 @@ class Rngs:
         """The same rngs, none of whose keys are used."""
         return Rngs(self.key, self.path)
 
+    def for_constructor(self) -> Rngs:
+        """The rngs that a constructor receives: fresh ones, unless another constructor passes its own, so a layer
+        cannot build two children from the same keys."""
+        if self._building:
+            return self
+        given = self.fresh()
+        object.__setattr__(given, "_building", True)
+        return given
+
     def use(self) -> Rngs:
         """These rngs. The key of each path may be used once in a constructor.
 
@@ -64,7 +76,7 @@ class Rngs:
         if self.path in self._used:
             raise ConfigError(
                 f"{self.path or 'the root'}: two children or parameters of this name would start with equal values, "
-                f"since the name determines the random numbers. Give each its own name"
+                f"since the name determines the random numbers. Give each its own name, as in self.child(name, ...)"
             )
         self._used.add(self.path)
         return self

@@ -5,6 +5,7 @@ from axcore.module import DecodingState
 from axcore.nn.activations import exact_gelu, squared_relu
 from axcore.nn.attention.base import BaseAttention
 from axcore.nn.attention.choice import ChooseKernel, attend, put_kernel, use_kernels
+from axcore.nn.attention.context.all_to_all import AllToAll
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Heads
 from axcore.nn.attention.kernel import AttentionKernel, refusal
@@ -47,6 +48,7 @@ __all__ = [
     "LSE",
     "MASKED_LOGIT",
     "AcrossHeads",
+    "AllToAll",
     "And",
     "Attention",
     "AttentionInputs",

@@ -8,8 +8,10 @@ from axcore.config import Config, ConfigError, Where, has_field, select
 from axcore.nn.attention.base import BaseAttention
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.masks import SlidingWindow
+from axcore.nn.layer_stack import Stack
 from axcore.nn.norm import AcrossHeads, RMSNorm
-from axcore.nn.stacks import edit_layers
+from axcore.nn.stacks import edit_layers, use_remat
+from axcore.parallel import ByTag
 
 
 def use_sliding_window(cfg: Config, size: int, global_every: int | None = None, where: Where = BaseAttention) -> Config:
@@ -63,6 +65,22 @@ def use_fused_qkv(cfg: Config, where: Where = Attention) -> Config:
         return attention.set(qkv=attention.query, query=None, key=None, value=None)
 
     return select(cfg, where).map(fused)
+
+
+def use_remat_by_tag(
+    cfg: Config,
+    save: tuple[str, ...] = (),
+    offload: tuple[str, ...] = (),
+    recompute: tuple[str, ...] = (),
+    where: Where = Stack,
+) -> Config:
+    """Recomputes the values inside each layer in the backward pass, except those that are saved or offloaded to the
+    host. See `axcore.parallel.ByTag` for the tags.
+
+    Args:
+        where: selects stacks of layers.
+    """
+    return use_remat(cfg, ByTag(save=save, offload=offload, recompute=recompute), where)
 
 
 def use_dropout(cfg: Config, rate: float, where: Where | None = None) -> Config:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 
@@ -170,9 +171,10 @@ class Sequence(Stack):
     def __call__(self, x: Hidden, *args: object) -> Hidden:
         """Applies the layers in order. `args` are passed to every layer."""
         cfg = self.config.remat
-        call = None if cfg is None else remat(lambda layer, *args: layer(*args), policy=cfg.policy())
         for layer, layer_cfg in zip(self.layers, self.config.layers, strict=True):
-            x = layer(x, *args) if call is None or _has_remat(layer_cfg) else call(layer, x, *args)
+            policy = None if cfg is None or _has_remat(layer_cfg) else cfg.for_layer(layer_cfg)
+            call = layer if policy is None else functools.partial(remat(_call, policy=policy.policy()), layer)
+            x = call(x, *args)
         return x
 
 
@@ -228,7 +230,8 @@ class Repeat(Stack):
     def __call__(self, x: Hidden, *args: object) -> Hidden:
         """Applies the layers in order. `args` are passed to every layer."""
         cfg = self.config
-        policy = cfg.remat.policy() if cfg.remat is not None else None
+        chosen = cfg.remat.for_layer(cfg.layers) if cfg.remat is not None else None
+        policy = chosen.policy() if chosen is not None else None
         return scan(self.layers, x, *args, count=cfg.num_layers, unroll=cfg.unroll, remat=policy)
 
 
@@ -283,6 +286,10 @@ def _longest(layers: tuple[Layer.Config, ...], start: int) -> tuple[int, int]:
         if count > 1 and size * count > best[0] * best[1]:
             best = (size, count)
     return best
+
+
+def _call(layer: Layer, *args: Any) -> Any:  # Any: each layer has its own arguments and results
+    return layer(*args)
 
 
 def _has_remat(cfg: Layer.Config) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from axcore.config import ConfigError
 from axcore.module import Layer, Rngs
 from axcore.nn.initializers import Initializer
 from axcore.numerics import Numerics, Product, Weight
@@ -72,10 +75,32 @@ class Weighted(Layer):
         return self.float_weight if numerics is None else numerics.matrix(self.representation)
 
     def multiply(self, x: Float[Array, "*rows input_dim"], product: Product) -> Float[Array, "*rows output_dim"]:
-        """The product of `x`, in the compute dtype, with the weight."""
-        if self.numerics is None:
+        """The product of `x`, in the compute dtype, with the weight.
+
+        Raises:
+            ConfigError: the numerics return another shape, or numbers without a gradient.
+        """
+        numerics: Numerics | None = self.numerics
+        if numerics is None:
             return product(x, self.float_weight, self.dtypes.accumulate)
-        return self.numerics(x, self.representation, product)
+        weight = self.representation
+        y = numerics(x, weight, product)
+        outputs = None if isinstance(weight, Mapping) else weight.shape[-3 - numerics.config.input_axis]
+        if _is_product(y, x.shape[:-1], outputs):
+            return y
+        wanted = f"[{', '.join(map(str, x.shape[:-1]))}, {'outputs' if outputs is None else outputs}]"
+        found = f"{y.dtype}{list(y.shape)}" if hasattr(y, "shape") else type(y).__name__
+        raise ConfigError(
+            f"{self.frame.path}.numerics: {type(numerics).__name__} must return a floating-point array {wanted}, "
+            f"not {found}"
+        )
+
+
+def _is_product(y: object, rows: tuple[int, ...], outputs: int | None) -> bool:
+    """Whether `y` is a floating-point array [*rows, outputs]. None: the number of outputs is not known."""
+    if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
+        return False
+    return y.shape[:-1] == rows and outputs in (None, y.shape[-1])
 
 
 def _axes_of(stored: tuple[int, ...], shape: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[str | None, ...]:

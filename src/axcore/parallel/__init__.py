@@ -4,22 +4,26 @@ import axcore.parallel.codecs
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.parallel.axes import LOGICAL_AXES, MESH_AXES, STANDARD_RULES
 from axcore.parallel.compiler_options import CheckedOption, CompilerOptions, check_options, checked_options
+from axcore.parallel.context import ContextParallelism
 from axcore.parallel.layout import Layout, active_layout, constrain, is_sharded
 from axcore.parallel.mesh import Mesh
-from axcore.parallel.remat import Remat, SaveMatmuls, SaveNames
+from axcore.parallel.remat import TAGS, ByKind, ByTag, Remat, SaveMatmuls
 from axcore.parallel.shard import shard_map
 
 __all__ = [
     "LOGICAL_AXES",
     "MESH_AXES",
     "STANDARD_RULES",
+    "TAGS",
+    "ByKind",
+    "ByTag",
     "CheckedOption",
     "CompilerOptions",
+    "ContextParallelism",
     "Layout",
     "Mesh",
     "Remat",
     "SaveMatmuls",
-    "SaveNames",
     "active_layout",
     "check_options",
     "checked_options",

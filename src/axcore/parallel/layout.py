@@ -7,16 +7,17 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, Shaped
 
-from axcore.config import ConfigError
+from axcore.config import ConfigError, FrozenDict, matches
 from axcore.config.errors import did_you_mean
 from axcore.parallel.axes import LOGICAL_AXES, MeshAxes, entry_of, group_of
+from axcore.parallel.context import ContextParallelism
 
 Axis = Any  # Any: the type of UNCONSTRAINED is private to jax
 """A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`."""
@@ -24,12 +25,20 @@ Axis = Any  # Any: the type of UNCONSTRAINED is private to jax
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh with its rules."""
+    """A mesh with its rules. See `Mesh` for `parameters`, `zero`, `optimizer_memory` and
+    `context`.
+
+    Attributes:
+        manual: the mesh axes of the enclosing `shard_map`. Arrays are shards of these axes already.
+    """
 
     mesh: jax.sharding.Mesh | AbstractMesh
     rules: Mapping[str, MeshAxes]
     manual: frozenset[str] = frozenset()
-    """The mesh axes of the enclosing `shard_map`: arrays are shards of these axes already."""
+    parameters: Mapping[str, Mapping[str, MeshAxes]] = FrozenDict()
+    zero: Literal[0, 1, 2] = 0
+    optimizer_memory: Literal["device", "host"] = "device"
+    context: ContextParallelism | None = None
 
     def inside(self, axes: Iterable[str]) -> Layout:
         """The layout inside a `shard_map` over these mesh axes."""
@@ -82,24 +91,28 @@ class Layout:
 
     def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> PartitionSpec:
         """The partition spec of an array with these logical axes. If several dimensions map to one mesh axis, the first
-        of them uses it, but `seq` only if no other does: with `seq` and `head` on one axis, attention is sharded by
-        heads and the residual stream by tokens (sequence parallelism, arXiv 2205.05198).
+        of them uses it. `seq` gives way to the others, even if they are too small to use the axis: with `seq` and
+        `head` on one axis, attention is sharded by heads and the residual stream by tokens (sequence parallelism,
+        arXiv 2205.05198).
 
         Args:
             axes: The logical axis of each dimension. `PartitionSpec.UNCONSTRAINED` leaves the dimension to the
                 compiler.
             shape: If given, trailing mesh axes are dropped from a dimension until they divide its size.
         """
+        names = [None if name is PartitionSpec.UNCONSTRAINED else name for name in axes]
+        wanted = {axis for name in names if name != "seq" for axis in self.axes_of(name)}
         taken: set[str] = set()
-        dimensions = list(axes)
-        for index in sorted(range(len(axes)), key=lambda index: axes[index] == "seq"):
+        dimensions: list[Axis] = []
+        for index, name in enumerate(names):
             if axes[index] is PartitionSpec.UNCONSTRAINED:
+                dimensions.append(axes[index])
                 continue
-            group = tuple(axis for axis in self.axes_of(axes[index]) if axis not in taken)
+            group = tuple(axis for axis in self.axes_of(name) if axis not in (wanted if name == "seq" else taken))
             while shape is not None and shape[index] % self.size_of(group):
                 group = group[:-1]
             taken.update(group)
-            dimensions[index] = entry_of(group)
+            dimensions.append(entry_of(group))
         return PartitionSpec(*dimensions)
 
     def check_rules(self, declared: Iterable[str]) -> None:
@@ -121,7 +134,7 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def shardings(self, arrays: PyTree, axes: PyTree) -> PyTree[NamedSharding]:
-        """The sharding of each array.
+        """The sharding of each parameter or other Variable, by the rules or by those of its path in `parameters`.
 
         Args:
             arrays: A pytree of arrays or of `jax.ShapeDtypeStruct`.
@@ -134,18 +147,46 @@ class Layout:
         def place(
             path: KeyPath[object], array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]
         ) -> NamedSharding:
-            sharding = self.sharding(*names)
-            try:
-                sharding.shard_shape(array.shape)
-            except ValueError:
-                where = jax.tree_util.keystr(path, simple=True, separator=".")
-                raise ConfigError(
-                    f"{where} of shape {array.shape} with axes {names} is not divisible into shards by {sharding.spec} "
-                    f"on the mesh {dict(self.mesh.shape)}"
-                ) from None
-            return sharding
+            where = jax.tree_util.keystr(path, simple=True, separator=".")
+            spec = self._of_path(where).spec(names)
+            for name, size, entry in zip(names, array.shape, spec, strict=True):
+                if size % self.size_of(entry):
+                    raise ConfigError(f"{where}: {self._not_divisible(name, size, entry, where)}")
+            return NamedSharding(self.mesh, spec)
 
         return jax.tree_util.tree_map_with_path(place, arrays, axes)
+
+    def _of_path(self, path: str) -> Layout:
+        """The layout with the rules of one parameter."""
+        own = [rules for pattern, rules in self.parameters.items() if matches(pattern, path)]
+        return dataclasses.replace(self, rules=own[-1]) if own else self
+
+    def _not_divisible(self, name: str | None, size: int, entry: MeshAxes, path: str) -> str:
+        shards = self.size_of(entry)
+        divisors = [count for count in range(1, size + 1) if size % count == 0]
+        below = max(count for count in divisors if count < shards)
+        above = min((count for count in divisors if count > shards), default=below)
+        nearest = " or ".join(map(str, dict.fromkeys((below, above))))
+        sizes = ", ".join(f"{axis}={self.mesh.shape[axis]}" for axis in group_of(entry))
+        return (
+            f"its dimension {name!r} of size {size} is not divisible by {shards}, the product of its mesh axes "
+            f"({sizes}). The nearest possible products are {nearest}. Change mesh.shape, or replicate it with "
+            f"mesh.parameters={{{path!r}: {{}}}}"
+        )
+
+    def check_parameters(self, paths: Iterable[str]) -> None:
+        """Checks the patterns in `parameters`.
+
+        Args:
+            paths: the path of each parameter.
+
+        Raises:
+            ConfigError: A pattern matches no parameter.
+        """
+        paths = list(paths)
+        for pattern in self.parameters:
+            if not any(matches(pattern, path) for path in paths):
+                raise ConfigError(f"mesh.parameters: {pattern!r} matches no parameter; see `axcore tree`")
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ never names a device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -15,6 +15,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from axcore.config import Config, ConfigError, FrozenDict, PositiveInt
 from axcore.parallel.axes import MESH_AXES, STANDARD_RULES, MeshAxes, group_of
+from axcore.parallel.context import ContextParallelism
+from axcore.parallel.devices import device_mesh
 from axcore.parallel.layout import Layout
 
 
@@ -29,7 +31,21 @@ class Mesh(Config):
     """
 
     shape: Mapping[str, PositiveInt | Literal[-1]] = FrozenDict({"data": -1, "fsdp": 1})
+    dcn: Mapping[str, PositiveInt] = FrozenDict()
+    """Axis -> how many slices or hosts it spans. These factors of the sizes use the slow links between slices or hosts;
+    the rest of each axis uses the fast links. Empty: the outermost axes span the slices or hosts."""
     rules: Mapping[str, MeshAxes] = STANDARD_RULES
+    parameters: Mapping[str, Mapping[str, MeshAxes]] = FrozenDict()
+    """Path pattern of parameters, such as `decoder.layers.ffn.**` -> rules that apply to them instead of `rules`; `{}`
+    replicates them. The last matching pattern applies."""
+    zero: Literal[0, 1, 2] = 0
+    """What is sharded over the devices that hold copies of a parameter (ZeRO, arXiv 1910.02054): nothing (0), its
+    optimizer state (1), or also the gradients that microbatches accumulate (2). Parameters themselves are sharded by
+    rules, as in FSDP."""
+    optimizer_memory: Literal["device", "host"] = "device"
+    """Where optimizer state is between steps. In host memory it costs transfers in both directions in each step."""
+    context: ContextParallelism.Config | None = None
+    """How attention computes when the rules shard `seq`; None: keys and values are gathered."""
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Layout:
         """The layout on these devices, by default on all devices.
@@ -38,9 +54,8 @@ class Mesh(Config):
             ConfigError: The axis sizes do not multiply to the number of devices, or a rule names an unknown mesh axis.
         """
         devices = jax.devices() if devices is None else devices
-        sizes = self._sizes(len(devices))
-        types = (AxisType.Auto,) * len(sizes)
-        return Layout(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices), self.rules)
+        sizes = self._sizes(len(devices), devices[0].platform)
+        return self._layout(device_mesh(sizes, self.dcn, devices))
 
     def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
         """The layout on `count` devices that this process does not have, for tracing and lowering.
@@ -48,35 +63,58 @@ class Mesh(Config):
         Raises:
             ConfigError: See `make`.
         """
-        sizes = self._sizes(count)
+        sizes = self._sizes(count, platform)
         types = (AxisType.Auto,) * len(sizes)
         device = AbstractDevice(device_kind=device_kind, num_cores=None, platform=platform)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
-        return Layout(mesh, self.rules)
+        return self._layout(mesh)
 
-    def _sizes(self, count: int) -> dict[str, int]:
-        """The size of each mesh axis for `count` devices, in the order of the mesh."""
+    def _layout(self, mesh: jax.sharding.Mesh | AbstractMesh) -> Layout:
+        return Layout(
+            mesh,
+            self.rules,
+            parameters=self.parameters,
+            zero=self.zero,
+            optimizer_memory=self.optimizer_memory,
+            context=None if self.context is None else self.context.build(),
+        )
+
+    def _sizes(self, count: int, platform: str) -> dict[str, int]:
+        """The size of each mesh axis for `count` devices of a platform, in the order of the mesh."""
         sizes = {axis: self.shape[axis] for axis in sorted(self.shape, key=_position)}
         free = [axis for axis, size in sizes.items() if size == -1]
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if len(free) == 1 and fixed > 0 and count % fixed == 0:
             sizes[free[0]] = count // fixed
         if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != count:
+            split = ", or split the CPU into N devices with JAX_NUM_CPU_DEVICES=N" if platform == "cpu" else ""
             raise ConfigError(
-                f"mesh.shape: {sizes} does not fill {count} devices. The product of the sizes must be {count}"
+                f"mesh.shape: {sizes} does not match the number of {platform} devices, which is {count}. Set sizes "
+                f"whose product is {count}{split}"
             )
-        for name, axes in self.rules.items():
-            group = group_of(axes)
-            if len(set(group)) < len(group):
-                raise ConfigError(f"mesh.rules: {name!r} maps to {group}, which contains an axis twice")
-            for axis in group:
-                if axis not in sizes and axis not in MESH_AXES:
-                    known = ", ".join(dict.fromkeys((*sizes, *MESH_AXES)))
-                    raise ConfigError(
-                        f"mesh.rules: {name!r} maps to {axis!r}, which is neither in mesh.shape nor a standard axis. "
-                        f"Known: {known}"
-                    )
+        for axis, factor in self.dcn.items():
+            if sizes.get(axis, 1) % factor:
+                raise ConfigError(
+                    f"mesh.dcn: {axis}={factor} is not a divisor of the size of this axis, {sizes.get(axis, 1)}"
+                )
+        _check(self.rules, "mesh.rules", sizes)
+        for pattern, rules in self.parameters.items():
+            _check(rules, f"mesh.parameters[{pattern!r}]", sizes)
         return sizes
+
+
+def _check(rules: Mapping[str, MeshAxes], where: str, sizes: Iterable[str]) -> None:
+    for name, axes in rules.items():
+        group = group_of(axes)
+        if len(set(group)) < len(group):
+            raise ConfigError(f"{where}: {name!r} maps to {group}, which contains an axis twice")
+        for axis in group:
+            if axis not in sizes and axis not in MESH_AXES:
+                known = ", ".join(dict.fromkeys((*sizes, *MESH_AXES)))
+                raise ConfigError(
+                    f"{where}: {name!r} maps to {axis!r}, which is neither in mesh.shape nor a standard axis. "
+                    f"Known: {known}"
+                )
 
 
 def _position(axis: str) -> float:

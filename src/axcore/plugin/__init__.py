@@ -10,6 +10,7 @@ from axcore.plugin.offers import (
     CallbackOffer,
     Check,
     Command,
+    ContextParallelismOffer,
     EvaluatorOffer,
     Feature,
     KVCacheOffer,
@@ -23,7 +24,7 @@ from axcore.plugin.offers import (
 from axcore.plugin.recipes import recipe
 from axcore.plugin.registry import Registry, active, registry, resolve, supplier
 from axcore.plugin.states import Plugin, PluginError, State, Unavailable
-from axcore.plugin.targets import mesh_rules, target
+from axcore.plugin.targets import mesh_rule, mesh_rules, recipe_of, target
 
 __all__ = [
     "API_VERSION",
@@ -32,6 +33,7 @@ __all__ = [
     "CallbackOffer",
     "Check",
     "Command",
+    "ContextParallelismOffer",
     "EvaluatorOffer",
     "Feature",
     "Host",
@@ -50,9 +52,11 @@ __all__ = [
     "active",
     "attributed",
     "hookimpl",
+    "mesh_rule",
     "mesh_rules",
     "offered",
     "recipe",
+    "recipe_of",
     "registry",
     "resolve",
     "supplier",

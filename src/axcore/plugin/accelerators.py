@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 
@@ -68,12 +69,8 @@ _GLOB = re.compile(r"[a-z0-9*?\[\]!-]*[0-9*?\]]")
 
 def matchable(pattern: str) -> bool:
     """Whether a glob may match the name of an accelerator."""
-    if _GLOB.fullmatch(pattern) is None:
-        return False
     if any(wildcard in pattern for wildcard in "*?["):
-        return True
-    try:
-        Accelerator.parse(pattern)
-    except ConfigError:
-        return False
-    return True
+        return _GLOB.fullmatch(pattern) is not None
+    with contextlib.suppress(ConfigError):
+        return bool(Accelerator.parse(pattern))
+    return False

@@ -63,7 +63,7 @@ def offered(kind: type[Offer], text: str) -> Config:
         ConfigError: the text has another form, or a value does not fit.
     """
     name = text.partition(":")[0]
-    found = registry().find(kind, name)
+    found = registry.find(kind, name)
     if found is None:
         known = sorted(offer.name for _, offer in registry().offers(kind))
         raise PluginError(

@@ -1,7 +1,7 @@
 """The hooks that a plugin module may implement, one for each kind of offer.
 
 A plugin is a module that an entry point of the group `axcore.plugins` names. It imports neither jax nor flax, marks its
-hooks with `hookimpl`, and returns offers. Each hook is called once, at discovery, and may take the argument `host`.
+hooks with `hookimpl`, and returns offers. Each hook is called at discovery, and may take the argument `host`.
 
 ```python
 from axcore.plugin import Feature, hookimpl

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import sys
 from platform import machine, python_version
+
+
+def installed(distribution: str) -> str | None:
+    """The version of a distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,21 +24,9 @@ class Host:
     python: str = python_version()  # of the interpreter, such as `3.12.4`
     platform: str = sys.platform  # the operating system: `linux`, `darwin`, `win32`
     machine: str = machine()  # the processor, such as `x86_64` or `aarch64`
+    installed = staticmethod(installed)
 
     @property
     def axcore(self) -> str:
         """The version of axcore, such as `0.1.0`."""
         return installed("axcore") or "unknown"
-
-    def installed(self, distribution: str) -> str | None:
-        """The version of a distribution; None if it is not installed."""
-        return installed(distribution)
-
-
-@functools.cache
-def installed(distribution: str) -> str | None:
-    """The version of a distribution; None if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

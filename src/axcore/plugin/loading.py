@@ -1,7 +1,7 @@
 """Loading one plugin: its module, its hooks, its offers. A failing plugin does not affect others.
 
 Plugins are loaded one at a time, because pluggy's `load_setuptools_entrypoints` and its hook calls stop at the first
-error. The manager contains only the plugin that is being loaded.
+error. Each has a plugin manager of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-import pluggy
-
 from axcore.config import did_you_mean
 from axcore.plugin.accelerators import EXAMPLES, matchable
 from axcore.plugin.attribution import described
-from axcore.plugin.hooks import API_VERSION, PROJECT
+from axcore.plugin.hooks import API_VERSION, PROJECT, manager
 from axcore.plugin.host import Host
 from axcore.plugin.offers import OFFERS, MeshRule, Offer
 from axcore.plugin.states import Plugin, State, Unavailable
@@ -31,7 +29,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 
-def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
+def load(plugin: Plugin) -> None:
     """Imports a plugin's module, calls its hooks and records the result in `plugin`."""
     cause = ""
     try:
@@ -43,7 +41,7 @@ def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
             raise TypeError(f"axcore_api must be an integer, not {type(api).__name__}")
         plugin.api = api
         if plugin.api in (None, API_VERSION):
-            plugin.offers = tuple(_offers(plugin, module, manager))
+            plugin.offers = tuple(_offers(module))
             plugin.state = State.LOADED
     except Unavailable as reason:
         plugin.state, plugin.detail = State.UNAVAILABLE, str(reason) or "no reason given"
@@ -51,62 +49,69 @@ def load(plugin: Plugin, manager: pluggy.PluginManager) -> None:
     except (Exception, SystemExit) as error:
         plugin.state, plugin.detail = State.FAILED, traceback.format_exc()
         plugin.api, cause = plugin.api or _api_in_source(plugin.module), f" ({described(error)})"
-    finally:
-        if manager.has_plugin(plugin.id):
-            manager.unregister(name=plugin.id)
-    if plugin.api not in (None, API_VERSION):
+    if plugin.api is not None and plugin.api != API_VERSION:
         # If the module also raised, it probably imports names that this version of axcore does not have.
+        remedy = "Install a later axcore, or an earlier version of the plugin"
+        if plugin.api < API_VERSION:
+            remedy = (
+                'Install a later version of the plugin. Its author finds what to change on the page "Moving a plugin '
+                f'to API {API_VERSION}" (docs/plugins/api_{API_VERSION}.md)'
+            )
         plugin.state = State.INCOMPATIBLE
-        plugin.detail = (
-            f"axcore_api={plugin.api}, but this axcore has plugin API {API_VERSION}. {_remedy(plugin.api)}{cause}"
-        )
+        plugin.detail = f"axcore_api={plugin.api}, but this axcore has plugin API {API_VERSION}. {remedy}{cause}"
 
 
-def _remedy(api: int | None) -> str:
-    """What to do about a plugin that was written for another API."""
-    if api is not None and api > API_VERSION:
-        return "Install a later axcore, or an earlier version of the plugin"
-    if api == API_VERSION - 1:
-        return (
-            'Install a later version of the plugin. Its author finds what to change on the page "Moving a plugin to '
-            'API 2" (docs/plugins/api_2.md)'
-        )
-    return "Install a later version of the plugin"
-
-
-def _offers(plugin: Plugin, module: ModuleType, manager: pluggy.PluginManager) -> Iterator[Offer]:
+def _offers(module: ModuleType) -> Iterator[Offer]:
     """The offers that the hooks of one plugin return, checked."""
     _check_names(module)
-    manager.register(module, name=plugin.id)
-    manager.check_pending()
+    hooks = manager()
+    hooks.register(module)
+    hooks.check_pending()
     taken: set[tuple[type[Offer], str]] = set()
     for hook, kind in OFFERS.items():
-        caller = getattr(manager.hook, hook)
+        caller = getattr(hooks.hook, hook)
         for offers in caller(host=Host(API_VERSION)) or [None] * len(caller.get_hookimpls()):  # pluggy leaves None out
             if not isinstance(offers, Iterable):
                 raise TypeError(f"{hook} must return a list of {kind.__name__}, not {type(offers).__name__}")
             for offer in offers:
                 if type(offer) is not kind:
                     raise TypeError(f"{hook} must return a list of {kind.__name__}, not of {type(offer).__name__}")
-                if not all(isinstance(field, str) for field in vars(offer).values()):
-                    raise TypeError(f"{hook}: every field of an offer must be a string, got {vars(offer)}")
+                texts = {name: value for name, value in vars(offer).items() if name != "devices"}
+                if not all(isinstance(value, str) for value in texts.values()):
+                    raise TypeError(f"{hook}: every field of an offer must be a string, got {texts}")
                 if not NAME.fullmatch(offer.name):
                     raise ValueError(f"{hook}: the name {offer.name!r} may contain only letters, digits, '.', '_', '-'")
                 if not TARGET.fullmatch(offer.target):
                     raise ValueError(f"{hook}: target {offer.target!r} of {offer.name!r} is not 'module:attribute'")
-                if isinstance(offer, MeshRule) and not matchable(offer.pattern):
-                    raise ValueError(
-                        f"{hook}: no accelerator matches the pattern {offer.pattern!r} of {offer.name!r}. Accelerators "
-                        f"are named as in {EXAMPLES}"
-                    )
+                if isinstance(offer, MeshRule):
+                    _check_rule(hook, offer)
                 if (kind, offer.name) in taken:
                     raise ValueError(f"{hook} offers {offer.name!r} twice")
                 taken.add((kind, offer.name))
                 yield offer
 
 
+def _check_rule(hook: str, rule: MeshRule) -> None:
+    """Raises ValueError for a mesh rule that applies to no accelerator."""
+    if not matchable(rule.pattern):
+        raise ValueError(
+            f"{hook}: no accelerator matches the pattern {rule.pattern!r} of {rule.name!r}. Accelerators are named as "
+            f"in {EXAMPLES}"
+        )
+    match rule.devices:
+        case (int(least), None) if least >= 1:
+            return
+        case (int(least), int(most)) if 1 <= least <= most:
+            return
+    raise ValueError(
+        f"{hook}: devices={rule.devices!r} of {rule.name!r} must be the least and the largest number of devices, as in "
+        f"(1, 8), or (16, None) for no limit"
+    )
+
+
 def _check_names(module: ModuleType) -> None:
-    """Raises TypeError for a function that is named like a hook, `axcore_...`, but that pluggy would ignore."""
+    """Raises TypeError for a function that is named like a hook, `axcore_...`, but that pluggy would ignore or call
+    with other arguments."""
     for name, value in vars(module).items():
         if name.startswith("axcore_") and inspect.isfunction(value):
             marks = getattr(value, f"{PROJECT}_impl", None)
@@ -114,6 +119,10 @@ def _check_names(module: ModuleType) -> None:
                 raise TypeError(f"{name} is not a hook.{did_you_mean(name, OFFERS)} Known: {', '.join(OFFERS)}")
             if marks is None:
                 raise TypeError(f"{name} is not decorated with @hookimpl")
+            given = inspect.signature(value).parameters.values()
+            unknown = [each.name for each in given if each.name != "host" and each.default is each.empty]
+            if name in OFFERS and unknown:
+                raise TypeError(f"{name} takes the argument {unknown[0]!r}, but a hook takes only 'host', or nothing")
 
 
 def _api_in_source(module: str) -> int | None:
@@ -126,14 +135,16 @@ def _api_in_source(module: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def specs(module: str) -> list[ModuleSpec]:
-    """Where a module and the packages above it would be imported from, outermost first, without importing them."""
+def specs(name: str) -> list[ModuleSpec]:
+    """Where the modules in a qualified name would be imported from, outermost first, without importing them."""
     found: list[ModuleSpec] = []
     path = None
-    for name in itertools.accumulate(module.split("."), "{}.{}".format):
-        spec = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
+    for module in itertools.accumulate(name.split("."), "{}.{}".format):
+        spec = next(filter(None, (finder.find_spec(module, path) for finder in sys.meta_path)), None)
         if spec is None:
             break
         found.append(spec)
         path = spec.submodule_search_locations
+        if path is None:  # a module has no modules
+            break
     return found

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
 
 from axcore.config import Config, walk
 from axcore.plugin.attribution import described
 from axcore.plugin.controls import Controls
-from axcore.plugin.hooks import manager
-from axcore.plugin.host import installed
 from axcore.plugin.loading import load
 from axcore.plugin.offers import Offer
 from axcore.plugin.output import limited
@@ -27,10 +26,9 @@ CORE_POINT = EntryPoint(CORE, CORE_MODULE, GROUP)
 
 def load_all(plugins: Iterable[Plugin]) -> None:
     """Imports the modules of plugins and calls their hooks. Prints at most the first lines of their output."""
-    hooks = manager()
     for plugin in plugins:
         with limited(plugin):
-            load(plugin, hooks)
+            load(plugin)
 
 
 class Registry:
@@ -52,29 +50,13 @@ class Registry:
         load: Callable[[Iterable[Plugin]], None] = load_all,
     ):
         self.plugins: dict[str, Plugin] = {}
-        self._load = load
-        for point in _in_order(points):
+        for point in sorted(points, key=lambda point: (point.name, point.value)):
             self._add(point)
         self.controls = Controls(environ, self.plugins)
-        self._start(self.plugins.values())
-
-    def add(self, points: Iterable[EntryPoint]) -> bool:
-        """Adds the plugins with an id that is not known yet. Returns whether there are any."""
-        known = set(self.plugins)
-        for point in _in_order(points):
-            if point.name not in known:
-                self._add(point)
-        new = [plugin for id, plugin in self.plugins.items() if id not in known]
-        self._start(new)
-        self.__dict__.pop("_claims", None)
-        return bool(new)
-
-    def _start(self, plugins: Collection[Plugin]) -> None:
-        """Loads the plugins that are not excluded."""
-        for plugin in plugins:
+        for plugin in self.plugins.values():
             if reason := self.controls.why_disabled(plugin):
                 plugin.state, plugin.detail = State.DISABLED, reason
-        self._load([plugin for plugin in plugins if plugin.state is State.DISCOVERED])
+        load([plugin for plugin in self.plugins.values() if plugin.state is State.DISCOVERED])
         if self.controls.strict and (faults := self._faults()):
             raise PluginError("\n- ".join(["AXCORE_STRICT=1 does not allow these plugins:", *faults]))
 
@@ -163,10 +145,6 @@ class Registry:
                 yield from (module, module.rpartition(".")[0])
 
 
-def _in_order(points: Iterable[EntryPoint]) -> list[EntryPoint]:
-    return sorted(points, key=lambda point: (point.name, point.value))
-
-
 def _is_in(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
@@ -206,22 +184,21 @@ class _Discovery:
         return self().find(kind, name) if found is None and self.refresh() else found
 
     def refresh(self) -> bool:
-        """Adds plugins that were installed after discovery, in a notebook for example. Returns whether there are any.
+        """Discovers plugins again if others are installed now, in a notebook for example. Returns whether there are.
 
         Called when a name is not found.
         """
         with self._lock:
-            found = self()
+            known = self().plugins
             importlib.invalidate_caches()
-            installed.cache_clear()
-            self._running = True
-            try:
-                return found.add(installed_points())
-            finally:
-                self._running = False
+            if all(point.name in known for point in installed_points()):
+                return False
+            self.cache_clear()
+            self()
+            return True
 
     def cache_clear(self) -> None:
-        """Makes the next call discover plugins again, for tests that change what is installed."""
+        """Makes the next call discover plugins again."""
         self._found = None
 
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 
 from axcore.config import Config, ConfigError, Configurable, Where, get, has_field, select, type_name, walk
-from axcore.config.node import default, field_names
 from axcore.config.tree import NESTING, join, parts
 from axcore.config.types import conforms, hints
 from axcore.plugin.attribution import attributed
@@ -47,13 +46,10 @@ def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
         return found.map(lambda path, node: _add(join(path, slot), node, slot, offer.name, new))
 
     known = hints(node_type)
-    options = {name: (known.get(name, object), default(node_type, name)) for name in field_names(node_type)}
     cfg = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
-    listed = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hint)
-        for name, (hint, value) in {**options, "where": (Where | None, None)}.items()
-    ]
-    fill.__signature__ = inspect.Signature([cfg, *listed])  # type: ignore[attr-defined]
+    options = [each.replace(annotation=known[name]) for name, each in inspect.signature(node_type).parameters.items()]
+    selected = inspect.Parameter("where", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Where | None)
+    fill.__signature__ = inspect.Signature([cfg, *options, selected])  # type: ignore[attr-defined]
     return fill
 
 
@@ -122,7 +118,7 @@ def _lost(old: object, new: object, scope: object, path: str, editor: Plugin) ->
     if old is new:
         return
     other = _claimant(old)
-    if other is not None and other is not editor and not any(type(node) is type(old) for _, node in walk(scope)):
+    if other is not None and other.id != editor.id and not any(type(node) is type(old) for _, node in walk(scope)):
         yield path, other
         return
     below = dict(parts(new))

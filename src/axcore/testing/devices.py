@@ -27,6 +27,10 @@ from axcore.train.step.program import Metrics, Program, TrainState, program
 COUNT = 8
 """Number of devices."""
 
+_PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+"""XLA ends the process if the devices of a collective do not meet in time, by default in 40 s: too short for a busy
+machine."""
+
 _SERVE = """
 import pickle, sys
 function, args, kwargs = pickle.load(sys.stdin.buffer)
@@ -45,8 +49,8 @@ def on_devices[**P, R](function: Callable[P, R], /, *args: P.args, **kwargs: P.k
     """
     env = dict(os.environ)
     env["JAX_PLATFORMS"] = "cpu"
-    flags = [flag for flag in env.get("XLA_FLAGS", "").split() if "device_count" not in flag]
-    env["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={COUNT}"])
+    given = [flag for flag in env.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    env["XLA_FLAGS"] = " ".join([_PATIENT, *given, f"--xla_force_host_platform_device_count={COUNT}"])
     request = pickle.dumps((function, args, kwargs))
     done = subprocess.run([sys.executable, "-c", _SERVE], input=request, capture_output=True, env=env, check=False)
     assert done.returncode == 0, done.stderr.decode()
@@ -97,7 +101,7 @@ class Comparison:
         mesh_error: the error of making the mesh with one device fewer than the config requires; empty if none.
     """
 
-    metrics: dict[str, tuple[float, float]]
+    metrics: dict[str, tuple[np.ndarray, np.ndarray]]
     gradients: dict[str, float]
     updates: dict[str, float]
     zero_gradients: list[str]
@@ -166,11 +170,16 @@ def _steps(
 
 
 def _compare_all(cases: Mapping[str, Case]) -> dict[str, Comparison]:
-    return {name: _compare(case) for name, case in cases.items()}
+    steps: dict[tuple[Trainer.Config, int], _Step] = {}
+    return {name: _compare(case, steps) for name, case in cases.items()}
 
 
-def _compare(case: Case) -> Comparison:
-    one = _run(_program(case.single, 1), case.batch)
+def _compare(case: Case, steps: dict[tuple[Trainer.Config, int], _Step]) -> Comparison:
+    """Compares one case. `steps` holds the steps on one device that earlier cases ran."""
+    key = case.single, id(case.batch)
+    if key not in steps:
+        steps[key] = _run(_program(case.single, 1), case.batch)
+    one = steps[key]
     several = _run(_program(case.parallel, case.num_devices), case.batch, one.before)
     old, new, expected = (_arrays(state.params) for state in (one.before, several.after, one.after))
     # The first moment of AdamW after one step from zero is `1 - b1` times the gradient.
@@ -184,7 +193,7 @@ def _compare(case: Case) -> Comparison:
     mu, nu = (_shards_by_path(moment) for moment in (_adam(several).mu, _adam(several).nu))
     inputs = several.batch["inputs"]
     return Comparison(
-        metrics={name: (float(several.metrics[name]), float(value)) for name, value in one.metrics.items()},
+        metrics={name: (np.asarray(several.metrics[name]), np.asarray(one.metrics[name])) for name in one.metrics},
         gradients={path: _error(gradients[path], exact[path]) for path in compared},
         updates={path: update_error(path) for path in compared},
         zero_gradients=[path for path in exact if path not in compared],

@@ -38,6 +38,18 @@ def expanded(path: str | os.PathLike[str], name: str) -> pathlib.Path:
         ) from None
 
 
+def new_folder(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The absolute path of a folder that is to be written.
+
+    Raises:
+        AxcoreError: it exists.
+    """
+    folder = expanded(path, "folder").absolute()
+    if folder.exists():
+        raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
+    return folder
+
+
 def write_bytes(path: pathlib.Path, content: bytes) -> None:
     """Writes a file atomically: a reader sees the old contents or the new ones, even after a crash.
 

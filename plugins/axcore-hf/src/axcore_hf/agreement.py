@@ -70,23 +70,27 @@ class Agreement:
             raise AxcoreError(f"{where} describes a different model:{listed(self.shapes)}")
         if self.options and not force:
             raise AxcoreError(
-                f"{where} describes a model that computes something else:{listed(self.options)}\nTo write the "
+                f"{where} describes a model with other outputs:{listed(self.options)}\nTo write the "
                 f"checkpoint anyway: --force"
             )
 
 
 def compared(published: Any, model: Any) -> Agreement:
     """Compares the parameters and the options of two models."""
-    theirs, ours = shapes_of(published), shapes_of(model)
-    lines = [
-        f"{name}: {theirs.get(name, 'none')} in the config, {ours.get(name, 'none')} in the model"
+    return Agreement(different_shapes(published, model), differences(published, model))
+
+
+def different_shapes(published: Any, model: Any) -> list[str]:
+    """The parameters that differ, one line each."""
+    theirs, ours = _shapes(published), _shapes(model)
+    return [
+        _line(f"parameter {name}", str(theirs.get(name, "none")), str(ours.get(name, "none")))
         for name in theirs | ours
         if theirs.get(name) != ours.get(name)
     ]
-    return Agreement(lines, differences(published, model))
 
 
-def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter by name (see `by_layer`), without padding of the vocabulary and modules that only
     training uses."""
     cfg = model.set(pad_vocab_to=1, future=())
@@ -95,27 +99,39 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def differences(published: Any, model: Any) -> list[str]:
-    """The options that differ and change the output, one line each."""
-    lines = [
-        f"{path}: {old} in the config, {new} in the model"
-        for path, old, new in _changes("", published, model, model.dim)
-    ]
+    """The options that differ and change the output, one line each, with their paths in the config of a trainer."""
+    lines = [_line(_dotted("model", path), old, new) for path, old, new in _changes("", published, model, model.dim)]
     for path, node in walk(model.decoder):
         if isinstance(node, Stack.Config) and not node.is_sequential:
-            where = f"decoder.{path}".removesuffix(".")
+            where = _dotted("model.decoder", path)
             lines.append(f"{where}: {type_name(type(node))} may do more than run its layers in order")
     theirs, ours = layers_of(published.decoder), layers_of(model.decoder)
     if len(theirs) != len(ours):
-        return [*lines, f"decoder: {len(theirs)} layers in the config, {len(ours)} in the model"]
+        return [*lines, _line("model.decoder", f"{len(theirs)} layers", f"{len(ours)} layers")]
     found: dict[tuple[str, str, str], list[int]] = {}
     for number, (one, other) in enumerate(zip(theirs, ours, strict=True)):
         for change in _changes("", one.config, other.config, model.dim):
             found.setdefault(change, []).append(number)
     for (path, old, new), numbers in found.items():
-        whole = len(numbers) > 2 and numbers == [*range(numbers[0], numbers[-1] + 1)]
-        of_layers = f"{numbers[0]}-{numbers[-1]}" if whole else ",".join(map(str, numbers))
-        lines.append(f"decoder.{of_layers}.{path}".strip(".") + f": {old} in the config, {new} in the model")
+        first = _dotted("model.decoder", ours[numbers[0]].config_path, path)
+        lines.append(_line(f"{first} ({_numbered(numbers)})", old, new))
     return lines
+
+
+def _dotted(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def _line(where: str, theirs: str, ours: str) -> str:
+    return f"{where}: the model has {ours}, config.json describes {theirs}"
+
+
+def _numbered(numbers: list[int]) -> str:
+    """The numbers of layers, such as `layers 0-2`."""
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    whole = len(numbers) > 2 and numbers == [*range(numbers[0], numbers[-1] + 1)]
+    return f"layers {numbers[0]}-{numbers[-1]}" if whole else f"layers {', '.join(map(str, numbers))}"
 
 
 def _changes(path: str, theirs: Any, ours: Any, dim: int) -> Iterator[tuple[str, str, str]]:
@@ -124,8 +140,8 @@ def _changes(path: str, theirs: Any, ours: Any, dim: int) -> Iterator[tuple[str,
         if type(ours) is not type(theirs):
             yield path, _type(theirs), _type(ours)
         old, new = _effective(theirs, dim), _effective(ours, dim)
-        for name in (name for name in old if name in new):
-            yield from _changes(f"{path}.{name}".strip("."), old[name], new[name], dim)
+        for name in new:
+            yield from _changes(_dotted(path, name), old.get(name), new[name], dim)
     elif not _equal(theirs, ours):
         shown = _type if isinstance(theirs, Config) and isinstance(ours, Config) else _shown
         yield path, shown(theirs), shown(ours)

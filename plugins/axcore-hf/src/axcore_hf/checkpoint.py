@@ -13,7 +13,7 @@ from axcore.config import AxcoreError
 from axcore_hf import gguf_file
 from axcore_hf.families import family_of, language_part
 from axcore_hf.family import Family
-from axcore_hf.fields import Fields
+from axcore_hf.fields import Fields, is_whole
 from axcore_hf.sources import Gguf, LanguagePart, Safetensors, Source
 from axcore_hf.tokenizer import FILE, GENERATION, HFTokenizer, read_files, replacing
 
@@ -68,7 +68,7 @@ class Checkpoint:
 
 def _of_folder(folder: pathlib.Path) -> Checkpoint:
     if not folder.is_dir():
-        raise AxcoreError(f"{folder} is not a folder. hf: requires a downloaded checkpoint.")
+        raise AxcoreError(f"{folder} is not a folder. hf:DIR requires the folder of a downloaded checkpoint.")
     fields = Fields.of_folder(folder)
     part = language_part(fields)
     fields = part or fields
@@ -112,18 +112,22 @@ def checked(
 def _end_ids(raw: Mapping[str, Any], generation: bytes | None) -> tuple[int, ...]:
     """The ids that end a text. As in `transformers`, those of `generation_config.json` replace those of `config.json`,
     whose first one still comes first, since it also separates documents."""
-    own = _ids(raw.get("eos_token_id"))
+    own = _ids(raw.get("eos_token_id"), "config.json")
     if generation is None:
         return own
     try:
-        found = _ids(json.loads(generation).get("eos_token_id"))
+        given = json.loads(generation).get("eos_token_id")
     except (ValueError, AttributeError) as error:
-        raise AxcoreError(f"generation_config.json is not a JSON object: {error}") from error
+        raise AxcoreError(f"{GENERATION} is not a JSON object: {error}") from error
+    found = _ids(given, GENERATION)
     return tuple(dict.fromkeys([each for each in own if each in found] + list(found))) or own
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+def _ids(value: Any, where: str) -> tuple[int, ...]:
+    ids = tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    if not all(is_whole(each, 0) for each in ids):
+        raise AxcoreError(f"{where}: eos_token_id={value!r} must be a token id, a list of token ids, or null")
+    return ids
 
 
 def _of_gguf(file: pathlib.Path) -> Checkpoint:

@@ -30,16 +30,16 @@ def convert(arguments: Sequence[str]) -> int:
 
     from axcore import DTypes
     from axcore.module import abstract
-    from axcore.plugin.saved import unregistered
     from axcore.train import save_model
     from axcore.train.checkpoint.initial import initial_arrays
     from axcore.train.checkpoint.model_folder import flat, like
+    from axcore.train.checkpoint.saved_code import unregistered
+    from axcore.train.files import new_folder
     from axcore_hf.checkpoint import Checkpoint
     from axcore_hf.initial import FromHF
     from axcore_hf.owners import GROUP
 
-    if pathlib.Path(given.folder).exists():
-        raise AxcoreError(f"{given.folder} already exists. Give another folder, or remove it.")
+    folder = new_folder(given.folder)
     found = Checkpoint.open(given.source, tokenizer=given.tokenizer)
     if foreign := unregistered(found.model):
         raise AxcoreError(
@@ -51,7 +51,7 @@ def convert(arguments: Sequence[str]) -> int:
     _, params, state = abstract(model)
     arrays = initial_arrays(FromHF.Config(source=given.source), model, flat(params), flat(state), 0)
     files = {**found.files, PUBLISHED: (json.dumps(dict(found.raw), indent=2) + "\n").encode()}
-    save_model(given.folder, model, like(params, arrays), like(state, arrays), tokenizer=found.tokenizer, files=files)
+    save_model(folder, model, like(params, arrays), like(state, arrays), tokenizer=found.tokenizer, files=files)
     count = sum(arrays[path].size for path in flat(params))
     print(f"{found.family.name}: {count:,} parameters in {given.dtype} -> {given.folder}")
     if found.left_out:
@@ -74,19 +74,21 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokenizer", help="a tokenizer.json that replaces the folder's own")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the folder)")
     parser.add_argument(
-        "--force", action="store_true", help="write a checkpoint even if its config.json computes something else"
+        "--force",
+        action="store_true",
+        help="write the checkpoint even if its config.json describes a model with other outputs",
     )
     given = parser.parse_args(arguments)
 
     from axcore.module import abstract
     from axcore.train import ModelFolder
     from axcore.train.checkpoint.model_folder import flat
+    from axcore.train.files import new_folder
     from axcore_hf import agreement, exporting, text_files
     from axcore_hf.families import family_of
     from axcore_hf.fields import Fields
 
-    out = pathlib.Path(given.out).expanduser().absolute()
-    exporting.check_new(out)
+    out = new_folder(given.out)
     if not given.shard_gib > 0:
         raise AxcoreError(f"--shard-gib must be positive, not {given.shard_gib}")
     found = ModelFolder.open(given.folder)
@@ -110,13 +112,24 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _language_model(model: Any, folder: str) -> Any:
-    """The config of the model without modules that only training uses."""
+    """The config of the model without modules that only training uses.
+
+    Raises:
+        AxcoreError: it is not a CausalLM, or it has adapters.
+    """
+    from axcore.config import type_name, walk
     from axcore.nn import CausalLM
 
     if not isinstance(model, CausalLM.Config):
         raise AxcoreError(f"{folder}: export requires a CausalLM, got {type(model).__qualname__}")
     if model.future:
         print("left out the modules in `future`, which only training uses", file=sys.stderr)
+    for path, node in walk(model):
+        if (adapter := getattr(node, "adapter", None)) is not None:
+            raise AxcoreError(
+                f"{folder}: model.{path}.adapter is {type_name(type(adapter))}, but no published family has adapters. "
+                f"Merge them into the weights first (axcore merge {folder} MERGED), then export MERGED."
+            )
     return model.set(future=())
 
 
@@ -125,11 +138,15 @@ def _description(found: Any, model: Any, given: str | None) -> tuple[dict[str, A
     from axcore_hf import agreement, text_files
     from axcore_hf.checkpoint import Checkpoint
     from axcore_hf.describing import described
+    from axcore_hf.fields import read_object
     from axcore_hf.initial import FromHF
 
     if given is not None or (found.folder / PUBLISHED).exists():
         file = pathlib.Path(given).expanduser() if given is not None else found.folder / PUBLISHED
-        return _read(file), str(file)
+        try:
+            return read_object(file), str(file)
+        except OSError as error:
+            raise AxcoreError(f"{file}: {error.strerror}. Give a config.json that describes the model.") from error
     ids, initial = text_files.ids_of(found.tokenizer), getattr(found.cfg, "initial", None)
     if isinstance(initial, FromHF.Config):
         with contextlib.suppress(AxcoreError):  # the source may be gone, or the model may differ from it
@@ -150,15 +167,3 @@ def _in_dtype(forms: dict[str, Any], dtype: str | None) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if kept else dtype)
 
     return {path: form(leaf) for path, leaf in forms.items()}
-
-
-def _read(file: pathlib.Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(file.read_bytes())
-    except OSError as error:
-        raise AxcoreError(f"{file}: {error.strerror}. Give a config.json that describes the model.") from error
-    except ValueError as error:
-        raise AxcoreError(f"{file} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise AxcoreError(f"{file} is not a JSON object")
-    return raw

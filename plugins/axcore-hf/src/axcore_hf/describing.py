@@ -9,7 +9,7 @@ from axcore.config import AxcoreError, ConfigError, walk
 from axcore.module import Layer
 from axcore.nn import And, Attention, FeedForward, LatentAttention, Mask, ParallelLayer, SlidingWindow, Stack, layers_of
 from axcore.train.checkpoint.state_layout import listed
-from axcore_hf.agreement import compared, differences
+from axcore_hf.agreement import Agreement, compared, differences, different_shapes
 from axcore_hf.families import by_type, known
 from axcore_hf.families.shared import ACTIVATIONS
 from axcore_hf.family import Family
@@ -25,6 +25,7 @@ FIRST = "llama"
 """The family that is tried first, since most libraries support it."""
 LENGTH = 2048
 """`max_position_embeddings` of a model whose training length is not known."""
+OWN = "To export the model, add a family for it: see 'Adding a family' in the README of axcore-hf"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Written as null unless the tokenizer has them, since `transformers` has other defaults."""
 FUNCTIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
@@ -49,9 +50,10 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
     Raises:
         AxcoreError: no family computes the same. The message lists what the nearest family lacks.
     """
-    nearest: tuple[tuple[int, int], str, list[str]] | None = None
+    nearest: tuple[tuple[int, int], str, Any] | None = None
     unusable = ""
-    for kind in (FIRST, *(kind for kind in known() if kind != FIRST)):
+    kinds = (FIRST, *(kind for kind in known() if kind != FIRST))
+    for kind in kinds:
         try:
             family = by_type(kind)
         except AxcoreError as error:
@@ -62,17 +64,24 @@ def described(model: Any, seq_len: int | None = None) -> dict[str, Any]:
                 theirs = family.read_config(Fields(fields))
             except ConfigError:  # the family does not have this option
                 continue
-            lacking = differences(theirs, model) or compared(theirs, model).shapes
+            lacking = differences(theirs, model) or different_shapes(theirs, model)
             if not lacking:
                 return fields
             distance = len(_kinds(theirs) ^ _kinds(model)), len(lacking)
             if nearest is None or distance < nearest[0]:
-                nearest = distance, kind, lacking
-    reason = "" if nearest is None else f" Compared with {nearest[1]}:{listed(nearest[2])}"
+                nearest = distance, kind, theirs
     raise AxcoreError(
-        f"no known model_type computes what this model computes, so it has no config.json.{reason}{unusable}\n"
-        f"To write the checkpoint with a config.json that describes another model: --config FILE --force"
+        f"none of the {len(kinds)} known families computes what the model computes, so it has no config.json."
+        f"{'' if nearest is None else _nearest(nearest[1], compared(nearest[2], model))}{unusable}\n{OWN}"
     )
+
+
+def _nearest(kind: str, found: Agreement) -> str:
+    """How a model differs from the nearest family, and when it can be exported as that family."""
+    text = f" The nearest, {kind}, differs:{listed(found.options or found.shapes)}"
+    if found.shapes:
+        return text
+    return f"{text}\nTo write the checkpoint with a config.json that describes another model: --config FILE --force"
 
 
 def _kinds(model: Any) -> set[type]:

@@ -13,6 +13,7 @@ import safetensors.numpy
 
 from axcore.config import AxcoreError
 from axcore.nn import by_layer
+from axcore.train.files import new_folder
 from axcore_hf.family import Family, Match, matches
 from axcore_hf.sources import INDEX, SINGLE
 from axcore_hf.vocabulary import unpadded
@@ -41,7 +42,7 @@ def write(
     Raises:
         AxcoreError: the folder exists or cannot be written, or a parameter has no corresponding tensor.
     """
-    check_new(folder)
+    folder = new_folder(folder)
     arrays = unpadded(cfg, arrays)
     places = by_layer(cfg, arrays)
     shapes = {name: tuple(arrays[path].shape[len(index) :]) for name, (path, index) in places.items()}
@@ -60,15 +61,6 @@ def write(
         raise AxcoreError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_new(folder: pathlib.Path) -> None:
-    """
-    Raises:
-        AxcoreError: the folder exists.
-    """
-    if folder.exists():
-        raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
 
 
 def _described(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:

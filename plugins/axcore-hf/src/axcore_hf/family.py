@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from axcore.nn import layers_of
+from axcore.config import AxcoreError, ConfigError
+from axcore.nn import CausalLM, layers_of
+from axcore.plugin.attribution import described
 from axcore_hf.fields import BOOKKEEPING, COMPUTED, Fields
 from axcore_hf.transforms import Plain, Shapes, Transform
 
@@ -50,9 +53,10 @@ the first one whose tensors exist is used."""
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The models that are published under one `model_type`.
+    """Models that one mapping describes.
 
     Attributes:
+        model_types: the values of `model_type` in their configs.
         model: (fields) -> the config of the model.
         rules: see `Rules`.
         ignored: regular expressions of tensors that are not parameters.
@@ -72,6 +76,12 @@ class Family:
     defaults: Mapping[str, Any] = MappingProxyType({})
     no_effect: Collection[str] = ()
     aliases: Mapping[str, str] = MappingProxyType({})
+
+    def __post_init__(self) -> None:
+        for field, example in (("model", "def my_model(fields): ..."), ("rules", "fixed(RULES)")):
+            if not callable(value := getattr(self, field)):
+                kind = type(value).__name__
+                raise ConfigError(f"Family {self.name!r}: {field} must be a function, such as {example}, not a {kind}")
 
     def declares(self, name: str) -> bool:
         """Whether a config of this family may have the field."""
@@ -93,13 +103,31 @@ class Family:
 
         Raises:
             ConfigError: a field is missing or not supported.
+            AxcoreError: the function `model` raised another error, or did not return the config of a CausalLM.
         """
         declared = Fields(
             fields.raw, fields.where, defaults=self.defaults, no_effect=self.no_effect, aliases=self.aliases
         )
-        cfg = self.model(declared)
+        cfg = _called(self, "model", declared)
+        if not isinstance(cfg, CausalLM.Config):
+            kind = type(cfg).__qualname__
+            raise AxcoreError(f"the function `model` of the family {self.name} returned {kind}, not a CausalLM.Config")
         declared.refuse_unread()
         return cfg
+
+
+def _called(family: Family, function: str, argument: Any) -> Any:
+    """The result of a function of the family. An error names the line in the family's module."""
+    try:
+        return getattr(family, function)(argument)
+    except AxcoreError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [f" at {frame.filename}:{frame.lineno}" for frame in frames if frame.filename == frames[0].filename]
+        raise AxcoreError(
+            f"the function `{function}` of the family {family.name} failed{own[-1] if own else ''}: {described(error)}"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +153,7 @@ def matches(family: Family, cfg: Any, forms: Mapping[str, tuple[int, ...]]) -> I
     """
     count = len(layers_of(cfg.decoder))
     found: dict[tuple[str, ...], list[Match]] = {}
-    for each in family.rules(cfg):
+    for each in _called(family, "rules", cfg):
         numbers = range(count) if any("{i}" in name for name in (*each.ours, *each.theirs)) else (0,)
         for number in numbers:
             ours = tuple(name.replace("{i}", str(number)) for name in each.ours)

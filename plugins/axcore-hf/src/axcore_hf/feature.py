@@ -40,20 +40,20 @@ class PublishedTokenizer(HFTokenizer):
         def inside(self, folder: pathlib.Path) -> PublishedTokenizer.Config:
             return self
 
-        def files(self) -> dict[str, bytes]:
+        def packed(self) -> tuple[HFTokenizer.Config, dict[str, bytes]]:
             from axcore_hf.checkpoint import Checkpoint
 
-            return dict(Checkpoint.open(self.source).files)
+            found = Checkpoint.open(self.source)
+            if found.tokenizer is None:
+                raise ax.AxcoreError(f"{self.source} has no tokenizer. Set input.tokenizer.")
+            ends = self.end_ids or found.tokenizer.end_ids
+            return HFTokenizer.Config(file=FILE, end_ids=ends), dict(found.files)
 
     def __init__(self, cfg: Config):
         import tempfile
 
-        from axcore_hf.checkpoint import Checkpoint
-
-        found = Checkpoint.open(cfg.source)
-        if found.tokenizer is None:
-            raise ax.AxcoreError(f"{cfg.source} has no tokenizer. Set input.tokenizer.")
+        packed, files = cfg.packed()
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, FILE)
-            pathlib.Path(file).write_bytes(found.files[FILE])
-            super().__init__(cfg.set(file=file, end_ids=cfg.end_ids or found.tokenizer.end_ids))
+            pathlib.Path(file).write_bytes(files[FILE])
+            super().__init__(packed.set(file=file))

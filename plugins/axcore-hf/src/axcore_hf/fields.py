@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from axcore.config import AxcoreError, ConfigError
+from axcore.config import AxcoreError, ConfigError, did_you_mean
 from axcore_rope.scaling import is_positive
 
 # fmt: off
@@ -111,6 +111,22 @@ class NotNull:
     default: ClassVar[None] = None
 
 
+def read_object(file: pathlib.Path) -> dict[str, Any]:
+    """The contents of a JSON file.
+
+    Raises:
+        AxcoreError: the file is not a JSON object.
+        OSError: it cannot be read.
+    """
+    try:
+        raw = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise AxcoreError(f"{file} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise AxcoreError(f"{file} is not a JSON object")
+    return raw
+
+
 class Fields:
     """The fields of a `config.json`.
 
@@ -150,14 +166,9 @@ class Fields:
         """
         file = folder / "config.json"
         try:
-            raw = json.loads(file.read_bytes())
+            return cls(read_object(file), str(file))
         except OSError as error:
             raise AxcoreError(f"{folder} is not a transformers checkpoint: config.json: {error.strerror}") from error
-        except ValueError as error:
-            raise AxcoreError(f"{file} is not JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise AxcoreError(f"{file} is not a JSON object")
-        return cls(raw, str(file))
 
     def __call__(self, name: str) -> Any:
         """The value of a field, or the family's default if the field is absent.
@@ -221,4 +232,9 @@ class Fields:
                 )
         if left := self.unread():
             listed = ", ".join(f"{name}={value!r}" for name, value in sorted(left.items()))
-            raise ConfigError(f"{self.where}: not supported{kind}: {listed}")
+            misspelt = [name for name in left if not any(name in names for names, *_ in KINDS)]  # not of another family
+            near = did_you_mean(misspelt[0], self._defaults) if len(left) == len(misspelt) == 1 else ""
+            raise ConfigError(
+                f"{self.where}: not supported{kind}: {listed}.{near} Fields may change what the model computes. Remove "
+                f"one only if transformers ignores it."
+            )

@@ -15,10 +15,12 @@ import numpy as np
 import safetensors
 
 from axcore.config import AxcoreError
+from axcore.plugin.attribution import described
 from axcore_hf.transforms import Array
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+AGAIN = "Download it again; in a clone with Git, run `git lfs pull`."
 
 DTYPES: Mapping[str, Any] = {
     "F64": np.float64,
@@ -130,9 +132,9 @@ def _index(folder: pathlib.Path) -> dict[str, str]:
         weights = json.loads((folder / INDEX).read_bytes())["weight_map"]
         return {str(name): str(file) for name, file in weights.items()}
     except FileNotFoundError:
-        raise AxcoreError(f"{folder} has neither {SINGLE} nor {INDEX}") from None
+        raise AxcoreError(f"{folder} has neither {SINGLE} nor {INDEX}. Download the files in that format.") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AxcoreError(f"{folder / INDEX} is not an index of a checkpoint: {error}") from error
+        raise AxcoreError(f"{folder / INDEX} is not an index of a checkpoint: {described(error)}. {AGAIN}") from error
 
 
 def _header(file: pathlib.Path) -> dict[str, Any]:
@@ -144,9 +146,9 @@ def _header(file: pathlib.Path) -> dict[str, Any]:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
     except FileNotFoundError as error:
-        raise AxcoreError(f"{file} is missing, but the index lists it") from error
+        raise AxcoreError(f"{file} is missing, but the index lists it. {AGAIN}") from error
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise AxcoreError(f"{file} is truncated or not a safetensors file: {error}") from error
+        raise AxcoreError(f"{file} is truncated or not a safetensors file: {error}. {AGAIN}") from error
     header.pop("__metadata__", None)
     for entry in header.values():
         entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]

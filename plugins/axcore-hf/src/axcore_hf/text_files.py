@@ -17,14 +17,14 @@ from axcore_hf.tokenizer import GENERATION, read_files, replacing
 def of_model(found: ModelFolder) -> dict[str, bytes]:
     """The text files of an export, by name: those of the model folder and those of its tokenizer.
 
-    A tokenizer from another package takes part if its config has a method `files() -> dict[str, bytes]`. If it has
-    none, the export has no tokenizer, which is said on stderr.
+    A tokenizer from another package takes part if its config has the method `packed` (see `axcore.train.save_model`).
+    If it has none, the export has no tokenizer, and a message on stderr says so.
     """
     tokenizer, own = found.tokenizer, read_files(found.folder)
     if isinstance(tokenizer, ByteTokenizer.Config):
         return {**own, **byte_level_files()}
-    if hasattr(tokenizer, "files"):
-        return {**own, **tokenizer.files()}
+    if hasattr(tokenizer, "packed"):
+        return {**own, **tokenizer.packed()[1]}
     if tokenizer is not None:
         kind = type(tokenizer).__qualname__.removesuffix(".Config")
         print(f"{kind} has no tokenizer.json, so the export has no tokenizer: give --tokenizer FILE", file=sys.stderr)

@@ -24,8 +24,7 @@ def read_files(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def replacing(file: pathlib.Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The text files of a model whose tokenizer is replaced by another `tokenizer.json`, next to which are its other
-    files.
+    """The text files of a model whose tokenizer is replaced by another `tokenizer.json` and the files next to it.
 
     Args:
         files: the files of the model, of which only `generation_config.json` is kept.
@@ -45,19 +44,18 @@ class HFTokenizer(Tokenizer):
 
         def inside(self, folder: pathlib.Path) -> HFTokenizer.Config:
             """The same config with the file in a model folder. A run's file is elsewhere and stays where it is."""
-            inside = folder / self.file
-            is_path = pathlib.Path(self.file).name != self.file
-            return self if is_path and not inside.exists() else self.set(file=str(inside))
+            inside, outside = folder / self.file, pathlib.Path(self.file).expanduser().absolute()
+            return self.set(file=str(outside if outside.exists() and not inside.exists() else inside))
 
-        def files(self) -> dict[str, bytes]:
-            """The files that an export of the model contains, by name.
+        def packed(self) -> tuple[HFTokenizer.Config, dict[str, bytes]]:
+            """The same config with the file in a model folder, and the files that the folder must contain, by name.
 
             Raises:
                 AxcoreError: the tokenizer does not exist.
             """
             file = pathlib.Path(self.file).expanduser()
             try:
-                return {**read_files(file.parent), FILE: file.read_bytes()}
+                return self.set(file=FILE), {**read_files(file.parent), FILE: file.read_bytes()}
             except OSError as error:
                 raise AxcoreError(f"{file}: {error.strerror}. Give the path of a tokenizer.json.") from error
 

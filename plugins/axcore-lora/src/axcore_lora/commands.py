@@ -22,14 +22,19 @@ def merge(arguments: Sequence[str]) -> int:
     from axcore.module import abstract
     from axcore.train import ModelFolder, save_model
     from axcore.train.checkpoint.model_folder import flat, like
+    from axcore.train.files import new_folder
     from axcore_lora import merging
 
+    folder = new_folder(given.folder)
     found = ModelFolder.open(given.run)
     _, params, state = abstract(found.model)
     arrays, missing, _ = found.load(found.model, flat(params), flat(state), step=given.step)
     if missing:
         raise AxcoreError(f"{found.folder} lacks parameters of its model: {', '.join(missing[:8])}")
     merged = merging.merge(found.cfg, like(params, arrays))
-    save_model(given.folder, merged.cfg, merged.params, like(state, arrays), tokenizer=found.tokenizer)
+    tokenizer, files = found.tokenizer, None
+    if hasattr(tokenizer, "packed"):
+        tokenizer, files = tokenizer.packed()
+    save_model(folder, merged.cfg, merged.params, like(state, arrays), tokenizer=tokenizer, files=files)
     print(f"merged the adapters of {given.run} -> {given.folder}")
     return 0

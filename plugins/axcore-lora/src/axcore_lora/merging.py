@@ -103,7 +103,9 @@ def _adapters(cfg: ax.Config) -> dict[Path, tuple[LoRA.Config, Tree]]:
     """
     model, where = (get(cfg, "model"), "model") if has_field(cfg, "model") else (cfg, "")
     if not any(_holds_adapter(node) for _, node in walk(model)):
-        raise ax.ConfigError("the config has no LoRA or DoRA adapter. Pass the config with use('lora').")
+        raise ax.ConfigError(
+            "the config has no LoRA or DoRA adapter, so there is nothing to merge. Pass a config with use('lora')."
+        )
     fn, shapes, state = abstract(model, where)
     modules = nnx.iter_modules(fn.bind(shapes, state))
     found = {path[:-1]: (module.config, _at(shapes, path)) for path, module in modules if isinstance(module, LoRA)}

@@ -63,7 +63,7 @@ class MoE(ax.Layer):
     takes_tokens: ClassVar[bool] = True
 
     def __call__(self, x: jax.Array, tokens: TokenInfo | None = None) -> jax.Array:
-        """[batch, seq, input_dim] -> the same shape. Losses and statistics leave out the padding in `tokens`."""
+        """[batch, seq, input_dim] -> the same shape. Losses and loads leave out the padding in `tokens`."""
         cfg, flat = self.config, x.reshape(-1, x.shape[-1])
         routing = self.router(flat)
         if tokens is not None and (counted := tokens.counted) is not None:

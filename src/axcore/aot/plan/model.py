@@ -17,7 +17,7 @@ from axcore.aot.roofline import USUAL
 from axcore.aot.targets import Target
 from axcore.config import ConfigError, walk
 from axcore.nn import Stack, use_remat
-from axcore.parallel import MESH_AXES, Remat
+from axcore.parallel import MESH_AXES, Mesh, Remat
 from axcore.train import Trainer
 from axcore.train.data.form import batch_form
 from axcore.train.step.program import Program, program
@@ -47,7 +47,7 @@ class Candidate:
     def applied(self, cfg: Trainer.Config) -> Trainer.Config:
         """The config that runs this way."""
         model = use_remat(cfg.model, self.remat)
-        return cfg.set(mesh=cfg.mesh.set(shape=dict(self.shape)), model=model, microbatches=self.microbatches)
+        return cfg.set(mesh=_mesh(cfg, self.shape), model=model, microbatches=self.microbatches)
 
     @property
     def rows_over(self) -> int:
@@ -107,7 +107,7 @@ class Model:
         self._batch, self._seq = batch_form(cfg.input)["inputs"].shape
         self._traces: dict[Remat | None, _Trace] = {}
         self._states: dict[tuple[tuple[str, int], ...], tuple[int, int]] = {}
-        one = self._program(cfg.set(mesh=cfg.mesh.set(shape={"data": 1}), microbatches=1), 1)
+        one = self._program(cfg.set(mesh=_mesh(cfg, {"data": 1}), microbatches=1), 1)
         params = jax.tree.leaves(one.state.params)
         self._parameters = sum(leaf.size for leaf in params)
         used = {size for leaf in params for size in leaf.shape} | {self._seq}
@@ -191,7 +191,7 @@ class Model:
         """(bytes of the state on one device, parameters on one device)."""
         key = tuple(sorted(candidate.shape.items(), key=lambda each: MESH_AXES.index(each[0])))
         if key not in self._states:
-            cfg = self._cfg.set(mesh=self._cfg.mesh.set(shape=dict(candidate.shape)), microbatches=1)
+            cfg = self._cfg.set(mesh=_mesh(self._cfg, candidate.shape), microbatches=1)
             state = self._program(cfg, self._target.accelerator.count).state
             self._states[key] = bytes_per_device(state), count_per_device(state.params)
         return self._states[key]
@@ -203,6 +203,11 @@ class Model:
             jaxpr = self._program(one, 1).trace_train(batch_form(one.input)).jaxpr
             self._traces[remat] = _Trace(jaxpr, self._rows, count_flops(jaxpr).by_dtype)
         return self._traces[remat]
+
+
+def _mesh(cfg: Trainer.Config, shape: Mapping[str, int]) -> Mesh:
+    """The mesh of this shape, whose outermost axes span the hosts."""
+    return cfg.mesh.set(shape=dict(shape), dcn={})
 
 
 def _peak(chip: Chip, dtype: str) -> float:

@@ -12,12 +12,11 @@ from axcore.aot.report import Report, compile_program
 from axcore.aot.targets import Target
 from axcore.config import ConfigError, walk
 from axcore.nn import Attention, Stack
-from axcore.parallel import Remat
-from axcore.parallel.remat import SaveNames
+from axcore.parallel import ByTag, Remat
 from axcore.train import Trainer
 
 SHOWN = 12
-_POLICIES: tuple[Remat | None, ...] = (None, SaveNames(names=("heads", "lse")), Remat())
+_POLICIES: tuple[Remat | None, ...] = (None, ByTag(save=("heads", "lse")), Remat())
 _MICROBATCHES = (1, 2, 4, 8)
 
 
@@ -156,9 +155,9 @@ def policy(remat: Remat | None) -> str:
     """A policy in words."""
     if remat is None:
         return "save all"
-    if isinstance(remat, SaveNames):
-        return f"save {', '.join(remat.names)}"
-    return "save inputs" if type(remat) is Remat else type(remat).__name__
+    if isinstance(remat, ByTag) and remat == ByTag(save=remat.save):
+        return f"save {', '.join(remat.save)}"
+    return "save inputs" if type(remat) is Remat else repr(remat)
 
 
 def _why(figures: Figures, best: Figures, report: Report | None) -> str:
@@ -173,12 +172,9 @@ def _why(figures: Figures, best: Figures, report: Report | None) -> str:
 def _rule(target: str, candidate: Candidate) -> list[str]:
     """The mesh rule of a candidate, to paste into a plugin."""
     shape = ", ".join(f'"{axis}": {size}' for axis, size in candidate.shape.items())
-    remat = "None" if candidate.remat is None else (
-        f"SaveNames(names={candidate.remat.names!r})" if isinstance(candidate.remat, SaveNames) else "Remat()"
-    )  # fmt: skip
     return [
         f'# MeshRule("{target}", "my_plugin.rules:planned", "Found by axcore plan.", "{target}")',
         "def planned(cfg):",
-        f"    cfg = cfg.set(mesh=cfg.mesh.set(shape={{{shape}}}), microbatches={candidate.microbatches})",
-        f"    return cfg.set(model=use_remat(cfg.model, {remat}))",
+        f"    cfg = cfg.set(mesh=cfg.mesh.set(shape={{{shape}}}, dcn={{}}), microbatches={candidate.microbatches})",
+        f"    return cfg.set(model=use_remat(cfg.model, {candidate.remat!r}))",
     ]

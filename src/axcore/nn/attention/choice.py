@@ -17,7 +17,7 @@ from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.kernel import AttentionKernel, checked, refusal
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import OPTIONS, KernelRequest
-from axcore.nn.attention.sharded import Shards, readable
+from axcore.nn.attention.sharded import Shards, readable, wraps
 from axcore.nn.kv.views import KVView
 from axcore.plugin import AttentionKernelOffer as Offer, PluginError, registry, resolve
 
@@ -28,24 +28,29 @@ class Choice:
 
     Attributes:
         path: path of the kernel slot; the layer index in a scanned stack is `*`.
-        request: the call on one device.
-        kernel: the chosen kernel; None if no kernel supports the request.
-        refused: the kernels tried before it, each with the reason why it does not support the request.
+        requests: the different calls of the kernel on one device; several with some forms of context parallelism.
+        kernel: the chosen kernel; None if no kernel supports all requests.
+        refused: the kernels tried before it, each with the reason why it does not support one of the requests.
     """
 
     path: str
-    request: KernelRequest
+    requests: tuple[KernelRequest, ...]
     kernel: AttentionKernel | None
     refused: tuple[tuple[AttentionKernel, str], ...]
 
+    @property
+    def described(self) -> str:
+        """The requests as text."""
+        return " and ".join(map(str, self.requests))
+
     def problem(self) -> str:
-        """An error message if no kernel supports the request, with the recipe, rule or feature that set each kernel."""
+        """An error message if no kernel supports the call, with the recipe, rule or feature that set each kernel."""
         if self.kernel is not None:
             return ""
         reasons = "; ".join(f"{type(kernel).__name__}: {reason}{_origin(kernel)}" for kernel, reason in self.refused)
         return (
-            f"{self.path}: no kernel supports the call ({self.request}). {reasons}. Choose another kernel, or several "
-            f'in order: use("kernels", order=("...", "reference"))'
+            f"{self.path}: no kernel supports the call ({self.described}). {reasons}. Choose another kernel, or "
+            f'several in order: use("kernels", order=("...", "reference"))'
         )
 
 
@@ -132,28 +137,30 @@ def attend(kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE
 def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
     """Runs the first kernel that supports the call."""
     shards = Shards.of(inputs)
+    if shards is not None:
+        shards.check(inputs, path)
     refused: list[tuple[AttentionKernel, str]] = []
-    request = None
+    requests: tuple[KernelRequest, ...] = ()
     for kernel in kernels:
-        kernel_inputs, wraps = readable(kernel, inputs), has_field(kernel.config, "kernel")
-        request = KernelRequest.of(kernel_inputs) if shards is None else shards.request(kernel_inputs)
-        if (reason := refusal(kernel, request)) is not None:
+        kernel_inputs = readable(kernel, inputs)
+        requests = (KernelRequest.of(kernel_inputs),) if shards is None else shards.requests(kernel, kernel_inputs)
+        if (reason := refusal(kernel, *requests)) is not None:
             refused.append((kernel, reason))
             continue
         if (choices := _choices.get()) is not None:
-            choices.append(Choice(path, request, kernel, tuple(refused)))
+            choices.append(Choice(path, requests, kernel, tuple(refused)))
             # A kernel that wraps another still runs, so that the choice inside it is recorded.
-            return kernel(kernel_inputs) if wraps else _zeros(inputs)
-        result = (
-            kernel(kernel_inputs) if shards is None or not kernel.local else shards.run(kernel, kernel_inputs, path)
-        )
+            return kernel(kernel_inputs) if wraps(kernel) else _zeros(inputs)
+        if shards is not None and shards.runs(kernel):
+            result = shards.run(kernel, kernel_inputs, path)
+        else:
+            result = kernel(kernel_inputs)
         heads, lse = checked(kernel, path, kernel_inputs, result)
-        return heads if kernel.tags_heads or wraps else checkpoint_name(heads, "heads"), lse
-    assert request is not None
+        return heads if kernel.tags_heads or wraps(kernel) else checkpoint_name(heads, "heads"), lse
     if (choices := _choices.get()) is not None:
-        choices.append(Choice(path, request, None, tuple(refused)))
+        choices.append(Choice(path, requests, None, tuple(refused)))
         return _zeros(inputs)
-    raise ConfigError(Choice(path, request, None, tuple(refused)).problem())
+    raise ConfigError(Choice(path, requests, None, tuple(refused)).problem())
 
 
 def _path(kernel: AttentionKernel) -> str:

@@ -75,23 +75,26 @@ class AttentionKernel(Layer):
         return gradients(inputs, heads, lse, heads_grad)
 
 
-def refusal(kernel: AttentionKernel, request: KernelRequest) -> str | None:
-    """Why the kernel does not support the request: an option outside `takes`, or the reason that `supports` returns.
-    None if the kernel supports it.
+def refusal(kernel: AttentionKernel, *requests: KernelRequest) -> str | None:
+    """Why the kernel does not support one of the requests: an option outside `takes`, or the reason that `supports`
+    returns. None if the kernel supports all of them.
 
     Raises:
         ConfigError: `supports` raised.
     """
-    unknown = [name for name in request.options if name not in kernel.takes]
-    if unknown:
-        return f"does not take {' and '.join(unknown)}"
-    try:
-        reason = kernel.supports(request)
-    except Exception as error:
-        raise ConfigError(f"{type(kernel).__name__}.supports raised {type(error).__name__}: {error}") from error
-    if reason is not None and not (isinstance(reason, str) and reason):
-        raise ConfigError(f"{type(kernel).__name__}.supports must return None or a reason, not {reason!r}")
-    return reason
+    for request in requests:
+        unknown = [name for name in request.options if name not in kernel.takes]
+        if unknown:
+            return f"does not take {' and '.join(unknown)}"
+        try:
+            reason = kernel.supports(request)
+        except Exception as error:
+            raise ConfigError(f"{type(kernel).__name__}.supports raised {type(error).__name__}: {error}") from error
+        if reason is not None and not (isinstance(reason, str) and reason):
+            raise ConfigError(f"{type(kernel).__name__}.supports must return None or a reason, not {reason!r}")
+        if reason is not None:
+            return reason
+    return None
 
 
 def checked(kernel: AttentionKernel, path: str, inputs: AttentionInputs, result: object) -> tuple[Heads, LSE | None]:

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from axcore.config import ConfigError, has_field
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.kernel import AttentionKernel, checked
 from axcore.nn.attention.request import KernelRequest
 from axcore.nn.kv.views import Contiguous, KVView, token_axes
-from axcore.parallel import Layout, active_layout, is_sharded, shard_map
-from axcore.parallel.axes import MeshAxes
+from axcore.parallel import ContextParallelism, Layout, active_layout, is_sharded, shard_map
+from axcore.parallel.axes import MeshAxes, group_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,26 +43,71 @@ class Shards:
         kv_head = layout.spec(("batch", None, "kv_head", None), inputs.keys.shape)[2]
         return cls(layout, batch, seq, head, kv_head if kv_head == head else None)
 
-    def request(self, inputs: AttentionInputs) -> KernelRequest:
-        """The request of one device."""
+    @property
+    def context(self) -> ContextParallelism | None:
+        """The form of context parallelism, which also shards keys over `seq`. None: each device gets all keys."""
+        return self.layout.context if self.layout.size_of(self.seq) > 1 else None
+
+    @property
+    def selects_kv_heads(self) -> bool:
+        """Whether each device gets all kv heads and selects those that its query heads use."""
+        return self.kv_head is None and self.head is not None
+
+    def check(self, inputs: AttentionInputs, path: str) -> None:
+        """Checks that the form of context parallelism can compute the call.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        form, axes = self.layout.context, group_of(self.layout.spec(("batch", "seq", "head", None))[1])
+        num_shards, key_len = self.layout.size_of(self.seq), inputs.keys.shape[1]
+        if form is None or self.layout.size_of(axes) == 1:
+            return
+        reason: str | None = None
+        if inputs.phase != "train":
+            reason = "does not read a KV cache. Set mesh.context=None for decoding"
+        elif key_len % num_shards:
+            reason = f"requires a number of keys that is a multiple of {num_shards}, got {key_len}"
+        elif self.context is not None:
+            reason = form.refusal(self.part(inputs), num_shards)
+        if reason is not None:
+            sizes = ", ".join(f"{axis}={self.layout.size_of(axis)}" for axis in axes)
+            raise ConfigError(f"{path}: mesh.context={type(form).__name__} with {sizes} {reason}")
+
+    def requests(self, kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[KernelRequest, ...]:
+        """The different calls of the kernel on one device."""
+        part = self.part(inputs)
+        if self.context is None or not self.runs(kernel):
+            return (part,)
+        return self.context.requests(part, self.layout.size_of(self.seq))
+
+    def runs(self, kernel: AttentionKernel) -> bool:
+        """Whether the kernel runs by `run`. A kernel that calls another one by `attend` runs on all devices at once, as
+        does one that the compiler partitions, except with a form of context parallelism."""
+        return kernel.local or (self.context is not None and not wraps(kernel))
+
+    def part(self, inputs: AttentionInputs) -> KernelRequest:
+        """The call with the part of one device."""
         whole, num_shards = KernelRequest.of(inputs), self.layout.size_of
         heads = whole.num_heads // num_shards(self.head)
         kv_heads = whole.num_kv_heads // num_shards(self.kv_head)
-        if self.kv_head is None and self.head is not None:
+        if self.selects_kv_heads:
             kv_heads = _num_selected_kv_heads(whole.num_heads // whole.num_kv_heads, heads)
-        query_len = whole.query_len // num_shards(self.seq)
         return dataclasses.replace(
             whole,
             batch=whole.batch // num_shards(self.batch),
-            query_len=query_len,
+            query_len=whole.query_len // num_shards(self.seq),
+            key_len=whole.key_len if self.context is None else whole.key_len // num_shards(self.seq),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            aligned=whole.aligned and query_len == whole.query_len,
-            view=whole.view if self.kv_head is not None or self.head is None else Contiguous,
+            aligned=whole.aligned and (self.context is not None or num_shards(self.seq) == 1),
+            view=whole.view if self.context is None and not self.selects_kv_heads else Contiguous,
         )
 
     def run(self, kernel: AttentionKernel, inputs: AttentionInputs, path: str) -> tuple[Heads, LSE | None]:
-        """Runs the kernel under `shard_map`, on each device's rows, heads and queries and all keys of those rows."""
+        """Runs the kernel under `shard_map`, on each device's rows, heads and queries. Without a form of context
+        parallelism, each device has all keys of its rows."""
+        context, aligned = self.context, inputs.query is inputs.keys.tokens
         batch, _, num_heads, _ = inputs.q.shape
         head_indices = jnp.arange(num_heads, dtype=jnp.int32)
         group = num_heads // inputs.keys.shape[2]
@@ -70,14 +116,18 @@ class Shards:
         if inputs.dropout is not None:
             rows = jnp.arange(batch, dtype=jnp.int32)
             inputs = inputs.replace(dropout=dataclasses.replace(inputs.dropout, rows=rows, heads=head_indices))
-        selects_kv_heads = self.kv_head is None and self.head is not None
-        if selects_kv_heads:
+        if self.selects_kv_heads or context is not None:
             inputs = inputs.replace(kv=inputs.plain)
 
         def body(kernel: AttentionKernel, inputs: AttentionInputs, head_indices: jax.Array) -> tuple[jax.Array, ...]:
-            if selects_kv_heads:
+            if self.selects_kv_heads:
                 inputs = inputs.replace(kv=_select_kv_heads(inputs.plain, head_indices, group))
-            heads, lse = checked(kernel, path, inputs, kernel(inputs))
+            if context is None:
+                found = kernel(inputs)
+            else:
+                inputs = inputs.replace(query=inputs.keys.tokens) if aligned else inputs  # shard_map makes copies
+                found = context.attend(kernel, inputs, group_of(self.seq), self.layout.size_of(self.seq))
+            heads, lse = checked(kernel, path, inputs, found)
             return (heads,) if lse is None else (heads, lse)
 
         specs = self._specs(inputs)
@@ -91,7 +141,8 @@ class Shards:
 
     def _specs(self, inputs: AttentionInputs) -> AttentionInputs:
         """`inputs` with each array replaced by its partition spec."""
-        mesh_axes = {"batch": self.batch, "seq": self.seq, "head": self.head, "kv_head": self.kv_head, "kv_seq": None}
+        kv_seq = None if self.context is None else self.seq
+        mesh_axes = {"batch": self.batch, "seq": self.seq, "head": self.head, "kv_head": self.kv_head, "kv_seq": kv_seq}
 
         def placed(axes: PartitionSpec) -> PartitionSpec:
             return PartitionSpec(*(None if name is None else mesh_axes[name] for name in axes))
@@ -112,6 +163,11 @@ class Shards:
             logical = logical.replace(dropout=dropout)
         specs: AttentionInputs = jax.tree.map(placed, logical)
         return specs
+
+
+def wraps(kernel: AttentionKernel) -> bool:
+    """Whether the kernel calls another kernel."""
+    return has_field(kernel.config, "kernel")
 
 
 def readable(kernel: AttentionKernel, inputs: AttentionInputs) -> AttentionInputs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import pathlib
 import shutil
@@ -17,11 +16,11 @@ import numpy as np
 from axcore.config import AxcoreError, Config, ConfigError, from_json, to_json
 from axcore.module import Tree, abstract
 from axcore.nn import by_layer
-from axcore.plugin import State, active, registry
-from axcore.plugin.saved import import_saved
+from axcore.plugin import active
 from axcore.train.checkpoint.manager import Checkpointer
+from axcore.train.checkpoint.saved_code import import_plugins, import_saved
 from axcore.train.checkpoint.state_layout import listed
-from axcore.train.files import expanded, os_reason, write_bytes, write_json
+from axcore.train.files import expanded, new_folder, os_reason, write_bytes, write_json
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -177,15 +176,14 @@ def save_model(
         cfg: the config of the model, or of a trainer for it.
         params, state: as returned by `axcore.functional`.
         tokenizer: the tokenizer of the training text. If its config has a method `inside(folder) -> Config`, reading
-            the folder calls it with the folder's path.
+            the folder calls it with the folder's path. If it refers to files elsewhere, it has a method `packed()`,
+            which returns the config and the `files` of a folder that may be moved.
         files: the contents of additional files, by name.
 
     Raises:
         AxcoreError: the folder exists or cannot be written.
     """
-    folder = expanded(folder, "folder").absolute()
-    if folder.exists():
-        raise AxcoreError(f"{folder} already exists. Give another folder, or remove it.")
+    folder = new_folder(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -202,24 +200,6 @@ def save_model(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
-
-
-def import_plugins(plugins: Mapping[str, str], folder: pathlib.Path) -> None:
-    """Imports the objects that these plugins provide, so that configs of their classes can be read.
-
-    Raises:
-        AxcoreError: a plugin is not installed or does not load.
-    """
-    known = registry().plugins
-    for name, version in plugins.items():
-        plugin = known.get(name)
-        if plugin is None or plugin.state is not State.LOADED:
-            why = "is not installed" if plugin is None else f"is {plugin.state.value}"
-            raise AxcoreError(
-                f"the model in {folder} requires the plugin {name!r} ({version}), which {why}. See `axcore plugins`."
-            )
-        for offer in plugin.offers:
-            importlib.import_module(offer.target.partition(":")[0])
 
 
 def assert_finite(arrays: Mapping[str, jax.Array], where: str) -> None:

@@ -60,8 +60,8 @@ class TextInput(Input):
 
         Args:
             cfg: see `Config`.
-            process_index: index of this process.
-            process_count: number of processes that share a global batch.
+            process_index: index of this process's part of the rows of each batch.
+            process_count: number of parts. Processes whose devices hold the same rows read the same part.
 
         Raises:
             ConfigError: a number is out of range, the streams cannot be split among the processes, or the training text

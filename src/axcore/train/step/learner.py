@@ -151,6 +151,8 @@ class Learner(config.Configurable):
         grads, moving = self.trained(grads), self.trained(params)
         with attributed(self._owner):
             updates, new_state = self.optimizer.update(grads, state, moving)
+            _check_form("updates", updates, moving)
+            _check_form("the state", new_state, state)
 
         def apply(param: jax.Array, update: jax.Array, factor: float) -> jax.Array:
             return (param - (rate if factor == 1.0 else factor * rate) * update).astype(param.dtype)
@@ -184,7 +186,27 @@ def transformation_of(cfg: Optimizer.Config | Call, axes: Tree) -> optax.Gradien
             f"optimizer builds {type(built).__name__}. Set an Optimizer.Config or a call that returns an "
             f"optax.GradientTransformation"
         )
-    return built.transformation(axes)
+    made = built.transformation(axes)
+    if not isinstance(made, optax.GradientTransformation):
+        raise config.ConfigError(
+            f"{type(built).__qualname__}.transformation must return an optax.GradientTransformation, not "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
+def _check_form(what: str, found: PyTree[Array], expected: PyTree[Array]) -> None:
+    """Raises unless what `update` returned has the structure and the shapes of what it was given. Without this check,
+    updates of another shape would be broadcast."""
+    shapes, wanted = (
+        {jax.tree_util.keystr(path, simple=True, separator="."): jnp.shape(leaf) for path, leaf in leaves}
+        for leaves in map(jax.tree.leaves_with_path, (found, expected))
+    )
+    for path in [path for path in shapes | wanted if shapes.get(path) != wanted.get(path)][:1]:
+        raise config.ConfigError(
+            f"update must return {what} with the structure and the shapes of its arguments, but {path} is "
+            f"{shapes.get(path, 'missing')}, expected {wanted.get(path, 'none')}"
+        )
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -17,11 +17,14 @@ from axcore.module import Functional, Tree, abstract, initializer, root
 from axcore.module.context import MissingKey
 from axcore.parallel import CompilerOptions, Layout, checked_options
 from axcore.parallel.compiler_options import Value
+from axcore.parallel.remat import check_kinds, checked_tags
 from axcore.train.step.accumulation import ObjectiveGradient
 from axcore.train.step.learner import Learner
 from axcore.train.step.nan import checked
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.parts import joined, like_params
+from axcore.train.step.placement import moment_shardings, on_devices, optimizer_shardings
+from axcore.train.step.reading import reader
 
 Metrics = dict[str, jax.Array]
 NEXT_TOKEN = CrossEntropy.Config()
@@ -79,6 +82,8 @@ class Program:
     layout: Layout
     state: TrainState
     """Shapes and shardings of the state."""
+    moments: Tree
+    """Shape, dtype and sharding of each parameter, as the optimizer updates it; see `moment_shardings`."""
     init: Callable[[jax.Array | np.ndarray], TrainState]
     """Jitted function from the seed to the first state, sharded."""
     start: Callable[[Tree, Tree, jax.Array | np.ndarray], TrainState]
@@ -94,16 +99,21 @@ class Program:
         """Returns the new state and the metrics: scalars, or [layer] for summaries of a scanned stack."""
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
-        like = self.learner.trained(self.state.params)
+        updated = self.learner.trained(self.moments)
+        like = updated if self.layout.zero == 2 else self.learner.trained(self.state.params)
         gradient = ObjectiveGradient(self.fn, self.objective, self.layout, trained, frozen, like)
         with self.layout.active():
             if self.microbatches == 1:
                 found = gradient.whole(state.model_state, batch, key)
             else:
                 found = gradient.accumulated(state.model_state, batch, key, self.microbatches)
+        grads = found.grads
+        if self.layout.zero:
+            grads = jax.lax.with_sharding_constraint(grads, jax.tree.map(lambda form: form.sharding, updated))
         with jax.named_scope("learner"), root(None, key=key, training=True, names=("learner",)) as frame:
+            grads, moments = on_devices(grads, state.optimizer, self.state.optimizer)
             params, optimizer, metrics = self.learner.update(
-                found.grads, state.optimizer, state.params, state.step, state.total_steps
+                grads, moments, state.params, state.step, state.total_steps
             )
         assert frame.collections is not None
         if frame.collections.losses:
@@ -180,7 +190,8 @@ class Program:
         """The training step, traced for global batches of these shapes."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
-        return step.trace(self.state, self.batch_shapes(batch))
+        with checked_tags():
+            return step.trace(self.state, self.batch_shapes(batch))
 
     def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """The training step, lowered for the layout's platform, which need not be available here."""
@@ -200,17 +211,23 @@ class Program:
         return checked(self.eval_step, run) if jax.config.jax_debug_nans else run
 
     def place(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The global batch, given the rows of this process."""
+        """The global batch, given the rows that this process reads; see `reader`."""
         if jax.process_count() == 1:
             return batch
-        count = jax.process_count()
+        index, count = reader(self.layout)
 
-        def whole(rows: Any) -> jax.Array:
+        def whole(rows: np.ndarray) -> jax.Array:
+            first = index * rows.shape[0]
+
+            def shard(where: tuple[slice, ...] | None) -> np.ndarray:
+                assert where is not None  # as for arrays with a dimension
+                start, stop, _ = where[0].indices(rows.shape[0] * count)
+                return rows[(slice(start - first, stop - first), *where[1:])]
+
             sharding = self.layout.sharding(*("batch", "seq")[: rows.ndim])
-            shape = (rows.shape[0] * count, *rows.shape[1:])
-            return jax.make_array_from_process_local_data(sharding, rows, shape)
+            return jax.make_array_from_callback((rows.shape[0] * count, *rows.shape[1:]), sharding, shard)
 
-        return {name: whole(rows) for name, rows in batch.items()}
+        return {name: whole(np.asarray(rows)) for name, rows in batch.items()}
 
 
 def program(
@@ -229,12 +246,16 @@ def program(
         compiler_options: options for compiling both steps.
 
     Raises:
-        ConfigError: a mesh rule names a logical axis that the model lacks, a parameter cannot be split evenly, or the
-            compiler does not accept an option.
+        ConfigError: a mesh rule names a logical axis that the model lacks, a parameter cannot be split evenly, a remat
+            policy names a kind of layer that the model lacks, or the compiler does not accept an option.
     """
     options = checked_options(compiler_options or {}, layout)
+    check_kinds(model, "model")
     fn, params, model_state = abstract(model, "model")
     layout.check_rules(fn.logical_axes)
+    layout.check_parameters(
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(params)
+    )
     built: Learner = learner.build(fn.axes)
     with under("objective"):
         scored: Objective = objective.build()
@@ -253,27 +274,30 @@ def program(
 
     shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.uint32))
     placed = layout.shardings(params, fn.axes)
+    moments = moment_shardings(layout, params, placed)
     everywhere = layout.sharding()
 
     shardings: Any = TrainState(
         params=placed,
         model_state=layout.shardings(model_state, fn.state_axes),
-        optimizer=like_params(shapes.optimizer, params, placed, everywhere),
+        optimizer=optimizer_shardings(layout, shapes.optimizer, params, moments),
         step=everywhere,  # type: ignore[arg-type]
         total_steps=everywhere,  # type: ignore[arg-type]
         seed=everywhere,  # type: ignore[arg-type]
         callbacks=like_params(shapes.callbacks, params, placed, everywhere),
     )
-    state = jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes, shardings
-    )
+
+    def form(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
     quick = {"out_shardings": shardings, "compiler_options": _QUICK_COMPILE}
     return Program(
         fn=fn,
         objective=scored,
         learner=built,
         layout=layout,
-        state=state,
+        state=jax.tree.map(form, shapes, shardings),
+        moments=jax.tree.map(form, params, moments),
         init=jax.jit(init, **quick),
         start=jax.jit(start, donate_argnums=(0, 1), **quick),
         start_callbacks=jax.jit(start_callbacks, out_shardings=shardings.callbacks),

@@ -1,4 +1,4 @@
-"""The families by `model_type`, from this package and from entry points."""
+"""The families by `model_type`, from this package and from entry points, and the language part of other configs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import importlib
 from collections.abc import Iterator
 
 from axcore.config import AxcoreError, ConfigError, did_you_mean
+from axcore.plugin.attribution import described
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields
-from axcore_hf.owners import DISTRIBUTION, GROUP, owners
+from axcore_hf.owners import DISTRIBUTION, GROUP, OWN, owners
 
 _owners = functools.cache(owners)
 
@@ -28,16 +29,21 @@ def by_type(kind: str) -> Family:
         )
     ((distribution, target),) = found.items()
     if distribution == DISTRIBUTION:
-        families: tuple[Family, ...] = importlib.import_module(f"{__name__}.{target}").FAMILIES
-        return next(family for family in families if kind in family.model_types)
+        return _shipped(kind)
     module, _, name = target.partition(":")
     try:
         family = getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise AxcoreError(f"the family of model_type {kind!r}, {target}, cannot be loaded: {error}") from error
+        reason = described(error)
+        raise AxcoreError(f"the family of model_type {kind!r}, {target}, cannot be loaded: {reason}") from error
     if not isinstance(family, Family):
         raise AxcoreError(f"the family of model_type {kind!r}, {target}, is a {type(family).__name__}, not a Family")
     return family
+
+
+def _shipped(kind: str) -> Family:
+    families: tuple[Family, ...] = importlib.import_module(f"{__name__}.{OWN[kind]}").FAMILIES
+    return next(family for family in families if kind in family.model_types)
 
 
 def known() -> list[str]:
@@ -84,7 +90,7 @@ def language_part(fields: Fields) -> Fields | None:
         ConfigError: the `text_config` is not an object.
     """
     outer = fields.raw.get("model_type")
-    if outer not in MULTIMODAL:
+    if not isinstance(outer, str) or outer not in MULTIMODAL:
         return None
     nested = fields.raw.get("text_config")
     if not isinstance(nested, dict):
@@ -110,10 +116,11 @@ def family_of(fields: Fields) -> Family:
         _owners.cache_clear()  # a family may have been installed since
     if isinstance(kind, str) and kind in known():
         return by_type(kind)
-    message = f"{fields.where}: model_type={kind!r} is not supported.{did_you_mean(str(kind), known())} Known: "
+    near = did_you_mean(kind, known()) if isinstance(kind, str) else " It must be a string."
+    message = f"{fields.where}: model_type={kind!r} is not supported.{near} Known: "
     message += ", ".join([*known(), *MULTIMODAL])
     if "text_config" not in fields.raw:
-        llama = by_type("llama")
+        llama = _shipped("llama")
         others = [name for name in fields.raw if not llama.declares(name)]
         ignored = [name for name in fields.raw if name in llama.no_effect]
         for what, names in (("does not have", others), ("ignores", ignored)):

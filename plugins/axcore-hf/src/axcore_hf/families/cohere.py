@@ -21,7 +21,7 @@ from axcore_hf.families.shared import (
     window,
 )
 from axcore_hf.family import Family, Rule, rule
-from axcore_hf.fields import Fields, NotNull
+from axcore_hf.fields import Fields
 from axcore_hf.transforms import Rows
 
 
@@ -69,7 +69,6 @@ def rules(cfg: Any) -> Sequence[Rule]:
 DEFAULTS = {
     **sizes(vocab=256_000, hidden=8192, intermediate=22_528, layers=40, heads=64),
     **ROPE,
-    "head_dim": NotNull(),
     "hidden_act": "silu",
     "max_position_embeddings": 8192,
     "layer_norm_eps": 1e-5,

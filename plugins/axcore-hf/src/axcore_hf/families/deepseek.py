@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from axcore.nn import FeedForward, LatentAttention, Linear, RMSNorm
+from axcore.nn import LatentAttention, Linear, RMSNorm, layers_of
 from axcore_hf.families.rope import ROPE, rope
 from axcore_hf.families.shared import (
     EMBEDDINGS,
@@ -14,7 +14,6 @@ from axcore_hf.families.shared import (
     MIXTURE,
     MLP,
     NORMS,
-    activation,
     causal_lm,
     feed_forward,
     fixed,
@@ -63,8 +62,7 @@ def deepseek_v3(fields: Fields) -> Any:
         position=position,
         scale=scale,
     )
-    hidden = fields("moe_intermediate_size")
-    act = activation(fields)
+    expert = feed_forward(fields, "moe_intermediate_size")
     mixture = MoE.Config(
         num_experts=fields("n_routed_experts"),
         router=TopK.Config(
@@ -76,8 +74,8 @@ def deepseek_v3(fields: Fields) -> Any:
             top_groups=fields("topk_group"),
             bias_rate=0.001,
         ),
-        experts=Experts.Config(block=FeedForward.Config(hidden_dim=hidden, activation=act)),
-        shared=FeedForward.Config(hidden_dim=hidden * fields("n_shared_experts"), activation=act),
+        experts=Experts.Config(block=expert),
+        shared=expert.set(hidden_dim=expert.hidden_dim * fields("n_shared_experts")),
     )
     dense = feed_forward(fields)
     first = fields("first_k_dense_replace")
@@ -106,8 +104,6 @@ FIXED: tuple[Rule, ...] = (
 
 
 def rules(cfg: Any) -> Sequence[Rule]:
-    from axcore.nn import layers_of
-
     layer: Any = layers_of(cfg.decoder)[0].config
     mixer = layer.attention
     query = "q_b_proj" if mixer.q_lora_rank is not None else "q_proj"

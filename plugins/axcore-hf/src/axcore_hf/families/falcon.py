@@ -7,11 +7,21 @@ from typing import Any
 
 from axcore.config import ConfigError
 from axcore.nn import Attention, FeedForward, LayerNorm, Linear, ParallelLayer, TransformerLayer, layers_of
-from axcore_hf.families.rope import ROPE, rope
-from axcore_hf.families.shared import activation, causal_lm, check_heads, fixed, fused_by_head, layer_norm, linear
+from axcore_hf.families.rope import ROPE
+from axcore_hf.families.shared import (
+    activation,
+    attention,
+    causal_lm,
+    check_heads,
+    fixed,
+    fused_qkv,
+    layer_norm,
+    linear,
+    pre_norm,
+)
 from axcore_hf.family import Family, Rule, rule
 from axcore_hf.fields import Fields
-from axcore_hf.transforms import Transposed
+from axcore_hf.transforms import ByHead, Transposed
 from axcore_rope.alibi import Alibi
 
 
@@ -29,7 +39,7 @@ def falcon(fields: Fields) -> Any:
         if is_new and norms != 1:
             layer = layer.set(ffn_norm=norm)
     else:
-        layer = TransformerLayer.Config(attention_norm=norm, attention=mixer, ffn_norm=norm, ffn=ffn)
+        layer = pre_norm(fields, mixer, ffn, norm)
     return causal_lm(fields, [layer] * fields("num_hidden_layers"), norm=norm)
 
 
@@ -37,19 +47,11 @@ def _attention(fields: Fields) -> Attention.Config:
     heads, kv_heads, is_multi_query = fields("num_attention_heads"), fields("num_kv_heads"), fields("multi_query")
     if not fields("new_decoder_architecture"):
         kv_heads = 1 if is_multi_query else fields.only("num_kv_heads", None, heads)
-    head_dim, is_alibi = fields("hidden_size") // heads, fields("alibi")
-    biased, position = Linear.Config(use_bias=fields("bias")), rope(fields, head_dim=head_dim)
-    return Attention.Config(
-        num_heads=heads,
-        num_kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
-        query=biased,
-        key=biased,
-        value=biased,
-        projection=biased,
-        position=None if is_alibi else position,
-        bias=Alibi.Config(scale=head_dim**-0.5, is_rounded=True) if is_alibi else None,
-    )
+    head_dim = fields("hidden_size") // heads
+    mixer = attention(fields, bias=fields("bias"), num_kv_heads=kv_heads or heads, head_dim=head_dim)
+    if fields("alibi"):
+        mixer = mixer.set(position=None, bias=Alibi.Config(scale=head_dim**-0.5, is_rounded=True))
+    return mixer
 
 
 def _feed_forward(fields: Fields) -> FeedForward.Config:
@@ -64,8 +66,6 @@ def _feed_forward(fields: Fields) -> FeedForward.Config:
 
 
 LAYER = "transformer.h.{i}"
-
-
 FIXED: tuple[Rule, ...] = (
     rule("embedding.weight", "transformer.word_embeddings.weight"),
     *layer_norm("norm", "transformer.ln_f"),
@@ -82,7 +82,7 @@ AFTER = layer_norm("decoder.{i}.ffn_norm", f"{LAYER}.post_attention_layernorm")
 
 def rules(cfg: Any) -> Sequence[Rule]:
     layer: Any = layers_of(cfg.decoder)[0].config
-    fused = fused_by_head(f"{LAYER}.self_attention.query_key_value", layer.attention.num_kv_heads)
+    fused = fused_qkv(f"{LAYER}.self_attention.query_key_value", ByHead(layer.attention.num_kv_heads))
     norms = AFTER if isinstance(layer, TransformerLayer.Config) else SHARED if layer.ffn_norm is None else APART
     return fixed((*FIXED, *fused, *norms), "transformer.word_embeddings.weight")(cfg)
 

@@ -23,6 +23,7 @@ from axcore_hf.families.shared import (
     feed_forward,
     fixed,
     norm,
+    pre_norm,
     sizes,
     sliding,
     sliding_by_pattern,
@@ -36,12 +37,8 @@ def gemma(fields: Fields) -> Any:
     fields.only("use_bidirectional_attention", None, False)
     # transformers reads "gelu" as its approximation
     function = jax.nn.gelu if fields("hidden_act") == "gelu" else activation(fields)
-    layer = TransformerLayer.Config(
-        attention_norm=norm(fields, zero_centred=True),
-        attention=attention(fields),
-        ffn_norm=norm(fields, zero_centred=True),
-        ffn=feed_forward(fields, activation=function),
-    )
+    zero_centred = norm(fields, zero_centred=True)
+    layer = pre_norm(fields, attention(fields), feed_forward(fields, activation=function), zero_centred)
     return _causal_lm(fields, [layer] * fields("num_hidden_layers"))
 
 

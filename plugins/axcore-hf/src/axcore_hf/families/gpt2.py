@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from axcore.nn import Attention, CausalLM, FeedForward, LayerNorm, Linear, TransformerLayer, stacked
-from axcore_hf.families.shared import activation, fixed, layer_norm
+from axcore_hf.families.shared import activation, fixed, fused_qkv, layer_norm
 from axcore_hf.family import Family, rule
 from axcore_hf.fields import Fields
 from axcore_hf.transforms import Fused, Transposed
@@ -51,10 +51,6 @@ def _conv(ours: str, theirs: str) -> Any:
     return rule(f"{ours}.weight", f"{theirs}.weight"), rule(f"{ours}.bias", f"{theirs}.bias")
 
 
-def _heads(part: str) -> tuple[str, ...]:
-    return tuple(f"decoder.{{i}}.attention.{name}.{part}" for name in ("query", "key", "value"))
-
-
 RULES = (
     rule("embedding.weight", "transformer.wte.weight"),
     rule("head.weight", "lm_head.weight", Transposed()),
@@ -62,8 +58,7 @@ RULES = (
     *layer_norm("norm", "transformer.ln_f"),
     *layer_norm("decoder.{i}.attention_norm", f"{LAYER}.ln_1"),
     *layer_norm("decoder.{i}.ffn_norm", f"{LAYER}.ln_2"),
-    rule(_heads("weight"), f"{LAYER}.attn.c_attn.weight", Fused(transposed=False)),
-    rule(_heads("bias"), f"{LAYER}.attn.c_attn.bias", Fused(transposed=False)),
+    *fused_qkv(f"{LAYER}.attn.c_attn", Fused(transposed=False)),
     *_conv("decoder.{i}.attention.projection", f"{LAYER}.attn.c_proj"),
     *_conv("decoder.{i}.ffn.up", f"{LAYER}.mlp.c_fc"),
     *_conv("decoder.{i}.ffn.down", f"{LAYER}.mlp.c_proj"),

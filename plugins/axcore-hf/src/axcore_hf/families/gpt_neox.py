@@ -6,42 +6,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from axcore.config import ConfigError
-from axcore.nn import Attention, LayerNorm, Linear, ParallelLayer, TransformerLayer, layers_of
+from axcore.nn import LayerNorm, ParallelLayer, TransformerLayer, layers_of
 from axcore_hf.families.rope import ROPE, rope
 from axcore_hf.families.shared import (
+    attention,
     causal_lm,
     check_heads,
     feed_forward,
     fixed,
-    fused_by_head,
+    fused_qkv,
     layer_norm,
     linear,
+    pre_norm,
 )
 from axcore_hf.family import Family, Rule, rule
 from axcore_hf.fields import Fields
-from axcore_hf.transforms import Transposed
+from axcore_hf.transforms import ByHead, Transposed
 
 
 def gpt_neox(fields: Fields) -> Any:
     check_heads(fields)
-    heads, biased = fields("num_attention_heads"), Linear.Config(use_bias=fields("attention_bias"))
-    norm = LayerNorm.Config(eps=fields("layer_norm_eps"))
-    mixer = Attention.Config(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=fields("hidden_size") // heads,
-        query=biased,
-        key=biased,
-        value=biased,
-        projection=biased,
-        position=_position(fields, fields("hidden_size") // heads),
-    )
+    heads, norm = fields("num_attention_heads"), LayerNorm.Config(eps=fields("layer_norm_eps"))
+    head_dim = fields("hidden_size") // heads
+    mixer = attention(fields, num_kv_heads=heads, head_dim=head_dim, position=_position(fields, head_dim))
     ffn = feed_forward(fields, bias=True, gate=None)
     layer: ParallelLayer.Config | TransformerLayer.Config
     if fields("use_parallel_residual"):
         layer = ParallelLayer.Config(norm=norm, attention=mixer, ffn_norm=norm, ffn=ffn)
     else:
-        layer = TransformerLayer.Config(attention_norm=norm, attention=mixer, ffn_norm=norm, ffn=ffn)
+        layer = pre_norm(fields, mixer, ffn, norm)
     return causal_lm(fields, [layer] * fields("num_hidden_layers"), norm=norm)
 
 
@@ -60,8 +53,6 @@ def _position(fields: Fields, head_dim: int) -> Any:
 
 
 LAYER = "gpt_neox.layers.{i}"
-
-
 FIXED: tuple[Rule, ...] = (
     rule("embedding.weight", "gpt_neox.embed_in.weight"),
     *layer_norm("norm", "gpt_neox.final_layer_norm"),
@@ -78,7 +69,7 @@ FIXED: tuple[Rule, ...] = (
 
 def rules(cfg: Any) -> Sequence[Rule]:
     layer: Any = layers_of(cfg.decoder)[0].config
-    fused = fused_by_head(f"{LAYER}.attention.query_key_value", layer.attention.num_heads)
+    fused = fused_qkv(f"{LAYER}.attention.query_key_value", ByHead(layer.attention.num_heads))
     return fixed((*FIXED, *fused), "gpt_neox.embed_in.weight")(cfg)
 
 

@@ -15,6 +15,7 @@ from axcore_hf.families.shared import (
     causal_lm,
     fixed,
     linear,
+    mixture,
     pre_norm,
     quantized,
     sizes,
@@ -24,9 +25,6 @@ from axcore_hf.families.shared import (
 from axcore_hf.family import Family, rule
 from axcore_hf.fields import Fields
 from axcore_hf.transforms import MXFP4, Interleaved, Plain
-from axcore_moe.experts import Experts
-from axcore_moe.layer import MoE
-from axcore_moe.router import TopK
 
 YARN = {
     "rope_type": "yarn",
@@ -46,18 +44,14 @@ def gpt_oss(fields: Fields) -> Any:
     block = FeedForward.Config(
         hidden_dim=fields("intermediate_size"), gate=biased, up=biased, down=biased, gating=gating
     )
-    router = TopK.Config(top_k=fields("num_experts_per_tok"))
-    mixture = MoE.Config(
-        num_experts=fields("num_local_experts"),
-        router=router.set(linear=router.linear.set(use_bias=True)),
-        experts=Experts.Config(block=block),
-    )
+    sparse = mixture(fields, block, "num_local_experts")
+    sparse = sparse.set(router=sparse.router.set(linear=sparse.router.linear.set(use_bias=True)))
 
     size, position = fields("sliding_window"), rope(fields, otherwise=YARN)
 
     def layer(local: bool) -> Any:
         mixer = attention(fields, sinks=Zeros(), mask=window(size if local else None), position=position)
-        return pre_norm(fields, mixer, mixture)
+        return pre_norm(fields, mixer, sparse)
 
     every_second = [number % 2 == 0 for number in range(fields("num_hidden_layers"))]
     return causal_lm(fields, [layer(local) for local in sliding(fields, every_second)])

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from axcore.nn import FeedForward
 from axcore_hf.families.rope import ROPE, ROPE_TYPES, rope
 from axcore_hf.families.shared import (
     ATTENTION,
     EMBEDDINGS,
     MLP,
     NORMS,
-    activation,
     attention,
     causal_lm,
     check_heads,
     experts,
     feed_forward,
     fixed,
+    mixture,
     pre_norm,
     sizes,
     window,
 )
 from axcore_hf.family import Family
 from axcore_hf.fields import Fields, OrNull
-from axcore_moe.experts import Experts
-from axcore_moe.layer import MoE
-from axcore_moe.router import TopK
 
 RULES = (*EMBEDDINGS, *NORMS, *ATTENTION, *MLP)
 
@@ -46,13 +42,8 @@ def mixtral(fields: Fields) -> Any:
     # transformers requires head_dim for the other types
     types = ROPE_TYPES if fields("head_dim") is not None else ("default", "linear", "llama3")
     mixer = attention(fields, bias=False, position=rope(fields, types=types), mask=window(fields("sliding_window")))
-    block = FeedForward.Config(hidden_dim=fields("intermediate_size"), activation=activation(fields))
-    mixture = MoE.Config(
-        num_experts=fields("num_local_experts"),
-        router=TopK.Config(top_k=fields("num_experts_per_tok")),
-        experts=Experts.Config(block=block),
-    )
-    return causal_lm(fields, [pre_norm(fields, mixer, mixture)] * fields("num_hidden_layers"))
+    block = mixture(fields, feed_forward(fields), "num_local_experts")
+    return causal_lm(fields, [pre_norm(fields, mixer, block)] * fields("num_hidden_layers"))
 
 
 MIXTURE = experts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from axcore.config import ConfigError
-from axcore.nn import LayerNorm, TransformerLayer
+from axcore.nn import LayerNorm
 from axcore_hf.families.rope import ROPE
 from axcore_hf.families.shared import (
     ATTENTION,
@@ -16,6 +16,7 @@ from axcore_hf.families.shared import (
     causal_lm,
     feed_forward,
     fixed,
+    pre_norm,
     sizes,
 )
 from axcore_hf.family import Family
@@ -26,28 +27,16 @@ def nemotron(fields: Fields) -> Any:
     if fields("num_key_value_heads") is None:  # transformers raises an error
         raise ConfigError(f"{fields.where}: num_key_value_heads must be set for model_type 'nemotron'")
     norm = LayerNorm.Config(eps=fields("norm_eps"), zero_centred=True)
-    layer = TransformerLayer.Config(
-        attention_norm=norm,
-        attention=attention(fields),
-        ffn_norm=norm,
-        ffn=feed_forward(fields, bias=fields("mlp_bias"), gate=None),
-    )
+    layer = pre_norm(fields, attention(fields), feed_forward(fields, bias=fields("mlp_bias"), gate=None), norm)
     return causal_lm(fields, [layer] * fields("num_hidden_layers"), norm=norm)
 
-
-RULES = (
-    *EMBEDDINGS,
-    *LAYER_NORMS,
-    *ATTENTION,
-    *MLP,
-)
 
 FAMILIES = (
     Family(
         "Nemotron",
         ("nemotron",),
         nemotron,
-        fixed(RULES),
+        fixed((*EMBEDDINGS, *LAYER_NORMS, *ATTENTION, *MLP)),
         defaults={
             **sizes(vocab=256_000, hidden=6144, intermediate=24_576, layers=32, heads=48),
             **ROPE,

@@ -19,6 +19,7 @@ from axcore_hf.families.shared import (
     causal_lm,
     feed_forward,
     fixed,
+    mixture,
     norm,
     post_norm,
     pre_norm,
@@ -29,9 +30,6 @@ from axcore_hf.families.shared import (
 )
 from axcore_hf.family import Family, rule
 from axcore_hf.fields import Fields, OrNull
-from axcore_moe.experts import Experts
-from axcore_moe.layer import MoE
-from axcore_moe.router import TopK
 
 
 def _layer(fields: Fields, **more: Any) -> TransformerLayer.Config:
@@ -68,12 +66,8 @@ def olmoe(fields: Fields) -> Any:
         )
     fields.only("clip_qkv", None)
     across = AcrossHeads.Config(norm=norm(fields))
-    mixture = MoE.Config(
-        num_experts=fields("num_experts"),
-        router=TopK.Config(top_k=fields("num_experts_per_tok"), normalize=fields("norm_topk_prob")),
-        experts=Experts.Config(block=feed_forward(fields)),
-    )
-    layer = pre_norm(fields, attention(fields, query_norm=across, key_norm=across), mixture)
+    block = mixture(fields, feed_forward(fields), normalize=fields("norm_topk_prob"))
+    layer = pre_norm(fields, attention(fields, query_norm=across, key_norm=across), block)
     return causal_lm(fields, [layer] * fields("num_hidden_layers"))
 
 
@@ -84,11 +78,7 @@ ACROSS = (
     rule("decoder.{i}.attention.query_norm.norm.scale", f"{LAYER}.self_attn.q_norm.weight"),
     rule("decoder.{i}.attention.key_norm.norm.scale", f"{LAYER}.self_attn.k_norm.weight"),
 )
-RULES = (
-    *ACROSS,
-    *MLP,
-    *OUTPUT_NORMS,
-)
+RULES = (*ACROSS, *MLP, *OUTPUT_NORMS)
 
 FAMILIES = (
     Family(

@@ -8,7 +8,6 @@ from axcore.config import ConfigError
 from axcore.nn import LayerNorm, Linear, ParallelLayer
 from axcore_hf.families.rope import ROPE, head_dim, rope
 from axcore_hf.families.shared import (
-    ATTENTION,
     EMBEDDINGS,
     FUSED_MLP,
     LAYER,
@@ -17,6 +16,7 @@ from axcore_hf.families.shared import (
     causal_lm,
     feed_forward,
     fixed,
+    fused_qkv,
     layer_norm,
     linear,
     pre_norm,
@@ -54,7 +54,6 @@ def phi3(fields: Fields) -> Any:
     return causal_lm(fields, [pre_norm(fields, mixer, feed_forward(fields))] * fields("num_hidden_layers"))
 
 
-HEADS = tuple(f"decoder.{{i}}.attention.{name}.weight" for name in ("query", "key", "value"))
 PARALLEL = (
     rule("embedding.weight", "model.embed_tokens.weight"),
     *layer_norm("norm", "model.final_layernorm"),
@@ -73,8 +72,8 @@ RULES = (
     *EMBEDDINGS,
     *NORMS,
     *FUSED_MLP,
-    *(each for each in ATTENTION if each.ours[0] not in HEADS),
-    rule(HEADS, f"{LAYER}.self_attn.qkv_proj.weight", Fused()),
+    *linear("decoder.{i}.attention.projection", f"{LAYER}.self_attn.o_proj"),
+    *fused_qkv(f"{LAYER}.self_attn.qkv_proj", Fused()),
 )
 
 FAMILIES = (

@@ -17,6 +17,7 @@ from axcore_hf.families.shared import (
     feed_forward,
     fixed,
     linear,
+    mixture,
     norm,
     pre_norm,
     sizes,
@@ -27,9 +28,6 @@ from axcore_hf.families.shared import (
 )
 from axcore_hf.family import Family, Rule
 from axcore_hf.fields import Fields, OrNull
-from axcore_moe.experts import Experts
-from axcore_moe.layer import MoE
-from axcore_moe.router import TopK
 
 
 def _windows(fields: Fields, is_sliding: Callable[[int], bool]) -> list[int | None]:
@@ -90,18 +88,13 @@ def _blocks(fields: Fields, **more: Any) -> list[Any]:
         more: options of the mixture.
     """
     step, dense = fields("decoder_sparse_step"), fields("mlp_only_layers") or []
-    mixture = MoE.Config(
-        num_experts=fields("num_experts"),
-        router=TopK.Config(top_k=fields("num_experts_per_tok"), normalize=fields("norm_topk_prob")),
-        experts=Experts.Config(block=feed_forward(fields, "moe_intermediate_size")),
-        **more,
-    )
-    plain = feed_forward(fields)
+    expert = feed_forward(fields, "moe_intermediate_size")
+    sparse, plain = mixture(fields, expert, normalize=fields("norm_topk_prob"), **more), feed_forward(fields)
 
     def is_sparse(number: int) -> bool:
         return number not in dense and (number + 1) % step == 0
 
-    return [mixture if is_sparse(number) else plain for number in range(fields("num_hidden_layers"))]
+    return [sparse if is_sparse(number) else plain for number in range(fields("num_hidden_layers"))]
 
 
 def _normed(fields: Fields, size: int | None) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from axcore.config import ConfigError
+from axcore.module import Layer
 from axcore.nn import (
     Attention,
     Causal,
@@ -26,9 +27,12 @@ from axcore.nn import (
 from axcore_hf.families.rope import LAYER_TYPES, head_dim, rope
 from axcore_hf.family import Rule, Rules, rule
 from axcore_hf.fields import Fields, NotNull, is_whole
-from axcore_hf.transforms import ByHead, Fused, Stacked, Tied, Transposed
+from axcore_hf.transforms import Fused, Stacked, Tied, Transform, Transposed
+from axcore_moe.experts import Experts
+from axcore_moe.layer import MoE
+from axcore_moe.router import TopK
 
-ACTIVATIONS = {
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
     "gelu": exact_gelu,
@@ -52,7 +56,7 @@ def sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) -
     }
 
 
-def activation(fields: Fields, name: str = "hidden_act") -> Any:
+def activation(fields: Fields, name: str = "hidden_act") -> Callable[[jax.Array], jax.Array]:
     return ACTIVATIONS[fields.only(name, *ACTIVATIONS)]
 
 
@@ -67,23 +71,27 @@ def check_heads(fields: Fields) -> None:
         raise ConfigError(f"{fields.where}: hidden_size={dim} must be a multiple of num_attention_heads={heads}")
 
 
-def attention(fields: Fields, *, bias: bool | None = None, output_bias: bool | None = None, **more: Any) -> Any:
+def attention(
+    fields: Fields, *, bias: bool | None = None, output_bias: bool | None = None, **more: Any
+) -> Attention.Config:
     """Grouped-query attention.
 
     Args:
         bias: bias of queries, keys and values. None uses `attention_bias`.
         output_bias: bias of the projection. None uses `bias`.
-        more: other fields of the config. Without `position`, it is the RoPE of the fields.
+        more: other fields of the config. `num_kv_heads`, `head_dim` and `position` are read from the fields by default.
     """
+    heads = fields("num_attention_heads")
+    if "num_kv_heads" not in more:
+        more["num_kv_heads"] = fields("num_key_value_heads") or heads
+    if "head_dim" not in more:
+        more["head_dim"] = head_dim(fields)
     if "position" not in more:
-        more["position"] = rope(fields)
+        more["position"] = rope(fields, head_dim=more["head_dim"])
     biased = fields("attention_bias") if bias is None else bias
     linear = Linear.Config(use_bias=biased)
-    heads, kv_heads = fields("num_attention_heads"), fields("num_key_value_heads")
     return Attention.Config(
         num_heads=heads,
-        num_kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim(fields),
         query=linear,
         key=linear,
         value=linear,
@@ -102,12 +110,30 @@ def feed_forward(
     return FeedForward.Config(hidden_dim=fields(name), **given)
 
 
-def pre_norm(fields: Fields, mixer: Any, ffn: Any) -> TransformerLayer.Config:
-    """A layer with a norm before each block."""
-    return TransformerLayer.Config(attention_norm=norm(fields), attention=mixer, ffn_norm=norm(fields), ffn=ffn)
+def mixture(
+    fields: Fields, block: FeedForward.Config, count: str = "num_experts", *, normalize: bool = True, **more: Any
+) -> MoE.Config:
+    """A mixture of experts.
+
+    Args:
+        block: the config of an expert.
+        count: the field with the number of experts.
+        normalize: whether the weights of the chosen experts add up to 1.
+        more: other fields of the config.
+    """
+    router = TopK.Config(top_k=fields("num_experts_per_tok"), normalize=normalize)
+    return MoE.Config(num_experts=fields(count), router=router, experts=Experts.Config(block=block), **more)
 
 
-def post_norm(fields: Fields, mixer: Any) -> TransformerLayer.Config:
+def pre_norm(
+    fields: Fields, mixer: Layer.Config, ffn: Layer.Config, before: Layer.Config | None = None
+) -> TransformerLayer.Config:
+    """A layer with a norm before each block: `before`, or else the RMSNorm of the fields."""
+    before = norm(fields) if before is None else before
+    return TransformerLayer.Config(attention_norm=before, attention=mixer, ffn_norm=before, ffn=ffn)
+
+
+def post_norm(fields: Fields, mixer: Layer.Config) -> TransformerLayer.Config:
     """A layer with a norm after each block, before its residual."""
     return TransformerLayer.Config(
         attention_norm=None,
@@ -119,7 +145,7 @@ def post_norm(fields: Fields, mixer: Any) -> TransformerLayer.Config:
     )
 
 
-def causal_lm(fields: Fields, layers: Sequence[Any], **more: Any) -> CausalLM.Config:
+def causal_lm(fields: Fields, layers: Sequence[Layer.Config], **more: Any) -> CausalLM.Config:
     """The model with these layers."""
     if "norm" not in more:
         more["norm"] = norm(fields)
@@ -214,13 +240,13 @@ def layer_norm(ours: str, theirs: str) -> tuple[Rule, Rule]:
     return rule(f"{ours}.scale", f"{theirs}.weight"), rule(f"{ours}.bias", f"{theirs}.bias")
 
 
-def fused_by_head(theirs: str, heads: int) -> tuple[Rule, Rule]:
-    """Rules of queries, keys and values that are one linear map in the checkpoint, for one head after the other."""
+def fused_qkv(theirs: str, transform: Transform) -> tuple[Rule, Rule]:
+    """Rules of queries, keys and values that are one linear map in the checkpoint."""
     weights, biases = (
         tuple(f"decoder.{{i}}.attention.{name}.{part}" for name in ("query", "key", "value"))
         for part in ("weight", "bias")
     )
-    return rule(weights, f"{theirs}.weight", ByHead(heads)), rule(biases, f"{theirs}.bias", ByHead(heads))
+    return rule(weights, f"{theirs}.weight", transform), rule(biases, f"{theirs}.bias", transform)
 
 
 LAYER = "model.layers.{i}"

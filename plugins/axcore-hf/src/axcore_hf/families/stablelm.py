@@ -19,6 +19,7 @@ from axcore_hf.families.shared import (
     feed_forward,
     fixed,
     layer_norm,
+    pre_norm,
     sizes,
 )
 from axcore_hf.family import Family, Rule, rule
@@ -37,7 +38,7 @@ def stablelm(fields: Fields) -> Any:
     if fields("use_parallel_residual"):
         layer = ParallelLayer.Config(norm=norm, attention=mixer, ffn=ffn)
     else:
-        layer = TransformerLayer.Config(attention_norm=norm, attention=mixer, ffn_norm=norm, ffn=ffn)
+        layer = pre_norm(fields, mixer, ffn, norm)
     return causal_lm(fields, [layer] * fields("num_hidden_layers"), norm=norm)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from axcore.nn import LayerNorm, TransformerLayer
+from axcore.nn import LayerNorm
 from axcore_hf.families.rope import ROPE
 from axcore_hf.families.shared import (
     ATTENTION,
@@ -16,6 +16,7 @@ from axcore_hf.families.shared import (
     feed_forward,
     fixed,
     linear,
+    pre_norm,
     sizes,
     window,
 )
@@ -25,12 +26,8 @@ from axcore_hf.fields import Fields
 
 def starcoder2(fields: Fields) -> Any:
     biased, norm = fields("use_bias"), LayerNorm.Config(eps=fields("norm_epsilon"))
-    layer = TransformerLayer.Config(
-        attention_norm=norm,
-        attention=attention(fields, bias=biased, mask=window(fields("sliding_window"))),
-        ffn_norm=norm,
-        ffn=feed_forward(fields, bias=biased, gate=None),
-    )
+    mixer = attention(fields, bias=biased, mask=window(fields("sliding_window")))
+    layer = pre_norm(fields, mixer, feed_forward(fields, bias=biased, gate=None), norm)
     return causal_lm(fields, [layer] * fields("num_hidden_layers"), norm=norm)
 
 

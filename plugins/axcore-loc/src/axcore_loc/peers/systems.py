@@ -100,7 +100,7 @@ SYSTEMS = _systems(
     (
         "axcore",
         ["axcore@installed"],
-        rf"axcore_recipes/{NOT_MODELS}(?P<model>llama|quickstart)\.py$",
+        rf"axcore_recipes/{NOT_MODELS}(?P<model>deepseek|gemma3|gpt_oss|llama|mixtral|quickstart|qwen3|smollm2)\.py$",
         r"axcore(_recipes)?/",
         "A model is a module of recipes. The core and the recipes, as installed; plugins are not existing modules.",
     ),

@@ -1,0 +1,1 @@
+"""Forms of context parallelism. Exported by `axcore.nn`."""

@@ -1,0 +1,47 @@
+"""Which rows of a batch each process reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+
+from axcore.config import ConfigError
+from axcore.parallel import Layout
+
+
+def reader(layout: Layout) -> tuple[int, int]:
+    """(index, count): this process reads part `index` of the rows of each batch, of `count` parts of equal size.
+
+    Processes whose devices hold the same rows, as with tensor parallelism over several hosts, read the same part.
+
+    Raises:
+        ConfigError: the rows of some process are not such a part.
+    """
+    if jax.process_count() == 1:
+        return 0, 1
+    sharding = layout.sharding("batch")
+    blocks = layout.size_of(sharding.spec[0])
+    held: dict[int, set[int]] = {}
+    for device, (rows,) in sharding.devices_indices_map((blocks,)).items():
+        held.setdefault(device.process_index, set()).update(range(*rows.indices(blocks)))  # type: ignore[attr-defined]
+    return part_of(held, jax.process_index(), blocks)
+
+
+def part_of(held: Mapping[int, set[int]], process: int, blocks: int) -> tuple[int, int]:
+    """(index, count) of one process; see `reader`.
+
+    Args:
+        held: process -> indices of the blocks of rows that its devices hold, of `blocks` in total.
+    """
+    size = len(held[process])
+    for other, rows in held.items():
+        first = min(rows)
+        if len(rows) != size or first % size or rows != set(range(first, first + size)):
+            raise ConfigError(
+                f"mesh: of the {blocks} blocks of rows that mesh.rules divide a batch into, the devices of process "
+                f"{other} hold {sorted(rows)}, and those of process {process} hold {sorted(held[process])}. Each "
+                f"process must hold equally many neighbouring blocks. Choose a mesh.shape whose axes for 'batch' are "
+                f"multiples or divisors of the number of processes."
+            )
+    return min(held[process]) // size, blocks // size

@@ -1,0 +1,141 @@
+"""Context parallelism: attention to a sequence that is sharded over devices equals attention on one device."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+from tests.nn.context_parallelism import heads_grad, results
+
+import axcore as ax
+from axcore.nn import AllToAll, FeedForward, LatentAttention, ReferenceKernel, TransformerLayer, attend, use_remat
+from axcore.nn.attention.choice import recording
+from axcore.parallel import Mesh, Remat
+from axcore.plugin import PluginError
+from axcore.testing import tiny_batch, tiny_model
+from axcore.testing.attention_cases import CASES, arrays_of, formula, inputs_of
+from axcore.testing.devices import on_devices, steps
+from axcore.testing.models import OBJECTIVE
+from axcore.train import Learner, Trainer
+
+FORMS = {"all-to-all": AllToAll.Config()}
+SHORT = {"all-to-all": ("documents", "dropout")}
+LONG = (
+    "causal",
+    "documents",
+    "full attention",
+    "window",
+    "window and documents",
+    "union of two masks",
+    "two heads per kv head",
+    "one kv head",
+    "value_dim 32",
+    "sinks and softcap",
+    "bias",
+    "dropout",
+)
+ONE_AXIS = {"context": 4}
+THREE_AXES = {"data": 2, "context": 2, "tensor": 2}
+
+
+def calls(names, shapes):
+    return tuple(
+        (case, Mesh(shape=shape, context=FORMS[form])) for form in names for case in names[form] for shape in shapes
+    )
+
+
+def check(calls):
+    for (name, mesh), found in zip(calls, on_devices(results, calls), strict=True):
+        case = CASES[name]
+        arrays = arrays_of(case, "float32")
+        exact = formula(case, arrays, heads_grad(case))
+        for field, wanted in {"heads": exact.heads, "lse": exact.lse, **exact.grads}.items():
+            error = np.abs(found[field] - wanted).max() / np.abs(wanted).max()
+            assert error < 1e-5, f"{name} on {mesh}: relative error {error} of {field}"
+
+
+@pytest.mark.long
+def test_heads_and_gradients_equal_the_formula():
+    check(calls(SHORT, [ONE_AXIS]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [ONE_AXIS, THREE_AXES], ids=["one axis", "three axes"])
+def test_case_heads_and_gradients_equal_the_formula(form, shape):
+    check(calls({form: LONG}, [shape]))
+
+
+def traced(case, mesh, kernel=ReferenceKernel, **changes):
+    """Traces a call on a mesh without devices, and returns the requests."""
+    built = kernel.Config(head_dim=64).build(rngs=ax.Rngs(0))
+
+    def call(arrays):
+        inputs = inputs_of(case, arrays).replace(**changes)
+        with ax.module.root(built, key=None, training=True):
+            return attend(built, inputs)
+
+    with mesh.abstract(math.prod(mesh.shape.values()), "cpu").active(), recording() as choices:
+        jax.eval_shape(call, arrays_of(case, "float32"))
+    return choices[0].requests
+
+
+def test_the_kernel_sees_whole_rows_and_some_heads():
+    (request,) = traced(CASES["one kv head"], Mesh(shape=THREE_AXES, context=AllToAll.Config()))
+    assert (request.batch, request.query_len, request.key_len) == (1, 16, 16)
+    assert (request.num_heads, request.num_kv_heads, request.aligned) == (1, 1, True)
+    (gathered,) = traced(CASES["one kv head"], Mesh(shape=THREE_AXES))
+    assert (gathered.query_len, gathered.key_len, gathered.num_heads, gathered.aligned) == (8, 16, 2, False)
+
+
+def test_calls_that_a_form_cannot_compute_raise_before_compiling():
+    three = Mesh(shape={"context": 3}, context=AllToAll.Config())
+    wide = dataclasses.replace(CASES["causal"], query_len=18, key_len=18)
+    message = r"mesh\.context=AllToAll with context=3 requires the heads of a device to be a multiple of 3, got 4"
+    with pytest.raises(ax.ConfigError, match=message + r"\. Shard the sequence over 1, 2, 4 devices"):
+        traced(wide, three)
+    four = Mesh(shape={"context": 4}, context=AllToAll.Config())
+    for name, phase in (("prefill chunk", "prefill"), ("one decoded token", "decode")):
+        with pytest.raises(ax.ConfigError, match=r"does not read a KV cache\. Set mesh\.context=None for decoding"):
+            traced(CASES[name], four, phase=phase)
+    with pytest.raises(ax.ConfigError, match="a number of keys that is a multiple of 4, got 15"):
+        traced(dataclasses.replace(CASES["full attention"], key_len=15), four)
+    traced(CASES["one decoded token"], Mesh(shape={"context": 1}, context=AllToAll.Config()), phase="decode")
+
+
+def test_the_feature_takes_devices_from_another_axis():
+    cfg = Trainer.Config(model=tiny_model(), objective=OBJECTIVE, learner=Learner.Config(), steps=1)
+
+    def used(shape, **options):
+        return ax.pipe(cfg.set(mesh=Mesh(shape=shape)), ax.use("context", **options)).mesh
+
+    assert used({"data": -1}, size=2) == Mesh(shape={"data": -1, "context": 2}, context=AllToAll.Config())
+    assert used({"data": 2, "fsdp": 8}, size=4, form=None) == Mesh(shape={"data": 2, "fsdp": 2, "context": 4})
+    assert used({"data": 4, "context": 2}, size=4).shape == {"data": 2, "context": 4}
+    with pytest.raises(ax.ConfigError, match="does not fill 3 devices"):
+        used({"data": 3}, size=2).make(jax.devices()[:1] * 3)
+    with pytest.raises(ax.ConfigError, match="this is not the config of a trainer"):
+        ax.pipe(tiny_model(), ax.use("context", size=2))
+    with pytest.raises(PluginError, match="no installed plugin offers the context parallelism 'al-to-all'"):
+        ax.pipe(cfg, ax.use("context", size=2, form="al-to-all"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_case_a_step_of_a_model_equals_one_device(form):
+    """Latent attention, a window in one of two layers, remat, packed rows and dropout, on three mesh axes."""
+    latent = LatentAttention.Config(
+        num_heads=4, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, value_dim=4, dropout=0.25
+    )
+    layer = TransformerLayer.Config(attention=latent, ffn=FeedForward.Config(hidden_dim=24))
+    model = ax.select(tiny_model(), "decoder").set(layers=layer)
+    model = ax.pipe(model, ax.use("sliding-window", size=3, global_every=2))
+    batch = jax.tree.map(np.asarray, tiny_batch(rows=4, seq=16))
+    batch["segment_ids"] = np.cumsum(np.arange(16) % 5 == 0)[None].repeat(4, axis=0).astype(np.int32)
+    meshes = [Mesh(shape=dict.fromkeys(THREE_AXES, 1)), Mesh(shape=THREE_AXES, context=FORMS[form])]
+    one, eight = steps(use_remat(model, Remat()), batch, meshes, OBJECTIVE)
+    np.testing.assert_allclose(eight["loss"], one["loss"], rtol=1e-6)
+    for path, update in one["updates"].items():
+        error = np.abs(eight["updates"][path] - update).max() / np.abs(update).max()
+        assert error < 1e-5, f"{path}: {error}"

@@ -1,0 +1,127 @@
+"""Models and layouts whose steps on eight devices must equal the step on one device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import axcore as ax
+from axcore.nn import MultiTokenPrediction, use_remat
+from axcore.parallel import STANDARD_RULES, ByTag, Mesh, Remat
+from axcore.testing.devices import Case
+from axcore.testing.models import OBJECTIVE, tiny_batch, tiny_model
+from axcore.train import AdamW, Learner, Trainer, WarmupStableDecay
+
+SEQUENCE = {**STANDARD_RULES, "seq": ("context", "tensor")}
+"""Sequence parallelism: the residual stream is sharded over the tensor axis too."""
+
+
+def packed():
+    batch = jax.tree.map(np.asarray, tiny_batch(rows=16))
+    segments = 1 + np.cumsum(np.arange(8) % 3 == 2)[None].repeat(16, axis=0).astype(np.int32)
+    weights = np.random.default_rng(0).random((16, 8)).astype(np.float32)
+    return {**batch, "segment_ids": segments, "weights": weights}
+
+
+def trainer(*modifiers, layers=4):
+    model = ax.pipe(ax.select(tiny_model(), "decoder").set(num_layers=layers), ax.use("rope"))
+    learner = Learner.Config(
+        optimizer=AdamW.Config(eps=1.0), schedule=WarmupStableDecay(peak=1.0, warmup_steps=1, decay=0.0)
+    )
+    cfg = Trainer.Config(model=model, objective=OBJECTIVE, learner=learner, steps=1)
+    return ax.pipe(cfg, *modifiers)
+
+
+def tied(cfg):
+    return ax.select(cfg, "model.head").remove()
+
+
+def multi_token(cfg):
+    layer = cfg.model.decoder.layers
+    return cfg.set(model=cfg.model.set(future=(MultiTokenPrediction.Config(layer=layer),)))
+
+
+def moe(**options):
+    return ax.use("moe", num_experts=4, dispatch="exchange", balance=0.1, z_loss=0.01, **options)
+
+
+MODELS = {
+    "dense": trainer(),
+    "tied, remat": trainer(tied, lambda cfg: use_remat(cfg, Remat())),
+    "names, softcap": trainer(
+        lambda cfg: use_remat(cfg, ByTag(save=("heads", "query"))),
+        lambda cfg: ax.select(cfg, "model.decoder.layers.attention").set(softcap=5.0),
+    ),
+    "dropout": trainer(ax.use("dropout", rate=0.3)),
+    "moe": trainer(moe()),
+    "moe, dropout, remat": trainer(moe(), ax.use("dropout", rate=0.2), lambda cfg: use_remat(cfg, Remat())),
+    "multi-token": trainer(multi_token),
+    "lora": trainer(ax.use("lora", rank=2)),
+    "cross-layer-kv": trainer(ax.use("cross-layer-kv", every=2)),
+    "mamba2": trainer(ax.use("mamba2", state_dim=8, head_dim=8, chunk=4)),
+}
+
+
+class Row(NamedTuple):
+    model: str
+    mesh: Mesh
+    microbatches: int = 1
+
+
+def mesh(rules=STANDARD_RULES, zero=0, memory="device", parameters=None, **shape):
+    return Mesh(shape=shape, rules=rules, zero=zero, optimizer_memory=memory, parameters=parameters or {})
+
+
+ROWS = (
+    Row("dense", mesh(data=8)),
+    Row("dense", mesh(fsdp=8)),
+    Row("dense", mesh(data=2, fsdp=4), 2),
+    Row("dense", mesh(data=8, zero=1)),
+    Row("dense", mesh(data=4, fsdp=2, zero=2), 2),
+    Row("dense", mesh(fsdp=2, tensor=4)),
+    Row("dense", mesh(SEQUENCE, fsdp=2, tensor=4)),
+    Row("dense", mesh(context=4, fsdp=2)),
+    Row("dense", mesh(SEQUENCE, context=2, tensor=2, data=2), 2),
+    Row("dense", mesh(data=2, fsdp=4, memory="host")),
+    Row("dense", mesh(fsdp=8, parameters={"**.norm.*": {}, "embedding.**": {"vocab": "fsdp"}})),
+    Row("tied, remat", mesh(fsdp=4, tensor=2)),
+    Row("tied, remat", mesh(SEQUENCE, data=2, tensor=4, zero=1), 2),
+    Row("tied, remat", mesh(data=2, fsdp=2, context=2, zero=2)),
+    Row("names, softcap", mesh(fsdp=2, context=2, tensor=2)),
+    Row("dropout", mesh(fsdp=8)),
+    Row("dropout", mesh(data=2, fsdp=2, tensor=2), 2),
+    Row("dropout", mesh(SEQUENCE, context=2, tensor=4)),
+    Row("moe", mesh(data=2, expert=4)),
+    Row("moe", mesh(fsdp=2, expert=2, tensor=2)),
+    Row("moe", mesh(expert=2, context=2, tensor=2)),
+    Row("moe", mesh(data=2, expert=4, zero=2), 2),
+    Row("moe", mesh(SEQUENCE, data=2, expert=2, tensor=2, memory="host")),
+    Row("moe, dropout, remat", mesh(fsdp=4, expert=2), 2),
+    Row("multi-token", mesh(fsdp=4, tensor=2)),
+    Row("multi-token", mesh(SEQUENCE, context=2, tensor=2, fsdp=2), 2),
+    Row("lora", mesh(fsdp=4, tensor=2), 2),
+    Row("lora", mesh(data=8, zero=1)),
+    Row("cross-layer-kv", mesh(fsdp=2, tensor=4)),
+    Row("cross-layer-kv", mesh(context=2, fsdp=4), 2),
+    Row("mamba2", mesh(fsdp=4, tensor=2)),
+    Row("mamba2", mesh(data=2, fsdp=2, context=2), 2),
+)
+
+
+def name(row):
+    facts = [f"{axis}={size}" for axis, size in row.mesh.shape.items()]
+    facts += ["sequence"] if row.mesh.rules == SEQUENCE else []
+    facts += [f"zero={row.mesh.zero}"] if row.mesh.zero else []
+    facts += ["host"] if row.mesh.optimizer_memory == "host" else []
+    facts += ["by path"] if row.mesh.parameters else []
+    facts += [f"microbatches={row.microbatches}"] if row.microbatches > 1 else []
+    return f"{row.model}: {', '.join(facts)}"
+
+
+def cases(rows):
+    batch = packed()
+    one = Mesh(shape={"data": 1})
+    models = {row: MODELS[row.model].set(microbatches=row.microbatches) for row in rows}
+    return {name(row): Case(cfg.set(mesh=one), cfg.set(mesh=row.mesh), batch, 8) for row, cfg in models.items()}

@@ -1,0 +1,49 @@
+"""Strategies of parallelism by name."""
+
+import pytest
+
+import axcore as ax
+from axcore.testing.models import tiny_model
+from axcore.train import Trainer
+
+DEFAULT = {"data": -1, "fsdp": 1}
+HOST = {"data": 4, "fsdp": 8}
+
+
+def used(shape, *modifiers):
+    return ax.pipe(Trainer.Config(model=tiny_model(), steps=1, mesh=ax.Mesh(shape=shape)), *modifiers).mesh
+
+
+@pytest.mark.parametrize(
+    ("before", "modifiers", "after"),
+    [
+        (DEFAULT, [ax.use("fsdp")], {"data": 1, "fsdp": -1}),
+        (DEFAULT, [ax.use("fsdp"), ax.use("data", size=2)], {"data": 2, "fsdp": -1}),
+        (DEFAULT, [ax.use("tensor", size=4)], {"data": -1, "fsdp": 1, "tensor": 4}),
+        (HOST, [ax.use("tensor", size=4)], {"data": 4, "fsdp": 2, "tensor": 4}),
+        (HOST, [ax.use("tensor", size=4), ax.use("tensor", size=2)], {"data": 4, "fsdp": 4, "tensor": 2}),
+        (HOST, [ax.use("tensor", size=2), ax.use("expert", size=4)], {"data": 4, "fsdp": 1, "tensor": 2, "expert": 4}),
+        (HOST, [ax.use("fsdp", size=32)], {"data": 1, "fsdp": 32}),
+        ({"data": 8}, [ax.use("context", size=2)], {"data": 4, "context": 2}),
+    ],
+    ids=str,
+)
+def test_an_axis_takes_its_devices_from_the_remaining_or_from_fsdp_or_data(before, modifiers, after):
+    assert dict(used(before, *modifiers).shape) == after
+
+
+def test_tensor_parallelism_shards_the_sequence_only_if_asked():
+    assert used(DEFAULT, ax.use("tensor", size=2)).rules["seq"] == "context"
+    sequence = ax.use("tensor", size=2, sequence=True)
+    assert used(DEFAULT, sequence).rules["seq"] == ("context", "tensor")
+    assert used(DEFAULT, sequence, ax.use("tensor", size=2)).rules["seq"] == "context"
+
+
+def test_zero_and_offload_are_fields_of_the_mesh():
+    found = used(DEFAULT, ax.use("zero", stage=2), ax.use("optimizer-offload"))
+    assert (found.zero, found.optimizer_memory) == (2, "host")
+
+
+def test_a_config_without_a_mesh_raises():
+    with pytest.raises(ax.ConfigError, match="only the config of a trainer has a mesh"):
+        ax.pipe(tiny_model(), ax.use("tensor", size=2))
