@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 
+from axcore.aot.chips import CHIPS, XLA_GPU_FRACTION
 from axcore.config import Config, has_field, walk
 from axcore.module import abstract
 from axcore.nn import CausalLM, layers_of
+from axcore.plugin import Accelerator
 from axcore.train import Trainer
 
+MEMORY = re.compile(r"(\d+)gb")
 HALF, LOGIT = 2, 6
 """Bytes of an activation, which is bfloat16, and of a logit, which the loss holds in bfloat16 and in float32."""
 EVERYTHING = 1.4
@@ -76,6 +80,16 @@ class Sizes:
         """
         one_layer = 2 * EVERYTHING * self.tagged / max(1, self.layers)  # the values and their gradients
         return rows * (self.seq_len * (kept + one_layer) * HALF + self.loss_len * self.vocab * LOGIT)
+
+
+def memory(accelerator: Accelerator) -> float:
+    """Bytes that a program may use on one device. The name of a GPU may tell its memory, as `gpu-a100-40gb-8` does."""
+    kind, _, size = accelerator.kind.partition("-")
+    chip = next(chip for chip in CHIPS if (chip.platform, chip.kind) == (accelerator.platform, kind))
+    if chip.platform != "gpu":
+        return chip.usable
+    told = MEMORY.fullmatch(size)
+    return XLA_GPU_FRACTION * (int(told[1]) * 10**9 if told else chip.memory)
 
 
 @functools.lru_cache(maxsize=8)  # tracing the initializers of a large model takes a second
