@@ -26,7 +26,7 @@ def used(shape, *modifiers):
         (HOST, [ax.use("fsdp", size=32)], {"data": 1, "fsdp": 32}),
         ({"data": 8}, [ax.use("context", size=2)], {"data": 4, "context": 2}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_an_axis_takes_its_devices_from_the_remaining_or_from_fsdp_or_data(before, modifiers, after):
     assert dict(used(before, *modifiers).shape) == after
