@@ -49,7 +49,10 @@ def axcore_attention_kernels() -> list[AttentionKernelOffer]:
 
 @hookimpl
 def axcore_context_parallelism() -> list[ContextParallelismOffer]:
-    return [ContextParallelismOffer("all-to-all", "axcore.nn:AllToAll", "Each device attends with some of the heads.")]
+    return [
+        ContextParallelismOffer("all-to-all", "axcore.nn:AllToAll", "Each device attends with some of the heads."),
+        ContextParallelismOffer("ring-attention", "axcore.nn:RingAttention", "Keys and values travel around a ring."),
+    ]
 
 
 @hookimpl

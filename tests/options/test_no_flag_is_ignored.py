@@ -61,6 +61,10 @@ VALUES = {
     **{
         f"{name} {flag}": value for name in ("aot", "diff", "explain", "show", "train") for flag, value in EDITS.items()
     },
+    "aot --executable": "program",
+    "aot --html": "page.html",
+    "aot --json": "report.json",
+    "aot --program": "decode",
     "convert --dtype": "bfloat16",
     "convert --tokenizer": "{here}/tokenizer.json",
     "doctor --json": None,
@@ -166,7 +170,7 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     """Runs a command whose expensive end is replaced by a record of its arguments: `observe(argv)` returns everything
     that it did."""
     calls = []
-    shown = SimpleNamespace(problems=(), sound=True, passes=True, left_out=())
+    shown = SimpleNamespace(problems=(), sound=True, passes=True, left_out=(), fits=True, program="", target="")
     shown.to_json, shown.as_json, shown.as_text = (lambda: "{}"), (lambda: {}), (lambda: "text")
     shown.write = lambda folder: calls.append(str(folder))
 
@@ -184,7 +188,8 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     (tmp_path / "same.json").write_text(json.dumps(raw | {"initializer_range": 0.5}))
     replace(Trainer, "run", {})
     replace(cli.launch, "launch", 0)
-    replace(aot, "compile_step", "compiled")
+    replace(aot, "compile_program", shown)
+    replace(aot, "report_page", "page")
     replace(aot, "explain", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
     replace(train, "save_model", None)

@@ -147,6 +147,14 @@ def test_case_what_no_family_computes_is_refused(field):
         by_type("llama").read_config(Fields(LLAMA | {field: True}))
 
 
+def test_case_a_misspelled_field_is_refused_with_the_right_name():
+    expected = r"hiden_act='silu'\. Did you mean 'hidden_act'\? .* Remove one only if transformers ignores it"
+    with pytest.raises(ConfigError, match=expected):
+        by_type("llama").read_config(Fields(LLAMA | {"hiden_act": "silu"}))
+    with pytest.raises(ConfigError, match=r"attention_multiplier=0\.1\. Fields"):  # of Granite, not a misspelling
+        by_type("llama").read_config(Fields(LLAMA | {"attention_multiplier": 0.1}))
+
+
 def test_case_helpers_read_only_what_they_use():
     fields = Fields({"vocab_size": 8, "hidden_size": 4, "tie_word_embeddings": True, "sliding_window": 0})
     layer = TransformerLayer.Config(attention=Attention.Config(num_heads=1), ffn=FeedForward.Config(hidden_dim=4))

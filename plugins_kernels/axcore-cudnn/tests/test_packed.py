@@ -143,8 +143,9 @@ def attend(form, q, k, v, grad, segment_ids, sinks):
     def call(q, k, v, sinks):
         return fused.attention(q, k, v, form, segment_ids=segment_ids, sinks=sinks)
 
-    (heads, lse), pull = jax.vjp(call, q, k, v, sinks)
-    return heads, lse, *pull((grad, jnp.zeros_like(lse)))
+    with jax.default_matmul_precision("float32"):  # the default of GPUs is TF32
+        (heads, lse), pull = jax.vjp(call, q, k, v, sinks)
+        return heads, lse, *pull((grad, jnp.zeros_like(lse)))
 
 
 PACKED = {

@@ -25,7 +25,7 @@ from axcore.plugin.offers import (
 from axcore.plugin.recipes import recipe
 from axcore.plugin.registry import Registry, active, registry, resolve, supplier
 from axcore.plugin.states import Plugin, PluginError, State, Unavailable
-from axcore.plugin.targets import mesh_rules, target
+from axcore.plugin.targets import mesh_rule, mesh_rules, recipe_of, target
 
 __all__ = [
     "API_VERSION",
@@ -54,9 +54,11 @@ __all__ = [
     "active",
     "attributed",
     "hookimpl",
+    "mesh_rule",
     "mesh_rules",
     "offered",
     "recipe",
+    "recipe_of",
     "registry",
     "resolve",
     "supplier",

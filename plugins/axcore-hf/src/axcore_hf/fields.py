@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from axcore.config import AxcoreError, ConfigError
+from axcore.config import AxcoreError, ConfigError, did_you_mean
 from axcore_rope.scaling import is_positive
 
 # fmt: off
@@ -232,4 +232,9 @@ class Fields:
                 )
         if left := self.unread():
             listed = ", ".join(f"{name}={value!r}" for name, value in sorted(left.items()))
-            raise ConfigError(f"{self.where}: not supported{kind}: {listed}")
+            misspelt = [name for name in left if not any(name in names for names, *_ in KINDS)]  # not of another family
+            near = did_you_mean(misspelt[0], self._defaults) if len(left) == len(misspelt) == 1 else ""
+            raise ConfigError(
+                f"{self.where}: not supported{kind}: {listed}.{near} Fields may change what the model computes. Remove "
+                f"one only if transformers ignores it."
+            )

@@ -56,17 +56,20 @@ def optimizer_shardings(layout: Layout, state: Any, params: Tree, moments: Tree)
     return like_params(state, params, moments, layout.sharding())
 
 
-def on_devices(tree: Any, like: Any) -> Any:  # Any: an optax state
-    """The arrays in device memory.
+def on_devices(grads: Tree, state: Any, like: Any) -> tuple[Tree, Any]:  # Any: an optax state
+    """The gradients, and the optimizer state in device memory.
+
+    State in host memory is moved after the gradients are computed. Otherwise XLA moves it at the start of the step,
+    and device memory holds it together with the activations.
 
     Args:
-        like: shapes and shardings of the arrays. Those on the devices stay as they are.
+        like: shapes and shardings of the state.
     """
+    if not any(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(like)):
+        return grads, state
+    grads, state = jax.lax.optimization_barrier((grads, state))
 
     def moved(leaf: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
-        sharding = form.sharding
-        return (
-            leaf if sharding.memory_kind != "pinned_host" else jax.device_put(leaf, sharding.with_memory_kind("device"))
-        )
+        return jax.device_put(leaf, form.sharding.with_memory_kind("device"))
 
-    return jax.tree.map(moved, tree, like)
+    return grads, jax.tree.map(moved, state, like)

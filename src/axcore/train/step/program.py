@@ -102,8 +102,8 @@ class Program:
         """Returns the new state and the metrics: scalars, or [layer] for summaries of a scanned stack."""
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
-        moments = self.learner.trained(self.moments)
-        like = moments if self.layout.zero == 2 else self.learner.trained(self.state.params)
+        updated = self.learner.trained(self.moments)
+        like = updated if self.layout.zero == 2 else self.learner.trained(self.state.params)
         gradient = ObjectiveGradient(self.fn, self.objective, self.layout, trained, frozen, like)
         with self.layout.active():
             if self.stack is not None:
@@ -114,10 +114,12 @@ class Program:
                 found = gradient.accumulated(state.model_state, batch, key, self.microbatches)
         grads = found.grads
         if self.layout.zero:
-            grads = jax.lax.with_sharding_constraint(grads, jax.tree.map(lambda form: form.sharding, moments))
+            grads = jax.lax.with_sharding_constraint(grads, jax.tree.map(lambda form: form.sharding, updated))
         with jax.named_scope("learner"), root(None, key=key, training=True, names=("learner",)) as frame:
-            here = on_devices(state.optimizer, self.state.optimizer)
-            params, optimizer, metrics = self.learner.update(grads, here, state.params, state.step, state.total_steps)
+            grads, moments = on_devices(grads, state.optimizer, self.state.optimizer)
+            params, optimizer, metrics = self.learner.update(
+                grads, moments, state.params, state.step, state.total_steps
+            )
         assert frame.collections is not None
         if frame.collections.losses:
             raise ConfigError(
@@ -189,12 +191,16 @@ class Program:
         run = self.train_step if jax.config.jax_disable_jit else self.lower_train(batch).compile(self.compiler_options)
         return checked(self.train_step, run) if jax.config.jax_debug_nans else run
 
-    def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """The training step, lowered for the layout's platform, which need not be available here."""
+    def trace_train(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
+        """The training step, traced for global batches of these shapes."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
         with checked_tags():
-            traced = step.trace(self.state, self.batch_shapes(batch))
+            return step.trace(self.state, self.batch_shapes(batch))
+
+    def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """The training step, lowered for the layout's platform, which need not be available here."""
+        traced = self.trace_train(batch)
         if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # its mesh has no devices to take the platform from
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
