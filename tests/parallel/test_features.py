@@ -3,6 +3,7 @@
 import pytest
 
 import axcore as ax
+from axcore.parallel.pipeline import GPipe, OneForwardOneBackward
 from axcore.testing.models import tiny_model
 from axcore.train import Trainer
 
@@ -37,6 +38,13 @@ def test_tensor_parallelism_shards_the_sequence_only_if_asked():
     sequence = ax.use("tensor", size=2, sequence=True)
     assert used(DEFAULT, sequence).rules["seq"] == ("context", "tensor")
     assert used(DEFAULT, sequence, ax.use("tensor", size=2)).rules["seq"] == "context"
+
+
+def test_a_pipeline_has_a_schedule_with_chunks():
+    found = used(DEFAULT, ax.use("pipeline", size=4, chunks=2))
+    assert dict(found.shape) == {"data": -1, "fsdp": 1, "pipeline": 4}
+    assert found.pipeline == OneForwardOneBackward.Config(chunks=2)
+    assert used(DEFAULT, ax.use("pipeline", size=4, schedule="gpipe")).pipeline == GPipe.Config()
 
 
 def test_zero_and_offload_are_fields_of_the_mesh():
