@@ -26,7 +26,7 @@ from axcore.nn import (
 )
 from axcore.nn.attention.choice import recording
 from axcore.nn.attention.context.hops import hops_of
-from axcore.parallel import Mesh, Remat, SaveNames
+from axcore.parallel import ByTag, Mesh, Remat
 from axcore.plugin import PluginError
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.attention_cases import CASES, arrays_of, formula, inputs_of
@@ -148,7 +148,7 @@ def test_a_policy_that_saves_heads_and_lse_avoids_another_round_of_the_ring():
             traced = jax.make_jaxpr(jax.grad(lambda arrays: call(arrays).sum()))(arrays_of(case, "float32"))
         return str(traced).count("dot_general[")
 
-    assert products(Remat()) - products(SaveNames(names=("heads", "lse"))) == 4  # two in each hop
+    assert products(Remat()) - products(ByTag(save=("heads", "lse"))) == 4  # two in each hop
 
 
 def test_calls_that_a_form_cannot_compute_raise_before_compiling():

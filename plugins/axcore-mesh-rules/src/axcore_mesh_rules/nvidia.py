@@ -46,7 +46,7 @@ def options(kind: str, devices: int, sizes: Sizes | None) -> dict[str, Value]:
 
     - Thresholds that combine the collectives of one layer: +2.6% for Llama2-7B on two H200s, and 61.0 instead of 60.6%
       MFU on four. A threshold that is large for the model would combine layers and expose the transfers.
-    - Products by cuBLAS instead of Triton: 62.4 instead of 61.0% MFU on four H200s, and half the time of compilation.
+    - Products by cuBLAS instead of Triton: 62.4 instead of 61.0% MFU on four H200s, and half of the compile time.
     - The latency hiding scheduler, with which the figures of four H200s were measured. It is off for B200s, since a
       public report measured a step that is 4% slower with it on GB200s (marin-community/marin#8054).
     """
