@@ -66,6 +66,7 @@ def show_rule(name: str, before: list[tuple[str, str]], target: str, after: list
     cfg = edited(adapted, after)
     layout = cfg.mesh.abstract(accelerator.count, accelerator.platform, accelerator.kind)
     options = check_options(cfg.compiler_options, _compiling(accelerator) or layout)
+    schedule = layout.pipeline and layout.pipeline.table(layout.stages, cfg.microbatches)
     plugin, rule = mesh_rule(accelerator, recipe_of(recipe))
     groups = "slices" if accelerator.platform == "tpu" else "hosts"
     over = f" on {accelerator.hosts} {groups}" if accelerator.hosts > 1 else ""
@@ -79,6 +80,8 @@ def show_rule(name: str, before: list[tuple[str, str]], target: str, after: list
         slow = [axis for axis, factor in cfg.mesh.dcn.items() if factor > 1] or _crossing(sizes, accelerator.per_host)
         print(f"axes that span {groups}: {', '.join(slow) or 'none'}")
     print(_batch(cfg, layout))
+    if schedule is not None:
+        print(f"pipeline: each of the {layout.stages} stages is idle {schedule.idle:.1%} of the time")
     if options:
         print()
         rows = [(option.name, str(option.value), option.note) for option in options]
