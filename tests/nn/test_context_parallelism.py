@@ -181,7 +181,7 @@ def test_the_feature_takes_devices_from_another_axis():
     assert used({"data": 4, "context": 2}, size=4).shape == {"data": 2, "context": 4}
     with pytest.raises(ax.ConfigError, match="does not fill 3 devices"):
         used({"data": 3}, size=2).make(jax.devices()[:1] * 3)
-    with pytest.raises(ax.ConfigError, match="this is not the config of a trainer"):
+    with pytest.raises(ax.ConfigError, match="only the config of a trainer has a mesh"):
         ax.pipe(tiny_model(), ax.use("context", size=2))
     with pytest.raises(PluginError, match="no installed plugin offers the context parallelism 'al-to-all'"):
         ax.pipe(cfg, ax.use("context", size=2, form="al-to-all"))
