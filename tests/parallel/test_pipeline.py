@@ -1,5 +1,7 @@
 """Pipeline schedules as tables, and what cannot be divided into stages."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -7,8 +9,10 @@ import axcore as ax
 from axcore.nn.transformer import Sequence
 from axcore.parallel import Mesh
 from axcore.parallel.pipeline import GPipe, OneForwardOneBackward, Op, PipelineSchedule, Task, ZeroBubble
+from axcore.testing.devices import on_devices
 from axcore.testing.models import tiny_model
 from axcore.train.step.learner import Learner
+from axcore.train.step.pipeline.split import Backward, operations
 from axcore.train.step.program import program
 
 SCHEDULES = (GPipe, OneForwardOneBackward, ZeroBubble)
@@ -109,6 +113,53 @@ def test_an_order_that_cannot_run_raises(first, last, message):
 
     with pytest.raises(ax.ConfigError, match=message):
         table(Wrong, 2, 2)
+
+
+def test_the_backward_pass_is_divided_without_a_repeated_product():
+    random = np.random.default_rng(0)
+    weights = [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((3, 5), (5, 3))]
+    x, g = (jnp.asarray(random.normal(size=(4, 3)), jnp.float32) for _ in range(2))
+
+    def layer(weights, x):
+        return x + jnp.tanh(x @ weights[0]) @ weights[1]
+
+    _, pull = jax.vjp(layer, weights, x)
+    leaves, form = jax.tree.flatten(pull)
+    whole = operations(lambda leaves, g: jax.tree.leaves(jax.tree.unflatten(form, leaves)(g)), leaves, x)
+    backward = Backward(whole, len(leaves), len(weights))
+    products = [
+        str(jax.make_jaxpr(part)(*args)).count("dot_general")
+        for part, args in (
+            (backward.inputs, (leaves, [g])),
+            (backward.weights, (leaves, backward.inputs(leaves, [g])[1])),
+        )
+    ]
+    gx, stash = backward.inputs(leaves, [g])
+    assert products == [2, 2]
+    for found, wanted in zip((*backward.weights(leaves, stash), *gx), jax.tree.leaves(pull(g)), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def temporary_bytes(microbatches):
+    cfg = layers(4)
+    found = []
+    for schedule in (OneForwardOneBackward, GPipe):
+        layout = Mesh(shape={"pipeline": 4}, pipeline=schedule.Config()).make(jax.devices()[:4])
+        batch = {
+            name: np.zeros((2 * microbatches, 64), dtype)
+            for name, dtype in (("inputs", np.int32), ("targets", np.int32), ("weights", np.float32))
+        }
+        step = program(cfg, Learner.Config(), layout, microbatches=microbatches).lower_train(batch).compile()
+        found.append(step.memory_analysis().temp_size_in_bytes)
+    return found
+
+
+@pytest.mark.slow
+def test_memory_of_1f1b_grows_with_microbatches_by_embeddings_only():
+    few, many = on_devices(temporary_bytes, 4), on_devices(temporary_bytes, 16)
+    embeddings = 2 * 64 * 16 * 4  # bytes of one microbatch
+    assert many[0] - few[0] < 12 * 6 * embeddings
+    assert many[1] - few[1] > 12 * 12 * embeddings
 
 
 def made(model, microbatches=8, **mesh):

@@ -17,7 +17,7 @@ from axcore.parallel.pipeline import Table
 from axcore.train.step.accumulation import Counts, key_of
 from axcore.train.step.objective import Batch
 from axcore.train.step.parts import joined, part
-from axcore.train.step.pipeline.chunk import Call, Chunk, Gradient, Variables, as_float
+from axcore.train.step.pipeline.chunk import Call, Chunk, Gradient, Variables, as_float, replaced
 from axcore.train.step.pipeline.parts import Hidden, Parts
 
 
@@ -83,14 +83,6 @@ class Task(NamedTuple):
     g_arrives: Int[Array, ""]
 
 
-class Kept(NamedTuple):
-    """What the backward pass of a chunk needs from its forward pass."""
-
-    x: Hidden
-    written: list[jax.Array]
-    """The Variables that the forward pass wrote, before it did."""
-
-
 class Stage:
     """One stage, which exists while a `shard_map` is traced."""
 
@@ -118,7 +110,7 @@ class Stage:
         self.inputs, self.key, self.counts = inputs, key, counts
         self.number, self.stages = jax.lax.axis_index("pipeline"), table.op.shape[1]
         self.chunks, self.depth = jax.tree.leaves(layers)[0].shape[:2]
-        self.chunk, self.likes, self.written = Chunk(parts), likes, tuple[int, ...]()
+        self.likes, self.written = likes, tuple[int, ...]()
 
     def run(self) -> tuple[Sums, Sums, Hidden]:
         """(sums of the layers, sums of the rest of the model, gradient of the inputs of the first layer), the last two
@@ -149,9 +141,9 @@ class Stage:
             is_first, lambda: _placed(_at(self.inputs.x, task.microbatch)), lambda: _placed(_at(buffers.x, task.x))
         )
         written = _at(layers.written, task.chunk)
-        (y, _), (new, reports) = self.chunk.forward(self._variables(task, written), x, self._call(task))
+        y, kept, (new, reports) = self.chunk.forward(self._variables(task, written), x, self._call(task))
         buffers = buffers._replace(
-            kept=_put(buffers.kept, Kept(x, written), task.kept),
+            kept=_put(buffers.kept, kept, task.kept),
             g=_put(buffers.g, y, task.g),  # the loss reads the output of the last chunk; elsewhere the slot is unused
         )
 
@@ -172,14 +164,15 @@ class Stage:
             is_last, self._loss, lambda rest, g, _: (rest, _placed(g)), rest, _at(buffers.g, task.g), task
         )
         kept = _at(buffers.kept, task.kept)
-        g, stash = self.chunk.backward(self._variables(task, kept.written), kept.x, self._call(task), g)
+        g, stash = self.chunk.backward(_at(self.layers, task.chunk), kept, self._call(task), g)
         buffers = buffers._replace(stash=_put(buffers.stash, stash, task.stash))
 
         gx = jax.lax.cond(is_first, lambda gx: _put(gx, g, task.microbatch), lambda gx: gx, carry.gx)
         return Carry(buffers, carry.layers, rest, gx), self._nothing(), _placed(g)
 
     def _weight(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
-        found = _at(carry.buffers.stash, task.stash)
+        kept, stash = _at(carry.buffers.kept, task.kept), _at(carry.buffers.stash, task.stash)
+        found = self.chunk.weights(_at(self.layers, task.chunk), kept, self._call(task), stash)
         sums = carry.layers.gradient
         sums = _put(sums, added(_at(sums, task.chunk), *found), task.chunk)
         return carry._replace(layers=carry.layers._replace(gradient=sums)), self._nothing(), self._nothing()
@@ -236,11 +229,12 @@ class Stage:
     def _start(self) -> Carry:
         zero = Task(*(jnp.int32(0),) * len(Task._fields))
         self.x = jax.eval_shape(lambda: _at(self.inputs.x, 0))
-        first = _at(self.layers, 0)
-        _, (written, reports) = jax.eval_shape(lambda x: self.chunk.forward(first, x, self._call(zero)), self.x)
-        stash = jax.eval_shape(lambda x: self.chunk.backward(first, x, self._call(zero), x)[1], self.x)
+        first, call = _at(self.layers, 0), self._call(zero)
+        self.chunk = Chunk(self.parts, first, self.x, call)
+        _, kept, (_, reports) = jax.eval_shape(lambda x: self.chunk.forward(first, x, call), self.x)
+        stash = jax.eval_shape(lambda kept, g: self.chunk.backward(first, kept, call, g)[1], kept, self.x)
         shapes = jax.eval_shape(lambda y: self._after(self.rest, [], y, zero)[1:], self.x)
-        sizes = {"x": self.x, "g": self.x, "kept": Kept(self.x, written), "stash": stash}
+        sizes = {"x": self.x, "g": self.x, "kept": kept, "stash": stash}
         buffers = {name: _zeros(like, getattr(self.table, f"num_{name}") + 1) for name, like in sizes.items()}
         buffers |= {name: _placed(buffers[name], None) for name in ("x", "g")}
         microbatches = jax.tree.leaves(self.inputs.batch)[0].shape[0]
@@ -279,13 +273,6 @@ class Stage:
 
         lowest = jax.tree.map(lambda own: jnp.full(own.shape, -jnp.inf, jnp.float32), variables.gradient_state)
         return Gradient(jax.tree.map(zeros, likes, variables.trained), lowest)
-
-
-def replaced(tree: Tree, numbers: tuple[int, ...], values: list[jax.Array]) -> Tree:
-    """The tree with other values for the leaves of these numbers."""
-    leaves, structure = jax.tree.flatten(tree)
-    new = dict(zip(numbers, values, strict=True))
-    return jax.tree.unflatten(structure, [new.get(number, leaf) for number, leaf in enumerate(leaves)])
 
 
 def _at_numbers(tree: Tree, numbers: tuple[int, ...]) -> list[jax.Array]:
