@@ -23,6 +23,8 @@ MESHES = {
         shape={"data": 2, "a": 2, "b": 2}, rules={"batch": "data", "seq": "a", "expert": ("a", "b"), "mlp": "b"}
     ),
 }
+RAGGED = "expert on two axes, sharded sequence"
+"""The mesh on which `Exchange` also runs with ragged arrays."""
 ROUTINGS = ("random", "four experts", "one expert")
 
 
@@ -89,6 +91,26 @@ def gradients(cfg, layout):
     return {**found, "bytes": held, "text": compiled.as_text()}
 
 
+def lowered(platform, **options):
+    """The text of a forward pass for eight devices that are not there."""
+    from axcore_moe.exchange import Exchange
+
+    fn, params, state = abstract(mixture(Exchange(**options)))
+    layout = Mesh(shape={"expert": 8}).abstract(8, platform)
+
+    def call(params, state, x):
+        with layout.active():
+            return fn(params, state, x)[0][0]
+
+    x = jax.ShapeDtypeStruct((ROWS, SEQ, DIM), jnp.float32)
+    return (
+        jax.jit(call)
+        .trace(params, state, x)
+        .lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
+        .as_text()
+    )
+
+
 class Amax(ax.Layer):
     """Scales x. Stores the sum of each row and, like delayed scaling, the largest absolute output of the batch."""
 
@@ -137,4 +159,19 @@ def main():
     found |= {name: gradients(mixture(Exchange()), mesh.make()) for name, mesh in MESHES.items()}
     bounded = mixture(Exchange(factor=1.0, dropless=False))
     found["bounded"] = gradients(bounded, MESHES["expert=8"].make())
+    jax.lax.ragged_all_to_all, Exchange._is_ragged = emulated, lambda *_: True
+    found["ragged"] = gradients(mixture(Exchange()), MESHES[RAGGED].make())
     return found
+
+
+def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`jax.lax.ragged_all_to_all`, which XLA does not implement for CPUs. NaN if the sizes of two devices differ."""
+    here, row = jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
+    sent = jax.lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
+    for source in range(recv_sizes.size):
+        rows, first, size, start = sent[0][source], *(each[source, here] for each in sent[1:])
+        inside = (row >= start) & (row < start + size)
+        values = rows.at[row - start + first].get(mode="fill", fill_value=jnp.nan)
+        output = jnp.where(inside[:, None], values, output)
+        output = jnp.where(size == recv_sizes[source], output, jnp.nan)
+    return output

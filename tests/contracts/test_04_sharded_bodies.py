@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+import axcore as ax
 from axcore.testing.devices import on_devices
 
-from .bodies import DIM, EXPERTS, HIDDEN, MESHES, ROUTINGS, main
+from .bodies import DIM, EXPERTS, HIDDEN, MESHES, ROUTINGS, lowered, main
 
 pytestmark = pytest.mark.long
 
@@ -20,7 +21,7 @@ def found():
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [*MESHES, "ragged"])
 def test_exchange_gives_the_loss_and_gradients_of_one_device(found, mesh, routing):
     one, many = found["one"][routing], found[mesh][routing]
     assert many["dropped"] == 0
@@ -30,6 +31,18 @@ def test_exchange_gives_the_loss_and_gradients_of_one_device(found, mesh, routin
         largest = np.abs(gradient).max()
         assert largest > 0, path
         np.testing.assert_allclose(many["gradients"][path], gradient, rtol=0, atol=1e-6 * largest, err_msg=path)
+
+
+def test_ragged_arrays_are_sent_on_tpus_or_if_asked_for():
+    assert "ragged_all_to_all" in lowered("tpu")
+    assert "ragged_all_to_all" not in lowered("tpu", transport="padded")
+    assert "ragged_all_to_all" not in lowered("tpu", dropless=False)
+    assert "ragged_all_to_all" not in lowered("cpu")
+    assert "ragged_all_to_all" in lowered("gpu", transport="ragged")
+    with pytest.raises(ax.ConfigError, match=r'transport="ragged" drops nothing, so dropless=False requires'):
+        lowered("tpu", transport="ragged", dropless=False)
+    with pytest.raises(ax.ConfigError, match=r'requires a GPU or TPU, and this is a CPU\. Set transport="auto"'):
+        lowered("cpu", transport="ragged")
 
 
 def test_each_routing_uses_the_expected_experts(found):

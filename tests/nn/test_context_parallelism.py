@@ -1,6 +1,7 @@
 """Context parallelism: attention to a sequence that is sharded over devices equals attention on one device."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -9,9 +10,23 @@ import pytest
 from tests.nn.context_parallelism import heads_grad, results
 
 import axcore as ax
-from axcore.nn import AllToAll, FeedForward, LatentAttention, ReferenceKernel, TransformerLayer, attend, use_remat
+from axcore.nn import (
+    AllToAll,
+    Causal,
+    FeedForward,
+    KernelRequest,
+    LatentAttention,
+    ReferenceKernel,
+    RingAttention,
+    SameSegment,
+    SlidingWindow,
+    TransformerLayer,
+    attend,
+    use_remat,
+)
 from axcore.nn.attention.choice import recording
-from axcore.parallel import Mesh, Remat
+from axcore.nn.attention.context.hops import hops_of
+from axcore.parallel import ByTag, Mesh, Remat
 from axcore.plugin import PluginError
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.attention_cases import CASES, arrays_of, formula, inputs_of
@@ -19,8 +34,12 @@ from axcore.testing.devices import on_devices, steps
 from axcore.testing.models import OBJECTIVE
 from axcore.train import Learner, Trainer
 
-FORMS = {"all-to-all": AllToAll.Config()}
-SHORT = {"all-to-all": ("documents", "dropout")}
+FORMS = {
+    "all-to-all": AllToAll.Config(),
+    "ring": RingAttention.Config(),
+    "unbalanced ring": RingAttention.Config(balanced=False),
+}
+SHORT = {"all-to-all": ("documents",), "ring": ("documents",)}
 LONG = (
     "causal",
     "documents",
@@ -89,6 +108,49 @@ def test_the_kernel_sees_whole_rows_and_some_heads():
     assert (gathered.query_len, gathered.key_len, gathered.num_heads, gathered.aligned) == (8, 16, 2, False)
 
 
+def test_the_ring_asks_for_a_causal_mask_only_where_queries_and_keys_are_the_same_tokens():
+    causal, apart, union = CASES["documents"].mask, SameSegment(), CASES["union of two masks"].mask
+    ring = Mesh(shape={"context": 4}, context=RingAttention.Config())
+    unbalanced = ring.set(context=RingAttention.Config(balanced=False))
+
+    def calls(name, mesh):
+        return [(each.query_len, each.key_len, each.mask, each.aligned) for each in traced(CASES[name], mesh)]
+
+    halves = [(2, 2, causal, True), (2, 2, apart, False), (4, 2, apart, False), (2, 4, apart, False)]
+    assert calls("documents", ring) == halves
+    assert calls("documents", unbalanced) == [(4, 4, causal, True), (4, 4, apart, False)]
+    assert calls("union of two masks", ring) == [(4, 4, union, True), (4, 4, union, False)]
+    assert calls("window of one", ring) == [(4, 4, CASES["window of one"].mask, True)]
+    assert traced(CASES["sinks"], ring)[0].options == ("lse",)
+
+
+@pytest.mark.parametrize(("window", "hops"), [(1, 1), (2, 2), (5, 2), (6, 3), (13, 4), (100, 4)])
+def test_a_window_limits_the_hops(window, hops):
+    mask = Causal() & SlidingWindow(size=window)
+    case = dataclasses.replace(CASES["window"], mask=mask, query_len=4, key_len=4)
+    assert len(hops_of(KernelRequest.of(inputs_of(case, arrays_of(case, "float32"))), 4, balanced=False)) == hops
+    queries, keys = np.arange(12, 16)[:, None], np.arange(16)
+    visible = (queries >= keys) & (queries - keys < window)
+    assert visible.any(0).reshape(4, 4).any(1).sum() == hops
+
+
+def test_a_policy_that_saves_heads_and_lse_avoids_another_round_of_the_ring():
+    case, mesh = CASES["causal"], Mesh(shape={"context": 2}, context=RingAttention.Config(balanced=False))
+    kernel = ReferenceKernel.Config(head_dim=64).build(rngs=ax.Rngs(0))
+
+    def products(policy):
+        @functools.partial(jax.checkpoint, policy=policy.policy())
+        def call(arrays):
+            with ax.module.root(kernel, key=None, training=True):
+                return attend(kernel, inputs_of(case, arrays))[0]
+
+        with mesh.abstract(2, "cpu").active():
+            traced = jax.make_jaxpr(jax.grad(lambda arrays: call(arrays).sum()))(arrays_of(case, "float32"))
+        return str(traced).count("dot_general[")
+
+    assert products(Remat()) - products(ByTag(save=("heads", "lse"))) == 4  # two in each hop
+
+
 def test_calls_that_a_form_cannot_compute_raise_before_compiling():
     three = Mesh(shape={"context": 3}, context=AllToAll.Config())
     wide = dataclasses.replace(CASES["causal"], query_len=18, key_len=18)
@@ -96,6 +158,10 @@ def test_calls_that_a_form_cannot_compute_raise_before_compiling():
     with pytest.raises(ax.ConfigError, match=message + r"\. Shard the sequence over 1, 2, 4 devices"):
         traced(wide, three)
     four = Mesh(shape={"context": 4}, context=AllToAll.Config())
+    message = r"RingAttention with context=4 and balanced=True requires an even number of tokens on each device, got 3"
+    odd, ring = dataclasses.replace(CASES["causal"], query_len=12, key_len=12), RingAttention.Config()
+    with pytest.raises(ax.ConfigError, match=message + r"\. Make the sequence length a multiple of 8"):
+        traced(odd, four.set(context=ring))
     for name, phase in (("prefill chunk", "prefill"), ("one decoded token", "decode")):
         with pytest.raises(ax.ConfigError, match=r"does not read a KV cache\. Set mesh\.context=None for decoding"):
             traced(CASES[name], four, phase=phase)

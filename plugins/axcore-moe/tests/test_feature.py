@@ -17,7 +17,8 @@ from axcore.testing.devices import steps
 from axcore.testing.models import OBJECTIVE, objective
 from axcore.train import Learner, Trainer, WarmupStableDecay
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
-from axcore_moe.dispatch import Capacity
+from axcore_moe.dispatch import Capacity, Dropless
+from axcore_moe.exchange import Exchange
 from axcore_moe.layer import MoE
 from axcore_moe.starvation import StarvationWarning
 
@@ -85,6 +86,15 @@ def test_a_scanned_stack_writes_the_state_of_each_layer():
     assert bias.shape == (2, 4) and np.abs(bias).max() == 0.5 and not np.array_equal(bias[0], bias[1])
 
 
+def test_the_default_dispatch_is_that_of_expert_parallelism_if_tokens_choose_experts():
+    def dispatches(**options):
+        cfg = ax.pipe(tiny_model(), ax.use("moe", num_experts=4, **options))
+        return {node.dispatch for _, node in ax.select(cfg, MoE)}
+
+    assert dispatches() == {Exchange()}
+    assert dispatches(expert_choice=True) == {Dropless()}
+
+
 @pytest.mark.slow  # starts a process that compiles for eight devices
 @pytest.mark.parametrize("dispatch", ["dropless", "exchange", "capacity"])
 def test_eight_devices_match_one(dispatch):
@@ -149,7 +159,7 @@ def test_replacing_a_mixture_again_is_rejected():
         ),
         (
             {"num_experts": 4, "capacity_factor": 1.0},
-            "capacity_factor=1.0 requires dispatch='capacity', not 'dropless'",
+            "capacity_factor=1.0 requires dispatch='capacity', not 'exchange'",
         ),
         (
             {"num_experts": 4, "dispatch": "capacity", "capacity_factor": 0.0},

@@ -6,6 +6,7 @@ from axcore.nn.activations import exact_gelu, squared_relu
 from axcore.nn.attention.base import BaseAttention
 from axcore.nn.attention.choice import ChooseKernel, attend, put_kernel, use_kernels
 from axcore.nn.attention.context.all_to_all import AllToAll
+from axcore.nn.attention.context.ring import RingAttention
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Heads
 from axcore.nn.attention.kernel import AttentionKernel, refusal
@@ -104,6 +105,7 @@ __all__ = [
     "RaggedDot",
     "ReferenceKernel",
     "Repeat",
+    "RingAttention",
     "SameSegment",
     "Scale",
     "Sequence",

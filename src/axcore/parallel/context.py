@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import axcore.config
 from axcore.config import Configurable
@@ -19,6 +19,9 @@ class ContextParallelism(Configurable):
     If the rules shard `seq`, each device has a part of the queries, keys and values. A form computes attention from
     these parts with the kernel that the config names. Without a form, keys and values are gathered on every device.
     """
+
+    tags_heads: ClassVar[bool] = False
+    """Whether the form tags its heads as `heads` for remat policies, which a custom gradient requires."""
 
     class Config(axcore.config.Config):
         """Base of the configs of these forms."""

@@ -8,7 +8,8 @@ from axcore.config import Config, ConfigError, FrozenDict, PositiveInt, has_fiel
 from axcore.parallel.axes import entry_of, group_of
 from axcore.parallel.context import ContextParallelism
 from axcore.parallel.mesh import Mesh
-from axcore.plugin import ContextParallelismOffer, offered
+from axcore.parallel.pipeline import PipelineSchedule
+from axcore.plugin import ContextParallelismOffer, PipelineScheduleOffer, offered
 
 
 def use_data(cfg: Config, size: PositiveInt) -> Config:
@@ -84,6 +85,22 @@ def use_context(cfg: Config, size: PositiveInt, form: str | None = "all-to-all")
     """
     context = None if form is None else cast(ContextParallelism.Config, offered(ContextParallelismOffer, form))
     return cfg.set(mesh=_with_axis(cfg, "context", size).set(context=context))
+
+
+def use_pipeline(cfg: Config, size: PositiveInt, schedule: str = "1f1b", chunks: PositiveInt | None = None) -> Config:
+    """Divides the layers into stages over the mesh axis `pipeline`.
+
+    The trainer needs at least as many `microbatches` as stages; with four times as many, stages are seldom idle.
+
+    Args:
+        cfg: The config of a trainer.
+        size: The number of stages.
+        schedule: The name of a schedule that a plugin offers, with options if any.
+        chunks: The number of chunks of layers on each stage; None: that of the schedule.
+    """
+    made = cast(PipelineSchedule.Config, offered(PipelineScheduleOffer, schedule))
+    made = made if chunks is None else made.set(chunks=chunks)
+    return cfg.set(mesh=_with_axis(cfg, "pipeline", size).set(pipeline=made))
 
 
 def _mesh(cfg: Any) -> Mesh:  # Any: the config of a trainer, which is above this package

@@ -18,6 +18,7 @@ from axcore.plugin.offers import (
     NumericsOffer,
     Offer,
     OptimizerOffer,
+    PipelineScheduleOffer,
     Recipe,
     SourceOffer,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "NumericsOffer",
     "Offer",
     "OptimizerOffer",
+    "PipelineScheduleOffer",
     "Plugin",
     "PluginError",
     "Recipe",

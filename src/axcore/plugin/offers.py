@@ -62,6 +62,12 @@ class ContextParallelismOffer(Offer):
     hook, kind, slot = "axcore_context_parallelism", "context parallelism", "context"
 
 
+class PipelineScheduleOffer(Offer):
+    """A subclass of `axcore.parallel.PipelineSchedule`, for the slot `pipeline` of the mesh."""
+
+    hook, kind, slot = "axcore_pipeline_schedules", "pipeline schedule", "pipeline"
+
+
 class OptimizerOffer(Offer):
     """A subclass of `axcore.train.Optimizer`, for the slot `optimizer` of the learner."""
 

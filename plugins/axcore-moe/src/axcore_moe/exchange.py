@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from axcore.parallel import Layout, active_layout, shard_map
 from axcore.parallel.axes import group_of
 from axcore_moe.dispatch import Dispatch, Dropless, by_expert
 from axcore_moe.experts import Experts
+from axcore_moe.ragged import exchanged
 from axcore_moe.routing import Routing, RowAssignment
 
 
@@ -25,18 +26,23 @@ class Exchange(Dispatch):
     """All-to-all over the mesh axes that the rules map `expert` to (GShard, arXiv 2006.16668, section 3.2).
 
     Each device holds only its own experts. If the experts are also sharded over other mesh axes (such as `embed` over
-    fsdp), they are gathered along those axes for the call. Tokens are sharded over all devices. Each device can send
-    every other device up to `factor` times the fair share of its (token, choice) pairs. If the rules do not shard
-    `expert`, this is `Dropless`.
+    fsdp), they are gathered along those axes for the call. Tokens are sharded over all devices. If the rules do not
+    shard `expert`, this is `Dropless`.
     """
 
+    layout_fields = ("transport",)
     matmul: GroupedMatmul = Blocks()
     factor: ax.PositiveFloat = 2.0
-    """Capacity of each pair of devices, as a multiple of the fair share."""
+    """Capacity as a multiple of the fair share of (token, choice) pairs: of the pairs that a device receives, and with
+    padding of those that it sends to each other device."""
     dropless: bool = True
     """True: if any device exceeds this capacity, the call runs with the largest capacity that can be needed, which
     multiplies the compute by up to the number of expert shards. Both variants are compiled, and the backward pass
-    recomputes the exchange. False: pairs beyond the capacity are dropped and counted in `dropped`."""
+    recomputes the exchange. False: pairs beyond the capacity are dropped and counted in `dropped`, which requires
+    padding."""
+    transport: Literal["auto", "ragged", "padded"] = "auto"
+    """`ragged` sends only pairs (`jax.lax.ragged_all_to_all`, which CPUs lack); `padded` sends buffers of the capacity.
+    `auto`: ragged on TPUs if dropless."""
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         layout = active_layout()
@@ -60,12 +66,28 @@ class Exchange(Dispatch):
         over = _all_axes(layout)
         rows, choices = PartitionSpec(over, None), PartitionSpec(None, over)
         y, lost = shard_map(
-            functools.partial(self._local, axes=axes, over=over, num_experts=num_experts, count=layout.size_of(axes)),
+            functools.partial(
+                self._local,
+                axes=axes,
+                over=over,
+                num_experts=num_experts,
+                count=layout.size_of(axes),
+                ragged=self._is_ragged(layout.platform),
+            ),
             in_specs=(rows, choices, choices),
             out_specs=(rows, PartitionSpec()),
             gather=[axis for axis in over if axis not in axes],
         )(experts, jnp.pad(x, ((0, missing), (0, 0))), padded(routing.expert, num_experts), padded(routing.weight, 0))
         return y[:tokens], lost / routing.expert.size
+
+    def _is_ragged(self, platform: str) -> bool:
+        if self.transport == "ragged":
+            where = 'dispatch=Exchange with transport="ragged"'
+            if not self.dropless:
+                raise ax.ConfigError(f'{where} drops nothing, so dropless=False requires transport="padded"')
+            if platform == "cpu":
+                raise ax.ConfigError(f'{where} requires a GPU or TPU, and this is a CPU. Set transport="auto"')
+        return self.transport == "ragged" or (self.transport == "auto" and self.dropless and platform == "tpu")
 
     def _local(
         self,
@@ -78,6 +100,7 @@ class Exchange(Dispatch):
         over: tuple[str, ...],
         num_experts: int,
         count: int,
+        ragged: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """Runs on each device, inside `shard_map`.
 
@@ -87,6 +110,7 @@ class Exchange(Dispatch):
             weight: float32 [choices, tokens].
             axes: mesh axes that the experts are sharded over, into `count` shards.
             over: all axes of this `shard_map`.
+            ragged: whether pairs are sent without padding.
 
         Returns:
             [tokens, input_dim], the weighted sum over each token's experts; and the number of dropped pairs on all
@@ -98,13 +122,15 @@ class Exchange(Dispatch):
         places = min(most, math.ceil(self.factor * choices * tokens / count))
         target = expert.reshape(-1) // held
         needed = jnp.zeros((count,), jnp.int32).at[target].add(1, mode="drop")  # padding is out of range
-        exchanged = functools.partial(_exchanged, matmul=self.matmul, axes=axes, held=held, count=count)
+        transport = exchanged if ragged else _padded
+        run_with = functools.partial(transport, matmul=self.matmul, axes=axes, held=held, count=count)
 
         def with_places(places: int) -> Callable[..., Any]:
-            return functools.partial(exchanged, places=places)
+            return functools.partial(run_with, places=places)
 
         if self.dropless and places < most:
-            few = jax.lax.pmax(needed.max(), over) <= places  # all devices must take the same branch
+            largest = jax.lax.psum(needed, axes) / count if ragged else needed
+            few = jax.lax.pmax(largest.max(), over) <= places  # all devices must take the same branch
             run = cond(few, remat(with_places(places)), remat(with_places(most)))
         else:
             run = with_places(places)
@@ -116,7 +142,7 @@ class Exchange(Dispatch):
         return (y * weight[..., None].astype(y.dtype)).sum(axis=0), lost
 
 
-def _exchanged(
+def _padded(
     experts: Experts,
     x: jax.Array,
     expert: jax.Array,
@@ -127,14 +153,7 @@ def _exchanged(
     count: int,
     places: int,
 ) -> jax.Array:
-    """The output of each pair's expert, on whichever device it is: [pairs, input_dim] -> the same shape.
-
-    Args:
-        expert: int32 [pairs].
-        held: number of experts per device.
-        count: number of shards of the experts.
-        places: number of pairs that each device may send to each shard.
-    """
+    """See `axcore_moe.ragged.exchanged`. Each device sends `places` rows to each shard, some of them empty."""
     assignment = RowAssignment.of(expert // held, jnp.arange(count) * places, count * places, places)
     number = jnp.append(expert % held, held)[assignment.pair].astype(jnp.int32)  # local; `held` for an empty place
     swap = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)

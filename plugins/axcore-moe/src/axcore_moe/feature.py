@@ -38,7 +38,7 @@ def use_moe(
     jitter: float = 0.0,
     router_bias: bool = False,
     expert_choice: bool = False,
-    dispatch: Dispatch | Literal["dropless", "exchange", "capacity", "dense"] = "dropless",
+    dispatch: Dispatch | Literal["dropless", "exchange", "capacity", "dense"] | None = None,
     capacity_factor: float | None = None,
     shared_experts: int = 0,
     balance: float | None = None,
@@ -59,7 +59,8 @@ def use_moe(
         score, normalize, scale, groups, top_groups, jitter: options of the router, see `TopK.Config`.
         router_bias: whether the router's logits have a learned bias.
         expert_choice: experts choose tokens, on average `top_k` experts per token. Not causal, see `ExpertChoice`.
-        dispatch: how tokens are sent to experts; see `Dispatch`.
+        dispatch: how tokens are sent to experts; see `Dispatch`. None means `exchange`, which is expert parallelism if
+            the mesh has the axis `expert`, or `dropless` with `expert_choice`.
         capacity_factor: capacity of an expert as a multiple of its fair share. Requires dispatch="capacity".
         shared_experts: number of experts that process every token. They form one block with `shared_experts` times the
             hidden features.
@@ -77,6 +78,8 @@ def use_moe(
         raise ax.ConfigError(f"every must be at least 1, not {every}")
     router = _router(num_experts, top_k, expert_choice, jitter, score, normalize, scale, groups, top_groups, bias_rate)
     router = router.set(linear=router.linear.set(use_bias=router_bias))
+    if dispatch is None:
+        dispatch = "dropless" if expert_choice else "exchange"
     chosen = DISPATCHES.get(dispatch) if isinstance(dispatch, str) else dispatch
     if not isinstance(chosen, Dispatch):
         raise ax.ConfigError(

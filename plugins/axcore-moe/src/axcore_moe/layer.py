@@ -12,7 +12,8 @@ from flax import nnx
 import axcore as ax
 from axcore.nn import FeedForward, Linear, TokenInfo
 from axcore_moe.balance import LoadBalance, z_loss
-from axcore_moe.dispatch import Dispatch, Dropless
+from axcore_moe.dispatch import Dispatch
+from axcore_moe.exchange import Exchange
 from axcore_moe.experts import Experts
 from axcore_moe.router import Router, TopK
 from axcore_moe.routing import Routing
@@ -34,7 +35,7 @@ class MoE(ax.Layer):
         num_experts: ax.PositiveInt = ax.REQUIRED
         router: Router.Config = TopK.Config()
         experts: Experts.Config = Experts.Config()
-        dispatch: Dispatch = Dropless()
+        dispatch: Dispatch = Exchange()
         shared: FeedForward.Config | None = None
         """A block that processes every token (DeepSeekMoE, arXiv 2401.06066, section 3.2)."""
         shared_gate: Linear.Config | None = None

@@ -151,12 +151,14 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
             choices.append(Choice(path, requests, kernel, tuple(refused)))
             # A kernel that wraps another still runs, so that the choice inside it is recorded.
             return kernel(kernel_inputs) if wraps(kernel) else _zeros(inputs)
+        tagged = kernel.tags_heads or wraps(kernel)
         if shards is not None and shards.runs(kernel):
             result = shards.run(kernel, kernel_inputs, path)
+            tagged = tagged or (shards.context is not None and shards.context.tags_heads)
         else:
             result = kernel(kernel_inputs)
         heads, lse = checked(kernel, path, kernel_inputs, result)
-        return heads if kernel.tags_heads or wraps(kernel) else checkpoint_name(heads, "heads"), lse
+        return heads if tagged else checkpoint_name(heads, "heads"), lse
     if (choices := _choices.get()) is not None:
         choices.append(Choice(path, requests, None, tuple(refused)))
         return _zeros(inputs)

@@ -77,13 +77,17 @@ def attend_in_parts(
         found = [kernel.backward(part(inputs, view), heads, lse, heads_grad) for view in views]
         total = _added([dataclasses.replace(each, kv=None) for each in found])
         if inputs.sinks is not None:
-            along = (heads.astype(jnp.float32) * heads_grad.astype(jnp.float32)).sum(-1)
-            sinks = -(jnp.exp(inputs.sinks.astype(jnp.float32) - lse) * along).sum((0, 1))
-            total = total.replace(sinks=sinks.astype(inputs.sinks.dtype))
+            total = total.replace(sinks=sinks_gradient(inputs.sinks, heads, lse, heads_grad))
         return total, *(each.kv for each in found)
 
     heads, lse = custom_vjp(run, forward, backward)(inputs, *parts)
     return heads, lse if return_lse else None
+
+
+def sinks_gradient(sinks: Float[Array, " head"], heads: Heads, lse: LSE, heads_grad: Heads) -> Float[Array, " head"]:
+    """The gradient of the sinks of a whole call. `heads` and `lse` are its merged results."""
+    along = (heads.astype(jnp.float32) * heads_grad.astype(jnp.float32)).sum(-1)
+    return -(jnp.exp(sinks.astype(jnp.float32) - lse) * along).sum((0, 1)).astype(sinks.dtype)
 
 
 def _added(found: list[AttentionInputs]) -> AttentionInputs:

@@ -1,9 +1,9 @@
-"""A training step under axcore-new-parallelism equals the step on one device."""
+"""A training step with the strategies of axcore-new-parallelism equals the step on one device."""
 
 import pytest
 
 import axcore as ax
-from axcore.plugin import Accelerator
+from axcore.plugin import Accelerator, ContextParallelismOffer
 from axcore.testing import ParallelismSuite
 from axcore_new_parallelism.rules import pairs
 
@@ -11,6 +11,14 @@ from axcore_new_parallelism.rules import pairs
 class TestPairs(ParallelismSuite):
     name = "new-parallelism"
     accelerator = "gpu-new-parallelism-4x2"  # 2 hosts of 4 GPUs, so each of the three axes has two devices
+
+
+class TestGatherKeys(ParallelismSuite):
+    kind = ContextParallelismOffer
+    name = "new-parallelism-context"
+
+    def trainer(self):
+        return super().trainer().set(mesh=ax.Mesh(shape={"data": 2, "fsdp": 2, "context": 2}))
 
 
 def test_an_odd_number_of_gpus_raises():

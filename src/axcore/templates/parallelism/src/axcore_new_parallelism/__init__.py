@@ -1,1 +1,1 @@
-"""FSDP with tensor parallelism over pairs of GPUs, for axcore."""
+"""Strategies of parallelism for axcore: tensor parallelism over pairs of GPUs, and attention to gathered keys."""

@@ -1,6 +1,6 @@
 """What axcore-new-parallelism offers. Imports neither jax nor flax."""
 
-from axcore.plugin import MeshRule, hookimpl
+from axcore.plugin import ContextParallelismOffer, MeshRule, hookimpl
 
 axcore_api = 2
 
@@ -12,3 +12,9 @@ def axcore_mesh_rules() -> list[MeshRule]:
     # This pattern matches a name for your own machines, such as gpu-new-parallelism-8x4. The pattern gpu-h100-* would
     # match every machine with H100s.
     return [MeshRule("new-parallelism", target, summary, pattern="gpu-new-parallelism-*")]
+
+
+@hookimpl
+def axcore_context_parallelism() -> list[ContextParallelismOffer]:
+    target = "axcore_new_parallelism.context:GatherKeys"
+    return [ContextParallelismOffer("new-parallelism-context", target, "Each device gathers all keys and values.")]

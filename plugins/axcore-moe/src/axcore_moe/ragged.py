@@ -1,0 +1,81 @@
+"""Expert parallelism without padding: each device sends exactly the rows that another one needs."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from axcore.nn import GroupedMatmul
+from axcore_moe.dispatch import by_expert
+from axcore_moe.experts import Experts
+from axcore_moe.routing import RowAssignment, counts
+
+
+def exchanged(
+    experts: Experts,
+    x: jax.Array,
+    expert: jax.Array,
+    *,
+    matmul: GroupedMatmul,
+    axes: tuple[str, ...],
+    held: int,
+    count: int,
+    places: int,
+) -> jax.Array:
+    """The output of each pair's expert, on whichever device it is: [pairs, input_dim] -> the same shape.
+
+    Args:
+        expert: int32 [pairs]; `held * count` for a pair without an expert.
+        held: number of experts per device.
+        count: number of shards of the experts.
+        places: number of pairs that a device may receive, divided by `count`.
+    """
+    of_expert = counts(expert, held * count)
+    assignment = RowAssignment.of(expert, jnp.cumulative_sum(of_expert) - of_expert, expert.size)
+    everywhere = jax.lax.all_gather(of_expert, axes).reshape(count, count, held)  # of sender, receiver, expert
+    ends = jnp.cumulative_sum(everywhere[:, jax.lax.axis_index(axes)].reshape(-1))
+    # The rows of each sender arrive sorted by expert.
+    index = jnp.searchsorted(ends, jnp.arange(count * places), side="right")
+    number = jnp.where(index < ends.size, index % held, held).astype(jnp.int32)
+    sizes, pairs = everywhere.sum(axis=-1), expert.size
+    arrived = _sent(assignment.rows_of(x), sizes, (pairs, count * places), axes)
+    y = by_expert(experts, arrived, number, held, matmul)
+    return assignment.pairs_of(_sent(y, sizes.T, (count * places, pairs), axes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _sent(x: jax.Array, sizes: jax.Array, rows: tuple[int, int], axes: tuple[str, ...]) -> jax.Array:
+    """Sends rows to other devices: [rows[0], features] -> [rows[1], features].
+
+    The rows for device 0 come first, then those for device 1, and so on. The result has the rows from device 0 first,
+    and zeros at the end.
+
+    Args:
+        sizes: int32 [sender, receiver], the same on all devices.
+    """
+    here = jax.lax.axis_index(axes)
+    send, before = sizes[here], jnp.cumulative_sum(sizes, axis=0) - sizes
+    return jax.lax.ragged_all_to_all(
+        x,
+        jnp.zeros((rows[1], x.shape[1]), x.dtype),
+        input_offsets=jnp.cumulative_sum(send) - send,
+        send_sizes=send,
+        output_offsets=before[here],  # in the result of the receiver
+        recv_sizes=sizes[:, here],
+        axis_name=axes,
+    )
+
+
+def _forward(
+    x: jax.Array, sizes: jax.Array, rows: tuple[int, int], axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    return _sent(x, sizes, rows, axes), sizes
+
+
+def _backward(rows: tuple[int, int], axes: tuple[str, ...], sizes: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+    return _sent(g, sizes.T, rows[::-1], axes), None
+
+
+_sent.defvjp(_forward, _backward)
