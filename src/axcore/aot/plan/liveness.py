@@ -9,8 +9,9 @@ instead.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -63,7 +64,7 @@ class Sizes:
         return total / self.tensor if gathered else total * self.share
 
     def has_rows(self, shape: tuple[int, ...]) -> bool:
-        return any(size % self.rows == 0 and size > 0 for size in shape)
+        return _has_rows(shape, self.rows)
 
 
 def temporaries(jaxpr: ClosedJaxpr, sizes: Sizes) -> float:
@@ -82,8 +83,7 @@ class _Peak:
 
     def of(self, jaxpr: Jaxpr) -> float:
         """The largest number of bytes alive during the jaxpr, without its arguments."""
-        steps, results = _flat(jaxpr)
-        roots, last = self._lifetimes(steps, results)
+        steps, results, roots, last = _lifetimes(jaxpr, self._sizes.rows)
         alive = peak = 0.0
         ends: dict[int, float] = {}
         for index, step in enumerate(steps):
@@ -100,8 +100,7 @@ class _Peak:
 
     def written(self, jaxpr: Jaxpr) -> float:
         """The bytes of all results with batch rows that are not fused."""
-        steps, results = _flat(jaxpr)
-        roots, _ = self._lifetimes(steps, results)
+        steps, _, roots, _ = _lifetimes(jaxpr, self._sizes.rows)
         total = 0.0
         for step in steps:
             name, params = step.eqn.primitive.name, step.eqn.params
@@ -113,23 +112,6 @@ class _Peak:
                 rows = (var for var in step.outputs if var not in roots and self._sizes.has_rows(_shape(var)))
                 total += sum(self._sizes.of(var) for var in rows)
         return total
-
-    def _lifetimes(
-        self, steps: Sequence[Step], results: frozenset[Any]
-    ) -> tuple[dict[Any, frozenset[Any]], dict[Any, int]]:
-        """(fused variable -> the variables that it is computed from, variable -> its last use)."""
-        kept = {var for step in steps if step.eqn.primitive.name in _LOOPS for var in step.inputs}
-        kept |= {var for var in results if self._sizes.has_rows(_shape(var))}
-        roots: dict[Any, frozenset[Any]] = {}
-        last: dict[Any, int] = {}
-        for index, step in enumerate(steps):
-            used = frozenset(root for var in step.inputs for root in roots.get(var, (var,)))
-            last.update(dict.fromkeys(used, index))
-            if step.eqn.primitive.name in _FUSED and sum(bool(_shape(var)) for var in used) <= _MOST_OPERANDS:
-                roots.update({var: used for var in step.outputs if var not in kept})
-        for var in results:
-            last.update(dict.fromkeys(roots.get(var, (var,)), len(steps)))
-        return roots, last
 
     def _created(self, var: Any, is_result: bool) -> float:
         donated = is_result and not self._gathered and not self._sizes.has_rows(_shape(var))
@@ -150,7 +132,7 @@ class _Peak:
     def _layer(self, scan: Step, body: Jaxpr) -> float:
         """The parameters of one layer. If they are converted to another dtype, they are gathered in that one."""
         used: dict[Any, set[int]] = {}
-        for step in _flat(body)[0]:
+        for step in _lifetimes(body, self._sizes.rows)[0]:
             converted = step.eqn.primitive.name == "convert_element_type"
             for var in step.inputs:
                 used.setdefault(var, set()).add(_itemsize(step.outputs[0] if converted else var))
@@ -167,6 +149,28 @@ class Step(NamedTuple):
     eqn: JaxprEqn
     inputs: tuple[Any, ...]  # Any: variables of jaxprs; those of jax.extend.core have no attributes
     outputs: tuple[Any, ...]
+
+
+def _has_rows(shape: tuple[int, ...], rows: int) -> bool:
+    return any(size % rows == 0 and size > 0 for size in shape)
+
+
+@functools.cache
+def _lifetimes(jaxpr: Jaxpr, rows: int) -> tuple[list[Step], frozenset[Any], dict[Any, frozenset[Any]], dict[Any, int]]:
+    """(steps, results, fused variable -> the variables that it is computed from, variable -> its last use)."""
+    steps, results = _flat(jaxpr)
+    kept = {var for step in steps if step.eqn.primitive.name in _LOOPS for var in step.inputs}
+    kept |= {var for var in results if _has_rows(_shape(var), rows)}
+    roots: dict[Any, frozenset[Any]] = {}
+    last: dict[Any, int] = {}
+    for index, step in enumerate(steps):
+        used = frozenset(root for var in step.inputs for root in roots.get(var, (var,)))
+        last.update(dict.fromkeys(used, index))
+        if step.eqn.primitive.name in _FUSED and sum(bool(_shape(var)) for var in used) <= _MOST_OPERANDS:
+            roots.update({var: used for var in step.outputs if var not in kept})
+    for var in results:
+        last.update(dict.fromkeys(roots.get(var, (var,)), len(steps)))
+    return steps, results, roots, last
 
 
 def _flat(jaxpr: Jaxpr) -> tuple[list[Step], frozenset[Any]]:

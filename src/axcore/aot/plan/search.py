@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from axcore.aot.chips import GIB
 from axcore.aot.plan.model import Candidate, Figures, Model
@@ -17,7 +16,6 @@ from axcore.train import Trainer
 
 SHOWN = 12
 _POLICIES: tuple[Remat | None, ...] = (None, ByTag(save=("heads", "lse")), Remat())
-_MICROBATCHES = (1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Plan:
 
     Attributes:
         choices: the best first, then those that fit by time, then those that do not by memory.
-        tried: the number of candidates whose figures were computed.
+        tried: the number of ways, each with the fewest microbatches that fit.
         refused: why candidates were left out, with their number.
     """
 
@@ -81,7 +79,7 @@ class Plan:
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        head = f"{self.target}: {self.tried} candidates, limit {self.limit / GIB:.1f} GiB per device"
+        head = f"{self.target}: {self.tried} ways, limit {self.limit / GIB:.1f} GiB per device"
         foot = [f"left out: {count} because {why}" for why, count in self.refused.items()]
         foot.append("Memory (GiB), step and MFU are estimates by formulas; `compiled` is the compiler's memory.")
         if self.best is None:
@@ -102,17 +100,16 @@ def plan(cfg: Trainer.Config, target: str, compiled: int = 2) -> Plan:
         ConfigError: the target is unknown, or no candidate can split the model and the batch.
     """
     found = Target.of(target)
-    model, refused = Model(cfg, found), dict[str, int]()
+    model, limit, refused = Model(cfg, found), found.chip.limit, dict[str, int]()
     figures: list[tuple[Candidate, Figures]] = []
-    for candidate in candidates(cfg, found):
+    for shape, remat in ways(cfg, found):
         try:
-            figures.append((candidate, model.figures(candidate)))
+            figures.append(_fewest_microbatches(model, shape, remat, limit))
         except ConfigError as error:
             why = "the rows of a batch cannot be split so" if "rows" in str(error) else "a parameter cannot be split so"
             refused[why] = refused.get(why, 0) + 1
     if not figures:
         raise ConfigError(f"no mesh of {target} can split this model and its batch: {', '.join(refused)}")
-    limit = found.chip.limit
     fitting = sorted((each for each in figures if each[1].total <= limit), key=lambda each: each[1].step)
     others = sorted((each for each in figures if each[1].total > limit), key=lambda each: each[1].total)
     reports: dict[int, Report] = {}
@@ -131,24 +128,43 @@ def plan(cfg: Trainer.Config, target: str, compiled: int = 2) -> Plan:
     return Plan(target, limit, choices, len(figures), refused)
 
 
-def candidates(cfg: Trainer.Config, target: Target) -> Iterator[Candidate]:
-    """The meshes of data, fsdp and tensor parallelism, with each remat policy and number of microbatches."""
+def _fewest_microbatches(
+    model: Model, shape: Mapping[str, int], remat: Remat | None, limit: int
+) -> tuple[Candidate, Figures]:
+    """The candidate with the fewest microbatches that fits, since more of them only cost time; or the smallest.
+
+    Raises:
+        ConfigError: the batch or a parameter cannot be split over the mesh.
+    """
+    candidate = Candidate(shape, remat, 1)
+    figures = model.figures(candidate)
+    while figures.total > limit:
+        more = Candidate(shape, remat, 2 * candidate.microbatches)
+        try:
+            found = model.figures(more)
+        except ConfigError:  # fewer than one row on each device
+            break
+        candidate, figures = more, found
+    return candidate, figures
+
+
+def ways(cfg: Trainer.Config, target: Target) -> Iterator[tuple[dict[str, int], Remat | None]]:
+    """The meshes of data, fsdp and tensor parallelism, with each remat policy."""
     count, per_host = target.accelerator.count, target.accelerator.per_host
     heads = [node.num_kv_heads or node.num_heads for _, node in walk(cfg.model) if isinstance(node, Attention.Config)]
     own = [node.remat for _, node in walk(cfg.model) if isinstance(node, Stack.Config) and hasattr(node, "remat")]
-    policies = dict.fromkeys((*own, *_POLICIES)) if own else dict.fromkeys(own)
+    policies = dict.fromkeys((*own, *_POLICIES) if own else (None,))
     for tensor in (1, 2, 4, 8):
         if tensor > per_host or count % tensor or any(number % tensor for number in heads):
             continue
         whole = count // tensor
         near = max(per_host // tensor, 1)
         for fsdp in dict.fromkeys((1, near, *(whole // part for part in (8, 4, 2, 1) if whole % part == 0))):
-            if fsdp < 1 or whole % fsdp:
+            if whole % fsdp:
                 continue
             shape = {"data": whole // fsdp, "fsdp": fsdp, "tensor": tensor}
             shape = {axis: size for axis, size in shape.items() if size > 1} or {"data": 1}
-            for remat, microbatches in itertools.product(policies, _MICROBATCHES):
-                yield Candidate(shape, remat, microbatches)
+            yield from ((shape, remat) for remat in policies)
 
 
 def policy(remat: Remat | None) -> str:
