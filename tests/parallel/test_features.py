@@ -33,6 +33,11 @@ def test_an_axis_takes_its_devices_from_the_remaining_or_from_fsdp_or_data(befor
     assert dict(used(before, *modifiers).shape) == after
 
 
+def test_an_axis_that_no_other_can_give_devices_to_raises():
+    with pytest.raises(ax.ConfigError, match=r"'tensor' of size 3 takes its devices .* fsdp=8, data=4"):
+        used(HOST, ax.use("tensor", size=3))
+
+
 def test_tensor_parallelism_shards_the_sequence_only_if_asked():
     assert used(DEFAULT, ax.use("tensor", size=2)).rules["seq"] == "context"
     sequence = ax.use("tensor", size=2, sequence=True)
