@@ -34,7 +34,7 @@ def test_an_axis_takes_its_devices_from_the_remaining_or_from_fsdp_or_data(befor
 
 
 def test_an_axis_that_no_other_can_give_devices_to_raises():
-    with pytest.raises(ax.ConfigError, match=r"'tensor' of size 3 takes its devices .* fsdp=8, data=4"):
+    with pytest.raises(ax.ConfigError, match=r"'tensor' of size 3 takes its devices .* \(fsdp=8, data=4\)"):
         used(HOST, ax.use("tensor", size=3))
 
 
