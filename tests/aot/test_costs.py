@@ -127,12 +127,12 @@ def test_traffic_of_a_module():
     found = traffic(MODULE, mesh, host_of=lambda device: device.id // 4)
     rows, one = 16 * 8 * 4, 4 * 8 * 2  # bytes of a layer, and of the scattered result
     assert found.sent == {
-        Collective("all-gather", ("data", "fsdp"), True): 10 * 3 / 4 * 4 * rows,
-        Collective("reduce-scatter", ("data", "fsdp"), True): 3 / 4 * 4 * one,
-        Collective("all-reduce", ("tensor",), False): 2 / 2 * rows,
-        Collective("collective-permute", ("data",), True): rows,
+        Collective("all-gather", ("data", "fsdp"), True, 2): 10 * 3 / 4 * 4 * rows,
+        Collective("reduce-scatter", ("data", "fsdp"), True, 2): 3 / 4 * 4 * one,
+        Collective("all-reduce", ("tensor",), False, 2): 2 / 2 * rows,
+        Collective("collective-permute", ("data",), True, 1): rows,
     }
-    assert found.calls[Collective("all-gather", ("data", "fsdp"), True)] == 10
+    assert found.calls[Collective("all-gather", ("data", "fsdp"), True, 2)] == 10
     assert found.unknown_loops == 0
     # In the loop, the fusion reads and writes one layer, not the stack, and the gather reads 1 and writes 4 layers.
     once = 4 * one + one + 10 * rows + rows + rows + rows  # reduce-scatter, all-reduce and permute

@@ -33,6 +33,14 @@ def test_edits_after_the_target_are_part_of_the_mesh_and_not_of_the_changes(axco
     assert "compiler option" not in out
 
 
+def test_the_idle_share_of_a_pipeline_is_shown(axcore):
+    edits = ("--use", "pipeline:size=2", "--set", "microbatches=8", "--set", "input.batch_size=64")
+    out = axcore("rules", "quickstart", "--target", "cpu-8", *edits).out
+    assert "batch: 64 rows = 4 shards x 8 microbatches x 2 rows\n" in out
+    # Each stage runs 3 tasks for each of 8 microbatches, and waits for one task of the other stage at either end.
+    assert f"each of the 2 stages is idle {2 / 26:.1%} of the time" in out
+
+
 def test_options_for_tpus_are_marked_as_not_checked(axcore):
     out = axcore("rules", "quickstart", "--target", "tpu-v5p-32", "--set", "input.batch_size=24").out
     assert "tpu-v5p-32: 16 devices\n" in out

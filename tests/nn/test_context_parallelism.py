@@ -26,7 +26,7 @@ from axcore.nn import (
 )
 from axcore.nn.attention.choice import recording
 from axcore.nn.attention.context.hops import hops_of
-from axcore.parallel import Mesh, Remat, SaveNames
+from axcore.parallel import ByTag, Mesh, Remat
 from axcore.plugin import PluginError
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.attention_cases import CASES, arrays_of, formula, inputs_of
@@ -148,7 +148,7 @@ def test_a_policy_that_saves_heads_and_lse_avoids_another_round_of_the_ring():
             traced = jax.make_jaxpr(jax.grad(lambda arrays: call(arrays).sum()))(arrays_of(case, "float32"))
         return str(traced).count("dot_general[")
 
-    assert products(Remat()) - products(SaveNames(names=("heads", "lse"))) == 4  # two in each hop
+    assert products(Remat()) - products(ByTag(save=("heads", "lse"))) == 4  # two in each hop
 
 
 def test_calls_that_a_form_cannot_compute_raise_before_compiling():
@@ -181,7 +181,7 @@ def test_the_feature_takes_devices_from_another_axis():
     assert used({"data": 4, "context": 2}, size=4).shape == {"data": 2, "context": 4}
     with pytest.raises(ax.ConfigError, match="does not fill 3 devices"):
         used({"data": 3}, size=2).make(jax.devices()[:1] * 3)
-    with pytest.raises(ax.ConfigError, match="this is not the config of a trainer"):
+    with pytest.raises(ax.ConfigError, match="only the config of a trainer has a mesh"):
         ax.pipe(tiny_model(), ax.use("context", size=2))
     with pytest.raises(PluginError, match="no installed plugin offers the context parallelism 'al-to-all'"):
         ax.pipe(cfg, ax.use("context", size=2, form="al-to-all"))

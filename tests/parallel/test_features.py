@@ -27,10 +27,15 @@ def used(shape, *modifiers):
         (HOST, [ax.use("fsdp", size=32)], {"data": 1, "fsdp": 32}),
         ({"data": 8}, [ax.use("context", size=2)], {"data": 4, "context": 2}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_an_axis_takes_its_devices_from_the_remaining_or_from_fsdp_or_data(before, modifiers, after):
     assert dict(used(before, *modifiers).shape) == after
+
+
+def test_an_axis_that_no_other_can_give_devices_to_raises():
+    with pytest.raises(ax.ConfigError, match=r"'tensor' of size 3 takes its devices .* fsdp=8, data=4"):
+        used(HOST, ax.use("tensor", size=3))
 
 
 def test_tensor_parallelism_shards_the_sequence_only_if_asked():

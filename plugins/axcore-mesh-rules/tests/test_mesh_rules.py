@@ -8,11 +8,11 @@ import pytest
 import axcore as ax
 from axcore.aot import explain
 from axcore.nn import Attention, ReferenceKernel
-from axcore.parallel import ByTag, Remat, check_options
-from axcore.plugin import registry, use_text
+from axcore.parallel import ByTag, check_options
+from axcore.plugin import Accelerator, registry, use_text
 from axcore.testing import ParallelismSuite
 from axcore_mesh_rules.fit import NAMES, SCANNED, UNROLLED
-from axcore_mesh_rules.sizes import Sizes
+from axcore_mesh_rules.sizes import Sizes, memory
 from axcore_mesh_rules.tpu import GATHERS, REPLICAS, SCOPED
 
 
@@ -26,6 +26,13 @@ class TestCpu(ParallelismSuite):
 class TestGpu(ParallelismSuite):
     name = "gpu-h200"
     accelerator = "gpu-h200-4x2"
+
+    def trainer(self):  # with an input, from which the rule derives remat and microbatches
+        data = ax.recipe("quickstart").input.set(batch_size=16, seq_len=16)
+        return super().trainer().set(input=data)
+
+    def test_the_rule_sets_remat(self):
+        assert self.modify(self.trainer()).model.decoder.remat == ByTag(save=NAMES)
 
 
 def adapted(recipe, accelerator):
@@ -60,20 +67,33 @@ def test_meshes_shard_over_as_few_hosts_as_the_state_requires(recipe, accelerato
 )
 def test_remat_and_microbatches_depend_on_the_memory(accelerator, remat, unroll, tokens):
     cfg = adapted("llama2-7b", accelerator)
-    devices = ax.plugin.Accelerator.parse(accelerator).count
+    devices = Accelerator.parse(accelerator).count
     assert (cfg.model.decoder.remat, cfg.model.decoder.unroll) == (remat, unroll)
     assert cfg.input.batch_size * cfg.input.seq_len // devices // cfg.microbatches == tokens
 
 
 @pytest.mark.long
-def test_a_large_model_recomputes_layers():
+def test_a_large_model_keeps_less():
     cfg = adapted("llama2-70b", "gpu-h100-8x64")
-    assert (cfg.model.decoder.remat, cfg.microbatches) == (Remat(), 1)
+    assert (cfg.model.decoder.remat, cfg.microbatches) == (ByTag(save=("heads", "lse")), 1)
+    assert adapted("llama2-70b", "gpu-b200-8").mesh.optimizer_memory == "host"
 
 
 def test_optimizer_state_is_offloaded_if_it_does_not_fit():
     assert adapted("llama2-7b", "gpu-h200-1").mesh.optimizer_memory == "host"
     assert adapted("llama2-7b", "gpu-h200-8").mesh.optimizer_memory == "device"
+
+
+def test_the_memory_may_be_part_of_the_name_of_a_gpu():
+    small, large = (memory(Accelerator.parse(f"gpu-a100-{kind}8")) for kind in ("40gb-", ""))
+    assert (small, large) == (30e9, pytest.approx(64e9, rel=0.01))
+    remats = [adapted("llama2-7b", name).model.decoder.remat for name in ("gpu-a100-40gb-8", "gpu-a100-8")]
+    assert remats == [ByTag(save=("heads", "lse")), ByTag(save=NAMES)]
+
+
+def test_a_recipe_without_an_input_gets_only_a_mesh():
+    cfg = ax.recipe("llama2-7b").set(input=ax.REQUIRED)
+    assert ax.pipe(cfg, ax.target("tpu-v5p-16x2")).mesh.shape == {"data": 2, "fsdp": 8}
 
 
 def test_a_batch_that_does_not_divide_and_a_model_without_layers_get_only_a_mesh():
@@ -122,7 +142,7 @@ def test_estimated_memory_agrees_with_measured_steps():
 def test_compiler_options_are_known_to_the_compiler(accelerator, options):
     cfg = adapted("llama2-7b", accelerator)
     assert cfg.compiler_options == options
-    target = ax.plugin.Accelerator.parse(accelerator)
+    target = Accelerator.parse(accelerator)
     check_options(options, cfg.mesh.abstract(target.count, target.platform))
 
 

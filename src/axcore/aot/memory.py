@@ -83,8 +83,8 @@ def is_refusal(error: Exception) -> bool:
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """The bytes of a pytree of shapes with shardings on one device."""
-    return sum(math.prod(_shard(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """The bytes of a pytree of shapes with shardings in the memory of one device."""
+    return sum(math.prod(_shard(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if not _on_host(leaf))
 
 
 def count_per_device(tree: PyTree) -> int:
@@ -95,3 +95,7 @@ def count_per_device(tree: PyTree) -> int:
 def _shard(leaf: Any) -> tuple[int, ...]:  # Any: an array or its shape
     sharding = getattr(leaf, "sharding", None)
     return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+
+
+def _on_host(leaf: Any) -> bool:
+    return "host" in (getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "")

@@ -28,13 +28,14 @@ class CollectiveCost:
     """The collectives of one kind over the same mesh axes, in one run.
 
     Attributes:
-        crosses: whether they cross hosts, or slices of a TPU.
+        crosses, together: see `axcore.aot.traffic.Collective`.
         sent: bytes that each device sends.
     """
 
     kind: str
     axes: tuple[str, ...]
     crosses: bool
+    together: int
     calls: float
     sent: float
 
@@ -232,7 +233,7 @@ def _report(
     count, params = target.accelerator.count, lowered.state["parameters"]
     by_dtype = {dtype: each / count for dtype, each in flops.by_dtype.items() if each}
     collectives = () if moved is None else tuple(
-        CollectiveCost(key.kind, key.axes, key.crosses, moved.calls[key], sent)
+        CollectiveCost(*key, moved.calls[key], sent)
         for key, sent in sorted(moved.sent.items(), key=lambda each: -each[1])
     )  # fmt: skip
     return Report(

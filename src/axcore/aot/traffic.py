@@ -15,6 +15,7 @@ from axcore.aot.hlo import Computation, Instruction, Module, size
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 _NO_TRAFFIC = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id")
+_PRODUCTS = ("dot", "convolution", "custom-call")
 _THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose")
 """Operations of a fusion of which only the elements that are used later are computed."""
 
@@ -25,11 +26,13 @@ class Collective(NamedTuple):
     Attributes:
         axes: the mesh axes that the groups span.
         crosses: whether the groups span several hosts, or slices of a TPU.
+        together: the members of a group on one host. A ring sends the data of all of them to the next host only once.
     """
 
     kind: str
     axes: tuple[str, ...]
     crosses: bool
+    together: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Traffic:
 
     Attributes:
         memory: bytes read from and written to memory.
+        elementwise: the part of `memory` of instructions without a matrix product or an opaque call.
         sent: bytes sent to other devices, for each kind of collective. A ring is assumed: an all-gather of b bytes over
             n devices sends b (n-1)/n, an all-reduce twice that.
         calls: the number of collectives.
@@ -45,6 +49,7 @@ class Traffic:
     """
 
     memory: float = 0.0
+    elementwise: float = 0.0
     sent: Mapping[Collective, float] = dataclasses.field(default_factory=dict)
     calls: Mapping[Collective, float] = dataclasses.field(default_factory=dict)
     unknown_loops: int = 0
@@ -55,6 +60,7 @@ class Traffic:
 
         return Traffic(
             self.memory + times * other.memory,
+            self.elementwise + times * other.elementwise,
             added(self.sent, other.sent),
             added(self.calls, other.calls),
             self.unknown_loops + other.unknown_loops,
@@ -95,12 +101,19 @@ class _Reader:
                 return max((self.traffic(name) for name in each.branches), key=lambda found: found.memory)
             case "call" | "async-start":
                 return self.traffic(each.called("to_apply") or each.called("calls") or "")
-        moved = Traffic(memory=self._memory(computation, each))
+        memory = self._memory(computation, each)
+        moved = Traffic(memory=memory, elementwise=0 if self._is_product(each) else memory)
         if (kind := _collective(each.opcode)) is not None:
             return moved.plus(self._sent(computation, each, kind))
         if each.opcode in ("fusion", "fusion-start") and (fused := each.called("calls")) is not None:
             return moved.plus(self._fused(self._module.computations[fused]))
         return moved
+
+    def _is_product(self, each: Instruction) -> bool:
+        if each.opcode in ("fusion", "fusion-start"):
+            fused = self._module.computations[each.called("calls") or ""]
+            return any(one.opcode in _PRODUCTS for one in fused.instructions.values())
+        return each.opcode in _PRODUCTS
 
     def _fused(self, computation: Computation) -> Traffic:
         """The collectives in a fusion. On TPUs, a reduce-scatter is an all-reduce in a fusion with its name."""
@@ -114,7 +127,7 @@ class _Reader:
 
     def _sent(self, computation: Computation, each: Instruction, kind: str) -> Traffic:
         start = computation.instructions[each.operands[0]] if each.opcode.endswith("-done") else each
-        members, axes, crosses = self._groups.of(start.attributes)
+        members, axes, crosses, together = self._groups.of(start.attributes)
         payload, share = float(size(each.type)), (members - 1) / members
         match kind:
             case "reduce-scatter":
@@ -125,7 +138,7 @@ class _Reader:
                 sent = payload
             case _:
                 sent = share * payload
-        key = Collective(kind.partition(" ")[0], axes, crosses)
+        key = Collective(kind.partition(" ")[0], axes, crosses, together)
         # A group of one device sends nothing.
         return Traffic(sent={key: sent}, calls={key: 1}) if axes else Traffic()
 
@@ -133,6 +146,12 @@ class _Reader:
         """The bytes that an instruction outside of fusions reads and writes."""
         if each.opcode in _NO_TRAFFIC:
             return 0
+        if each.opcode == "async-done":  # counted where it starts
+            return 0
+        if each.opcode == "fusion-done":
+            start = computation.instructions[each.operands[0]]
+            fused = self._module.computations[start.called("calls") or ""]
+            return _written(fused, fused.root)
         if each.opcode.endswith("-done"):
             return size(each.type, slow_only=True)
         operands = [computation.instructions[name].type for name in each.operands]
@@ -194,15 +213,16 @@ class _Groups:
         self._names, self._shape, self._hosts = mesh.axis_names, mesh.devices.shape, hosts
         self.of = functools.cache(self._of)
 
-    def _of(self, attributes: str) -> tuple[int, tuple[str, ...], bool]:
-        """(size of a group, mesh axes, whether a group spans hosts)."""
+    def _of(self, attributes: str) -> tuple[int, tuple[str, ...], bool, int]:
+        """(size of a group, mesh axes, whether a group spans hosts, members of a group on one host)."""
         groups = list(self._read(attributes))
-        spans = [len(set(self._hosts[group])) > 1 for group in groups]
+        spans = [len(set(self._hosts[group])) for group in groups]
         axes: set[int] = set()
         for group in groups:
             coordinates = np.array(np.unravel_index(group, self._shape))
             axes.update(np.flatnonzero((coordinates != coordinates[:, :1]).any(axis=1)).tolist())
-        return len(groups[0]), tuple(self._names[axis] for axis in sorted(axes)), any(spans)
+        members, hosts = len(groups[0]), max(spans)
+        return members, tuple(self._names[axis] for axis in sorted(axes)), hosts > 1, max(members // hosts, 1)
 
     def _read(self, attributes: str) -> Iterator[list[int]]:
         count = int(np.prod(self._shape))

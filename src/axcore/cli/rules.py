@@ -65,7 +65,8 @@ def show_rule(name: str, before: list[tuple[str, str]], target: str, after: list
     adapted = edited(recipe, [("target", target)])
     cfg = edited(adapted, after)
     layout = cfg.mesh.abstract(accelerator.count, accelerator.platform, accelerator.kind)
-    options = check_options(cfg.compiler_options, layout)
+    options = check_options(cfg.compiler_options, _compiling(accelerator) or layout)
+    schedule = layout.pipeline and layout.pipeline.table(layout.stages, cfg.microbatches)
     plugin, rule = mesh_rule(accelerator, recipe_of(recipe))
     groups = "slices" if accelerator.platform == "tpu" else "hosts"
     over = f" on {accelerator.hosts} {groups}" if accelerator.hosts > 1 else ""
@@ -79,10 +80,27 @@ def show_rule(name: str, before: list[tuple[str, str]], target: str, after: list
         slow = [axis for axis, factor in cfg.mesh.dcn.items() if factor > 1] or _crossing(sizes, accelerator.per_host)
         print(f"axes that span {groups}: {', '.join(slow) or 'none'}")
     print(_batch(cfg, layout))
+    if schedule is not None:
+        print(f"pipeline: each of the {layout.stages} stages is idle {schedule.idle:.1%} of the time")
     if options:
         print()
         rows = [(option.name, str(option.value), option.note) for option in options]
         table(("compiler option", "value", "check"), rows, "")
+
+
+def _compiling(accelerator: Accelerator) -> Layout | None:
+    """A layout on one device that this machine can compile for, if it is a TPU and libtpu is installed. The compiler of
+    CPUs knows the options of GPUs."""
+    from axcore.aot import Target
+    from axcore.parallel import Mesh
+
+    if accelerator.platform != "tpu":
+        return None
+    try:
+        devices = Target.of(accelerator.text).devices()
+    except ConfigError:
+        return None
+    return Mesh(shape={"data": 1}).make(devices[:1])
 
 
 def _candidates(accelerator: Accelerator, recipe: Any, chosen: MeshRule) -> Iterator[tuple[str, ...]]:

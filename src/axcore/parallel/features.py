@@ -118,7 +118,13 @@ def _with_axis(cfg: Config, axis: str, size: int) -> Mesh:
         shape.update({other: 1 for other, held in mesh.shape.items() if held == -1 and other != axis})
     elif -1 not in mesh.shape.values():
         held = mesh.shape.get(axis, 1)
-        givers = (other for other in ("fsdp", "data") if other in shape and other != axis)
+        givers = [other for other in ("fsdp", "data") if other in shape and other != axis]
         fits = [other for other in givers if shape[other] * held % size == 0]
-        shape.update({other: shape[other] * held // size for other in fits[:1]})
+        if not fits:
+            sizes = ", ".join(f"{other}={shape[other] * held}" for other in givers)
+            raise ConfigError(
+                f"the axis {axis!r} of size {size} takes its devices from fsdp or data, but in "
+                f"mesh.shape={dict(mesh.shape)} none of them is a multiple of {size} ({sizes}). Set mesh.shape instead"
+            )
+        shape[fits[0]] = shape[fits[0]] * held // size
     return mesh.set(shape=FrozenDict(shape))

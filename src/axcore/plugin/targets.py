@@ -29,7 +29,15 @@ def target(accelerator: str) -> Modifier:
     wanted = Accelerator.parse(accelerator)
     if not _may_match(wanted) and not (registry.refresh() and _may_match(wanted)):
         raise PluginError(f"no mesh rule matches the target {accelerator!r}. {_known(wanted, '')}")
-    return Modifier("target", functools.partial(_adapted, wanted), {"accelerator": accelerator})
+    return _Target("target", functools.partial(_adapted, wanted), {"accelerator": accelerator})
+
+
+class _Target(Modifier):
+    """Edits are attributed to the rule, which is known when the modifier is applied."""
+
+    def __call__[C: Config](self, cfg: C) -> C:
+        adapted: C = self.edit(cfg)
+        return adapted
 
 
 def mesh_rules(accelerator: Accelerator, recipe: str) -> list[tuple[Plugin, MeshRule]]:
@@ -95,7 +103,7 @@ def _adapted(accelerator: Accelerator, cfg: Config) -> Config:
     plugin, rule = mesh_rule(accelerator, recipe_of(cfg))
     owner = f"target {accelerator.text!r}, rule {rule.pattern!r} ({plugin})"
     edit = guarded(plugin, owner, bound(plugin, rule, accelerator))
-    return pipe(cfg, Modifier(f"mesh rule {rule.name} of {plugin}", edit, {"pattern": rule.pattern}))
+    return pipe(cfg, Modifier(f"target:{accelerator.text} of {plugin}", edit, {"rule": rule.name}))
 
 
 def bound(plugin: Plugin, rule: MeshRule, accelerator: Accelerator) -> Callable[[Config], Config]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,33 +15,30 @@ from axcore.parallel.compiler_options import Value
 from axcore.plugin import Accelerator, AttentionKernelOffer, registry
 from axcore.train import Trainer
 from axcore_mesh_rules.fit import SCANNED, UNROLLED, fitted
-from axcore_mesh_rules.sizes import Sizes
+from axcore_mesh_rules.sizes import Sizes, memory
 
-GB, MIB = 10**9, 2**20
-MEMORY: Mapping[str, int] = {"a100": 80 * GB, "a100-40gb": 40 * GB, "h100": 80 * GB, "h200": 141 * GB, "b200": 180 * GB}
-"""Bytes on the data sheets of NVIDIA."""
-RESERVED = 0.75
-"""The share of the memory that jax reserves for programs by default (XLA_CLIENT_MEM_FRACTION)."""
-LARGEST = 1024 * MIB
+LARGEST = 2**30
+"""Bytes of the largest combined collective."""
+FUSED = ("h100", "h200", "b200")
+"""GPUs on which cuDNN attention supports packed rows."""
 HALF = (jnp.bfloat16, jnp.float16)
 """The dtypes that cuDNN attention supports."""
 
 
 def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
-    """FSDP over as few hosts as the state requires, remat and microbatches that fit, and compiler options. From Hopper
-    on, attention layers of 16-bit dtypes without an explicit kernel get the cuDNN kernel; on A100s it does not support
-    packed rows.
+    """FSDP over as few hosts as the state requires, remat and microbatches that fit, and compiler options. On the
+    GPUs in `FUSED`, attention layers of 16-bit dtypes without an explicit kernel get the cuDNN kernel.
 
     Raises:
         ConfigError: no installed plugin offers the cuDNN kernel.
     """
-    kind = accelerator.kind if accelerator.kind in MEMORY else accelerator.kind.partition("-")[0]
+    kind = accelerator.kind.partition("-")[0]
     sizes = Sizes.of(cfg)
-    # Unrolled layers are measured on up to four GPUs; with more hosts, the time of compilation counts.
-    policies = (UNROLLED, *SCANNED) if accelerator.hosts == 1 else SCANNED
-    cfg = fitted(cfg, accelerator, sizes, RESERVED * MEMORY[kind], policies)
+    # Unrolled layers without remat were measured with cuDNN attention on up to four GPUs.
+    policies = (UNROLLED, *SCANNED) if accelerator.hosts == 1 and kind in FUSED else SCANNED
+    cfg = fitted(cfg, accelerator, sizes, memory(accelerator), policies)
     cfg = cfg.set(compiler_options={**cfg.compiler_options, **options(kind, accelerator.count, sizes)})
-    return cfg if kind.startswith("a100") else with_cudnn(cfg)
+    return with_cudnn(cfg) if kind in FUSED else cfg
 
 
 def options(kind: str, devices: int, sizes: Sizes | None) -> dict[str, Value]:
@@ -50,9 +46,9 @@ def options(kind: str, devices: int, sizes: Sizes | None) -> dict[str, Value]:
 
     - Thresholds that combine the collectives of one layer: +2.6% for Llama2-7B on two H200s, and 61.0 instead of 60.6%
       MFU on four. A threshold that is large for the model would combine layers and expose the transfers.
-    - Products by cuBLAS instead of Triton: 62.4 instead of 61.0% MFU there, and compilation in a third of the time.
-    - The latency hiding scheduler, with which both were measured. It is off for B200s, since a public report measured a
-      step that is 4% slower with it on GB200s (marin-community/marin#8054).
+    - Products by cuBLAS instead of Triton: 62.4 instead of 61.0% MFU on four H200s, and half of the compile time.
+    - The latency hiding scheduler, with which the figures of four H200s were measured. It is off for B200s, since a
+      public report measured a step that is 4% slower with it on GB200s (marin-community/marin#8054).
     """
     found: dict[str, Value] = {}
     if kind in ("h100", "h200"):

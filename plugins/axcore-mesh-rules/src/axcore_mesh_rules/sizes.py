@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 
+from axcore.aot.chips import CHIPS, XLA_GPU_FRACTION
 from axcore.config import Config, has_field, walk
 from axcore.module import abstract
 from axcore.nn import CausalLM, layers_of
+from axcore.plugin import Accelerator
 from axcore.train import Trainer
 
+MEMORY = re.compile(r"(\d+)gb")
 HALF, LOGIT = 2, 6
 """Bytes of an activation, which is bfloat16, and of a logit, which the loss holds in bfloat16 and in float32."""
 EVERYTHING = 1.4
@@ -47,8 +51,9 @@ class Sizes:
     @classmethod
     def of(cls, cfg: Trainer.Config) -> Sizes | None:
         """The sizes of a language model on batches of rows; None for another model or input."""
-        model, data = cfg.model, cfg.input
-        if not (isinstance(model, CausalLM.Config) and has_field(data, "batch_size") and has_field(data, "seq_len")):
+        model = cfg.model
+        rows, seq_len = (getattr(cfg.input, name, None) for name in ("batch_size", "seq_len"))
+        if not (isinstance(model, CausalLM.Config) and isinstance(rows, int) and isinstance(seq_len, int)):
             return None
         count, size = _parameters(model)
         layers = layers_of(model.decoder)
@@ -61,9 +66,9 @@ class Sizes:
             dim=model.dim,
             tagged=sum(_tagged(place.config, model.dim) for place in layers),
             vocab=model.vocab_size,
-            rows=data.batch_size,
-            seq_len=data.seq_len,
-            loss_len=min(chunk or data.seq_len, data.seq_len),
+            rows=rows,
+            seq_len=seq_len,
+            loss_len=min(chunk or seq_len, seq_len),
         )
 
     def activations(self, rows: int, kept: float) -> float:
@@ -75,6 +80,16 @@ class Sizes:
         """
         one_layer = 2 * EVERYTHING * self.tagged / max(1, self.layers)  # the values and their gradients
         return rows * (self.seq_len * (kept + one_layer) * HALF + self.loss_len * self.vocab * LOGIT)
+
+
+def memory(accelerator: Accelerator) -> float:
+    """Bytes that a program may use on one device. The name of a GPU may tell its memory, as `gpu-a100-40gb-8` does."""
+    kind, _, size = accelerator.kind.partition("-")
+    chip = next(chip for chip in CHIPS if (chip.platform, chip.kind) == (accelerator.platform, kind))
+    if chip.platform != "gpu":
+        return chip.usable
+    told = MEMORY.fullmatch(size)
+    return XLA_GPU_FRACTION * (int(told[1]) * 10**9 if told else chip.memory)
 
 
 @functools.lru_cache(maxsize=8)  # tracing the initializers of a large model takes a second

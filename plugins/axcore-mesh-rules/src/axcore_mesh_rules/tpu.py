@@ -8,17 +8,7 @@ from axcore.parallel.compiler_options import Value
 from axcore.plugin import Accelerator
 from axcore.train import Trainer
 from axcore_mesh_rules.fit import SCANNED, fitted
-from axcore_mesh_rules.sizes import Sizes
-
-GIB = 2**30
-MEMORY: Mapping[str, float] = {
-    "v4": 31.25 * GIB,
-    "v5e": 15.75 * GIB,
-    "v5p": 95.73 * GIB,
-    "v6e": 31.24 * GIB,
-    "7x": 94.74 * GIB,
-}
-"""Bytes that libtpu 0.0.52 leaves to a program on one device, as its message about too large programs says."""
+from axcore_mesh_rules.sizes import Sizes, memory
 
 GATHERS: Mapping[str, Value] = {
     "xla_enable_async_all_gather": "true",
@@ -40,7 +30,7 @@ SCOPED: Mapping[str, Value] = {"xla_tpu_scoped_vmem_limit_kib": 98304}
 
 def tpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     """FSDP over as few slices as the state requires, remat and microbatches that fit, and compiler options."""
-    cfg = fitted(cfg, accelerator, Sizes.of(cfg), MEMORY[accelerator.kind], SCANNED)
+    cfg = fitted(cfg, accelerator, Sizes.of(cfg), memory(accelerator), SCANNED)
     options = {
         **(GATHERS if accelerator.per_host > 8 else {}),
         **(REPLICAS if accelerator.hosts > 1 else {}),
