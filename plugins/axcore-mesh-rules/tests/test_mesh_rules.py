@@ -13,7 +13,7 @@ from axcore.plugin import Accelerator, registry, use_text
 from axcore.testing import ParallelismSuite
 from axcore_mesh_rules.fit import NAMES, SCANNED, UNROLLED
 from axcore_mesh_rules.sizes import Sizes, memory
-from axcore_mesh_rules.tpu import GATHERS, REPLICAS, SCOPED
+from axcore_mesh_rules.tpu import FUSED, GATHERS, REPLICAS, SCOPED
 
 
 @pytest.mark.slow  # tests/parallel runs the suite in the short run
@@ -134,6 +134,7 @@ def test_estimated_memory_agrees_with_measured_steps():
             },
         ),
         ("tpu-v6e-8", {}),
+        ("tpu-v5e-16", GATHERS | FUSED),
         ("tpu-v6e-16", GATHERS | SCOPED),
         ("tpu-v5p-512x2", GATHERS | REPLICAS),
         ("cpu-8", {}),

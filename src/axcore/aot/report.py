@@ -203,7 +203,7 @@ def compile_program(
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if not is_refusal(error):
-            raise
+            raise AxcoreError(f"the compiler for {found.accelerator.text} refuses the program: {error}") from error
         memory = Memory.of_refusal(error, sum(map(bytes_per_device, lowered.state.values())))
     else:
         memory = Memory.of(compiled)

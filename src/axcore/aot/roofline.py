@@ -11,8 +11,8 @@ from axcore.aot.traffic import Traffic
 
 
 class Efficiency(NamedTuple):
-    """The share of the published figures that programs reach: two training steps measured on H200s take 0.97 and 1.0
-    times the estimate with these (docs/aot.md)."""
+    """The share of the published figures that programs reach. With these, the estimates of two training steps are 0.97
+    and 1.03 times their times on H200s (docs/aot.md). Link is not fitted."""
 
     compute: float = 0.68
     memory: float = 0.85

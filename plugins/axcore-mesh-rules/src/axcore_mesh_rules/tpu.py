@@ -13,12 +13,13 @@ from axcore_mesh_rules.sizes import Sizes, memory
 GATHERS: Mapping[str, Value] = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion": True,
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     "xla_tpu_overlap_compute_collective_tc": True,
 }
 """All-gathers of FSDP overlap with computation: CF_FOR_ALL_GATHER of MaxText's benchmarks/xla_flags_library.py. They
 are for slices of more than 8 chips: a public preset reports that a 1B model on v6e-8 is 5% slower with them."""
+FUSED: Mapping[str, Value] = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": True}
+"""All-gathers as part of products, for v5e: libtpu refuses to compile any all-gather with it for other TPUs."""
 REPLICAS: Mapping[str, Value] = {
     "xla_tpu_enable_data_parallel_all_reduce_opt": True,
     "xla_tpu_data_parallel_opt_different_sized_ops": True,
@@ -33,6 +34,7 @@ def tpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     cfg = fitted(cfg, accelerator, Sizes.of(cfg), memory(accelerator), SCANNED)
     options = {
         **(GATHERS if accelerator.per_host > 8 else {}),
+        **(FUSED if accelerator.kind == "v5e" and accelerator.per_host > 8 else {}),
         **(REPLICAS if accelerator.hosts > 1 else {}),
         **(SCOPED if accelerator.kind == "v6e" and accelerator.per_host > 8 else {}),
     }
