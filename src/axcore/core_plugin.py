@@ -6,6 +6,7 @@ from axcore.plugin import (
     Feature,
     KVCacheOffer,
     OptimizerOffer,
+    PipelineScheduleOffer,
     SourceOffer,
     hookimpl,
 )
@@ -27,6 +28,7 @@ def axcore_features() -> list[Feature]:
             "kernels", "axcore.nn:use_kernels", "Attention kernels in order; each call runs the first that supports it."
         ),
         Feature("optimizer-offload", f"{mesh}:use_optimizer_offload", "Optimizer state in host memory between steps."),
+        Feature("pipeline", f"{mesh}:use_pipeline", "Pipeline parallelism: the layers over several devices."),
         Feature("qk-norm", f"{features}:use_qk_norm", "RMSNorm of queries and keys."),
         Feature("remat", f"{features}:use_remat_by_tag", "Rematerialization of layers, except values with given tags."),
         Feature(
@@ -50,6 +52,16 @@ def axcore_context_parallelism() -> list[ContextParallelismOffer]:
     return [
         ContextParallelismOffer("all-to-all", "axcore.nn:AllToAll", "Each device attends with some of the heads."),
         ContextParallelismOffer("ring-attention", "axcore.nn:RingAttention", "Keys and values travel around a ring."),
+    ]
+
+
+@hookimpl
+def axcore_pipeline_schedules() -> list[PipelineScheduleOffer]:
+    schedules = "axcore.parallel.pipeline"
+    return [
+        PipelineScheduleOffer("1f1b", f"{schedules}:OneForwardOneBackward", "Forward and backward passes in turn."),
+        PipelineScheduleOffer("gpipe", f"{schedules}:GPipe", "All forward passes, then all backward passes."),
+        PipelineScheduleOffer("zero-bubble", f"{schedules}:ZeroBubble", "1F1B with weight gradients in idle ticks."),
     ]
 
 

@@ -87,7 +87,7 @@ def test_case_a_kernel_that_is_not_supported_names_the_mesh_rule_that_set_it():
     cfg = ax.pipe(cfg.set(model=cfg.model.set(dtypes=ax.DTypes(compute=jnp.bfloat16))), ax.target("gpu-h100-8"))
     assert explain(cfg, "gpu-h100-8").problems == ()
     (told,) = explain(cfg).problems
-    rule = r"target:gpu-h100-8 of axcore-recipes [^ ]+\(rule='gpu-h100-\*'\)"
+    rule = r"target:gpu-h100-8 of axcore-mesh-rules [^ ]+\(rule='gpu-h100'\)"
     assert re.search(rf"CudnnKernel: requires an NVIDIA GPU, and this is cpu \(set by {rule}\)\.", told), told
 
 

@@ -47,9 +47,10 @@ COMMANDS = {
     "loc peers": ["loc", "peers"],
     "merge": ["merge", "{here}/adapted", "new"],
     "new-plugin": ["new-plugin", "fresh-gate", "--kind", "layer"],
+    "plan": ["plan", "tiny", "--target", "cpu-8"],
     "plugins": ["plugins"],
     "recipes": ["recipes"],
-    "rules": ["rules"],
+    "rules": ["rules", "tiny", "--target", "cpu-8"],
     "show": ["show", "tiny"],
     "train": ["train", "tiny", "--set", "input.source.folder={here}"],
     "tree": ["tree", "tiny"],
@@ -61,6 +62,10 @@ VALUES = {
     **{
         f"{name} {flag}": value for name in ("aot", "diff", "explain", "show", "train") for flag, value in EDITS.items()
     },
+    "aot --executable": "program",
+    "aot --html": "page.html",
+    "aot --json": "report.json",
+    "aot --program": "decode",
     "convert --dtype": "bfloat16",
     "convert --tokenizer": "{here}/tokenizer.json",
     "doctor --json": None,
@@ -96,8 +101,16 @@ VALUES = {
     "merge --step": "7",
     "new-plugin --kind": "command",
     "new-plugin --out": "elsewhere",
+    "plan --compile": "5",
+    "plan --global-batch": "24",
+    "plan --set": "seed=5",
+    "plan --target": "cpu-4",
+    "plan --use": "alibi",
     "plugins --json": None,
     "plugins --write-allowlist": "allowed",
+    "rules --set": "input.batch_size=16",
+    "rules --target": "cpu-4",
+    "rules --use": "tensor:size=2",
     "show --history": "model",
     "show --json": None,
     "train --minutes": "2",
@@ -166,7 +179,8 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     """Runs a command whose expensive end is replaced by a record of its arguments: `observe(argv)` returns everything
     that it did."""
     calls = []
-    shown = SimpleNamespace(problems=(), sound=True, passes=True, left_out=())
+    shown = SimpleNamespace(problems=(), sound=True, passes=True, left_out=(), fits=True, best=True)
+    shown.program = shown.target = ""
     shown.to_json, shown.as_json, shown.as_text = (lambda: "{}"), (lambda: {}), (lambda: "text")
     shown.write = lambda folder: calls.append(str(folder))
 
@@ -184,7 +198,9 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     (tmp_path / "same.json").write_text(json.dumps(raw | {"initializer_range": 0.5}))
     replace(Trainer, "run", {})
     replace(cli.launch, "launch", 0)
-    replace(aot, "compile_step", "compiled")
+    replace(aot, "compile_program", shown)
+    replace(aot, "report_page", "page")
+    replace(importlib.import_module("axcore.aot.plan"), "plan", shown)
     replace(aot, "explain", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
     replace(train, "save_model", None)

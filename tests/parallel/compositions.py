@@ -10,6 +10,7 @@ import numpy as np
 import axcore as ax
 from axcore.nn import AllToAll, MultiTokenPrediction, RingAttention, use_remat
 from axcore.parallel import STANDARD_RULES, ByTag, Mesh, Remat
+from axcore.parallel.pipeline import GPipe, OneForwardOneBackward, ZeroBubble
 from axcore.testing.devices import Case
 from axcore.testing.models import OBJECTIVE, tiny_batch, tiny_model
 from axcore.train import AdamW, Learner, Trainer, WarmupStableDecay
@@ -71,9 +72,16 @@ class Row(NamedTuple):
     microbatches: int = 1
 
 
-def mesh(rules=STANDARD_RULES, zero=0, memory="device", parameters=None, form=None, **shape):
-    parameters = parameters or {}
-    return Mesh(shape=shape, rules=rules, zero=zero, optimizer_memory=memory, parameters=parameters, context=form)
+def mesh(rules=STANDARD_RULES, zero=0, memory="device", parameters=None, form=None, schedule=None, **shape):
+    return Mesh(
+        shape=shape,
+        rules=rules,
+        zero=zero,
+        optimizer_memory=memory,
+        parameters=parameters or {},
+        context=form,
+        pipeline=schedule and schedule.Config(chunks=2 if schedule is OneForwardOneBackward else 1),
+    )
 
 
 ROWS = (
@@ -117,6 +125,17 @@ ROWS = (
     Row("multi-token", mesh(data=2, fsdp=2, context=2, zero=2, form=RING), 2),
     Row("cross-layer-kv", mesh(context=4, fsdp=2, form=RING)),
     Row("mamba2", mesh(fsdp=2, tensor=2, context=2, form=ALL_TO_ALL)),
+    Row("dense", mesh(pipeline=2, fsdp=2, tensor=2), 4),
+    Row("dense", mesh(pipeline=2, data=4, zero=2), 4),
+    Row("tied, remat", mesh(SEQUENCE, pipeline=2, context=2, tensor=2, schedule=OneForwardOneBackward), 4),
+    Row("names, softcap", mesh(pipeline=4, fsdp=2, schedule=GPipe), 4),
+    Row("dropout", mesh(pipeline=4, data=2, schedule=ZeroBubble), 4),
+    Row("moe", mesh(pipeline=2, fsdp=2, expert=2), 4),
+    Row("moe, dropout, remat", mesh(pipeline=2, expert=4, schedule=ZeroBubble), 4),
+    Row("multi-token", mesh(pipeline=2, data=4), 2),
+    Row("lora", mesh(pipeline=2, fsdp=4, memory="host"), 4),
+    Row("cross-layer-kv", mesh(pipeline=2, tensor=4), 2),
+    Row("mamba2", mesh(pipeline=2, data=2, tensor=2), 2),
 )
 
 
@@ -126,6 +145,7 @@ def name(row):
     facts += [row.mesh.context.target.__name__] if row.mesh.context is not None else []
     facts += [f"zero={row.mesh.zero}"] if row.mesh.zero else []
     facts += ["host"] if row.mesh.optimizer_memory == "host" else []
+    facts += [type(row.mesh.pipeline).__qualname__.split(".")[0]] if row.mesh.pipeline else []
     facts += ["by path"] if row.mesh.parameters else []
     facts += [f"microbatches={row.microbatches}"] if row.microbatches > 1 else []
     return f"{row.model}: {', '.join(facts)}"

@@ -82,6 +82,7 @@ def test_without_devices_options_of_gpus_are_checked_and_those_of_tpus_are_not()
     assert option.note == "not checked: no tpu compiler here"
 
 
+@pytest.mark.long
 def test_both_steps_are_compiled_with_the_options_of_the_trainer(tiny, monkeypatch):
     cfg = ax.override(tiny, ["compiler_options.xla_backend_optimization_level=0"])
     program, batch = cfg.build().program(), batch_form(cfg.input)

@@ -10,7 +10,10 @@ from axcore.testing.devices import compare
 from .compositions import ROWS, cases, name
 
 TOLERANCE = 1e-5
-CI = (1, 4, 6, 8, 19, 25)
+NOISY = {"decoder.layers.attention.A_log": 3e-5}
+"""Larger tolerances. The gradient of Mamba-2's A_log adds large terms of both signs: data parallelism alone already
+rounds it by 1.6e-5."""
+CI = (4, 6, 8, 36, 42, 46)
 """Indices of the rows that CI checks: together they use every strategy."""
 
 
@@ -33,6 +36,6 @@ def test_step_equals_one_device(row, group):
         np.testing.assert_allclose(several, one, rtol=TOLERANCE, err_msg=metric)
     for kind, errors in (("gradient", found.gradients), ("update", found.updates)):
         assert errors
-        wrong = {path: error for path, error in errors.items() if not error <= TOLERANCE}
+        wrong = {path: error for path, error in errors.items() if not error <= NOISY.get(path, TOLERANCE)}
         assert not wrong, f"relative error of the {kind}: {wrong}"
     assert max(found.param_shards.values()) > 1 or row.mesh.shape.keys() == {"data"}

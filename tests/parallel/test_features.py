@@ -3,6 +3,7 @@
 import pytest
 
 import axcore as ax
+from axcore.parallel.pipeline import GPipe, OneForwardOneBackward
 from axcore.testing.models import tiny_model
 from axcore.train import Trainer
 
@@ -26,10 +27,15 @@ def used(shape, *modifiers):
         (HOST, [ax.use("fsdp", size=32)], {"data": 1, "fsdp": 32}),
         ({"data": 8}, [ax.use("context", size=2)], {"data": 4, "context": 2}),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_an_axis_takes_its_devices_from_the_remaining_or_from_fsdp_or_data(before, modifiers, after):
     assert dict(used(before, *modifiers).shape) == after
+
+
+def test_an_axis_that_no_other_can_give_devices_to_raises():
+    with pytest.raises(ax.ConfigError, match=r"'tensor' of size 3 takes its devices .* \(fsdp=8, data=4\)"):
+        used(HOST, ax.use("tensor", size=3))
 
 
 def test_tensor_parallelism_shards_the_sequence_only_if_asked():
@@ -37,6 +43,13 @@ def test_tensor_parallelism_shards_the_sequence_only_if_asked():
     sequence = ax.use("tensor", size=2, sequence=True)
     assert used(DEFAULT, sequence).rules["seq"] == ("context", "tensor")
     assert used(DEFAULT, sequence, ax.use("tensor", size=2)).rules["seq"] == "context"
+
+
+def test_a_pipeline_has_a_schedule_with_chunks():
+    found = used(DEFAULT, ax.use("pipeline", size=4, chunks=2))
+    assert dict(found.shape) == {"data": -1, "fsdp": 1, "pipeline": 4}
+    assert found.pipeline == OneForwardOneBackward.Config(chunks=2)
+    assert used(DEFAULT, ax.use("pipeline", size=4, schedule="gpipe")).pipeline == GPipe.Config()
 
 
 def test_zero_and_offload_are_fields_of_the_mesh():

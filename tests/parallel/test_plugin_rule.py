@@ -66,7 +66,7 @@ class Wrong(ParallelismSuite):
 
 def test_the_more_specific_rule_of_two_plugins_applies(lab):
     mesh = ax.pipe(ax.recipe("quickstart"), ax.target("cpu-8")).mesh
-    assert mesh.shape == {"data": 2, "fsdp": 4}  # axcore-recipes has a rule for cpu-*
+    assert mesh.shape == {"data": 2, "fsdp": 4}  # axcore-mesh-rules has a rule for cpu-*
     assert ax.pipe(ax.recipe("quickstart"), ax.target("cpu-4")).mesh.shape == {"data": 1, "fsdp": 4}
 
 

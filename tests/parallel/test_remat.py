@@ -89,6 +89,7 @@ def lowered(remat):
     return program(model, Learner.Config(), Mesh().make(jax.devices()[:1])).lower_train(BATCH)
 
 
+@pytest.mark.long
 def test_the_step_checks_tags_and_kinds():
     message = r"'ups'\. Did you mean 'up'\? Tags of the layers: gate, heads, key, query, up, value\."
     with pytest.raises(ConfigError, match=message):
@@ -110,6 +111,7 @@ def test_each_kind_of_layer_has_its_policy():
         remat.policy()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stack", [Repeat.Config(num_layers=2), Sequence.Config(layers=())], ids=["scan", "sequence"])
 def test_stacks_recompute_by_kind(stack):
     layer = FeedForward.Config(hidden_dim=8)

@@ -8,6 +8,7 @@ import pytest
 
 from axcore.plugin import (
     API_VERSION,
+    Accelerator,
     Feature,
     KVCacheOffer,
     MeshRule,
@@ -87,8 +88,9 @@ def test_offers_are_found_by_kind_and_name(site):
     registry = site.registry()
     assert registry.find(Recipe, "tiny")[1].target == "a:b"
     assert registry.find(KVCacheOffer, "ring")[0].id == "all"
-    assert registry.find(MeshRule, "h100")[1].matches("gpu-h100-8")
-    assert not registry.find(MeshRule, "h100")[1].matches("gpu-h200-8")
+    rule = registry.find(MeshRule, "h100")[1]
+    assert not rule.why_not(Accelerator.parse("gpu-h100-8"), "")
+    assert "gpu-h100-*" in rule.why_not(Accelerator.parse("gpu-h200-8"), "")
     assert registry.find(Feature, "tiny") is None
     assert [offer.name for _, offer in registry.offers(Feature)] == ["good"]
 

@@ -107,7 +107,10 @@ def test_case_an_error_of_a_plugin_that_a_library_calls_names_the_line_of_the_pl
         (lambda: recipe("fails"), r"recipe 'fails' \(ax-code 0\.1\) failed at .*: KeyError: 'deep'"),
         (lambda: recipe("leaves"), r"recipe 'leaves' \(ax-code 0\.1\) failed at .*: SystemExit: 3"),
         (lambda: target("cpu-8")(Node()), r"target 'cpu-8', rule 'cpu-\*' \(ax-code 0\.1\) failed at .*: KeyError"),
-        (lambda: target("gpu-h100-8"), r"mesh rule 's' of ax-code 0\.1 could not be loaded from .*: SystemExit: 4"),
+        (
+            lambda: target("gpu-h100-8")(Node()),
+            r"mesh rule 's' of ax-code 0\.1 could not be loaded from .*: SystemExit: 4",
+        ),
     ],
 )
 def test_case_errors_name_the_plugin_the_offer_and_the_cause(code, call, told):

@@ -8,7 +8,7 @@ import pytest
 
 import axcore as ax
 from axcore.config import ConfigError
-from axcore.plugin import Accelerator, MeshRule, PluginError, mesh_rules, registry, target
+from axcore.plugin import Accelerator, MeshRule, PluginError, mesh_rule, mesh_rules, recipe_of, registry, target
 
 CODE = """
 import axcore as ax
@@ -161,7 +161,13 @@ def test_a_rule_may_take_the_accelerator(rules):
 def test_the_most_specific_pattern_wins_across_plugins(rules):
     rules("aaa", **{"gpu-*": "told", "gpu-h100-8x?": "plain"})
     rules("zzz", **{"*": "fails", "gpu-h100-*": "fails", "gpu-[bc]*-8x4": "fails"})
-    assert [rule.pattern for _, rule in mesh_rules("gpu-h100-8x4")] == ["gpu-h100-8x?", "gpu-h100-*", "gpu-*", "*"]
+    found = mesh_rules(Accelerator.parse("gpu-h100-8x4"), "")
+    assert [rule.pattern for _, rule in found] == [
+        "gpu-h100-8x?",
+        "gpu-h100-*",
+        "gpu-*",
+        "*",
+    ]
     assert ax.pipe(node(), target("gpu-h100-8x4")).size == 7
     assert ax.pipe(node(), target("gpu-a100-8")).size == 8
 
@@ -170,10 +176,10 @@ def test_two_equally_specific_rules_raise_and_are_named(rules):
     rules("one", **{"gpu-h100-*": "plain"})
     rules("two", **{"*-h100-8x4": "plain", "gpu-*": "plain"})
     with pytest.raises(PluginError) as error:
-        target("gpu-h100-8x4")
-    for part in ("gpu-h100-* of one (ax-one 0.1)", "*-h100-8x4 of two (ax-two 0.1)", "AXCORE_DISABLE=two"):
+        ax.pipe(node(), target("gpu-h100-8x4"))
+    for part in ("(gpu-h100-*) of one (ax-one 0.1)", "(*-h100-8x4) of two (ax-two 0.1)", "AXCORE_DISABLE=two"):
         assert part in str(error.value)
-    assert "gpu-* of" not in str(error.value)  # less specific
+    assert "(gpu-*)" not in str(error.value)  # less specific
     assert ax.pipe(node(), target("gpu-a100-8x4")).size == 7  # the only rule for this accelerator
 
 
@@ -186,19 +192,82 @@ def test_a_target_without_a_rule_raises_and_lists_the_patterns(rules):
 
 def test_without_rules_the_error_names_the_disabled_plugin(rules):
     rules("empty")
-    with pytest.raises(PluginError, match=r"plugin 'recipes' .* is installed but disabled: by AXCORE_PLUGINS"):
+    with pytest.raises(PluginError, match=r"plugin 'mesh-rules' .* is installed but disabled: by AXCORE_PLUGINS"):
         target("cpu-8")
 
 
 def test_without_rules_the_error_says_what_to_install(alone):
-    with pytest.raises(PluginError, match="pip install axcore-recipes"):
+    with pytest.raises(PluginError, match="pip install axcore-mesh-rules"):
         target("cpu-8")
+
+
+RECIPES = """
+from axcore.plugin import MeshRule, Recipe, hookimpl
+
+@hookimpl
+def axcore_recipes():
+    return [Recipe(name, "thrown_code:Node", "") for name in ("small", "small-2", "large")]
+
+@hookimpl
+def axcore_mesh_rules():
+    return [
+        MeshRule("every", "thrown_code:told", "", "npu-x1-*"),
+        MeshRule("small", "thrown_code:plain", "", "npu-*", recipe="small*"),
+        MeshRule("few", "thrown_code:keyword", "", "npu-x1-*", devices=(1, 8)),
+        MeshRule("many", "thrown_code:plain", "", "lab-x2-*", devices=(16, None)),
+    ]
+"""
+
+
+@pytest.fixture
+def bench(rules, site, monkeypatch):
+    """A plugin with recipes and with mesh rules for some of them and for some numbers of devices."""
+    rules("unused")
+    site.install("bench", RECIPES)
+    monkeypatch.setenv("AXCORE_PLUGINS", "bench")
+    registry.cache_clear()
+
+
+def test_a_rule_for_a_recipe_or_for_fewer_devices_is_more_specific(bench):
+    def chosen(accelerator, recipe):
+        return mesh_rule(Accelerator.parse(accelerator), recipe)[1].name
+
+    assert chosen("npu-x1-16", "large") == chosen("npu-x1-9", "") == "every"
+    assert chosen("npu-x1-8", "large") == "few"
+    assert chosen("npu-x1-8", "small") == chosen("npu-x1-16", "small-2") == "small"
+    assert ax.pipe(ax.recipe("small"), target("npu-x1-16")).size == 7
+    assert ax.pipe(ax.recipe("large"), target("npu-x1-16")).size == 16
+
+
+def test_the_recipe_of_a_config_is_the_one_that_made_it(bench):
+    assert recipe_of(ax.recipe("small").set(size=3)) == "small"
+    assert recipe_of(node()) == ""
+
+
+def test_a_target_outside_the_range_or_the_recipes_of_every_rule_says_so(bench):
+    with pytest.raises(PluginError, match=r"'lab-x2-8'\. The rule 'many' of bench: .* at least 16 devices, not to 8"):
+        target("lab-x2-8")
+    edit = target("npu-x3-8")
+    with pytest.raises(PluginError, match=r"recipe 'large' .*'small' of bench: it applies to the recipes small\*"):
+        edit(ax.recipe("large"))
+    with pytest.raises(PluginError, match="the config, which no recipe made, on the target 'npu-x3-8'"):
+        edit(node())
+
+
+@pytest.mark.parametrize("devices", [(0, 8), (8, 4), (1,), (1, 2, 3), ("1", None), 8, None], ids=repr)
+def test_an_invalid_range_of_devices_fails_and_is_named(site, monkeypatch, devices):
+    offer = f"MeshRule('r', 'math:sqrt', '', 'npu-*', devices={devices!r})"
+    site.install("bench", f"@hookimpl\ndef axcore_mesh_rules():\n    return [{offer}]\n")
+    monkeypatch.setenv("AXCORE_PLUGINS", "bench")
+    registry.cache_clear()
+    plugin = registry().plugins["bench"]
+    assert plugin.state == "failed" and "must be the least and the largest number of devices" in plugin.reason
 
 
 def test_a_rule_that_cannot_be_loaded_or_called_names_its_plugin(rules):
     rules("bench", **{"cpu-*": "absent", "gpu-*": "needs_more"})
     with pytest.raises(PluginError, match=r"the mesh rule 'bench-0' of ax-bench 0\.1 could not be loaded"):
-        target("cpu-8")
+        ax.pipe(node(), target("cpu-8"))
     with pytest.raises(PluginError, match=r"rule 'gpu-\*' \(ax-bench 0\.1\) failed: TypeError: .* missing .* 'width'"):
         ax.pipe(node(), target("gpu-h100-8"))
 
@@ -231,7 +300,7 @@ def test_a_rule_that_returns_none_raises(rules):
 def test_the_history_names_the_target_that_set_a_value(rules):
     rules("bench", **{"cpu-*": "plain"})
     history = str(ax.pipe(node(), target("cpu-8")).history("size"))
-    assert "target:cpu-8 of ax-bench 0.1(rule='cpu-*'): set size" in history
+    assert "target:cpu-8 of ax-bench 0.1(rule='bench-0'): set size" in history
 
 
 def test_command_line_edits_and_targets_apply_in_order(axcore):
@@ -243,7 +312,7 @@ def test_command_line_edits_and_targets_apply_in_order(axcore):
     assert mesh("--target", "gpu-h100-8x4", "--set", "mesh.shape.fsdp=16") == 'mesh.shape: {"data": 4, "fsdp": 16}'
     assert mesh("--set", "mesh.shape.fsdp=16", "--target", "gpu-h100-8x4") == 'mesh.shape: {"data": 4, "fsdp": 8}'
     assert "mesh.shape" in axcore("diff", "quickstart", "quickstart", "--target", "cpu-8").out
-    assert "Known: " in axcore("show", "quickstart", "--target", "trn1-16").message
+    assert "Known: " in axcore("show", "quickstart", "--target", "npu-x1-16").message
     assert "is not an accelerator" in axcore("aot", "quickstart", "--target", "h100").message
     assert "is not an accelerator" in axcore("train", "quickstart", "--target", "h100").message
 
@@ -261,10 +330,3 @@ def test_case_train_gives_jax_the_devices_of_cpu_8():
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     command = [sys.executable, "-c", code.format(edits=edits)]
     assert int(subprocess.run(command, capture_output=True, env=env, check=True).stdout) == 8
-
-
-def test_case_aot_gives_jax_the_devices_of_cpu_8(axcore, monkeypatch):
-    split = []
-    monkeypatch.setattr("axcore.cli.aot.split_cpu", split.extend)
-    monkeypatch.setattr("axcore.aot.compile_step", lambda cfg: f"fsdp={cfg.mesh.shape['fsdp']}, {split}")
-    assert axcore("aot", "quickstart", "--target", "cpu-8").out == "fsdp=8, [('target', 'cpu-8')]\n"

@@ -4,7 +4,10 @@ import os
 import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
 
 import jax
 import numpy as np

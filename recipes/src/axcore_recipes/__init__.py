@@ -1,1 +1,1 @@
-"""Models, recipes and mesh rules for axcore."""
+"""Models and recipes for axcore."""

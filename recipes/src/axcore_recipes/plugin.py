@@ -1,6 +1,6 @@
 """What axcore-recipes offers. Imports neither jax nor flax."""
 
-from axcore.plugin import MeshRule, Recipe, hookimpl
+from axcore.plugin import Recipe, hookimpl
 
 
 @hookimpl
@@ -22,15 +22,4 @@ def axcore_recipes() -> list[Recipe]:
         Recipe("qwen3-8b", f"{here}.qwen3:qwen3_8b", "Qwen3 8B."),
         Recipe("qwen3-30b-a3b", f"{here}.qwen3:qwen3_30b_a3b", "Qwen3, 30.5B parameters, 3.3B active."),
         Recipe("smollm2-135m", f"{here}.smollm2:smollm2_135m", "SmolLM2 135M, with its published weights."),
-    ]
-
-
-@hookimpl
-def axcore_mesh_rules() -> list[MeshRule]:
-    rules = "axcore_recipes.mesh_rules"
-    return [
-        MeshRule("cpu", f"{rules}:hybrid", "FSDP over the devices of a host, data parallelism over hosts.", "cpu-*"),
-        MeshRule("gpu", f"{rules}:hybrid", "FSDP over the GPUs of a host, data parallelism over hosts.", "gpu-*"),
-        MeshRule("gpu-h100", f"{rules}:h100", "Like gpu, with cuDNN attention.", "gpu-h100-*"),
-        MeshRule("tpu", f"{rules}:tpu", "FSDP over a slice, data parallelism over slices.", "tpu-*"),
     ]

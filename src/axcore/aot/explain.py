@@ -21,7 +21,7 @@ from axcore.module import Layer, Rngs, abstract
 from axcore.nn import KernelRequest, refusal
 from axcore.nn.attention.choice import Choice, ChooseKernel, recording
 from axcore.parallel import Layout, Mesh
-from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, registry, resolve, supplier
+from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, recipe_of, registry, resolve, supplier
 from axcore.plugin.offers import OFFERS
 from axcore.train import CrossEntropy
 from axcore.train.data.form import batch_form
@@ -126,7 +126,8 @@ def explain(cfg: Config, target: str | None = None) -> Explanation:
         platform = accelerator.platform
         mesh, count = (get(cfg, "mesh"), accelerator.count) if has_field(cfg, "mesh") else (Mesh(), 1)
         layout = mesh.abstract(count, platform, accelerator.kind)
-        rule = target + "".join(f", mesh rule {rule.pattern} of {plugin}" for plugin, rule in mesh_rules(target)[:1])
+        rules = mesh_rules(accelerator, recipe_of(cfg))
+        rule = target + "".join(f", mesh rule {rule.name} of {plugin}" for plugin, rule in rules[:1])
     choices = _choices(cfg, layout)
     nodes = [_node(path, node) for path, node in walk(cfg) if node.target is not None]
     slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices)]

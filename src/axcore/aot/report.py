@@ -1,72 +1,276 @@
-"""The memory and FLOPs of a compiled training step, as reported by the compiler."""
+"""What a compiled program needs and costs on a target: the result of `compile_program`."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import pickle
 import time
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 import jax
+from jax.experimental import serialize_executable
 
+from axcore.aot.chips import GIB
+from axcore.aot.flops import Flops, count_flops
+from axcore.aot.lowering import Lowered, ProgramName, lower
+from axcore.aot.memory import Memory, bytes_per_device, count_per_device, is_refusal
+from axcore.aot.roofline import Estimate
+from axcore.aot.targets import Target
+from axcore.aot.traffic import Traffic, traffic
+from axcore.config import AxcoreError
 from axcore.train import Trainer
-from axcore.train.data.form import batch_form
-
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class StepReport:
-    """The compiled training step of one config on the devices of this process.
+class CollectiveCost:
+    """The collectives of one kind over the same mesh axes, in one run.
 
     Attributes:
-        parameters: The number of parameters of the whole model.
-        arguments: Bytes of arguments on each device.
-        temporaries: Bytes of temporaries on each device.
-        outputs: Bytes of outputs on each device, except outputs that reuse donated arguments.
-        flops: Floating-point operations of one step on one device. XLA counts each loop body once and does not
-            count custom calls.
-        compile_seconds: The duration of the compilation.
+        crosses, together: see `axcore.aot.traffic.Collective`.
+        sent: bytes that each device sends.
     """
 
+    kind: str
+    axes: tuple[str, ...]
+    crosses: bool
+    together: int
+    calls: float
+    sent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A compiled program of one config on a target. Bytes and FLOPs are those of one device and one run.
+
+    Attributes:
+        target: the accelerator, such as `gpu-h100-8x4`.
+        mesh: the size of each mesh axis.
+        tokens: the tokens of one run, on all devices together.
+        parameters: the number of parameters of the model.
+        parameters_per_device: the number of parameters on each device.
+        state_bytes: bytes of the parameters, and of the optimizer state or the KV cache.
+        limit: bytes that a program may use.
+        flops: operations of matrix products and kernels, loop bodies included, by dtype.
+        uncounted: opaque calls that `flops` leaves out, and loops of unknown length.
+        model_flops: operations without recomputation: for training, three times those of the forward pass.
+        memory_traffic: bytes read from and written to memory; None if the program was refused.
+        estimate: the estimated time; None if the program was refused.
+    """
+
+    program: ProgramName
+    target: str
+    device_kind: str
+    devices: int
+    hosts: int
+    mesh: dict[str, int]
+    tokens: int
     parameters: int
-    arguments: int
-    temporaries: int
-    outputs: int
-    flops: float
+    parameters_per_device: int
+    state_bytes: dict[str, int]
+    memory: Memory
+    limit: int
+    flops: dict[str, float]
+    uncounted: dict[str, int]
+    model_flops: float
+    memory_traffic: float | None
+    collectives: tuple[CollectiveCost, ...]
+    unknown_loops: int
+    estimate: Estimate | None
+    trace_seconds: float
     compile_seconds: float
+    jax_version: str = jax.__version__
 
     @property
-    def peak(self) -> int:
-        """Bytes on each device while the step runs."""
-        return self.arguments + self.temporaries + self.outputs
+    def headroom(self) -> int:
+        """Bytes of the limit that the program leaves; negative if it does not fit."""
+        return self.limit - self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom >= 0 and not self.memory.refused
+
+    @property
+    def verdict(self) -> str:
+        """Whether the program fits, and by how much."""
+        of = f"of {self.limit / GIB:.2f} GiB on each {self.device_kind}"
+        if self.fits:
+            return f"fits: {self.headroom / GIB:.2f} GiB {of} remain"
+        return f"does not fit: {-self.headroom / GIB:.2f} GiB more than the limit {of}"
+
+    def to_json(self) -> str:
+        """The report as JSON, with the field `fits` and `headroom`."""
+        facts = dataclasses.asdict(self) | {"fits": self.fits, "headroom": self.headroom}
+        return json.dumps(facts, indent=2).replace("NaN", "null")
+
+    def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """The report as titled lists of (name, value)."""
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1) or "one device"
+        hosts = f" on {self.hosts} {'slices' if self.target.startswith('tpu') else 'hosts'}" if self.hosts > 1 else ""
+        plan = [
+            ("program", f"{self.program}, {self.tokens:,} tokens"),
+            ("target", f"{self.target}: {self.devices} x {self.device_kind}{hosts}"),
+            ("mesh", mesh),
+            ("parameters", f"{self.parameters:,}, of which {self.parameters_per_device:,} per device"),
+        ]
+        sections = [("program", plan), ("memory per device", self._memory())]
+        compute = [(f"FLOPs in {dtype}", f"{count:.4g}") for dtype, count in sorted(self.flops.items())]
+        compute += [("model FLOPs", f"{self.model_flops:.4g}")] if self.model_flops else []
+        compute += [("not counted", f"{name}, {count} times") for name, count in self.uncounted.items()]
+        if self.memory_traffic is not None:
+            compute.append(("memory traffic", _bytes(self.memory_traffic)))
+        sections.append(("work per device and run", compute))
+        if self.collectives:
+            sections.append(("collectives per device and run", [_collective(each) for each in self.collectives]))
+        if self.estimate is not None:
+            sections.append(("estimate (not a measurement)", self._estimate(self.estimate)))
+        times = [("trace", f"{self.trace_seconds:.1f} s"), ("compile", f"{self.compile_seconds:.1f} s")]
+        return [*sections, (f"compilation with jax {self.jax_version}", times)]
+
+    def _memory(self) -> list[tuple[str, str]]:
+        memory = self.memory
+        rows = [(name, _bytes(count)) for name, count in self.state_bytes.items()]
+        if memory.refused:
+            rows += [("total, as the compiler says", _bytes(memory.total))]
+        else:
+            rows += [
+                ("arguments", _bytes(memory.arguments)),
+                ("temporaries", _bytes(memory.temporaries)),
+                ("outputs", f"{_bytes(memory.outputs)}, of which {_bytes(memory.donated)} in donated arguments"),
+                ("total", _bytes(memory.total)),
+            ]
+            rows += [("peak, as the compiler says", _bytes(memory.peak))] if memory.peak else []
+            rows += [("on the host", _bytes(memory.host))] if memory.host else []
+        return [*rows, ("limit", _bytes(self.limit)), ("verdict", self.verdict)]
+
+    def _estimate(self, estimate: Estimate) -> list[tuple[str, str]]:
+        rows = [
+            (f"{name} at its peak", _seconds(getattr(estimate, name)))
+            for name in ("compute", "memory", "link", "network")
+            if getattr(estimate, name)
+        ]
+        speed = f", {self.tokens / estimate.step / self.devices:,.0f} tokens/s per device" if estimate.step else ""
+        rows += [
+            ("run, at least", _seconds(estimate.bound)),
+            ("run, estimated", _seconds(estimate.step) + speed),
+        ]
+        if self.model_flops:
+            rows += [("MFU, at most", f"{estimate.mfu_bound:.1%}"), ("MFU, estimated", f"{estimate.mfu:.1%}")]
+        loops = f" {self.unknown_loops} loops of unknown length count once." if self.unknown_loops else ""
+        return [*rows, ("method", estimate.method + loops)]
 
     def __str__(self) -> str:
-        rows = {
-            "parameters": f"{self.parameters:,}",
-            "peak memory per device": f"{self.peak / GIB:.3f} GiB",
-            "  arguments": f"{self.arguments / GIB:.3f} GiB",
-            "  temporaries": f"{self.temporaries / GIB:.3f} GiB",
-            "  outputs not donated": f"{self.outputs / GIB:.3f} GiB",
-            "FLOPs per step and device": f"{self.flops:.3e}",
-            "compile time": f"{self.compile_seconds:.1f} s",
-        }
-        return "\n".join(f"{name:26} {value}" for name, value in rows.items())
+        lines = []
+        for title, rows in self.sections():
+            lines += [title, *(f"  {name:32} {value}" for name, value in rows)]
+        return "\n".join(lines)
 
 
-def compile_step(cfg: Trainer.Config) -> StepReport:
-    """Compiles the step that `Trainer.run` would run, for the devices of this process."""
-    program = cfg.build().program()
-    batch = batch_form(cfg.input)
+def compile_program(
+    cfg: Trainer.Config,
+    target: str | None = None,
+    program: ProgramName = "train",
+    executable: str | Path | None = None,
+) -> Report:
+    """Compiles a program of a trainer's config for hardware that need not exist here, and reports what it needs.
+
+    ```python
+    report = compile_program(axcore.pipe(recipe, axcore.target("gpu-h100-8")), "gpu-h100-8")
+    print(report.fits, report)
+    ```
+
+    Args:
+        target: the accelerator; None: the devices of this process. The mesh of the config must fill it.
+        program: `train`: the step of the trainer. `prefill`: a decoding step of whole rows. `decode`: a decoding step
+            of one token per row.
+        executable: a file for the compiled program, for `jax.experimental.serialize_executable.deserialize_and_load`:
+            a pickle of its three arguments.
+
+    Raises:
+        ConfigError: the target is unknown, its compiler is not installed, or the config does not fit it.
+        AxcoreError: the compiler refused the program for another reason than memory, or the program was refused and
+            an executable was asked for.
+    """
+    found = Target.of(target) if target is not None else Target.here()
     began = time.monotonic()
-    compiled = program.lower_train(batch).compile(program.compiler_options)
-    seconds = time.monotonic() - began
-    memory: Any = compiled.memory_analysis()  # Any: untyped in jax
-    cost = compiled.cost_analysis() or {}
-    return StepReport(
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(program.state.params)),
-        arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        flops=float(cost.get("flops", float("nan"))),
-        compile_seconds=seconds,
+    lowered = lower(cfg, found, program)
+    flops = count_flops(lowered.traced.jaxpr)
+    forward = count_flops(lowered.forward().jaxpr).total if lowered.forward is not None else flops.total / 3
+    traced = time.monotonic()
+    compiled: jax.stages.Compiled | None = None
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not is_refusal(error):
+            raise AxcoreError(f"the compiler for {found.accelerator.text} refuses the program: {error}") from error
+        memory = Memory.of_refusal(error, sum(map(bytes_per_device, lowered.state.values())))
+    else:
+        memory = Memory.of(compiled)
+    seconds = time.monotonic() - traced
+    if executable is not None:
+        if compiled is None:
+            raise AxcoreError("the program does not fit, so there is no executable to write")
+        Path(executable).write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    moved = None if compiled is None else traffic(compiled.as_text() or "", _mesh(lowered), found.host_of)
+    return _report(found, lowered, flops, 3 * forward, memory, moved, (traced - began, seconds))
+
+
+def _mesh(lowered: Lowered) -> jax.sharding.Mesh:
+    assert isinstance(lowered.layout.mesh, jax.sharding.Mesh)
+    return lowered.layout.mesh
+
+
+def _report(
+    target: Target,
+    lowered: Lowered,
+    flops: Flops,
+    model_flops: float,
+    memory: Memory,
+    moved: Traffic | None,
+    seconds: Sequence[float],
+) -> Report:
+    count, params = target.accelerator.count, lowered.state["parameters"]
+    by_dtype = {dtype: each / count for dtype, each in flops.by_dtype.items() if each}
+    collectives = () if moved is None else tuple(
+        CollectiveCost(*key, moved.calls[key], sent)
+        for key, sent in sorted(moved.sent.items(), key=lambda each: -each[1])
+    )  # fmt: skip
+    return Report(
+        program=lowered.program,
+        target=target.accelerator.text,
+        device_kind=target.chip.device_kind,
+        devices=count,
+        hosts=target.accelerator.hosts,
+        mesh=dict(lowered.layout.mesh.shape),
+        tokens=lowered.tokens,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+        parameters_per_device=count_per_device(params),
+        state_bytes={name: bytes_per_device(tree) for name, tree in lowered.state.items()},
+        memory=memory,
+        limit=target.chip.limit,
+        flops=by_dtype,
+        uncounted=dict(flops.uncounted),
+        model_flops=model_flops / count,
+        memory_traffic=None if moved is None else moved.memory,
+        collectives=collectives,
+        unknown_loops=0 if moved is None else moved.unknown_loops,
+        estimate=None if moved is None else Estimate.of(target.chip, by_dtype, moved, model_flops / count),
+        trace_seconds=seconds[0],
+        compile_seconds=seconds[1],
     )
+
+
+def _collective(each: CollectiveCost) -> tuple[str, str]:
+    where = ", between hosts" if each.crosses else ""
+    return f"{each.kind} over {', '.join(each.axes)}", f"{_bytes(each.sent)} sent in {each.calls:,.0f} calls{where}"
+
+
+def _bytes(count: float) -> str:
+    unit, name = next((unit, name) for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if (
+        count >= unit or unit == 1))  # fmt: skip
+    return f"{count / unit:,.2f} {name}" if unit > 1 else f"{count:.0f} B"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3f} ms"

@@ -63,8 +63,7 @@ def is_folder(name: str) -> bool:
 
 def compose(name: str, edits: Sequence[tuple[str, str]]) -> Any:  # Any: each recipe has its own config class
     """The config of a recipe, a run folder or a model folder, with edits from the command line applied."""
-    from axcore.config import override, pipe
-    from axcore.plugin import recipe, target, use_text
+    from axcore.plugin import recipe
 
     if is_folder(name):
         from axcore.train.checkpoint.model_folder import ModelFolder
@@ -72,6 +71,14 @@ def compose(name: str, edits: Sequence[tuple[str, str]]) -> Any:  # Any: each re
         cfg = ModelFolder.open(name).cfg
     else:
         cfg = recipe(name)
+    return edited(cfg, edits)
+
+
+def edited(cfg: Any, edits: Sequence[tuple[str, str]]) -> Any:  # Any: as in compose
+    """The config with edits from the command line applied."""
+    from axcore.config import override, pipe
+    from axcore.plugin import target, use_text
+
     for kind, text in edits:
         if kind == "set":
             cfg = override(cfg, [text])

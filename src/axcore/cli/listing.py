@@ -1,4 +1,4 @@
-"""`axcore plugins`, `axcore recipes` and `axcore rules`."""
+"""`axcore plugins` and `axcore recipes`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,6 @@ def add(commands: Commands) -> None:
     plugins.set_defaults(run=list_plugins)
     recipes = commands.add_parser("recipes", help="list the recipes", description="Lists the recipes of all plugins.")
     recipes.set_defaults(run=list_recipes)
-    rules = commands.add_parser(
-        "rules",
-        help="list the mesh rules",
-        description="Lists the mesh rules of all plugins, with the accelerators that each applies to. The option "
-        "--target of other commands applies the rule with the most specific matching pattern.",
-    )
-    rules.set_defaults(run=list_rules)
 
 
 def list_plugins(arguments: argparse.Namespace) -> None:
@@ -65,21 +58,13 @@ def list_plugins(arguments: argparse.Namespace) -> None:
         for plugin in plugins:
             offers = ", ".join(f"{offer.kind} {_title(offer)}" for offer in plugin.offers)
             rows.append((plugin.id, plugin.distribution, plugin.version, str(plugin.state), offers or plugin.reason))
-        _table(("id", "distribution", "version", "state", "offers"), rows, "no plugins are installed")
+        table(("id", "distribution", "version", "state", "offers"), rows, "no plugins are installed")
 
 
 def list_recipes(_: argparse.Namespace) -> None:
     rows = [(offer.name, offer.summary, plugin.distribution) for plugin, offer in registry().offers(Recipe)]
     none = "" if rows else f"no loaded plugin offers recipes; {registry().advice('recipes')}"
-    _table(("recipe", "summary", "from"), rows, none)
-
-
-def list_rules(_: argparse.Namespace) -> None:
-    rows = [
-        (rule.pattern, rule.name, rule.summary, plugin.distribution) for plugin, rule in registry().offers(MeshRule)
-    ]
-    none = "" if rows else f"no loaded plugin offers mesh rules; {registry().advice('recipes')}"
-    _table(("accelerators", "mesh rule", "summary", "from"), rows, none)
+    table(("recipe", "summary", "from"), rows, none)
 
 
 def _named(name: str, plugins: list[Plugin]) -> Plugin:
@@ -117,7 +102,7 @@ def _describe(plugin: Plugin) -> None:
         ("state", f"{plugin.state}: {plugin.reason}" if plugin.reason else str(plugin.state)),
         *(row for offer in plugin.offers for row in _describe_offer(plugin, offer)),
     ]
-    _table(("plugin", plugin.id), [(name, str(value)) for name, value in rows if value is not None], "")
+    table(("plugin", plugin.id), [(name, str(value)) for name, value in rows if value is not None], "")
     if plugin.detail.strip() != plugin.reason:
         print(f"\n{plugin.detail.rstrip()}")
 
@@ -175,7 +160,7 @@ def _homepage(plugin: Plugin) -> str | None:
     return plugin.metadata.get("Home-page") or named.get("homepage") or named.get("repository")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
     rows = list(rows)
     if not rows:
         print(empty)

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
-from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, functional
+from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
 from axcore.nn import CachedRows, KVCache, Phase, TokenInfo, for_decoding, unstack_arrays, unstacked
 from axcore.parallel import Layout
 
@@ -147,9 +147,49 @@ class Decoder:
         params = _those_of(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
+        return cls._of(fn, cfg, batch_size, max_len, layout), params, state
+
+    @classmethod
+    def abstract(
+        cls,
+        cfg: Config,
+        *,
+        cache: KVCache.Config,
+        batch_size: int,
+        max_len: int,
+        layout: Layout,
+        unstack: bool = True,
+    ) -> tuple[Decoder, Tree, Tree]:
+        """`of` without arrays: the decoder, and the shapes and shardings of the parameters and of the initial state.
+
+        Args:
+            cfg: the config of the model. For the other arguments see `of`.
+            layout: the layout. Its devices may be devices to compile for only.
+
+        Raises:
+            ConfigError: none of the layers has decoding state, or a dimension is not divisible by its shards.
+        """
+        cfg = for_decoding(unstacked(cfg) if unstack else cfg, batch_size=batch_size, max_len=max_len, cache=cache)
+        fn, params, held = abstract(cfg)
+        decoder = cls._of(fn, cfg, batch_size, max_len, layout)
+        state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}
+
+        def placed(arrays: Tree, axes: Tree) -> Tree:
+            shardings = layout.shardings(arrays, axes)
+            return jax.tree.map(
+                lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+                arrays,
+                shardings,
+            )
+
+        return decoder, placed(params, fn.axes), placed(state, decoder.state_axes)
+
+    @classmethod
+    def _of(cls, fn: Functional, cfg: Config, batch_size: int, max_len: int, layout: Layout | None) -> Decoder:
+        """The decoder of a model in the form for decoding, whose config is `cfg`."""
         axes = {"lengths": ("batch",), "model": fn.state_axes}
         limits = {each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}
-        return cls(fn, axes, batch_size, max_len, layout, tuple(sorted(limits))), params, state
+        return cls(fn, axes, batch_size, max_len, layout, tuple(sorted(limits)))
 
     def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]:
         """Runs the model on the tokens of a step.

@@ -7,6 +7,7 @@ from axcore.parallel.compiler_options import CheckedOption, CompilerOptions, che
 from axcore.parallel.context import ContextParallelism
 from axcore.parallel.layout import Layout, active_layout, constrain, is_sharded
 from axcore.parallel.mesh import Mesh
+from axcore.parallel.pipeline import PipelineSchedule
 from axcore.parallel.remat import TAGS, ByKind, ByTag, Remat, SaveMatmuls
 from axcore.parallel.shard import shard_map
 
@@ -22,6 +23,7 @@ __all__ = [
     "ContextParallelism",
     "Layout",
     "Mesh",
+    "PipelineSchedule",
     "Remat",
     "SaveMatmuls",
     "active_layout",

@@ -44,6 +44,7 @@ STANDARD_RULES: Mapping[str, MeshAxes] = FrozenDict(
         "kv_head": "tensor",
         "mlp": "tensor",
         "vocab": "tensor",
+        "layer": "pipeline",
     }
 )
 """Rules for any mesh of the standard axes. Parameters other than experts are sharded over expert and context too, whose

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxlib.version import __version__ as jaxlib_version
 
-from axcore.config import ConfigError
+from axcore.config import AnyInt, ConfigError, FiniteFloat
 from axcore.config.errors import did_you_mean
 from axcore.parallel.layout import Layout
 
-Value = bool | int | float | str
+Value = bool | AnyInt | FiniteFloat | str
 CompilerOptions = Mapping[str, Value]
 """Options by name, as in `{"xla_gpu_enable_triton_gemm": False}`."""
 

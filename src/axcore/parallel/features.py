@@ -8,7 +8,8 @@ from axcore.config import Config, ConfigError, FrozenDict, PositiveInt, has_fiel
 from axcore.parallel.axes import entry_of, group_of
 from axcore.parallel.context import ContextParallelism
 from axcore.parallel.mesh import Mesh
-from axcore.plugin import ContextParallelismOffer, offered
+from axcore.parallel.pipeline import PipelineSchedule
+from axcore.plugin import ContextParallelismOffer, PipelineScheduleOffer, offered
 
 
 def use_data(cfg: Config, size: PositiveInt) -> Config:
@@ -86,6 +87,22 @@ def use_context(cfg: Config, size: PositiveInt, form: str | None = "all-to-all")
     return cfg.set(mesh=_with_axis(cfg, "context", size).set(context=context))
 
 
+def use_pipeline(cfg: Config, size: PositiveInt, schedule: str = "1f1b", chunks: PositiveInt | None = None) -> Config:
+    """Divides the layers into stages over the mesh axis `pipeline`.
+
+    The trainer needs at least as many `microbatches` as stages; with four times as many, stages are seldom idle.
+
+    Args:
+        cfg: The config of a trainer.
+        size: The number of stages.
+        schedule: The name of a schedule that a plugin offers, with options if any.
+        chunks: The number of chunks of layers on each stage; None: that of the schedule.
+    """
+    made = cast(PipelineSchedule.Config, offered(PipelineScheduleOffer, schedule))
+    made = made if chunks is None else made.set(chunks=chunks)
+    return cfg.set(mesh=_with_axis(cfg, "pipeline", size).set(pipeline=made))
+
+
 def _mesh(cfg: Any) -> Mesh:  # Any: the config of a trainer, which is above this package
     if not has_field(cfg, "mesh"):
         raise ConfigError("only the config of a trainer has a mesh; this config has none")
@@ -101,7 +118,13 @@ def _with_axis(cfg: Config, axis: str, size: int) -> Mesh:
         shape.update({other: 1 for other, held in mesh.shape.items() if held == -1 and other != axis})
     elif -1 not in mesh.shape.values():
         held = mesh.shape.get(axis, 1)
-        givers = (other for other in ("fsdp", "data") if other in shape and other != axis)
+        givers = [other for other in ("fsdp", "data") if other in shape and other != axis]
         fits = [other for other in givers if shape[other] * held % size == 0]
-        shape.update({other: shape[other] * held // size for other in fits[:1]})
+        if not fits:
+            sizes = ", ".join(f"{other}={shape[other] * held}" for other in givers)
+            raise ConfigError(
+                f"the axis {axis!r} of size {size} takes its devices from fsdp or data, but in "
+                f"mesh.shape={dict(mesh.shape)} none of them is a multiple of {size} ({sizes}). Set mesh.shape instead"
+            )
+        shape[fits[0]] = shape[fits[0]] * held // size
     return mesh.set(shape=FrozenDict(shape))

@@ -18,6 +18,7 @@ from axcore.config import ConfigError, FrozenDict, matches
 from axcore.config.errors import did_you_mean
 from axcore.parallel.axes import LOGICAL_AXES, MeshAxes, entry_of, group_of
 from axcore.parallel.context import ContextParallelism
+from axcore.parallel.pipeline import PipelineSchedule
 
 Axis = Any  # Any: the type of UNCONSTRAINED is private to jax
 """A logical axis: a name, None, or `PartitionSpec.UNCONSTRAINED`."""
@@ -30,6 +31,7 @@ class Layout:
 
     Attributes:
         manual: the mesh axes of the enclosing `shard_map`. Arrays are shards of these axes already.
+        pipeline: the schedule of the stages; None without stages.
     """
 
     mesh: jax.sharding.Mesh | AbstractMesh
@@ -39,6 +41,7 @@ class Layout:
     zero: Literal[0, 1, 2] = 0
     optimizer_memory: Literal["device", "host"] = "device"
     context: ContextParallelism | None = None
+    pipeline: PipelineSchedule | None = None
 
     def inside(self, axes: Iterable[str]) -> Layout:
         """The layout inside a `shard_map` over these mesh axes."""
@@ -53,6 +56,11 @@ class Layout:
     def num_shards(self) -> int:
         """The number of devices over which an array can be sharded here: the product of the automatic axes."""
         return self.size_of(self.automatic)
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages, which is the size of the mesh axis `pipeline`."""
+        return int(self.mesh.shape.get("pipeline", 1))
 
     @property
     def platform(self) -> str:
@@ -227,4 +235,6 @@ def constrain(x: Shaped[Array, ...], *axes: Axis) -> Shaped[Array, ...]:
         return x
     if len(axes) != x.ndim:
         raise ValueError(f"constrain: {len(axes)} axes {axes} do not match the dimensions of shape {x.shape}")
-    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, layout.spec(axes, x.shape)))
+    # Inside a shard_map the mesh of the context tells which axes are manual.
+    mesh = jax.sharding.get_abstract_mesh() if layout.manual else layout.mesh
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec(axes, x.shape)))

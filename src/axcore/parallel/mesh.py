@@ -18,6 +18,7 @@ from axcore.parallel.axes import MESH_AXES, STANDARD_RULES, MeshAxes, group_of
 from axcore.parallel.context import ContextParallelism
 from axcore.parallel.devices import device_mesh
 from axcore.parallel.layout import Layout
+from axcore.parallel.pipeline import OneForwardOneBackward, PipelineSchedule
 
 
 class Mesh(Config):
@@ -46,6 +47,8 @@ class Mesh(Config):
     """Where optimizer state is between steps. In host memory it costs transfers in both directions in each step."""
     context: ContextParallelism.Config | None = None
     """How attention computes when the rules shard `seq`; None: keys and values are gathered."""
+    pipeline: PipelineSchedule.Config | None = None
+    """The schedule of the stages of the axis `pipeline`; None: `OneForwardOneBackward`."""
 
     def make(self, devices: Sequence[jax.Device] | None = None) -> Layout:
         """The layout on these devices, by default on all devices.
@@ -70,6 +73,7 @@ class Mesh(Config):
         return self._layout(mesh)
 
     def _layout(self, mesh: jax.sharding.Mesh | AbstractMesh) -> Layout:
+        schedule = self.pipeline or OneForwardOneBackward.Config()
         return Layout(
             mesh,
             self.rules,
@@ -77,6 +81,7 @@ class Mesh(Config):
             zero=self.zero,
             optimizer_memory=self.optimizer_memory,
             context=None if self.context is None else self.context.build(),
+            pipeline=schedule.build() if mesh.shape.get("pipeline", 1) > 1 else None,
         )
 
     def _sizes(self, count: int, platform: str) -> dict[str, int]:

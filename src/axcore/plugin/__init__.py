@@ -18,13 +18,14 @@ from axcore.plugin.offers import (
     NumericsOffer,
     Offer,
     OptimizerOffer,
+    PipelineScheduleOffer,
     Recipe,
     SourceOffer,
 )
 from axcore.plugin.recipes import recipe
 from axcore.plugin.registry import Registry, active, registry, resolve, supplier
 from axcore.plugin.states import Plugin, PluginError, State, Unavailable
-from axcore.plugin.targets import mesh_rules, target
+from axcore.plugin.targets import mesh_rule, mesh_rules, recipe_of, target
 
 __all__ = [
     "API_VERSION",
@@ -42,6 +43,7 @@ __all__ = [
     "NumericsOffer",
     "Offer",
     "OptimizerOffer",
+    "PipelineScheduleOffer",
     "Plugin",
     "PluginError",
     "Recipe",
@@ -52,9 +54,11 @@ __all__ = [
     "active",
     "attributed",
     "hookimpl",
+    "mesh_rule",
     "mesh_rules",
     "offered",
     "recipe",
+    "recipe_of",
     "registry",
     "resolve",
     "supplier",

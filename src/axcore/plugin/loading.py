@@ -76,21 +76,37 @@ def _offers(module: ModuleType) -> Iterator[Offer]:
             for offer in offers:
                 if type(offer) is not kind:
                     raise TypeError(f"{hook} must return a list of {kind.__name__}, not of {type(offer).__name__}")
-                if not all(isinstance(field, str) for field in vars(offer).values()):
-                    raise TypeError(f"{hook}: every field of an offer must be a string, got {vars(offer)}")
+                texts = {name: value for name, value in vars(offer).items() if name != "devices"}
+                if not all(isinstance(value, str) for value in texts.values()):
+                    raise TypeError(f"{hook}: every field of an offer must be a string, got {texts}")
                 if not NAME.fullmatch(offer.name):
                     raise ValueError(f"{hook}: the name {offer.name!r} may contain only letters, digits, '.', '_', '-'")
                 if not TARGET.fullmatch(offer.target):
                     raise ValueError(f"{hook}: target {offer.target!r} of {offer.name!r} is not 'module:attribute'")
-                if isinstance(offer, MeshRule) and not matchable(offer.pattern):
-                    raise ValueError(
-                        f"{hook}: no accelerator matches the pattern {offer.pattern!r} of {offer.name!r}. Accelerators "
-                        f"are named as in {EXAMPLES}"
-                    )
+                if isinstance(offer, MeshRule):
+                    _check_rule(hook, offer)
                 if (kind, offer.name) in taken:
                     raise ValueError(f"{hook} offers {offer.name!r} twice")
                 taken.add((kind, offer.name))
                 yield offer
+
+
+def _check_rule(hook: str, rule: MeshRule) -> None:
+    """Raises ValueError for a mesh rule that applies to no accelerator."""
+    if not matchable(rule.pattern):
+        raise ValueError(
+            f"{hook}: no accelerator matches the pattern {rule.pattern!r} of {rule.name!r}. Accelerators are named as "
+            f"in {EXAMPLES}"
+        )
+    match rule.devices:
+        case (int(least), None) if least >= 1:
+            return
+        case (int(least), int(most)) if 1 <= least <= most:
+            return
+    raise ValueError(
+        f"{hook}: devices={rule.devices!r} of {rule.name!r} must be the least and the largest number of devices, as in "
+        f"(1, 8), or (16, None) for no limit"
+    )
 
 
 def _check_names(module: ModuleType) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
+import re
 from typing import ClassVar
+
+from axcore.plugin.accelerators import Accelerator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,12 @@ class ContextParallelismOffer(Offer):
     hook, kind, slot = "axcore_context_parallelism", "context parallelism", "context"
 
 
+class PipelineScheduleOffer(Offer):
+    """A subclass of `axcore.parallel.PipelineSchedule`, for the slot `pipeline` of the mesh."""
+
+    hook, kind, slot = "axcore_pipeline_schedules", "pipeline schedule", "pipeline"
+
+
 class OptimizerOffer(Offer):
     """A subclass of `axcore.train.Optimizer`, for the slot `optimizer` of the learner."""
 
@@ -88,13 +98,48 @@ class MeshRule(Offer):
 
     Attributes:
         pattern: a glob of the accelerators that the rule applies to, such as `gpu-h100-*`.
+        devices: the least and the largest number of devices that the rule applies to; None: no limit.
+        recipe: a glob of the recipes that the rule applies to.
     """
 
     hook, kind = "axcore_mesh_rules", "mesh rule"
     pattern: str
+    devices: tuple[int, int | None] = (1, None)
+    recipe: str = "*"
 
-    def matches(self, accelerator: str) -> bool:
-        return fnmatch.fnmatchcase(accelerator, self.pattern)
+    def why_not(self, accelerator: Accelerator, recipe: str) -> str:
+        """Why the rule does not apply to a recipe on an accelerator; empty if it applies."""
+        least, most = self.devices
+        if not self.matches(accelerator):
+            return f"it applies to {self.pattern}"
+        if not least <= accelerator.count <= (most or accelerator.count):
+            return f"it applies to {self.range}, not to {accelerator.count}"
+        if not fnmatch.fnmatchcase(recipe, self.recipe):
+            return f"it applies to the recipes {self.recipe}"
+        return ""
+
+    def matches(self, accelerator: Accelerator) -> bool:
+        """Whether the pattern matches the name of the accelerator."""
+        return fnmatch.fnmatchcase(accelerator.text, self.pattern)
+
+    @property
+    def range(self) -> str:
+        """The number of devices in words; empty if there is no limit."""
+        least, most = self.devices
+        if most is None:
+            return f"at least {least} devices" if least > 1 else ""
+        return f"{least} to {most} devices"
+
+    @property
+    def strength(self) -> tuple[int, int, float]:
+        """How specific the rule is, to compare with others: the literal characters of `recipe`, then those of
+        `pattern`, then how few numbers of devices it applies to."""
+        least, most = self.devices
+        return _literals(self.recipe), _literals(self.pattern), least - (math.inf if most is None else most)
+
+
+def _literals(pattern: str) -> int:
+    return len(re.sub(r"\[!?\]?[^\]]*\]|[*?]", "", pattern))
 
 
 class Recipe(Offer):

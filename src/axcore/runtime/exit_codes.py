@@ -13,6 +13,8 @@ class ExitCode(enum.IntEnum):
     """An unexpected error; stderr has the traceback."""
     USAGE = 2
     """The command, the config, the input or a folder is invalid. The message explains what to change."""
+    DOES_NOT_FIT = 3
+    """`axcore aot` compiled a program that needs more memory than the device has."""
     PREEMPTED = 75
     """SIGTERM stopped the run after a step. The state is saved; resume the run."""
     PEER_FAILED = 80

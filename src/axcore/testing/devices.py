@@ -27,6 +27,10 @@ from axcore.train.step.program import Metrics, Program, TrainState, program
 COUNT = 8
 """Number of devices."""
 
+_PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+"""XLA ends the process if the devices of a collective do not meet in time, by default in 40 s: too short for a busy
+machine."""
+
 _SERVE = """
 import pickle, sys
 function, args, kwargs = pickle.load(sys.stdin.buffer)
@@ -45,8 +49,8 @@ def on_devices[**P, R](function: Callable[P, R], /, *args: P.args, **kwargs: P.k
     """
     env = dict(os.environ)
     env["JAX_PLATFORMS"] = "cpu"
-    flags = [flag for flag in env.get("XLA_FLAGS", "").split() if "device_count" not in flag]
-    env["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={COUNT}"])
+    given = [flag for flag in env.get("XLA_FLAGS", "").split() if "device_count" not in flag]
+    env["XLA_FLAGS"] = " ".join([_PATIENT, *given, f"--xla_force_host_platform_device_count={COUNT}"])
     # The size of XLA's thread pool. Each running collective blocks a thread, and programs run several at once: with the
     # default of one thread per device, the devices can wait for each other forever.
     env["NPROC"] = str(8 * COUNT)

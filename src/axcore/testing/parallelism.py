@@ -85,7 +85,8 @@ class ParallelismSuite(OfferSuite):
             f"{self.accelerator} has {count} devices; at least 2 and at most {devices.COUNT} are required"
         )
         if isinstance(offer, MeshRule):
-            assert offer.matches(self.accelerator), f"{offer.pattern} does not match {self.accelerator}"
+            reason = offer.why_not(Accelerator.parse(self.accelerator), "")
+            assert not reason, f"the rule does not apply to {self.accelerator}: {reason}"
 
     def test_modify_is_deterministic_and_returns_a_copy(self) -> None:
         before = self.trainer()

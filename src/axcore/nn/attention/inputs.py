@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend.random import threefry_2x32
+from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from axcore.module import Frame, current, root
@@ -144,5 +144,5 @@ LSE = Float[Array, "batch query head"]
 def _hash(words: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
     """uint32 random bits for each pair of integers (threefry), in the broadcast shape of the two."""
     first, second = jnp.broadcast_arrays(first.astype(jnp.uint32), second.astype(jnp.uint32))
-    both = threefry_2x32((words[0], words[1]), jnp.concatenate([first.ravel(), second.ravel()]))
-    return both[: first.size].reshape(first.shape)
+    bits: jax.Array = threefry2x32_p.bind(words[0], words[1], first, second)[0]  # elementwise, so it keeps shardings
+    return bits

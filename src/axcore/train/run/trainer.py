@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -94,12 +94,16 @@ class Trainer(config.Configurable):
             )
         self.config = cfg
 
-    def program(self, callbacks: Callbacks | None = None) -> Program:
-        """Builds the training and evaluation steps with abstract shapes. Computes no arrays."""
+    def program(self, callbacks: Callbacks | None = None, devices: Sequence[jax.Device] | None = None) -> Program:
+        """Builds the training and evaluation steps with abstract shapes. Computes no arrays.
+
+        Args:
+            devices: the devices of the mesh, which may be devices to compile for only; by default all devices.
+        """
         cfg = self.config
         held = (callbacks or Callbacks(cfg.callbacks)).on_device()
         return program(
-            cfg.model, cfg.learner, cfg.mesh.make(), cfg.objective, cfg.microbatches, held, cfg.compiler_options
+            cfg.model, cfg.learner, cfg.mesh.make(devices), cfg.objective, cfg.microbatches, held, cfg.compiler_options
         )
 
     def run(self, out: str | Path, *, resume: bool = False) -> dict[str, Json]:

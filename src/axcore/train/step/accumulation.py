@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from axcore.config import ConfigError
 from axcore.module import Collections, Functional, LossSum, Tree, fold, overwrite_with_gradient, to_fm32
@@ -42,6 +42,11 @@ class Result(NamedTuple):
     gradient_state: Tree
 
 
+def key_of(key: PRNGKeyArray, number: Int[Array, ""]) -> PRNGKeyArray:
+    """The key of a microbatch, given the key of the step."""
+    return fold(fold(key, "microbatch"), number)
+
+
 @dataclasses.dataclass(frozen=True)
 class ObjectiveGradient:
     """The gradient of an objective with respect to the trained parameters.
@@ -72,30 +77,21 @@ class ObjectiveGradient:
         Variables once per microbatch. Summaries are reduced by their rule, and `GradientState` by the elementwise
         maximum.
         """
-        batches = {name: self._split(x, microbatches) for name, x in batch.items()}
-        numbered = jnp.arange(microbatches), batches
-
-        def key_of(number: jax.Array) -> jax.Array:
-            return fold(fold(key, "microbatch"), number)
-
-        def count(
-            numbered: tuple[jax.Array, Batch],
-        ) -> Counts:  # XLA removes the parts of this forward pass that no count depends on
-            (loss, collections), _ = self._call(self.trained, model_state, numbered[1], key_of(numbered[0]))
-            return Counts(loss.count, {path: each.count for path, each in collections.losses.items()})
-
-        counts: Counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(count, numbered))
-        old_gradient_state = self._gradient_state(model_state)
+        batches = self.split(batch, microbatches)
+        counts = self.counts(model_state, batches, key)
+        old_gradient_state = self.gradient_state(model_state)
 
         def add(
             carry: tuple[Tree, Tree], numbered: tuple[jax.Array, Batch]
         ) -> tuple[tuple[Tree, Tree], tuple[LossSum, Collections, Tree]]:
             sums, kept = carry
-            found = self._one(joined(kept, old_gradient_state), numbered[1], key_of(numbered[0]), counts)
+            of_microbatch = key_of(key, numbered[0])
+            found = self._one(joined(kept, old_gradient_state), numbered[1], of_microbatch, counts)
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, found.grads)
             return (sums, found.model_state), (found.loss, found.collections, found.gradient_state)
 
-        start = jax.tree.map(self._zeros, self.params_like), self._kept(model_state)
+        start = jax.tree.map(self._zeros, self.params_like), self.kept(model_state)
+        numbered = jnp.arange(microbatches), batches
         (sums, kept), (losses, collections, gradient_state) = jax.lax.scan(add, start, numbered)
         return Result(
             grads=jax.tree.map(lambda total, like: total.astype(like.dtype), sums, self.params_like),
@@ -105,8 +101,33 @@ class ObjectiveGradient:
             gradient_state=jax.tree.map(lambda x: x.max(axis=0), gradient_state),
         )
 
+    def split(self, batch: Batch, microbatches: int) -> Batch:
+        """Arrays [batch, ...] -> [microbatches, rows, ...]."""
+        return {name: self._split(x, microbatches) for name, x in batch.items()}
+
+    def counts(self, model_state: Tree, batches: Batch, key: PRNGKeyArray) -> Counts:
+        """The counts of a whole batch, given its microbatches."""
+
+        def count(
+            numbered: tuple[jax.Array, Batch],
+        ) -> Counts:  # XLA removes the parts of this forward pass that no count depends on
+            (loss, collections), _ = self._call(self.trained, model_state, numbered[1], key_of(key, numbered[0]))
+            return Counts(loss.count, {path: each.count for path, each in collections.losses.items()})
+
+        numbers = jnp.arange(jax.tree.leaves(batches)[0].shape[0])
+        counts: Counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(count, (numbers, batches)))
+        return counts
+
+    def kept(self, model_state: Tree) -> Tree:
+        """The Variables other than `GradientState`."""
+        return part(model_state, self.fn.gradient_state, lambda is_gradient_state: not is_gradient_state)
+
+    def gradient_state(self, model_state: Tree) -> Tree:
+        """The leaves of `GradientState`."""
+        return part(model_state, self.fn.gradient_state, lambda is_gradient_state: bool(is_gradient_state))
+
     def _one(self, model_state: Tree, batch: Batch, key: PRNGKeyArray, counts: Counts | None) -> Result:
-        kept = self._kept(model_state)
+        kept = self.kept(model_state)
 
         def minimized(trained: Tree, gradient_state: Tree) -> tuple[jax.Array, tuple[LossSum, Collections, Tree]]:
             (loss, collections), new_state = self._call(trained, joined(kept, gradient_state), batch, key)
@@ -114,9 +135,9 @@ class ObjectiveGradient:
                 value = loss.mean() + collections.total_loss()
             else:
                 value = loss.mean(counts.loss) + collections.total_loss(counts.others)
-            return value, (loss, collections, self._kept(new_state))
+            return value, (loss, collections, self.kept(new_state))
 
-        old = self._gradient_state(model_state)
+        old = self.gradient_state(model_state)
         differentiate = jax.grad(minimized, argnums=(0, 1), has_aux=True, allow_int=True)
         (grads, found), (loss, collections, kept) = differentiate(self.trained, to_fm32(old))
         return Result(grads, loss, collections, kept, overwrite_with_gradient(found, old))
@@ -133,12 +154,6 @@ class ObjectiveGradient:
                 f"not {jax.tree.map(jax.typeof, loss)}"
             )
         return result
-
-    def _kept(self, model_state: Tree) -> Tree:
-        return part(model_state, self.fn.gradient_state, lambda is_gradient_state: not is_gradient_state)
-
-    def _gradient_state(self, model_state: Tree) -> Tree:
-        return part(model_state, self.fn.gradient_state, lambda is_gradient_state: bool(is_gradient_state))
 
     def _split(self, x: jax.Array, microbatches: int) -> jax.Array:
         """[batch, ...] -> [microbatches, rows, ...]. A microbatch takes every `microbatches`-th row, so

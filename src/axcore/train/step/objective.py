@@ -135,9 +135,10 @@ class CrossEntropy(Objective):
         def scores(model: LanguageModel, hidden: jax.Array, targets: jax.Array) -> Scores:
             logits = model.logits(hidden)
             log_z = jax.nn.logsumexp(logits, axis=-1)
-            picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+            picked = jnp.where(is_target, logits, 0.0).sum(axis=-1)  # unlike a gather, it keeps the vocabulary sharded
             known = (targets >= 0) & (targets < logits.shape[-1])
-            picked = jnp.where(known, picked, jnp.nan)  # JAX counts a negative index from the end
+            picked = jnp.where(known, picked, jnp.nan)
             return log_z - picked, log_z, log_z - _mean_logit(logits) if smooth else None
 
         score = scores if chunk == seq else in_pieces(scores, chunk)

@@ -23,6 +23,7 @@ from axcore.train.step.learner import Learner
 from axcore.train.step.nan import checked
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.parts import joined, like_params
+from axcore.train.step.pipeline import PipelinedStack, pipelined, pipelined_stack
 from axcore.train.step.placement import moment_shardings, on_devices, optimizer_shardings
 from axcore.train.step.reading import reader
 
@@ -94,6 +95,8 @@ class Program:
     microbatches: int = 1
     compiler_options: dict[str, Value] = dataclasses.field(default_factory=dict)
     """Options for compiling both steps, accepted by the compiler."""
+    stack: PipelinedStack | None = None
+    """The layers that pipeline stages divide; None without stages."""
 
     def train_step(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         """Returns the new state and the metrics: scalars, or [layer] for summaries of a scanned stack."""
@@ -103,7 +106,9 @@ class Program:
         like = updated if self.layout.zero == 2 else self.learner.trained(self.state.params)
         gradient = ObjectiveGradient(self.fn, self.objective, self.layout, trained, frozen, like)
         with self.layout.active():
-            if self.microbatches == 1:
+            if self.stack is not None:
+                found = pipelined(gradient, self.stack, state.model_state, batch, key, self.microbatches)
+            elif self.microbatches == 1:
                 found = gradient.whole(state.model_state, batch, key)
             else:
                 found = gradient.accumulated(state.model_state, batch, key, self.microbatches)
@@ -186,12 +191,16 @@ class Program:
         run = self.train_step if jax.config.jax_disable_jit else self.lower_train(batch).compile(self.compiler_options)
         return checked(self.train_step, run) if jax.config.jax_debug_nans else run
 
-    def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
-        """The training step, lowered for the layout's platform, which need not be available here."""
+    def trace_train(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
+        """The training step, traced for global batches of these shapes."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
         with checked_tags():
-            traced = step.trace(self.state, self.batch_shapes(batch))
+            return step.trace(self.state, self.batch_shapes(batch))
+
+    def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+        """The training step, lowered for the layout's platform, which need not be available here."""
+        traced = self.trace_train(batch)
         if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # its mesh has no devices to take the platform from
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
@@ -252,6 +261,7 @@ def program(
     layout.check_parameters(
         jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(params)
     )
+    stack = pipelined_stack(model, layout, microbatches)
     built: Learner = learner.build(fn.axes)
     with under("objective"):
         scored: Objective = objective.build()
@@ -269,13 +279,14 @@ def program(
         return {name: tree for name, tree in made.items() if tree}
 
     shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.uint32))
-    placed = layout.shardings(params, fn.axes)
+    axes, state_axes = (fn.axes, fn.state_axes) if stack is None else map(stack.axes, (fn.axes, fn.state_axes))
+    placed = layout.shardings(params, axes)
     moments = moment_shardings(layout, params, placed)
     everywhere = layout.sharding()
 
     shardings: Any = TrainState(
         params=placed,
-        model_state=layout.shardings(model_state, fn.state_axes),
+        model_state=layout.shardings(model_state, state_axes),
         optimizer=optimizer_shardings(layout, shapes.optimizer, params, moments),
         step=everywhere,  # type: ignore[arg-type]
         total_steps=everywhere,  # type: ignore[arg-type]
@@ -300,4 +311,5 @@ def program(
         callbacks=callbacks or {},
         microbatches=microbatches,
         compiler_options=options,
+        stack=stack,
     )

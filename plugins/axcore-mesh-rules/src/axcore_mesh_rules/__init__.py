@@ -1,0 +1,1 @@
+"""Mesh rules for axcore: CPUs, TPUs, NVIDIA GPUs and Trainium."""

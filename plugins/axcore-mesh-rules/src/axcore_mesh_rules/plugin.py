@@ -1,0 +1,27 @@
+"""What axcore-mesh-rules offers. Imports neither jax nor flax."""
+
+from axcore.plugin import MeshRule, hookimpl
+
+axcore_api = 2
+GPUS = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
+TPUS = ("v4", "v5e", "v5p", "v6e", "7x")
+
+
+@hookimpl
+def axcore_mesh_rules() -> list[MeshRule]:
+    here = "axcore_mesh_rules"
+    gpu, tpu = f"{here}.nvidia:gpu", f"{here}.tpu:tpu"
+    fitted = "with remat, microbatches and compiler options for its memory and links"
+    trainium = "FSDP over the chips of a host, data parallelism over hosts, remat."
+    return [
+        MeshRule("cpu", f"{here}.fit:hybrid", "FSDP over the devices of a host, data parallelism over hosts.", "cpu-*"),
+        MeshRule("gpu", f"{here}.fit:hybrid", "FSDP over the GPUs of a host, data parallelism over hosts.", "gpu-*"),
+        *(
+            MeshRule(f"gpu-{kind}", gpu, f"NVIDIA {name}: FSDP {fitted}.", f"gpu-{kind}-*")
+            for kind, name in GPUS.items()
+        ),
+        MeshRule("tpu", f"{here}.fit:hybrid", "FSDP over a slice, data parallelism over slices.", "tpu-*"),
+        *(MeshRule(f"tpu-{kind}", tpu, f"TPU {kind}: FSDP {fitted}.", f"tpu-{kind}-*") for kind in TPUS),
+        MeshRule("trn1", f"{here}.trainium:trainium", trainium, "trn1-*"),
+        MeshRule("trn2", f"{here}.trainium:trainium", trainium, "trn2-*"),
+    ]

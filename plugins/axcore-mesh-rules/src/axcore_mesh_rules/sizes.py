@@ -1,0 +1,114 @@
+"""Estimates of the memory of a training step, from the config of a model. `axcore aot` measures it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+
+from axcore.aot.chips import CHIPS, XLA_GPU_FRACTION
+from axcore.config import Config, has_field, walk
+from axcore.module import abstract
+from axcore.nn import CausalLM, layers_of
+from axcore.plugin import Accelerator
+from axcore.train import Trainer
+
+MEMORY = re.compile(r"(\d+)gb")
+HALF, LOGIT = 2, 6
+"""Bytes of an activation, which is bfloat16, and of a logit, which the loss holds in bfloat16 and in float32."""
+EVERYTHING = 1.4
+"""Bytes of all intermediate values of a layer, relative to its inputs and the values with tags: 1.4 for Llama 1.1B and
+1.3 for Llama2-7B, unrolled, on one and two H200s."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """
+    Attributes:
+        parameters: bytes of the parameters.
+        layer: bytes of the parameters of one layer in bfloat16, which FSDP gathers at once.
+        layers: number of layers.
+        dim: features of the residual stream.
+        tagged: features per token with one of the tags query, key, value, heads, gate and up, in all layers.
+        vocab: columns of the logits.
+        rows: rows of the global batch.
+        seq_len: tokens of a row.
+        loss_len: tokens of a row whose logits exist at the same time.
+    """
+
+    parameters: int
+    layer: int
+    layers: int
+    dim: int
+    tagged: int
+    vocab: int
+    rows: int
+    seq_len: int
+    loss_len: int
+
+    @classmethod
+    def of(cls, cfg: Trainer.Config) -> Sizes | None:
+        """The sizes of a language model on batches of rows; None for another model or input."""
+        model = cfg.model
+        rows, seq_len = (getattr(cfg.input, name, None) for name in ("batch_size", "seq_len"))
+        if not (isinstance(model, CausalLM.Config) and isinstance(rows, int) and isinstance(seq_len, int)):
+            return None
+        count, size = _parameters(model)
+        layers = layers_of(model.decoder)
+        embeddings = model.vocab_size * model.dim * (1 if model.head is None else 2)
+        chunk = getattr(cfg.objective, "chunk", None)
+        return cls(
+            parameters=size,
+            layer=max(0, count - embeddings) // max(1, len(layers)) * HALF,
+            layers=len(layers),
+            dim=model.dim,
+            tagged=sum(_tagged(place.config, model.dim) for place in layers),
+            vocab=model.vocab_size,
+            rows=rows,
+            seq_len=seq_len,
+            loss_len=min(chunk or seq_len, seq_len),
+        )
+
+    def activations(self, rows: int, kept: float) -> float:
+        """Bytes of activations on one device during a microbatch.
+
+        Args:
+            rows: rows of the microbatch on the device.
+            kept: features per token that are kept for the backward pass.
+        """
+        one_layer = 2 * EVERYTHING * self.tagged / max(1, self.layers)  # the values and their gradients
+        return rows * (self.seq_len * (kept + one_layer) * HALF + self.loss_len * self.vocab * LOGIT)
+
+
+def memory(accelerator: Accelerator) -> float:
+    """Bytes that a program may use on one device. The name of a GPU may tell its memory, as `gpu-a100-40gb-8` does."""
+    kind, _, size = accelerator.kind.partition("-")
+    chip = next(chip for chip in CHIPS if (chip.platform, chip.kind) == (accelerator.platform, kind))
+    if chip.platform != "gpu":
+        return chip.usable
+    told = MEMORY.fullmatch(size)
+    return XLA_GPU_FRACTION * (int(told[1]) * 10**9 if told else chip.memory)
+
+
+@functools.lru_cache(maxsize=8)  # tracing the initializers of a large model takes a second
+def _parameters(model: Config) -> tuple[int, int]:
+    """The number of parameters, and their bytes."""
+    _, params, _ = abstract(model, "model")
+    leaves = jax.tree.leaves(params)
+    return sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _tagged(layer: Config, dim: int) -> int:
+    """Features per token of a layer that have one of the tags of the core."""
+    nodes = list(walk(layer))
+    used = next((getattr(node, "top_k", 1) for _, node in nodes if has_field(node, "top_k")), 1)
+    found = 0
+    for path, node in nodes:
+        if isinstance(hidden := getattr(node, "hidden_dim", None), int):
+            found += 2 * hidden * (used if "experts" in path.split(".") else 1)
+        if isinstance(heads := getattr(node, "num_heads", None), int):
+            features = getattr(node, "head_dim", None) or getattr(node, "value_dim", None) or dim // heads
+            found += 2 * features * (heads + (getattr(node, "num_kv_heads", None) or heads))
+    return found

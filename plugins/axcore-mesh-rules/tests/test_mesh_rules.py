@@ -1,0 +1,204 @@
+"""Mesh rules: the fields that they set, and equality of sharded and single-device steps."""
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+import axcore as ax
+from axcore.aot import explain
+from axcore.nn import Attention, ReferenceKernel
+from axcore.parallel import ByTag, check_options
+from axcore.plugin import Accelerator, registry, use_text
+from axcore.testing import ParallelismSuite
+from axcore_mesh_rules.fit import NAMES, SCANNED, UNROLLED
+from axcore_mesh_rules.sizes import Sizes, memory
+from axcore_mesh_rules.tpu import FUSED, GATHERS, REPLICAS, SCOPED
+
+
+@pytest.mark.slow  # tests/parallel runs the suite in the short run
+class TestCpu(ParallelismSuite):
+    name = "cpu"
+    accelerator = "cpu-4x2"
+
+
+@pytest.mark.slow
+class TestGpu(ParallelismSuite):
+    name = "gpu-h200"
+    accelerator = "gpu-h200-4x2"
+
+    def trainer(self):  # with an input, from which the rule derives remat and microbatches
+        data = ax.recipe("quickstart").input.set(batch_size=16, seq_len=16)
+        return super().trainer().set(input=data)
+
+    def test_the_rule_sets_remat(self):
+        assert self.modify(self.trainer()).model.decoder.remat == ByTag(save=NAMES)
+
+
+def adapted(recipe, accelerator):
+    return ax.pipe(ax.recipe(recipe), ax.target(accelerator))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "accelerator", "shape"),
+    [
+        ("llama2-7b", "cpu-8", {"data": 1, "fsdp": 8}),
+        ("llama2-7b", "gpu-h100-8x4", {"data": 4, "fsdp": 8}),
+        ("llama2-7b", "tpu-v5p-512", {"data": 1, "fsdp": 256}),
+        ("llama2-7b", "tpu-v5e-256x4", {"data": 4, "fsdp": 256}),
+        ("llama2-7b", "trn2-16x4", {"data": 4, "fsdp": -1}),
+        ("llama2-7b", "gpu-unknown-8x2", {"data": 2, "fsdp": 8}),
+        pytest.param("llama2-70b", "gpu-h100-8x64", {"data": 8, "fsdp": 64}, marks=pytest.mark.long),
+        pytest.param("llama2-70b", "gpu-b200-8x4", {"data": 1, "fsdp": 32}, marks=pytest.mark.long),
+    ],
+)
+def test_meshes_shard_over_as_few_hosts_as_the_state_requires(recipe, accelerator, shape):
+    assert adapted(recipe, accelerator).mesh.shape == shape
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "remat", "unroll", "tokens"),
+    [
+        ("gpu-h200-8", None, 32, 16_384),
+        ("gpu-h100-8x4", ByTag(save=NAMES), 1, 8192),
+        ("tpu-v5p-512", ByTag(save=NAMES), 1, 16_384),
+        ("tpu-v5e-256", ByTag(save=("heads", "lse")), 1, 8192),
+    ],
+)
+def test_remat_and_microbatches_depend_on_the_memory(accelerator, remat, unroll, tokens):
+    cfg = adapted("llama2-7b", accelerator)
+    devices = Accelerator.parse(accelerator).count
+    assert (cfg.model.decoder.remat, cfg.model.decoder.unroll) == (remat, unroll)
+    assert cfg.input.batch_size * cfg.input.seq_len // devices // cfg.microbatches == tokens
+
+
+@pytest.mark.long
+def test_a_large_model_keeps_less():
+    cfg = adapted("llama2-70b", "gpu-h100-8x64")
+    assert (cfg.model.decoder.remat, cfg.microbatches) == (ByTag(save=("heads", "lse")), 1)
+    assert adapted("llama2-70b", "gpu-b200-8").mesh.optimizer_memory == "host"
+
+
+def test_optimizer_state_is_offloaded_if_it_does_not_fit():
+    assert adapted("llama2-7b", "gpu-h200-1").mesh.optimizer_memory == "host"
+    assert adapted("llama2-7b", "gpu-h200-8").mesh.optimizer_memory == "device"
+
+
+def test_the_memory_may_be_part_of_the_name_of_a_gpu():
+    small, large = (memory(Accelerator.parse(f"gpu-a100-{kind}8")) for kind in ("40gb-", ""))
+    assert (small, large) == (30e9, pytest.approx(64e9, rel=0.01))
+    remats = [adapted("llama2-7b", name).model.decoder.remat for name in ("gpu-a100-40gb-8", "gpu-a100-8")]
+    assert remats == [ByTag(save=("heads", "lse")), ByTag(save=NAMES)]
+
+
+def test_a_recipe_without_an_input_gets_only_a_mesh():
+    cfg = ax.recipe("llama2-7b").set(input=ax.REQUIRED)
+    assert ax.pipe(cfg, ax.target("tpu-v5p-16x2")).mesh.shape == {"data": 2, "fsdp": 8}
+
+
+def test_a_batch_that_does_not_divide_and_a_model_without_layers_get_only_a_mesh():
+    cfg = ax.recipe("quickstart").set(microbatches=2)
+    odd = ax.select(cfg, "input").set(batch_size=9)
+    assert ax.pipe(odd, ax.target("gpu-h200-8")).microbatches == 2
+    assert ax.pipe(cfg.set(model=ax.nn.Linear.Config()), ax.target("tpu-v5e-4")).microbatches == 2
+
+
+def test_estimated_memory_agrees_with_measured_steps():
+    """Llama 1.1B on one H200, 32,768 tokens, unrolled: 45 GB of temporaries without remat, 31.3 GiB with tags. They
+    include gradients, which belong to the state in the estimate."""
+    sizes = Sizes.of(ax.recipe("llama-1b"))
+    rows = 32_768 // sizes.seq_len
+    for policy, measured in ((UNROLLED, 45e9), (SCANNED[0], 31.3 * 2**30)):
+        estimate = sizes.activations(rows, policy.kept(sizes)) + sizes.parameters
+        assert estimate == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "options"),
+    [
+        ("gpu-h200-1", {"xla_gpu_enable_triton_gemm": False}),
+        (
+            "gpu-h100-8",
+            {
+                "xla_gpu_enable_triton_gemm": False,
+                "xla_gpu_enable_latency_hiding_scheduler": True,
+                "xla_gpu_all_gather_combine_threshold_bytes": 2**29,  # a layer of 405 MB
+                "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**29,
+            },
+        ),
+        (
+            "gpu-b200-8",
+            {
+                "xla_gpu_all_gather_combine_threshold_bytes": 2**29,
+                "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**29,
+            },
+        ),
+        ("tpu-v6e-8", {}),
+        ("tpu-v5e-16", GATHERS | FUSED),
+        ("tpu-v6e-16", GATHERS | SCOPED),
+        ("tpu-v5p-512x2", GATHERS | REPLICAS),
+        ("cpu-8", {}),
+    ],
+)
+def test_compiler_options_are_known_to_the_compiler(accelerator, options):
+    cfg = adapted("llama2-7b", accelerator)
+    assert cfg.compiler_options == options
+    target = Accelerator.parse(accelerator)
+    check_options(options, cfg.mesh.abstract(target.count, target.platform))
+
+
+def test_own_compiler_options_are_kept():
+    cfg = ax.recipe("llama2-7b").set(compiler_options={"xla_gpu_autotune_level": 0})
+    assert ax.pipe(cfg, ax.target("gpu-h200-1")).compiler_options["xla_gpu_autotune_level"] == 0
+
+
+def kernels(cfg):
+    return [node.kernel for _, node in ax.select(cfg, Attention)]
+
+
+@pytest.fixture
+def without_cudnn(monkeypatch):
+    pytest.importorskip("axcore_cudnn")
+    monkeypatch.setenv("AXCORE_DISABLE", "cudnn")
+    registry.cache_clear()
+    yield
+    monkeypatch.undo()
+    registry.cache_clear()
+
+
+def test_h100_attention_uses_only_cudnn():
+    """A fallback kernel would be slow without notice."""
+    pytest.importorskip("axcore_cudnn")
+    recipe = ax.recipe("llama2-7b")
+    (kernel,) = kernels(ax.pipe(recipe, ax.target("gpu-h100-8")))
+    assert [type(each).__qualname__ for each in kernel.order] == ["CudnnKernel.Config"]
+    assert kernels(ax.pipe(recipe, ax.target("gpu-a100-8"))) == kernels(recipe)
+    own = ax.select(recipe, Attention).set(kernel=kernel.order[0])
+    assert kernels(ax.pipe(own, ax.target("gpu-h100-8"))) == [kernel.order[0]]  # an explicit kernel is kept
+
+
+def test_float32_attention_keeps_the_reference_kernel():
+    recipe = ax.recipe("quickstart")
+    assert kernels(ax.pipe(recipe, ax.target("gpu-h100-8"))) == kernels(recipe) == [ReferenceKernel.Config()]
+    wide = ax.select(ax.recipe("llama2-7b"), Attention).set(dtypes=ax.DTypes(compute=jnp.float32))
+    assert kernels(ax.pipe(wide, ax.target("gpu-h100-8"))) == [ReferenceKernel.Config()]
+    narrow = ax.select(recipe, Attention).set(dtypes=ax.DTypes(compute=jnp.float16))
+    assert kernels(ax.pipe(narrow, ax.target("gpu-h100-8"))) != [ReferenceKernel.Config()]
+
+
+def test_h100_requires_cudnn_or_an_explicit_reference_kernel(without_cudnn):
+    recipe = ax.recipe("llama2-7b")
+    with pytest.raises(ax.ConfigError, match=r"attention\.kernel: .*Install axcore-cudnn, or allow") as refused:
+        ax.pipe(recipe, ax.target("gpu-h100-8"))
+    allow = re.search(r"--use (\S+) before --target", str(refused.value))
+    (kernel,) = kernels(ax.pipe(recipe, use_text(allow[1]), ax.target("gpu-h100-8")))
+    assert kernel.order == (ReferenceKernel.Config(),)
+    ax.pipe(ax.recipe("quickstart"), ax.target("gpu-h100-8"))
+
+
+def test_cudnn_supports_the_packed_rows_of_a_recipe():
+    pytest.importorskip("axcore_cudnn")
+    cfg = ax.pipe(ax.recipe("llama2-7b"), ax.target("gpu-h100-8"))
+    (found,) = [each for each in explain(cfg, "gpu-h100-8").slots if each.kind == "attention kernel"]
+    assert "packed rows" in found.request
+    assert {each.name: each.verdict for each in found.candidates}["cudnn"] == "chosen"

@@ -1,0 +1,163 @@
+"""Floating-point operations, counted on the jaxpr of a program.
+
+XLA counts each loop body once and no custom call, and for GPUs nothing without the device. The jaxpr has both. Counted
+are matrix products, convolutions and kernels; elementwise operations are bound by memory, not by arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+_UNCOUNTED = ("custom_call", "ffi_call", "pure_callback", "io_callback")
+_CUDNN_MATMULS = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 5}
+"""The matrix products of jax's cuDNN attention: logits and heads; the backward pass recomputes the logits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Operations of one run of a program on all devices together.
+
+    Attributes:
+        by_dtype: operations by the dtype of the operands: `bfloat16`, `float32`, `float8`, `int8`.
+        uncounted: opaque calls, and loops whose number of iterations is not known, with the number of times they occur
+            in the program. A loop of unknown length is counted once.
+    """
+
+    by_dtype: Mapping[str, float]
+    uncounted: Mapping[str, int]
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_dtype.values())
+
+
+def count_flops(jaxpr: ClosedJaxpr) -> Flops:
+    """The operations of a program. Of the branches of a `cond`, the one with most operations counts."""
+    counter = _Counter()
+    return Flops(dict(counter.of(jaxpr.jaxpr)), dict(counter.uncounted))
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.uncounted: Counter[str] = Counter()
+
+    def of(self, jaxpr: Jaxpr) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for eqn in jaxpr.eqns:
+            total.update(self._one(eqn))
+        return total
+
+    def _one(self, eqn: JaxprEqn) -> Counter[str]:
+        name, params = eqn.primitive.name, eqn.params
+        if (count := _COUNTS.get(name)) is not None:
+            return Counter({_dtype(eqn): count(eqn)})
+        if name == "pallas_call":
+            return self._kernel(eqn)
+        if (matmuls := _cudnn(name)) is not None:
+            return Counter({_dtype(eqn): _attention(eqn, matmuls)})
+        if name in ("cond", "platform_index"):
+            return max((self.of(branch.jaxpr) for branch in params["branches"]), key=lambda found: found.total())
+        if any(word in name for word in _UNCOUNTED):
+            self.uncounted[str(params.get("target_name", name))] += 1
+            return Counter()
+        inner: Counter[str] = Counter()
+        for below in _inner(params):
+            inner.update(self.of(below))
+        times = 1
+        match name:
+            case "scan":
+                times = params["length"]
+            case "while" if inner.total():
+                self.uncounted["while"] += 1
+            case "shard_map":  # the body computes on shards
+                sizes = dict(params["mesh"].shape)
+                times = math.prod(sizes[axis] for axis in params[_manual_axes(params)])
+        return Counter({dtype: count * times for dtype, count in inner.items()})
+
+    def _kernel(self, eqn: JaxprEqn) -> Counter[str]:
+        """A Pallas kernel: its author's estimate, or the operations of its body for each point of the grid."""
+        estimate = eqn.params.get("cost_estimate")
+        if estimate is not None:
+            return Counter({_dtype(eqn): estimate.flops})
+        grid = math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
+        return Counter({dtype: count * grid for dtype, count in self.of(eqn.params["jaxpr"]).items()})
+
+
+def _manual_axes(params: Mapping[str, Any]) -> str:
+    """The name of the parameter of `shard_map`, which differs between versions of jax."""
+    return next(name for name in ("newly_manual_axes", "manual_axes") if name in params)
+
+
+def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+    """The jaxprs in the parameters of an equation."""
+    for value in params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, ClosedJaxpr):
+                yield each.jaxpr
+            elif isinstance(each, Jaxpr):
+                yield each
+
+
+def _dtype(eqn: JaxprEqn) -> str:
+    """The dtype in which a product is computed, as in `Chip.peak`."""
+    avals: list[Any] = [var.aval for var in eqn.invars[:2]]  # Any: only arrays have a dtype
+    dtypes = [np.dtype(aval.dtype) for aval in avals]
+    if all(dtype.itemsize == 1 for dtype in dtypes):
+        return "int8" if all(dtype.kind in "iu" for dtype in dtypes) else "float8"
+    return "bfloat16" if all(dtype.itemsize <= 2 for dtype in dtypes) else "float32"
+
+
+def _shape(var: Any) -> tuple[int, ...]:  # Any: only variables of arrays have a shape
+    shape: tuple[int, ...] = var.aval.shape
+    return shape
+
+
+def _dot(eqn: JaxprEqn) -> float:
+    contracted = eqn.params["dimension_numbers"][0][0]
+    return 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(_shape(eqn.invars[0])[axis] for axis in contracted)
+
+
+def _ragged_dot(eqn: JaxprEqn) -> float:
+    """Rows [m, k] by groups [g, k, n], or for the gradient of the groups [k, m] by [m, n]: each row meets one group."""
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    lhs, rhs = (_shape(var) for var in eqn.invars[:2])
+    contracted, batched = numbers.dot_dimension_numbers if numbers is not None else (((1,), (1,)), ((), ()))
+    groups = set(getattr(numbers, "rhs_group_dimensions", (0,)))
+    free = [size for axis, size in enumerate(rhs) if axis not in {*contracted[1], *batched[1], *groups}]
+    return 2.0 * math.prod(lhs) * math.prod(free)
+
+
+def _convolution(eqn: JaxprEqn) -> float:
+    kernel, spec = _shape(eqn.invars[1]), eqn.params["dimension_numbers"].rhs_spec
+    inputs = kernel[spec[1]] * math.prod(kernel[axis] for axis in spec[2:])
+    return 2.0 * math.prod(_shape(eqn.outvars[0])) * inputs / eqn.params["batch_group_count"]
+
+
+_COUNTS: Mapping[str, Callable[[JaxprEqn], float]] = {
+    "dot_general": _dot,
+    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+}
+
+
+def _cudnn(name: str) -> int | None:
+    return next((count for start, count in _CUDNN_MATMULS.items() if name.startswith(start)), None)
+
+
+def _attention(eqn: JaxprEqn, matmuls: int) -> float:
+    """cuDNN attention, of which a causal mask leaves half, and a window its width."""
+    q, k = (_shape(var) for var in eqn.invars[:2])
+    (batch, queries, heads, features), keys = q, k[1]
+    causal = "CAUSAL" in str(eqn.params.get("mask_type", "")).upper()
+    seen = keys / 2 if causal else float(keys)
+    window = eqn.params.get("sliding_window_length") or 0
+    seen = min(seen, float(window)) if window > 0 else seen
+    return 2.0 * matmuls * batch * queries * heads * features * seen

@@ -1,0 +1,101 @@
+"""The memory of a compiled program on each device, against the limit of the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from axcore.config import AxcoreError
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device.
+
+    Attributes:
+        arguments: the arguments of the program, such as parameters and optimizer state.
+        temporaries: everything that exists only during a run.
+        outputs: the results.
+        donated: the part of the outputs that reuses the memory of arguments.
+        peak: the largest sum at any time, in the compiler's own count; 0 if it does not report one.
+        host: the same total as `total` in the memory of the host, for arrays that are offloaded.
+        total: `arguments + temporaries + outputs - donated`. If the compiler refused the program for lack of memory, it
+            is the compiler's figure, and the other figures except `arguments` are 0.
+        refused: whether the compiler refused the program.
+    """
+
+    arguments: int
+    temporaries: int
+    outputs: int
+    donated: int
+    peak: int
+    host: int
+    total: int
+    refused: bool = False
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> Memory:
+        found: Any = compiled.memory_analysis()  # Any: untyped in jax
+
+        def figures(prefix: str) -> tuple[int, int, int, int]:
+            arguments, temporaries, outputs, donated = (
+                int(getattr(found, f"{prefix}{name}_size_in_bytes")) for name in ("argument", "temp", "output", "alias")
+            )
+            return arguments, temporaries, outputs, donated
+
+        arguments, temporaries, outputs, donated = figures("")
+        host = figures("host_")
+        return cls(
+            arguments,
+            temporaries,
+            outputs,
+            donated,
+            getattr(found, "peak_memory_in_bytes", 0),
+            host[0] + host[1] + host[2] - host[3],
+            arguments + temporaries + outputs - donated,
+        )
+
+    @classmethod
+    def of_refusal(cls, error: Exception, arguments: int) -> Memory:
+        """The figures in the compiler's message that a program needs more memory than the device has.
+
+        Raises:
+            AxcoreError: the message has another form.
+        """
+        found = _OUT_OF_MEMORY.search(str(error))
+        if found is None:
+            raise AxcoreError(f"the compiler refuses the program: {error}") from error
+        used = int(float(found[1]) * _UNITS[found[2]])
+        return cls(arguments, 0, 0, 0, used, 0, used, refused=True)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the compiler refused a program for lack of memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def bytes_per_device(tree: PyTree) -> int:
+    """The bytes of a pytree of shapes with shardings in the memory of one device."""
+    return sum(math.prod(_shard(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if not _on_host(leaf))
+
+
+def count_per_device(tree: PyTree) -> int:
+    """The elements of a pytree of shapes with shardings on one device."""
+    return sum(math.prod(_shard(leaf)) for leaf in jax.tree.leaves(tree))
+
+
+def _shard(leaf: Any) -> tuple[int, ...]:  # Any: an array or its shape
+    sharding = getattr(leaf, "sharding", None)
+    return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+
+
+def _on_host(leaf: Any) -> bool:
+    return "host" in (getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "")

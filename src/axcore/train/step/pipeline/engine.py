@@ -1,0 +1,323 @@
+"""One stage of a pipeline: a loop over the ticks of a schedule, inside a `shard_map` over the mesh axis `pipeline`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree
+
+from axcore.module import Collections, LossSum, Tree, to_fm32
+from axcore.nn.transformer import HIDDEN
+from axcore.parallel import constrain, is_sharded
+from axcore.parallel.axes import entry_of, group_of
+from axcore.parallel.pipeline import Table
+from axcore.train.step.accumulation import Counts, key_of
+from axcore.train.step.objective import Batch
+from axcore.train.step.parts import joined, part
+from axcore.train.step.pipeline.chunk import Call, Chunk, Gradient, Variables, as_float, replaced
+from axcore.train.step.pipeline.parts import Hidden, Parts
+
+
+class Inputs(NamedTuple):
+    """What the layers and the loss of a microbatch take."""
+
+    batch: Batch
+    x: Hidden
+    """The input of the first layer."""
+    args: tuple[PyTree, ...]
+    """The further arguments of every layer."""
+
+
+class Sums(NamedTuple):
+    """What the microbatches give, for the layers of a stage or for the rest of the model.
+
+    Attributes:
+        gradient: sums of gradients, and largest cotangents of `GradientState`.
+        written: Variables that are written, after the last microbatch.
+        reports: the reports of each microbatch.
+    """
+
+    gradient: Gradient
+    written: PyTree
+    reports: PyTree
+
+
+class Buffers(NamedTuple):
+    """Values that wait for a task, in arrays with a leading axis over slots; see `Table`."""
+
+    x: PyTree
+    g: PyTree
+    kept: PyTree
+    stash: PyTree
+
+
+class Carry(NamedTuple):
+    """What a stage carries from tick to tick.
+
+    Attributes:
+        layers: [chunk, ...]; reports [chunk, microbatch, layer, ...].
+        rest: reports [microbatch, ...].
+    """
+
+    buffers: Buffers
+    layers: Sums
+    rest: Sums
+    gx: Hidden
+    """The gradient of `Inputs.x`."""
+
+
+class Task(NamedTuple):
+    """One entry of a table."""
+
+    op: Int[Array, ""]
+    microbatch: Int[Array, ""]
+    chunk: Int[Array, ""]
+    x: Int[Array, ""]
+    g: Int[Array, ""]
+    kept: Int[Array, ""]
+    stash: Int[Array, ""]
+    x_arrives: Int[Array, ""]
+    g_arrives: Int[Array, ""]
+
+
+class Stage:
+    """One stage, which exists while a `shard_map` is traced."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        table: Table,
+        layers: Variables,
+        rest: Variables,
+        inputs: Inputs,
+        key: PRNGKeyArray,
+        counts: Counts,
+        likes: tuple[Tree, Tree],
+    ):
+        """
+        Args:
+            layers: the Variables of the layers that the stage runs [chunk, layer, ...].
+            rest: the Variables of the rest of the model.
+            inputs: [microbatch, ...].
+            key: the key of the step.
+            counts: the counts of the whole batch.
+            likes: shapes, dtypes and shardings of the trained parameters of all layers, and of the rest.
+        """
+        self.parts, self.table, self.layers, self.rest = parts, table, layers, rest
+        self.inputs, self.key, self.counts = inputs, key, counts
+        self.number, self.stages = jax.lax.axis_index("pipeline"), table.op.shape[1]
+        self.chunks, self.depth = jax.tree.leaves(layers)[0].shape[:2]
+        self.likes, self.written = likes, tuple[int, ...]()
+
+    def run(self) -> tuple[Sums, Sums, Hidden]:
+        """(sums of the layers, sums of the rest of the model, gradient of the inputs of the first layer), the last two
+        equal on all stages."""
+        rows = Task(**{name: jnp.asarray(getattr(self.table, name)) for name in Task._fields})
+        carry, _ = jax.lax.scan(self._tick, self._start(), rows)
+        rest, is_last = carry.rest, self.number == self.stages - 1
+        return carry.layers, Sums(*(_from(is_last, each) for each in rest)), _from(self.number == 0, carry.gx)
+
+    def _tick(self, carry: Carry, row: Task) -> tuple[Carry, None]:
+        task = Task(*_at(tuple(row), self.number))
+        tasks = (self._idle, self._forward, self._backward, self._weight)
+        carry, y, g = jax.lax.switch(task.op, tasks, carry, task)
+        ring = [(stage, (stage + 1) % self.stages) for stage in range(self.stages)]
+        x = jax.lax.ppermute(y, "pipeline", ring)
+        g = jax.lax.ppermute(g, "pipeline", [(to, stage) for stage, to in ring])
+        buffers = carry.buffers
+        buffers = buffers._replace(x=_put(buffers.x, x, task.x_arrives), g=_put(buffers.g, g, task.g_arrives))
+        return carry._replace(buffers=buffers), None
+
+    def _idle(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
+        return carry, self._nothing(), self._nothing()
+
+    def _forward(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
+        buffers, layers = carry.buffers, carry.layers
+        is_first = (self.number == 0) & (task.chunk == 0)
+        x = jax.lax.cond(
+            is_first, lambda: _placed(_at(self.inputs.x, task.microbatch)), lambda: _placed(_at(buffers.x, task.x))
+        )
+        written = _at(layers.written, task.chunk)
+        y, kept, (new, reports) = self.chunk.forward(self._variables(task, written), x, self._call(task))
+        buffers = buffers._replace(
+            kept=_put(buffers.kept, kept, task.kept),
+            g=_put(buffers.g, y, task.g),  # the loss reads the output of the last chunk; elsewhere the slot is unused
+        )
+
+        def report(found: jax.Array, new: jax.Array) -> jax.Array:
+            start = [task.chunk, jnp.int32(0), task.microbatch, *[jnp.int32(0)] * (found.ndim - 3)]
+            return jax.lax.dynamic_update_slice(found, new[None, :, None].astype(found.dtype), start)
+
+        layers = layers._replace(
+            written=_put(layers.written, new, task.chunk), reports=jax.tree.map(report, layers.reports, reports)
+        )
+        return carry._replace(buffers=buffers, layers=layers), _placed(y), self._nothing()
+
+    def _backward(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
+        buffers, rest = carry.buffers, carry.rest
+        is_first = (self.number == 0) & (task.chunk == 0)
+        is_last = (self.number == self.stages - 1) & (task.chunk == self.chunks - 1)
+        rest, g = jax.lax.cond(
+            is_last, self._loss, lambda rest, g, _: (rest, _placed(g)), rest, _at(buffers.g, task.g), task
+        )
+        kept = _at(buffers.kept, task.kept)
+        g, stash = self.chunk.backward(_at(self.layers, task.chunk), kept, self._call(task), g)
+        buffers = buffers._replace(stash=_put(buffers.stash, stash, task.stash))
+
+        gx = jax.lax.cond(is_first, lambda gx: _put(gx, g, task.microbatch), lambda gx: gx, carry.gx)
+        return Carry(buffers, carry.layers, rest, gx), self._nothing(), _placed(g)
+
+    def _weight(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
+        kept, stash = _at(carry.buffers.kept, task.kept), _at(carry.buffers.stash, task.stash)
+        found = self.chunk.weights(_at(self.layers, task.chunk), kept, self._call(task), stash)
+        sums = carry.layers.gradient
+        sums = _put(sums, added(_at(sums, task.chunk), *found), task.chunk)
+        return carry._replace(layers=carry.layers._replace(gradient=sums)), self._nothing(), self._nothing()
+
+    def _loss(self, rest: Sums, y: Hidden, task: Task) -> tuple[Sums, Hidden]:
+        """The sums with the loss of a microbatch, and the gradient of the output of the last layer."""
+
+        def value(trained: Tree, gradient_state: Tree, y: Hidden) -> tuple[jax.Array, PyTree]:
+            own = self.rest._replace(trained=trained, gradient_state=gradient_state)
+            written, loss, reports = self._after(own, rest.written, y, task)
+            return loss.mean(self.counts.loss) + reports.total_loss(self.counts.others), (written, (loss, reports))
+
+        value_of, pull, (written, reports) = jax.vjp(value, *self._differentiated(self.rest), y, has_aux=True)
+        *found, g = pull(jnp.ones_like(value_of))
+        return Sums(added(rest.gradient, *found), written, _put(rest.reports, reports, task.microbatch)), _placed(g)
+
+    def _after(
+        self, rest: Variables, written: list[jax.Array], y: Hidden, task: Task
+    ) -> tuple[list[jax.Array], LossSum, Collections]:
+        kept = replaced(rest.kept, self.written, written)
+        params, state = joined(rest.trained, rest.frozen), joined(kept, rest.gradient_state)
+        loss, reports, new = self.parts.after(
+            params, state, _at(self.inputs.batch, task.microbatch), self._key(task), y
+        )
+        marks = self.parts.stack.divided(self.parts.fn.gradient_state)[1]
+        new = part(new, marks, lambda is_gradient_state: not is_gradient_state)
+        pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(kept), strict=True))
+        self.written = tuple(number for number, (new, old) in enumerate(pairs) if new is not old)
+        return [pairs[number][0] for number in self.written], loss, reports
+
+    def _variables(self, task: Task, written: list[jax.Array]) -> Variables:
+        own = _at(self.layers, task.chunk)
+        return own._replace(kept=replaced(own.kept, self.chunk.written, written))
+
+    def _call(self, task: Task) -> Call:
+        first = (task.chunk * self.stages + self.number) * self.depth
+        above = f"{self.parts.stack.path}.{self.parts.stack.place}.*."
+        counts = {
+            path: jax.lax.dynamic_slice_in_dim(count, first, self.depth)
+            for path, count in self.counts.others.items()
+            if path.startswith(above)
+        }
+        return Call(_at(self.inputs.args, task.microbatch), first, self._key(task), counts)
+
+    def _key(self, task: Task) -> PRNGKeyArray:
+        return key_of(self.key, task.microbatch)
+
+    def _nothing(self) -> Hidden:
+        return _placed(_zeros(self.x))
+
+    def _differentiated(self, variables: Variables) -> tuple[Tree, Tree]:
+        return variables.trained, to_fm32(variables.gradient_state)
+
+    def _start(self) -> Carry:
+        zero = Task(*(jnp.int32(0),) * len(Task._fields))
+        self.x = jax.eval_shape(lambda: _at(self.inputs.x, 0))
+        first, call = _at(self.layers, 0), self._call(zero)
+        self.chunk = Chunk(self.parts, first, self.x, call)
+        _, kept, (_, reports) = jax.eval_shape(lambda x: self.chunk.forward(first, x, call), self.x)
+        stash = jax.eval_shape(lambda kept, g: self.chunk.backward(first, kept, call, g)[1], kept, self.x)
+        shapes = jax.eval_shape(lambda y: self._after(self.rest, [], y, zero)[1:], self.x)
+        sizes = {"x": self.x, "g": self.x, "kept": kept, "stash": stash}
+        buffers = {name: _zeros(like, getattr(self.table, f"num_{name}") + 1) for name, like in sizes.items()}
+        buffers |= {name: _placed(buffers[name], None) for name in ("x", "g")}
+        microbatches = jax.tree.leaves(self.inputs.batch)[0].shape[0]
+
+        def of_layers(report: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((self.chunks, self.depth, microbatches, *report.shape[1:]), report.dtype)
+
+        return Carry(
+            Buffers(**buffers),
+            Sums(
+                self._no_gradient(self.likes[0], self.layers, (self.chunks, self.depth)),
+                _at_numbers(self.layers.kept, self.chunk.written),
+                jax.tree.map(of_layers, reports),
+            ),
+            Sums(
+                self._no_gradient(self.likes[1], self.rest, ()),
+                _at_numbers(self.rest.kept, self.written),
+                _zeros(shapes, microbatches),
+            ),
+            _placed(_zeros(self.x, microbatches), None),
+        )
+
+    def _no_gradient(self, likes: Tree, variables: Variables, leading: tuple[int, ...]) -> Gradient:
+        """Accumulators. The axis over layers is replaced by the leading axes."""
+
+        def zeros(like: jax.ShapeDtypeStruct, own: jax.Array) -> jax.Array:
+            found = jnp.zeros(own.shape, jnp.promote_types(own.dtype, jnp.float32))
+            if not is_sharded():
+                return found
+            spec = [
+                entry_of(tuple(axis for axis in group_of(axes) if axis != "pipeline")) for axes in like.sharding.spec
+            ]
+            spec = [*(None,) * len(leading), *spec[1 if leading else 0 :]]
+            sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*spec))
+            return jax.lax.with_sharding_constraint(found, sharding)
+
+        lowest = jax.tree.map(lambda own: jnp.full(own.shape, -jnp.inf, jnp.float32), variables.gradient_state)
+        return Gradient(jax.tree.map(zeros, likes, variables.trained), lowest)
+
+
+def _at_numbers(tree: Tree, numbers: tuple[int, ...]) -> list[jax.Array]:
+    leaves = jax.tree.leaves(tree)
+    return [leaves[number] for number in numbers]
+
+
+def added(sums: Gradient, trained: Tree, gradient_state: Tree) -> Gradient:
+    """The sums with another microbatch, whose cotangents of `GradientState` may be `fm32`."""
+    return Gradient(
+        jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums.trained, trained),
+        jax.tree.map(jnp.maximum, sums.gradient_state, as_float(gradient_state)),
+    )
+
+
+def _at[T](trees: T, index: Int[Array, ""] | int) -> T:
+    """The entry of each array at this index of its first axis."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), trees)
+
+
+def _put[T](trees: T, values: T, index: Int[Array, ""]) -> T:
+    return jax.tree.map(
+        lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), index, 0), trees, values
+    )
+
+
+def _zeros(like: PyTree, *leading: int) -> PyTree:
+    """Zeros of these shapes with further leading axes."""
+    return jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), like)
+
+
+def _placed(x: Hidden, *leading: None) -> Hidden:
+    """Shards hidden states [*leading, batch, seq, embed] like those inside the layers.
+
+    The branches of a conditional must agree on the sharding of their results.
+    """
+    size = len(leading)
+    return jax.tree.map(lambda leaf: constrain(leaf, *leading, *HIDDEN) if leaf.ndim == size + 3 else leaf, x)
+
+
+def _from(is_here: Bool[Array, ""], tree: PyTree) -> PyTree:
+    """The arrays of the stage where the condition holds, on all stages."""
+
+    def found(x: jax.Array) -> jax.Array:
+        total = jax.lax.psum(jnp.where(is_here, x, jnp.zeros_like(x)), "pipeline")
+        return total.astype(x.dtype)
+
+    return jax.tree.map(found, tree)

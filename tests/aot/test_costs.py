@@ -1,0 +1,139 @@
+"""FLOPs of jaxprs and traffic of compiled modules, compared with counts by hand."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from axcore.aot.flops import count_flops
+from axcore.aot.traffic import Collective, traffic
+
+
+def shape(*sizes, dtype="float32"):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def flops(function, *shapes):
+    return count_flops(jax.make_jaxpr(function)(*shapes))
+
+
+def test_matrix_products_in_loops_and_their_gradients_are_counted():
+    def loss(weights, x):
+        layer = jax.checkpoint(lambda x, weight: (jnp.tanh(x @ weight), None))
+        return jax.lax.scan(layer, x, weights)[0].sum()
+
+    one = 2 * 3 * 8 * 8  # x [3, 8] @ [8, 8]
+    weights, x = shape(10, 8, 8), shape(3, 8)
+    assert flops(loss, weights, x).total == 10 * one
+    # Forward, forward again, and two products in the backward pass.
+    assert flops(jax.grad(loss), weights, x).by_dtype == {"float32": 10 * 4 * one}
+    halves = (shape(*each.shape, dtype="bfloat16") for each in (weights, x))
+    assert flops(loss, *halves).by_dtype == {"bfloat16": 10 * one}
+
+
+def test_the_body_of_a_shard_map_counts_for_every_shard():
+    mesh = AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    body = jax.shard_map(
+        lambda x, y: x @ y, mesh=mesh, in_specs=(PartitionSpec("a"), PartitionSpec()), out_specs=PartitionSpec("a"),
+        axis_names={"a"}, check_vma=False,
+    )  # fmt: skip
+    assert flops(body, shape(8, 16), shape(16, 4)).total == 2 * 8 * 16 * 4
+
+
+def test_grouped_products_and_convolutions():
+    sizes = shape(3, dtype="int32")
+    grouped = flops(jax.lax.ragged_dot, shape(12, 8), shape(3, 8, 5), sizes)
+    assert grouped.total == 2 * 12 * 8 * 5
+
+    def both(x, groups, sizes):
+        return jax.grad(lambda *args: jax.lax.ragged_dot(*args, sizes).sum(), argnums=(0, 1))(x, groups)
+
+    assert flops(both, shape(12, 8), shape(3, 8, 5), sizes).total == 3 * grouped.total
+    filtered = flops(lambda x, k: jax.lax.conv(x, k, (1,), "SAME"), shape(2, 6, 16), shape(4, 6, 3))
+    assert filtered.total == 2 * (2 * 4 * 16) * 6 * 3
+
+
+def test_the_larger_branch_counts_and_opaque_calls_are_listed():
+    def function(x, flag):
+        y = jax.lax.cond(flag, lambda x: x @ x @ x, lambda x: x @ x, x)
+        z = jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, y)
+        return jax.ffi.ffi_call("somebody", jax.ShapeDtypeStruct(z.shape, z.dtype))(z)
+
+    found = flops(function, shape(4, 4), shape(dtype="bool"))
+    assert found.total == 3 * 2 * 4**3
+    assert set(found.uncounted) == {"while", "somebody"}
+
+
+MODULE = """HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%sliced (stack: f32[10,16,8], index: s32[]) -> f32[16,8] {
+  %stack = f32[10,16,8]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = f32[1,16,8]{2,1,0} dynamic-slice(%stack, %index, %zero, %zero), dynamic_slice_sizes={1,16,8}
+  ROOT %flat = f32[16,8]{1,0} bitcast(%slice)
+}
+
+%all-reduce-scatter.1 (input: bf16[16,8]) -> bf16[4,8] {
+  %input = bf16[16,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %whole = bf16[16,8]{1,0:T(8,128)(2,1)} all-reduce(%input), replica_groups={{0,2,4,6},{1,3,5,7}}
+  %start = s32[] constant(0)
+  ROOT %part = bf16[4,8]{1,0} dynamic-slice(%whole, %start, %start), dynamic_slice_sizes={4,8}
+}
+
+%condition (state: (s32[], f32[10,16,8])) -> pred[] {
+  %state = (s32[], f32[10,16,8]{2,1,0}) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %bound = s32[] constant(10)
+  ROOT %less = pred[] compare(%count, %bound), direction=LT
+}
+
+%body (state.1: (s32[], f32[10,16,8])) -> (s32[], f32[10,16,8]) {
+  %state.1 = (s32[], f32[10,16,8]{2,1,0}) parameter(0)
+  %count.1 = s32[] get-tuple-element(%state.1), index=0
+  %stack.1 = f32[10,16,8]{2,1,0} get-tuple-element(%state.1), index=1
+  %layer = f32[16,8]{1,0} fusion(%stack.1, %count.1), kind=kLoop, calls=%sliced, metadata={op_name="jit(f)/while (x)"}
+  %gather-start = (f32[16,8], f32[16,32]) all-gather-start(%layer), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}
+  %gather-done = f32[16,32]{1,0} all-gather-done(%gather-start)
+  ROOT %next = (s32[], f32[10,16,8]{2,1,0}) tuple(%count.1, %stack.1)
+}
+
+ENTRY %main (x: f32[10,16,8], y: bf16[16,8]) -> f32[16,8] {
+  %x = f32[10,16,8]{2,1,0} parameter(0)
+  %y = bf16[16,8]{1,0} parameter(1)
+  %first = s32[] constant(0)
+  %fast = f32[1024]{0:T(1024)S(1)} iota(), iota_dimension=0
+  %state.2 = (s32[], f32[10,16,8]{2,1,0}) tuple(%first, %x)
+  %loop = (s32[], f32[10,16,8]{2,1,0}) while(%state.2), condition=%condition, body=%body
+  %scattered = bf16[4,8]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+  %total = f32[16,8]{1,0} all-reduce(%x), channel_id=2, replica_groups=mesh['left'=4,'right'=2] {'right'}, to_apply=%add
+  ROOT %moved = f32[16,8]{1,0} collective-permute(%total), channel_id=3, source_target_pairs={{0,4},{4,0},{1,5},{5,1}}
+}
+"""
+
+
+def test_traffic_of_a_module():
+    devices = np.array([SimpleNamespace(id=number) for number in range(8)], dtype=object).reshape(2, 2, 2)
+    mesh = SimpleNamespace(axis_names=("data", "fsdp", "tensor"), devices=devices)
+    found = traffic(MODULE, mesh, host_of=lambda device: device.id // 4)
+    rows, one = 16 * 8 * 4, 4 * 8 * 2  # bytes of a layer, and of the scattered result
+    assert found.sent == {
+        Collective("all-gather", ("data", "fsdp"), True, 2): 10 * 3 / 4 * 4 * rows,
+        Collective("reduce-scatter", ("data", "fsdp"), True, 2): 3 / 4 * 4 * one,
+        Collective("all-reduce", ("tensor",), False, 2): 2 / 2 * rows,
+        Collective("collective-permute", ("data",), True, 1): rows,
+    }
+    assert found.calls[Collective("all-gather", ("data", "fsdp"), True, 2)] == 10
+    assert found.unknown_loops == 0
+    # In the loop, the fusion reads and writes one layer, not the stack, and the gather reads 1 and writes 4 layers.
+    once = 4 * one + one + 10 * rows + rows + rows + rows  # reduce-scatter, all-reduce and permute
+    assert found.memory == pytest.approx(10 * ((2 * rows + 4) + rows + 4 * rows) + once)

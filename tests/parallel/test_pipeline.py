@@ -1,0 +1,202 @@
+"""Pipeline schedules as tables, and what cannot be divided into stages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.nn.transformer import Sequence
+from axcore.parallel import Mesh
+from axcore.parallel.pipeline import GPipe, OneForwardOneBackward, Op, PipelineSchedule, Task, ZeroBubble
+from axcore.testing.devices import on_devices
+from axcore.testing.models import tiny_model
+from axcore.train.step.learner import Learner
+from axcore.train.step.pipeline.split import Backward, operations
+from axcore.train.step.program import program
+
+SCHEDULES = (GPipe, OneForwardOneBackward, ZeroBubble)
+
+
+def table(schedule, stages, microbatches, chunks=1):
+    return schedule.Config(chunks=chunks).build().table(stages, microbatches)
+
+
+def run(table):
+    """Runs a table on numbers: the input of microbatch m is m + 1, chunk c multiplies by the prime number of index c,
+    and the gradient of the last output is 1. Returns the output of each microbatch and the gradient of each weight."""
+    primes = (2, 3, 5, 7, 11, 13, 17, 19)
+    stages, last = table.op.shape[1], table.op.shape[1] * table.chunks - 1
+    buffers = {
+        kind: np.full((stages, getattr(table, f"num_{kind}") + 1), np.nan) for kind in ("x", "g", "kept", "stash")
+    }
+    outputs, gradients = {}, dict.fromkeys(range(last + 1), 0.0)
+    for tick in range(table.ticks):
+        sent = {"x": {}, "g": {}}
+        for stage in range(stages):
+            op, microbatch, own = (getattr(table, name)[tick, stage] for name in ("op", "microbatch", "chunk"))
+            slot = {kind: getattr(table, kind)[tick, stage] for kind in buffers}
+            chunk = own * stages + stage
+            if op == Op.FORWARD:
+                x = microbatch + 1.0 if chunk == 0 else buffers["x"][stage, slot["x"]]
+                buffers["kept"][stage, slot["kept"]] = x
+                sent["x"][stage] = x * primes[chunk]
+                buffers["g"][stage, slot["g"]] = x * primes[chunk]
+            elif op == Op.BACKWARD:
+                g = buffers["g"][stage, slot["g"]]
+                if chunk == last:
+                    outputs[microbatch], g = g, 1.0
+                buffers["stash"][stage, slot["stash"]] = g * buffers["kept"][stage, slot["kept"]]
+                sent["g"][stage] = g * primes[chunk]
+            elif op == Op.WEIGHT:
+                gradients[chunk] += buffers["stash"][stage, slot["stash"]]
+        for kind, step in (("x", 1), ("g", -1)):
+            for stage in range(stages):
+                arrived = sent[kind].get((stage - step) % stages, np.nan)
+                buffers[kind][stage, getattr(table, f"{kind}_arrives")[tick, stage]] = arrived
+    return outputs, gradients, np.prod(primes[: last + 1]), primes
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "chunks"), [(2, 2, 1), (4, 9, 1), (2, 6, 2), (3, 5, 2), (2, 3, 4), (4, 8, 2)]
+)
+def test_a_table_computes_every_output_and_gradient(schedule, stages, microbatches, chunks):
+    outputs, gradients, product, primes = run(table(schedule, stages, microbatches, chunks))
+    assert outputs == {m: (m + 1) * product for m in range(microbatches)}
+    inputs = microbatches * (microbatches + 1) / 2
+    assert gradients == {chunk: inputs * product / primes[chunk] for chunk in gradients}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "idle", "kept"),
+    [
+        (GPipe, 1, 12.7, 32),
+        (OneForwardOneBackward, 1, 12.7, 8),
+        (OneForwardOneBackward, 2, 6.8, 23),
+        (OneForwardOneBackward, 4, 3.5, 39),
+        (ZeroBubble, 1, 8.6, 8),
+    ],
+)
+def test_idle_time_and_kept_activations_of_eight_stages(schedule, chunks, idle, kept):
+    found = table(schedule, 8, 32, chunks)
+    assert (round(100 * found.idle, 1), found.num_kept) == (idle, kept)
+
+
+@pytest.mark.parametrize("microbatches", [4, 16, 64])
+def test_1f1b_keeps_as_many_microbatches_as_stages(microbatches):
+    assert table(OneForwardOneBackward, 4, microbatches).num_kept == 4
+
+
+def forwards(*numbers):
+    return tuple(Task(Op.FORWARD, number) for number in numbers)
+
+
+def backwards(*numbers):
+    return tuple(Task(op, number) for number in numbers for op in (Op.BACKWARD, Op.WEIGHT))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "message"),
+    [
+        (forwards(0, 1) + backwards(0), forwards(0, 1) + backwards(0, 1), "stage 0 lacks BACKWARD of microbatch 1"),
+        (forwards(0, 1, 1) + backwards(0, 1), forwards(0, 1) + backwards(0, 1), "stage 0 has FORWARD of microbatch 1"),
+        (forwards(1, 0) + backwards(0, 1), forwards(0, 1) + backwards(0, 1), r"stage 0 runs FORWARD .* \[1, 0\]"),
+        (forwards(0, 1) + backwards(0, 1), forwards(0, 1) + backwards(1, 0), r"stage 1 runs BACKWARD .* \[1, 0\]"),
+        (backwards(0, 1) + forwards(0, 1), forwards(0, 1) + backwards(0, 1), "standstill in tick 0: stage 0 waits"),
+    ],
+)
+def test_an_order_that_cannot_run_raises(first, last, message):
+    class Wrong(PipelineSchedule):
+        def order(self, stages, microbatches):
+            return first, last
+
+    with pytest.raises(ax.ConfigError, match=message):
+        table(Wrong, 2, 2)
+
+
+def test_the_backward_pass_is_divided_without_a_repeated_product():
+    random = np.random.default_rng(0)
+    weights = [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((3, 5), (5, 3))]
+    x, g = (jnp.asarray(random.normal(size=(4, 3)), jnp.float32) for _ in range(2))
+
+    def layer(weights, x):
+        return x + jnp.tanh(x @ weights[0]) @ weights[1]
+
+    _, pull = jax.vjp(layer, weights, x)
+    leaves, form = jax.tree.flatten(pull)
+    whole = operations(lambda leaves, g: jax.tree.leaves(jax.tree.unflatten(form, leaves)(g)), leaves, x)
+    backward = Backward(whole, len(leaves), len(weights))
+    products = [
+        str(jax.make_jaxpr(part)(*args)).count("dot_general")
+        for part, args in (
+            (backward.inputs, (leaves, [g])),
+            (backward.weights, (leaves, backward.inputs(leaves, [g])[1])),
+        )
+    ]
+    gx, stash = backward.inputs(leaves, [g])
+    assert products == [2, 2]
+    for found, wanted in zip((*backward.weights(leaves, stash), *gx), jax.tree.leaves(pull(g)), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def temporary_bytes(microbatches):
+    cfg = layers(4)
+    found = []
+    for schedule in (OneForwardOneBackward, GPipe):
+        layout = Mesh(shape={"pipeline": 4}, pipeline=schedule.Config()).make(jax.devices()[:4])
+        batch = {
+            name: np.zeros((2 * microbatches, 64), dtype)
+            for name, dtype in (("inputs", np.int32), ("targets", np.int32), ("weights", np.float32))
+        }
+        step = program(cfg, Learner.Config(), layout, microbatches=microbatches).lower_train(batch).compile()
+        found.append(step.memory_analysis().temp_size_in_bytes)
+    return found
+
+
+@pytest.mark.slow
+def test_memory_of_1f1b_grows_with_microbatches_by_embeddings_only():
+    few, many = on_devices(temporary_bytes, 4), on_devices(temporary_bytes, 16)
+    embeddings = 2 * 64 * 16 * 4  # bytes of one microbatch
+    assert many[0] - few[0] < 12 * 6 * embeddings
+    assert many[1] - few[1] > 12 * 12 * embeddings
+
+
+def made(model, microbatches=8, **mesh):
+    layout = Mesh(**mesh).abstract(int(np.prod(list(mesh["shape"].values()))), "cpu")
+    return program(model, Learner.Config(), layout, microbatches=microbatches)
+
+
+def layers(count):
+    return ax.select(tiny_model(), "decoder").set(num_layers=count)
+
+
+@pytest.mark.parametrize(
+    ("model", "microbatches", "mesh", "message"),
+    [
+        (layers(6), 8, {"pipeline": 4}, r"decoder has 6 layers, .* into 4 stages .*Nearest numbers of stages: 2, 3"),
+        (layers(6), 3, {"pipeline": 6}, "microbatches=3 are fewer than the 6 stages"),
+        (
+            tiny_model().set(decoder=Sequence.Config(layers=(tiny_model().decoder.layers,))),
+            8,
+            {"pipeline": 2},
+            "2 pipeline stages, but the model has no stack of equal layers",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_raise(model, microbatches, mesh, message):
+    with pytest.raises(ax.ConfigError, match=message):
+        made(model, microbatches, shape=mesh)
+
+
+def test_chunks_that_do_not_divide_the_layers_raise():
+    with pytest.raises(ax.ConfigError, match=r"decoder has 6 layers, .* into 2 stages of 2 chunks each"):
+        made(layers(6), shape={"pipeline": 2}, pipeline=OneForwardOneBackward.Config(chunks=2))
+
+
+def test_layers_of_the_stack_alone_are_divided():
+    dense, experts = layers(3).decoder, layers(8).decoder
+    model = layers(1).set(decoder=Sequence.Config(layers=(dense, experts)))
+    axes = made(model, shape={"pipeline": 4, "fsdp": 2}).state.params["decoder"]["layers"]
+    specs = [axes[index]["layers"]["ffn"]["up"]["weight"].sharding.spec for index in range(2)]
+    assert [spec[0] for spec in specs] == [None, "pipeline"]
