@@ -6,6 +6,7 @@ import axcore as ax
 from axcore.plugin import Accelerator, ContextParallelismOffer
 from axcore.testing import ParallelismSuite
 from axcore_new_parallelism.rules import pairs
+from axcore_new_parallelism.schedule import OneByOne
 
 
 class TestPairs(ParallelismSuite):
@@ -24,3 +25,8 @@ class TestGatherKeys(ParallelismSuite):
 def test_an_odd_number_of_gpus_raises():
     with pytest.raises(ax.ConfigError, match="even number of GPUs per host, got 1"):
         pairs(TestPairs().trainer(), Accelerator.parse("gpu-new-parallelism-1x8"))
+
+
+def test_a_stage_keeps_the_activations_of_one_microbatch():
+    table = OneByOne.Config(chunks=2).build().table(stages=4, microbatches=8)
+    assert table.num_kept == 2  # one for each chunk

@@ -1,1 +1,1 @@
-"""Strategies of parallelism for axcore: tensor parallelism over pairs of GPUs, and attention to gathered keys."""
+"""Strategies of parallelism for axcore: a mesh rule, a form of context parallelism and a pipeline schedule."""

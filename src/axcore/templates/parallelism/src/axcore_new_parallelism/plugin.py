@@ -1,6 +1,6 @@
 """What axcore-new-parallelism offers. Imports neither jax nor flax."""
 
-from axcore.plugin import ContextParallelismOffer, MeshRule, hookimpl
+from axcore.plugin import ContextParallelismOffer, MeshRule, PipelineScheduleOffer, hookimpl
 
 axcore_api = 2
 
@@ -18,3 +18,9 @@ def axcore_mesh_rules() -> list[MeshRule]:
 def axcore_context_parallelism() -> list[ContextParallelismOffer]:
     target = "axcore_new_parallelism.context:GatherKeys"
     return [ContextParallelismOffer("new-parallelism-context", target, "Each device gathers all keys and values.")]
+
+
+@hookimpl
+def axcore_pipeline_schedules() -> list[PipelineScheduleOffer]:
+    target = "axcore_new_parallelism.schedule:OneByOne"
+    return [PipelineScheduleOffer("new-parallelism-schedule", target, "One microbatch after another.")]
