@@ -223,7 +223,7 @@ def test_an_empty_split_raises(tmp_path, percent, message):
 
 @pytest.mark.parametrize("percent", [0.0, 100.0, -1.0, float("nan")])
 def test_a_percentage_out_of_range_raises(percent):
-    with pytest.raises(ConfigError, match=r"validation_percent must be above 0 and below 100"):
+    with pytest.raises(ConfigError, match=r"validation_percent must be (finite and )?above 0 and below 100"):
         TextFiles.Config(folder="x", validation_percent=percent).build()
 
 
