@@ -95,8 +95,8 @@ def split_cpu(edits: Sequence[tuple[str, str]]) -> None:
     if targets and targets[-1].platform == "cpu":
         import jax
 
-        # The size of XLA's thread pool. Each running collective blocks a thread; with one thread per device, devices whose
-        # programs run several at once can wait for each other forever.
+        # The size of XLA's thread pool. Each running collective blocks a thread. With one thread per device, devices
+        # whose programs run several at once can wait for each other forever.
         os.environ.setdefault("NPROC", str(8 * targets[-1].per_host))
         if "JAX_NUM_CPU_DEVICES" not in os.environ:
             with contextlib.suppress(RuntimeError):  # jax has started
