@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import axcore as ax
+from axcore.nn import use_remat
 from axcore.nn.transformer import Sequence
-from axcore.parallel import Mesh
+from axcore.parallel import ByTag, Mesh
 from axcore.parallel.pipeline import GPipe, OneForwardOneBackward, Op, PipelineSchedule, Task, ZeroBubble
 from axcore.testing.devices import on_devices
 from axcore.testing.models import tiny_model
@@ -200,3 +201,9 @@ def test_layers_of_the_stack_alone_are_divided():
     axes = made(model, shape={"pipeline": 4, "fsdp": 2}).state.params["decoder"]["layers"]
     specs = [axes[index]["layers"]["ffn"]["up"]["weight"].sharding.spec for index in range(2)]
     assert [spec[0] for spec in specs] == [None, "pipeline"]
+
+
+def test_values_that_remat_offloads_raise():
+    step = made(use_remat(layers(2), ByTag(offload=("heads",))), 2, shape={"pipeline": 2})
+    with pytest.raises(ax.ConfigError, match="the remat policy of decoder offloads values to the host"):
+        step.lower_train({name: np.zeros((2, 8), np.int32) for name in ("inputs", "targets", "weights")})

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from axcore.config import ConfigError
 from axcore.module import Collections, Tree, to_fm32
 from axcore.train.step.parts import joined, part
 from axcore.train.step.pipeline.parts import Hidden, Parts
@@ -76,6 +77,9 @@ class Chunk:
         Args:
             variables: arrays [layer, ...].
             x: shapes of the input.
+
+        Raises:
+            ConfigError: the remat policy offloads values.
         """
         self.parts, self.written = parts, tuple[int, ...]()
         fixed = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], self._fixed(variables, call)))
@@ -83,6 +87,11 @@ class Chunk:
         written = [jax.tree.leaves(fixed.kept)[number] for number in self.written]
         form = jax.eval_shape(self._layer, fixed, x, written)
         forward = operations(lambda *args: self._layer(*args).leaves, fixed, x, written)
+        if any(getattr(leaf.aval, "memory_space", None) == jax.memory.Space.Host for leaf in forward.outputs):
+            raise ConfigError(
+                f"the remat policy of {parts.stack.path} offloads values to the host, but pipeline stages keep them on "
+                f"the devices. Choose a policy that saves or recomputes them"
+            )
         count = len(jax.tree.leaves(fixed))
         moving = forward.after(forward.inputs[count:])
         self._is_kept = forward.are_in(moving)
