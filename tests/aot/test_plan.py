@@ -1,6 +1,7 @@
 """The planner: formulas compared with compiled steps, the search, and what it prints."""
 
 import dataclasses
+import functools
 import importlib
 import math
 
@@ -127,3 +128,20 @@ def test_memory_agrees_with_the_compiler(tiny):
     candidate = Candidate({"data": 1}, None, 1)
     expected = compile_program(candidate.applied(cfg), "cpu-1").memory.total
     assert Model(cfg, Target.of("cpu-1")).figures(candidate).total == pytest.approx(expected, rel=0.3)
+
+
+def test_an_unrolled_stack_keeps_only_operands_and_results_of_products():
+    layers, rows, dim = 6, 13, 8
+    weights = jax.ShapeDtypeStruct((layers, dim, dim), "float32")
+
+    def loss(weights, x, unroll):
+        return jax.lax.scan(lambda x, weight: (jnp.sin(jnp.cos(x @ weight)), None), x, weights, unroll=unroll)[0].sum()
+
+    def found(unroll):
+        grad = jax.grad(functools.partial(loss, unroll=unroll))
+        jaxpr = jax.make_jaxpr(grad)(weights, jax.ShapeDtypeStruct((rows, dim), "float32"))
+        return temporaries(jaxpr, Sizes(rows=13, per_device=13, share=0, tensor=1, dim=dim))
+
+    one = rows * dim * 4
+    # Scanned: stacks of the input and of two derivatives. Unrolled: the operand and the result of each product.
+    assert 2 * layers * one <= found(unroll=layers) <= (2 * layers + 4) * one < 3 * layers * one <= found(unroll=1)

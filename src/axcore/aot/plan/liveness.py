@@ -3,7 +3,8 @@
 The arrays of a step are of two kinds: those with a dimension of batch rows, and those without, which are shaped like
 parameters. Their sizes on a device follow from the mesh. The estimate is the largest sum of arrays that are alive at
 the same time. Results of elementwise operations are taken to be fused into their users, so their operands stay alive
-instead.
+instead. A scan that is unrolled completely is taken apart into its layers, since XLA
+fuses across them and stacks nothing.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def _lifetimes(jaxpr: Jaxpr, rows: int) -> tuple[list[Step], frozenset[Any], dic
     """(steps, results, fused variable -> the variables that it is computed from, variable -> its last use)."""
     steps, results = _flat(jaxpr)
     kept = {var for step in steps if step.eqn.primitive.name in _LOOPS for var in step.inputs}
-    kept |= {var for var in results if _has_rows(_shape(var), rows)}
+    operands = {var for step in steps if step.eqn.primitive.name in _PRODUCTS for var in step.inputs}
+    kept |= {var for var in operands | results if _has_rows(_shape(var), rows)}
     roots: dict[Any, frozenset[Any]] = {}
     last: dict[Any, int] = {}
     for index, step in enumerate(steps):
@@ -177,6 +179,29 @@ def _flat(jaxpr: Jaxpr) -> tuple[list[Step], frozenset[Any]]:
     """The equations with calls of functions inlined, and the results."""
     steps: list[Step] = []
 
+    layers: dict[Any, list[Any]] = {}
+    """The results of an unrolled scan that are stacked -> its results for each layer."""
+
+    def unrolled(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        """Appends the equations of every layer of a scan and returns its results."""
+        body, length = _jaxpr(eqn.params["jaxpr"]), eqn.params["length"]
+        stacked = sum(_shape(outer) != _shape(inner) for outer, inner in zip(eqn.outvars, body.outvars, strict=True))
+        sliced = sum(_shape(outer) != _shape(inner) for outer, inner in zip(eqn.invars, body.invars, strict=True))
+        carried = len(body.outvars) - stacked
+        fixed = len(body.invars) - sliced - carried
+        carry = inputs[fixed : fixed + carried]
+        results: list[list[Any]] = [[] for _ in range(stacked)]
+        for index in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            slices = [layers[var][index] if var in layers else var for var in inputs[fixed + carried :]]
+            found = inline(body, dict(zip(body.invars, [*inputs[:fixed], *carry, *slices], strict=True)))
+            carry = found[:carried]
+            for each, var in zip(results, found[carried:], strict=True):
+                each.append(var)
+        stacks = [_Variable(var.aval) for var in eqn.outvars[carried:]]
+        for stack, each in zip(stacks, results, strict=True):
+            layers[stack] = each[::-1] if eqn.params["reverse"] else each
+        return [*carry, *stacks]
+
     def inline(body: Jaxpr, names: dict[Any, Any]) -> list[Any]:
         """Appends the equations of a body and returns its results."""
         for eqn in body.eqns:
@@ -187,14 +212,19 @@ def _flat(jaxpr: Jaxpr) -> tuple[list[Step], frozenset[Any]]:
                 found = inline(called[0], dict(zip(called[0].invars, inputs, strict=True)))
                 names.update(zip(eqn.outvars, found, strict=True))
                 continue
+            if eqn.primitive.name == "scan" and 1 < eqn.params["length"] <= eqn.params["unroll"]:
+                names.update(zip(eqn.outvars, unrolled(eqn, inputs), strict=True))
+                continue
             # A body that is called twice has the same variables twice: a new one for each call.
             fresh = [_Variable(var.aval) for var in eqn.outvars]
             names.update(zip(eqn.outvars, fresh, strict=True))
-            steps.append(Step(eqn, tuple(var for var in inputs if not isinstance(var, Literal)), tuple(fresh)))
+            used = [part for var in inputs if not isinstance(var, Literal) for part in layers.get(var, (var,))]
+            steps.append(Step(eqn, tuple(var for var in used if not isinstance(var, Literal)), tuple(fresh)))
         return [var if isinstance(var, Literal) else names.get(var, var) for var in body.outvars]
 
     results = inline(jaxpr, {})
-    return steps, frozenset(var for var in results if not isinstance(var, Literal))
+    parts = (part for var in results if not isinstance(var, Literal) for part in layers.get(var, (var,)))
+    return steps, frozenset(part for part in parts if not isinstance(part, Literal))
 
 
 class _Variable:
