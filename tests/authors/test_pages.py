@@ -59,7 +59,7 @@ def test_the_page_of_each_kind_creates_installs_and_tests_a_plugin(kind):
     assert f"{package}/plugin.py" in files
     assert any(path.startswith(f"{name}/tests/test_") for path in files)
     modules = [path for path in files if path.startswith(package)]
-    assert len(modules) == (3 if kind == "parallelism" else 2), "expected plugin.py and one module for each offer"
+    assert len(modules) == (4 if kind == "parallelism" else 2), "expected plugin.py and one module for each offer"
 
 
 def test_case_the_small_kinds_are_the_code_of_their_page():

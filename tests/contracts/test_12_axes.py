@@ -119,6 +119,7 @@ def test_batches_are_sharded_on_entry_and_must_divide(found):
     )
 
 
+@pytest.mark.slow  # CI checks a sharded sequence in tests/parallel/test_compositions.py
 def test_a_sharded_sequence_gives_the_step_of_one_device():
     one = Mesh(shape=dict.fromkeys(SPLIT.shape, 1), rules=SPLIT.rules)
     alone, many = steps(MODEL, batch(), [one, SPLIT])

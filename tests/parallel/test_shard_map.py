@@ -59,7 +59,7 @@ def test_each_device_and_each_call_draws_different_bits(found):
             "Create it with axes=(...), or write it outside",
         ),
         ("no layout", "top (Holder) runs shard_map, but no layout is active. Call it inside `layout.active()`"),
-        ("nested", "top (Holder) runs shard_map inside another shard_map"),
+        ("nested", "top (Holder) runs shard_map inside another shard_map over all axes of the mesh"),
         ("captured", "top.inner: outputs cannot be captured inside shard_map"),
     ],
 )

@@ -132,7 +132,7 @@ def check_options(options: CompilerOptions, layout: Layout) -> tuple[CheckedOpti
     Raises:
         ConfigError: the compiler has no such option, or the value has the wrong type.
     """
-    device = _device(layout)
+    device = _device(layout) if options else None
     found: dict[str, CheckedOption] = {}
     for given, value in options.items():
         name = RENAMED.get(given, given)

@@ -99,9 +99,9 @@ class Layout:
 
     def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> PartitionSpec:
         """The partition spec of an array with these logical axes. If several dimensions map to one mesh axis, the first
-        of them uses it. `seq` gives way to the others, even if they are too small to use the axis: with `seq` and
-        `head` on one axis, attention is sharded by heads and the residual stream by tokens (sequence parallelism,
-        arXiv 2205.05198).
+        of them uses it. But `seq` leaves the axes of later dimensions to them, even if they are too small to use them:
+        with `seq` and `head` on one axis, attention is sharded by heads and the residual stream by tokens (sequence
+        parallelism, arXiv 2205.05198).
 
         Args:
             axes: The logical axis of each dimension. `PartitionSpec.UNCONSTRAINED` leaves the dimension to the
@@ -109,14 +109,14 @@ class Layout:
             shape: If given, trailing mesh axes are dropped from a dimension until they divide its size.
         """
         names = [None if name is PartitionSpec.UNCONSTRAINED else name for name in axes]
-        wanted = {axis for name in names if name != "seq" for axis in self.axes_of(name)}
         taken: set[str] = set()
         dimensions: list[Axis] = []
         for index, name in enumerate(names):
             if axes[index] is PartitionSpec.UNCONSTRAINED:
                 dimensions.append(axes[index])
                 continue
-            group = tuple(axis for axis in self.axes_of(name) if axis not in (wanted if name == "seq" else taken))
+            left = {axis for later in names[index + 1 :] for axis in self.axes_of(later)} if name == "seq" else set()
+            group = tuple(axis for axis in self.axes_of(name) if axis not in taken | left)
             while shape is not None and shape[index] % self.size_of(group):
                 group = group[:-1]
             taken.update(group)

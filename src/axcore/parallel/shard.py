@@ -85,7 +85,8 @@ def shard_map(
 
 
 def _usable(layout: Layout | None, lifted: Lifted) -> Layout:
-    where, layout = lifted.caller.describe(), layout if layout is not None else active_layout()
+    where, active = lifted.caller.describe(), active_layout()
+    layout = active if layout is None else layout.inside(active.manual) if active is not None else layout
     if layout is None:
         raise ContextError(f"{where} runs shard_map, but no layout is active. Call it inside `layout.active()`")
     if not layout.automatic:

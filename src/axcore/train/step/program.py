@@ -254,13 +254,13 @@ def program(
         ConfigError: a mesh rule names a logical axis that the model lacks, a parameter cannot be split evenly, a remat
             policy names a kind of layer that the model lacks, or the compiler does not accept an option.
     """
-    options = checked_options(compiler_options or {}, layout)
     check_kinds(model, "model")
     fn, params, model_state = abstract(model, "model")
     layout.check_rules(fn.logical_axes)
     layout.check_parameters(
         jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(params)
     )
+    options = checked_options(compiler_options or {}, layout)
     stack = pipelined_stack(model, layout, microbatches)
     built: Learner = learner.build(fn.axes)
     with under("objective"):
