@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 import axcore as ax
 from axcore.module import initializer
 from axcore.nn import Blocks, Linear, RaggedDot
+from axcore.parallel import Mesh
 from axcore_moe.dispatch import Capacity, Dense, Dropless
 from axcore_moe.matmul import Tokamax
 from axcore_moe.router import TopK
@@ -107,3 +108,10 @@ def test_missing_tokamax_is_reported(monkeypatch):
     cfg = mixture(dispatch=Dropless(matmul=Tokamax()))
     with pytest.raises(ax.ConfigError, match=r"Tokamax requires the package tokamax \(pip install tokamax\)"):
         call(cfg, parameters(cfg), tokens(3))
+
+
+@pytest.mark.parametrize("dispatch", [Dropless(), Capacity()], ids=["dropless", "capacity"])
+def test_a_pipeline_stage_with_two_further_axes_raises(dispatch):
+    stage = Mesh(shape={"pipeline": 2, "fsdp": 2, "tensor": 2}).abstract(8, "cpu").inside({"pipeline"})
+    with stage.active(), pytest.raises(ax.ConfigError, match="mesh axes fsdp and tensor requires expert parallelism"):
+        dispatch(None, None, None)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import axcore as ax
 from axcore.config import Config
 from axcore.nn import Blocks, GroupedMatmul
+from axcore.parallel import active_layout
 from axcore_moe.experts import Experts
 from axcore_moe.routing import Routing, RowAssignment, counts
 
@@ -46,6 +47,7 @@ class Dropless(Dispatch):
     matmul: GroupedMatmul = Blocks()
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+        _check_stage()
         y = by_expert(experts, routing.spread(x), routing.expert, routing.num_experts, self.matmul)
         return routing.summed(y), jnp.zeros(())
 
@@ -67,6 +69,19 @@ def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: in
     return assignment.pairs_of(experts.grouped(assignment.rows_of(x), group, sizes, matmul))
 
 
+def _check_stage() -> None:
+    """Raises where XLA would abort the process: it cannot partition gathers over two mesh axes in a pipeline stage."""
+    layout = active_layout()
+    if layout is None or not layout.manual:
+        return
+    axes = [axis for axis in layout.automatic if layout.mesh.shape[axis] > 1]
+    if len(axes) > 1:
+        raise ax.ConfigError(
+            f"a mixture of experts in a pipeline with the mesh axes {' and '.join(axes)} requires expert parallelism: "
+            f"dispatch=Exchange() and a mesh axis 'expert'. Or use only one axis beside 'pipeline'"
+        )
+
+
 class Capacity(Dispatch):
     """Each expert has a capacity of `factor` times its fair share of pairs. Pairs beyond it are dropped: their tokens
     keep only the residual (GShard, arXiv 2006.16668; Switch Transformers, arXiv 2101.03961, section 2.2).
@@ -78,6 +93,7 @@ class Capacity(Dispatch):
     factor: ax.PositiveFloat = 1.25
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+        _check_stage()
         pairs, count = routing.expert.size, routing.num_experts
         places = min(pairs, max(1, math.ceil(self.factor * pairs / count)))
         assignment = RowAssignment.of(routing.expert, jnp.arange(count) * places, count * places, places)
