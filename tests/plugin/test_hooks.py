@@ -22,7 +22,7 @@ def test_every_kind_of_offer_is_public_and_has_its_own_hook():
     assert set(OFFERS.values()) == kinds - {Offer}
     assert len({kind.kind for kind in OFFERS.values()}) == len(OFFERS) == 14
     slots = [kind.slot for kind in OFFERS.values() if kind.slot]
-    assert len(set(slots)) == len(slots) == 8
+    assert len(set(slots)) == len(slots) == 9
 
 
 @pytest.mark.parametrize("hook", OFFERS)
