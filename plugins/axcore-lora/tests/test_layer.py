@@ -9,7 +9,7 @@ import axcore as ax
 from axcore.module import abstract
 from axcore.nn import Linear
 from axcore_lora import DoRA, LoRA
-from axcore_lora.layer import lengthening
+from axcore_lora.layer import magnitude_scale
 
 INPUT, OUTPUT, RANK, ALPHA = 7, 5, 3, 4.5
 S = ALPHA / RANK
@@ -44,10 +44,10 @@ def whole_weight(params):
     """(the effective weight of the layer, W + sAB, DoRA's factors of the columns)."""
     p, adapter = params, params["adapter"]
     moved = p["weight"] + S * adapter["a"] @ adapter["b"]
-    length = np.ones(OUTPUT)
+    rescale = np.ones(OUTPUT)
     if "magnitude" in adapter:
-        length = columns(p["weight"]) * (1 + adapter["magnitude"]) / columns(moved)
-    return moved * length, moved, length
+        rescale = columns(p["weight"]) * (1 + adapter["magnitude"]) / columns(moved)
+    return moved * rescale, moved, rescale
 
 
 @KINDS
@@ -68,8 +68,8 @@ def test_gradients_match_the_formula_with_constant_norms(kind):
 
     p, x, g = float64(params), x.reshape(-1, INPUT).astype(np.float64), g.reshape(-1, OUTPUT).astype(np.float64)
     a, b = p["adapter"]["a"], p["adapter"]["b"]
-    whole, moved, length = whole_weight(p)
-    scaled = g * length  # the gradient of x (W + sAB)
+    whole, moved, rescale = whole_weight(p)
+    scaled = g * rescale  # the gradient of x (W + sAB)
     expected = {
         "weight": x.T @ scaled,
         "bias": g.sum(axis=0),
@@ -145,8 +145,8 @@ def test_sums_use_the_accumulate_dtype():
     assert np.abs(found - (x @ w + S * narrow @ b)).mean() < 0.3 * np.abs(rounded - (x @ w + S * narrow @ b)).mean()
 
 
-def lengths(weight, a, b, magnitude):
-    return np.asarray(jax.jit(lengthening, static_argnums=4)(weight, a, b, magnitude, S))
+def scales(weight, a, b, magnitude):
+    return np.asarray(jax.jit(magnitude_scale, static_argnums=4)(weight, a, b, magnitude, S))
 
 
 def test_zero_column_is_adapted_like_lora():
@@ -154,27 +154,27 @@ def test_zero_column_is_adapted_like_lora():
     adapter = params["adapter"]
     weight = params["weight"].copy()
     weight[:, 1] = 0
-    found = lengths(weight, *(adapter[name] for name in ("a", "b", "magnitude")))
+    found = scales(weight, *(adapter[name] for name in ("a", "b", "magnitude")))
     expected = whole_weight(float64(params))[2]
     expected[1] = 1 + adapter["magnitude"][1]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     fresh = np.zeros_like(adapter["b"]), np.zeros_like(adapter["magnitude"])
-    assert np.array_equal(lengths(weight, adapter["a"], *fresh), np.ones(OUTPUT))
+    assert np.array_equal(scales(weight, adapter["a"], *fresh), np.ones(OUTPUT))
 
 
 def test_cancelled_column_stays_finite():
     weight = np.random.default_rng(0).normal(size=(INPUT, 1)).astype(np.float32)
-    found = lengths(weight, weight, np.full((1, 1), -1 / S, np.float32), np.zeros(1, np.float32))
+    found = scales(weight, weight, np.full((1, 1), -1 / S, np.float32), np.zeros(1, np.float32))
     assert 0 < found[0] <= 3000
 
 
-def test_lengths_of_stacked_weights():
+def test_magnitude_scale_of_stacked_weights():
     rng = np.random.default_rng(0)
     shapes = (3, 2, INPUT, OUTPUT), (3, 2, INPUT, RANK), (3, 2, RANK, OUTPUT), (3, 2, OUTPUT)
     stacked = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-    found = lengths(*stacked)
+    found = scales(*stacked)
     for index in np.ndindex(3, 2):
-        np.testing.assert_allclose(found[index], lengths(*(each[index] for each in stacked)), rtol=1e-5)
+        np.testing.assert_allclose(found[index], scales(*(each[index] for each in stacked)), rtol=1e-5)
 
 
 def test_logical_axes_follow_the_weight():

@@ -101,10 +101,10 @@ def merged_by_hand(params, scales=None):
     s = (scales or {RANK: ALPHA / RANK})[adapter["a"].shape[-1]]
     for index in np.ndindex(w.shape[:-2]):
         a, b = (np.asarray(adapter[name][index], np.float64) for name in "ab")
-        length = np.linalg.norm(w[index], axis=0)
+        norm = np.linalg.norm(w[index], axis=0)
         w[index] += s * a @ b
         if "magnitude" in adapter:
-            w[index] *= length * (1 + adapter["magnitude"][index]) / np.linalg.norm(w[index], axis=0)
+            w[index] *= norm * (1 + adapter["magnitude"][index]) / np.linalg.norm(w[index], axis=0)
     return {**{name: part for name, part in params.items() if name != "adapter"}, "weight": w}
 
 
@@ -257,7 +257,7 @@ def test_mismatched_parameters_are_rejected_by_path():
         unmerge(cfg, params, merged.kept)
     with pytest.raises(ax.AxcoreError, match=rf"{where}\.adapter has the arrays none"):
         unmerge(cfg, merged.params, {})
-    with pytest.raises(ax.AxcoreError, match=rf"{where}\.adapter lacks 'length'"):
+    with pytest.raises(ax.AxcoreError, match=rf"{where}\.adapter lacks 'magnitude_scale'"):
         unmerge(cfg, merged.params, adapters(params))
 
 

@@ -103,12 +103,12 @@ class DoRA(LoRA):
 
     def __call__(self, x: jax.Array, y: jax.Array, weight: jax.Array, product: Product) -> jax.Array:
         """Like `LoRA`, with the rescaling in float32."""
-        length = product.broadcast(
-            lengthening(weight, self.a[...], self.b[...], self.magnitude[...], scale(self.config))
+        rescale = product.broadcast(
+            magnitude_scale(weight, self.a[...], self.b[...], self.magnitude[...], scale(self.config))
         )
-        whole = y.astype(jnp.float32)
+        base = y.astype(jnp.float32)
         # A new adapter adds exact zeros, so y keeps its bits. Multiplying y by 1 lets XLA round differently.
-        return (whole + ((length - 1) * whole + length * self.change(x, product).astype(jnp.float32))).astype(y.dtype)
+        return (base + ((rescale - 1) * base + rescale * self.change(x, product).astype(jnp.float32))).astype(y.dtype)
 
 
 def scale(cfg: LoRA.Config) -> float:
@@ -116,7 +116,7 @@ def scale(cfg: LoRA.Config) -> float:
     return cfg.alpha / cfg.rank
 
 
-def lengthening(weight: Any, a: Any, b: Any, magnitude: Any, factor: float) -> jax.Array:
+def magnitude_scale(weight: Any, a: Any, b: Any, magnitude: Any, factor: float) -> jax.Array:
     """The factor of each output in DoRA: `|W| / |W + sAB| * (1 + magnitude)`, with no gradient through the quotient.
 
     `|W + sAB|^2` is computed from products with A and B. This costs one more product of rank size and creates no matrix
@@ -131,13 +131,14 @@ def lengthening(weight: Any, a: Any, b: Any, magnitude: Any, factor: float) -> j
     """
     w, a, b = (jax.lax.stop_gradient(jnp.asarray(each, jnp.float32)) for each in (weight, a, b))
 
-    def with_a(other: jax.Array) -> jax.Array:
+    def a_transposed_times(other: jax.Array) -> jax.Array:
         return jnp.matmul(jnp.swapaxes(a, -1, -2), other, precision=jax.lax.Precision.HIGHEST)
 
-    before = jnp.square(w).sum(-2)
-    along = (with_a(w) * b).sum(-2)
-    beside = (jnp.matmul(with_a(a), b, precision=jax.lax.Precision.HIGHEST) * b).sum(-2)
-    after = before + 2 * factor * along + factor**2 * beside
-    after = jnp.maximum(after, jnp.finfo(jnp.float32).eps * before)
-    kept = jnp.where(before > 0, jnp.sqrt(before / jnp.where(before > 0, after, 1)), 1)
-    return kept * (1 + jnp.asarray(magnitude, jnp.float32))
+    weight_norm = jnp.square(w).sum(-2)  # squared norms of columns
+    cross_term = (a_transposed_times(w) * b).sum(-2)
+    change_norm = (jnp.matmul(a_transposed_times(a), b, precision=jax.lax.Precision.HIGHEST) * b).sum(-2)
+    adapted_norm = weight_norm + 2 * factor * cross_term + factor**2 * change_norm
+    adapted_norm = jnp.maximum(adapted_norm, jnp.finfo(jnp.float32).eps * weight_norm)
+    nonzero = weight_norm > 0
+    ratio = jnp.where(nonzero, jnp.sqrt(weight_norm / jnp.where(nonzero, adapted_norm, 1)), 1)
+    return ratio * (1 + jnp.asarray(magnitude, jnp.float32))

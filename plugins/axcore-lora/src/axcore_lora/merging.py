@@ -11,11 +11,11 @@ from flax import nnx
 import axcore as ax
 from axcore.config import AxcoreError, get, has_field, walk
 from axcore.module import Tree, abstract
+from axcore_lora.adapter_params import SLOT, check_shapes, dotted
 from axcore_lora.attach import unfreeze
-from axcore_lora.layer import LoRA, lengthening, scale
-from axcore_lora.shipping import SLOT, check_shapes, dotted
+from axcore_lora.layer import LoRA, magnitude_scale, scale
 
-LENGTH = "length"
+MAGNITUDE_SCALE = "magnitude_scale"
 """Key in `Merged.kept`, next to the parameters of a DoRA adapter: the factor of each column of W + sAB."""
 
 Path = tuple[Any, ...]
@@ -55,10 +55,10 @@ def merge(cfg: ax.Config, params: Tree) -> Merged:
         linear, weight = _linear(params, path)
         mine = linear.get(SLOT, {})
         check_shapes(mine, {name: leaf.shape for name, leaf in form.items()}, (*path, SLOT))
-        merged, length = _fold(weight, scale(adapter), **mine)
+        merged, rescale = _fold(weight, scale(adapter), **mine)
         rest = {name: part for name, part in linear.items() if name != SLOT}
         params = _put(params, path, {**rest, "weight": merged})
-        kept = _put(kept, (*path, SLOT), mine if length is None else {**mine, LENGTH: length})
+        kept = _put(kept, (*path, SLOT), mine if rescale is None else {**mine, MAGNITUDE_SCALE: rescale})
     emptied = ax.select(cfg, lambda _, node: _holds_adapter(node)).set(adapter=None)
     return Merged(unfreeze(emptied), params, kept)
 
@@ -84,14 +84,14 @@ def unmerge(cfg: ax.Config, params: Tree, kept: Tree) -> Tree:
                 f"{dotted((*path, SLOT))}: the parameters still have this adapter, so they are not merged"
             )
         mine = dict(_at(kept, (*path, SLOT)) or {})
-        length = mine.pop(LENGTH, None)
+        rescale = mine.pop(MAGNITUDE_SCALE, None)
         check_shapes(mine, {name: leaf.shape for name, leaf in form.items()}, (*path, SLOT))
-        if "magnitude" in mine and length is None:
+        if "magnitude" in mine and rescale is None:
             raise AxcoreError(
-                f"{dotted((*path, SLOT))} lacks {LENGTH!r}, which unmerging DoRA requires. Pass the `kept` that merge "
-                f"returned."
+                f"{dotted((*path, SLOT))} lacks {MAGNITUDE_SCALE!r}, which unmerging DoRA requires. Pass the `kept` that "
+                f"merge returned."
             )
-        base = _unfold(weight, scale(adapter), mine["a"], mine["b"], length)
+        base = _unfold(weight, scale(adapter), mine["a"], mine["b"], rescale)
         params = _put(params, path, {**linear, "weight": base, SLOT: mine})
     return params
 
@@ -136,19 +136,19 @@ def _linear(params: Tree, path: Path) -> tuple[Tree, jax.Array]:
 @jax.jit
 def _fold(weight: Any, factor: Any, a: Any, b: Any, magnitude: Any = None) -> tuple[jax.Array, jax.Array | None]:
     """The merged weight of a layer and its adapter, and the factor of each column in DoRA."""
-    merged, length = weight.astype(jnp.float32) + _change(factor, a, b), None
+    merged, rescale = weight.astype(jnp.float32) + _change(factor, a, b), None
     if magnitude is not None:
-        length = lengthening(weight, a, b, magnitude, factor)
-        merged *= length[..., None, :]
-    return merged.astype(weight.dtype), length
+        rescale = magnitude_scale(weight, a, b, magnitude, factor)
+        merged *= rescale[..., None, :]
+    return merged.astype(weight.dtype), rescale
 
 
 @jax.jit
-def _unfold(weight: Any, factor: Any, a: Any, b: Any, length: Any) -> jax.Array:
-    """The inverse of `_fold`. `length` is None for LoRA."""
+def _unfold(weight: Any, factor: Any, a: Any, b: Any, rescale: Any) -> jax.Array:
+    """The inverse of `_fold`. `rescale` is None for LoRA."""
     whole = weight.astype(jnp.float32)
-    if length is not None:
-        whole /= length[..., None, :]
+    if rescale is not None:
+        whole /= rescale[..., None, :]
     return (whole - _change(factor, a, b)).astype(weight.dtype)
 
 
