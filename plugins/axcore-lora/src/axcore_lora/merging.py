@@ -88,8 +88,8 @@ def unmerge(cfg: ax.Config, params: Tree, kept: Tree) -> Tree:
         check_shapes(mine, {name: leaf.shape for name, leaf in form.items()}, (*path, SLOT))
         if "magnitude" in mine and rescale is None:
             raise AxcoreError(
-                f"{dotted((*path, SLOT))} lacks {MAGNITUDE_SCALE!r}, which unmerging DoRA requires. Pass the `kept` that "
-                f"merge returned."
+                f"{dotted((*path, SLOT))} lacks {MAGNITUDE_SCALE!r}, which unmerging DoRA requires. Pass the `kept` "
+                f"that merge returned."
             )
         base = _unfold(weight, scale(adapter), mine["a"], mine["b"], rescale)
         params = _put(params, path, {**linear, "weight": base, SLOT: mine})

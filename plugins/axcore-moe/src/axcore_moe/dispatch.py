@@ -48,8 +48,8 @@ class Dropless(Dispatch):
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         _check_stage()
-        y = by_expert(experts, routing.spread(x), routing.expert, routing.num_experts, self.matmul)
-        return routing.summed(y), jnp.zeros(())
+        y = by_expert(experts, routing.gather(x), routing.expert, routing.num_experts, self.matmul)
+        return routing.combine(y), jnp.zeros(())
 
 
 def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: int, matmul: GroupedMatmul) -> jax.Array:
@@ -66,7 +66,7 @@ def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: in
     assignment = RowAssignment.of(expert, ends - sizes, blocks * align)
     of_block = jnp.searchsorted(ends, align * jnp.arange(blocks), side="right")
     group = jnp.minimum(of_block, num_experts - 1).astype(jnp.int32)  # unused blocks at the end need a valid group
-    return assignment.pairs_of(experts.grouped(assignment.rows_of(x), group, sizes, matmul))
+    return assignment.unpermute(experts.grouped(assignment.permute(x), group, sizes, matmul))
 
 
 def _check_stage() -> None:
@@ -95,8 +95,8 @@ class Capacity(Dispatch):
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         _check_stage()
         pairs, count = routing.expert.size, routing.num_experts
-        places = min(pairs, max(1, math.ceil(self.factor * pairs / count)))
-        assignment = RowAssignment.of(routing.expert, jnp.arange(count) * places, count * places, places)
-        buffer = assignment.rows_of(routing.spread(x)).reshape(count, places, -1)
-        y = assignment.pairs_of(experts.batched(buffer).reshape(count * places, -1))
-        return routing.summed(y), jnp.mean(assignment.row == count * places, dtype=jnp.float32)
+        capacity = min(pairs, max(1, math.ceil(self.factor * pairs / count)))
+        assignment = RowAssignment.of(routing.expert, jnp.arange(count) * capacity, count * capacity, capacity)
+        buffer = assignment.permute(routing.gather(x)).reshape(count, capacity, -1)
+        y = assignment.unpermute(experts.batched(buffer).reshape(count * capacity, -1))
+        return routing.combine(y), jnp.mean(assignment.row == count * capacity, dtype=jnp.float32)

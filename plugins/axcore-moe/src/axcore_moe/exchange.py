@@ -18,7 +18,7 @@ from axcore.parallel import Layout, active_layout, shard_map
 from axcore.parallel.axes import group_of
 from axcore_moe.dispatch import Dispatch, Dropless, by_expert
 from axcore_moe.experts import Experts
-from axcore_moe.ragged import exchanged
+from axcore_moe.ragged import ragged_exchange
 from axcore_moe.routing import Routing, RowAssignment
 
 
@@ -57,27 +57,27 @@ class Exchange(Dispatch):
                 "With this router use dispatch=Dropless()."
             )
         tokens, num_experts = x.shape[0], routing.num_experts
-        missing = -tokens % layout.num_shards
+        padding = -tokens % layout.num_shards
 
         def padded(values: jax.Array, fill: float) -> jax.Array:
             by_choice = values.reshape(routing.choices, tokens)
-            return jnp.pad(by_choice, ((0, 0), (0, missing)), constant_values=fill)
+            return jnp.pad(by_choice, ((0, 0), (0, padding)), constant_values=fill)
 
-        over = _all_axes(layout)
-        rows, choices = PartitionSpec(over, None), PartitionSpec(None, over)
+        all_axes = _all_axes(layout)
+        rows, choices = PartitionSpec(all_axes, None), PartitionSpec(None, all_axes)
         y, lost = shard_map(
             functools.partial(
                 self._local,
                 axes=axes,
-                over=over,
+                all_axes=all_axes,
                 num_experts=num_experts,
-                count=layout.size_of(axes),
+                num_shards=layout.size_of(axes),
                 ragged=self._is_ragged(layout.platform),
             ),
             in_specs=(rows, choices, choices),
             out_specs=(rows, PartitionSpec()),
-            gather=[axis for axis in over if axis not in axes],
-        )(experts, jnp.pad(x, ((0, missing), (0, 0))), padded(routing.expert, num_experts), padded(routing.weight, 0))
+            gather=[axis for axis in all_axes if axis not in axes],
+        )(experts, jnp.pad(x, ((0, padding), (0, 0))), padded(routing.expert, num_experts), padded(routing.weight, 0))
         return y[:tokens], lost / routing.expert.size
 
     def _is_ragged(self, platform: str) -> bool:
@@ -97,9 +97,9 @@ class Exchange(Dispatch):
         weight: jax.Array,
         *,
         axes: tuple[str, ...],
-        over: tuple[str, ...],
+        all_axes: tuple[str, ...],
         num_experts: int,
-        count: int,
+        num_shards: int,
         ragged: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """Runs on each device, inside `shard_map`.
@@ -108,8 +108,8 @@ class Exchange(Dispatch):
             x: [tokens, input_dim], the tokens of this device.
             expert: int32 [choices, tokens]; `num_experts` for padding.
             weight: float32 [choices, tokens].
-            axes: mesh axes that the experts are sharded over, into `count` shards.
-            over: all axes of this `shard_map`.
+            axes: mesh axes that the experts are sharded over, into `num_shards` shards.
+            all_axes: all axes of this `shard_map`.
             ragged: whether pairs are sent without padding.
 
         Returns:
@@ -117,48 +117,53 @@ class Exchange(Dispatch):
             devices, a float32 scalar.
         """
         choices, tokens = expert.shape
-        held = num_experts // count
-        most = tokens * min(choices, held)
-        places = min(most, math.ceil(self.factor * choices * tokens / count))
-        target = expert.reshape(-1) // held
-        needed = jnp.zeros((count,), jnp.int32).at[target].add(1, mode="drop")  # padding is out of range
-        transport = exchanged if ragged else _padded
-        run_with = functools.partial(transport, matmul=self.matmul, axes=axes, held=held, count=count)
+        num_local_experts = num_experts // num_shards
+        max_capacity = tokens * min(choices, num_local_experts)
+        capacity = min(max_capacity, math.ceil(self.factor * choices * tokens / num_shards))
+        target = expert.reshape(-1) // num_local_experts
+        needed = jnp.zeros((num_shards,), jnp.int32).at[target].add(1, mode="drop")  # padding is out of range
+        transport = ragged_exchange if ragged else _padded_exchange
+        run_with = functools.partial(
+            transport, matmul=self.matmul, axes=axes, num_local_experts=num_local_experts, num_shards=num_shards
+        )
 
-        def with_places(places: int) -> Callable[..., Any]:
-            return functools.partial(run_with, places=places)
+        def with_capacity(capacity: int) -> Callable[..., Any]:
+            return functools.partial(run_with, capacity=capacity)
 
-        if self.dropless and places < most:
-            largest = jax.lax.psum(needed, axes) / count if ragged else needed
-            few = jax.lax.pmax(largest.max(), over) <= places  # all devices must take the same branch
-            run = cond(few, remat(with_places(places)), remat(with_places(most)))
+        if self.dropless and capacity < max_capacity:
+            largest = jax.lax.psum(needed, axes) / num_shards if ragged else needed
+            fits = jax.lax.pmax(largest.max(), all_axes) <= capacity  # all devices must take the same branch
+            run = cond(fits, remat(with_capacity(capacity)), remat(with_capacity(max_capacity)))
         else:
-            run = with_places(places)
+            run = with_capacity(capacity)
         lost = jnp.zeros((), jnp.float32)
         if not self.dropless:
-            lost = jax.lax.psum(jnp.maximum(needed - places, 0).sum().astype(jnp.float32), over)
+            lost = jax.lax.psum(jnp.maximum(needed - capacity, 0).sum().astype(jnp.float32), all_axes)
         pairs = jnp.broadcast_to(x, (choices, *x.shape)).reshape(-1, x.shape[1])
         y = run(experts, pairs, expert.reshape(-1)).reshape(choices, tokens, -1)
         return (y * weight[..., None].astype(y.dtype)).sum(axis=0), lost
 
 
-def _padded(
+def _padded_exchange(
     experts: Experts,
     x: jax.Array,
     expert: jax.Array,
     *,
     matmul: GroupedMatmul,
     axes: tuple[str, ...],
-    held: int,
-    count: int,
-    places: int,
+    num_local_experts: int,
+    num_shards: int,
+    capacity: int,
 ) -> jax.Array:
-    """See `axcore_moe.ragged.exchanged`. Each device sends `places` rows to each shard, some of them empty."""
-    assignment = RowAssignment.of(expert // held, jnp.arange(count) * places, count * places, places)
-    number = jnp.append(expert % held, held)[assignment.pair].astype(jnp.int32)  # local; `held` for an empty place
-    swap = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
-    arrived = by_expert(experts, swap(assignment.rows_of(x)), swap(number), held, matmul)
-    return assignment.pairs_of(swap(arrived))
+    """See `axcore_moe.ragged.ragged_exchange`. Each device sends `capacity` rows to each shard, some of them empty."""
+    assignment = RowAssignment.of(
+        expert // num_local_experts, jnp.arange(num_shards) * capacity, num_shards * capacity, capacity
+    )
+    # The index among the experts of the receiver; `num_local_experts` for an empty row.
+    local_expert = jnp.append(expert % num_local_experts, num_local_experts)[assignment.pair].astype(jnp.int32)
+    all_to_all = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
+    arrived = by_expert(experts, all_to_all(assignment.permute(x)), all_to_all(local_expert), num_local_experts, matmul)
+    return assignment.unpermute(all_to_all(arrived))
 
 
 def _all_axes(layout: Layout) -> tuple[str, ...]:

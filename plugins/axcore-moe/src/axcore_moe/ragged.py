@@ -13,36 +13,37 @@ from axcore_moe.experts import Experts
 from axcore_moe.routing import RowAssignment, counts
 
 
-def exchanged(
+def ragged_exchange(
     experts: Experts,
     x: jax.Array,
     expert: jax.Array,
     *,
     matmul: GroupedMatmul,
     axes: tuple[str, ...],
-    held: int,
-    count: int,
-    places: int,
+    num_local_experts: int,
+    num_shards: int,
+    capacity: int,
 ) -> jax.Array:
     """The output of each pair's expert, on whichever device it is: [pairs, input_dim] -> the same shape.
 
     Args:
-        expert: int32 [pairs]; `held * count` for a pair without an expert.
-        held: number of experts per device.
-        count: number of shards of the experts.
-        places: number of pairs that a device may receive, divided by `count`.
+        expert: int32 [pairs]; `num_local_experts * num_shards` for a pair without an expert.
+        num_local_experts: number of experts per shard.
+        num_shards: number of shards of the experts.
+        capacity: number of pairs that a device may receive, divided by `num_shards`.
     """
-    of_expert = counts(expert, held * count)
+    of_expert = counts(expert, num_local_experts * num_shards)
     assignment = RowAssignment.of(expert, jnp.cumulative_sum(of_expert) - of_expert, expert.size)
-    everywhere = jax.lax.all_gather(of_expert, axes).reshape(count, count, held)  # of sender, receiver, expert
+    # [sender, receiver, expert]
+    everywhere = jax.lax.all_gather(of_expert, axes).reshape(num_shards, num_shards, num_local_experts)
     ends = jnp.cumulative_sum(everywhere[:, jax.lax.axis_index(axes)].reshape(-1))
     # The rows of each sender arrive sorted by expert.
-    index = jnp.searchsorted(ends, jnp.arange(count * places), side="right")
-    number = jnp.where(index < ends.size, index % held, held).astype(jnp.int32)
+    index = jnp.searchsorted(ends, jnp.arange(num_shards * capacity), side="right")
+    local_expert = jnp.where(index < ends.size, index % num_local_experts, num_local_experts).astype(jnp.int32)
     sizes, pairs = everywhere.sum(axis=-1), expert.size
-    arrived = _sent(assignment.rows_of(x), sizes, (pairs, count * places), axes)
-    y = by_expert(experts, arrived, number, held, matmul)
-    return assignment.pairs_of(_sent(y, sizes.T, (count * places, pairs), axes))
+    arrived = _sent(assignment.permute(x), sizes, (pairs, num_shards * capacity), axes)
+    y = by_expert(experts, arrived, local_expert, num_local_experts, matmul)
+    return assignment.unpermute(_sent(y, sizes.T, (num_shards * capacity, pairs), axes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -54,13 +54,13 @@ class Routing:
             expert = jnp.where(self.counted[self.token], expert, self.num_experts)
         return counts(expert, self.num_experts)
 
-    def spread(self, x: jax.Array) -> jax.Array:
+    def gather(self, x: jax.Array) -> jax.Array:
         """The token of each pair: [tokens, features] -> [pairs, features]."""
         if self.choices is None:
             return x[self.token]
         return jnp.broadcast_to(x, (self.choices, *x.shape)).reshape(-1, x.shape[1])
 
-    def summed(self, y: jax.Array) -> jax.Array:
+    def combine(self, y: jax.Array) -> jax.Array:
         """The weighted sum of each token's outputs: [pairs, features] -> [tokens, features]."""
         weighted = y * self.weight[:, None].astype(y.dtype)
         if self.choices is None:
@@ -74,7 +74,7 @@ def counts(expert: jax.Array, num_experts: int) -> jax.Array:
 
 
 @jax.custom_vjp
-def moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+def permute_rows(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
     """`y[i] = x[source[i]]`, zeros where the source is out of range: [n, features] -> [m, features].
 
     The gradient is also a gather. Without the custom rule it would be a scatter-add, which is several times slower.
@@ -87,15 +87,15 @@ def moved(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def _forward(x: jax.Array, source: jax.Array, target: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return moved(x, source, target), (source, target)
+    return permute_rows(x, source, target), (source, target)
 
 
-def _backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None, None]:
-    source, target = kept
-    return moved(g, target, source), None, None
+def _backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None, None]:
+    source, target = residuals
+    return permute_rows(g, target, source), None, None
 
 
-moved.defvjp(_forward, _backward)
+permute_rows.defvjp(_forward, _backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,31 +111,31 @@ class RowAssignment:
     row: jax.Array
 
     @classmethod
-    def of(cls, expert: jax.Array, starts: jax.Array, rows: int, places: int | None = None) -> RowAssignment:
+    def of(cls, expert: jax.Array, starts: jax.Array, rows: int, capacity: int | None = None) -> RowAssignment:
         """Assigns the pairs of each expert, in order, to the rows from its start on.
 
         Args:
             expert: int32 [pairs]; `starts.size` for pairs without a row.
             starts: int32 [experts].
             rows: number of rows.
-            places: maximum number of rows per expert. Further pairs get no row. None means unlimited.
+            capacity: maximum number of rows per expert. Further pairs get no row. None means unlimited.
         """
         pairs = expert.size
         order = jnp.argsort(expert, stable=True)
         expert, starts = expert[order], jnp.append(starts, rows)
         first = jnp.searchsorted(expert, jnp.arange(starts.size), side="left")
-        place = jnp.arange(pairs) - first[expert]  # among the pairs of its expert
-        found = jnp.minimum(starts[expert] + place, rows)
-        if places is not None:
-            found = jnp.where(place < places, found, rows)
+        position = jnp.arange(pairs) - first[expert]  # among the pairs of its expert
+        found = jnp.minimum(starts[expert] + position, rows)
+        if capacity is not None:
+            found = jnp.where(position < capacity, found, rows)
         row = jnp.zeros((pairs,), jnp.int32).at[order].set(found.astype(jnp.int32), unique_indices=True)
         pair = jnp.full((rows,), pairs, jnp.int32).at[row].set(np.arange(pairs, dtype=np.int32), mode="drop")
         return cls(pair, row)
 
-    def rows_of(self, pairs: jax.Array) -> jax.Array:
+    def permute(self, pairs: jax.Array) -> jax.Array:
         """[pairs, features] -> [rows, features]."""
-        return moved(pairs, self.pair, self.row)
+        return permute_rows(pairs, self.pair, self.row)
 
-    def pairs_of(self, rows: jax.Array) -> jax.Array:
+    def unpermute(self, rows: jax.Array) -> jax.Array:
         """[rows, features] -> [pairs, features]."""
-        return moved(rows, self.row, self.pair)
+        return permute_rows(rows, self.row, self.pair)
