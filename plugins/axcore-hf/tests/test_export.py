@@ -128,7 +128,7 @@ OTHERWISE = {
     "activation": ("experts.block.activation", "gelu", "silu", edit(FeedForward, activation=jax.nn.gelu)),
 }
 THE_SAME = {
-    "losses": edit(MoE, balance=LoadBalance(weight=0.1), z_loss=0.1, starving_steps=3),
+    "losses": edit(MoE, balance=LoadBalance(weight=0.1), z_loss=0.1, dead_expert_steps=3),
     "dense dispatch": edit(MoE, dispatch=Dense()),
     "dropout": edit(TransformerLayer, dropout=0.1),
     "jitter": edit(TopK, jitter=0.1),

@@ -1,4 +1,4 @@
-"""Balance losses, summaries and the warning about starved experts."""
+"""Balance losses, summaries and the warning about dead experts."""
 
 import jax
 import numpy as np
@@ -12,9 +12,9 @@ from axcore.testing.models import OBJECTIVE
 from axcore.train import Learner, StepInfo
 from axcore.train.step.program import program
 from axcore_moe.balance import LoadBalance, z_loss
+from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.router import TopK
 from axcore_moe.routing import Routing
-from axcore_moe.starvation import StarvationWarning
 
 from .support import call, mixture, parameters, to_first, tokens
 
@@ -88,18 +88,18 @@ def test_case_padding_changes_neither_losses_nor_counts():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), first, second)
 
 
-def test_starved_experts_are_counted_and_reported_once(capsys):
-    cfg = mixture(router=TopK.Config(top_k=1), starving_steps=2)
+def test_dead_experts_are_counted_and_reported_once(capsys):
+    cfg = mixture(router=TopK.Config(top_k=1), dead_expert_steps=2)
     params, state, found = to_first(parameters(cfg)), None, []
     for _ in range(3):
         _, collections, state = call(cfg, params, tokens(8), state, training=True)
-        found.append(float(collections.scalars()["starved"]))
+        found.append(float(collections.scalars()["dead_experts"]))
     assert found == [0, 3, 3]
-    warning = StarvationWarning.Config().build()
+    warning = DeadExpertWarning.Config().build()
     for step, count in enumerate(found):
-        warning.step(StepInfo(step, {"decoder.layers.1.ffn.starved": count, "loss": 1.0}, None))
+        warning.step(StepInfo(step, {"decoder.layers.1.ffn.dead_experts": count, "loss": 1.0}, None))
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and told.startswith("step 1: 3 experts of decoder.layers.1.ffn are starved")
+    assert told.count("\n") == 1 and told.startswith("step 1: 3 experts of decoder.layers.1.ffn are dead")
 
 
 @pytest.mark.slow

@@ -17,10 +17,10 @@ from axcore.testing.devices import steps
 from axcore.testing.models import OBJECTIVE, objective
 from axcore.train import Learner, Trainer, WarmupStableDecay
 from axcore.train.data import ByteTokenizer, TextFiles, TextInput
+from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.dispatch import Capacity, Dropless
 from axcore_moe.exchange import Exchange
 from axcore_moe.layer import MoE
-from axcore_moe.starvation import StarvationWarning
 
 pytestmark = pytest.mark.long
 
@@ -114,7 +114,7 @@ def test_eight_devices_match_one(dispatch):
 
 
 @pytest.mark.slow
-def test_run_learns_and_warns_about_starved_experts(tmp_path, capsys):
+def test_run_learns_and_warns_about_dead_experts(tmp_path, capsys):
     (tmp_path / "corpus").mkdir()
     for number in range(40):
         (tmp_path / "corpus" / f"{number}.txt").write_text("banana orange kiwi " * (10 + number))
@@ -126,14 +126,14 @@ def test_run_learns_and_warns_about_starved_experts(tmp_path, capsys):
         steps=12,
     )
     cfg = ax.pipe(cfg, ax.use("moe", num_experts=4, bias_rate=0.001))
-    assert cfg.callbacks["starvation"] == StarvationWarning.Config()
-    # With this threshold, every expert starves in every step.
-    cfg = ax.select(cfg, MoE).set(starving_load=3.9, starving_steps=3)
+    assert cfg.callbacks["dead_experts"] == DeadExpertWarning.Config()
+    # With this threshold, every expert has a low load in every step.
+    cfg = ax.select(cfg, MoE).set(dead_expert_threshold=3.9, dead_expert_steps=3)
     ax.fit(cfg, out=tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0] - 0.5
-    told = [line for line in capsys.readouterr().err.splitlines() if "are starved" in line]
+    told = [line for line in capsys.readouterr().err.splitlines() if "are dead" in line]
     assert [line.partition(" of ")[2].partition(" are")[0] for line in told] == [
         "decoder.layers.0.ffn",
         "decoder.layers.1.ffn",

@@ -35,7 +35,7 @@ def test_bias_moves_against_the_load_only_in_training():
 def test_bias_affects_the_choice_but_not_the_weights():
     cfg = mixture(router=TopK.Config(top_k=1, score="sigmoid", normalize=False, bias_rate=0.25))
     params, x = parameters(cfg), tokens(8)
-    third = {"router": {"bias": np.asarray([0.0, 0.0, 9.0, 0.0], np.float32)}, "starved": np.zeros(4, np.int32)}
+    third = {"router": {"bias": np.asarray([0.0, 0.0, 9.0, 0.0], np.float32)}, "low_load_steps": np.zeros(4, np.int32)}
     out = call(cfg, params, x, third)[0]
     alone = jax.tree.map(lambda leaf: leaf[2:3], params["experts"])
     by_third = expected({"router": {"linear": {"weight": np.zeros((DIM, 1))}}, "experts": alone}, x, 1)
@@ -66,7 +66,7 @@ def test_router_computes_in_float32():
     cfg = mixture().set(dtypes=ax.DTypes(compute="bfloat16"))
     params, x = parameters(cfg), tokens(64)
     chosen = np.sort(np.argsort(-(x[0] @ params["router"]["linear"]["weight"]), axis=-1)[:, :2])
-    state = {"starved": np.zeros(4, np.int32)}
+    state = {"low_load_steps": np.zeros(4, np.int32)}
     routing = jax.jit(lambda x: shapes(cfg)[0].bind(params, state).router(x))(x[0])
     assert routing.logits.dtype == np.float32
     np.testing.assert_array_equal(np.sort(np.asarray(routing.expert).reshape(2, -1).T), chosen)

@@ -38,7 +38,7 @@ WITHOUT_EFFECT: Mapping[type[Config], frozenset[str]] = {
     Layer.Config: frozenset({"axes", "dropout", "dtypes", "head_axis", "init", "input_dim", "output_dim", "tags"}),
     CausalLM.Config: frozenset({"decoder", "future", "future_weight", "pad_vocab_to"}),
     LatentAttention.Config: frozenset({"absorb_up_to"}),
-    MoE.Config: frozenset({"balance", "z_loss", "starving_load", "starving_steps"}),
+    MoE.Config: frozenset({"balance", "z_loss", "dead_expert_threshold", "dead_expert_steps"}),
     Router.Config: frozenset({"jitter"}),
 }
 """Fields that do not change what a model computes in evaluation, in addition to `layout_fields`, or that are compared

@@ -9,12 +9,12 @@ from axcore.config import walk
 from axcore.nn import FeedForward, edit_layers
 from axcore.train import Trainer
 from axcore_moe.balance import LoadBalance
+from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.dispatch import Capacity, Dense, Dispatch, Dropless
 from axcore_moe.exchange import Exchange
 from axcore_moe.experts import Experts
 from axcore_moe.layer import MoE
 from axcore_moe.router import ExpertChoice, Router, TopK
-from axcore_moe.starvation import StarvationWarning
 
 DISPATCHES: dict[str, Dispatch] = {
     "dropless": Dropless(),
@@ -124,7 +124,7 @@ def use_moe(
     if not changed:
         raise ax.ConfigError(f"every={every} exceeds the number of selected feed-forward blocks, so none would change")
     if isinstance(edited, Trainer.Config):
-        edited = edited.set(callbacks={**edited.callbacks, "starvation": StarvationWarning.Config()})
+        edited = edited.set(callbacks={**edited.callbacks, "dead_experts": DeadExpertWarning.Config()})
     return edited
 
 

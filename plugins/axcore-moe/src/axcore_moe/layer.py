@@ -19,15 +19,15 @@ from axcore_moe.router import Router, TopK
 from axcore_moe.routing import Routing
 
 
-class StarvedSteps(nnx.Variable[Any]):
-    """int32 [experts]: the number of consecutive training steps (microbatches) in which each expert starves."""
+class LowLoadSteps(nnx.Variable[Any]):
+    """int32 [experts]: the number of consecutive training steps (microbatches) in which each expert had a low load."""
 
 
 class MoE(ax.Layer):
     """A router sends each token to a few of many feed-forward blocks (Shazeer et al. 2017, arXiv 1701.06538).
 
     It reports `max_load` and `min_load` (the largest and smallest load of an expert, as a multiple of the mean),
-    `dropped` (the fraction of choices that no expert computed) and `starved` (the number of starved experts).
+    `dropped` (the fraction of choices that no expert computed) and `dead_experts` (the number of dead experts).
     """
 
     class Config(ax.Layer.Config):
@@ -43,10 +43,10 @@ class MoE(ax.Layer):
         balance: LoadBalance | None = None
         z_loss: ax.NonNegativeFloat = 0.0
         """Weight of the router's z-loss; 0 disables it."""
-        starving_load: ax.NonNegativeFloat = 0.1
-        """An expert starves in a step if its load is below this fraction of the mean load."""
-        starving_steps: ax.PositiveInt = 100
-        """Number of consecutive steps in which an expert starves before it counts as starved."""
+        dead_expert_threshold: ax.NonNegativeFloat = 0.1
+        """A load below this fraction of the mean load is low."""
+        dead_expert_steps: ax.PositiveInt = 100
+        """Number of consecutive steps with a low load after which an expert counts as dead."""
 
     config: Config
 
@@ -59,7 +59,7 @@ class MoE(ax.Layer):
         self.shared_block = self.child("shared_block", cfg.shared, rngs, input_dim=cfg.input_dim)
         narrow = {"input_dim": cfg.input_dim, "output_dim": 1, "axes": ("embed", None)}
         self.shared_gate = self.child("shared_gate", cfg.shared_gate, rngs, **narrow)
-        self.starved = StarvedSteps(jnp.zeros((cfg.num_experts,), jnp.int32))
+        self.low_load_steps = LowLoadSteps(jnp.zeros((cfg.num_experts,), jnp.int32))
 
     takes_tokens: ClassVar[bool] = True
 
@@ -90,10 +90,10 @@ class MoE(ax.Layer):
             self.add_loss("router_z_loss", loss.total, loss.count, loss.weight)
         counts = routing.counts().astype(jnp.float32)
         load = counts / jnp.maximum(counts.mean(), 1e-9)  # all of the tokens may be padding
-        steps = jnp.where(load < cfg.starving_load, self.starved[...] + 1, 0)
-        self.starved[...] = steps
+        steps = jnp.where(load < cfg.dead_expert_threshold, self.low_load_steps[...] + 1, 0)
+        self.low_load_steps[...] = steps
         self.add_summary("max_load", load.max())
         self.add_summary("min_load", load.min())
         self.add_summary("dropped", dropped)
-        self.add_summary("starved", (steps >= cfg.starving_steps).sum().astype(jnp.float32))
+        self.add_summary("dead_experts", (steps >= cfg.dead_expert_steps).sum().astype(jnp.float32))
         self.add_histogram("load", load)

@@ -1,4 +1,4 @@
-"""A warning about starved experts."""
+"""A warning about dead experts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 
 from axcore.train import Callback, StepInfo
 
-SUMMARY = "starved"
+SUMMARY = "dead_experts"
 """The summary that `MoE` reports."""
 
 
-class StarvationWarning(Callback):
+class DeadExpertWarning(Callback):
     """Warns on stderr, once per layer, when experts receive almost no tokens."""
 
     class Config(Callback.Config):
@@ -29,7 +29,7 @@ class StarvationWarning(Callback):
                 self.warned.add(name)
                 where = layer or "the model"
                 print(
-                    f"step {info.step}: {count:.0f} experts of {where} are starved: the router sends them almost no "
+                    f"step {info.step}: {count:.0f} experts of {where} are dead: the router sends them almost no "
                     f"tokens. Raise the weight of the balance loss, or balance them with a selection bias "
                     f"(bias_rate=0.001).",
                     file=sys.stderr,
