@@ -13,7 +13,7 @@ from axcore.config import AxcoreError
 from axcore.runtime.cluster import PROCESS_ID
 from axcore.runtime.errors import PeerFailed
 from axcore.runtime.exit_codes import ExitCode
-from axcore.runtime.world import World
+from axcore.runtime.process_group import ProcessGroup
 
 ERROR_FILE = "AXCORE_ERROR_FILE"
 """Environment variable: the file where a process started by `axcore launch` writes its failure."""
@@ -61,8 +61,8 @@ class Failure:
         """True if the process stopped after a signal. All processes stop after the same step."""
         return self.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
-    def seen_from(self, world: World) -> PeerFailed:
-        return PeerFailed(f"{world.named(self.index)} failed: {self.message}")
+    def seen_from(self, group: ProcessGroup) -> PeerFailed:
+        return PeerFailed(f"{group.named(self.index)} failed: {self.message}")
 
 
 def first(found: list[Failure]) -> Failure | None:
@@ -82,13 +82,13 @@ def record(error: BaseException) -> None:
 class Board:
     """The shared board where the processes of one `watch` post their failures."""
 
-    def __init__(self, world: World, number: int):
-        self._world, self._key = world, f"axcore/failures/{number}"
+    def __init__(self, group: ProcessGroup, number: int):
+        self._group, self._key = group, f"axcore/failures/{number}"
 
     def post(self, failure: Failure) -> None:
-        self._world.store.key_value_set_bytes(f"{self._key}/{self._world.index}", failure.to_json(), True)
+        self._group.store.key_value_set_bytes(f"{self._key}/{self._group.index}", failure.to_json(), True)
 
     def read(self) -> Failure | None:
         """The first failure of another process."""
-        posted = [Failure.from_json(value) for _, value in self._world.store.key_value_dir_get_bytes(self._key)]
-        return first([each for each in posted if each.index != self._world.index])
+        posted = [Failure.from_json(value) for _, value in self._group.store.key_value_dir_get_bytes(self._key)]
+        return first([each for each in posted if each.index != self._group.index])

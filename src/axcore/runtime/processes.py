@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from axcore.config import AxcoreError
 from axcore.runtime.cluster import TIMEOUT
 from axcore.runtime.errors import PeerFailed, RuntimeTimeout
+from axcore.runtime.process_group import ProcessGroup, count as count, index as index, process_group
 from axcore.runtime.watcher import board
-from axcore.runtime.world import World, count as count, index as index, world
 
 DEFAULT_TIMEOUT = 600.0
 SLICE_SECONDS = 0.5
@@ -49,17 +49,17 @@ def gather(name: str, value: bytes, timeout: float | None = None) -> list[bytes]
         PeerFailed: another process failed.
         RuntimeTimeout: another process did not make this call in time.
     """
-    here = world()
-    if here is None:
+    group = process_group()
+    if group is None:
         return [value]
     seconds = default_timeout() if timeout is None else timeout
     number = _calls[name]
     _calls[name] += 1
-    here.store.key_value_set_bytes(f"{_key(name, number)}/{here.index}", value)
+    group.store.key_value_set_bytes(f"{_key(name, number)}/{group.index}", value)
     deadline = time.monotonic() + seconds
-    values = [_get(here, name, number, process, deadline, seconds) for process in range(here.count)]
+    values = [_get(group, name, number, process, deadline, seconds) for process in range(group.count)]
     if number:  # all processes have made this call, so all have read the values of the previous call
-        here.store.key_value_delete(f"{_key(name, number - 1)}/{here.index}")
+        group.store.key_value_delete(f"{_key(name, number - 1)}/{group.index}")
     return values
 
 
@@ -78,7 +78,7 @@ def together(name: str, timeout: float | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if world() is None:
+        if process_group() is None:
             raise
         failure = error
     text = "" if failure is None else str(failure) if isinstance(failure, AxcoreError) else repr(failure)
@@ -96,26 +96,28 @@ def _key(name: str, number: int) -> str:
     return f"axcore/meet/{name}/{number}"
 
 
-def _get(here: World, name: str, number: int, process: int, deadline: float, seconds: float) -> bytes:
+def _get(group: ProcessGroup, name: str, number: int, process: int, deadline: float, seconds: float) -> bytes:
     from jax.errors import JaxRuntimeError
 
     while True:
         left = deadline - time.monotonic()
         try:
             wait = max(0.001, min(SLICE_SECONDS, left))
-            return here.store.blocking_key_value_get_bytes(f"{_key(name, number)}/{process}", int(1000 * wait))
+            return group.store.blocking_key_value_get_bytes(f"{_key(name, number)}/{process}", int(1000 * wait))
         except JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
         failures = board()
         if failures is not None and (failure := failures.read()) is not None:
-            raise failure.seen_from(here)
+            raise failure.seen_from(group)
         if left <= 0:
-            arrived = {int(key.rpartition("/")[2]) for key, _ in here.store.key_value_dir_get_bytes(_key(name, number))}
-            missing = [str(each) for each in range(here.count) if each not in arrived]
+            arrived = {
+                int(key.rpartition("/")[2]) for key, _ in group.store.key_value_dir_get_bytes(_key(name, number))
+            }
+            missing = [str(each) for each in range(group.count) if each not in arrived]
             who = f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)}"
             raise RuntimeTimeout(
-                f"{here.named(here.index)} waited {seconds:g} s at {name!r} for {who}, which "
+                f"{group.named(group.index)} waited {seconds:g} s at {name!r} for {who}, which "
                 f"did not arrive. Check the output of each missing process, or increase {TIMEOUT} (seconds) if it is "
                 f"just slow."
             )

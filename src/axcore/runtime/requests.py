@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Self
 
 from axcore.runtime.errors import RuntimeTimeout
+from axcore.runtime.process_group import ProcessGroup, process_group
 from axcore.runtime.processes import default_timeout
 from axcore.runtime.watcher import peer_failure
-from axcore.runtime.world import World, world
 
 POLL_SECONDS = 0.25
 
@@ -42,8 +42,8 @@ class Requests:
         global _made
         self._made: set[str] = set()
         self._lock = threading.Condition()
-        self._world = world()
-        if self._world is not None:
+        self._group = process_group()
+        if self._group is not None:
             self._number, _made = _made, _made + 1
             self._calls = 0
             self._round = 0
@@ -51,7 +51,7 @@ class Requests:
             self._agreed: tuple[int, set[str]] | None = None
             self._closed = threading.Event()
             self._thread = threading.Thread(
-                target=self._negotiate, args=(self._world,), name="axcore-requests", daemon=True
+                target=self._negotiate, args=(self._group,), name="axcore-requests", daemon=True
             )
             self._thread.start()
 
@@ -67,7 +67,7 @@ class Requests:
             PeerFailed: another process failed.
             RuntimeTimeout: another process did not answer in time.
         """
-        if self._world is None:
+        if self._group is None:
             with self._lock:
                 due, self._made = self._made, set()
             return due
@@ -75,7 +75,7 @@ class Requests:
             raise failure
         with self._lock:
             if self._posted:
-                self._wait_for_agreement(self._world)
+                self._wait_for_agreement(self._group)
             call, self._calls = self._calls, self._calls + 1
             if self._agreed is None or self._agreed[0] != call:
                 return set()
@@ -86,12 +86,12 @@ class Requests:
 
     def close(self) -> None:
         """Ends the background thread, and answers processes that still wait for an agreement."""
-        if self._world is None or self._closed.is_set():
+        if self._group is None or self._closed.is_set():
             return
         self._closed.set()
         self._thread.join(timeout=5)
         with self._lock, contextlib.suppress(Exception):  # the others may have exited
-            self._post(self._world)
+            self._post(self._group)
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +101,7 @@ class Requests:
     ) -> None:
         self.close()
 
-    def _wait_for_agreement(self, here: World) -> None:
+    def _wait_for_agreement(self, group: ProcessGroup) -> None:
         seconds = default_timeout()
         deadline = time.monotonic() + seconds
         while self._agreed is None:
@@ -109,31 +109,31 @@ class Requests:
             if (failure := peer_failure()) is not None:
                 raise failure
             if time.monotonic() > deadline:
-                raise RuntimeTimeout(f"{here.named(here.index)} waited {seconds:g} s for an answer to a request")
+                raise RuntimeTimeout(f"{group.named(group.index)} waited {seconds:g} s for an answer to a request")
 
     def _key(self) -> str:
         return f"axcore/requests/{self._number}/{self._round}"
 
-    def _post(self, here: World) -> None:
+    def _post(self, group: ProcessGroup) -> None:
         if not self._posted:
             answer = {"call": self._calls, "names": sorted(self._made)}
-            here.store.key_value_set_bytes(f"{self._key()}/{here.index}", json.dumps(answer).encode())
+            group.store.key_value_set_bytes(f"{self._key()}/{group.index}", json.dumps(answer).encode())
             self._posted = True
 
-    def _negotiate(self, here: World) -> None:
+    def _negotiate(self, group: ProcessGroup) -> None:
         """Posts this process's answer to a request and reads the answers of the others. Runs in the background."""
         while not self._closed.wait(POLL_SECONDS):
             with contextlib.suppress(Exception):  # if the service is gone, jax ends the process itself
-                if self._made or here.store.key_value_dir_get_bytes(self._key()):
+                if self._made or group.store.key_value_dir_get_bytes(self._key()):
                     with self._lock:
-                        self._agree(here)
+                        self._agree(group)
 
-    def _agree(self, here: World) -> None:
+    def _agree(self, group: ProcessGroup) -> None:
         if self._agreed is not None:
             return
-        self._post(here)
-        answers = here.store.key_value_dir_get_bytes(self._key())
-        if len(answers) == here.count:
+        self._post(group)
+        answers = group.store.key_value_dir_get_bytes(self._key())
+        if len(answers) == group.count:
             found = [json.loads(value) for _, value in answers]
             self._agreed = (max(each["call"] for each in found), {name for each in found for name in each["names"]})
             self._lock.notify_all()

@@ -16,7 +16,7 @@ from axcore.runtime.cluster import TIMEOUT
 from axcore.runtime.errors import RuntimeTimeout
 from axcore.runtime.exit_codes import ExitCode
 from axcore.runtime.failures import Board, Failure, record
-from axcore.runtime.world import World, world
+from axcore.runtime.process_group import ProcessGroup, process_group
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
@@ -38,7 +38,7 @@ def peer_failure() -> AxcoreError | None:
     """The failure of another process, if this process has already received it. Does not communicate."""
     if _watcher is None or _watcher.heard is None:
         return None
-    return _watcher.heard.seen_from(_watcher.world)
+    return _watcher.heard.seen_from(_watcher.group)
 
 
 @contextlib.contextmanager
@@ -50,21 +50,21 @@ def watch() -> Iterator[None]:
     waits for a device, exits with the message and `ExitCode.PEER_FAILED`.
     """
     global _watcher, _watches, _failed
-    here = world()
-    if here is None or _watcher is not None:
+    group = process_group()
+    if group is None or _watcher is not None:
         yield
         return
     if _watches == 0:
         atexit.register(_leave_after_uncaught_error)
     _watches, _failed = _watches + 1, None
-    _watcher = _Watcher(here, Board(here, _watches))
+    _watcher = _Watcher(group, Board(group, _watches))
     _watcher.start()
     try:
         yield
     except BaseException as error:
         heard = _watcher.read()
         if heard is not None and heard.is_cause and not isinstance(error, AxcoreError):
-            consequence = heard.seen_from(here)  # replaces errors such as "connection closed" from a computation
+            consequence = heard.seen_from(group)  # replaces errors such as "connection closed" from a computation
             _tell(_watcher, consequence)
             raise consequence from error
         _tell(_watcher, error)
@@ -92,7 +92,7 @@ def waiting(what: str, seconds: float) -> Iterator[None]:
 def _tell(watcher: _Watcher, error: BaseException) -> None:
     global _failed
     record(error)
-    _failed = Failure.of(error, watcher.world.index)
+    _failed = Failure.of(error, watcher.group.index)
     if _failed.is_stop:  # not posted: the others stop too, and closing may take them longer
         return
     with contextlib.suppress(Exception):
@@ -105,17 +105,17 @@ def leave(code: int) -> NoReturn:
     A failing process skips Python's normal exit, where jax would wait for the other processes and abort. Process 0
     hosts the coordination service, so it waits up to 10 seconds for the others to leave.
     """
-    here = world()
-    if here is None or code == ExitCode.DONE:
+    group = process_group()
+    if group is None or code == ExitCode.DONE:
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     with contextlib.suppress(Exception):  # the service may have ended
-        here.store.key_value_set_bytes(f"{LEFT}/{here.index}", b"", True)
+        group.store.key_value_set_bytes(f"{LEFT}/{group.index}", b"", True)
         deadline = time.monotonic() + 2 * GRACE_SECONDS
-        while here.index == 0 and time.monotonic() < deadline:
-            if len(here.store.key_value_dir_get_bytes(LEFT)) == here.count:
+        while group.index == 0 and time.monotonic() < deadline:
+            if len(group.store.key_value_dir_get_bytes(LEFT)) == group.count:
                 break
             time.sleep(0.05)
     os._exit(code)
@@ -130,9 +130,9 @@ def _leave_after_uncaught_error() -> None:
 class _Watcher(threading.Thread):
     """Thread that polls for failures of the other processes."""
 
-    def __init__(self, world: World, board: Board):
+    def __init__(self, group: ProcessGroup, board: Board):
         super().__init__(name="axcore-watch", daemon=True)
-        self.world, self.board = world, board
+        self.group, self.board = group, board
         self.stop = threading.Event()
         self.heard: Failure | None = None
         self.waits_for: tuple[str, float, float] | None = None
@@ -149,7 +149,7 @@ class _Watcher(threading.Thread):
                 return
             if (wait := self.waits_for) is not None and time.monotonic() > wait[2]:
                 error = RuntimeTimeout(
-                    f"{self.world.named(self.world.index)} waited {wait[1]:g} s for {wait[0]}, which the devices of "
+                    f"{self.group.named(self.group.index)} waited {wait[1]:g} s for {wait[0]}, which the devices of "
                     f"all processes compute. Another process hangs; check the output of each. If the computation is "
                     f"just slow, increase {TIMEOUT} (seconds)."
                 )
@@ -157,7 +157,7 @@ class _Watcher(threading.Thread):
                 self._end(error)
         if self.heard is None or self.stop.wait(GRACE_SECONDS):
             return
-        self._end(self.heard.seen_from(self.world))
+        self._end(self.heard.seen_from(self.group))
 
     def _end(self, error: AxcoreError) -> NoReturn:
         print(f"axcore: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The processes of the run and their shared key-value store (jax's coordination service)."""
+"""The processes of the run, and their shared key-value store (jax's coordination service)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Store(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class World:
+class ProcessGroup:
     """The processes of this run.
 
     Attributes:
@@ -34,7 +34,7 @@ class World:
         return f"process {index} of {self.count}"
 
 
-def world() -> World | None:
+def process_group() -> ProcessGroup | None:
     """The processes of this run, or None with one process. Also works if user code initialized `jax.distributed`."""
     if "jax" not in sys.modules:
         return None
@@ -42,16 +42,16 @@ def world() -> World | None:
 
     if global_state.client is None or global_state.num_processes == 1:
         return None
-    return World(global_state.process_id, global_state.num_processes, global_state.client)
+    return ProcessGroup(global_state.process_id, global_state.num_processes, global_state.client)
 
 
 def index() -> int:
     """The index of this process. Unlike `jax.process_index`, it does not initialize jax's devices."""
-    here = world()
-    return 0 if here is None else here.index
+    group = process_group()
+    return 0 if group is None else group.index
 
 
 def count() -> int:
     """The number of processes. Unlike `jax.process_count`, it does not initialize jax's devices."""
-    here = world()
-    return 1 if here is None else here.count
+    group = process_group()
+    return 1 if group is None else group.count
