@@ -61,7 +61,7 @@ class Failure:
         """True if the process stopped after a signal. All processes stop after the same step."""
         return self.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
-    def seen_from(self, group: ProcessGroup) -> PeerFailed:
+    def as_peer_failure(self, group: ProcessGroup) -> PeerFailed:
         return PeerFailed(f"{group.named(self.index)} failed: {self.message}")
 
 
@@ -79,8 +79,8 @@ def record(error: BaseException) -> None:
             file.write(Failure.of(error, int(os.environ.get(PROCESS_ID, "0"))).to_json())
 
 
-class Board:
-    """The shared board where the processes of one `watch` post their failures."""
+class FailureStore:
+    """The failures that the processes of one `watch` have posted, in the shared key-value store."""
 
     def __init__(self, group: ProcessGroup, number: int):
         self._group, self._key = group, f"axcore/failures/{number}"

@@ -17,7 +17,7 @@ from axcore.config import AxcoreError
 from axcore.runtime.cluster import TIMEOUT
 from axcore.runtime.errors import PeerFailed, RuntimeTimeout
 from axcore.runtime.process_group import ProcessGroup, count as count, index as index, process_group
-from axcore.runtime.watcher import board
+from axcore.runtime.watcher import failure_store
 
 DEFAULT_TIMEOUT = 600.0
 SLICE_SECONDS = 0.5
@@ -107,9 +107,9 @@ def _get(group: ProcessGroup, name: str, number: int, process: int, deadline: fl
         except JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-        failures = board()
+        failures = failure_store()
         if failures is not None and (failure := failures.read()) is not None:
-            raise failure.seen_from(group)
+            raise failure.as_peer_failure(group)
         if left <= 0:
             arrived = {
                 int(key.rpartition("/")[2]) for key, _ in group.store.key_value_dir_get_bytes(_key(name, number))

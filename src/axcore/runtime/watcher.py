@@ -15,7 +15,7 @@ from axcore.config import AxcoreError
 from axcore.runtime.cluster import TIMEOUT
 from axcore.runtime.errors import RuntimeTimeout
 from axcore.runtime.exit_codes import ExitCode
-from axcore.runtime.failures import Board, Failure, record
+from axcore.runtime.failures import Failure, FailureStore, record
 from axcore.runtime.process_group import ProcessGroup, process_group
 
 POLL_SECONDS = 0.5
@@ -29,16 +29,16 @@ _watches = 0
 _failed: Failure | None = None
 
 
-def board() -> Board | None:
-    """The failure board of the current `watch`, or None outside of one."""
-    return None if _watcher is None else _watcher.board
+def failure_store() -> FailureStore | None:
+    """The failure store of the current `watch`, or None outside of one."""
+    return None if _watcher is None else _watcher.failures
 
 
 def peer_failure() -> AxcoreError | None:
     """The failure of another process, if this process has already received it. Does not communicate."""
-    if _watcher is None or _watcher.heard is None:
+    if _watcher is None or _watcher.received is None:
         return None
-    return _watcher.heard.seen_from(_watcher.group)
+    return _watcher.received.as_peer_failure(_watcher.group)
 
 
 @contextlib.contextmanager
@@ -57,14 +57,16 @@ def watch() -> Iterator[None]:
     if _watches == 0:
         atexit.register(_leave_after_uncaught_error)
     _watches, _failed = _watches + 1, None
-    _watcher = _Watcher(group, Board(group, _watches))
+    _watcher = _Watcher(group, FailureStore(group, _watches))
     _watcher.start()
     try:
         yield
     except BaseException as error:
-        heard = _watcher.read()
-        if heard is not None and heard.is_cause and not isinstance(error, AxcoreError):
-            consequence = heard.seen_from(group)  # replaces errors such as "connection closed" from a computation
+        received = _watcher.read()
+        if received is not None and received.is_cause and not isinstance(error, AxcoreError):
+            consequence = received.as_peer_failure(
+                group
+            )  # replaces errors such as "connection closed" from a computation
             _tell(_watcher, consequence)
             raise consequence from error
         _tell(_watcher, error)
@@ -96,7 +98,7 @@ def _tell(watcher: _Watcher, error: BaseException) -> None:
     if _failed.is_stop:  # not posted: the others stop too, and closing may take them longer
         return
     with contextlib.suppress(Exception):
-        watcher.board.post(_failed)
+        watcher.failures.post(_failed)
 
 
 def leave(code: int) -> NoReturn:
@@ -130,18 +132,18 @@ def _leave_after_uncaught_error() -> None:
 class _Watcher(threading.Thread):
     """Thread that polls for failures of the other processes."""
 
-    def __init__(self, group: ProcessGroup, board: Board):
+    def __init__(self, group: ProcessGroup, failures: FailureStore):
         super().__init__(name="axcore-watch", daemon=True)
-        self.group, self.board = group, board
+        self.group, self.failures = group, failures
         self.stop = threading.Event()
-        self.heard: Failure | None = None
+        self.received: Failure | None = None
         self.waits_for: tuple[str, float, float] | None = None
 
     def read(self) -> Failure | None:
         """The failure of another process, if the store can be read."""
         with contextlib.suppress(Exception):  # if the service is gone, jax ends the process itself
-            self.heard = self.board.read()
-        return self.heard
+            self.received = self.failures.read()
+        return self.received
 
     def run(self) -> None:
         while self.read() is None:
@@ -155,9 +157,9 @@ class _Watcher(threading.Thread):
                 )
                 _tell(self, error)
                 self._end(error)
-        if self.heard is None or self.stop.wait(GRACE_SECONDS):
+        if self.received is None or self.stop.wait(GRACE_SECONDS):
             return
-        self._end(self.heard.seen_from(self.group))
+        self._end(self.received.as_peer_failure(self.group))
 
     def _end(self, error: AxcoreError) -> NoReturn:
         print(f"axcore: {error}", file=sys.stderr)
