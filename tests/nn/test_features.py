@@ -7,7 +7,7 @@ import pytest
 import axcore as ax
 from axcore.config import walk
 from axcore.module import functional
-from axcore.nn import AcrossHeads, Attention, Linear, RMSNorm, SlidingWindow, layers_of
+from axcore.nn import Attention, FullWidthNorm, Linear, RMSNorm, SlidingWindow, layers_of
 from axcore.testing import FeatureSuite, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.long
@@ -84,9 +84,9 @@ def test_unequal_projections_are_not_fused():
 def test_norms_act_on_each_head_or_on_all_heads():
     cfg = ax.pipe(tiny_model(), ax.use("qk-norm", eps=1e-5))
     assert cfg.decoder.layers.attention.key_norm == RMSNorm.Config(eps=1e-5)
-    across = ax.pipe(tiny_model(), ax.use("qk-norm", across_heads=True)).decoder.layers.attention
-    assert isinstance(across.query_norm, AcrossHeads.Config)
-    assert ax.select(across, Linear) and isinstance(across, Attention.Config)
+    wide = ax.pipe(tiny_model(), ax.use("qk-norm", full_width=True)).decoder.layers.attention
+    assert isinstance(wide.query_norm, FullWidthNorm.Config)
+    assert ax.select(wide, Linear) and isinstance(wide, Attention.Config)
 
 
 def test_use_dropout_sets_every_rate_and_checks_it():

@@ -6,7 +6,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract, functional
-from axcore.nn import AcrossHeads, LayerNorm, Normal, PerHead, RMSNorm, Scale
+from axcore.nn import FullWidthNorm, LayerNorm, Normal, PerHeadNorm, RMSNorm, Scale
 
 from . import reference
 from .support import call, parameters, wide
@@ -88,8 +88,8 @@ def test_scale_multiplies_each_feature_and_keeps_the_dtype():
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
-def test_across_heads_normalizes_all_heads_of_a_token_as_one_vector(norm):
-    cfg = AcrossHeads.Config(num_heads=2, head_dim=4, norm=norm.Config(eps=1e-3))
+def test_full_width_norm_normalizes_all_heads_of_a_token_as_one_vector(norm):
+    cfg = FullWidthNorm.Config(num_heads=2, head_dim=4, norm=norm.Config(eps=1e-3))
     params = parameters(cfg)
     assert {leaf.shape for leaf in params["norm"].values()} == {(8,)}
     assert set(abstract(cfg)[0].axes["norm"].values()) == {("head",)}
@@ -101,7 +101,7 @@ def test_across_heads_normalizes_all_heads_of_a_token_as_one_vector(norm):
 
 @pytest.mark.parametrize("norm", [RMSNorm, LayerNorm])
 def test_case_per_head_norms_have_a_scale_for_each_head(norm):
-    cfg = PerHead.Config(num_heads=2, head_dim=4, head_axis="kv_head", norm=norm.Config(eps=1e-3))
+    cfg = PerHeadNorm.Config(num_heads=2, head_dim=4, head_axis="kv_head", norm=norm.Config(eps=1e-3))
     params = parameters(cfg)
     assert set(abstract(cfg)[0].axes["norm"].values()) == {("kv_head",)}
     p = {name: value.reshape(2, 4) for name, value in wide(params)["norm"].items()}
@@ -112,7 +112,7 @@ def test_case_per_head_norms_have_a_scale_for_each_head(norm):
 
 def test_per_head_requires_a_norm_with_groups():
     with pytest.raises(ax.ConfigError, match="groups"):
-        abstract(PerHead.Config(num_heads=2, head_dim=4, norm=Scale.Config()))
+        abstract(PerHeadNorm.Config(num_heads=2, head_dim=4, norm=Scale.Config()))
     with pytest.raises(ax.ConfigError, match="input_dim=4 is not a multiple of groups=3"):
         abstract(RMSNorm.Config(input_dim=4, groups=3))
 

@@ -5,7 +5,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import abstract
-from axcore.nn import AcrossHeads, Attention, LayerNorm, Linear, RMSNorm, Scale, TokenInfo, TransformerLayer
+from axcore.nn import Attention, FullWidthNorm, LayerNorm, Linear, RMSNorm, Scale, TokenInfo, TransformerLayer
 
 from . import reference
 from .support import call, parameters, wide
@@ -79,8 +79,8 @@ def test_each_head_of_queries_and_keys_is_normalized_separately():
     assert abstract(cfg)[0].axes["query_norm"]["scale"] == (None,)
 
 
-def test_all_heads_are_normalized_at_once_by_across_heads():
-    cfg = attention(query_norm=AcrossHeads.Config(), key_norm=AcrossHeads.Config())
+def test_full_width_norm_normalizes_all_heads_as_one_vector():
+    cfg = attention(query_norm=FullWidthNorm.Config(), key_norm=FullWidthNorm.Config())
     params = parameters(cfg)
     p = wide(params)
     assert p["query_norm"]["norm"]["scale"].shape == (HEADS * HEAD_DIM,)

@@ -29,7 +29,7 @@ from axcore.nn.layer_stack import Place, Stack
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
-from axcore.nn.norm import AcrossHeads, LayerNorm, PerHead, RMSNorm, Scale
+from axcore.nn.norm import FullWidthNorm, LayerNorm, PerHeadNorm, RMSNorm, Scale
 from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, unstacked, use_remat
 from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import CachedRows, Phase, TokenInfo
@@ -48,7 +48,6 @@ from axcore.numerics import Numerics, Product
 __all__ = [
     "LSE",
     "MASKED_LOGIT",
-    "AcrossHeads",
     "AllToAll",
     "And",
     "Attention",
@@ -73,6 +72,7 @@ __all__ = [
     "FeedForward",
     "ForEach",
     "Full",
+    "FullWidthNorm",
     "Gating",
     "Grouped",
     "GroupedLinear",
@@ -94,7 +94,7 @@ __all__ = [
     "Ones",
     "Or",
     "ParallelLayer",
-    "PerHead",
+    "PerHeadNorm",
     "Phase",
     "Place",
     "Plain",

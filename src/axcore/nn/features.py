@@ -9,7 +9,7 @@ from axcore.nn.attention.base import BaseAttention
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.masks import SlidingWindow
 from axcore.nn.layer_stack import Stack
-from axcore.nn.norm import AcrossHeads, RMSNorm
+from axcore.nn.norm import FullWidthNorm, RMSNorm
 from axcore.nn.stacks import edit_layers, use_remat
 from axcore.parallel import ByTag
 
@@ -36,16 +36,16 @@ def use_sliding_window(cfg: Config, size: int, global_every: int | None = None, 
     return edit_layers(cfg, where, edit)
 
 
-def use_qk_norm(cfg: Config, eps: float = 1e-6, across_heads: bool = False, where: Where = Attention) -> Config:
+def use_qk_norm(cfg: Config, eps: float = 1e-6, full_width: bool = False, where: Where = Attention) -> Config:
     """Normalizes the queries and keys of every selected attention layer (Dehghani et al. 2023, arXiv 2302.05442).
 
     Args:
         eps: added to the mean square in each RMSNorm.
-        across_heads: whether all heads of a token are normalized as one vector (OLMo 2) instead of separately.
+        full_width: whether all heads of a token are normalized as one vector (OLMo 2) instead of separately.
         where: selects attention layers.
     """
     norm = RMSNorm.Config(eps=eps)
-    made = AcrossHeads.Config(norm=norm) if across_heads else norm
+    made = FullWidthNorm.Config(norm=norm) if full_width else norm
     return select(cfg, where).put(query_norm=made, key_norm=made)
 
 

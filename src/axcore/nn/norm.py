@@ -119,7 +119,7 @@ class Scale(Layer):
         return x * self.scale[...].astype(x.dtype)
 
 
-class AcrossHeads(Layer):
+class FullWidthNorm(Layer):
     """Normalizes all heads of a token as one vector (OLMo 2, arXiv 2501.00656, section 3.2).
 
     Use it in the slots `query_norm` and `key_norm`, where other norms act on each head separately.
@@ -143,7 +143,7 @@ class AcrossHeads(Layer):
         return self.norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
-class PerHead(Layer):
+class PerHeadNorm(Layer):
     """Normalizes each head of a token separately, with a scale of its own for each head (Command R+, StableLM 2 12B).
 
     Use it in the slots `query_norm` and `key_norm`, where other norms share one scale between the heads.

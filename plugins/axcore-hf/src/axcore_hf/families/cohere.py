@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from axcore.nn import LayerNorm, ParallelLayer, PerHead, layers_of
+from axcore.nn import LayerNorm, ParallelLayer, PerHeadNorm, layers_of
 from axcore_hf.families.rope import ROPE, rope
 from axcore_hf.families.shared import (
     ATTENTION,
@@ -26,7 +26,7 @@ from axcore_hf.transforms import Rows
 
 
 def cohere(fields: Fields) -> Any:
-    normed = PerHead.Config(norm=_norm(fields)) if fields("use_qk_norm") else None
+    normed = PerHeadNorm.Config(norm=_norm(fields)) if fields("use_qk_norm") else None
     position = rope(fields, layout="interleaved")
     layer = _layer(fields, position=position, query_norm=normed, key_norm=normed)
     return _model(fields, [layer] * fields("num_hidden_layers"))

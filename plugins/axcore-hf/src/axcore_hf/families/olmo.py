@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from axcore.config import ConfigError
-from axcore.nn import AcrossHeads, TransformerLayer
+from axcore.nn import FullWidthNorm, TransformerLayer
 from axcore_hf.families.rope import ROPE, by_layer_type, head_dim
 from axcore_hf.families.shared import (
     ATTENTION,
@@ -34,8 +34,8 @@ from axcore_hf.fields import Fields, OrNull
 
 def _layer(fields: Fields, **more: Any) -> TransformerLayer.Config:
     """Args: more: arguments of attention."""
-    across = AcrossHeads.Config(norm=norm(fields))
-    return post_norm(fields, attention(fields, query_norm=across, key_norm=across, **more))
+    qk_norm = FullWidthNorm.Config(norm=norm(fields))
+    return post_norm(fields, attention(fields, query_norm=qk_norm, key_norm=qk_norm, **more))
 
 
 def olmo2(fields: Fields) -> Any:
@@ -65,9 +65,9 @@ def olmoe(fields: Fields) -> Any:
             f"{head_dim(fields)}"
         )
     fields.only("clip_qkv", None)
-    across = AcrossHeads.Config(norm=norm(fields))
+    qk_norm = FullWidthNorm.Config(norm=norm(fields))
     block = mixture(fields, feed_forward(fields), normalize=fields("norm_topk_prob"))
-    layer = pre_norm(fields, attention(fields, query_norm=across, key_norm=across), block)
+    layer = pre_norm(fields, attention(fields, query_norm=qk_norm, key_norm=qk_norm), block)
     return causal_lm(fields, [layer] * fields("num_hidden_layers"))
 
 

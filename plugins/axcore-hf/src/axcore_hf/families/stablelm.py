@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from axcore.nn import LayerNorm, ParallelLayer, PerHead, TransformerLayer, layers_of
+from axcore.nn import LayerNorm, ParallelLayer, PerHeadNorm, TransformerLayer, layers_of
 from axcore_hf.families.rope import ROPE
 from axcore_hf.families.shared import (
     ATTENTION,
@@ -31,7 +31,7 @@ def stablelm(fields: Fields) -> Any:
     check_heads(fields)
     fields.only("head_dim", None, fields("hidden_size") // fields("num_attention_heads"))
     norm = LayerNorm.Config(eps=fields("layer_norm_eps"))
-    normed = PerHead.Config(norm=norm.set(use_bias=False)) if fields("qk_layernorm") else None
+    normed = PerHeadNorm.Config(norm=norm.set(use_bias=False)) if fields("qk_layernorm") else None
     mixer = attention(fields, bias=fields("use_qkv_bias"), output_bias=False, query_norm=normed, key_norm=normed)
     ffn = feed_forward(fields)
     layer: ParallelLayer.Config | TransformerLayer.Config
