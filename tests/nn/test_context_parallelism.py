@@ -34,7 +34,7 @@ from axcore.testing.devices import on_devices, steps
 from axcore.testing.models import OBJECTIVE
 from axcore.train import Learner, Trainer
 
-FORMS = {
+STRATEGIES = {
     "all-to-all": AllToAll.Config(),
     "ring": RingAttention.Config(),
     "unbalanced ring": RingAttention.Config(balanced=False),
@@ -60,7 +60,10 @@ THREE_AXES = {"data": 2, "context": 2, "tensor": 2}
 
 def calls(names, shapes):
     return tuple(
-        (case, Mesh(shape=shape, context=FORMS[form])) for form in names for case in names[form] for shape in shapes
+        (case, Mesh(shape=shape, context=STRATEGIES[strategy]))
+        for strategy in names
+        for case in names[strategy]
+        for shape in shapes
     )
 
 
@@ -80,10 +83,10 @@ def test_heads_and_gradients_equal_the_formula():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("shape", [ONE_AXIS, THREE_AXES], ids=["one axis", "three axes"])
-def test_case_heads_and_gradients_equal_the_formula(form, shape):
-    check(calls({form: LONG}, [shape]))
+def test_case_heads_and_gradients_equal_the_formula(strategy, shape):
+    check(calls({strategy: LONG}, [shape]))
 
 
 def traced(case, mesh, kernel=ReferenceKernel, **changes):
@@ -177,19 +180,19 @@ def test_the_feature_takes_devices_from_another_axis():
         return ax.pipe(cfg.set(mesh=Mesh(shape=shape)), ax.use("context", **options)).mesh
 
     assert used({"data": -1}, size=2) == Mesh(shape={"data": -1, "context": 2}, context=AllToAll.Config())
-    assert used({"data": 2, "fsdp": 8}, size=4, form=None) == Mesh(shape={"data": 2, "fsdp": 2, "context": 4})
+    assert used({"data": 2, "fsdp": 8}, size=4, strategy=None) == Mesh(shape={"data": 2, "fsdp": 2, "context": 4})
     assert used({"data": 4, "context": 2}, size=4).shape == {"data": 2, "context": 4}
     with pytest.raises(ax.ConfigError, match="the axis 'context' of size 2 takes its devices from fsdp or data"):
         used({"data": 3}, size=2)
     with pytest.raises(ax.ConfigError, match="only the config of a trainer has a mesh"):
         ax.pipe(tiny_model(), ax.use("context", size=2))
     with pytest.raises(PluginError, match="no installed plugin offers the context parallelism 'al-to-all'"):
-        ax.pipe(cfg, ax.use("context", size=2, form="al-to-all"))
+        ax.pipe(cfg, ax.use("context", size=2, strategy="al-to-all"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_case_a_step_of_a_model_equals_one_device(form):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_case_a_step_of_a_model_equals_one_device(strategy):
     """Latent attention, a window in one of two layers, remat, packed rows and dropout, on three mesh axes."""
     latent = LatentAttention.Config(
         num_heads=4, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, value_dim=4, dropout=0.25
@@ -199,7 +202,7 @@ def test_case_a_step_of_a_model_equals_one_device(form):
     model = ax.pipe(model, ax.use("sliding-window", size=3, global_every=2))
     batch = jax.tree.map(np.asarray, tiny_batch(rows=4, seq=16))
     batch["segment_ids"] = np.cumsum(np.arange(16) % 5 == 0)[None].repeat(4, axis=0).astype(np.int32)
-    meshes = [Mesh(shape=dict.fromkeys(THREE_AXES, 1)), Mesh(shape=THREE_AXES, context=FORMS[form])]
+    meshes = [Mesh(shape=dict.fromkeys(THREE_AXES, 1)), Mesh(shape=THREE_AXES, context=STRATEGIES[strategy])]
     one, eight = steps(use_remat(model, Remat()), batch, meshes, OBJECTIVE)
     np.testing.assert_allclose(eight["loss"], one["loss"], rtol=1e-6)
     for path, update in one["updates"].items():

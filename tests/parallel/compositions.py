@@ -72,14 +72,14 @@ class Row(NamedTuple):
     microbatches: int = 1
 
 
-def mesh(rules=STANDARD_RULES, zero=0, memory="device", parameters=None, form=None, schedule=None, **shape):
+def mesh(rules=STANDARD_RULES, zero=0, memory="device", parameters=None, strategy=None, schedule=None, **shape):
     return Mesh(
         shape=shape,
         rules=rules,
         zero=zero,
         optimizer_memory=memory,
         parameters=parameters or {},
-        context=form,
+        context=strategy,
         pipeline=schedule and schedule.Config(chunks=2 if schedule is OneForwardOneBackward else 1),
     )
 
@@ -93,7 +93,7 @@ ROWS = (
     Row("dense", mesh(fsdp=2, tensor=4)),
     Row("dense", mesh(SEQUENCE, fsdp=2, tensor=4)),
     Row("dense", mesh(context=4, fsdp=2)),
-    Row("dense", mesh(SEQUENCE, context=2, tensor=2, data=2, form=RING), 2),
+    Row("dense", mesh(SEQUENCE, context=2, tensor=2, data=2, strategy=RING), 2),
     Row("dense", mesh(data=2, fsdp=4, memory="host")),
     Row("dense", mesh(fsdp=8, parameters={"**.norm.*": {}, "embedding.**": {"vocab": "fsdp"}})),
     Row("tied, remat", mesh(fsdp=4, tensor=2)),
@@ -110,21 +110,21 @@ ROWS = (
     Row("moe", mesh(SEQUENCE, data=2, expert=2, tensor=2, memory="host")),
     Row("moe, dropout, remat", mesh(fsdp=4, expert=2), 2),
     Row("multi-token", mesh(fsdp=4, tensor=2)),
-    Row("multi-token", mesh(SEQUENCE, context=2, tensor=2, fsdp=2, form=ALL_TO_ALL), 2),
+    Row("multi-token", mesh(SEQUENCE, context=2, tensor=2, fsdp=2, strategy=ALL_TO_ALL), 2),
     Row("lora", mesh(fsdp=4, tensor=2), 2),
     Row("lora", mesh(data=8, zero=1)),
     Row("cross-layer-kv", mesh(fsdp=2, tensor=4)),
     Row("cross-layer-kv", mesh(context=2, fsdp=4), 2),
     Row("mamba2", mesh(fsdp=4, tensor=2)),
     Row("mamba2", mesh(data=2, fsdp=2, context=2), 2),
-    Row("names, softcap", mesh(fsdp=2, context=4, form=RING), 2),
-    Row("dropout", mesh(SEQUENCE, context=2, tensor=2, data=2, form=RING)),
-    Row("dropout", mesh(fsdp=2, context=4, form=ALL_TO_ALL)),
-    Row("moe", mesh(expert=2, context=2, tensor=2, form=RING), 2),
-    Row("moe", mesh(SEQUENCE, expert=4, context=2, zero=1, form=ALL_TO_ALL)),
-    Row("multi-token", mesh(data=2, fsdp=2, context=2, zero=2, form=RING), 2),
-    Row("cross-layer-kv", mesh(context=4, fsdp=2, form=RING)),
-    Row("mamba2", mesh(fsdp=2, tensor=2, context=2, form=ALL_TO_ALL)),
+    Row("names, softcap", mesh(fsdp=2, context=4, strategy=RING), 2),
+    Row("dropout", mesh(SEQUENCE, context=2, tensor=2, data=2, strategy=RING)),
+    Row("dropout", mesh(fsdp=2, context=4, strategy=ALL_TO_ALL)),
+    Row("moe", mesh(expert=2, context=2, tensor=2, strategy=RING), 2),
+    Row("moe", mesh(SEQUENCE, expert=4, context=2, zero=1, strategy=ALL_TO_ALL)),
+    Row("multi-token", mesh(data=2, fsdp=2, context=2, zero=2, strategy=RING), 2),
+    Row("cross-layer-kv", mesh(context=4, fsdp=2, strategy=RING)),
+    Row("mamba2", mesh(fsdp=2, tensor=2, context=2, strategy=ALL_TO_ALL)),
     Row("dense", mesh(pipeline=2, fsdp=2, tensor=2), 4),
     Row("dense", mesh(pipeline=2, data=4, zero=2), 4),
     Row("tied, remat", mesh(SEQUENCE, pipeline=2, context=2, tensor=2, schedule=OneForwardOneBackward), 4),

@@ -14,23 +14,23 @@ if TYPE_CHECKING:  # attention is above this package
 
 
 class ContextParallelism(Configurable):
-    """Base of the forms of context parallelism, for `Mesh.context`.
+    """Base of the strategies of context parallelism, for `Mesh.context`.
 
-    If the rules shard `seq`, each device has a part of the queries, keys and values. A form computes attention from
-    these parts with the kernel that the config names. Without a form, keys and values are gathered on every device.
+    If the rules shard `seq`, each device has a part of the queries, keys and values. A strategy computes attention from
+    these parts with the kernel that the config names. Without a strategy, keys and values are gathered on every device.
     """
 
     tags_heads: ClassVar[bool] = False
-    """Whether the form tags its heads as `heads` for remat policies, which a custom gradient requires."""
+    """Whether the strategy tags its heads as `heads` for remat policies, which a custom gradient requires."""
 
     class Config(axcore.config.Config):
-        """Base of the configs of these forms."""
+        """Base of the configs of these strategies."""
 
     def __init__(self, cfg: Config):
         self.config = cfg
 
     def refusal(self, request: KernelRequest, shards: int) -> str | None:
-        """Why the form cannot compute this call, such as "requires num_heads to be ..."; None if it can.
+        """Why the strategy cannot compute this call, such as "requires num_heads to be ..."; None if it can.
 
         Args:
             request: The call with the part of one device: `query_len` and `key_len` are those of the part.

@@ -74,16 +74,16 @@ def use_optimizer_offload(cfg: Config) -> Config:
     return cfg.set(mesh=_mesh(cfg).set(optimizer_memory="host"))
 
 
-def use_context(cfg: Config, size: PositiveInt, form: str | None = "all-to-all") -> Config:
+def use_context(cfg: Config, size: PositiveInt, strategy: str | None = "all-to-all") -> Config:
     """Shards the sequence over the mesh axis `context`.
 
     Args:
         cfg: The config of a trainer.
         size: The number of devices that share each row.
-        form: The name of a form of context parallelism that a plugin offers, with options if any, as in
+        strategy: The name of a strategy of context parallelism that a plugin offers, with options if any, as in
             `ring-attention:balanced=false`. None: every device gathers all keys and values of its rows.
     """
-    context = None if form is None else cast(ContextParallelism.Config, offered(ContextParallelismOffer, form))
+    context = None if strategy is None else cast(ContextParallelism.Config, offered(ContextParallelismOffer, strategy))
     return cfg.set(mesh=_with_axis(cfg, "context", size).set(context=context))
 
 

@@ -28,7 +28,7 @@ class Choice:
 
     Attributes:
         path: path of the kernel slot; the layer index in a scanned stack is `*`.
-        requests: the different calls of the kernel on one device; several with some forms of context parallelism.
+        requests: the different calls of the kernel on one device; several with some strategies of context parallelism.
         kernel: the chosen kernel; None if no kernel supports all requests.
         refused: the kernels tried before it, each with the reason why it does not support one of the requests.
     """

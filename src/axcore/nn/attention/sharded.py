@@ -45,7 +45,7 @@ class Shards:
 
     @property
     def context(self) -> ContextParallelism | None:
-        """The form of context parallelism, which also shards keys over `seq`. None: each device gets all keys."""
+        """The strategy of context parallelism, which also shards keys over `seq`. None: each device gets all keys."""
         return self.layout.context if self.layout.size_of(self.seq) > 1 else None
 
     @property
@@ -54,14 +54,14 @@ class Shards:
         return self.kv_head is None and self.head is not None
 
     def check(self, inputs: AttentionInputs, path: str) -> None:
-        """Checks that the form of context parallelism can compute the call.
+        """Checks that the strategy of context parallelism can compute the call.
 
         Raises:
             ConfigError: it cannot.
         """
-        form, axes = self.layout.context, group_of(self.layout.spec(("batch", "seq", "head", None))[1])
+        strategy, axes = self.layout.context, group_of(self.layout.spec(("batch", "seq", "head", None))[1])
         num_shards, key_len = self.layout.size_of(self.seq), inputs.keys.shape[1]
-        if form is None or self.layout.size_of(axes) == 1:
+        if strategy is None or self.layout.size_of(axes) == 1:
             return
         reason: str | None = None
         if inputs.phase != "train":
@@ -69,10 +69,10 @@ class Shards:
         elif key_len % num_shards:
             reason = f"requires a number of keys that is a multiple of {num_shards}, got {key_len}"
         elif self.context is not None:
-            reason = form.refusal(self.part(inputs), num_shards)
+            reason = strategy.refusal(self.part(inputs), num_shards)
         if reason is not None:
             sizes = ", ".join(f"{axis}={self.layout.size_of(axis)}" for axis in axes)
-            raise ConfigError(f"{path}: mesh.context={type(form).__name__} with {sizes} {reason}")
+            raise ConfigError(f"{path}: mesh.context={type(strategy).__name__} with {sizes} {reason}")
 
     def requests(self, kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[KernelRequest, ...]:
         """The different calls of the kernel on one device."""
@@ -83,7 +83,7 @@ class Shards:
 
     def runs(self, kernel: AttentionKernel) -> bool:
         """Whether the kernel runs by `run`. A kernel that calls another one by `attend` runs on all devices at once, as
-        does one that the compiler partitions, except with a form of context parallelism."""
+        does one that the compiler partitions, except with a strategy of context parallelism."""
         return kernel.local or (self.context is not None and not wraps(kernel))
 
     def part(self, inputs: AttentionInputs) -> KernelRequest:
@@ -105,7 +105,7 @@ class Shards:
         )
 
     def run(self, kernel: AttentionKernel, inputs: AttentionInputs, path: str) -> tuple[Heads, LSE | None]:
-        """Runs the kernel under `shard_map`, on each device's rows, heads and queries. Without a form of context
+        """Runs the kernel under `shard_map`, on each device's rows, heads and queries. Without a strategy of context
         parallelism, each device has all keys of its rows."""
         context, aligned = self.context, inputs.query is inputs.keys.tokens
         batch, _, num_heads, _ = inputs.q.shape

@@ -1,1 +1,1 @@
-"""Forms of context parallelism. Exported by `axcore.nn`."""
+"""Strategies of context parallelism. Exported by `axcore.nn`."""

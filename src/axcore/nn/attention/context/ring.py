@@ -109,8 +109,8 @@ class _Ring:
         heads, lse = self.run(inputs)
         return (heads, lse), (inputs, heads, lse)
 
-    def backward(self, kept: Residuals, grads: tuple[Heads, LSE]) -> tuple[AttentionInputs]:
-        inputs, results = kept[0], (kept[1], kept[2], grads[0])
+    def backward(self, residuals: Residuals, grads: tuple[Heads, LSE]) -> tuple[AttentionInputs]:
+        inputs, results = residuals[0], (residuals[1], residuals[2], grads[0])
 
         def added(kv: Contiguous, total: _Gradients, call: PartialCall) -> _Gradients:
             part = call.inputs(inputs.replace(kv=kv))

@@ -29,4 +29,4 @@ def test_an_odd_number_of_gpus_raises():
 
 def test_a_stage_keeps_the_activations_of_one_microbatch():
     table = OneByOne.Config(chunks=2).build().table(stages=4, microbatches=8)
-    assert table.num_kept == 2  # one for each chunk
+    assert table.num_residuals == 2  # one for each chunk

@@ -1,1 +1,1 @@
-"""Strategies of parallelism for axcore: a mesh rule, a form of context parallelism and a pipeline schedule."""
+"""Strategies of parallelism for axcore: a mesh rule, a strategy of context parallelism and a pipeline schedule."""

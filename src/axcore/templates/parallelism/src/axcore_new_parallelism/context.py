@@ -1,4 +1,4 @@
-"""A form of context parallelism: how attention computes when each device has a part of every row."""
+"""A strategy of context parallelism: how attention computes when each device has a part of every row."""
 
 from __future__ import annotations
 
