@@ -23,13 +23,13 @@ def table(schedule, stages, microbatches, chunks=1):
     return schedule.Config(chunks=chunks).build().table(stages, microbatches)
 
 
-def run(table):
+def simulate(table):
     """Runs a table on numbers: the input of microbatch m is m + 1, chunk c multiplies by the prime number of index c,
     and the gradient of the last output is 1. Returns the output of each microbatch and the gradient of each weight."""
     primes = (2, 3, 5, 7, 11, 13, 17, 19)
     stages, last = table.op.shape[1], table.op.shape[1] * table.chunks - 1
     buffers = {
-        kind: np.full((stages, getattr(table, f"num_{kind}") + 1), np.nan) for kind in ("x", "g", "kept", "stash")
+        kind: np.full((stages, getattr(table, f"num_{kind}") + 1), np.nan) for kind in ("x", "g", "residuals", "stash")
     }
     outputs, gradients = {}, dict.fromkeys(range(last + 1), 0.0)
     for tick in range(table.ticks):
@@ -40,14 +40,14 @@ def run(table):
             chunk = own * stages + stage
             if op == Op.FORWARD:
                 x = microbatch + 1.0 if chunk == 0 else buffers["x"][stage, slot["x"]]
-                buffers["kept"][stage, slot["kept"]] = x
+                buffers["residuals"][stage, slot["residuals"]] = x
                 sent["x"][stage] = x * primes[chunk]
                 buffers["g"][stage, slot["g"]] = x * primes[chunk]
             elif op == Op.BACKWARD:
                 g = buffers["g"][stage, slot["g"]]
                 if chunk == last:
                     outputs[microbatch], g = g, 1.0
-                buffers["stash"][stage, slot["stash"]] = g * buffers["kept"][stage, slot["kept"]]
+                buffers["stash"][stage, slot["stash"]] = g * buffers["residuals"][stage, slot["residuals"]]
                 sent["g"][stage] = g * primes[chunk]
             elif op == Op.WEIGHT:
                 gradients[chunk] += buffers["stash"][stage, slot["stash"]]
@@ -63,14 +63,14 @@ def run(table):
     ("stages", "microbatches", "chunks"), [(2, 2, 1), (4, 9, 1), (2, 6, 2), (3, 5, 2), (2, 3, 4), (4, 8, 2)]
 )
 def test_a_table_computes_every_output_and_gradient(schedule, stages, microbatches, chunks):
-    outputs, gradients, product, primes = run(table(schedule, stages, microbatches, chunks))
+    outputs, gradients, product, primes = simulate(table(schedule, stages, microbatches, chunks))
     assert outputs == {m: (m + 1) * product for m in range(microbatches)}
     inputs = microbatches * (microbatches + 1) / 2
     assert gradients == {chunk: inputs * product / primes[chunk] for chunk in gradients}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "idle", "kept"),
+    ("schedule", "chunks", "idle", "num_residuals"),
     [
         (GPipe, 1, 12.7, 32),
         (OneForwardOneBackward, 1, 12.7, 8),
@@ -79,14 +79,14 @@ def test_a_table_computes_every_output_and_gradient(schedule, stages, microbatch
         (ZeroBubble, 1, 8.6, 8),
     ],
 )
-def test_idle_time_and_kept_activations_of_eight_stages(schedule, chunks, idle, kept):
+def test_idle_share_and_stored_activations_of_eight_stages(schedule, chunks, idle, num_residuals):
     found = table(schedule, 8, 32, chunks)
-    assert (round(100 * found.idle, 1), found.num_kept) == (idle, kept)
+    assert (round(100 * found.idle, 1), found.num_residuals) == (idle, num_residuals)
 
 
 @pytest.mark.parametrize("microbatches", [4, 16, 64])
-def test_1f1b_keeps_as_many_microbatches_as_stages(microbatches):
-    assert table(OneForwardOneBackward, 4, microbatches).num_kept == 4
+def test_1f1b_stores_activations_of_as_many_microbatches_as_stages(microbatches):
+    assert table(OneForwardOneBackward, 4, microbatches).num_residuals == 4
 
 
 def forwards(*numbers):
@@ -104,7 +104,7 @@ def backwards(*numbers):
         (forwards(0, 1, 1) + backwards(0, 1), forwards(0, 1) + backwards(0, 1), "stage 0 has FORWARD of microbatch 1"),
         (forwards(1, 0) + backwards(0, 1), forwards(0, 1) + backwards(0, 1), r"stage 0 runs FORWARD .* \[1, 0\]"),
         (forwards(0, 1) + backwards(0, 1), forwards(0, 1) + backwards(1, 0), r"stage 1 runs BACKWARD .* \[1, 0\]"),
-        (backwards(0, 1) + forwards(0, 1), forwards(0, 1) + backwards(0, 1), "standstill in tick 0: stage 0 waits"),
+        (backwards(0, 1) + forwards(0, 1), forwards(0, 1) + backwards(0, 1), "deadlocks in tick 0: stage 0 waits"),
     ],
 )
 def test_an_order_that_cannot_run_raises(first, last, message):
@@ -203,7 +203,7 @@ def test_layers_of_the_stack_alone_are_divided():
     assert [spec[0] for spec in specs] == [None, "pipeline"]
 
 
-def test_values_that_remat_offloads_raise():
+def test_a_remat_policy_that_offloads_values_raises():
     step = made(use_remat(layers(2), ByTag(offload=("heads",))), 2, shape={"pipeline": 2})
     with pytest.raises(ax.ConfigError, match="the remat policy of decoder offloads values to the host"):
         step.lower_train({name: np.zeros((2, 8), np.int32) for name in ("inputs", "targets", "weights")})

@@ -1,4 +1,4 @@
-"""Pipeline schedules: the order of the tasks of each stage."""
+"""Pipeline schedules: the order in which each stage runs its tasks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class PipelineSchedule(Configurable):
     class Config(BaseConfig):
         chunks: PositiveInt = 1
         """Number of chunks of consecutive layers on each stage. With more than one, a microbatch visits each stage
-        several times (Narayanan et al. 2021, arXiv 2104.04473, section 2.2): stages are idle less often, and send
-        more."""
+        several times (interleaving, Narayanan et al. 2021, arXiv 2104.04473, section 2.2): stages are idle less often
+        but communicate more."""
 
     config: Config
 
@@ -26,8 +26,8 @@ class PipelineSchedule(Configurable):
     def order(self, stages: int, microbatches: int) -> Order:
         """The tasks of each stage, in order: one of each operation for each microbatch and each of its chunks.
 
-        Each stage runs its next task as soon as the inputs have arrived. FORWARD tasks of one chunk must follow the
-        order of the microbatches, and so must BACKWARD tasks of the last chunk of the last stage.
+        Each stage runs its next task as soon as the inputs have arrived. The FORWARD tasks of a chunk must run in the
+        order of the microbatches, and so must the BACKWARD tasks of the last chunk of the last stage.
         """
         raise NotImplementedError
 
@@ -35,19 +35,18 @@ class PipelineSchedule(Configurable):
         """The order as a table of ticks.
 
         Raises:
-            ConfigError: there are fewer microbatches than stages, or the order cannot run.
+            ConfigError: there are fewer microbatches than stages, or the order is invalid.
         """
         if microbatches < stages:
             raise ConfigError(
                 f"microbatches={microbatches} are fewer than the {stages} stages of the mesh axis 'pipeline', so some "
-                f"stages would always be idle. Set microbatches to at least {stages}, better to a multiple such as "
+                f"stages would always be idle. Set microbatches to at least {stages}, or better to a multiple such as "
                 f"{4 * stages}"
             )
         return table(self.order(stages, microbatches), microbatches, self.config.chunks)
 
     def _visits(self, op: Op, stages: int, microbatches: int) -> list[Task]:
-        """The tasks of one operation on a stage: chunk after chunk, for one group of `stages` microbatches after
-        another."""
+        """The tasks of one operation on a stage: for each group of `stages` microbatches, chunk by chunk."""
         chunks = range(self.config.chunks) if op is Op.FORWARD else reversed(range(self.config.chunks))
         ordered = tuple(chunks)
         groups = (range(start, min(start + stages, microbatches)) for start in range(0, microbatches, stages))
@@ -64,26 +63,26 @@ class GPipe(PipelineSchedule):
 
 
 class OneForwardOneBackward(PipelineSchedule):
-    """Forward and backward passes in turn, so that a stage keeps the activations of at most `stages` microbatches
-    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). The number is larger if `chunks` is larger than 1."""
+    """Forward and backward passes in turn, so that a stage keeps the activations of at max_live `stages` microbatches
+    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). With more than one chunk, it keeps more."""
 
     def order(self, stages: int, microbatches: int) -> Order:
         forward, backward = (self._visits(op, stages, microbatches) for op in (Op.FORWARD, Op.BACKWARD))
 
-        def of(stage: int) -> Iterator[Task]:
-            first = _ahead(stage, stages, self.config.chunks)
-            yield from forward[:first]
-            for ahead, behind in itertools.zip_longest(forward[first:], backward):
-                if ahead is not None:
-                    yield ahead
-                yield from _with_weights([behind])
+        def tasks_of(stage: int) -> Iterator[Task]:
+            warmup = _num_warmup(stage, stages, self.config.chunks)
+            yield from forward[:warmup]
+            for next_forward, next_backward in itertools.zip_longest(forward[warmup:], backward):
+                if next_forward is not None:
+                    yield next_forward
+                yield from _with_weights([next_backward])
 
-        return tuple(tuple(of(stage)) for stage in range(stages))
+        return tuple(tuple(tasks_of(stage)) for stage in range(stages))
 
 
 class ZeroBubble(PipelineSchedule):
     """1F1B in which gradients of weights are computed when a stage would be idle (Qi et al. 2023, arXiv 2401.10241,
-    schedule ZB-H1). A stage keeps as many activations as under 1F1B, and what the weight gradients need."""
+    schedule ZB-H1). A stage keeps as many activations as with 1F1B, and also what the weight gradients need."""
 
     def order(self, stages: int, microbatches: int) -> Order:
         chunks, last, done = self.config.chunks, stages * self.config.chunks - 1, set[ModelTask]()
@@ -95,10 +94,10 @@ class ZeroBubble(PipelineSchedule):
         while any(any(tasks.values()) for tasks in waiting):
             started = []
             for stage, (tasks, ordered) in enumerate(zip(waiting, order, strict=True)):
-                most = _ahead(stage, stages, chunks) + 1
+                max_live = _num_warmup(stage, stages, chunks) + 1
                 live = sum({Op.FORWARD: 1, Op.WEIGHT: -1}.get(task.op, 0) for task in ordered)
                 for op, queue in tasks.items():
-                    if not queue or (op is Op.FORWARD and live >= max(most, stages)):
+                    if not queue or (op is Op.FORWARD and live >= max(max_live, stages)):
                         continue
                     task = model_task(queue[0], stage, stages)
                     if all(each in done for each in needs(task, last)):
@@ -111,13 +110,13 @@ class ZeroBubble(PipelineSchedule):
         return tuple(map(tuple, order))
 
 
-def _ahead(stage: int, stages: int, chunks: int) -> int:
-    """The number of forward passes of a stage before 1F1B alternates."""
+def _num_warmup(stage: int, stages: int, chunks: int) -> int:
+    """The number of warmup forward passes of a stage, before 1F1B alternates."""
     return stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
 
 
 def _with_weights(tasks: list[Task]) -> Iterator[Task]:
-    """Each task and the computation of its weight gradients."""
+    """Each task, followed by the computation of its weight gradients."""
     for task in tasks:
         yield task
         yield task._replace(op=Op.WEIGHT)

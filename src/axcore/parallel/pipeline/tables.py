@@ -44,16 +44,18 @@ Order = tuple[tuple[Task, ...], ...]
 class Table:
     """A schedule as arrays [ticks, stages].
 
-    Each kind of buffer has slots, and a value stays in its slot from the tick that produces it to the last tick that
-    reads it. The last slot, whose number is the number of slots in use, receives values that nobody reads.
+    Each kind of buffer has slots. A value stays in its slot from the tick that produces it to the last tick that reads it.
+    One additional slot, the last, receives values that are never read.
 
     Attributes:
         op, microbatch, chunk: the task of the stage; zeros if it is idle.
-        x, g, kept, stash: the slots that the task reads and writes: the input of a chunk; the gradient of its output
-            (in the last chunk, the output itself); what FORWARD keeps; what BACKWARD leaves for WEIGHT.
-        x_arrives, g_arrives: the slot for what arrives after the tick.
+        x: the slot of the input of the chunk.
+        g: the slot of the gradient of its output; in the last chunk, the slot of the output itself.
+        residuals: the slot of the values that FORWARD stores for the backward pass.
+        stash: the slot of the values that BACKWARD stores for WEIGHT.
+        x_arrives, g_arrives: the slots for the input and the gradient that arrive after the tick.
         chunks: number of chunks of each stage.
-        num_x, num_g, num_kept, num_stash: the largest number of slots that a stage uses.
+        num_x, num_g, num_residuals, num_stash: the largest number of slots that a stage uses.
     """
 
     op: Int32[np.ndarray, "ticks stages"]
@@ -61,14 +63,14 @@ class Table:
     chunk: Int32[np.ndarray, "ticks stages"]
     x: Int32[np.ndarray, "ticks stages"]
     g: Int32[np.ndarray, "ticks stages"]
-    kept: Int32[np.ndarray, "ticks stages"]
+    residuals: Int32[np.ndarray, "ticks stages"]
     stash: Int32[np.ndarray, "ticks stages"]
     x_arrives: Int32[np.ndarray, "ticks stages"]
     g_arrives: Int32[np.ndarray, "ticks stages"]
     chunks: int
     num_x: int
     num_g: int
-    num_kept: int
+    num_residuals: int
     num_stash: int
 
     @property
@@ -85,7 +87,7 @@ def table(order: Order, microbatches: int, chunks: int) -> Table:
     """The table of an order: each stage runs its next task as soon as the inputs have arrived.
 
     Raises:
-        ConfigError: the order lacks a task, has one twice, runs microbatches out of order, or comes to a standstill.
+        ConfigError: the order lacks a task, has one twice, runs microbatches out of order, or deadlocks.
     """
     for stage, tasks in enumerate(order):
         _check(stage, tasks, len(order), microbatches, chunks)
@@ -100,7 +102,7 @@ def table(order: Order, microbatches: int, chunks: int) -> Table:
             for name, value in task._asdict().items():
                 columns[name][tick, stage] = value
     spans = [_spans(when, stage, stages, microbatches, chunks) for stage in range(stages)]
-    slots = {kind: [_allocated(each[kind]) for each in spans] for kind in ("x", "g", "kept", "stash")}
+    slots = {kind: [_allocated(each[kind]) for each in spans] for kind in ("x", "g", "residuals", "stash")}
     counts = {kind: max((1 + max(each.values(), default=-1)) for each in found) for kind, found in slots.items()}
     for kind in slots:
         columns[kind] = np.full((ticks, stages), counts[kind], np.int32)
@@ -134,11 +136,11 @@ def model_task(task: Task, stage: int, stages: int) -> ModelTask:
 
 def _check(stage: int, tasks: Sequence[Task], stages: int, microbatches: int, chunks: int) -> None:
     where = f"mesh.pipeline: the order of stage {stage}"
-    wanted = {Task(op, m, v) for op in list(Op)[1:] for m in range(microbatches) for v in range(chunks)}
-    if missing := wanted - set(tasks):
+    expected = {Task(op, m, v) for op in list(Op)[1:] for m in range(microbatches) for v in range(chunks)}
+    if missing := expected - set(tasks):
         raise ConfigError(f"{where} lacks {_named(min(missing))}")
-    if len(tasks) > len(wanted):
-        extra = next(task for number, task in enumerate(tasks) if task not in wanted or task in tasks[:number])
+    if len(tasks) > len(expected):
+        extra = next(task for number, task in enumerate(tasks) if task not in expected or task in tasks[:number])
         raise ConfigError(f"{where} has {_named(extra)}, which is not part of the step or appears twice")
     ordered = [(Op.FORWARD, v) for v in range(chunks)]
     if stage == stages - 1:
@@ -172,7 +174,7 @@ def _simulated(order: Order, chunks: int) -> dict[ModelTask, int]:
         if not started:
             stage = next(stage for stage in range(stages) if position[stage] < len(order[stage]))
             raise ConfigError(
-                f"mesh.pipeline: the order comes to a standstill in tick {tick}: stage {stage} waits with "
+                f"mesh.pipeline: the order deadlocks in tick {tick}: stage {stage} waits to run "
                 f"{_named(order[stage][position[stage]])}"
             )
         done.update(dict.fromkeys(started, tick))
@@ -196,8 +198,8 @@ def needs(task: ModelTask, last: int) -> Iterable[ModelTask]:
 def _spans(
     when: dict[ModelTask, int], stage: int, stages: int, microbatches: int, chunks: int
 ) -> dict[str, list[_Span]]:
-    """The values in the buffers of a stage, by kind."""
-    spans: dict[str, list[_Span]] = {"x": [], "g": [], "kept": [], "stash": []}
+    """The values in the buffers of a stage, by kind of buffer."""
+    spans: dict[str, list[_Span]] = {"x": [], "g": [], "residuals": [], "stash": []}
     last = stages * chunks - 1
     for microbatch in range(microbatches):
         for chunk in range(stage, stages * chunks, stages):
@@ -208,14 +210,14 @@ def _spans(
                 spans["g"].append(_Span(when[Op.BACKWARD, microbatch, chunk + 1], (backward,)))
             else:
                 spans["g"].append(_Span(forward, (forward, backward)))
-            spans["kept"].append(_Span(forward, (forward, backward, weight)))
+            spans["residuals"].append(_Span(forward, (forward, backward, weight)))
             spans["stash"].append(_Span(backward, (backward, weight)))
     return spans
 
 
 def _allocated(spans: Iterable[_Span]) -> dict[_Span, int]:
-    """A slot for each span, such that spans in one slot do not overlap. A value that arrives after a tick may replace
-    one that is read in this tick."""
+    """Assigns slots so that spans in one slot do not overlap. A value that arrives after a tick may replace a value
+    that is read in this tick."""
     free_at: list[int] = []
     slots = {}
     for span in sorted(spans):

@@ -31,7 +31,7 @@ class Result(NamedTuple):
         grads: gradients of the trained parameters, in their dtypes.
         loss: the result of the objective.
         collections: summaries and added losses.
-        model_state: the new state without `GradientState`.
+        model_state: the new values of the Variables other than `GradientState`.
         gradient_state: the next values of the `GradientState` leaves.
     """
 
@@ -84,20 +84,20 @@ class ObjectiveGradient:
         def add(
             carry: tuple[Tree, Tree], numbered: tuple[jax.Array, Batch]
         ) -> tuple[tuple[Tree, Tree], tuple[LossSum, Collections, Tree]]:
-            sums, kept = carry
+            sums, forward_state = carry
             of_microbatch = key_of(key, numbered[0])
-            found = self._one(joined(kept, old_gradient_state), numbered[1], of_microbatch, counts)
+            found = self._one(joined(forward_state, old_gradient_state), numbered[1], of_microbatch, counts)
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, found.grads)
             return (sums, found.model_state), (found.loss, found.collections, found.gradient_state)
 
-        start = jax.tree.map(self._zeros, self.params_like), self.kept(model_state)
+        start = jax.tree.map(self._zeros, self.params_like), self.forward_state(model_state)
         numbered = jnp.arange(microbatches), batches
-        (sums, kept), (losses, collections, gradient_state) = jax.lax.scan(add, start, numbered)
+        (sums, forward_state), (losses, collections, gradient_state) = jax.lax.scan(add, start, numbered)
         return Result(
             grads=jax.tree.map(lambda total, like: total.astype(like.dtype), sums, self.params_like),
             loss=jax.tree.map(lambda x: x.sum(axis=0), losses),
             collections=collections.reduced(),
-            model_state=kept,
+            model_state=forward_state,
             gradient_state=jax.tree.map(lambda x: x.max(axis=0), gradient_state),
         )
 
@@ -118,29 +118,29 @@ class ObjectiveGradient:
         counts: Counts = jax.tree.map(lambda x: x.sum(axis=0), jax.lax.map(count, (numbers, batches)))
         return counts
 
-    def kept(self, model_state: Tree) -> Tree:
-        """The Variables other than `GradientState`."""
+    def forward_state(self, model_state: Tree) -> Tree:
+        """The Variables other than `GradientState`, which the forward pass may write."""
         return part(model_state, self.fn.gradient_state, lambda is_gradient_state: not is_gradient_state)
 
     def gradient_state(self, model_state: Tree) -> Tree:
-        """The leaves of `GradientState`."""
+        """The `GradientState` Variables, which the backward pass updates."""
         return part(model_state, self.fn.gradient_state, lambda is_gradient_state: bool(is_gradient_state))
 
     def _one(self, model_state: Tree, batch: Batch, key: PRNGKeyArray, counts: Counts | None) -> Result:
-        kept = self.kept(model_state)
+        forward_state = self.forward_state(model_state)
 
         def minimized(trained: Tree, gradient_state: Tree) -> tuple[jax.Array, tuple[LossSum, Collections, Tree]]:
-            (loss, collections), new_state = self._call(trained, joined(kept, gradient_state), batch, key)
+            (loss, collections), new_state = self._call(trained, joined(forward_state, gradient_state), batch, key)
             if counts is None:
                 value = loss.mean() + collections.total_loss()
             else:
                 value = loss.mean(counts.loss) + collections.total_loss(counts.others)
-            return value, (loss, collections, self.kept(new_state))
+            return value, (loss, collections, self.forward_state(new_state))
 
         old = self.gradient_state(model_state)
         differentiate = jax.grad(minimized, argnums=(0, 1), has_aux=True, allow_int=True)
-        (grads, found), (loss, collections, kept) = differentiate(self.trained, to_fm32(old))
-        return Result(grads, loss, collections, kept, overwrite_with_gradient(found, old))
+        (grads, found), (loss, collections, forward_state) = differentiate(self.trained, to_fm32(old))
+        return Result(grads, loss, collections, forward_state, overwrite_with_gradient(found, old))
 
     def _call(
         self, trained: Tree, model_state: Tree, batch: Batch, key: PRNGKeyArray

@@ -1,4 +1,4 @@
-"""A chunk: consecutive layers that a stage runs in one task, and their backward pass."""
+"""Chunks: consecutive layers that a stage runs in one task, and their backward pass."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Variables(NamedTuple):
 
     trained: Tree
     frozen: Tree
-    kept: Tree
-    """Variables other than parameters and `GradientState`."""
+    forward_state: Tree
+    """Variables other than parameters and `GradientState`, which the forward pass may write."""
     gradient_state: Tree
 
 
 class Call(NamedTuple):
-    """What identifies one call of a chunk, besides its Variables and its input."""
+    """The arguments of one call of a chunk, except its Variables and its input."""
 
     args: tuple[PyTree, ...]
     """The further arguments of every layer."""
@@ -39,21 +39,21 @@ class Call(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Gradients of trained parameters, and cotangents of `GradientState` in float32: -inf without one."""
+    """Gradients of trained parameters, and float32 cotangents of `GradientState`, -inf before the first one."""
 
     trained: Tree
     gradient_state: Tree
 
 
 class _Fixed(NamedTuple):
-    """What a layer depends on besides its input and the Variables that layers write, so that it can be had again in the
-    backward pass."""
+    """What a layer depends on, except its input and the Variables that layers write. It is also available in the
+    backward pass, so it need not be stored."""
 
     trained: Tree
     gradient_state: Tree
     frozen: Tree
-    kept: Tree
-    """The written Variables hold arbitrary values."""
+    forward_state: Tree
+    """Variables that are written have arbitrary values here."""
     args: tuple[PyTree, ...]
     key: PRNGKeyArray
     number: Int[Array, ""]
@@ -70,7 +70,7 @@ class _Forward(NamedTuple):
 
 
 class Chunk:
-    """The computation of a chunk, divided for one form of its arguments."""
+    """The forward pass of a chunk and its backward pass in two parts, for arguments of fixed shapes."""
 
     def __init__(self, parts: Parts, variables: Variables, x: Hidden, call: Call):
         """
@@ -84,7 +84,7 @@ class Chunk:
         self.parts, self.written = parts, tuple[int, ...]()
         fixed = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], self._fixed(variables, call)))
         jax.eval_shape(self._layer, fixed, x, [])  # finds `written`
-        written = [jax.tree.leaves(fixed.kept)[number] for number in self.written]
+        written = [jax.tree.leaves(fixed.forward_state)[number] for number in self.written]
         form = jax.eval_shape(self._layer, fixed, x, written)
         forward = operations(lambda *args: self._layer(*args).leaves, fixed, x, written)
         if any(getattr(leaf.aval, "memory_space", None) == jax.memory.Space.Host for leaf in forward.outputs):
@@ -93,66 +93,68 @@ class Chunk:
                 f"the devices. Choose a policy that saves or recomputes them"
             )
         count = len(jax.tree.leaves(fixed))
-        moving = forward.after(forward.inputs[count:])
-        self._is_kept = forward.are_in(moving)
-        again = [leaf for leaf, is_kept in zip(forward.outputs, self._is_kept, strict=True) if not is_kept]
-        needed = forward.before(again)
+        depends_on_input = forward.after(forward.inputs[count:])
+        self._is_stored = forward.are_in(depends_on_input)
+        recomputed = [leaf for leaf, is_stored in zip(forward.outputs, self._is_stored, strict=True) if not is_stored]
+        needed = forward.before(recomputed)
         steps = [step for step in forward.steps if any(v in needed for v in step.outvars)]
 
-        def others(fixed: _Fixed) -> Values:
+        def recompute(fixed: _Fixed) -> Values:
             given = dict(zip(forward.inputs[:count], jax.tree.leaves(fixed), strict=True))
-            return forward.run(given, again, steps)
+            return forward.run(given, recomputed, steps)
 
-        self._others = others
+        self._recompute = recompute
         weights = jax.tree.leaves((fixed.trained, fixed.gradient_state))
-        self._backward = Backward(operations(self._pulled, form.leaves, x), len(form.leaves), len(weights))
+        self._backward = Backward(operations(self._gradients, form.leaves, x), len(form.leaves), len(weights))
 
     def forward(self, variables: Variables, x: Hidden, call: Call) -> tuple[Hidden, Values, tuple[Values, Collections]]:
         """(output, what the backward pass needs, (new values of the written Variables, reports))."""
-        leaves = jax.tree.leaves(variables.kept)
+        leaves = jax.tree.leaves(variables.forward_state)
         own = [leaves[number] for number in self.written]
 
         def layer(x: Hidden, scanned: tuple[_Fixed, Values]) -> tuple[Hidden, tuple[Values, Values, Collections]]:
             found = self._layer(scanned[0], x, scanned[1])
-            kept = [leaf for leaf, is_kept in zip(found.leaves, self._is_kept, strict=True) if is_kept]
-            return found.y, (kept, found.written, found.reports)
+            residuals = [leaf for leaf, is_stored in zip(found.leaves, self._is_stored, strict=True) if is_stored]
+            return found.y, (residuals, found.written, found.reports)
 
-        y, (kept, written, reports) = jax.lax.scan(layer, x, (self._fixed(variables, call), own))
-        return y, kept, (written, reports)
+        y, (residuals, written, reports) = jax.lax.scan(layer, x, (self._fixed(variables, call), own))
+        return y, residuals, (written, reports)
 
-    def backward(self, variables: Variables, kept: Values, call: Call, g: Hidden) -> tuple[Hidden, Values]:
-        """(gradient of the input, what `weights` needs), given that of the output."""
+    def backward(self, variables: Variables, residuals: Values, call: Call, g: Hidden) -> tuple[Hidden, Values]:
+        """(gradient of the input, what `weights` needs), given the gradient of the output."""
         form = jax.tree.structure(g)
 
         def layer(g: Hidden, scanned: tuple[_Fixed, Values]) -> tuple[Hidden, Values]:
             gx, stash = self._backward.inputs(self._leaves(*scanned), jax.tree.leaves(g))
             return jax.tree.unflatten(form, gx), stash
 
-        return jax.lax.scan(layer, g, (self._fixed(variables, call), kept), reverse=True)
+        return jax.lax.scan(layer, g, (self._fixed(variables, call), residuals), reverse=True)
 
-    def weights(self, variables: Variables, kept: Values, call: Call, stash: Values) -> Gradient:
+    def weights(self, variables: Variables, residuals: Values, call: Call, stash: Values) -> Gradient:
         """The gradients of the Variables."""
         form = jax.tree.structure(Gradient(variables.trained, variables.gradient_state))
 
         def layer(_: None, scanned: tuple[_Fixed, Values, Values]) -> tuple[None, Gradient]:
-            fixed, kept, stash = scanned
-            return None, jax.tree.unflatten(form, self._backward.weights(self._leaves(fixed, kept), stash))
+            fixed, residuals, stash = scanned
+            return None, jax.tree.unflatten(form, self._backward.weights(self._leaves(fixed, residuals), stash))
 
-        return jax.lax.scan(layer, None, (self._fixed(variables, call), kept, stash))[1]
+        return jax.lax.scan(layer, None, (self._fixed(variables, call), residuals, stash))[1]
 
     def _fixed(self, variables: Variables, call: Call) -> _Fixed:
         """The arguments of each layer [layer, ...]."""
         count = jax.tree.leaves(variables)[0].shape[0]
         args, key = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), (call.args, call.key))
-        trained, frozen, kept, gradient_state = variables
-        return _Fixed(trained, gradient_state, frozen, kept, args, key, call.first + jnp.arange(count), call.counts)
+        trained, frozen, forward_state, gradient_state = variables
+        return _Fixed(
+            trained, gradient_state, frozen, forward_state, args, key, call.first + jnp.arange(count), call.counts
+        )
 
     def _layer(self, fixed: _Fixed, x: Hidden, written: Values) -> _Forward:
         """One layer, and what its backward pass needs."""
         marks = self.parts.stack.divided(self.parts.fn.gradient_state)[0]
 
         def run(trained: Tree, gradient_state: Tree, x: Hidden) -> tuple[tuple[Hidden, jax.Array], Any]:
-            old = replaced(fixed.kept, self.written, written)
+            old = replaced(fixed.forward_state, self.written, written)
             params, state = joined(trained, fixed.frozen), joined(old, gradient_state)
             y, new, reports = self.parts.layer(params, state, x, fixed.args, fixed.number, fixed.key)
             new = part(new, marks, lambda is_gradient_state: not is_gradient_state)
@@ -169,15 +171,15 @@ class Chunk:
         leaves, self._form = jax.tree.flatten(pull)
         return _Forward(y, leaves, new, reports)
 
-    def _pulled(self, leaves: Values, g: Hidden) -> Values:
+    def _gradients(self, leaves: Values, g: Hidden) -> Values:
         """The gradients of the Variables and of the input."""
         trained, gradient_state, gx = jax.tree.unflatten(self._form, leaves)((g, jnp.ones((), jnp.float32)))
         return jax.tree.leaves((trained, as_float(gradient_state), gx))
 
-    def _leaves(self, fixed: _Fixed, kept: Values) -> Values:
+    def _leaves(self, fixed: _Fixed, residuals: Values) -> Values:
         """All values that the backward pass needs."""
-        stored, others = iter(kept), iter(self._others(fixed))
-        return [next(stored) if is_kept else next(others) for is_kept in self._is_kept]
+        stored, recomputed = iter(residuals), iter(self._recompute(fixed))
+        return [next(stored) if is_stored else next(recomputed) for is_stored in self._is_stored]
 
 
 def as_float(cotangents: Tree) -> Tree:

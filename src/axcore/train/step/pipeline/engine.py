@@ -32,11 +32,11 @@ class Inputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the microbatches give, for the layers of a stage or for the rest of the model.
+    """The results summed over microbatches, for the layers of a stage or for the rest of the model.
 
     Attributes:
-        gradient: sums of gradients, and largest cotangents of `GradientState`.
-        written: Variables that are written, after the last microbatch.
+        gradient: sums of gradients, and the largest cotangents of `GradientState`.
+        written: the Variables that are written, with their values after the last microbatch.
         reports: the reports of each microbatch.
     """
 
@@ -50,7 +50,7 @@ class Buffers(NamedTuple):
 
     x: PyTree
     g: PyTree
-    kept: PyTree
+    residuals: PyTree
     stash: PyTree
 
 
@@ -77,14 +77,14 @@ class Task(NamedTuple):
     chunk: Int[Array, ""]
     x: Int[Array, ""]
     g: Int[Array, ""]
-    kept: Int[Array, ""]
+    residuals: Int[Array, ""]
     stash: Int[Array, ""]
     x_arrives: Int[Array, ""]
     g_arrives: Int[Array, ""]
 
 
 class Stage:
-    """One stage, which exists while a `shard_map` is traced."""
+    """One stage. It is created while the `shard_map` is traced."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Stage:
             inputs: [microbatch, ...].
             key: the key of the step.
             counts: the counts of the whole batch.
-            likes: shapes, dtypes and shardings of the trained parameters of all layers, and of the rest.
+            likes: shapes, dtypes and shardings of the trained parameters of all layers, and of the rest of the model.
         """
         self.parts, self.table, self.layers, self.rest = parts, table, layers, rest
         self.inputs, self.key, self.counts = inputs, key, counts
@@ -113,12 +113,12 @@ class Stage:
         self.likes, self.written = likes, tuple[int, ...]()
 
     def run(self) -> tuple[Sums, Sums, Hidden]:
-        """(sums of the layers, sums of the rest of the model, gradient of the inputs of the first layer), the last two
-        equal on all stages."""
+        """(sums of the layers, sums of the rest of the model, gradient of the inputs of the first layer). The last two
+        are equal on all stages."""
         rows = Task(**{name: jnp.asarray(getattr(self.table, name)) for name in Task._fields})
         carry, _ = jax.lax.scan(self._tick, self._start(), rows)
         rest, is_last = carry.rest, self.number == self.stages - 1
-        return carry.layers, Sums(*(_from(is_last, each) for each in rest)), _from(self.number == 0, carry.gx)
+        return carry.layers, Sums(*(_broadcast(is_last, each) for each in rest)), _broadcast(self.number == 0, carry.gx)
 
     def _tick(self, carry: Carry, row: Task) -> tuple[Carry, None]:
         task = Task(*_at(tuple(row), self.number))
@@ -132,18 +132,18 @@ class Stage:
         return carry._replace(buffers=buffers), None
 
     def _idle(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
-        return carry, self._nothing(), self._nothing()
+        return carry, self._zero_hidden(), self._zero_hidden()
 
     def _forward(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
         buffers, layers = carry.buffers, carry.layers
         is_first = (self.number == 0) & (task.chunk == 0)
         x = jax.lax.cond(
-            is_first, lambda: _placed(_at(self.inputs.x, task.microbatch)), lambda: _placed(_at(buffers.x, task.x))
+            is_first, lambda: _sharded(_at(self.inputs.x, task.microbatch)), lambda: _sharded(_at(buffers.x, task.x))
         )
         written = _at(layers.written, task.chunk)
-        y, kept, (new, reports) = self.chunk.forward(self._variables(task, written), x, self._call(task))
+        y, residuals, (new, reports) = self.chunk.forward(self._variables(task, written), x, self._call(task))
         buffers = buffers._replace(
-            kept=_put(buffers.kept, kept, task.kept),
+            residuals=_put(buffers.residuals, residuals, task.residuals),
             g=_put(buffers.g, y, task.g),  # the loss reads the output of the last chunk; elsewhere the slot is unused
         )
 
@@ -154,28 +154,28 @@ class Stage:
         layers = layers._replace(
             written=_put(layers.written, new, task.chunk), reports=jax.tree.map(report, layers.reports, reports)
         )
-        return carry._replace(buffers=buffers, layers=layers), _placed(y), self._nothing()
+        return carry._replace(buffers=buffers, layers=layers), _sharded(y), self._zero_hidden()
 
     def _backward(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
         buffers, rest = carry.buffers, carry.rest
         is_first = (self.number == 0) & (task.chunk == 0)
         is_last = (self.number == self.stages - 1) & (task.chunk == self.chunks - 1)
         rest, g = jax.lax.cond(
-            is_last, self._loss, lambda rest, g, _: (rest, _placed(g)), rest, _at(buffers.g, task.g), task
+            is_last, self._loss, lambda rest, g, _: (rest, _sharded(g)), rest, _at(buffers.g, task.g), task
         )
-        kept = _at(buffers.kept, task.kept)
-        g, stash = self.chunk.backward(_at(self.layers, task.chunk), kept, self._call(task), g)
+        residuals = _at(buffers.residuals, task.residuals)
+        g, stash = self.chunk.backward(_at(self.layers, task.chunk), residuals, self._call(task), g)
         buffers = buffers._replace(stash=_put(buffers.stash, stash, task.stash))
 
         gx = jax.lax.cond(is_first, lambda gx: _put(gx, g, task.microbatch), lambda gx: gx, carry.gx)
-        return Carry(buffers, carry.layers, rest, gx), self._nothing(), _placed(g)
+        return Carry(buffers, carry.layers, rest, gx), self._zero_hidden(), _sharded(g)
 
     def _weight(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
-        kept, stash = _at(carry.buffers.kept, task.kept), _at(carry.buffers.stash, task.stash)
-        found = self.chunk.weights(_at(self.layers, task.chunk), kept, self._call(task), stash)
+        residuals, stash = _at(carry.buffers.residuals, task.residuals), _at(carry.buffers.stash, task.stash)
+        found = self.chunk.weights(_at(self.layers, task.chunk), residuals, self._call(task), stash)
         sums = carry.layers.gradient
         sums = _put(sums, added(_at(sums, task.chunk), *found), task.chunk)
-        return carry._replace(layers=carry.layers._replace(gradient=sums)), self._nothing(), self._nothing()
+        return carry._replace(layers=carry.layers._replace(gradient=sums)), self._zero_hidden(), self._zero_hidden()
 
     def _loss(self, rest: Sums, y: Hidden, task: Task) -> tuple[Sums, Hidden]:
         """The sums with the loss of a microbatch, and the gradient of the output of the last layer."""
@@ -187,25 +187,25 @@ class Stage:
 
         value_of, pull, (written, reports) = jax.vjp(value, *self._differentiated(self.rest), y, has_aux=True)
         *found, g = pull(jnp.ones_like(value_of))
-        return Sums(added(rest.gradient, *found), written, _put(rest.reports, reports, task.microbatch)), _placed(g)
+        return Sums(added(rest.gradient, *found), written, _put(rest.reports, reports, task.microbatch)), _sharded(g)
 
     def _after(
         self, rest: Variables, written: list[jax.Array], y: Hidden, task: Task
     ) -> tuple[list[jax.Array], LossSum, Collections]:
-        kept = replaced(rest.kept, self.written, written)
-        params, state = joined(rest.trained, rest.frozen), joined(kept, rest.gradient_state)
+        forward_state = replaced(rest.forward_state, self.written, written)
+        params, state = joined(rest.trained, rest.frozen), joined(forward_state, rest.gradient_state)
         loss, reports, new = self.parts.after(
             params, state, _at(self.inputs.batch, task.microbatch), self._key(task), y
         )
         marks = self.parts.stack.divided(self.parts.fn.gradient_state)[1]
         new = part(new, marks, lambda is_gradient_state: not is_gradient_state)
-        pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(kept), strict=True))
+        pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(forward_state), strict=True))
         self.written = tuple(number for number, (new, old) in enumerate(pairs) if new is not old)
         return [pairs[number][0] for number in self.written], loss, reports
 
     def _variables(self, task: Task, written: list[jax.Array]) -> Variables:
         own = _at(self.layers, task.chunk)
-        return own._replace(kept=replaced(own.kept, self.chunk.written, written))
+        return own._replace(forward_state=replaced(own.forward_state, self.chunk.written, written))
 
     def _call(self, task: Task) -> Call:
         first = (task.chunk * self.stages + self.number) * self.depth
@@ -220,8 +220,8 @@ class Stage:
     def _key(self, task: Task) -> PRNGKeyArray:
         return key_of(self.key, task.microbatch)
 
-    def _nothing(self) -> Hidden:
-        return _placed(_zeros(self.x))
+    def _zero_hidden(self) -> Hidden:
+        return _sharded(_zeros(self.x))
 
     def _differentiated(self, variables: Variables) -> tuple[Tree, Tree]:
         return variables.trained, to_fm32(variables.gradient_state)
@@ -231,12 +231,14 @@ class Stage:
         self.x = jax.eval_shape(lambda: _at(self.inputs.x, 0))
         first, call = _at(self.layers, 0), self._call(zero)
         self.chunk = Chunk(self.parts, first, self.x, call)
-        _, kept, (_, reports) = jax.eval_shape(lambda x: self.chunk.forward(first, x, call), self.x)
-        stash = jax.eval_shape(lambda kept, g: self.chunk.backward(first, kept, call, g)[1], kept, self.x)
+        _, residuals, (_, reports) = jax.eval_shape(lambda x: self.chunk.forward(first, x, call), self.x)
+        stash = jax.eval_shape(
+            lambda residuals, g: self.chunk.backward(first, residuals, call, g)[1], residuals, self.x
+        )
         shapes = jax.eval_shape(lambda y: self._after(self.rest, [], y, zero)[1:], self.x)
-        sizes = {"x": self.x, "g": self.x, "kept": kept, "stash": stash}
+        sizes = {"x": self.x, "g": self.x, "residuals": residuals, "stash": stash}
         buffers = {name: _zeros(like, getattr(self.table, f"num_{name}") + 1) for name, like in sizes.items()}
-        buffers |= {name: _placed(buffers[name], None) for name in ("x", "g")}
+        buffers |= {name: _sharded(buffers[name], None) for name in ("x", "g")}
         microbatches = jax.tree.leaves(self.inputs.batch)[0].shape[0]
 
         def of_layers(report: jax.ShapeDtypeStruct) -> jax.Array:
@@ -246,19 +248,19 @@ class Stage:
             Buffers(**buffers),
             Sums(
                 self._no_gradient(self.likes[0], self.layers, (self.chunks, self.depth)),
-                _at_numbers(self.layers.kept, self.chunk.written),
+                _at_numbers(self.layers.forward_state, self.chunk.written),
                 jax.tree.map(of_layers, reports),
             ),
             Sums(
                 self._no_gradient(self.likes[1], self.rest, ()),
-                _at_numbers(self.rest.kept, self.written),
+                _at_numbers(self.rest.forward_state, self.written),
                 _zeros(shapes, microbatches),
             ),
-            _placed(_zeros(self.x, microbatches), None),
+            _sharded(_zeros(self.x, microbatches), None),
         )
 
     def _no_gradient(self, likes: Tree, variables: Variables, leading: tuple[int, ...]) -> Gradient:
-        """Accumulators. The axis over layers is replaced by the leading axes."""
+        """Zero accumulators, with the `leading` axes in place of the axis over all layers."""
 
         def zeros(like: jax.ShapeDtypeStruct, own: jax.Array) -> jax.Array:
             found = jnp.zeros(own.shape, jnp.promote_types(own.dtype, jnp.float32))
@@ -304,7 +306,7 @@ def _zeros(like: PyTree, *leading: int) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), like)
 
 
-def _placed(x: Hidden, *leading: None) -> Hidden:
+def _sharded(x: Hidden, *leading: None) -> Hidden:
     """Shards hidden states [*leading, batch, seq, embed] like those inside the layers.
 
     The branches of a conditional must agree on the sharding of their results.
@@ -313,11 +315,11 @@ def _placed(x: Hidden, *leading: None) -> Hidden:
     return jax.tree.map(lambda leaf: constrain(leaf, *leading, *HIDDEN) if leaf.ndim == size + 3 else leaf, x)
 
 
-def _from(is_here: Bool[Array, ""], tree: PyTree) -> PyTree:
-    """The arrays of the stage where the condition holds, on all stages."""
+def _broadcast(is_source: Bool[Array, ""], tree: PyTree) -> PyTree:
+    """Broadcasts the arrays of the stage where `is_source` is true to all stages."""
 
     def found(x: jax.Array) -> jax.Array:
-        total = jax.lax.psum(jnp.where(is_here, x, jnp.zeros_like(x)), "pipeline")
+        total = jax.lax.psum(jnp.where(is_source, x, jnp.zeros_like(x)), "pipeline")
         return total.astype(x.dtype)
 
     return jax.tree.map(found, tree)

@@ -37,15 +37,15 @@ def pipelined(
     assert layout.pipeline is not None
     table = layout.pipeline.table(layout.stages, microbatches)
     parts = Parts(gradient.fn, gradient.objective, stack, (joined(gradient.trained, gradient.frozen), model_state))
-    kept, gradient_state = gradient.kept(model_state), gradient.gradient_state(model_state)
-    trees = (stack.divided(tree) for tree in (gradient.trained, gradient.frozen, kept, gradient_state))
+    forward_state, gradient_state = gradient.forward_state(model_state), gradient.gradient_state(model_state)
+    trees = (stack.divided(tree) for tree in (gradient.trained, gradient.frozen, forward_state, gradient_state))
     layers, rest = (Variables(*each) for each in zip(*trees, strict=True))
     likes = stack.divided(gradient.params_like)
     batches = gradient.split(batch, microbatches)
 
     def before(trained: Tree, gradient_state: Tree) -> tuple[Hidden, tuple[PyTree, ...]]:
         """The inputs of the layers for all microbatches."""
-        params, state = joined(trained, rest.frozen), joined(rest.kept, gradient_state)
+        params, state = joined(trained, rest.frozen), joined(rest.forward_state, gradient_state)
 
         def of_microbatch(numbered: tuple[jax.Array, Batch]) -> tuple[Hidden, tuple[PyTree, ...]]:
             return parts.before(params, state, numbered[1], key_of(key, numbered[0]))
@@ -61,8 +61,8 @@ def pipelined(
             found, of_rest, gx = stage.run()
             found = jax.tree.map(functools.partial(to_layers, stages=layout.stages), found)
         return (
-            found._replace(written=replaced(layers.kept, stage.chunk.written, found.written)),
-            of_rest._replace(written=replaced(rest.kept, stage.written, of_rest.written)),
+            found._replace(written=replaced(layers.forward_state, stage.chunk.written, found.written)),
+            of_rest._replace(written=replaced(rest.forward_state, stage.written, of_rest.written)),
             gx,
         )
 

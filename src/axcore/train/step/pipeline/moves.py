@@ -1,5 +1,8 @@
-"""Moves chunks of layers between stages. Arrays of the layers are sharded in layer order, so each stage holds
-consecutive layers, but chunk c of the model runs on stage `c % stages`."""
+"""Moves chunks of layers between stages.
+
+The arrays of the layers are sharded in layer order, so each stage holds consecutive layers. But chunk c of the model
+runs on stage `c % stages`.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class _Reached(Exception):
         self.x, self.args_of_layers = x, args
 
 
-class _Instead(Layer):
+class _Replacement(Layer):
     """Runs a function in place of the stack."""
 
     run: Callable[..., Hidden]
@@ -43,8 +43,8 @@ class _Instead(Layer):
 class Parts:
     """The parts of a model.
 
-    `like` are its parameters and other Variables, with arbitrary arrays. The arguments `params` and `state` are those
-    of the rest of the model, without the layers, if not said otherwise.
+    `like` has the structure of its parameters and other Variables; the values of the arrays do not matter. Unless
+    stated otherwise, the arguments `params` and `state` are those of the rest of the model, without the layers.
     """
 
     fn: Functional
@@ -65,7 +65,7 @@ class Parts:
                     self._refuse("a transform such as remat surrounds it")
             raise _Reached(x, args)
 
-        model = self._with_instead(params, state, reached)
+        model = self._with_replaced_stack(params, state, reached)
         before = jax.tree.leaves(split(model)[2])
         try:
             invoke(model, batch, key=key, training=True, method=self.objective)
@@ -74,7 +74,7 @@ class Parts:
             if written:
                 self._refuse("a layer before it writes Variables")
             if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(found.args_of_layers)):
-                self._refuse("its layers take further arguments of floating point, which may depend on parameters")
+                self._refuse("its layers take further floating-point arguments, which may depend on parameters")
             return found.x, found.args_of_layers
         raise ConfigError(f"the objective does not run {self.stack.path}, which the pipeline divides into stages")
 
@@ -95,7 +95,7 @@ class Parts:
             try:
                 y = layer(x, *args)
             except ContextError as error:
-                error.add_note(f"in a pipeline, a layer of {self.stack.path} gets no values that others share")
+                error.add_note(f"in a pipeline, layers of {self.stack.path} cannot read values that other layers share")
                 raise
         check_no_tracers(layer)
         assert frame.collections is not None
@@ -111,7 +111,7 @@ class Parts:
             calls.append(x)
             return y
 
-        model = self._with_instead(params, state, given)
+        model = self._with_replaced_stack(params, state, given)
         loss, collections = invoke(model, batch, key=key, training=True, method=self.objective)
         if len(calls) != 1:
             self._refuse(f"the model runs it {len(calls)} times")
@@ -123,19 +123,19 @@ class Parts:
         """The structure of the layers."""
         return split(_at(self.fn.bind(*self.like), self.stack.names))[0]
 
-    def _with_instead(self, params: Tree, state: Tree, run: Callable[..., Hidden]) -> Any:  # Any: a module
+    def _with_replaced_stack(self, params: Tree, state: Tree, run: Callable[..., Hidden]) -> Any:  # Any: a module
         """The model with `run` in place of the stack."""
         layers = (self.stack.divided(each)[0] for each in self.like)
         whole = (self.stack.whole(like, rest) for like, rest in zip(layers, (params, state), strict=True))
         model = self.fn.bind(*whole)
         *above, name = self.stack.path.split(".")
-        instead = _Instead.Config().build(rngs=Rngs(0))
-        instead.run = run
+        replacement = _Replacement.Config().build(rngs=Rngs(0))
+        replacement.run = run
         holder = _at(model, tuple(int(each) if each.isdigit() else each for each in above))
         if isinstance(holder, nnx.List):
-            holder[int(name)] = instead
+            holder[int(name)] = replacement
         else:
-            setattr(holder, name, instead)
+            setattr(holder, name, replacement)
         return model
 
     def _refuse(self, reason: str) -> None:

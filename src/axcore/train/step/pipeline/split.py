@@ -1,6 +1,6 @@
-"""The backward pass of a layer in two parts, divided by dataflow: the gradient of the input, and those of the weights.
+"""Divides the backward pass of a layer by dataflow into two parts: the gradient of the input, and those of the weights.
 
-No layer and no kernel knows of the division: it is made on the flat list of operations that JAX derives.
+Layers and kernels need no changes, because the flat list of operations that JAX derives is divided.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Operations(NamedTuple):
     steps: list[Any]  # Any: the equations of a jaxpr, as Atom
 
     def after(self, variables: Iterable[Atom]) -> set[Atom]:
-        """The variables that depend on these variables, with these."""
+        """These variables and all variables that depend on them."""
         found = set(variables)
         for step in self.steps:
             if any(v in found for v in _variables(step.invars)):
@@ -40,7 +40,7 @@ class Operations(NamedTuple):
         return found
 
     def before(self, variables: Iterable[Atom]) -> set[Atom]:
-        """The variables on which these variables depend, with these."""
+        """These variables and all variables that they depend on."""
         found = set(_variables(variables))
         for step in reversed(self.steps):
             if any(v in found for v in step.outvars):
@@ -52,7 +52,7 @@ class Operations(NamedTuple):
         return [not isinstance(atom, Literal) and atom in variables for atom in self.outputs]
 
     def run(self, given: Mapping[Atom, Any], wanted: Sequence[Atom], steps: Sequence[Any]) -> Values:
-        """The wanted values, from those given and some of the steps."""
+        """The wanted values, computed by `steps` from the given values."""
         values: dict[Atom, Any] = {**self.known, **given}
 
         def read(atom: Atom) -> Any:
@@ -102,8 +102,8 @@ def _variables(atoms: Iterable[Atom]) -> list[Atom]:
 class Backward:
     """A backward pass `(leaves, g) -> [gradients of weights, gradients of the input]` in two parts.
 
-    Operations that depend on `g` and that the gradient of the input does not need belong to `weights`. An operation
-    that yields both gradients belongs to `inputs`.
+    Operations that depend on `g` and are not needed for the gradient of the input belong to `weights`. An operation
+    that both gradients need belongs to `inputs`.
     """
 
     def __init__(self, operations: Operations, num_leaves: int, num_weights: int):

@@ -38,15 +38,15 @@ class PipelinedStack:
         return tuple(int(name) if name.isdigit() else name for name in join(self.path, self.place).split("."))
 
     def divided(self, tree: Tree) -> tuple[Tree, Tree]:
-        """A tree of the model as (that of the layers, the rest), without empty dicts."""
+        """Divides a tree of the model into (the tree of the layers, the tree of the rest), without empty dicts."""
         return _divided(tree, self.names)
 
     def whole(self, layers: Tree, rest: Tree) -> Tree:
-        """The tree of the model: the inverse of `divided`."""
+        """Combines both trees again: the inverse of `divided`."""
         return _whole(layers, rest, self.names) if layers else rest
 
     def axes(self, axes: Tree) -> Tree:
-        """The logical axes of each array, without `layer` outside of this stack, whose layers alone are divided."""
+        """The logical axes of each array, where `layer` is kept only in this stack, the only one that is divided."""
         layers, rest = self.divided(axes)
         return self.whole(layers, _without_layer(rest))
 
@@ -55,8 +55,8 @@ def pipelined_stack(model: Config, layout: Layout, microbatches: int) -> Pipelin
     """The stack that the stages of the layout divide: the one with the most layers; None without stages.
 
     Raises:
-        ConfigError: no stack consists of equal layers, the chunks of layers would be unequal, or there are fewer
-            microbatches than stages.
+        ConfigError: no stack consists of equal layers, the layers cannot be divided into equal chunks, or there are
+            fewer microbatches than stages.
     """
     if layout.pipeline is None:
         return None
