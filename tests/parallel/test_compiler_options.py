@@ -37,7 +37,7 @@ def test_the_compiler_accepts_valid_options_unchanged():
         ({"optimization_level": 1}, "1 is not a valid CompilerEffortLevel"),
         ({"xla_tpu_scoped_vmem_limit_kib": 1}, "an option for TPUs, but the platform is 'cpu'"),
         ({"xla_gpu_enable_async_collectives": True}, "asynchronous by default. Remove it"),
-        ({"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_pipeline_all_gather": "on"}, "is set, too. Remove one"),
+        ({"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_pipeline_all_gather": "on"}, "is also set. Remove one"),
         ({"--xla_dump_to": "x"}, "no such option"),
     ],
 )

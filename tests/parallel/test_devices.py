@@ -42,7 +42,7 @@ def test_dcn_applies_to_hosts_if_there_is_one_slice(monkeypatch):
 
 
 def test_factors_that_do_not_multiply_to_the_slices_raise():
-    with pytest.raises(ConfigError, match=r"in 4 slices, but mesh\.dcn={'fsdp': 2} is no factorization of 4"):
+    with pytest.raises(ConfigError, match=r"in 4 slices, but mesh\.dcn={'fsdp': 2} does not multiply to 4"):
         device_mesh({"fsdp": 8}, {"fsdp": 2}, devices(4, 2))
 
 

@@ -47,8 +47,8 @@ STANDARD_RULES: Mapping[str, MeshAxes] = FrozenDict(
         "layer": "pipeline",
     }
 )
-"""Rules for any mesh of the standard axes. Parameters other than experts are sharded over expert and context too, whose
-devices would otherwise hold copies."""
+"""Rules for any mesh of the standard axes. Parameters other than experts are also sharded over the axes expert and
+context, since the devices along these would otherwise hold copies."""
 
 
 def group_of(axes: MeshAxes) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Options of the XLA compiler, checked by the installed compiler before a step is compiled with them.
 
-XLA ends the process if the environment variable XLA_FLAGS contains an unknown flag. Here, every option is given to the
-compiler of one small function first, where an invalid option is an exception. The names and values of options change
-between versions of jaxlib, and the two channels spell some of them differently.
+XLA ends the process if the environment variable XLA_FLAGS contains an unknown flag. Here, a small function is compiled
+with each option first, so that an invalid option raises an exception. The names and values of options change between
+versions of jaxlib, and some are spelled differently in XLA_FLAGS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CheckedOption(NamedTuple):
     Attributes:
         name: its name in the installed compiler.
         value: its value in the installed compiler.
-        note: how it was checked, or why it was not; and the name that it had in the config if that is an old one.
+        note: how it was checked, or why it was not; and the spelling in the config if it differs.
         checked: whether the compiler accepted it. False if this machine lacks the compiler of the target.
     """
 
@@ -47,7 +47,7 @@ RENAMED: Mapping[str, str] = {
     **{f"xla_gpu_enable_pipelined_{kind}": f"xla_gpu_pipeline_{kind}" for kind in _PIPELINED},
     "xla_gpu_enable_heuristic_collective_combining": "xla_gpu_experimental_enable_heuristic_collective_combining",
 }
-"""Old name -> name in current versions of jaxlib."""
+"""Old name -> name in the current version of jaxlib."""
 
 VALUES: Mapping[str, Mapping[str, Value]] = {
     f"xla_gpu_pipeline_{kind}": {
@@ -58,7 +58,7 @@ VALUES: Mapping[str, Mapping[str, Value]] = {
     }
     for kind in _PIPELINED
 }
-"""Name -> a value of the old name or of XLA_FLAGS, in lower case -> the value of the option."""
+"""Name -> an old value or a value in XLA_FLAGS, in lower case -> the value of the option."""
 
 REMOVED: Mapping[str, str] = {
     "xla_cpu_use_thunk_runtime": "the thunk runtime is the only one",
@@ -72,7 +72,7 @@ REMOVED: Mapping[str, str] = {
     "xla_gpu_lhs_enable_gpu_async_tracker": "the tracker is always on",
     "xla_gpu_simplify_all_fp_conversions": "the simplification is always on",
 }
-"""Options that jaxlib no longer has, and what to know instead."""
+"""Options that jaxlib no longer has -> what the error message says about them."""
 
 SUGGESTED = (
     *(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in _PIPELINED),
@@ -122,7 +122,7 @@ SUGGESTED = (
 
 
 def check_options(options: CompilerOptions, layout: Layout) -> tuple[CheckedOption, ...]:
-    """The options in the spelling of the installed compiler, each accepted by it.
+    """The options in the spelling of the installed compiler, which accepts each of them.
 
     Args:
         options: the field `compiler_options` of a trainer.
@@ -137,24 +137,26 @@ def check_options(options: CompilerOptions, layout: Layout) -> tuple[CheckedOpti
     for given, value in options.items():
         name = RENAMED.get(given, given)
         if name in found or (name != given and name in options):
-            raise ConfigError(f"compiler_options.{given}: this option is now {name!r}, which is set, too. Remove one")
+            raise ConfigError(f"compiler_options.{given}: this option is now {name!r}, which is also set. Remove one")
         value = VALUES.get(name, {}).get(str(value).lower(), value)
-        now = f"; given as {given}={options[given]!r}" if (name, value) != (given, options[given]) else ""
+        given_as = f"; given as {given}={options[given]!r}" if (name, value) != (given, options[given]) else ""
         if given in REMOVED:
             raise ConfigError(
                 f"compiler_options.{given}: jaxlib {jaxlib_version} has no such option: {REMOVED[given]}. Remove it"
             )
         if device is None:
-            found[name] = CheckedOption(name, value, f"not checked: no {layout.platform} compiler here{now}", False)
+            found[name] = CheckedOption(
+                name, value, f"not checked: no {layout.platform} compiler here{given_as}", False
+            )
             continue
         if error := _refusal(name, value, device):
             raise ConfigError(f"compiler_options.{given}: {_explained(error, name, value, device)}")
-        found[name] = CheckedOption(name, value, f"accepted by the compiler{now}", True)
+        found[name] = CheckedOption(name, value, f"accepted by the compiler{given_as}", True)
     return tuple(found.values())
 
 
 def checked_options(options: CompilerOptions, layout: Layout) -> dict[str, Value]:
-    """The options to compile with; see `check_options`. Warns of each option that has another name or value now."""
+    """The options to compile with; see `check_options`. Warns about each option that was renamed."""
     found = check_options(options, layout)
     for given, option in zip(options, found, strict=True):
         if given != option.name:

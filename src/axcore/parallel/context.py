@@ -1,4 +1,4 @@
-"""Context parallelism: how attention computes when the rules shard the sequence."""
+"""Context parallelism: how attention is computed when the rules shard the sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class ContextParallelism(Configurable):
     """
 
     tags_heads: ClassVar[bool] = False
-    """Whether the strategy tags its heads as `heads` for remat policies, which a custom gradient requires."""
+    """Whether the strategy itself tags its result as `heads` for remat policies. A strategy with a custom gradient
+    must."""
 
     class Config(axcore.config.Config):
         """Base of the configs of these strategies."""
@@ -30,10 +31,10 @@ class ContextParallelism(Configurable):
         self.config = cfg
 
     def refusal(self, request: KernelRequest, shards: int) -> str | None:
-        """Why the strategy cannot compute this call, such as "requires num_heads to be ..."; None if it can.
+        """The reason if the strategy cannot compute this call, such as "requires num_heads to be ..."; None if it can.
 
         Args:
-            request: The call with the part of one device: `query_len` and `key_len` are those of the part.
+            request: The call on one device, whose `query_len` and `key_len` are those of its part of the sequence.
             shards: The number of parts of the sequence.
         """
         return None

@@ -16,12 +16,12 @@ from axcore.config import ConfigError
 def device_mesh(sizes: Mapping[str, int], slow: Mapping[str, int], devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     """The mesh with these axes.
 
-    Several slices (TPU pods) are always arranged by `slow`, or by the outermost axes if it is empty. Hosts are arranged
-    by `slow` if it is given, and in their order otherwise.
+    If there are several slices (TPU pods), the axes in `slow` span them, or the outermost axes if `slow` is empty. With
+    one slice, the axes in `slow` span the hosts; if it is empty, devices stay in their order.
 
     Args:
         sizes: axis -> size, outermost first.
-        slow: axis -> how many slices or hosts the axis spans; see `Mesh.dcn`.
+        slow: axis -> number of slices or hosts that it spans; see `Mesh.dcn`.
 
     Raises:
         ConfigError: `slow` does not multiply to the number of slices or hosts, or does not divide the axes.
@@ -34,7 +34,7 @@ def device_mesh(sizes: Mapping[str, int], slow: Mapping[str, int], devices: Sequ
     factors = [slow.get(axis, 1) for axis in sizes] if slow else _outermost(sizes, count)
     if math.prod(factors) != count:
         given = (
-            f"mesh.dcn={dict(slow)} is no factorization of {count}"
+            f"mesh.dcn={dict(slow)} does not multiply to {count}"
             if slow
             else f"mesh.shape={dict(sizes)} has no axis that spans them"
         )

@@ -27,7 +27,7 @@ def use_fsdp(cfg: Config, size: PositiveInt | Literal[-1] = -1) -> Config:
 
     Args:
         cfg: The config of a trainer.
-        size: The number of devices that share the parameters; -1: all that other axes leave over.
+        size: The number of devices that share the parameters; -1: all devices that the other axes do not use.
     """
     return cfg.set(mesh=_with_axis(cfg, "fsdp", size))
 
@@ -60,7 +60,7 @@ def use_zero(cfg: Config, stage: Literal[1, 2]) -> Config:
 
     Args:
         cfg: The config of a trainer.
-        stage: The stage of ZeRO. Stage 3 is `fsdp`.
+        stage: The stage of ZeRO. For stage 3, use `fsdp`.
     """
     return cfg.set(mesh=_mesh(cfg).set(zero=stage))
 
@@ -90,7 +90,7 @@ def use_context(cfg: Config, size: PositiveInt, strategy: str | None = "all-to-a
 def use_pipeline(cfg: Config, size: PositiveInt, schedule: str = "1f1b", chunks: PositiveInt | None = None) -> Config:
     """Divides the layers into stages over the mesh axis `pipeline`.
 
-    The trainer needs at least as many `microbatches` as stages; with four times as many, stages are seldom idle.
+    The trainer must have at least as many `microbatches` as stages. With four times as many, stages are rarely idle.
 
     Args:
         cfg: The config of a trainer.
@@ -98,9 +98,9 @@ def use_pipeline(cfg: Config, size: PositiveInt, schedule: str = "1f1b", chunks:
         schedule: The name of a schedule that a plugin offers, with options if any.
         chunks: The number of chunks of layers on each stage; None: that of the schedule.
     """
-    made = cast(PipelineSchedule.Config, offered(PipelineScheduleOffer, schedule))
-    made = made if chunks is None else made.set(chunks=chunks)
-    return cfg.set(mesh=_with_axis(cfg, "pipeline", size).set(pipeline=made))
+    pipeline = cast(PipelineSchedule.Config, offered(PipelineScheduleOffer, schedule))
+    pipeline = pipeline if chunks is None else pipeline.set(chunks=chunks)
+    return cfg.set(mesh=_with_axis(cfg, "pipeline", size).set(pipeline=pipeline))
 
 
 def _mesh(cfg: Any) -> Mesh:  # Any: the config of a trainer, which is above this package
@@ -115,16 +115,16 @@ def _with_axis(cfg: Config, axis: str, size: int) -> Mesh:
     mesh = _mesh(cfg)
     shape = {**mesh.shape, axis: size}
     if size == -1:
-        shape.update({other: 1 for other, held in mesh.shape.items() if held == -1 and other != axis})
+        shape.update({other: 1 for other, current in mesh.shape.items() if current == -1 and other != axis})
     elif -1 not in mesh.shape.values():
-        held = mesh.shape.get(axis, 1)
-        givers = [other for other in ("fsdp", "data") if other in shape and other != axis]
-        fits = [other for other in givers if shape[other] * held % size == 0]
+        current = mesh.shape.get(axis, 1)
+        donors = [other for other in ("fsdp", "data") if other in shape and other != axis]
+        fits = [other for other in donors if shape[other] * current % size == 0]
         if not fits:
-            sizes = ", ".join(f"{other}={shape[other] * held}" for other in givers)
+            sizes = ", ".join(f"{other}={shape[other] * current}" for other in donors)
             raise ConfigError(
                 f"the axis {axis!r} of size {size} takes its devices from fsdp or data, but in "
-                f"mesh.shape={dict(mesh.shape)} none of them is a multiple of {size} ({sizes}). Set mesh.shape instead"
+                f"mesh.shape={dict(mesh.shape)} none of these is a multiple of {size} ({sizes}). Set mesh.shape instead"
             )
-        shape[fits[0]] = shape[fits[0]] * held // size
+        shape[fits[0]] = shape[fits[0]] * current // size
     return mesh.set(shape=FrozenDict(shape))

@@ -26,11 +26,10 @@ Axis = Any  # Any: the type of UNCONSTRAINED is private to jax
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh with its rules. See `Mesh` for `parameters`, `zero`, `optimizer_memory` and
-    `context`.
+    """A mesh with its rules. See `Mesh` for `parameters`, `zero`, `optimizer_memory` and `context`.
 
     Attributes:
-        manual: the mesh axes of the enclosing `shard_map`. Arrays are shards of these axes already.
+        manual: the mesh axes of the enclosing `shard_map`, over which arrays are already sharded.
         pipeline: the schedule of the stages; None without stages.
     """
 
@@ -54,7 +53,7 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """The number of devices over which an array can be sharded here: the product of the automatic axes."""
+        """The largest number of shards of an array here: the product of the sizes of the automatic axes."""
         return self.size_of(self.automatic)
 
     @property
@@ -88,7 +87,7 @@ class Layout:
         return "" if device is None else str(device.device_kind)
 
     def axes_of(self, name: str | None) -> tuple[str, ...]:
-        """The automatic mesh axes to which the rules map a logical axis. Axes that the mesh lacks are left out."""
+        """The automatic mesh axes to which the rules map a logical axis, without those that the mesh lacks."""
         group = () if name is None else group_of(self.rules.get(name))
         return tuple(axis for axis in group if axis in self.automatic)
 
@@ -98,10 +97,11 @@ class Layout:
         return math.prod(sizes[axis] for axis in group_of(axes))
 
     def spec(self, axes: Sequence[Axis], shape: Sequence[int] | None = None) -> PartitionSpec:
-        """The partition spec of an array with these logical axes. If several dimensions map to one mesh axis, the first
-        of them uses it. But `seq` leaves the axes of later dimensions to them, even if they are too small to use them:
-        with `seq` and `head` on one axis, attention is sharded by heads and the residual stream by tokens (sequence
-        parallelism, arXiv 2205.05198).
+        """The partition spec of an array with these logical axes.
+
+        If several dimensions map to one mesh axis, the first of them uses it. The exception is `seq`, which does not
+        use the mesh axes of later dimensions, even if those are too small to use them. If `seq` and `head` map to one
+        axis, attention is sharded by heads and the residual stream by tokens (sequence parallelism, arXiv 2205.05198).
 
         Args:
             axes: The logical axis of each dimension. `PartitionSpec.UNCONSTRAINED` leaves the dimension to the
@@ -115,8 +115,9 @@ class Layout:
             if axes[index] is PartitionSpec.UNCONSTRAINED:
                 dimensions.append(axes[index])
                 continue
-            left = {axis for later in names[index + 1 :] for axis in self.axes_of(later)} if name == "seq" else set()
-            group = tuple(axis for axis in self.axes_of(name) if axis not in taken | left)
+            later = names[index + 1 :] if name == "seq" else []
+            reserved = {axis for each in later for axis in self.axes_of(each)}
+            group = tuple(axis for axis in self.axes_of(name) if axis not in taken | reserved)
             while shape is not None and shape[index] % self.size_of(group):
                 group = group[:-1]
             taken.update(group)
@@ -124,10 +125,10 @@ class Layout:
         return PartitionSpec(*dimensions)
 
     def check_rules(self, declared: Iterable[str]) -> None:
-        """Checks that every rule maps an axis in `LOGICAL_AXES` or in `declared`, the axes of a model.
+        """Checks that every rule is for an axis in `LOGICAL_AXES` or in `declared`, the axes of a model.
 
         Raises:
-            ConfigError: A rule maps another axis.
+            ConfigError: A rule is for another axis.
         """
         known = sorted({*LOGICAL_AXES, *declared})
         for name in self.rules:
@@ -152,19 +153,19 @@ class Layout:
             ConfigError: The size of a dimension is not divisible by the number of its shards.
         """
 
-        def place(
+        def sharding_of(
             path: KeyPath[object], array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]
         ) -> NamedSharding:
             where = jax.tree_util.keystr(path, simple=True, separator=".")
-            spec = self._of_path(where).spec(names)
+            spec = self._for_path(where).spec(names)
             for name, size, entry in zip(names, array.shape, spec, strict=True):
                 if size % self.size_of(entry):
                     raise ConfigError(f"{where}: {self._not_divisible(name, size, entry, where)}")
             return NamedSharding(self.mesh, spec)
 
-        return jax.tree_util.tree_map_with_path(place, arrays, axes)
+        return jax.tree_util.tree_map_with_path(sharding_of, arrays, axes)
 
-    def _of_path(self, path: str) -> Layout:
+    def _for_path(self, path: str) -> Layout:
         """The layout with the rules of one parameter."""
         own = [rules for pattern, rules in self.parameters.items() if matches(pattern, path)]
         return dataclasses.replace(self, rules=own[-1]) if own else self
@@ -198,7 +199,7 @@ class Layout:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes `constrain` place activations on this mesh."""
+        """Makes this the layout that `constrain` and `shard_map` use, as `active_layout` returns it."""
         token = _layout.set(self)
         try:
             yield

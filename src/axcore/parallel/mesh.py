@@ -1,7 +1,7 @@
 """The device mesh, and the rules that map logical axes to mesh axes.
 
-Parameters and activations have logical axes ("embed", "mlp", "batch"), and rules map each of them to mesh axes. A model
-never names a device.
+Parameters and activations have logical axes ("embed", "mlp", "batch"), and rules map each of them to mesh axes. Models
+do not mention devices.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from axcore.parallel.pipeline import OneForwardOneBackward, PipelineSchedule
 class Mesh(Config):
     """The shape of the device mesh and the rules from logical to mesh axes.
 
-    One axis may have size -1, which is replaced by the number of remaining devices. Axes are ordered as in
-    `MESH_AXES`, whatever their order in `shape`, so that the last ones connect neighbouring devices. An axis of another
+    One axis may have size -1, which is replaced by the number of remaining devices. The order of axes is
+    that of `MESH_AXES`, not that of `shape`, so that the last ones connect neighbouring devices. An axis with another
     name comes before "tensor".
 
     Rules may name axes in `MESH_AXES` that `shape` lacks: they have no effect, so the same rules serve every shape.
@@ -33,18 +33,17 @@ class Mesh(Config):
 
     shape: Mapping[str, PositiveInt | Literal[-1]] = FrozenDict({"data": -1, "fsdp": 1})
     dcn: Mapping[str, PositiveInt] = FrozenDict()
-    """Axis -> how many slices or hosts it spans. These factors of the sizes use the slow links between slices or hosts;
-    the rest of each axis uses the fast links. Empty: the outermost axes span the slices or hosts."""
+    """Axis -> number of slices or hosts that it spans. Only this factor of its size uses the slow links between slices
+    or hosts; the rest uses the fast links. Empty: the outermost axes span the slices or hosts."""
     rules: Mapping[str, MeshAxes] = STANDARD_RULES
     parameters: Mapping[str, Mapping[str, MeshAxes]] = FrozenDict()
-    """Path pattern of parameters, such as `decoder.layers.ffn.**` -> rules that apply to them instead of `rules`; `{}`
+    """Path pattern, such as `decoder.layers.ffn.**` -> rules for the parameters that match, instead of `rules`; `{}`
     replicates them. The last matching pattern applies."""
     zero: Literal[0, 1, 2] = 0
-    """What is sharded over the devices that hold copies of a parameter (ZeRO, arXiv 1910.02054): nothing (0), its
-    optimizer state (1), or also the gradients that microbatches accumulate (2). Parameters themselves are sharded by
-    rules, as in FSDP."""
+    """What is sharded over the replicas of a parameter (ZeRO, arXiv 1910.02054): nothing (0), its optimizer state (1),
+    or also the gradients that microbatches accumulate (2). Parameters themselves are sharded by rules, as in FSDP."""
     optimizer_memory: Literal["device", "host"] = "device"
-    """Where optimizer state is between steps. In host memory it costs transfers in both directions in each step."""
+    """Where optimizer state is kept between steps. With `host`, each step transfers it to the device and back."""
     context: ContextParallelism.Config | None = None
     """How attention computes when the rules shard `seq`; None: keys and values are gathered."""
     pipeline: PipelineSchedule.Config | None = None
@@ -61,7 +60,7 @@ class Mesh(Config):
         return self._layout(device_mesh(sizes, self.dcn, devices))
 
     def abstract(self, count: int, platform: str, device_kind: str = "") -> Layout:
-        """The layout on `count` devices that this process does not have, for tracing and lowering.
+        """The layout on `count` devices that need not exist, for tracing and lowering.
 
         Raises:
             ConfigError: See `make`.

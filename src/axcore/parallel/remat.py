@@ -31,7 +31,7 @@ TAGS: Mapping[str, str] = FrozenDict(
         "up": "hidden features of feed-forward blocks and experts before the product with the gate",
     }
 )
-"""The tags of the core and their meanings. A policy may name them for any model: a tag that the model lacks has no
+"""The tags of the core and their meanings. Policies may name them for any model: tags that the model lacks have no
 effect. Layers may use other tags."""
 
 
@@ -43,8 +43,8 @@ class Remat(Config):
         return jax.checkpoint_policies.nothing_saveable
 
     def for_layer(self, layer: Config) -> Remat | None:
-        """The policy of a layer with this config; None: the backward pass keeps every intermediate value. A stack calls
-        this for each of its layers."""
+        """The policy of a layer with this config; None: every intermediate value is kept for the backward pass. A stack
+        calls this for each of its layers."""
         return self
 
 
@@ -59,15 +59,15 @@ class ByTag(Remat):
     """Keeps values by their tags, and recomputes the rest.
 
     The fields are globs of tags, as in `save=("query", "*_scores")`. If several match a tag, `recompute` wins, then
-    `offload`. In the step, a glob that matches neither a tag in `TAGS` nor one of the model is an error.
+    `offload`. A training step raises if a glob matches neither a tag in `TAGS` nor a tag of the model.
     """
 
     save: tuple[str, ...] = ()
     """Tags of values that stay on the device."""
     offload: tuple[str, ...] = ()
-    """Tags of values that are moved to the memory of the host, and back for the backward pass."""
+    """Tags of values that are moved to host memory, and back for the backward pass."""
     recompute: tuple[str, ...] = ()
-    """Tags that are excluded from the other two."""
+    """Tags to exclude from the other two fields."""
 
     def policy(self) -> Policy:
         seen = _seen.get()
@@ -98,10 +98,10 @@ class ByTag(Remat):
 
 
 class ByKind(Remat):
-    """A policy for each kind of layer, as in `ByKind(kinds={"MoE": Remat()}, others=ByTag(save=("heads",)))`.
+    """A policy for each class of layer, as in `ByKind(kinds={"MoE": Remat()}, others=ByTag(save=("heads",)))`.
 
-    The keys are class names. A layer has the policy of the first key that is its class or a class inside it. A policy
-    that is None keeps every intermediate value.
+    The keys are class names. A layer gets the policy of the first key that names its own class or the class of a layer
+    inside it. A policy that is None keeps every intermediate value.
     """
 
     kinds: Mapping[str, Remat | None]
@@ -118,13 +118,13 @@ class ByKind(Remat):
 
 
 def check_kinds(model: Config, where: str) -> None:
-    """Checks that each key of each `ByKind` in a model is a class inside the stack that has the policy.
+    """Checks that each key of each `ByKind` in a model names a class of the stack that has the policy.
 
     Args:
         where: the path of the model, for messages.
 
     Raises:
-        ConfigError: A key is another name.
+        ConfigError: A key names another class.
     """
     for path, node in walk(model):
         remat = getattr(node, "remat", None)

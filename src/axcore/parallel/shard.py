@@ -31,8 +31,8 @@ def shard_map(
     """`jax.shard_map` for `fn(module, *args)`, over all mesh axes that no enclosing `shard_map` handles.
 
     Each device receives its shards of the arguments, parameters and other Variables. The partition specs of Variables
-    follow from their logical axes and the rules of the layout. A sharded parameter stays sharded unless its mesh axes
-    are in `gather`. `check_vma` is off: gradients taken through the call are correct, but a gradient taken inside `fn`
+    follow from their logical axes and the rules of the layout. A sharded parameter stays sharded, except over the mesh
+    axes in `gather`. `check_vma` is off: gradients taken through the call are correct, but a gradient taken inside `fn`
     covers only the device's own shard.
 
     Each device draws different random numbers. Summaries are reduced over the devices by their rule; totals and counts
@@ -54,15 +54,15 @@ def shard_map(
 
     def wrapped(module: nnx.Module, *args: PyTree) -> PyTree:
         lifted = Lifted.of(module, "shard_map")
-        here = _usable(layout, lifted)
-        axes = here.automatic
+        current = _usable(layout, lifted)
+        axes = current.automatic
         if unknown := [axis for axis in gather if axis not in axes]:
             raise ConfigError(f"gather names {', '.join(unknown)}, but the axes of the mesh are {', '.join(axes)}")
-        specs = [_specs(tree, here, frozenset(gather)) for tree in (lifted.params, lifted.state)]
+        specs = [_specs(tree, current, frozenset(gather)) for tree in (lifted.params, lifted.state)]
 
         def body(params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree, Collections | None]:
-            state = _keep_largest(state, specs[1], here)
-            with here.inside(axes).active():
+            state = _keep_largest(state, specs[1], current)
+            with current.inside(axes).active():
                 output, state, collections = lifted.call(fn, params, state, *args, number=jax.lax.axis_index(axes))
             _check_writes(lifted)
             if collections is not None and collections.outputs:
@@ -71,7 +71,7 @@ def shard_map(
 
         mapped = jax.shard_map(
             body,
-            mesh=None if here.manual else here.mesh,  # inside another shard_map the mesh is that of the context
+            mesh=None if current.manual else current.mesh,  # inside another shard_map the mesh is that of the context
             axis_names=set(axes),
             in_specs=(*specs, *in_specs),
             out_specs=(out_specs, specs[1], PartitionSpec()),
@@ -121,10 +121,10 @@ def _specs(variables: PyTree, layout: Layout, gather: frozenset[str]) -> PyTree[
 def _check_writes(lifted: Lifted) -> None:
     """Checks that all written Variables have logical axes. Without axes, devices could write different values."""
     named = {path for path, variable in nnx.to_flat_state(lifted.state) if variable.get_metadata().get("axes")}
-    if lost := sorted(".".join(map(str, path)) for path in lifted.written - named):
+    if unnamed := sorted(".".join(map(str, path)) for path in lifted.written - named):
         raise ContextError(
-            f"in {lifted.caller.describe()} a layer writes {', '.join(lost)} inside shard_map, but the Variable has no "
-            f"axes. Create it with axes=(...), or write it outside"
+            f"in {lifted.caller.describe()} a layer writes {', '.join(unnamed)} inside shard_map, but the Variable has "
+            f"no axes. Create it with axes=(...), or write it outside"
         )
 
 
@@ -145,14 +145,14 @@ def _keep_largest(state: PyTree, specs: PyTree[PartitionSpec], layout: Layout) -
     """Reduces the gradients of each `GradientState` by maximum over the devices that hold the same shard. JAX would add
     them."""
 
-    def guarded(variable: nnx.Variable[jax.Array], spec: PyTree[PartitionSpec]) -> PyTree:
+    def guard(variable: nnx.Variable[jax.Array], spec: PyTree[PartitionSpec]) -> PyTree:
         if not isinstance(variable, GradientState):
             return variable
         named = {axis for dimension in jax.tree.leaves(spec)[0] for axis in group_of(dimension)}
         over = tuple(axis for axis in layout.automatic if axis not in named)
         return jax.tree.map(lambda x: _largest(x, over, layout.size_of(over)), variable)
 
-    return jax.tree.map(guarded, state, specs, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return jax.tree.map(guard, state, specs, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -44,8 +44,8 @@ Order = tuple[tuple[Task, ...], ...]
 class Table:
     """A schedule as arrays [ticks, stages].
 
-    Each kind of buffer has slots. A value stays in its slot from the tick that produces it to the last tick that reads it.
-    One additional slot, the last, receives values that are never read.
+    Each kind of buffer has slots. A value stays in its slot from the tick that produces it to the last tick that reads
+    it. One additional slot, the last, receives values that are never read.
 
     Attributes:
         op, microbatch, chunk: the task of the stage; zeros if it is idle.

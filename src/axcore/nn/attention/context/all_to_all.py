@@ -1,4 +1,4 @@
-"""Context parallelism that exchanges parts of the sequence for heads."""
+"""Context parallelism by all-to-alls between a sequence-sharded and a head-sharded layout."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from axcore.parallel import ContextParallelism
 
 
 class AllToAll(ContextParallelism):
-    """Each device attends with some of the heads, to the whole sequence (DeepSpeed-Ulysses, arXiv 2309.14509).
+    """Each device computes some of the heads for the whole sequence (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-    Two exchanges surround the kernel: queries, keys and values are resharded from the sequence to the heads, and the
-    result back. The kernel sees whole rows, so a fused kernel for packed rows, causal masks or windows serves it
-    unchanged. The number of heads of a device must be a multiple of the number of parts of the sequence. If there are
-    fewer kv heads, each is sent to several devices.
+    An all-to-all before the kernel reshards queries, keys and values from the sequence to the heads, and one after the
+    kernel reshards the result back. The kernel sees whole rows, so fused kernels for packed rows, causal masks or
+    windows work unchanged. The number of heads on a device must be a multiple of the number of shards of the sequence.
+    If there are fewer kv heads than shards, each is sent to several devices.
     """
 
     class Config(ContextParallelism.Config):
@@ -67,7 +67,7 @@ class AllToAll(ContextParallelism):
 
 
 def _own_heads(inputs: AttentionInputs, axes: tuple[str, ...], shards: int) -> AttentionInputs:
-    """The inputs with the options of the heads of this device."""
+    """The inputs with the sinks, biases and dropout of the heads of this device."""
     count = inputs.q.shape[2] // shards
 
     def own(x: jax.Array | None) -> jax.Array:

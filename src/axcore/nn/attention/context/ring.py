@@ -27,22 +27,22 @@ Residuals = tuple[AttentionInputs, Heads, LSE]
 
 
 class RingAttention(ContextParallelism):
-    """Keys and values travel around a ring of devices, and each device attends with all heads of its queries to the
-    part that it holds (Liu et al. 2023, arXiv 2310.01889).
+    """Keys and values are passed around a ring of devices. In each hop, each device computes the attention of its
+    queries to the keys that it holds (Liu et al. 2023, arXiv 2310.01889).
 
     The partial results are merged by log-sum-exp. The backward pass sends keys and values around the ring again, with
     their gradients. In a causal call, parts that no query sees are not computed, and a sliding window limits the number
-    of hops. The kernel must take `lse`. Of a causal mask, it gets the causal part only for queries and keys of the same
-    tokens, since all other parts that it sees are earlier.
+    of hops. The kernel must take `lse`. It gets a causal mask only if queries and keys are the same tokens, since the
+    keys of all other calls are earlier than the queries.
     """
 
     tags_heads: ClassVar[bool] = True
 
     class Config(ContextParallelism.Config):
         balanced: bool = True
-        """Whether the devices of a causal call get equal work, by exchanging halves of their parts around the call, so
-        that each has one half from the start and one from the end of the row (Llama 3, arXiv 2407.21783, section
-        3.3.2). The part of each device must then have an even length. A call whose window limits the number of hops is
+        """Whether the devices exchange halves of their tokens before and after a causal call, so that each has one half
+        from the start and one from the end of the row, and all have equal work (Llama 3, arXiv 2407.21783, section
+        3.3.2). The number of tokens on each device must then be even. A call whose window limits the number of hops is
         balanced without an exchange."""
 
     config: Config
@@ -81,8 +81,8 @@ class RingAttention(ContextParallelism):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """Attention with the inputs of one device, and its derivative. The log-sum-exps of kernels carry no gradient, so
-    the merge is not differentiated: `AttentionKernel.backward` takes the merged results."""
+    """Attention on one device, and its gradient. The log-sum-exps of kernels carry no gradient, so the merge is not
+    differentiated. Instead, `AttentionKernel.backward` takes the merged results."""
 
     kernel: AttentionKernel
     hops: tuple[Hop, ...]
@@ -100,7 +100,7 @@ class _Ring:
         kv, shape = inputs.plain, (*inputs.q.shape[:3], inputs.keys.value_dim)
         found = jnp.zeros(shape, jnp.float32), jnp.full(shape[:3], LOWEST, jnp.float32)
         for number, hop in enumerate(self.hops):  # unrolled, so that the compiler can overlap the exchanges
-            kv = self._passed(kv) if number else kv
+            kv = self._shifted(kv) if number else kv
             found = self._calls(number, hop, functools.partial(merged, kv), found)
         heads, lse = merge_by_lse([found], inputs.sinks)
         return checkpoint_name(heads.astype(inputs.q.dtype), "heads"), checkpoint_name(lse, "lse")
@@ -119,17 +119,17 @@ class _Ring:
         kv, total = inputs.plain, _Gradients.zeros(inputs)
         for number, hop in enumerate(self.hops):
             if number:
-                kv, k, v = self._passed((kv, total.k, total.v))
+                kv, k, v = self._shifted((kv, total.k, total.v))
                 total = total._replace(k=k, v=v)
             total = self._calls(number, hop, functools.partial(added, kv), total)
-        k, v = self._passed((total.k, total.v), 1 - len(self.hops))
+        k, v = self._shifted((total.k, total.v), 1 - len(self.hops))
         found = total._replace(k=k, v=v).of(inputs)
         if inputs.sinks is not None:
             found = found.replace(sinks=sinks_gradient(inputs.sinks, *results))
         return (found,)
 
-    def _passed(self, arrays: PyTree, places: int = 1) -> PyTree:
-        """The arrays of the device that comes this many places before this one in the ring."""
+    def _shifted(self, arrays: PyTree, places: int = 1) -> PyTree:
+        """Receives the arrays of the device that is `places` places before this one in the ring."""
         moves = [(source, (source + places) % self.shards) for source in range(self.shards)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, moves), arrays)
 
