@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from axcore.config import ConfigError
 from axcore.parallel import STANDARD_RULES, Layout, Mesh, constrain, is_sharded
-from axcore.train.step.reading import part_of
+from axcore.train.step.data_shards import shard_of_process
 
 EIGHT = jax.devices()[:1] * 8  # no array is placed on them
 
@@ -191,7 +191,7 @@ def test_a_layout_is_inactive_after_its_block_even_if_it_raises():
 
 
 @pytest.mark.parametrize(
-    ("held", "parts"),
+    ("blocks", "shards"),
     [
         ({0: {0, 1}, 1: {2, 3}}, {0: (0, 2), 1: (1, 2)}),
         ({0: {0, 1, 2, 3}, 1: {0, 1, 2, 3}}, {0: (0, 1), 1: (0, 1)}),
@@ -199,11 +199,11 @@ def test_a_layout_is_inactive_after_its_block_even_if_it_raises():
     ],
     ids=["data", "tensor", "both"],
 )
-def test_processes_with_the_same_rows_read_the_same_part(held, parts):
-    assert {process: part_of(held, process, 4) for process in parts} == parts
+def test_processes_with_the_same_rows_read_the_same_shard(blocks, shards):
+    assert {process: shard_of_process(blocks, process, 4) for process in shards} == shards
 
 
-@pytest.mark.parametrize("held", [{0: {0, 2}, 1: {1, 3}}, {0: {0}, 1: {1, 2, 3}}, {0: {1, 2}, 1: {0, 3}}], ids=str)
-def test_rows_that_are_not_neighbours_in_a_process_raise(held):
+@pytest.mark.parametrize("blocks", [{0: {0, 2}, 1: {1, 3}}, {0: {0}, 1: {1, 2, 3}}, {0: {1, 2}, 1: {0, 3}}], ids=str)
+def test_rows_that_are_not_consecutive_in_a_process_raise(blocks):
     with pytest.raises(ConfigError, match=r"mesh: of the 4 blocks of rows .* the devices of process"):
-        part_of(held, 0, 4)
+        shard_of_process(blocks, 0, 4)

@@ -47,7 +47,7 @@ from axcore.train.run.session import Prepared, Session
 from axcore.train.step.learner import Learner
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.program import UNKNOWN_STEPS, Program, TrainState, program
-from axcore.train.step.reading import reader
+from axcore.train.step.data_shards import data_shard
 
 CONFIG_FILE = "config.txt"
 MAX_MINUTES = 10_000_000
@@ -188,7 +188,7 @@ class Trainer(config.Configurable):
         cfg = self.config.input
         if cfg.seed is None:
             cfg = cfg.set(seed=self.config.seed)
-        index, count = reader(self.config.mesh.make())
+        index, count = data_shard(self.config.mesh.make())
         with under("input"):
             source: Input = cfg.build(process_index=index, process_count=count)
         known = getattr(self.config.model, "vocab_size", source.vocab_size)

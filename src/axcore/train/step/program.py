@@ -25,7 +25,7 @@ from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.parts import joined, like_params
 from axcore.train.step.pipeline import PipelinedStack, pipelined, pipelined_stack
 from axcore.train.step.placement import moment_shardings, on_devices, optimizer_shardings
-from axcore.train.step.reading import reader
+from axcore.train.step.data_shards import data_shard
 
 Metrics = dict[str, jax.Array]
 NEXT_TOKEN = CrossEntropy.Config()
@@ -216,10 +216,10 @@ class Program:
         return checked(self.eval_step, run) if jax.config.jax_debug_nans else run
 
     def place(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The global batch, given the rows that this process reads; see `reader`."""
+        """The global batch, given the rows that this process reads; see `data_shard`."""
         if jax.process_count() == 1:
             return batch
-        index, count = reader(self.layout)
+        index, count = data_shard(self.layout)
 
         def whole(rows: np.ndarray) -> jax.Array:
             first = index * rows.shape[0]
