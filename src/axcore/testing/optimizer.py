@@ -20,7 +20,7 @@ from axcore.testing.declared import check_declared
 from axcore.testing.models import by_path, objective, tiny_batch, tiny_model
 from axcore.testing.offer import OfferSuite, offered_config
 from axcore.train import Learner, Schedule
-from axcore.train.step.parts import like_params
+from axcore.train.step.subtrees import like_params
 
 
 class Constant(Schedule):

@@ -44,10 +44,10 @@ from axcore.train.run import folder as run_folder, identity
 from axcore.train.run.agreement import agree
 from axcore.train.run.budget import PLAN_FILE
 from axcore.train.run.session import Prepared, Session
+from axcore.train.step.data_shards import data_shard
 from axcore.train.step.learner import Learner
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.program import UNKNOWN_STEPS, Program, TrainState, program
-from axcore.train.step.data_shards import data_shard
 
 CONFIG_FILE = "config.txt"
 MAX_MINUTES = 10_000_000

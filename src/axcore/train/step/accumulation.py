@@ -14,7 +14,7 @@ from axcore.config import ConfigError
 from axcore.module import Collections, Functional, LossSum, Tree, fold, overwrite_with_gradient, to_fm32
 from axcore.parallel import Layout
 from axcore.train.step.objective import Batch, Objective
-from axcore.train.step.parts import joined, part
+from axcore.train.step.subtrees import subtree, union
 
 
 class Counts(NamedTuple):
@@ -55,8 +55,8 @@ class ObjectiveGradient:
         fn: the model.
         objective: the training loss.
         layout: the mesh and rules of the run.
-        trained, frozen: the trained and the frozen parameters.
-        params_like: shapes, dtypes and shardings of `trained`.
+        trained, frozen: the parameters with and without gradients.
+        params_like: shapes, dtypes and shardings of the gradients.
     """
 
     fn: Functional
@@ -71,10 +71,10 @@ class ObjectiveGradient:
         return self._one(model_state, batch, key, None)
 
     def accumulated(self, model_state: Tree, batch: Batch, key: PRNGKeyArray, microbatches: int) -> Result:
-        """The same gradients and losses, computed one microbatch after another.
+        """The gradients of a batch, computed one microbatch after another. The result equals that of `whole`.
 
         Gradients are summed in float32. Each microbatch draws different random numbers, and layers write their
-        Variables once per microbatch. Summaries are reduced by their rule, and `GradientState` by the elementwise
+        Variables once per microbatch. Summaries are reduced by their reduction, and `GradientState` by the elementwise
         maximum.
         """
         batches = self.split(batch, microbatches)
@@ -86,7 +86,7 @@ class ObjectiveGradient:
         ) -> tuple[tuple[Tree, Tree], tuple[LossSum, Collections, Tree]]:
             sums, forward_state = carry
             of_microbatch = key_of(key, numbered[0])
-            found = self._one(joined(forward_state, old_gradient_state), numbered[1], of_microbatch, counts)
+            found = self._one(union(forward_state, old_gradient_state), numbered[1], of_microbatch, counts)
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, found.grads)
             return (sums, found.model_state), (found.loss, found.collections, found.gradient_state)
 
@@ -120,17 +120,17 @@ class ObjectiveGradient:
 
     def forward_state(self, model_state: Tree) -> Tree:
         """The Variables other than `GradientState`, which the forward pass may write."""
-        return part(model_state, self.fn.gradient_state, lambda is_gradient_state: not is_gradient_state)
+        return subtree(model_state, self.fn.gradient_state, lambda is_gradient_state: not is_gradient_state)
 
     def gradient_state(self, model_state: Tree) -> Tree:
         """The `GradientState` Variables, which the backward pass updates."""
-        return part(model_state, self.fn.gradient_state, lambda is_gradient_state: bool(is_gradient_state))
+        return subtree(model_state, self.fn.gradient_state, lambda is_gradient_state: bool(is_gradient_state))
 
     def _one(self, model_state: Tree, batch: Batch, key: PRNGKeyArray, counts: Counts | None) -> Result:
         forward_state = self.forward_state(model_state)
 
         def minimized(trained: Tree, gradient_state: Tree) -> tuple[jax.Array, tuple[LossSum, Collections, Tree]]:
-            (loss, collections), new_state = self._call(trained, joined(forward_state, gradient_state), batch, key)
+            (loss, collections), new_state = self._call(trained, union(forward_state, gradient_state), batch, key)
             if counts is None:
                 value = loss.mean() + collections.total_loss()
             else:
@@ -145,7 +145,7 @@ class ObjectiveGradient:
     def _call(
         self, trained: Tree, model_state: Tree, batch: Batch, key: PRNGKeyArray
     ) -> tuple[tuple[LossSum, Collections], Tree]:
-        params = joined(trained, self.frozen)
+        params = union(trained, self.frozen)
         result = self.fn(params, model_state, batch, key=key, training=True, method=self.objective)
         loss = result[0][0]
         if not isinstance(loss, LossSum) or jnp.shape(loss.total) != () or jnp.shape(loss.count) != ():
@@ -156,8 +156,8 @@ class ObjectiveGradient:
         return result
 
     def _split(self, x: jax.Array, microbatches: int) -> jax.Array:
-        """[batch, ...] -> [microbatches, rows, ...]. A microbatch takes every `microbatches`-th row, so
-        that no row changes device."""
+        """[batch, ...] -> [microbatches, rows, ...]. A microbatch takes every `microbatches`-th row, so that no row
+        moves to another device."""
         x = rearrange(x, "(r k) ... -> k r ...", k=microbatches)
         if self.layout.mesh.size == 1:
             return x

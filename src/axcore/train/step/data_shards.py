@@ -41,7 +41,7 @@ def shard_of_process(held: Mapping[int, set[int]], process: int, blocks: int) ->
             raise ConfigError(
                 f"mesh: of the {blocks} blocks of rows that mesh.rules divide a batch into, the devices of process "
                 f"{other} hold {sorted(rows)}, and those of process {process} hold {sorted(held[process])}. Each "
-                f"process must hold the same number of consecutive blocks. Choose a mesh.shape whose axes for 'batch' are "
-                f"multiples or divisors of the number of processes."
+                f"process must hold the same number of consecutive blocks. Choose a mesh.shape whose axes for 'batch' "
+                f"are multiples or divisors of the number of processes."
             )
     return min(held[process]) // size, blocks // size

@@ -18,8 +18,8 @@ from axcore.module import Tree, float_dtype
 from axcore.nn.third_party import Call, label, parameters_of
 from axcore.plugin import attributed
 from axcore.plugin.registry import described_supplier
-from axcore.train.step.parts import joined, part
 from axcore.train.step.schedule import Schedule, WarmupCosine
+from axcore.train.step.subtrees import subtree, union
 
 Axes = tuple[str | None, ...]
 
@@ -54,8 +54,8 @@ class Optimizer(config.Configurable):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2).
 
-    All arithmetic is in float32, whatever the dtype of the parameters: in bfloat16, small changes of the average of
-    squared gradients would be rounded away.
+    All arithmetic is in float32, whatever the dtype of the parameters: in bfloat16, small changes of the running
+    average of squared gradients would be lost to rounding.
     """
 
     class Config(Optimizer.Config):
@@ -98,7 +98,7 @@ class Learner(config.Configurable):
         `axcore.call(optax.scale_by_adam, b2=0.95)`."""
         schedule: Schedule = WarmupCosine()
         clip_norm: config.PositiveFloat | None = 1.0
-        """Gradients are scaled down to this global norm over all trained parameters. None does not clip."""
+        """Gradients are scaled down to this global norm over all trained parameters. None: no clipping."""
         rates: Mapping[str, config.NonNegativeFloat] = config.FrozenDict()
         """Path pattern, such as `decoder.layers.attention.**` -> factor of the learning rate. The last matching pattern
         applies. The factor 0 freezes parameters: they have no gradient and no optimizer state."""
@@ -115,11 +115,11 @@ class Learner(config.Configurable):
 
     def trained(self, tree: Tree) -> Tree:
         """Selects the trained parameters from a tree with the structure of the parameters."""
-        return part(tree, self._factors, lambda factor: factor != 0.0)
+        return subtree(tree, self._factors, lambda factor: factor != 0.0)
 
     def frozen(self, tree: Tree) -> Tree:
         """Selects the frozen parameters (factor 0) from a tree with the structure of the parameters."""
-        return part(tree, self._factors, lambda factor: factor == 0.0)
+        return subtree(tree, self._factors, lambda factor: factor == 0.0)
 
     def init(self, params: Tree) -> optax.OptState:
         """The initial optimizer state."""
@@ -148,18 +148,18 @@ class Learner(config.Configurable):
             `learning_rate`.
         """
         rate = self.config.schedule(step, total_steps)
-        grads, moving = self.trained(grads), self.trained(params)
+        grads, trained = self.trained(grads), self.trained(params)
         with attributed(self._owner):
-            updates, new_state = self.optimizer.update(grads, state, moving)
-            _check_form("updates", updates, moving)
+            updates, new_state = self.optimizer.update(grads, state, trained)
+            _check_form("updates", updates, trained)
             _check_form("the state", new_state, state)
 
         def apply(param: jax.Array, update: jax.Array, factor: float) -> jax.Array:
             return (param - (rate if factor == 1.0 else factor * rate) * update).astype(param.dtype)
 
-        moved = jax.tree.map(apply, moving, updates, self.trained(self._factors))
+        new_params = jax.tree.map(apply, trained, updates, self.trained(self._factors))
         metrics = {"gradient_norm": _norm(grads), "learning_rate": rate}
-        return joined(moved, self.frozen(params)), new_state, metrics
+        return union(new_params, self.frozen(params)), new_state, metrics
 
 
 def transformation_of(cfg: Optimizer.Config | Call, axes: Tree) -> optax.GradientTransformation:

@@ -90,10 +90,12 @@ class CrossEntropy(Objective):
         z_loss: config.NonNegativeFloat = 0.0
         """Weight of the mean squared log-partition (PaLM, arXiv 2204.02311, section 5). 0 adds no loss."""
         label_smoothing: config.Fraction = 0.0
-        """The share of the probability of each target that is spread evenly over the vocabulary (Szegedy et al. 2015,
-        arXiv 1512.00567, section 7). The metric `label_smoothing` is the resulting increase of the cross-entropy."""
+        """The fraction of the probability of each target that is spread evenly over the vocabulary (Szegedy et al.
+        2015, arXiv 1512.00567, section 7). The metric `label_smoothing` is the resulting increase of the
+        cross-entropy."""
         chunk: config.PositiveInt | None = None
-        """Number of tokens of each row whose logits exist at once. The backward pass recomputes them. None: all."""
+        """Number of tokens of each row whose logits are in memory at once. The backward pass recomputes them.
+        None: all."""
 
     config: Config
 

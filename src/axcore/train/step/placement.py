@@ -1,4 +1,4 @@
-"""Where the arrays of a training state are: their shardings, and their memory."""
+"""The placement of the arrays of a training state: their shardings and memory kinds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axcore.module import Tree
 from axcore.parallel import Layout
 from axcore.parallel.axes import entry_of, group_of
-from axcore.train.step.parts import like_params
+from axcore.train.step.subtrees import like_params
 
 
-def moment_shardings(layout: Layout, params: Tree, placed: Tree) -> Tree:
-    """The sharding on the devices of the optimizer state of each parameter.
+def moment_shardings(layout: Layout, params: Tree, shardings: Tree) -> Tree:
+    """The sharding of the optimizer state of each parameter while it is on the devices.
 
-    With ZeRO, it is also sharded over the mesh axes of the batch that hold copies of the parameter, in its largest
-    dimension that is divisible.
+    With ZeRO, its largest divisible dimension is also sharded over those mesh axes of the batch along which the
+    parameter is replicated.
 
     Args:
         params: shapes of the parameters.
-        placed: sharding of each parameter.
+        shardings: sharding of each parameter.
     """
-    return jax.tree.map(lambda param, sharding: _without_replicas(layout, param, sharding), params, placed)
+    return jax.tree.map(lambda param, sharding: _zero_sharding(layout, param, sharding), params, shardings)
 
 
-def _without_replicas(layout: Layout, param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+def _zero_sharding(layout: Layout, param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     if not layout.zero:
         return sharding
     spec = [group_of(entry) for entry in sharding.spec]
@@ -44,7 +44,7 @@ def _without_replicas(layout: Layout, param: jax.ShapeDtypeStruct, sharding: Nam
 
 
 def optimizer_shardings(layout: Layout, state: Any, params: Tree, moments: Tree) -> Any:  # Any: an optax state
-    """The sharding of each array of the optimizer state, in the memory where it is between steps.
+    """The sharding of each array of the optimizer state, with the memory in which it is kept between steps.
 
     Args:
         state: shapes of the state.
@@ -57,10 +57,10 @@ def optimizer_shardings(layout: Layout, state: Any, params: Tree, moments: Tree)
 
 
 def on_devices(grads: Tree, state: Any, like: Any) -> tuple[Tree, Any]:  # Any: an optax state
-    """The gradients, and the optimizer state in device memory.
+    """The gradients, and the optimizer state, which is moved to device memory if it is in host memory.
 
-    State in host memory is moved after the gradients are computed. Otherwise XLA moves it at the start of the step,
-    and device memory holds it together with the activations.
+    The state is moved after the gradients are computed. XLA would otherwise move it at the start of the step, where it
+    would take device memory together with the activations.
 
     Args:
         like: shapes and shardings of the state.
@@ -69,7 +69,7 @@ def on_devices(grads: Tree, state: Any, like: Any) -> tuple[Tree, Any]:  # Any: 
         return grads, state
     grads, state = jax.lax.optimization_barrier((grads, state))
 
-    def moved(leaf: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
+    def move(leaf: jax.Array, form: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.device_put(leaf, form.sharding.with_memory_kind("device"))
 
-    return grads, jax.tree.map(moved, state, like)
+    return grads, jax.tree.map(move, state, like)

@@ -1,4 +1,4 @@
-"""The training and evaluation steps: pure functions of arrays that are compiled before the loop."""
+"""The training and evaluation steps: pure functions of arrays, compiled before the training loop starts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from axcore.parallel import CompilerOptions, Layout, checked_options
 from axcore.parallel.compiler_options import Value
 from axcore.parallel.remat import check_kinds, checked_tags
 from axcore.train.step.accumulation import ObjectiveGradient
+from axcore.train.step.data_shards import data_shard
 from axcore.train.step.learner import Learner
 from axcore.train.step.nan import checked
 from axcore.train.step.objective import CrossEntropy, Objective
-from axcore.train.step.parts import joined, like_params
 from axcore.train.step.pipeline import PipelinedStack, pipelined, pipelined_stack
 from axcore.train.step.placement import moment_shardings, on_devices, optimizer_shardings
-from axcore.train.step.data_shards import data_shard
+from axcore.train.step.subtrees import like_params, union
 
 Metrics = dict[str, jax.Array]
 NEXT_TOKEN = CrossEntropy.Config()
@@ -34,7 +34,8 @@ UNKNOWN_STEPS = 2**31 - 1
 
 
 _QUICK_COMPILE = {"xla_backend_optimization_level": 0}
-"""Compiler options for functions that run once, such as initialization: optimizing them takes longer than running."""
+"""Compiler options for functions that run once, such as initialization: optimizing them would take longer than running
+them."""
 
 
 @jax.tree_util.register_dataclass
@@ -96,10 +97,10 @@ class Program:
     compiler_options: dict[str, Value] = dataclasses.field(default_factory=dict)
     """Options for compiling both steps, accepted by the compiler."""
     stack: PipelinedStack | None = None
-    """The layers that pipeline stages divide; None without stages."""
+    """The layers that are divided into pipeline stages; None without stages."""
 
     def train_step(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        """Returns the new state and the metrics: scalars, or [layer] for summaries of a scanned stack."""
+        """Returns the new state and the metrics, which are scalars, or [layer] for summaries of a scanned stack."""
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
         updated = self.learner.trained(self.moments)
@@ -133,7 +134,7 @@ class Program:
                 f"the model reports {', '.join(sorted(taken))}, which the trainer reports itself. Use another name."
             )
         metrics = {"loss": found.loss.mean(), **metrics, **reported}
-        model_state = joined(found.model_state, found.gradient_state)
+        model_state = union(found.model_state, found.gradient_state)
         done = state.step + 1
         kept = {name: self.callbacks[name].device_update(own, params, done) for name, own in state.callbacks.items()}
         return TrainState(params, model_state, optimizer, done, state.total_steps, state.seed, kept), metrics
@@ -158,7 +159,8 @@ class Program:
         """Shapes and shardings of batches like this one, whose arrays are [batch, seq, ...] or [batch].
 
         Raises:
-            ConfigError: the rows cannot be split evenly into microbatches and over devices, or the tokens over devices.
+            ConfigError: the rows cannot be divided evenly into microbatches and over devices, or the tokens over
+            devices.
         """
         return {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x.shape)) for name, x in batch.items()
@@ -251,8 +253,8 @@ def program(
         compiler_options: options for compiling both steps.
 
     Raises:
-        ConfigError: a mesh rule names a logical axis that the model lacks, a parameter cannot be split evenly, a remat
-            policy names a kind of layer that the model lacks, or the compiler does not accept an option.
+        ConfigError: a mesh rule names a logical axis that the model lacks, a parameter cannot be sharded evenly, a
+            remat policy names a class of layer that the model lacks, or the compiler rejects an option.
     """
     check_kinds(model, "model")
     fn, params, model_state = abstract(model, "model")
@@ -262,9 +264,9 @@ def program(
     )
     options = checked_options(compiler_options or {}, layout)
     stack = pipelined_stack(model, layout, microbatches)
-    built: Learner = learner.build(fn.axes)
+    built_learner: Learner = learner.build(fn.axes)
     with under("objective"):
-        scored: Objective = objective.build()
+        built_objective: Objective = objective.build()
     init_model = initializer(model)
 
     def init(seed: jax.Array) -> TrainState:
@@ -272,7 +274,7 @@ def program(
 
     def start(params: Tree, model_state: Tree, seed: jax.Array) -> TrainState:
         zero, total = jnp.zeros((), jnp.int32), jnp.full((), UNKNOWN_STEPS, jnp.int32)
-        return TrainState(params, model_state, built.init(params), zero, total, seed, start_callbacks(params))
+        return TrainState(params, model_state, built_learner.init(params), zero, total, seed, start_callbacks(params))
 
     def start_callbacks(params: Tree) -> dict[str, Tree]:
         made = {name: callback.device_init(params) for name, callback in (callbacks or {}).items()}
@@ -280,33 +282,33 @@ def program(
 
     shapes = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.uint32))
     axes, state_axes = (fn.axes, fn.state_axes) if stack is None else map(stack.axes, (fn.axes, fn.state_axes))
-    placed = layout.shardings(params, axes)
-    moments = moment_shardings(layout, params, placed)
+    param_shardings = layout.shardings(params, axes)
+    moments = moment_shardings(layout, params, param_shardings)
     everywhere = layout.sharding()
 
     shardings: Any = TrainState(
-        params=placed,
+        params=param_shardings,
         model_state=layout.shardings(model_state, state_axes),
         optimizer=optimizer_shardings(layout, shapes.optimizer, params, moments),
         step=everywhere,  # type: ignore[arg-type]
         total_steps=everywhere,  # type: ignore[arg-type]
         seed=everywhere,  # type: ignore[arg-type]
-        callbacks=like_params(shapes.callbacks, params, placed, everywhere),
+        callbacks=like_params(shapes.callbacks, params, param_shardings, everywhere),
     )
 
     def form(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    quick = {"out_shardings": shardings, "compiler_options": _QUICK_COMPILE}
+    jit_options = {"out_shardings": shardings, "compiler_options": _QUICK_COMPILE}
     return Program(
         fn=fn,
-        objective=scored,
-        learner=built,
+        objective=built_objective,
+        learner=built_learner,
         layout=layout,
         state=jax.tree.map(form, shapes, shardings),
         moments=jax.tree.map(form, params, moments),
-        init=jax.jit(init, **quick),
-        start=jax.jit(start, donate_argnums=(0, 1), **quick),
+        init=jax.jit(init, **jit_options),
+        start=jax.jit(start, donate_argnums=(0, 1), **jit_options),
         start_callbacks=jax.jit(start_callbacks, out_shardings=shardings.callbacks),
         callbacks=callbacks or {},
         microbatches=microbatches,

@@ -11,10 +11,11 @@ from axcore.config import Config, NonNegativeFloat, NonNegativeInt, Range
 
 
 class Schedule(Config):
-    """Base class of schedules. The number of steps is an argument, so a run may determine it while training."""
+    """Base class of schedules. The total number of steps is an argument, so that a run may determine it while
+    training."""
 
     def settled(self) -> float:
-        """The share of a run, from its start, in which the rate does not depend on the total number of steps."""
+        """The fraction of a run, from its start, in which the rate does not depend on the total number of steps."""
         return 0.0
 
     def __call__(self, step: Int[Array, ""], total_steps: Int[Array, ""]) -> Float[Array, ""]:
@@ -41,13 +42,13 @@ class WarmupCosine(Schedule):
 class WarmupStableDecay(Schedule):
     """Rises linearly from 0 to `peak`, stays constant, then falls linearly to 0 (Hu et al. 2024, arXiv 2404.06395).
 
-    It suits runs with a time limit, whose number of steps is unknown until the decay begins.
+    Suitable for runs with a time limit, whose number of steps is unknown until the decay begins.
     """
 
     peak: NonNegativeFloat = 3e-4
     warmup_steps: NonNegativeInt = 100
     decay: Annotated[float, Range(at_least=0, at_most=1)] = 0.3
-    """The share of the steps in which the rate falls."""
+    """The fraction of the steps in which the rate falls."""
 
     def settled(self) -> float:
         return 1.0 - self.decay

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from axcore.config import ConfigError
 from axcore.module import Collections, Tree, to_fm32
-from axcore.train.step.parts import joined, part
 from axcore.train.step.pipeline.parts import Hidden, Parts
 from axcore.train.step.pipeline.split import Backward, Values, operations
+from axcore.train.step.subtrees import subtree, union
 
 
 class Variables(NamedTuple):
@@ -155,9 +155,9 @@ class Chunk:
 
         def run(trained: Tree, gradient_state: Tree, x: Hidden) -> tuple[tuple[Hidden, jax.Array], Any]:
             old = replaced(fixed.forward_state, self.written, written)
-            params, state = joined(trained, fixed.frozen), joined(old, gradient_state)
+            params, state = union(trained, fixed.frozen), union(old, gradient_state)
             y, new, reports = self.parts.layer(params, state, x, fixed.args, fixed.number, fixed.key)
-            new = part(new, marks, lambda is_gradient_state: not is_gradient_state)
+            new = subtree(new, marks, lambda is_gradient_state: not is_gradient_state)
             pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
             self.written = tuple(number for number, (new, old) in enumerate(pairs) if new is not old)
             losses = jnp.asarray(reports.total_loss(fixed.counts), jnp.float32)

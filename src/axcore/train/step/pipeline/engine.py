@@ -16,9 +16,9 @@ from axcore.parallel.axes import entry_of, group_of
 from axcore.parallel.pipeline import Table
 from axcore.train.step.accumulation import Counts, key_of
 from axcore.train.step.objective import Batch
-from axcore.train.step.parts import joined, part
 from axcore.train.step.pipeline.chunk import Call, Chunk, Gradient, Variables, as_float, replaced
 from axcore.train.step.pipeline.parts import Hidden, Parts
+from axcore.train.step.subtrees import subtree, union
 
 
 class Inputs(NamedTuple):
@@ -193,12 +193,12 @@ class Stage:
         self, rest: Variables, written: list[jax.Array], y: Hidden, task: Task
     ) -> tuple[list[jax.Array], LossSum, Collections]:
         forward_state = replaced(rest.forward_state, self.written, written)
-        params, state = joined(rest.trained, rest.frozen), joined(forward_state, rest.gradient_state)
+        params, state = union(rest.trained, rest.frozen), union(forward_state, rest.gradient_state)
         loss, reports, new = self.parts.after(
             params, state, _at(self.inputs.batch, task.microbatch), self._key(task), y
         )
         marks = self.parts.stack.divided(self.parts.fn.gradient_state)[1]
-        new = part(new, marks, lambda is_gradient_state: not is_gradient_state)
+        new = subtree(new, marks, lambda is_gradient_state: not is_gradient_state)
         pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(forward_state), strict=True))
         self.written = tuple(number for number, (new, old) in enumerate(pairs) if new is not old)
         return [pairs[number][0] for number in self.written], loss, reports

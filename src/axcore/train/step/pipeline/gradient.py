@@ -12,12 +12,12 @@ from jaxtyping import PRNGKeyArray, PyTree
 from axcore.module import Collections, Tree, overwrite_with_gradient, to_fm32
 from axcore.train.step.accumulation import Counts, ObjectiveGradient, Result, key_of
 from axcore.train.step.objective import Batch
-from axcore.train.step.parts import joined
 from axcore.train.step.pipeline.chunk import Gradient, Variables, replaced
 from axcore.train.step.pipeline.engine import Inputs, Stage, Sums, added
 from axcore.train.step.pipeline.moves import to_layers, to_stages
 from axcore.train.step.pipeline.parts import Hidden, Parts
 from axcore.train.step.pipeline.stack import PipelinedStack
+from axcore.train.step.subtrees import union
 
 
 def pipelined(
@@ -36,7 +36,7 @@ def pipelined(
     layout = gradient.layout
     assert layout.pipeline is not None
     table = layout.pipeline.table(layout.stages, microbatches)
-    parts = Parts(gradient.fn, gradient.objective, stack, (joined(gradient.trained, gradient.frozen), model_state))
+    parts = Parts(gradient.fn, gradient.objective, stack, (union(gradient.trained, gradient.frozen), model_state))
     forward_state, gradient_state = gradient.forward_state(model_state), gradient.gradient_state(model_state)
     trees = (stack.divided(tree) for tree in (gradient.trained, gradient.frozen, forward_state, gradient_state))
     layers, rest = (Variables(*each) for each in zip(*trees, strict=True))
@@ -45,7 +45,7 @@ def pipelined(
 
     def before(trained: Tree, gradient_state: Tree) -> tuple[Hidden, tuple[PyTree, ...]]:
         """The inputs of the layers for all microbatches."""
-        params, state = joined(trained, rest.frozen), joined(rest.forward_state, gradient_state)
+        params, state = union(trained, rest.frozen), union(rest.forward_state, gradient_state)
 
         def of_microbatch(numbered: tuple[jax.Array, Batch]) -> tuple[Hidden, tuple[PyTree, ...]]:
             return parts.before(params, state, numbered[1], key_of(key, numbered[0]))

@@ -1,4 +1,4 @@
-"""Subtrees of parameters, and the arrays that belong to parameters in other trees."""
+"""Subtrees of parameters, and the arrays in other trees that belong to parameters."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from jax.tree_util import KeyPath
 from axcore.module import Tree
 
 
-def part[M](tree: Tree, marks: Tree, is_wanted: Callable[[M], bool]) -> Tree:
-    """The subtree of the leaves whose mark is wanted, without empty dicts.
+def subtree[M](tree: Tree, marks: Tree, is_selected: Callable[[M], bool]) -> Tree:
+    """The subtree of the leaves whose mark is selected, without empty dicts.
 
     Args:
-        marks: a tree of the same structure, whose leaves are the arguments of `is_wanted`.
+        marks: a tree of the same structure, whose leaves are the arguments of `is_selected`.
     """
     found: Tree = {}
     for name, leaf in tree.items():
         mark = marks[name]
         if isinstance(mark, dict):
-            if inner := part(leaf, mark, is_wanted):
+            if inner := subtree(leaf, mark, is_selected):
                 found[name] = inner
-        elif is_wanted(mark):
+        elif is_selected(mark):
             found[name] = leaf
     return found
 
 
-def joined(one: Tree, other: Tree) -> Tree:
+def union(one: Tree, other: Tree) -> Tree:
     """The union of two subtrees with disjoint leaves."""
     whole = {**one, **other}
     for name in one.keys() & other.keys():
-        whole[name] = joined(one[name], other[name])
+        whole[name] = union(one[name], other[name])
     return whole
 
 
@@ -46,7 +46,7 @@ def like_params[V](tree: Any, params: Tree, values: Tree, other: V) -> Any:
         tree: arrays or shapes.
         params: the parameters, as arrays or shapes.
         values: a value for each parameter, such as its sharding.
-        other: the value of all other arrays.
+        other: the value for all other arrays.
     """
     owned = {
         _names(path): (param.shape, value)
