@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from axcore.aot.flops import count_flops
-from axcore.aot.traffic import Collective, traffic
+from axcore.aot.traffic import Collective, count_traffic
 
 
 def shape(*sizes, dtype="float32"):
@@ -34,7 +34,7 @@ def test_matrix_products_in_loops_and_their_gradients_are_counted():
     assert flops(loss, *halves).by_dtype == {"bfloat16": 10 * one}
 
 
-def test_the_body_of_a_shard_map_counts_for_every_shard():
+def test_the_body_of_a_shard_map_is_counted_for_every_shard():
     mesh = AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     body = jax.shard_map(
         lambda x, y: x @ y, mesh=mesh, in_specs=(PartitionSpec("a"), PartitionSpec()), out_specs=PartitionSpec("a"),
@@ -56,15 +56,15 @@ def test_grouped_products_and_convolutions():
     assert filtered.total == 2 * (2 * 4 * 16) * 6 * 3
 
 
-def test_the_larger_branch_counts_and_opaque_calls_are_listed():
+def test_a_cond_is_counted_as_its_larger_branch_and_opaque_calls_are_listed():
     def function(x, flag):
         y = jax.lax.cond(flag, lambda x: x @ x @ x, lambda x: x @ x, x)
         z = jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, y)
-        return jax.ffi.ffi_call("somebody", jax.ShapeDtypeStruct(z.shape, z.dtype))(z)
+        return jax.ffi.ffi_call("opaque", jax.ShapeDtypeStruct(z.shape, z.dtype))(z)
 
     found = flops(function, shape(4, 4), shape(dtype="bool"))
     assert found.total == 3 * 2 * 4**3
-    assert set(found.uncounted) == {"while", "somebody"}
+    assert set(found.uncounted) == {"while", "opaque"}
 
 
 MODULE = """HloModule jit_step, is_scheduled=true
@@ -124,7 +124,7 @@ ENTRY %main (x: f32[10,16,8], y: bf16[16,8]) -> f32[16,8] {
 def test_traffic_of_a_module():
     devices = np.array([SimpleNamespace(id=number) for number in range(8)], dtype=object).reshape(2, 2, 2)
     mesh = SimpleNamespace(axis_names=("data", "fsdp", "tensor"), devices=devices)
-    found = traffic(MODULE, mesh, host_of=lambda device: device.id // 4)
+    found = count_traffic(MODULE, mesh, host_of=lambda device: device.id // 4)
     rows, one = 16 * 8 * 4, 4 * 8 * 2  # bytes of a layer, and of the scattered result
     assert found.sent == {
         Collective("all-gather", ("data", "fsdp"), True, 2): 10 * 3 / 4 * 4 * rows,

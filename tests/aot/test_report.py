@@ -20,7 +20,7 @@ from axcore.testing.devices import on_devices
 from axcore.train.data.form import batch_form
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-REFUSAL = (
+OUT_OF_MEMORY = (
     "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: XLA:TPU compile permanent error. Ran out of memory in memory space "
     "hbm. Used 56.00G of 15.75G hbm. Exceeded hbm capacity by 40.25G."
 )
@@ -90,12 +90,12 @@ def test_a_program_that_does_not_fit(one_device, monkeypatch):
     report = dataclasses.replace(one_device[1], limit=1000)
     assert not report.fits and report.headroom == 1000 - report.memory.total
     assert report.verdict.startswith("does not fit: ")
-    refused = Memory.of_refusal(RuntimeError(REFUSAL), arguments=7)
-    assert (refused.total, refused.arguments, refused.refused) == (56 * 2**30, 7, True)
-    report = dataclasses.replace(report, memory=refused, limit=2**60, estimate=None, memory_traffic=None)
-    assert not report.fits and "total, as the compiler says" in str(report)
-    with pytest.raises(ax.AxcoreError, match="the compiler refuses the program: RESOURCE_EXHAUSTED: other"):
-        Memory.of_refusal(RuntimeError("RESOURCE_EXHAUSTED: other"), arguments=7)
+    memory = Memory.of_out_of_memory(RuntimeError(OUT_OF_MEMORY), arguments=7)
+    assert (memory.total, memory.arguments, memory.out_of_memory) == (56 * 2**30, 7, True)
+    report = dataclasses.replace(report, memory=memory, limit=2**60, estimate=None, memory_traffic=None)
+    assert not report.fits and "total, according to the compiler" in str(report)
+    with pytest.raises(ax.AxcoreError, match="the compiler rejects the program: RESOURCE_EXHAUSTED: other"):
+        Memory.of_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: other"), arguments=7)
 
 
 def test_the_command_exits_with_3_if_the_program_does_not_fit(axcore, one_device, monkeypatch, tmp_path):
@@ -123,17 +123,17 @@ def test_decoding_steps_have_a_cache(tiny):
     assert sum(decode.flops.values()) < sum(prefill.flops.values()) / 4
 
 
-def _sharded(cfg):
+def _fsdp_report(cfg):
     mesh, rows = cfg.mesh.set(shape={"fsdp": 8}), cfg.input.set(batch_size=8)
     return compile_program(cfg.set(mesh=mesh, input=rows), "cpu-4x2")
 
 
 @pytest.mark.long
 def test_collectives_of_fsdp_on_two_hosts(tiny):
-    report = on_devices(_sharded, tiny)
+    report = on_devices(_fsdp_report, tiny)
     assert report.parameters_per_device == report.parameters / 8
     gathered = [each for each in report.collectives if each.kind == "all-gather"]
-    assert {(each.axes, each.crosses) for each in gathered} == {(("fsdp",), True)}
+    assert {(each.axes, each.crosses_hosts) for each in gathered} == {(("fsdp",), True)}
     # Every parameter is gathered at least once, and a device receives the other seven parts.
     assert sum(each.sent for each in gathered) > 7 / 8 * 4 * report.parameters
 

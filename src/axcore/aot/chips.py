@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 GIB = 2**30
 XLA_GPU_FRACTION = 0.75
-"""The share of a GPU's memory that JAX reserves by default."""
+"""The fraction of a GPU's memory that JAX reserves by default."""
 
 
 class Cuda(NamedTuple):
-    """What XLA needs to know to compile for a GPU that is not there.
+    """What XLA needs to know to compile for a GPU without having one.
 
     Attributes:
         capability: (major, minor) compute capability.
@@ -40,9 +40,10 @@ class Chip:
         memory: bytes of memory.
         usable: bytes that the compiler leaves to a program; for GPUs see `limit`.
         peak: dense FLOP/s of matrix products, by dtype.
-        bandwidth: bytes/s of memory.
-        link: bytes/s in one direction over all links of the device to others of its host (GPU) or slice (TPU).
-        network: bytes/s in one direction of the device to other hosts or slices.
+        bandwidth: memory bandwidth in bytes/s.
+        link: bandwidth in bytes/s, in one direction, of all links from the device to others of its host (GPU) or slice
+        (TPU).
+        network: bandwidth in bytes/s, in one direction, from the device to other hosts or slices.
         topology: the name of a TPU in libtpu's topologies, and the number of dimensions of its torus.
         cuda: what XLA needs to know about a GPU.
     """
@@ -61,8 +62,8 @@ class Chip:
 
     @property
     def limit(self) -> int:
-        """Bytes that a program may use. On a GPU it is the share that JAX reserves: XLA_CLIENT_MEM_FRACTION, which is
-        0.75 by default."""
+        """Bytes that a program may use. On a GPU this is the fraction that JAX reserves: XLA_CLIENT_MEM_FRACTION, by
+        default 0.75."""
         if self.platform != "gpu":
             return self.usable
         return int(self.usable * float(os.environ.get("XLA_CLIENT_MEM_FRACTION", XLA_GPU_FRACTION)))
@@ -131,7 +132,7 @@ CHIPS: tuple[Chip, ...] = (
 
 
 def cpu(devices_per_host: int) -> Chip:
-    """One of the CPU devices that share this machine's memory. The other figures are rough, of two cores."""
+    """One of the CPU devices that share this machine's memory. The other figures are rough values for two cores."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices_per_host
     peak = {"float32": 1e11, "bfloat16": 5e10}
     return Chip("", "cpu", "cpu", memory, memory, peak, 2e10 / devices_per_host, 1e10, 1e9)

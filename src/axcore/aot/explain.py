@@ -36,7 +36,7 @@ class Node:
     Attributes:
         kind: The class that the node builds.
         supplier: The distribution that provides the class.
-        by: The actor that set the node; empty if it is the default of its parent.
+        by: What set the node, such as a recipe or a feature; empty if it is the default of its parent.
     """
 
     path: str

@@ -1,7 +1,8 @@
 """Floating-point operations, counted on the jaxpr of a program.
 
-XLA counts each loop body once and no custom call, and for GPUs nothing without the device. The jaxpr has both. Counted
-are matrix products, convolutions and kernels; elementwise operations are bound by memory, not by arithmetic.
+XLA's cost analysis counts each loop body once and custom calls not at all, and it needs the device for GPUs. Here,
+matrix products, convolutions and kernels are counted, and loop bodies as often as they run. Elementwise operations are
+not counted, since they are bound by memory, not by arithmetic.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 _UNCOUNTED = ("custom_call", "ffi_call", "pure_callback", "io_callback")
 _CUDNN_MATMULS = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 5}
-"""The matrix products of jax's cuDNN attention: logits and heads; the backward pass recomputes the logits."""
+"""Number of matrix products in jax's cuDNN attention. The forward pass computes logits and heads; the backward pass
+computes four gradients and recomputes the logits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Flops:
 
     Attributes:
         by_dtype: operations by the dtype of the operands: `bfloat16`, `float32`, `float8`, `int8`.
-        uncounted: opaque calls, and loops whose number of iterations is not known, with the number of times they occur
-            in the program. A loop of unknown length is counted once.
+        uncounted: name -> number of occurrences in the program, for opaque calls and for loops whose number of
+            iterations is not known. The body of such a loop is counted once.
     """
 
     by_dtype: Mapping[str, float]
@@ -39,7 +41,7 @@ class Flops:
 
 
 def count_flops(jaxpr: ClosedJaxpr) -> Flops:
-    """The operations of a program. Of the branches of a `cond`, the one with most operations counts."""
+    """The operations of a program. A `cond` is counted as its branch with the most operations."""
     counter = _Counter()
     return Flops(dict(counter.of(jaxpr.jaxpr)), dict(counter.uncounted))
 
@@ -82,7 +84,7 @@ class _Counter:
         return Counter({dtype: count * times for dtype, count in inner.items()})
 
     def _kernel(self, eqn: JaxprEqn) -> Counter[str]:
-        """A Pallas kernel: its author's estimate, or the operations of its body for each point of the grid."""
+        """A Pallas kernel: its `cost_estimate`, or the operations of its body times the size of the grid."""
         estimate = eqn.params.get("cost_estimate")
         if estimate is not None:
             return Counter({_dtype(eqn): estimate.flops})
@@ -125,7 +127,8 @@ def _dot(eqn: JaxprEqn) -> float:
 
 
 def _ragged_dot(eqn: JaxprEqn) -> float:
-    """Rows [m, k] by groups [g, k, n], or for the gradient of the groups [k, m] by [m, n]: each row meets one group."""
+    """Rows [m, k] times groups [g, k, n], or [k, m] times [m, n] for the gradient of the groups. Each row is multiplied
+    by one group."""
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     lhs, rhs = (_shape(var) for var in eqn.invars[:2])
     contracted, batched = numbers.dot_dimension_numbers if numbers is not None else (((1,), (1,)), ((), ()))
@@ -153,7 +156,7 @@ def _cudnn(name: str) -> int | None:
 
 
 def _attention(eqn: JaxprEqn, matmuls: int) -> float:
-    """cuDNN attention, of which a causal mask leaves half, and a window its width."""
+    """cuDNN attention. A causal mask leaves half of the keys, and a window as many keys as its width."""
     q, k = (_shape(var) for var in eqn.invars[:2])
     (batch, queries, heads, features), keys = q, k[1]
     causal = "CAUSAL" in str(eqn.params.get("mask_type", "")).upper()

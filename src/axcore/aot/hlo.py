@@ -1,4 +1,4 @@
-"""A reader of XLA's text of compiled modules, as far as the cost of a program depends on it."""
+"""Parses the text of modules that XLA has compiled, as far as the cost of a program depends on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = ")
 _NAME = re.compile(r"%([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _FAST_MEMORY = "S(1)"
-"""The layout of arrays in a TPU's VMEM."""
+"""Marks the layout of arrays in a TPU's VMEM."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        type: its result, an array or a tuple.
+        type: the type of its result, an array or a tuple.
         operands: the names of its operands, in the same computation.
         attributes: the text after the operands.
     """
@@ -85,7 +85,8 @@ class Module:
 
     @classmethod
     def parse(cls, text: str) -> Module:
-        """
+        """Parses a module.
+
         Args:
             text: `jax.stages.Compiled.as_text()`.
         """
@@ -103,10 +104,10 @@ class Module:
                 instructions[read.name] = read
         return cls(entry, computations)
 
-    def trips(self, loop: Instruction) -> int | None:
+    def trip_count(self, loop: Instruction) -> int | None:
         """The number of iterations of a `while` instruction; None if it is not known.
 
-        TPU modules do not say it, but the condition of a scan compares with a constant.
+        Modules for TPUs do not state it, but the condition of a scan compares with a constant.
         """
         if (known := _TRIPS.search(loop.attributes)) is not None:
             return int(known[1])

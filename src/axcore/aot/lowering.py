@@ -1,4 +1,4 @@
-"""The very programs that the trainer and the decoder run, traced and lowered for a target."""
+"""Traces the programs that the trainer and the decoder run, for a target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from axcore.train import Trainer
 from axcore.train.data.form import batch_form
 
 ProgramName = Literal["train", "prefill", "decode"]
-"""The training step; a decoding step that reads whole prompts; one that reads a token of each row."""
+"""The training step; a step over whole prompts; a decoding step of one token per row."""
 
 PROGRAMS: tuple[ProgramName, ...] = get_args(ProgramName)
 
@@ -51,7 +51,7 @@ class Lowered:
 def lower(cfg: Trainer.Config, target: Target, program: ProgramName = "train") -> Lowered:
     """Traces a program of a trainer's config for a target. Computes no arrays.
 
-    Rows of prefill and decode have `input.seq_len` tokens, in `input.batch_size` rows with a contiguous cache.
+    `prefill` and `decode` use a contiguous cache of `input.batch_size` rows of `input.seq_len` tokens.
 
     Raises:
         ConfigError: the mesh or the batch does not fit the target, the compiler of the target is not installed, or the

@@ -21,15 +21,15 @@ class Memory:
     """Bytes on each device.
 
     Attributes:
-        arguments: the arguments of the program, such as parameters and optimizer state.
+        arguments: bytes of the arguments of the program, such as parameters and optimizer state.
         temporaries: everything that exists only during a run.
         outputs: the results.
         donated: the part of the outputs that reuses the memory of arguments.
-        peak: the largest sum at any time, in the compiler's own count; 0 if it does not report one.
-        host: the same total as `total` in the memory of the host, for arrays that are offloaded.
-        total: `arguments + temporaries + outputs - donated`. If the compiler refused the program for lack of memory, it
-            is the compiler's figure, and the other figures except `arguments` are 0.
-        refused: whether the compiler refused the program.
+        peak: the largest use at any time, according to the compiler; 0 if it does not report one.
+        host: like `total`, for arrays in host memory.
+        total: `arguments + temporaries + outputs - donated`. If the compiler rejected the program for lack of memory,
+            the figure in its message; other figures except `arguments` and `peak` are then 0.
+        refused: whether the compiler rejected the program for lack of memory.
     """
 
     arguments: int
@@ -39,7 +39,7 @@ class Memory:
     peak: int
     host: int
     total: int
-    refused: bool = False
+    out_of_memory: bool = False
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> Memory:
@@ -64,21 +64,21 @@ class Memory:
         )
 
     @classmethod
-    def of_refusal(cls, error: Exception, arguments: int) -> Memory:
-        """The figures in the compiler's message that a program needs more memory than the device has.
+    def of_out_of_memory(cls, error: Exception, arguments: int) -> Memory:
+        """The figures in a compiler's error message that the program needs more memory than the device has.
 
         Raises:
-            AxcoreError: the message has another form.
+            AxcoreError: the message does not have the expected form.
         """
         found = _OUT_OF_MEMORY.search(str(error))
         if found is None:
-            raise AxcoreError(f"the compiler refuses the program: {error}") from error
+            raise AxcoreError(f"the compiler rejects the program: {error}") from error
         used = int(float(found[1]) * _UNITS[found[2]])
-        return cls(arguments, 0, 0, 0, used, 0, used, refused=True)
+        return cls(arguments, 0, 0, 0, used, 0, used, out_of_memory=True)
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether the compiler refused a program for lack of memory."""
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the compiler rejected a program for lack of memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""What a compiled program needs and costs on a target: the result of `compile_program`."""
+"""The memory, FLOPs, communication and estimated time of a compiled program on a target: `compile_program`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jax.experimental import serialize_executable
 from axcore.aot.chips import GIB
 from axcore.aot.flops import Flops, count_flops
 from axcore.aot.lowering import Lowered, ProgramName, lower
-from axcore.aot.memory import Memory, bytes_per_device, count_per_device, is_refusal
+from axcore.aot.memory import Memory, bytes_per_device, count_per_device, is_out_of_memory
 from axcore.aot.roofline import Estimate
 from axcore.aot.targets import Target
-from axcore.aot.traffic import Traffic, traffic
+from axcore.aot.traffic import Traffic, count_traffic
 from axcore.config import AxcoreError
 from axcore.train import Trainer
 
@@ -28,21 +28,21 @@ class CollectiveCost:
     """The collectives of one kind over the same mesh axes, in one run.
 
     Attributes:
-        crosses, together: see `axcore.aot.traffic.Collective`.
+        crosses_hosts, members_per_host: see `axcore.aot.traffic.Collective`.
         sent: bytes that each device sends.
     """
 
     kind: str
     axes: tuple[str, ...]
-    crosses: bool
-    together: int
+    crosses_hosts: bool
+    members_per_host: int
     calls: float
     sent: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A compiled program of one config on a target. Bytes and FLOPs are those of one device and one run.
+    """A compiled program of one config on a target. Bytes and FLOPs are per device and run.
 
     Attributes:
         target: the accelerator, such as `gpu-h100-8x4`.
@@ -50,13 +50,13 @@ class Report:
         tokens: the tokens of one run, on all devices together.
         parameters: the number of parameters of the model.
         parameters_per_device: the number of parameters on each device.
-        state_bytes: bytes of the parameters, and of the optimizer state or the KV cache.
+        state_bytes: bytes of the parameters, and of the optimizer state or the KV cache, by name.
         limit: bytes that a program may use.
-        flops: operations of matrix products and kernels, loop bodies included, by dtype.
-        uncounted: opaque calls that `flops` leaves out, and loops of unknown length.
+        flops: operations of matrix products and kernels, by dtype. Loop bodies are counted as often as they run.
+        uncounted: opaque calls that are not in `flops`, and loops of unknown length, with their numbers.
         model_flops: operations without recomputation: for training, three times those of the forward pass.
-        memory_traffic: bytes read from and written to memory; None if the program was refused.
-        estimate: the estimated time; None if the program was refused.
+        memory_traffic: bytes read from and written to memory; None if the compiler rejected the program.
+        estimate: the estimated time; None if the compiler rejected the program.
     """
 
     program: ProgramName
@@ -84,12 +84,12 @@ class Report:
 
     @property
     def headroom(self) -> int:
-        """Bytes of the limit that the program leaves; negative if it does not fit."""
+        """Bytes that remain below the limit; negative if the program does not fit."""
         return self.limit - self.memory.total
 
     @property
     def fits(self) -> bool:
-        return self.headroom >= 0 and not self.memory.refused
+        return self.headroom >= 0 and not self.memory.out_of_memory
 
     @property
     def verdict(self) -> str:
@@ -100,7 +100,7 @@ class Report:
         return f"does not fit: {-self.headroom / GIB:.2f} GiB more than the limit {of}"
 
     def to_json(self) -> str:
-        """The report as JSON, with the field `fits` and `headroom`."""
+        """The report as JSON, with the fields `fits` and `headroom`."""
         facts = dataclasses.asdict(self) | {"fits": self.fits, "headroom": self.headroom}
         return json.dumps(facts, indent=2).replace("NaN", "null")
 
@@ -131,8 +131,8 @@ class Report:
     def _memory(self) -> list[tuple[str, str]]:
         memory = self.memory
         rows = [(name, _bytes(count)) for name, count in self.state_bytes.items()]
-        if memory.refused:
-            rows += [("total, as the compiler says", _bytes(memory.total))]
+        if memory.out_of_memory:
+            rows += [("total, according to the compiler", _bytes(memory.total))]
         else:
             rows += [
                 ("arguments", _bytes(memory.arguments)),
@@ -140,7 +140,7 @@ class Report:
                 ("outputs", f"{_bytes(memory.outputs)}, of which {_bytes(memory.donated)} in donated arguments"),
                 ("total", _bytes(memory.total)),
             ]
-            rows += [("peak, as the compiler says", _bytes(memory.peak))] if memory.peak else []
+            rows += [("peak, according to the compiler", _bytes(memory.peak))] if memory.peak else []
             rows += [("on the host", _bytes(memory.host))] if memory.host else []
         return [*rows, ("limit", _bytes(self.limit)), ("verdict", self.verdict)]
 
@@ -157,7 +157,7 @@ class Report:
         ]
         if self.model_flops:
             rows += [("MFU, at most", f"{estimate.mfu_bound:.1%}"), ("MFU, estimated", f"{estimate.mfu:.1%}")]
-        loops = f" {self.unknown_loops} loops of unknown length count once." if self.unknown_loops else ""
+        loops = f" {self.unknown_loops} loops of unknown length are counted once." if self.unknown_loops else ""
         return [*rows, ("method", estimate.method + loops)]
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ def compile_program(
     program: ProgramName = "train",
     executable: str | Path | None = None,
 ) -> Report:
-    """Compiles a program of a trainer's config for hardware that need not exist here, and reports what it needs.
+    """Compiles a program of a trainer's config for hardware that this machine need not have, and reports what it needs.
 
     ```python
     report = compile_program(axcore.pipe(recipe, axcore.target("gpu-h100-8")), "gpu-h100-8")
@@ -181,18 +181,18 @@ def compile_program(
     ```
 
     Args:
-        target: the accelerator; None: the devices of this process. The mesh of the config must fill it.
-        program: `train`: the step of the trainer. `prefill`: a decoding step of whole rows. `decode`: a decoding step
-            of one token per row.
-        executable: a file for the compiled program, for `jax.experimental.serialize_executable.deserialize_and_load`:
-            a pickle of its three arguments.
+        target: the accelerator; None: the devices of this process. The mesh of the config must use all of its devices.
+        program: `train`: the step of the trainer. `prefill`: a step over whole prompts. `decode`: a step of one token
+            per row.
+        executable: a file to which the compiled program is written, as a pickle of the three arguments of
+            `jax.experimental.serialize_executable.deserialize_and_load`.
 
     Raises:
         ConfigError: the target is unknown, its compiler is not installed, or the config does not fit it.
-        AxcoreError: the compiler refused the program for another reason than memory, or the program was refused and
-            an executable was asked for.
+        AxcoreError: the compiler rejected the program for a reason other than memory, or it rejected the program and
+            `executable` is given.
     """
-    found = Target.of(target) if target is not None else Target.here()
+    found = Target.of(target) if target is not None else Target.local()
     began = time.monotonic()
     lowered = lower(cfg, found, program)
     flops = count_flops(lowered.traced.jaxpr)
@@ -202,9 +202,9 @@ def compile_program(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if not is_refusal(error):
-            raise AxcoreError(f"the compiler for {found.accelerator.text} refuses the program: {error}") from error
-        memory = Memory.of_refusal(error, sum(map(bytes_per_device, lowered.state.values())))
+        if not is_out_of_memory(error):
+            raise AxcoreError(f"the compiler for {found.accelerator.text} rejects the program: {error}") from error
+        memory = Memory.of_out_of_memory(error, sum(map(bytes_per_device, lowered.state.values())))
     else:
         memory = Memory.of(compiled)
     seconds = time.monotonic() - traced
@@ -212,8 +212,8 @@ def compile_program(
         if compiled is None:
             raise AxcoreError("the program does not fit, so there is no executable to write")
         Path(executable).write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
-    moved = None if compiled is None else traffic(compiled.as_text() or "", _mesh(lowered), found.host_of)
-    return _report(found, lowered, flops, 3 * forward, memory, moved, (traced - began, seconds))
+    traffic = None if compiled is None else count_traffic(compiled.as_text() or "", _mesh(lowered), found.host_of)
+    return _report(found, lowered, flops, 3 * forward, memory, traffic, (traced - began, seconds))
 
 
 def _mesh(lowered: Lowered) -> jax.sharding.Mesh:
@@ -227,14 +227,14 @@ def _report(
     flops: Flops,
     model_flops: float,
     memory: Memory,
-    moved: Traffic | None,
+    traffic: Traffic | None,
     seconds: Sequence[float],
 ) -> Report:
     count, params = target.accelerator.count, lowered.state["parameters"]
     by_dtype = {dtype: each / count for dtype, each in flops.by_dtype.items() if each}
-    collectives = () if moved is None else tuple(
-        CollectiveCost(*key, moved.calls[key], sent)
-        for key, sent in sorted(moved.sent.items(), key=lambda each: -each[1])
+    collectives = () if traffic is None else tuple(
+        CollectiveCost(*key, traffic.calls[key], sent)
+        for key, sent in sorted(traffic.sent.items(), key=lambda each: -each[1])
     )  # fmt: skip
     return Report(
         program=lowered.program,
@@ -252,17 +252,17 @@ def _report(
         flops=by_dtype,
         uncounted=dict(flops.uncounted),
         model_flops=model_flops / count,
-        memory_traffic=None if moved is None else moved.memory,
+        memory_traffic=None if traffic is None else traffic.memory,
         collectives=collectives,
-        unknown_loops=0 if moved is None else moved.unknown_loops,
-        estimate=None if moved is None else Estimate.of(target.chip, by_dtype, moved, model_flops / count),
+        unknown_loops=0 if traffic is None else traffic.unknown_loops,
+        estimate=None if traffic is None else Estimate.of(target.chip, by_dtype, traffic, model_flops / count),
         trace_seconds=seconds[0],
         compile_seconds=seconds[1],
     )
 
 
 def _collective(each: CollectiveCost) -> tuple[str, str]:
-    where = ", between hosts" if each.crosses else ""
+    where = ", between hosts" if each.crosses_hosts else ""
     return f"{each.kind} over {', '.join(each.axes)}", f"{_bytes(each.sent)} sent in {each.calls:,.0f} calls{where}"
 
 

@@ -44,7 +44,7 @@ def _bar(report: Report) -> str:
     """The memory of a device by use, with a mark at the limit."""
     memory = report.memory
     parts = {name: count for name, count in report.state_bytes.items()}
-    if memory.refused:
+    if memory.out_of_memory:
         parts["everything else"] = memory.total - sum(parts.values())
     else:
         parts["other arguments and outputs"] = memory.total - memory.temporaries - sum(parts.values())

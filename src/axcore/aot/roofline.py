@@ -11,8 +11,8 @@ from axcore.aot.traffic import Traffic
 
 
 class Efficiency(NamedTuple):
-    """The share of the published figures that programs reach. With these, the estimates of two training steps are 0.97
-    and 1.03 times their times on H200s (docs/aot.md). Link is not fitted."""
+    """The fractions of the published figures that programs reach. With the defaults, the estimates of two training
+    steps are 0.97 and 1.03 times the measured times on H200s (docs/aot.md). `link` was not fitted."""
 
     compute: float = 0.68
     memory: float = 0.85
@@ -23,10 +23,10 @@ USUAL = Efficiency()
 
 METHOD = (
     "Bound: the longest of compute, memory, link and network time at the published peaks, as if they overlapped. "
-    "Estimate: matrix products at {compute:.0%} of the peak, then the memory traffic of all other instructions at "
+    "Estimate: matrix products at {compute:.0%} of the peak plus the memory traffic of all other instructions at "
     "{memory:.0%}; or link or network time at {link:.0%} if that is longer. Compute: the matrix products of the jaxpr. "
-    "Memory: operands and results of XLA's instructions. Link and network: bytes that a ring sends; devices of one "
-    "host share the bytes that leave it. Nothing is measured, and XLA chose its instructions without the device."
+    "Memory: operands and results of XLA's instructions. Link and network: bytes sent in a ring; the devices of one "
+    "host share the bytes that leave it. Nothing was measured, and XLA selected its instructions without the device."
 )
 
 
@@ -35,14 +35,14 @@ class Estimate:
     """Seconds of one run of a program. An estimate, not a measurement.
 
     Attributes:
-        compute, memory, link, network: the time of each resource at its published peak. `link` connects the devices of
-            a host or slice, and `network` connects these.
-        elementwise: the part of `memory` of instructions without a matrix product.
-        bound: no run is faster.
-        step: the estimate.
-        mfu_bound: no run has a larger share of the peak FLOP/s; NaN if the program has no model FLOPs.
-        mfu: the estimated share. Model FLOPs are three times those of the forward pass for training, so recomputation
-            does not count.
+        compute, memory, link, network: the time of each resource at its published peak. Links connect the devices of a
+            host or slice, and the network connects hosts or slices.
+        elementwise: the part of `memory` due to instructions without a matrix product.
+        bound: the lower bound of the time.
+        step: the estimated time.
+        mfu_bound: the upper bound of the MFU (model FLOPs utilization); NaN if the program has no model FLOPs.
+        mfu: the estimated MFU. In training, model FLOPs are three times those of the forward pass, without
+            recomputation.
         method: how the figures are computed.
     """
 
@@ -66,15 +66,16 @@ class Estimate:
         model_flops: float,
         efficiency: Efficiency = USUAL,
     ) -> Estimate:
-        """
+        """The estimate for one chip type.
+
         Args:
             flops: operations of one device, by dtype.
             model_flops: operations of one device without recomputation.
         """
         compute = sum(count / chip.peak.get(dtype, chip.peak["bfloat16"]) for dtype, count in flops.items())
         memory = traffic.memory / chip.bandwidth
-        near = sum(sent for key, sent in traffic.sent.items() if not key.crosses or key.together > 1)
-        far = sum(sent / key.together for key, sent in traffic.sent.items() if key.crosses)
+        near = sum(sent for key, sent in traffic.sent.items() if not key.crosses_hosts or key.members_per_host > 1)
+        far = sum(sent / key.members_per_host for key, sent in traffic.sent.items() if key.crosses_hosts)
         link, network = near / chip.link, far / chip.network
         elementwise = traffic.elementwise / chip.bandwidth
         bound = max(compute, memory, link, network)

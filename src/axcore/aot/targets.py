@@ -1,4 +1,4 @@
-"""The devices that a program is compiled for. They need not exist on this machine."""
+"""The devices that a program is compiled for, which need not be those of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TPU_ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Settings with which libtpu compiles on a machine without TPUs, and in several processes at once."""
+"""Settings that let libtpu compile on a machine without TPUs, and in several processes at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,13 @@ class Target:
 
     @classmethod
     def of(cls, text: str) -> Target:
-        """
+        """The target of this name.
+
         Args:
             text: an accelerator, such as `gpu-h100-8x4`; see `Accelerator`.
 
         Raises:
-            ConfigError: the text has another form, or names a chip that axcore does not know.
+            ConfigError: the text is not a valid name, or names a chip that axcore does not know.
         """
         accelerator = Accelerator.parse(text)
         if (accelerator.platform, accelerator.kind) == ("cpu", ""):
@@ -56,7 +57,7 @@ class Target:
         )
 
     @classmethod
-    def here(cls) -> Target:
+    def local(cls) -> Target:
         """The devices of this process.
 
         Raises:
@@ -77,7 +78,7 @@ class Target:
         )
 
     def devices(self) -> Sequence[jax.Device]:
-        """The devices, for compiling only unless they are CPUs.
+        """The devices. Unless they are CPUs, they can only be used for compiling.
 
         Raises:
             ConfigError: the compiler is not installed, or there is no such topology.
@@ -100,7 +101,7 @@ class Target:
         count = self.accelerator.count
         try:
             jax.config.update("jax_num_cpu_devices", count)
-        except RuntimeError:  # jax has counted its devices before
+        except RuntimeError:  # jax has already created its devices
             if len(jax.devices("cpu")) < count:
                 raise ConfigError(
                     f"the target {self.accelerator.text!r} has {count} devices, and this process has already started "
@@ -138,10 +139,11 @@ class Target:
 
 
 def torus(chips: int, dimensions: int) -> tuple[int, ...]:
-    """The shape of a slice: the most cubic one, sizes ascending, and 1 last where a dimension is not used.
+    """The shape of a slice: the one that is closest to a cube, with ascending sizes, followed by 1 for unused
+    dimensions.
 
     Raises:
-        ConfigError: there is none whose sizes are 1, 2 or a multiple of 4.
+        ConfigError: there is no shape whose sizes are 1, 2 or multiples of 4.
     """
 
     def shapes(count: int) -> list[tuple[int, ...]]:

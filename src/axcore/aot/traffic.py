@@ -16,8 +16,8 @@ from axcore.aot.hlo import Computation, Instruction, Module, size
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 _NO_TRAFFIC = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id")
 _PRODUCTS = ("dot", "convolution", "custom-call")
-_THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose")
-"""Operations of a fusion of which only the elements that are used later are computed."""
+_PASS_THROUGH = ("bitcast", "convert", "copy", "reshape", "transpose")
+"""Operations that a fusion computes only for the elements that it uses later."""
 
 
 class Collective(NamedTuple):
@@ -25,27 +25,28 @@ class Collective(NamedTuple):
 
     Attributes:
         axes: the mesh axes that the groups span.
-        crosses: whether the groups span several hosts, or slices of a TPU.
-        together: the members of a group on one host. A ring sends the data of all of them to the next host only once.
+        crosses_hosts: whether the groups span several hosts, or slices of a TPU.
+        members_per_host: the number of members of a group on one host, which together send their data to the next host
+            only once in a ring.
     """
 
     kind: str
     axes: tuple[str, ...]
-    crosses: bool
-    together: int
+    crosses_hosts: bool
+    members_per_host: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one run of a program moves on each device.
+    """The bytes that one run of a program moves on each device.
 
     Attributes:
         memory: bytes read from and written to memory.
-        elementwise: the part of `memory` of instructions without a matrix product or an opaque call.
+        elementwise: the part of `memory` due to instructions without a matrix product or an opaque call.
         sent: bytes sent to other devices, for each kind of collective. A ring is assumed: an all-gather of b bytes over
             n devices sends b (n-1)/n, an all-reduce twice that.
         calls: the number of collectives.
-        unknown_loops: the loops whose number of iterations is not known; they are counted once.
+        unknown_loops: the number of loops whose number of iterations is not known. Their bodies are counted once.
     """
 
     memory: float = 0.0
@@ -67,8 +68,8 @@ class Traffic:
         )
 
 
-def traffic(text: str, mesh: jax.sharding.Mesh, host_of: Callable[[jax.Device], int]) -> Traffic:
-    """The traffic of a compiled program. Of the branches of a conditional, the one that moves most bytes counts.
+def count_traffic(text: str, mesh: jax.sharding.Mesh, host_of: Callable[[jax.Device], int]) -> Traffic:
+    """The traffic of a compiled program. A conditional is counted as the branch with the most memory traffic.
 
     Args:
         text: `jax.stages.Compiled.as_text()`.
@@ -94,20 +95,20 @@ class _Reader:
     def _one(self, computation: Computation, each: Instruction) -> Traffic:
         match each.opcode:
             case "while":
-                trips = self._module.trips(each)
-                loop = Traffic(unknown_loops=int(trips is None))
-                return loop.plus(self.traffic(each.called("body") or ""), 1 if trips is None else trips)
+                trip_count = self._module.trip_count(each)
+                loop = Traffic(unknown_loops=int(trip_count is None))
+                return loop.plus(self.traffic(each.called("body") or ""), 1 if trip_count is None else trip_count)
             case "conditional":
                 return max((self.traffic(name) for name in each.branches), key=lambda found: found.memory)
             case "call" | "async-start":
                 return self.traffic(each.called("to_apply") or each.called("calls") or "")
         memory = self._memory(computation, each)
-        moved = Traffic(memory=memory, elementwise=0 if self._is_product(each) else memory)
+        own = Traffic(memory=memory, elementwise=0 if self._is_product(each) else memory)
         if (kind := _collective(each.opcode)) is not None:
-            return moved.plus(self._sent(computation, each, kind))
+            return own.plus(self._sent(computation, each, kind))
         if each.opcode in ("fusion", "fusion-start") and (fused := each.called("calls")) is not None:
-            return moved.plus(self._fused(self._module.computations[fused]))
-        return moved
+            return own.plus(self._fused(self._module.computations[fused]))
+        return own
 
     def _is_product(self, each: Instruction) -> bool:
         if each.opcode in ("fusion", "fusion-start"):
@@ -127,7 +128,7 @@ class _Reader:
 
     def _sent(self, computation: Computation, each: Instruction, kind: str) -> Traffic:
         start = computation.instructions[each.operands[0]] if each.opcode.endswith("-done") else each
-        members, axes, crosses, together = self._groups.of(start.attributes)
+        members, axes, crosses_hosts, members_per_host = self._groups.of(start.attributes)
         payload, share = float(size(each.type)), (members - 1) / members
         match kind:
             case "reduce-scatter":
@@ -138,7 +139,7 @@ class _Reader:
                 sent = payload
             case _:
                 sent = share * payload
-        key = Collective(kind.partition(" ")[0], axes, crosses, together)
+        key = Collective(kind.partition(" ")[0], axes, crosses_hosts, members_per_host)
         # A group of one device sends nothing.
         return Traffic(sent={key: sent}, calls={key: 1}) if axes else Traffic()
 
@@ -180,10 +181,10 @@ def _collective(opcode: str) -> str | None:
 
 
 def _read(fused: Computation, value: Instruction) -> int:
-    """The bytes of a value in a fusion that are used."""
+    """The bytes of a value that a fusion uses."""
     total = 0
     for user in fused.users.get(value.name, ()):
-        if user.opcode in _THROUGH:
+        if user.opcode in _PASS_THROUGH:
             total += _read(fused, user)
         elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == value.name:
             total += size(user.type)
@@ -195,11 +196,11 @@ def _read(fused: Computation, value: Instruction) -> int:
 
 
 def _written(fused: Computation, root: Instruction) -> int:
-    """The bytes that a fusion writes: of an array that is updated in place, the update."""
+    """The bytes that a fusion writes. If it updates an array in place, these are the bytes of the update."""
     if root.opcode == "tuple":
         return sum(_written(fused, fused.instructions[name]) for name in root.operands)
     last = root
-    while last.opcode in _THROUGH:
+    while last.opcode in _PASS_THROUGH:
         last = fused.instructions[last.operands[0]]
     if last.opcode == "dynamic-update-slice":
         return size(fused.instructions[last.operands[1]].type)
@@ -207,7 +208,7 @@ def _written(fused: Computation, root: Instruction) -> int:
 
 
 class _Groups:
-    """The mesh axes of groups of devices, which XLA writes in several ways."""
+    """The mesh axes of groups of devices. Parses the notations that XLA uses for groups."""
 
     def __init__(self, mesh: jax.sharding.Mesh, hosts: np.ndarray):
         self._names, self._shape, self._hosts = mesh.axis_names, mesh.devices.shape, hosts
