@@ -86,9 +86,9 @@ def test_case_a_kernel_that_is_not_supported_names_the_mesh_rule_that_set_it():
     cfg = ax.recipe("quickstart")
     cfg = ax.pipe(cfg.set(model=cfg.model.set(dtypes=ax.DTypes(compute=jnp.bfloat16))), ax.target("gpu-h100-8"))
     assert explain(cfg, "gpu-h100-8").problems == ()
-    (told,) = explain(cfg).problems
+    (problem,) = explain(cfg).problems
     rule = r"target:gpu-h100-8 of axcore-mesh-rules [^ ]+\(rule='gpu-h100'\)"
-    assert re.search(rf"CudnnKernel: requires an NVIDIA GPU, and this is cpu \(set by {rule}\)\.", told), told
+    assert re.search(rf"CudnnKernel: requires an NVIDIA GPU, and this is cpu \(set by {rule}\)\.", problem), problem
 
 
 def test_slots_with_equal_verdicts_are_grouped():
@@ -111,7 +111,7 @@ def test_the_command_explains_a_target_and_an_unknown_target_raises(axcore):
     assert "tpu-v5p-512" in axcore("explain", "llama2-7b", "--target", "toaster").message
 
 
-def test_case_obeying_the_advice_of_explain_works():
+def test_case_following_the_advice_of_explain_works():
     """Each `use(...)` that a verdict advises gives a config that can be explained and built, except for input sources,
     which require a path."""
     cfg = ax.recipe("quickstart")
@@ -121,6 +121,6 @@ def test_case_obeying_the_advice_of_explain_works():
     advised = {verdict.partition("; ")[2] for verdict in verdicts if "; use(" in verdict}
     assert 'use("contiguous")' in advised
     for advice in advised:
-        obeyed = ax.pipe(cfg, eval(advice, {"use": ax.use}))
-        assert "chosen" in {each.verdict for found in explain(obeyed).slots for each in found.candidates}
-        abstract(obeyed.model, "model")
+        followed = ax.pipe(cfg, eval(advice, {"use": ax.use}))
+        assert "chosen" in {each.verdict for found in explain(followed).slots for each in found.candidates}
+        abstract(followed.model, "model")

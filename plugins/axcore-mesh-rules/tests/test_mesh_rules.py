@@ -11,9 +11,9 @@ from axcore.nn import Attention, ReferenceKernel
 from axcore.parallel import ByTag, check_options
 from axcore.plugin import Accelerator, registry, use_text
 from axcore.testing import ParallelismSuite
-from axcore_mesh_rules.fit import NAMES, SCANNED, UNROLLED
+from axcore_mesh_rules.fit import SCANNED, TAGS, UNROLLED
 from axcore_mesh_rules.sizes import Sizes, memory
-from axcore_mesh_rules.tpu import FUSED, GATHERS, REPLICAS, SCOPED
+from axcore_mesh_rules.tpu import ALL_GATHER, ALL_REDUCE, FUSED_ALL_GATHER, SCOPED_VMEM
 
 
 @pytest.mark.slow  # tests/parallel runs the suite in the short run
@@ -32,7 +32,7 @@ class TestGpu(ParallelismSuite):
         return super().trainer().set(input=data)
 
     def test_the_rule_sets_remat(self):
-        assert self.modify(self.trainer()).model.decoder.remat == ByTag(save=NAMES)
+        assert self.modify(self.trainer()).model.decoder.remat == ByTag(save=TAGS)
 
 
 def adapted(recipe, accelerator):
@@ -60,8 +60,8 @@ def test_meshes_shard_over_as_few_hosts_as_the_state_requires(recipe, accelerato
     ("accelerator", "remat", "unroll", "tokens"),
     [
         ("gpu-h200-8", None, 32, 16_384),
-        ("gpu-h100-8x4", ByTag(save=NAMES), 1, 8192),
-        ("tpu-v5p-512", ByTag(save=NAMES), 1, 16_384),
+        ("gpu-h100-8x4", ByTag(save=TAGS), 1, 8192),
+        ("tpu-v5p-512", ByTag(save=TAGS), 1, 16_384),
         ("tpu-v5e-256", ByTag(save=("heads", "lse")), 1, 8192),
     ],
 )
@@ -73,7 +73,7 @@ def test_remat_and_microbatches_depend_on_the_memory(accelerator, remat, unroll,
 
 
 @pytest.mark.long
-def test_a_large_model_keeps_less():
+def test_a_large_model_keeps_fewer_activations():
     cfg = adapted("llama2-70b", "gpu-h100-8x64")
     assert (cfg.model.decoder.remat, cfg.microbatches) == (ByTag(save=("heads", "lse")), 1)
     assert adapted("llama2-70b", "gpu-b200-8").mesh.optimizer_memory == "host"
@@ -84,11 +84,11 @@ def test_optimizer_state_is_offloaded_if_it_does_not_fit():
     assert adapted("llama2-7b", "gpu-h200-8").mesh.optimizer_memory == "device"
 
 
-def test_the_memory_may_be_part_of_the_name_of_a_gpu():
+def test_the_name_of_a_gpu_may_contain_its_memory():
     small, large = (memory(Accelerator.parse(f"gpu-a100-{kind}8")) for kind in ("40gb-", ""))
     assert (small, large) == (30e9, pytest.approx(64e9, rel=0.01))
     remats = [adapted("llama2-7b", name).model.decoder.remat for name in ("gpu-a100-40gb-8", "gpu-a100-8")]
-    assert remats == [ByTag(save=("heads", "lse")), ByTag(save=NAMES)]
+    assert remats == [ByTag(save=("heads", "lse")), ByTag(save=TAGS)]
 
 
 def test_a_recipe_without_an_input_gets_only_a_mesh():
@@ -134,9 +134,9 @@ def test_estimated_memory_agrees_with_measured_steps():
             },
         ),
         ("tpu-v6e-8", {}),
-        ("tpu-v5e-16", GATHERS | FUSED),
-        ("tpu-v6e-16", GATHERS | SCOPED),
-        ("tpu-v5p-512x2", GATHERS | REPLICAS),
+        ("tpu-v5e-16", ALL_GATHER | FUSED_ALL_GATHER),
+        ("tpu-v6e-16", ALL_GATHER | SCOPED_VMEM),
+        ("tpu-v5p-512x2", ALL_GATHER | ALL_REDUCE),
         ("cpu-8", {}),
     ],
 )
@@ -147,7 +147,7 @@ def test_compiler_options_are_known_to_the_compiler(accelerator, options):
     check_options(options, cfg.mesh.abstract(target.count, target.platform))
 
 
-def test_own_compiler_options_are_kept():
+def test_compiler_options_of_the_user_are_kept():
     cfg = ax.recipe("llama2-7b").set(compiler_options={"xla_gpu_autotune_level": 0})
     assert ax.pipe(cfg, ax.target("gpu-h200-1")).compiler_options["xla_gpu_autotune_level"] == 0
 

@@ -11,31 +11,32 @@ from axcore.nn import Repeat, use_remat
 from axcore.parallel import ByTag, Remat
 from axcore.plugin import Accelerator
 from axcore.train import Trainer
-from axcore_mesh_rules.sizes import EVERYTHING, Sizes
+from axcore_mesh_rules.sizes import ALL_VALUES_FACTOR, Sizes
 
-STATE, MOMENTS = 5, 2
-"""Arrays of the size of the parameters: parameters, two moments of AdamW, gradients, and the sum of gradients of
-microbatches."""
-FULL, SHARE = 0.85, 0.5
-"""The share of memory to plan with, and the share that the state may take before it is sharded over more hosts."""
-ENOUGH = 8192
-"""Tokens of a microbatch on one device. With 8192 instead of 16,384, Llama2-7B is 7% slower on two H200s with FSDP."""
-NAMES = ("query", "key", "value", "heads", "lse", "gate", "up")
+STATE_COPIES, NUM_MOMENTS = 5, 2
+"""Number of arrays of the size of the parameters: parameters, two moments of AdamW, gradients, and gradients summed
+over microbatches; and how many of them are moments."""
+MEMORY_FRACTION, STATE_FRACTION = 0.85, 0.5
+"""The fraction of memory to use, and the fraction that the state may take before it is sharded over more hosts."""
+MIN_TOKENS = 8192
+"""Smallest desirable number of tokens of a microbatch on one device. With 8192 instead of 16,384, Llama2-7B is 7%
+slower on two H200s with FSDP."""
+TAGS = ("query", "key", "value", "heads", "lse", "gate", "up")
 
 
 class Policy(NamedTuple):
-    """A remat policy, and whether scanned layers are unrolled. Policies that keep more run faster."""
+    """A remat policy, and whether scanned layers are unrolled. Policies that keep more values run faster."""
 
     remat: Remat | None
     unroll: bool = False
 
     def kept(self, sizes: Sizes) -> float:
-        """Features per token that are kept for the backward pass."""
+        """Number of features per token that are kept for the backward pass."""
         inputs = sizes.layers * sizes.dim
         match self.remat:
             case None:
-                return EVERYTHING * (sizes.tagged + inputs)
-            case ByTag(save=save) if save == NAMES:
+                return ALL_VALUES_FACTOR * (sizes.tagged + inputs)
+            case ByTag(save=save) if save == TAGS:
                 return sizes.tagged + inputs
             case ByTag():
                 return 2 * inputs
@@ -44,16 +45,16 @@ class Policy(NamedTuple):
 
 UNROLLED = Policy(None, unroll=True)
 """Without remat, a scan keeps twice the values that unrolled layers keep (Llama 1.1B on one H200: 94 and 45 GB)."""
-SCANNED = (Policy(ByTag(save=NAMES)), Policy(ByTag(save=("heads", "lse"))), Policy(Remat()))
+SCANNED = (Policy(ByTag(save=TAGS)), Policy(ByTag(save=("heads", "lse"))), Policy(Remat()))
 
 
-def hybrid(cfg: Trainer.Config, accelerator: Accelerator, groups: int = 1) -> Trainer.Config:
+def hybrid_sharding(cfg: Trainer.Config, accelerator: Accelerator, groups: int = 1) -> Trainer.Config:
     """Shards over the devices of a host (or of a TPU slice) and replicates over hosts.
 
     Parameters are gathered only over the fast interconnect, and only gradients cross the slower network.
 
     Args:
-        groups: the number of hosts that share one copy of the parameters.
+        groups: the number of hosts over which the parameters are sharded.
     """
     shape = {"data": accelerator.hosts // groups, "fsdp": accelerator.per_host * groups}
     return cfg.set(mesh=cfg.mesh.set(shape=shape))
@@ -62,44 +63,44 @@ def hybrid(cfg: Trainer.Config, accelerator: Accelerator, groups: int = 1) -> Tr
 def fitted(
     cfg: Trainer.Config, accelerator: Accelerator, sizes: Sizes | None, memory: float, policies: Sequence[Policy]
 ) -> Trainer.Config:
-    """`hybrid` over as many hosts as the state requires, with the fastest remat policy whose microbatches fit.
+    """`hybrid_sharding` over as many hosts as the state requires, with the fastest remat policy whose microbatches fit.
 
-    If nothing fits, the config has the layout that needs least memory.
+    If nothing fits, the config gets the layout that needs the least memory.
 
     Args:
         memory: bytes that a program may use on one device.
-        policies: the fastest first.
+        policies: the policies to choose from, the fastest first.
     """
     if sizes is None:
-        return hybrid(cfg, accelerator)
-    state = STATE * sizes.parameters
-    host = SHARE * memory * accelerator.per_host
+        return hybrid_sharding(cfg, accelerator)
+    state = STATE_COPIES * sizes.parameters
+    host = STATE_FRACTION * memory * accelerator.per_host
     groups = next((count for count in _divisors(accelerator.hosts) if state <= host * count), accelerator.hosts)
     devices = groups * accelerator.per_host
-    cfg = hybrid(cfg, accelerator, groups)
-    if state > FULL * memory * devices:
-        state -= MOMENTS * sizes.parameters
+    cfg = hybrid_sharding(cfg, accelerator, groups)
+    if state > MEMORY_FRACTION * memory * devices:
+        state -= NUM_MOMENTS * sizes.parameters
         cfg = cfg.set(mesh=cfg.mesh.set(optimizer_memory="host"))
     if sizes.rows % accelerator.count or not any(has_field(node, "remat") for _, node in walk(cfg.model)):
         return cfg
-    free = FULL * memory - state / devices - 2 * sizes.layer
+    free = MEMORY_FRACTION * memory - state / devices - 2 * sizes.layer
     policy, microbatches = _fastest(sizes, sizes.rows // accelerator.count, free, policies)
     cfg = cfg.set(model=use_remat(cfg.model, policy.remat), microbatches=microbatches)
     return ax.select(cfg, Repeat).map(_unrolled) if policy.unroll else cfg
 
 
 def _fastest(sizes: Sizes, rows: int, free: float, policies: Sequence[Policy]) -> tuple[Policy, int]:
-    """The first policy whose largest microbatch has enough tokens, and the number of microbatches; else the policy with
-    the largest microbatch."""
+    """The first policy whose largest microbatch has at least `MIN_TOKENS`, and the number of microbatches. If there is
+    no such policy, the one with the largest microbatch."""
     found = [(policy, count) for policy in policies if (count := _microbatches(sizes, rows, free, policy)) is not None]
     for policy, count in found:
-        if count == 1 or rows // count * sizes.seq_len >= ENOUGH:
+        if count == 1 or rows // count * sizes.seq_len >= MIN_TOKENS:
             return policy, count
     return min(found, key=lambda each: each[1], default=(policies[-1], rows))
 
 
 def _microbatches(sizes: Sizes, rows: int, free: float, policy: Policy) -> int | None:
-    """The least number of microbatches of `rows` rows on one device that fit."""
+    """The smallest number of microbatches that fit, for `rows` rows on one device; None if none fits."""
     fits = (count for count in _divisors(rows) if sizes.activations(rows // count, policy.kept(sizes)) <= free)
     return next(fits, None)
 

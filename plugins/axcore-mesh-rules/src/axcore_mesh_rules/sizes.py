@@ -16,16 +16,17 @@ from axcore.plugin import Accelerator
 from axcore.train import Trainer
 
 MEMORY = re.compile(r"(\d+)gb")
-HALF, LOGIT = 2, 6
-"""Bytes of an activation, which is bfloat16, and of a logit, which the loss holds in bfloat16 and in float32."""
-EVERYTHING = 1.4
-"""Bytes of all intermediate values of a layer, relative to its inputs and the values with tags: 1.4 for Llama 1.1B and
-1.3 for Llama2-7B, unrolled, on one and two H200s."""
+ACTIVATION_BYTES, LOGIT_BYTES = 2, 6
+"""Bytes of an activation in bfloat16, and of a logit, which is kept in bfloat16 and in float32."""
+ALL_VALUES_FACTOR = 1.4
+"""Bytes of all intermediate values of a layer, divided by the bytes of its inputs and tagged values: measured 1.4 for
+Llama 1.1B and 1.3 for Llama2-7B, unrolled, on one and two H200s."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """
+    """Sizes of a language model and its batch.
+
     Attributes:
         parameters: bytes of the parameters.
         layer: bytes of the parameters of one layer in bfloat16, which FSDP gathers at once.
@@ -50,7 +51,8 @@ class Sizes:
 
     @classmethod
     def of(cls, cfg: Trainer.Config) -> Sizes | None:
-        """The sizes of a language model on batches of rows; None for another model or input."""
+        """The sizes of a config; None if its model is not a language model, or its input does not yield rows of
+        tokens."""
         model = cfg.model
         rows, seq_len = (getattr(cfg.input, name, None) for name in ("batch_size", "seq_len"))
         if not (isinstance(model, CausalLM.Config) and isinstance(rows, int) and isinstance(seq_len, int)):
@@ -61,7 +63,7 @@ class Sizes:
         chunk = getattr(cfg.objective, "chunk", None)
         return cls(
             parameters=size,
-            layer=max(0, count - embeddings) // max(1, len(layers)) * HALF,
+            layer=max(0, count - embeddings) // max(1, len(layers)) * ACTIVATION_BYTES,
             layers=len(layers),
             dim=model.dim,
             tagged=sum(_tagged(place.config, model.dim) for place in layers),
@@ -78,18 +80,18 @@ class Sizes:
             rows: rows of the microbatch on the device.
             kept: features per token that are kept for the backward pass.
         """
-        one_layer = 2 * EVERYTHING * self.tagged / max(1, self.layers)  # the values and their gradients
-        return rows * (self.seq_len * (kept + one_layer) * HALF + self.loss_len * self.vocab * LOGIT)
+        one_layer = 2 * ALL_VALUES_FACTOR * self.tagged / max(1, self.layers)  # the values and their gradients
+        return rows * (self.seq_len * (kept + one_layer) * ACTIVATION_BYTES + self.loss_len * self.vocab * LOGIT_BYTES)
 
 
 def memory(accelerator: Accelerator) -> float:
-    """Bytes that a program may use on one device. The name of a GPU may tell its memory, as `gpu-a100-40gb-8` does."""
+    """Bytes that a program may use on one device. The name of a GPU may contain its memory, as in `gpu-a100-40gb-8`."""
     kind, _, size = accelerator.kind.partition("-")
     chip = next(chip for chip in CHIPS if (chip.platform, chip.kind) == (accelerator.platform, kind))
     if chip.platform != "gpu":
         return chip.usable
-    told = MEMORY.fullmatch(size)
-    return XLA_GPU_FRACTION * (int(told[1]) * 10**9 if told else chip.memory)
+    named_size = MEMORY.fullmatch(size)
+    return XLA_GPU_FRACTION * (int(named_size[1]) * 10**9 if named_size else chip.memory)
 
 
 @functools.lru_cache(maxsize=8)  # tracing the initializers of a large model takes a second
@@ -103,11 +105,11 @@ def _parameters(model: Config) -> tuple[int, int]:
 def _tagged(layer: Config, dim: int) -> int:
     """Features per token of a layer that have one of the tags of the core."""
     nodes = list(walk(layer))
-    used = next((getattr(node, "top_k", 1) for _, node in nodes if has_field(node, "top_k")), 1)
+    top_k = next((getattr(node, "top_k", 1) for _, node in nodes if has_field(node, "top_k")), 1)
     found = 0
     for path, node in nodes:
         if isinstance(hidden := getattr(node, "hidden_dim", None), int):
-            found += 2 * hidden * (used if "experts" in path.split(".") else 1)
+            found += 2 * hidden * (top_k if "experts" in path.split(".") else 1)
         if isinstance(heads := getattr(node, "num_heads", None), int):
             features = getattr(node, "head_dim", None) or getattr(node, "value_dim", None) or dim // heads
             found += 2 * features * (heads + (getattr(node, "num_kv_heads", None) or heads))

@@ -1,4 +1,4 @@
-"""The rule for AWS Trainium. Nothing here was run on one."""
+"""The rule for AWS Trainium. It was not run on Trainium."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from axcore.train import Trainer
 
 
 def trainium(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
-    """FSDP over the cores of a host, which NeuronLink connects, and data parallelism over hosts. Each chip has several
-    devices, so the size of fsdp is left open."""
+    """FSDP over the cores of a host, which are connected by NeuronLink, and data parallelism over hosts. The size of
+    fsdp is -1, because each chip has several devices."""
     cfg = cfg.set(mesh=cfg.mesh.set(shape={"data": accelerator.hosts, "fsdp": -1}))
     if any(has_field(node, "remat") for _, node in walk(cfg.model)):
         cfg = cfg.set(model=use_remat(cfg.model, ByTag(save=("heads",))))
