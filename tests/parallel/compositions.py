@@ -52,7 +52,7 @@ def moe(**options):
 MODELS = {
     "dense": trainer(),
     "tied, remat": trainer(tied, lambda cfg: use_remat(cfg, Remat())),
-    "names, softcap": trainer(
+    "tags, softcap": trainer(
         lambda cfg: use_remat(cfg, ByTag(save=("heads", "query"))),
         lambda cfg: ax.select(cfg, "model.decoder.layers.attention").set(softcap=5.0),
     ),
@@ -66,7 +66,7 @@ MODELS = {
 }
 
 
-class Row(NamedTuple):
+class Composition(NamedTuple):
     model: str
     mesh: Mesh
     microbatches: int = 1
@@ -84,75 +84,81 @@ def mesh(rules=STANDARD_RULES, zero=0, memory="device", parameters=None, strateg
     )
 
 
-ROWS = (
-    Row("dense", mesh(data=8)),
-    Row("dense", mesh(fsdp=8)),
-    Row("dense", mesh(data=2, fsdp=4), 2),
-    Row("dense", mesh(data=8, zero=1)),
-    Row("dense", mesh(data=4, fsdp=2, zero=2), 2),
-    Row("dense", mesh(fsdp=2, tensor=4)),
-    Row("dense", mesh(SEQUENCE, fsdp=2, tensor=4)),
-    Row("dense", mesh(context=4, fsdp=2)),
-    Row("dense", mesh(SEQUENCE, context=2, tensor=2, data=2, strategy=RING), 2),
-    Row("dense", mesh(data=2, fsdp=4, memory="host")),
-    Row("dense", mesh(fsdp=8, parameters={"**.norm.*": {}, "embedding.**": {"vocab": "fsdp"}})),
-    Row("tied, remat", mesh(fsdp=4, tensor=2)),
-    Row("tied, remat", mesh(SEQUENCE, data=2, tensor=4, zero=1), 2),
-    Row("tied, remat", mesh(data=2, fsdp=2, context=2, zero=2)),
-    Row("names, softcap", mesh(fsdp=2, context=2, tensor=2)),
-    Row("dropout", mesh(fsdp=8)),
-    Row("dropout", mesh(data=2, fsdp=2, tensor=2), 2),
-    Row("dropout", mesh(SEQUENCE, context=2, tensor=4)),
-    Row("moe", mesh(data=2, expert=4)),
-    Row("moe", mesh(fsdp=2, expert=2, tensor=2)),
-    Row("moe", mesh(expert=2, context=2, tensor=2)),
-    Row("moe", mesh(data=2, expert=4, zero=2), 2),
-    Row("moe", mesh(SEQUENCE, data=2, expert=2, tensor=2, memory="host")),
-    Row("moe, dropout, remat", mesh(fsdp=4, expert=2), 2),
-    Row("multi-token", mesh(fsdp=4, tensor=2)),
-    Row("multi-token", mesh(SEQUENCE, context=2, tensor=2, fsdp=2, strategy=ALL_TO_ALL), 2),
-    Row("lora", mesh(fsdp=4, tensor=2), 2),
-    Row("lora", mesh(data=8, zero=1)),
-    Row("cross-layer-kv", mesh(fsdp=2, tensor=4)),
-    Row("cross-layer-kv", mesh(context=2, fsdp=4), 2),
-    Row("mamba2", mesh(fsdp=4, tensor=2)),
-    Row("mamba2", mesh(data=2, fsdp=2, context=2), 2),
-    Row("names, softcap", mesh(fsdp=2, context=4, strategy=RING), 2),
-    Row("dropout", mesh(SEQUENCE, context=2, tensor=2, data=2, strategy=RING)),
-    Row("dropout", mesh(fsdp=2, context=4, strategy=ALL_TO_ALL)),
-    Row("moe", mesh(expert=2, context=2, tensor=2, strategy=RING), 2),
-    Row("moe", mesh(SEQUENCE, expert=4, context=2, zero=1, strategy=ALL_TO_ALL)),
-    Row("multi-token", mesh(data=2, fsdp=2, context=2, zero=2, strategy=RING), 2),
-    Row("cross-layer-kv", mesh(context=4, fsdp=2, strategy=RING)),
-    Row("mamba2", mesh(fsdp=2, tensor=2, context=2, strategy=ALL_TO_ALL)),
-    Row("dense", mesh(pipeline=2, fsdp=2, tensor=2), 4),
-    Row("dense", mesh(pipeline=2, data=4, zero=2), 4),
-    Row("tied, remat", mesh(SEQUENCE, pipeline=2, context=2, tensor=2, schedule=OneForwardOneBackward), 4),
-    Row("names, softcap", mesh(pipeline=4, fsdp=2, schedule=GPipe), 4),
-    Row("dropout", mesh(pipeline=4, data=2, schedule=ZeroBubble), 4),
-    Row("moe", mesh(pipeline=2, fsdp=2, expert=2), 4),
-    Row("moe, dropout, remat", mesh(pipeline=2, expert=4, schedule=ZeroBubble), 4),
-    Row("multi-token", mesh(pipeline=2, data=4), 2),
-    Row("lora", mesh(pipeline=2, fsdp=4, memory="host"), 4),
-    Row("cross-layer-kv", mesh(pipeline=2, tensor=4), 2),
-    Row("mamba2", mesh(pipeline=2, data=2, tensor=2), 2),
+COMPOSITIONS = (
+    Composition("dense", mesh(data=8)),
+    Composition("dense", mesh(fsdp=8)),
+    Composition("dense", mesh(data=2, fsdp=4), 2),
+    Composition("dense", mesh(data=8, zero=1)),
+    Composition("dense", mesh(data=4, fsdp=2, zero=2), 2),
+    Composition("dense", mesh(fsdp=2, tensor=4)),
+    Composition("dense", mesh(SEQUENCE, fsdp=2, tensor=4)),
+    Composition("dense", mesh(context=4, fsdp=2)),
+    Composition("dense", mesh(SEQUENCE, context=2, tensor=2, data=2, strategy=RING), 2),
+    Composition("dense", mesh(data=2, fsdp=4, memory="host")),
+    Composition("dense", mesh(fsdp=8, parameters={"**.norm.*": {}, "embedding.**": {"vocab": "fsdp"}})),
+    Composition("tied, remat", mesh(fsdp=4, tensor=2)),
+    Composition("tied, remat", mesh(SEQUENCE, data=2, tensor=4, zero=1), 2),
+    Composition("tied, remat", mesh(data=2, fsdp=2, context=2, zero=2)),
+    Composition("tags, softcap", mesh(fsdp=2, context=2, tensor=2)),
+    Composition("dropout", mesh(fsdp=8)),
+    Composition("dropout", mesh(data=2, fsdp=2, tensor=2), 2),
+    Composition("dropout", mesh(SEQUENCE, context=2, tensor=4)),
+    Composition("moe", mesh(data=2, expert=4)),
+    Composition("moe", mesh(fsdp=2, expert=2, tensor=2)),
+    Composition("moe", mesh(expert=2, context=2, tensor=2)),
+    Composition("moe", mesh(data=2, expert=4, zero=2), 2),
+    Composition("moe", mesh(SEQUENCE, data=2, expert=2, tensor=2, memory="host")),
+    Composition("moe, dropout, remat", mesh(fsdp=4, expert=2), 2),
+    Composition("multi-token", mesh(fsdp=4, tensor=2)),
+    Composition("multi-token", mesh(SEQUENCE, context=2, tensor=2, fsdp=2, strategy=ALL_TO_ALL), 2),
+    Composition("lora", mesh(fsdp=4, tensor=2), 2),
+    Composition("lora", mesh(data=8, zero=1)),
+    Composition("cross-layer-kv", mesh(fsdp=2, tensor=4)),
+    Composition("cross-layer-kv", mesh(context=2, fsdp=4), 2),
+    Composition("mamba2", mesh(fsdp=4, tensor=2)),
+    Composition("mamba2", mesh(data=2, fsdp=2, context=2), 2),
+    Composition("tags, softcap", mesh(fsdp=2, context=4, strategy=RING), 2),
+    Composition("dropout", mesh(SEQUENCE, context=2, tensor=2, data=2, strategy=RING)),
+    Composition("dropout", mesh(fsdp=2, context=4, strategy=ALL_TO_ALL)),
+    Composition("moe", mesh(expert=2, context=2, tensor=2, strategy=RING), 2),
+    Composition("moe", mesh(SEQUENCE, expert=4, context=2, zero=1, strategy=ALL_TO_ALL)),
+    Composition("multi-token", mesh(data=2, fsdp=2, context=2, zero=2, strategy=RING), 2),
+    Composition("cross-layer-kv", mesh(context=4, fsdp=2, strategy=RING)),
+    Composition("mamba2", mesh(fsdp=2, tensor=2, context=2, strategy=ALL_TO_ALL)),
+    Composition("dense", mesh(pipeline=2, fsdp=2, tensor=2), 4),
+    Composition("dense", mesh(pipeline=2, data=4, zero=2), 4),
+    Composition("tied, remat", mesh(SEQUENCE, pipeline=2, context=2, tensor=2, schedule=OneForwardOneBackward), 4),
+    Composition("tags, softcap", mesh(pipeline=4, fsdp=2, schedule=GPipe), 4),
+    Composition("dropout", mesh(pipeline=4, data=2, schedule=ZeroBubble), 4),
+    Composition("moe", mesh(pipeline=2, fsdp=2, expert=2), 4),
+    Composition("moe, dropout, remat", mesh(pipeline=2, expert=4, schedule=ZeroBubble), 4),
+    Composition("multi-token", mesh(pipeline=2, data=4), 2),
+    Composition("lora", mesh(pipeline=2, fsdp=4, memory="host"), 4),
+    Composition("cross-layer-kv", mesh(pipeline=2, tensor=4), 2),
+    Composition("mamba2", mesh(pipeline=2, data=2, tensor=2), 2),
 )
 
 
-def name(row):
-    facts = [f"{axis}={size}" for axis, size in row.mesh.shape.items()]
-    facts += ["sequence"] if row.mesh.rules == SEQUENCE else []
-    facts += [row.mesh.context.target.__name__] if row.mesh.context is not None else []
-    facts += [f"zero={row.mesh.zero}"] if row.mesh.zero else []
-    facts += ["host"] if row.mesh.optimizer_memory == "host" else []
-    facts += [type(row.mesh.pipeline).__qualname__.split(".")[0]] if row.mesh.pipeline else []
-    facts += ["by path"] if row.mesh.parameters else []
-    facts += [f"microbatches={row.microbatches}"] if row.microbatches > 1 else []
-    return f"{row.model}: {', '.join(facts)}"
+def name(composition):
+    parts = [f"{axis}={size}" for axis, size in composition.mesh.shape.items()]
+    parts += ["sequence"] if composition.mesh.rules == SEQUENCE else []
+    parts += [composition.mesh.context.target.__name__] if composition.mesh.context is not None else []
+    parts += [f"zero={composition.mesh.zero}"] if composition.mesh.zero else []
+    parts += ["host"] if composition.mesh.optimizer_memory == "host" else []
+    parts += [type(composition.mesh.pipeline).__qualname__.split(".")[0]] if composition.mesh.pipeline else []
+    parts += ["by path"] if composition.mesh.parameters else []
+    parts += [f"microbatches={composition.microbatches}"] if composition.microbatches > 1 else []
+    return f"{composition.model}: {', '.join(parts)}"
 
 
-def cases(rows):
+def cases(compositions):
     batch = packed()
-    one = Mesh(shape={"data": 1})
-    models = {row: MODELS[row.model].set(microbatches=row.microbatches) for row in rows}
-    return {name(row): Case(cfg.set(mesh=one), cfg.set(mesh=row.mesh), batch, 8) for row, cfg in models.items()}
+    one_device = Mesh(shape={"data": 1})
+    models = {
+        composition: MODELS[composition.model].set(microbatches=composition.microbatches)
+        for composition in compositions
+    }
+    return {
+        name(composition): Case(cfg.set(mesh=one_device), cfg.set(mesh=composition.mesh), batch, 8)
+        for composition, cfg in models.items()
+    }

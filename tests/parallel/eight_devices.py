@@ -40,21 +40,21 @@ MODEL = CausalLM.Config(vocab_size=11, dim=8, decoder=Repeat.Config(num_layers=2
 OBJECTIVE = CrossEntropy.Config(z_loss=0.1)
 
 
-class Descent(Optimizer):
+class SGD(Optimizer):
     """An optimizer that subtracts the gradient: after one step, `old - new` is the gradient."""
 
     def transformation(self, axes):
         return optax.identity()
 
 
-class Always(Schedule):
+class ConstantRate(Schedule):
     rate: float = 1.0
 
     def __call__(self, step, total_steps):
         return jnp.full((), self.rate, jnp.float32)
 
 
-LEARNER = Learner.Config(optimizer=Descent.Config(), schedule=Always(), clip_norm=None)
+LEARNER = Learner.Config(optimizer=SGD.Config(), schedule=ConstantRate(), clip_norm=None)
 
 
 def batch(rows=8, seq=4):
@@ -85,7 +85,7 @@ def parameters(shapes):
     return jax.tree.map(lambda leaf: (0.5 * random.normal(size=leaf.shape)).astype(leaf.dtype), shapes)
 
 
-def without_a_trainer():
+def reference_gradients():
     """The gradient of cross-entropy plus z-loss, by path."""
     fn, shapes, _ = abstract(MODEL)
 
@@ -97,20 +97,20 @@ def without_a_trainer():
 
 
 def one_step(name):
-    made = program(MODEL, LEARNER, layout(name), OBJECTIVE)
-    start = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), made.state)
+    built = program(MODEL, LEARNER, layout(name), OBJECTIVE)
+    start = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), built.state)
     start.params = parameters(start.params)
     state, rows = jax.device_put(
-        (start, batch()), jax.tree.map(lambda leaf: leaf.sharding, (made.state, made.batch_shapes(batch())))
+        (start, batch()), jax.tree.map(lambda leaf: leaf.sharding, (built.state, built.batch_shapes(batch())))
     )
-    new, metrics = made.compile_train(batch())(state, rows)
-    old, moved = by_path(start.params), by_path(new.params)
+    new, metrics = built.compile_train(batch())(state, rows)
+    old, new_params = by_path(start.params), by_path(new.params)
     return {
-        "mesh": dict(made.layout.mesh.shape),
+        "mesh": dict(built.layout.mesh.shape),
         "metrics": {key: float(value) for key, value in metrics.items()},
-        "gradients": {path: (old[path] - np.asarray(moved[path])).tolist() for path in old},
-        "shapes": {path: leaf.shape for path, leaf in moved.items()},
-        "shards": {path: leaf.addressable_shards[0].data.shape for path, leaf in moved.items()},
+        "gradients": {path: (old[path] - np.asarray(new_params[path])).tolist() for path in old},
+        "shapes": {path: leaf.shape for path, leaf in new_params.items()},
+        "shards": {path: leaf.addressable_shards[0].data.shape for path, leaf in new_params.items()},
         "rows": rows["inputs"].addressable_shards[0].data.shape[0],
     }
 
@@ -124,7 +124,7 @@ def initial(name):
     }
 
 
-def told(run):
+def error_of(run):
     try:
         run()
     except Exception as error:
@@ -134,10 +134,10 @@ def told(run):
 
 if __name__ == "__main__":
     results = {name: one_step(name) for name in SHAPES}
-    results["without a trainer"] = without_a_trainer()
+    results["reference gradients"] = reference_gradients()
     results["initial"] = {name: initial(name) for name in ("one", "data=2, fsdp=4")}
-    results["odd batch"] = told(lambda: program(MODEL, LEARNER, layout("data=8")).compile_train(batch(rows=6)))
+    results["odd batch"] = error_of(lambda: program(MODEL, LEARNER, layout("data=8")).compile_train(batch(rows=6)))
     narrow = MODEL.set(dim=4)
-    results["narrow model"] = told(lambda: program(narrow, LEARNER, layout("fsdp=8")))
+    results["narrow model"] = error_of(lambda: program(narrow, LEARNER, layout("fsdp=8")))
     results["shard_map"] = sharded.results()
     print(json.dumps(results))

@@ -16,11 +16,11 @@ class LocalKernel(ReferenceKernel):
 
     def __call__(self, inputs):
         cfg, layout = self.config, active_layout()
-        ways = layout.size_of if layout is not None else lambda axis: 1
-        rows, seq, heads = (ways(axis) for axis in ("data", "context", "tensor"))
+        num_shards = layout.size_of if layout is not None else lambda axis: 1
+        rows, seq, heads = (num_shards(axis) for axis in ("data", "context", "tensor"))
         k, query = inputs.plain.k, inputs.query
-        wanted = (cfg.rows // rows, 8 // seq, cfg.num_heads // heads, max(cfg.num_kv_heads // heads, 1))
-        assert (*inputs.q.shape[:3], k.shape[2]) == wanted, (inputs.q.shape, k.shape, wanted)
+        expected = (cfg.rows // rows, 8 // seq, cfg.num_heads // heads, max(cfg.num_kv_heads // heads, 1))
+        assert (*inputs.q.shape[:3], k.shape[2]) == expected, (inputs.q.shape, k.shape, expected)
         assert k.shape[1] == 8
         assert query.segment_ids.shape == inputs.q.shape[:2]
         assert inputs.sinks.shape == inputs.bias.heads.shape == inputs.dropout.heads.shape == (inputs.q.shape[2],)

@@ -49,7 +49,7 @@ def call(layer, x):
 def reports(self, x):
     for rule in Reduce:
         self.add_summary(rule.value, x.sum(), rule)
-    self.add_histogram("spread", x)
+    self.add_histogram("histogram", x)
     return x
 
 
@@ -110,9 +110,9 @@ def results():
     model = holder(draws, child).build(rngs=ax.Rngs(0))
     found["draws"] = np.asarray(jax.jit(lambda x: invoke(model, x, key=KEY)[0])(X)).tolist()
     found["draws without jit"] = np.asarray(invoke(model, X, key=KEY)[0]).tolist()
-    stranger = Plain.Config(width=4).build(rngs=ax.Rngs(0))
+    foreign = Plain.Config(width=4).build(rngs=ax.Rngs(0))
     found["messages"] = {
-        "stranger": message(lambda self, x: over_rows(call)(stranger, x)),
+        "foreign module": message(lambda self, x: over_rows(call)(foreign, x)),
         "written": message(RUNS["self"], Plain.Config(width=4, counts=True)),
         "no layout": message(lambda self, x: shard_map(call, in_specs=(P(),), out_specs=P())(self.inner, x)),
         "nested": message(lambda self, x: over_rows(lambda self, x: over_rows(call)(self.inner, x))(self, x)),
@@ -121,7 +121,7 @@ def results():
                 self.inner, x
             )
         ),
-        "does not divide": message(lambda self, x: over_features(call)(self.inner, x), Plain.Config(width=6)),
+        "not divisible": message(lambda self, x: over_features(call)(self.inner, x), Plain.Config(width=6)),
         "captured": message(RUNS["self"], capture=["**.inner"]),
     }
     return found

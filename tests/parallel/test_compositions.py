@@ -7,35 +7,43 @@ import pytest
 
 from axcore.testing.devices import compare
 
-from .compositions import ROWS, cases, name
+from .compositions import COMPOSITIONS, cases, name
 
 TOLERANCE = 1e-5
-NOISY = {"decoder.layers.attention.A_log": 3e-5}
-"""Larger tolerances. The gradient of Mamba-2's A_log adds large terms of both signs: data parallelism alone already
-rounds it by 1.6e-5."""
+LARGER_TOLERANCES = {"decoder.layers.attention.A_log": 3e-5}
+"""The gradient of Mamba-2's A_log is a sum of large terms of opposite signs: with data parallelism alone, its rounding
+error is already 1.6e-5."""
 CI = (4, 8, 36, 42)
-"""Indices of the rows that CI checks: together they use every strategy."""
+"""Indices of the compositions that CI checks. Together they use every strategy."""
 
 
 @functools.cache
-def compared(rows):
-    return compare(cases(rows))
+def comparisons(compositions):
+    return compare(cases(compositions))
 
 
 @pytest.mark.parametrize(
-    ("row", "group"),
+    ("composition", "group"),
     [
-        *(pytest.param(ROWS[i], "ci", id=name(ROWS[i]), marks=pytest.mark.long) for i in CI),
-        *(pytest.param(row, "all", id=name(row), marks=pytest.mark.slow) for i, row in enumerate(ROWS) if i not in CI),
+        *(pytest.param(COMPOSITIONS[i], "ci", id=name(COMPOSITIONS[i]), marks=pytest.mark.long) for i in CI),
+        *(
+            pytest.param(composition, "all", id=name(composition), marks=pytest.mark.slow)
+            for i, composition in enumerate(COMPOSITIONS)
+            if i not in CI
+        ),
     ],
 )
-def test_step_equals_one_device(row, group):
-    rows = tuple(ROWS[i] for i in CI) if group == "ci" else tuple(row for i, row in enumerate(ROWS) if i not in CI)
-    found = compared(rows)[name(row)]
+def test_step_equals_one_device(composition, group):
+    compositions = (
+        tuple(COMPOSITIONS[i] for i in CI)
+        if group == "ci"
+        else tuple(composition for i, composition in enumerate(COMPOSITIONS) if i not in CI)
+    )
+    found = comparisons(compositions)[name(composition)]
     for metric, (several, one) in found.metrics.items():
         np.testing.assert_allclose(several, one, rtol=TOLERANCE, err_msg=metric)
     for kind, errors in (("gradient", found.gradients), ("update", found.updates)):
         assert errors
-        wrong = {path: error for path, error in errors.items() if not error <= NOISY.get(path, TOLERANCE)}
+        wrong = {path: error for path, error in errors.items() if not error <= LARGER_TOLERANCES.get(path, TOLERANCE)}
         assert not wrong, f"relative error of the {kind}: {wrong}"
-    assert max(found.param_shards.values()) > 1 or row.mesh.shape.keys() == {"data"}
+    assert max(found.param_shards.values()) > 1 or composition.mesh.shape.keys() == {"data"}

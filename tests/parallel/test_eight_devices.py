@@ -41,9 +41,9 @@ def test_the_loss_and_all_gradients_equal_one_device(results, mesh):
 @pytest.mark.slow
 def test_the_step_minimizes_the_whole_objective_including_z_loss(results):
     one = results["one"]
-    norm = np.sqrt(sum(np.square(gradient).sum() for gradient in results["without a trainer"].values()))
+    norm = np.sqrt(sum(np.square(gradient).sum() for gradient in results["reference gradients"].values()))
     np.testing.assert_allclose(one["metrics"]["gradient_norm"], norm, rtol=1e-5)
-    for path, gradient in results["without a trainer"].items():
+    for path, gradient in results["reference gradients"].items():
         np.testing.assert_allclose(one["gradients"][path], gradient, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
@@ -59,9 +59,9 @@ def test_initial_parameters_are_sharded_and_independent_of_the_mesh(results):
 def test_each_device_holds_its_shard_of_every_parameter_after_the_step(results, mesh, parts):
     found = results[mesh]
     for path, shape in found["shapes"].items():
-        held = found["shards"][path]
-        assert np.prod(shape) == parts * np.prod(held), path
-        split = [axis for axis in range(len(shape)) if shape[axis] != held[axis]]
+        shard = found["shards"][path]
+        assert np.prod(shape) == parts * np.prod(shard), path
+        split = [axis for axis in range(len(shape)) if shape[axis] != shard[axis]]
         assert len(split) == (parts > 1), path
         assert all(shape[axis] == 8 for axis in split), path  # the embed dimension
 
@@ -71,12 +71,12 @@ def test_batches_are_sharded_over_data_and_fsdp(results, mesh, rows):
     assert results[mesh]["rows"] == rows
 
 
-def test_a_free_axis_takes_the_remaining_devices(results):
+def test_an_axis_of_size_minus_one_takes_the_remaining_devices(results):
     assert results["data=8"]["mesh"] == {"data": 8, "fsdp": 1}
     assert results["fsdp=8"]["mesh"] == {"data": 1, "fsdp": 8}
 
 
-def test_a_batch_that_does_not_divide_raises(results):
+def test_a_batch_that_is_not_divisible_raises(results):
     kind, message = results["odd batch"]
     assert kind == "ConfigError"
     assert "batch" in message
@@ -84,7 +84,7 @@ def test_a_batch_that_does_not_divide_raises(results):
     assert "8" in message
 
 
-def test_a_parameter_that_does_not_divide_raises_and_is_named(results):
+def test_a_parameter_that_is_not_divisible_raises_and_is_named(results):
     kind, message = results["narrow model"]
     assert kind == "ConfigError"
     assert "is not divisible" in message

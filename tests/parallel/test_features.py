@@ -11,7 +11,7 @@ DEFAULT = {"data": -1, "fsdp": 1}
 HOST = {"data": 4, "fsdp": 8}
 
 
-def used(shape, *modifiers):
+def mesh_of(shape, *modifiers):
     return ax.pipe(Trainer.Config(model=tiny_model(), steps=1, mesh=ax.Mesh(shape=shape)), *modifiers).mesh
 
 
@@ -29,32 +29,32 @@ def used(shape, *modifiers):
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_an_axis_takes_its_devices_from_the_remaining_or_from_fsdp_or_data(before, modifiers, after):
-    assert dict(used(before, *modifiers).shape) == after
+def test_an_axis_takes_its_devices_from_the_free_axis_or_from_fsdp_or_data(before, modifiers, after):
+    assert dict(mesh_of(before, *modifiers).shape) == after
 
 
-def test_an_axis_that_no_other_can_give_devices_to_raises():
+def test_an_axis_raises_if_no_other_axis_can_give_it_devices():
     with pytest.raises(ax.ConfigError, match=r"'tensor' of size 3 takes its devices .* \(fsdp=8, data=4\)"):
-        used(HOST, ax.use("tensor", size=3))
+        mesh_of(HOST, ax.use("tensor", size=3))
 
 
 def test_tensor_parallelism_shards_the_sequence_only_if_asked():
-    assert used(DEFAULT, ax.use("tensor", size=2)).rules["seq"] == "context"
+    assert mesh_of(DEFAULT, ax.use("tensor", size=2)).rules["seq"] == "context"
     sequence = ax.use("tensor", size=2, sequence=True)
-    assert used(DEFAULT, sequence).rules["seq"] == ("context", "tensor")
-    assert used(DEFAULT, sequence, ax.use("tensor", size=2)).rules["seq"] == "context"
+    assert mesh_of(DEFAULT, sequence).rules["seq"] == ("context", "tensor")
+    assert mesh_of(DEFAULT, sequence, ax.use("tensor", size=2)).rules["seq"] == "context"
 
 
 def test_a_pipeline_has_a_schedule_with_chunks():
-    found = used(DEFAULT, ax.use("pipeline", size=4, chunks=2))
-    assert dict(found.shape) == {"data": -1, "fsdp": 1, "pipeline": 4}
-    assert found.pipeline == OneForwardOneBackward.Config(chunks=2)
-    assert used(DEFAULT, ax.use("pipeline", size=4, schedule="gpipe")).pipeline == GPipe.Config()
+    mesh = mesh_of(DEFAULT, ax.use("pipeline", size=4, chunks=2))
+    assert dict(mesh.shape) == {"data": -1, "fsdp": 1, "pipeline": 4}
+    assert mesh.pipeline == OneForwardOneBackward.Config(chunks=2)
+    assert mesh_of(DEFAULT, ax.use("pipeline", size=4, schedule="gpipe")).pipeline == GPipe.Config()
 
 
 def test_zero_and_offload_are_fields_of_the_mesh():
-    found = used(DEFAULT, ax.use("zero", stage=2), ax.use("optimizer-offload"))
-    assert (found.zero, found.optimizer_memory) == (2, "host")
+    mesh = mesh_of(DEFAULT, ax.use("zero", stage=2), ax.use("optimizer-offload"))
+    assert (mesh.zero, mesh.optimizer_memory) == (2, "host")
 
 
 def test_a_config_without_a_mesh_raises():

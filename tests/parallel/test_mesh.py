@@ -47,7 +47,7 @@ def test_case_a_mesh_with_too_few_devices_says_how_to_get_them():
 
 
 @dataclasses.dataclass(frozen=True)
-class InSlice:
+class FakeDevice:
     """A device of a machine with several slices."""
 
     id: int
@@ -58,8 +58,8 @@ class InSlice:
 
 
 @pytest.mark.parametrize(("shape", "spans"), [({"data": 2, "fsdp": 4}, 0), ({"data": 1, "fsdp": 8}, 1)], ids=str)
-def test_case_one_axis_spans_the_slices_and_the_others_are_inside(shape, spans):
-    devices = [InSlice(id, slice_index=id % 2) for id in range(8)]  # in an order that mixes the slices
+def test_case_one_axis_spans_the_slices_and_the_others_stay_within_a_slice(shape, spans):
+    devices = [FakeDevice(id, slice_index=id % 2) for id in range(8)]  # in an order that mixes the slices
     grid = Mesh(shape=shape, rules={}).make(devices).mesh.devices
     slices = np.moveaxis(np.vectorize(lambda device: device.slice_index)(grid), spans, 0)
     assert grid.shape == tuple(shape.values()) and len(set(grid.flat)) == 8
@@ -68,7 +68,7 @@ def test_case_one_axis_spans_the_slices_and_the_others_are_inside(shape, spans):
 
 
 def test_case_slices_that_no_axis_can_span_are_named():
-    devices = [InSlice(id, slice_index=id // 4) for id in range(10)]
+    devices = [FakeDevice(id, slice_index=id // 4) for id in range(10)]
     with pytest.raises(ConfigError, match=r"the devices are in 3 slices, but mesh\.shape={'data': 1"):
         Mesh(shape={"data": 1, "fsdp": 10}, rules={}).make(devices)
 
@@ -82,23 +82,23 @@ def test_a_rule_to_an_unknown_mesh_axis_raises_and_lists_the_axes():
 
 def test_the_standard_rules_serve_any_shape():
     for shape in ({"data": 8}, {"tensor": 2, "fsdp": 4}, {"expert": 8}):
-        made = Mesh(shape=shape).abstract(8, "cpu")
-        assert set(made.axes_of("batch")) == shape.keys() - {"tensor"}
-        assert made.axes_of("mlp") == (("tensor",) if "tensor" in shape else ())
+        built = Mesh(shape=shape).abstract(8, "cpu")
+        assert set(built.axes_of("batch")) == shape.keys() - {"tensor"}
+        assert built.axes_of("mlp") == (("tensor",) if "tensor" in shape else ())
 
 
 def test_the_order_of_mesh_axes_does_not_depend_on_the_order_of_the_shape():
-    made = Mesh(shape={"tensor": 2, "mine": 1, "data": -1, "pipeline": 2}).abstract(8, "cpu")
-    assert made.mesh.axis_names == ("pipeline", "data", "mine", "tensor")
-    assert made.mesh.axis_sizes == (2, 2, 1, 2)
+    built = Mesh(shape={"tensor": 2, "mine": 1, "data": -1, "pipeline": 2}).abstract(8, "cpu")
+    assert built.mesh.axis_names == ("pipeline", "data", "mine", "tensor")
+    assert built.mesh.axis_sizes == (2, 2, 1, 2)
 
 
 def test_seq_uses_a_mesh_axis_only_if_no_other_dimension_does():
     shards = Mesh(shape={"context": 2, "tensor": 4}, rules={"seq": ("context", "tensor"), "head": "tensor"})
-    made = shards.abstract(8, "cpu")
-    assert made.spec(("batch", "seq", "embed_activation")) == PartitionSpec(None, ("context", "tensor"), None)
-    assert made.spec(("batch", "seq", "head", None)) == PartitionSpec(None, "context", "tensor", None)
-    assert made.spec(("batch", "seq", "head", None), (1, 8, 2, 8)) == PartitionSpec(None, "context", None, None)
+    built = shards.abstract(8, "cpu")
+    assert built.spec(("batch", "seq", "embed_activation")) == PartitionSpec(None, ("context", "tensor"), None)
+    assert built.spec(("batch", "seq", "head", None)) == PartitionSpec(None, "context", "tensor", None)
+    assert built.spec(("batch", "seq", "head", None), (1, 8, 2, 8)) == PartitionSpec(None, "context", None, None)
 
 
 def test_axes_of_an_enclosing_shard_map_are_not_used_again():
@@ -121,9 +121,9 @@ def test_a_rule_with_a_mesh_axis_twice_raises():
 
 
 def test_the_default_mesh_works_on_one_device():
-    made = Mesh().make(jax.devices()[:1])
-    assert dict(made.mesh.shape) == {"data": 1, "fsdp": 1}
-    assert made.mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    built = Mesh().make(jax.devices()[:1])
+    assert dict(built.mesh.shape) == {"data": 1, "fsdp": 1}
+    assert built.mesh.axis_types == (AxisType.Auto, AxisType.Auto)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_shardings_follow_the_axes_of_each_parameter():
     assert found["b"].spec == PartitionSpec(None)
 
 
-def test_a_parameter_that_does_not_divide_raises_with_shape_and_axes():
+def test_a_parameter_that_is_not_divisible_raises_with_shape_and_axes():
     shapes = {"a": {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32)}}
     with pytest.raises(ConfigError) as error:
         layout().shardings(shapes, {"a": {"w": ("embed", "mlp")}})
@@ -161,15 +161,15 @@ def test_a_parameter_that_does_not_divide_raises_with_shape_and_axes():
     assert "(fsdp=4). The nearest possible products are 3 or 6" in str(error.value)
 
 
-def test_rules_by_path_replace_the_others():
+def test_rules_by_path_replace_the_general_rules():
     shapes = {"a": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, "b": jax.ShapeDtypeStruct((4,), jnp.float32)}
-    made = Mesh(shape={"fsdp": 4}, parameters={"a.*": {"mlp": "fsdp"}, "b": {}}).abstract(4, "cpu")
-    made.check_parameters(["a.w", "b"])
-    found = made.shardings(shapes, {"a": {"w": ("embed", "mlp")}, "b": ("embed",)})
+    built = Mesh(shape={"fsdp": 4}, parameters={"a.*": {"mlp": "fsdp"}, "b": {}}).abstract(4, "cpu")
+    built.check_parameters(["a.w", "b"])
+    found = built.shardings(shapes, {"a": {"w": ("embed", "mlp")}, "b": ("embed",)})
     assert found["a"]["w"].spec == PartitionSpec(None, "fsdp")
     assert found["b"].spec == PartitionSpec(None)
     with pytest.raises(ConfigError, match=r"mesh\.parameters: 'b' matches no parameter"):
-        made.check_parameters(["a.w"])
+        built.check_parameters(["a.w"])
     with pytest.raises(ConfigError, match=r"mesh\.parameters\['b'\]: 'embed' maps to 'tp'"):
         Mesh(shape={"fsdp": 4}, parameters={"b": {"embed": "tp"}}).abstract(4, "cpu")
 

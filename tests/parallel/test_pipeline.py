@@ -137,8 +137,8 @@ def test_the_backward_pass_is_divided_without_a_repeated_product():
     ]
     gx, stash = backward.inputs(leaves, [g])
     assert products == [2, 2]
-    for found, wanted in zip((*backward.weights(leaves, stash), *gx), jax.tree.leaves(pull(g)), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for found, expected in zip((*backward.weights(leaves, stash), *gx), jax.tree.leaves(pull(g)), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def temporary_bytes(microbatches):
@@ -156,14 +156,14 @@ def temporary_bytes(microbatches):
 
 
 @pytest.mark.slow
-def test_memory_of_1f1b_grows_with_microbatches_by_embeddings_only():
+def test_with_more_microbatches_1f1b_only_stores_more_embeddings():
     few, many = on_devices(temporary_bytes, 4), on_devices(temporary_bytes, 16)
     embeddings = 2 * 64 * 16 * 4  # bytes of one microbatch
     assert many[0] - few[0] < 12 * 6 * embeddings
     assert many[1] - few[1] > 12 * 12 * embeddings
 
 
-def made(model, microbatches=8, **mesh):
+def build(model, microbatches=8, **mesh):
     layout = Mesh(**mesh).abstract(int(np.prod(list(mesh["shape"].values()))), "cpu")
     return program(model, Learner.Config(), layout, microbatches=microbatches)
 
@@ -185,25 +185,25 @@ def layers(count):
         ),
     ],
 )
-def test_stages_that_do_not_fit_raise(model, microbatches, mesh, message):
+def test_models_and_batches_that_stages_cannot_divide_raise(model, microbatches, mesh, message):
     with pytest.raises(ax.ConfigError, match=message):
-        made(model, microbatches, shape=mesh)
+        build(model, microbatches, shape=mesh)
 
 
 def test_chunks_that_do_not_divide_the_layers_raise():
     with pytest.raises(ax.ConfigError, match=r"decoder has 6 layers, .* into 2 stages of 2 chunks each"):
-        made(layers(6), shape={"pipeline": 2}, pipeline=OneForwardOneBackward.Config(chunks=2))
+        build(layers(6), shape={"pipeline": 2}, pipeline=OneForwardOneBackward.Config(chunks=2))
 
 
-def test_layers_of_the_stack_alone_are_divided():
+def test_only_the_longest_stack_is_divided():
     dense, experts = layers(3).decoder, layers(8).decoder
     model = layers(1).set(decoder=Sequence.Config(layers=(dense, experts)))
-    axes = made(model, shape={"pipeline": 4, "fsdp": 2}).state.params["decoder"]["layers"]
+    axes = build(model, shape={"pipeline": 4, "fsdp": 2}).state.params["decoder"]["layers"]
     specs = [axes[index]["layers"]["ffn"]["up"]["weight"].sharding.spec for index in range(2)]
     assert [spec[0] for spec in specs] == [None, "pipeline"]
 
 
 def test_a_remat_policy_that_offloads_values_raises():
-    step = made(use_remat(layers(2), ByTag(offload=("heads",))), 2, shape={"pipeline": 2})
+    step = build(use_remat(layers(2), ByTag(offload=("heads",))), 2, shape={"pipeline": 2})
     with pytest.raises(ax.ConfigError, match="the remat policy of decoder offloads values to the host"):
         step.lower_train({name: np.zeros((2, 8), np.int32) for name in ("inputs", "targets", "weights")})

@@ -19,12 +19,12 @@ from axcore.plugin import MeshRule, hookimpl
 @hookimpl
 def axcore_mesh_rules():
     return [
-        MeshRule("lab", "lab_rules:lay_out", "Data by 2, the rest over features.", "cpu-8"),
+        MeshRule("lab", "lab_rules:layout_rule", "Data by 2, the rest over features.", "cpu-8"),
         MeshRule("wrong", "lab_rules:wrong", "Everything everywhere, and another objective.", "gpu-wrong-*"),
     ]
 """
 RULES = """
-def lay_out(cfg, accelerator):
+def layout_rule(cfg, accelerator):
     rules = {"batch": ("data", "fsdp"), "mlp": "fsdp", "vocab": "fsdp", "head": "fsdp", "kv_head": "fsdp"}
     return cfg.set(mesh=cfg.mesh.set(shape={"data": 2, "fsdp": accelerator.count // 2}, rules=rules))
 

@@ -28,8 +28,8 @@ def losses(corpus, out, shape, *launch):
 
 
 @pytest.fixture(scope="module")
-def alone(corpus, tmp_path_factory):
-    return losses(corpus, tmp_path_factory.mktemp("alone") / "run", {"data": 1})
+def losses_of_one_process(corpus, tmp_path_factory):
+    return losses(corpus, tmp_path_factory.mktemp("one_process") / "run", {"data": 1})
 
 
 @pytest.mark.slow
@@ -45,8 +45,8 @@ def alone(corpus, tmp_path_factory):
     ],
     ids=str,
 )
-def test_losses_equal_one_process(alone, corpus, tmp_path, processes, devices, shape):
+def test_losses_equal_one_process(losses_of_one_process, corpus, tmp_path, processes, devices, shape):
     launch = ["launch", "--processes", str(processes), "--devices-per-process", str(devices), "--timeout", "300", "--"]
     found = losses(corpus, tmp_path / "run", shape, *launch)
     assert len(found) == STEPS
-    np.testing.assert_allclose(found, alone, rtol=1e-5)
+    np.testing.assert_allclose(found, losses_of_one_process, rtol=1e-5)

@@ -27,7 +27,7 @@ def gradient(remat):
     return jax.grad(lambda x, w: wrapped(x, w).sum())
 
 
-def products(remat):
+def num_products(remat):
     """How often the product is computed: once, or again in the backward pass."""
     jaxpr = str(jax.make_jaxpr(gradient(remat))(X, W))
     return jaxpr.count("dot_general[") - 1  # one product belongs to the gradient of x
@@ -49,7 +49,7 @@ def products(remat):
     ids=repr,
 )
 def test_a_policy_determines_how_often_a_product_is_computed(remat, computed):
-    assert products(remat) == computed
+    assert num_products(remat) == computed
     np.testing.assert_allclose(jax.jit(gradient(remat))(X, W), gradient(None)(X, W), rtol=1e-6)
 
 
@@ -99,7 +99,7 @@ def test_the_step_checks_tags_and_kinds():
         lowered(ByKind(kinds={"PostNormLair": Remat()}))
 
 
-def test_each_kind_of_layer_has_its_policy():
+def test_each_class_of_layer_has_its_policy():
     tagged, everything = ByTag(save=("heads",)), Remat()
     remat = ByKind(kinds={"PostNormLayer": tagged, "FeedForward": everything})
     assert remat.for_layer(POST) == tagged
@@ -113,17 +113,17 @@ def test_each_kind_of_layer_has_its_policy():
 
 @pytest.mark.long
 @pytest.mark.parametrize("stack", [Repeat.Config(num_layers=2), Sequence.Config(layers=())], ids=["scan", "sequence"])
-def test_stacks_recompute_by_kind(stack):
+def test_stacks_recompute_by_class_of_layer(stack):
     layer = FeedForward.Config(hidden_dim=8)
     stack = stack.set(input_dim=4, layers=layer if isinstance(stack, Repeat.Config) else (layer,))
 
-    def products(remat):
+    def num_products(remat):
         fn, params, state = abstract(stack.set(remat=remat), "stack")
-        slope = jax.grad(lambda params: fn(params, state, jnp.ones((4, 4)))[0][0].sum())
-        return str(jax.make_jaxpr(slope)(params)).count("dot_general[")
+        gradient_of = jax.grad(lambda params: fn(params, state, jnp.ones((4, 4)))[0][0].sum())
+        return str(jax.make_jaxpr(gradient_of)(params)).count("dot_general[")
 
-    assert products(ByKind(kinds={"FeedForward": Remat()})) == products(Remat()) > products(None)
-    assert products(ByKind(kinds={"FeedForward": None}, others=Remat())) == products(None)
+    assert num_products(ByKind(kinds={"FeedForward": Remat()})) == num_products(Remat()) > num_products(None)
+    assert num_products(ByKind(kinds={"FeedForward": None}, others=Remat())) == num_products(None)
 
 
 def test_the_feature_sets_the_policy_of_every_stack():

@@ -34,14 +34,14 @@ def test_values_gradients_and_mean_reports_equal_the_unsharded_call(found, name,
             np.testing.assert_allclose(found[name][part][path], value, rtol=1e-5, err_msg=path)
 
 
-def test_summaries_are_reduced_over_devices_by_their_rule(found):
+def test_summaries_are_reduced_over_devices_by_their_reduction(found):
     sums = X.astype(np.float64).sum(1)
     expected = {"mean": sums.mean(), "sum": sums.sum(), "max": sums.max(), "min": sums.min(), "last": sums[-1]}
     for rule, value in expected.items():
         np.testing.assert_allclose(found["rules"][rule], value, rtol=1e-6, err_msg=rule)
     counts, edges = np.histogram(X[-1], bins=30)
-    np.testing.assert_array_equal(found["rules"]["spread"][0], counts)
-    np.testing.assert_allclose(found["rules"]["spread"][1], edges[1:], rtol=1e-5)
+    np.testing.assert_array_equal(found["rules"]["histogram"][0], counts)
+    np.testing.assert_allclose(found["rules"]["histogram"][1], edges[1:], rtol=1e-5)
 
 
 def test_each_device_and_each_call_draws_different_bits(found):
@@ -50,9 +50,9 @@ def test_each_device_and_each_call_draws_different_bits(found):
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "message"),
     [
-        ("stranger", "top (Holder) runs shard_map on a Plain that it does not contain"),
+        ("foreign module", "top (Holder) runs shard_map on a Plain that it does not contain"),
         (
             "written",
             "in top (Holder) a layer writes inner.calls inside shard_map, but the Variable has no axes. "
@@ -63,10 +63,10 @@ def test_each_device_and_each_call_draws_different_bits(found):
         ("captured", "top.inner: outputs cannot be captured inside shard_map"),
     ],
 )
-def test_errors_name_the_layer(found, case, words):
-    assert found["messages"][case] == f"ContextError: {words}"
+def test_errors_name_the_layer(found, case, message):
+    assert found["messages"][case] == f"ContextError: {message}"
 
 
 def test_axes_that_cannot_be_gathered_or_divided_raise(found):
     assert found["messages"]["gathers"] == "ConfigError: gather names fsdp, but the axes of the mesh are data, tensor"
-    assert "ConfigError: scale of shape (6,) is not divisible into shards" in found["messages"]["does not divide"]
+    assert "ConfigError: scale of shape (6,) is not divisible into shards" in found["messages"]["not divisible"]

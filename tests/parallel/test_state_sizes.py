@@ -23,13 +23,13 @@ def state(shape, count, zero=0):
 
 @pytest.mark.parametrize("count", [8, 64, 512])
 def test_fsdp_divides_the_state_of_a_7b_model_by_the_number_of_devices(count):
-    whole, here = state({"data": 1}, 1), state({"fsdp": count}, count)
+    whole, sharded = state({"data": 1}, 1), state({"fsdp": count}, count)
     for name in ("params", "optimizer"):
-        ratio = bytes_of(getattr(whole, name)) / bytes_of(getattr(here, name))
+        ratio = bytes_of(getattr(whole, name)) / bytes_of(getattr(sharded, name))
         assert ratio == pytest.approx(count, rel=1e-3), name
 
 
 def test_zero_divides_only_the_optimizer_state():
-    whole, here = state({"data": 1}, 1), state({"data": 8}, 8, zero=1)
-    assert bytes_of(here.params) == bytes_of(whole.params)
-    assert bytes_of(whole.optimizer) / bytes_of(here.optimizer) == pytest.approx(8, rel=1e-3)
+    whole, sharded = state({"data": 1}, 1), state({"data": 8}, 8, zero=1)
+    assert bytes_of(sharded.params) == bytes_of(whole.params)
+    assert bytes_of(whole.optimizer) / bytes_of(sharded.optimizer) == pytest.approx(8, rel=1e-3)
