@@ -110,13 +110,13 @@ def tree(cfg: Config) -> ModuleNode:
     return module_tree(get(cfg, "model"), "model") if has_field(cfg, "model") else module_tree(cfg)
 
 
-def size(count: float) -> str:
+def size(count: float, digits: int = 1) -> str:
     """Formats a number of bytes, as in `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.{digits}f} {unit}"
         count /= 1024
-    return f"{count:.1f} TiB"
+    return f"{count:.{digits}f} TiB"
 
 
 def _node(name: str, module: object) -> ModuleNode:

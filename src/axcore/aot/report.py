@@ -16,6 +16,7 @@ from axcore.aot.chips import GIB
 from axcore.aot.flops import Flops, count_flops
 from axcore.aot.lowering import Lowered, ProgramName, lower
 from axcore.aot.memory import Memory, bytes_per_device, count_per_device, is_out_of_memory
+from axcore.aot.module_tree import size
 from axcore.aot.roofline import Estimate
 from axcore.aot.targets import Target
 from axcore.aot.traffic import Traffic, count_traffic
@@ -267,9 +268,7 @@ def _collective(each: CollectiveCost) -> tuple[str, str]:
 
 
 def _bytes(count: float) -> str:
-    unit, name = next((unit, name) for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if (
-        count >= unit or unit == 1))  # fmt: skip
-    return f"{count / unit:,.2f} {name}" if unit > 1 else f"{count:.0f} B"
+    return size(count, digits=2)
 
 
 def _seconds(seconds: float) -> str:

@@ -43,7 +43,7 @@ def report_page(report: Report, *, title: str) -> str:
 def _bar(report: Report) -> str:
     """The memory of a device by use, with a mark at the limit."""
     memory = report.memory
-    parts = {name: count for name, count in report.state_bytes.items()}
+    parts = dict(report.state_bytes)
     if memory.out_of_memory:
         parts["everything else"] = memory.total - sum(parts.values())
     else:

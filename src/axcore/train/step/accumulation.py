@@ -102,8 +102,16 @@ class ObjectiveGradient:
         )
 
     def split(self, batch: Batch, microbatches: int) -> Batch:
-        """Arrays [batch, ...] -> [microbatches, rows, ...]."""
-        return {name: self._split(x, microbatches) for name, x in batch.items()}
+        """Arrays [batch, ...] -> [microbatches, rows, ...]. A microbatch takes every `microbatches`-th row, so that no
+        row moves to another device."""
+
+        def split(x: jax.Array) -> jax.Array:
+            x = rearrange(x, "(r k) ... -> k r ...", k=microbatches)
+            if self.layout.mesh.size == 1:
+                return x
+            return jax.lax.with_sharding_constraint(x, self.layout.sharding(None, *("batch", "seq")[: x.ndim - 1]))
+
+        return {name: split(x) for name, x in batch.items()}
 
     def counts(self, model_state: Tree, batches: Batch, key: PRNGKeyArray) -> Counts:
         """The counts of a whole batch, given its microbatches."""
@@ -154,14 +162,6 @@ class ObjectiveGradient:
                 f"not {jax.tree.map(jax.typeof, loss)}"
             )
         return result
-
-    def _split(self, x: jax.Array, microbatches: int) -> jax.Array:
-        """[batch, ...] -> [microbatches, rows, ...]. A microbatch takes every `microbatches`-th row, so that no row
-        moves to another device."""
-        x = rearrange(x, "(r k) ... -> k r ...", k=microbatches)
-        if self.layout.mesh.size == 1:
-            return x
-        return jax.lax.with_sharding_constraint(x, self.layout.sharding(None, *("batch", "seq")[: x.ndim - 1]))
 
     def _zeros(self, like: jax.ShapeDtypeStruct) -> jax.Array:
         zeros = jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from axcore.train.errors import TrainingError
+from axcore.train.step.equations import Equation, bind
 
 Jaxpr = Any  # Any: a Jaxpr or ClosedJaxpr; recent versions of jax have only the former
-Equation = Any  # Any: private to jax
 
 
 def checked[**P, R](fn: Callable[P, R], run: Callable[P, R]) -> Callable[P, R]:
@@ -77,7 +77,7 @@ def _run(jaxpr: Jaxpr, args: Sequence[Any], outer_stacks: list[str]) -> list[Any
 
     for eqn in inner.eqns:
         inputs = [read(atom) for atom in eqn.invars]
-        outputs = _bind(eqn, inputs)
+        outputs = bind(eqn, inputs)
         if has_nan(outputs) and not has_nan(inputs):
             stacks = [*outer_stacks, str(eqn.source_info.name_stack)]
             _descend(eqn, inputs, stacks)
@@ -88,14 +88,6 @@ def _run(jaxpr: Jaxpr, args: Sequence[Any], outer_stacks: list[str]) -> list[Any
 
 def _open(jaxpr: Jaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _bind(eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
-    found = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = found if isinstance(found, tuple) else ((), found)
-    with eqn.ctx.manager:
-        outputs = eqn.primitive.bind(*functions, *inputs, **params)
-    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def _descend(eqn: Equation, inputs: Sequence[Any], stacks: list[str]) -> None:

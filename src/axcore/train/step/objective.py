@@ -99,9 +99,6 @@ class CrossEntropy(Objective):
 
     config: Config
 
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
-
     def __call__(self, model: LanguageModel, batch: Batch) -> LossSum:
         cfg, frame = self.config, current()
         if not hasattr(model, "predictions"):

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
+from axcore.train.step.equations import Equation, bind
+
 _CALLS = ("jit", "pjit", "closed_call", "checkpoint", "remat", "remat2")
 """Operations that only call others."""
 Atom = Any  # Any: the variables and literals of a jaxpr have no public base class
@@ -29,7 +31,7 @@ class Operations(NamedTuple):
     inputs: list[Atom]
     outputs: list[Atom]
     known: Mapping[Atom, Any]
-    steps: list[Any]  # Any: the equations of a jaxpr, as Atom
+    steps: list[Equation]
 
     def after(self, variables: Iterable[Atom]) -> set[Atom]:
         """These variables and all variables that depend on them."""
@@ -59,8 +61,7 @@ class Operations(NamedTuple):
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         for step in steps:
-            results = step.primitive.bind(*map(read, step.invars), **step.primitive.get_bind_params(step.params))
-            values.update(zip(step.outvars, results if step.primitive.multiple_results else [results], strict=True))
+            values.update(zip(step.outvars, bind(step, [*map(read, step.invars)]), strict=True))
         return [read(atom) for atom in wanted]
 
 
@@ -86,11 +87,8 @@ def _inlined(jaxpr: Any, arguments: Iterable[Any]) -> list[Any]:  # Any: see Ope
 
     for step in jaxpr.eqns:
         given = [read(atom) for atom in step.invars]
-        if step.primitive.name in _CALLS:
-            results = _inlined(step.params["jaxpr"], given)
-        else:
-            results = step.primitive.bind(*given, **step.primitive.get_bind_params(step.params))
-            results = results if step.primitive.multiple_results else [results]
+        is_call = step.primitive.name in _CALLS
+        results = _inlined(step.params["jaxpr"], given) if is_call else bind(step, given)
         values.update(zip(step.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
