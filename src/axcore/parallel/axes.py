@@ -48,7 +48,7 @@ STANDARD_RULES: Mapping[str, MeshAxes] = FrozenDict(
     }
 )
 """Rules for any mesh of the standard axes. Parameters other than experts are also sharded over the axes expert and
-context, since the devices along these would otherwise hold copies."""
+context, along which they would otherwise be replicated."""
 
 
 def group_of(axes: MeshAxes) -> tuple[str, ...]:
