@@ -18,7 +18,7 @@ from axcore.parallel import Layout, active_layout, shard_map
 from axcore.parallel.axes import group_of
 from axcore_moe.dispatch import Dispatch, Dropless, by_expert
 from axcore_moe.experts import Experts
-from axcore_moe.ragged import ragged_exchange
+from axcore_moe.ragged import ExpertShards, ragged_exchange
 from axcore_moe.routing import Routing, RowAssignment
 
 
@@ -123,12 +123,10 @@ class Exchange(Dispatch):
         target = expert.reshape(-1) // num_local_experts
         needed = jnp.zeros((num_shards,), jnp.int32).at[target].add(1, mode="drop")  # padding is out of range
         transport = ragged_exchange if ragged else _padded_exchange
-        run_with = functools.partial(
-            transport, matmul=self.matmul, axes=axes, num_local_experts=num_local_experts, num_shards=num_shards
-        )
+        shards = ExpertShards(axes, num_shards, num_local_experts, self.matmul)
 
         def with_capacity(capacity: int) -> Callable[..., Any]:
-            return functools.partial(run_with, capacity=capacity)
+            return functools.partial(transport, shards=shards, capacity=capacity)
 
         if self.dropless and capacity < max_capacity:
             largest = jax.lax.psum(needed, axes) / num_shards if ragged else needed
@@ -145,17 +143,10 @@ class Exchange(Dispatch):
 
 
 def _padded_exchange(
-    experts: Experts,
-    x: jax.Array,
-    expert: jax.Array,
-    *,
-    matmul: GroupedMatmul,
-    axes: tuple[str, ...],
-    num_local_experts: int,
-    num_shards: int,
-    capacity: int,
+    experts: Experts, x: jax.Array, expert: jax.Array, *, shards: ExpertShards, capacity: int
 ) -> jax.Array:
-    """See `axcore_moe.ragged.ragged_exchange`. Each device sends `capacity` rows to each shard, some of them empty."""
+    """See `ragged_exchange`. Each device sends `capacity` rows to each shard, some of them empty."""
+    axes, num_shards, num_local_experts, matmul = shards
     assignment = RowAssignment.of(
         expert // num_local_experts, jnp.arange(num_shards) * capacity, num_shards * capacity, capacity
     )

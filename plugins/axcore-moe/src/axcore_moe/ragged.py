@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +14,33 @@ from axcore_moe.experts import Experts
 from axcore_moe.routing import RowAssignment, counts
 
 
+class ExpertShards(NamedTuple):
+    """How experts are sharded and computed.
+
+    Attributes:
+        axes: mesh axes that the experts are sharded over.
+        num_shards: number of shards.
+        num_local_experts: number of experts in each shard.
+        matmul: the grouped product that computes them.
+    """
+
+    axes: tuple[str, ...]
+    num_shards: int
+    num_local_experts: int
+    matmul: GroupedMatmul
+
+
 def ragged_exchange(
-    experts: Experts,
-    x: jax.Array,
-    expert: jax.Array,
-    *,
-    matmul: GroupedMatmul,
-    axes: tuple[str, ...],
-    num_local_experts: int,
-    num_shards: int,
-    capacity: int,
+    experts: Experts, x: jax.Array, expert: jax.Array, *, shards: ExpertShards, capacity: int
 ) -> jax.Array:
-    """The output of each pair's expert, on whichever device it is: [pairs, input_dim] -> the same shape.
+    """The output of each pair's expert, whichever device has it: [pairs, input_dim] -> the same shape.
 
     Args:
-        expert: int32 [pairs]; `num_local_experts * num_shards` for a pair without an expert.
-        num_local_experts: number of experts per shard.
-        num_shards: number of shards of the experts.
-        capacity: number of pairs that a device may receive, divided by `num_shards`.
+        experts: the experts of this device.
+        expert: int32 [pairs]; `num_shards * num_local_experts` for a pair without an expert.
+        capacity: number of pairs that a device may receive, divided by the number of shards.
     """
+    axes, num_shards, num_local_experts, matmul = shards
     of_expert = counts(expert, num_local_experts * num_shards)
     assignment = RowAssignment.of(expert, jnp.cumulative_sum(of_expert) - of_expert, expert.size)
     # [sender, receiver, expert]
