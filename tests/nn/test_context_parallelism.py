@@ -89,8 +89,8 @@ def test_case_heads_and_gradients_equal_the_formula(strategy, shape):
     check(calls({strategy: LONG}, [shape]))
 
 
-def traced(case, mesh, kernel=ReferenceKernel, **changes):
-    """Traces a call on a mesh without devices, and returns the requests."""
+def requests_of(case, mesh, kernel=ReferenceKernel, **changes):
+    """The kernel requests of a call, which is traced on a mesh without devices."""
     built = kernel.Config(head_dim=64).build(rngs=ax.Rngs(0))
 
     def call(arrays):
@@ -104,27 +104,32 @@ def traced(case, mesh, kernel=ReferenceKernel, **changes):
 
 
 def test_the_kernel_sees_whole_rows_and_some_heads():
-    (request,) = traced(CASES["one kv head"], Mesh(shape=THREE_AXES, context=AllToAll.Config()))
+    (request,) = requests_of(CASES["one kv head"], Mesh(shape=THREE_AXES, context=AllToAll.Config()))
     assert (request.batch, request.query_len, request.key_len) == (1, 16, 16)
     assert (request.num_heads, request.num_kv_heads, request.aligned) == (1, 1, True)
-    (gathered,) = traced(CASES["one kv head"], Mesh(shape=THREE_AXES))
+    (gathered,) = requests_of(CASES["one kv head"], Mesh(shape=THREE_AXES))
     assert (gathered.query_len, gathered.key_len, gathered.num_heads, gathered.aligned) == (8, 16, 2, False)
 
 
-def test_the_ring_asks_for_a_causal_mask_only_where_queries_and_keys_are_the_same_tokens():
-    causal, apart, union = CASES["documents"].mask, SameSegment(), CASES["union of two masks"].mask
+def test_ring_attention_requests_a_causal_mask_only_where_queries_and_keys_are_the_same_tokens():
+    causal, same_segment, union = CASES["documents"].mask, SameSegment(), CASES["union of two masks"].mask
     ring = Mesh(shape={"context": 4}, context=RingAttention.Config())
     unbalanced = ring.set(context=RingAttention.Config(balanced=False))
 
     def calls(name, mesh):
-        return [(each.query_len, each.key_len, each.mask, each.aligned) for each in traced(CASES[name], mesh)]
+        return [(each.query_len, each.key_len, each.mask, each.aligned) for each in requests_of(CASES[name], mesh)]
 
-    halves = [(2, 2, causal, True), (2, 2, apart, False), (4, 2, apart, False), (2, 4, apart, False)]
+    halves = [
+        (2, 2, causal, True),
+        (2, 2, same_segment, False),
+        (4, 2, same_segment, False),
+        (2, 4, same_segment, False),
+    ]
     assert calls("documents", ring) == halves
-    assert calls("documents", unbalanced) == [(4, 4, causal, True), (4, 4, apart, False)]
+    assert calls("documents", unbalanced) == [(4, 4, causal, True), (4, 4, same_segment, False)]
     assert calls("union of two masks", ring) == [(4, 4, union, True), (4, 4, union, False)]
     assert calls("window of one", ring) == [(4, 4, CASES["window of one"].mask, True)]
-    assert traced(CASES["sinks"], ring)[0].options == ("lse",)
+    assert requests_of(CASES["sinks"], ring)[0].options == ("lse",)
 
 
 @pytest.mark.parametrize(("window", "hops"), [(1, 1), (2, 2), (5, 2), (6, 3), (13, 4), (100, 4)])
@@ -137,11 +142,11 @@ def test_a_window_limits_the_hops(window, hops):
     assert visible.any(0).reshape(4, 4).any(1).sum() == hops
 
 
-def test_a_policy_that_saves_heads_and_lse_avoids_another_round_of_the_ring():
+def test_a_policy_that_saves_heads_and_lse_avoids_recomputing_the_forward_pass():
     case, mesh = CASES["causal"], Mesh(shape={"context": 2}, context=RingAttention.Config(balanced=False))
     kernel = ReferenceKernel.Config(head_dim=64).build(rngs=ax.Rngs(0))
 
-    def products(policy):
+    def num_products(policy):
         @functools.partial(jax.checkpoint, policy=policy.policy())
         def call(arrays):
             with ax.module.root(kernel, key=None, training=True):
@@ -151,39 +156,39 @@ def test_a_policy_that_saves_heads_and_lse_avoids_another_round_of_the_ring():
             traced = jax.make_jaxpr(jax.grad(lambda arrays: call(arrays).sum()))(arrays_of(case, "float32"))
         return str(traced).count("dot_general[")
 
-    assert products(Remat()) - products(ByTag(save=("heads", "lse"))) == 4  # two in each hop
+    assert num_products(Remat()) - num_products(ByTag(save=("heads", "lse"))) == 4  # two in each hop
 
 
-def test_calls_that_a_form_cannot_compute_raise_before_compiling():
+def test_calls_that_a_strategy_cannot_compute_raise_before_compiling():
     three = Mesh(shape={"context": 3}, context=AllToAll.Config())
     wide = dataclasses.replace(CASES["causal"], query_len=18, key_len=18)
     message = r"mesh\.context=AllToAll with context=3 requires the heads of a device to be a multiple of 3, got 4"
     with pytest.raises(ax.ConfigError, match=message + r"\. Shard the sequence over 1, 2, 4 devices"):
-        traced(wide, three)
+        requests_of(wide, three)
     four = Mesh(shape={"context": 4}, context=AllToAll.Config())
     message = r"RingAttention with context=4 and balanced=True requires an even number of tokens on each device, got 3"
     odd, ring = dataclasses.replace(CASES["causal"], query_len=12, key_len=12), RingAttention.Config()
     with pytest.raises(ax.ConfigError, match=message + r"\. Make the sequence length a multiple of 8"):
-        traced(odd, four.set(context=ring))
+        requests_of(odd, four.set(context=ring))
     for name, phase in (("prefill chunk", "prefill"), ("one decoded token", "decode")):
         with pytest.raises(ax.ConfigError, match=r"does not read a KV cache\. Set mesh\.context=None for decoding"):
-            traced(CASES[name], four, phase=phase)
+            requests_of(CASES[name], four, phase=phase)
     with pytest.raises(ax.ConfigError, match="a number of keys that is a multiple of 4, got 15"):
-        traced(dataclasses.replace(CASES["full attention"], key_len=15), four)
-    traced(CASES["one decoded token"], Mesh(shape={"context": 1}, context=AllToAll.Config()), phase="decode")
+        requests_of(dataclasses.replace(CASES["full attention"], key_len=15), four)
+    requests_of(CASES["one decoded token"], Mesh(shape={"context": 1}, context=AllToAll.Config()), phase="decode")
 
 
 def test_the_feature_takes_devices_from_another_axis():
     cfg = Trainer.Config(model=tiny_model(), objective=OBJECTIVE, learner=Learner.Config(), steps=1)
 
-    def used(shape, **options):
+    def mesh_of(shape, **options):
         return ax.pipe(cfg.set(mesh=Mesh(shape=shape)), ax.use("context", **options)).mesh
 
-    assert used({"data": -1}, size=2) == Mesh(shape={"data": -1, "context": 2}, context=AllToAll.Config())
-    assert used({"data": 2, "fsdp": 8}, size=4, strategy=None) == Mesh(shape={"data": 2, "fsdp": 2, "context": 4})
-    assert used({"data": 4, "context": 2}, size=4).shape == {"data": 2, "context": 4}
+    assert mesh_of({"data": -1}, size=2) == Mesh(shape={"data": -1, "context": 2}, context=AllToAll.Config())
+    assert mesh_of({"data": 2, "fsdp": 8}, size=4, strategy=None) == Mesh(shape={"data": 2, "fsdp": 2, "context": 4})
+    assert mesh_of({"data": 4, "context": 2}, size=4).shape == {"data": 2, "context": 4}
     with pytest.raises(ax.ConfigError, match="the axis 'context' of size 2 takes its devices from fsdp or data"):
-        used({"data": 3}, size=2)
+        mesh_of({"data": 3}, size=2)
     with pytest.raises(ax.ConfigError, match="only the config of a trainer has a mesh"):
         ax.pipe(tiny_model(), ax.use("context", size=2))
     with pytest.raises(PluginError, match="no installed plugin offers the context parallelism 'al-to-all'"):

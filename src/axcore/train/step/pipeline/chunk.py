@@ -84,7 +84,7 @@ class Chunk:
         self.parts, self.written = parts, tuple[int, ...]()
         fixed = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], self._fixed(variables, call)))
         jax.eval_shape(self._layer, fixed, x, [])  # finds `written`
-        written = [jax.tree.leaves(fixed.forward_state)[number] for number in self.written]
+        written = leaves_at(fixed.forward_state, self.written)
         form = jax.eval_shape(self._layer, fixed, x, written)
         forward = operations(lambda *args: self._layer(*args).leaves, fixed, x, written)
         if any(getattr(leaf.aval, "memory_space", None) == jax.memory.Space.Host for leaf in forward.outputs):
@@ -109,8 +109,7 @@ class Chunk:
 
     def forward(self, variables: Variables, x: Hidden, call: Call) -> tuple[Hidden, Values, tuple[Values, Collections]]:
         """(output, what the backward pass needs, (new values of the written Variables, reports))."""
-        leaves = jax.tree.leaves(variables.forward_state)
-        own = [leaves[number] for number in self.written]
+        own = leaves_at(variables.forward_state, self.written)
 
         def layer(x: Hidden, scanned: tuple[_Fixed, Values]) -> tuple[Hidden, tuple[Values, Values, Collections]]:
             found = self._layer(scanned[0], x, scanned[1])
@@ -158,10 +157,9 @@ class Chunk:
             params, state = union(trained, fixed.frozen), union(old, gradient_state)
             y, new, reports = self.parts.layer(params, state, x, fixed.args, fixed.number, fixed.key)
             new = subtree(new, marks, lambda is_gradient_state: not is_gradient_state)
-            pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
-            self.written = tuple(number for number, (new, old) in enumerate(pairs) if new is not old)
+            self.written = changed(new, old)
             losses = jnp.asarray(reports.total_loss(fixed.counts), jnp.float32)
-            return (y, losses), ([pairs[number][0] for number in self.written], reports)
+            return (y, losses), (leaves_at(new, self.written), reports)
 
         remat = self.parts.stack.remat
         if remat is not None:
@@ -185,6 +183,18 @@ class Chunk:
 def as_float(cotangents: Tree) -> Tree:
     """Cotangents of `GradientState` in float32."""
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, jnp.float32), cotangents)
+
+
+def changed(new: Tree, old: Tree) -> tuple[int, ...]:
+    """The numbers of the leaves that are other arrays than before."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    return tuple(number for number, (new, old) in enumerate(pairs) if new is not old)
+
+
+def leaves_at(tree: Tree, numbers: tuple[int, ...]) -> Values:
+    """The leaves of these numbers."""
+    leaves = jax.tree.leaves(tree)
+    return [leaves[number] for number in numbers]
 
 
 def replaced(tree: Tree, numbers: tuple[int, ...], values: Values) -> Tree:

@@ -16,7 +16,7 @@ from axcore.parallel.axes import entry_of, group_of
 from axcore.parallel.pipeline import Table
 from axcore.train.step.accumulation import Counts, key_of
 from axcore.train.step.objective import Batch
-from axcore.train.step.pipeline.chunk import Call, Chunk, Gradient, Variables, as_float, replaced
+from axcore.train.step.pipeline.chunk import Call, Chunk, Gradient, Variables, as_float, changed, leaves_at, replaced
 from axcore.train.step.pipeline.parts import Hidden, Parts
 from axcore.train.step.subtrees import subtree, union
 
@@ -109,7 +109,7 @@ class Stage:
         self.parts, self.table, self.layers, self.rest = parts, table, layers, rest
         self.inputs, self.key, self.counts = inputs, key, counts
         self.number, self.stages = jax.lax.axis_index("pipeline"), table.op.shape[1]
-        self.chunks, self.depth = jax.tree.leaves(layers)[0].shape[:2]
+        self.chunks, self.layers_per_chunk = jax.tree.leaves(layers)[0].shape[:2]
         self.likes, self.written = likes, tuple[int, ...]()
 
     def run(self) -> tuple[Sums, Sums, Hidden]:
@@ -199,19 +199,18 @@ class Stage:
         )
         marks = self.parts.stack.divided(self.parts.fn.gradient_state)[1]
         new = subtree(new, marks, lambda is_gradient_state: not is_gradient_state)
-        pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(forward_state), strict=True))
-        self.written = tuple(number for number, (new, old) in enumerate(pairs) if new is not old)
-        return [pairs[number][0] for number in self.written], loss, reports
+        self.written = changed(new, forward_state)
+        return leaves_at(new, self.written), loss, reports
 
     def _variables(self, task: Task, written: list[jax.Array]) -> Variables:
         own = _at(self.layers, task.chunk)
         return own._replace(forward_state=replaced(own.forward_state, self.chunk.written, written))
 
     def _call(self, task: Task) -> Call:
-        first = (task.chunk * self.stages + self.number) * self.depth
+        first = (task.chunk * self.stages + self.number) * self.layers_per_chunk
         above = f"{self.parts.stack.path}.{self.parts.stack.place}.*."
         counts = {
-            path: jax.lax.dynamic_slice_in_dim(count, first, self.depth)
+            path: jax.lax.dynamic_slice_in_dim(count, first, self.layers_per_chunk)
             for path, count in self.counts.others.items()
             if path.startswith(above)
         }
@@ -242,18 +241,18 @@ class Stage:
         microbatches = jax.tree.leaves(self.inputs.batch)[0].shape[0]
 
         def of_layers(report: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.zeros((self.chunks, self.depth, microbatches, *report.shape[1:]), report.dtype)
+            return jnp.zeros((self.chunks, self.layers_per_chunk, microbatches, *report.shape[1:]), report.dtype)
 
         return Carry(
             Buffers(**buffers),
             Sums(
-                self._no_gradient(self.likes[0], self.layers, (self.chunks, self.depth)),
-                _at_numbers(self.layers.forward_state, self.chunk.written),
+                self._no_gradient(self.likes[0], self.layers, (self.chunks, self.layers_per_chunk)),
+                leaves_at(self.layers.forward_state, self.chunk.written),
                 jax.tree.map(of_layers, reports),
             ),
             Sums(
                 self._no_gradient(self.likes[1], self.rest, ()),
-                _at_numbers(self.rest.forward_state, self.written),
+                leaves_at(self.rest.forward_state, self.written),
                 _zeros(shapes, microbatches),
             ),
             _sharded(_zeros(self.x, microbatches), None),
@@ -275,11 +274,6 @@ class Stage:
 
         lowest = jax.tree.map(lambda own: jnp.full(own.shape, -jnp.inf, jnp.float32), variables.gradient_state)
         return Gradient(jax.tree.map(zeros, likes, variables.trained), lowest)
-
-
-def _at_numbers(tree: Tree, numbers: tuple[int, ...]) -> list[jax.Array]:
-    leaves = jax.tree.leaves(tree)
-    return [leaves[number] for number in numbers]
 
 
 def added(sums: Gradient, trained: Tree, gradient_state: Tree) -> Gradient:

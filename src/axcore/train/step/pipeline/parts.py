@@ -70,8 +70,8 @@ class Parts:
         try:
             invoke(model, batch, key=key, training=True, method=self.objective)
         except _Reached as found:
-            written = any(a is not b for a, b in zip(before, jax.tree.leaves(split(model)[2]), strict=True))
-            if written:
+            after = jax.tree.leaves(split(model)[2])
+            if any(new is not old for new, old in zip(after, before, strict=True)):
                 self._refuse("a layer before it writes Variables")
             if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(found.args_of_layers)):
                 self._refuse("its layers take further floating-point arguments, which may depend on parameters")
