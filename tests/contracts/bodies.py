@@ -92,7 +92,7 @@ def gradients(cfg, layout):
 
 
 def lowered(platform, **options):
-    """The text of a forward pass for eight devices that are not there."""
+    """The text of a forward pass for eight devices that do not exist."""
     from axcore_moe.exchange import Exchange
 
     fn, params, state = abstract(mixture(Exchange(**options)))
