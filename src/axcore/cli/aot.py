@@ -16,8 +16,8 @@ def add(commands: Commands) -> None:
         help="compile a program of a recipe for any accelerator and report memory, work and communication",
         description="Compiles the training step (or a decoding step) of a recipe for an accelerator that this machine "
         "need not have, and reports its memory, the limit of the device, its FLOPs, bytes and collectives, and an "
-        "estimate of its time. Without --target it compiles for the devices of this machine. The exit code is 3 if the program "
-        "does not fit.",
+        "estimate of its time. Without --target it compiles for the devices of this machine. The exit code is 3 if the "
+        "program does not fit.",
     )
     parser.add_argument("recipe", help="a recipe that `axcore recipes` lists, or a run folder")
     parser.add_argument(
