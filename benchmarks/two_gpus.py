@@ -47,7 +47,7 @@ def config(model: str, strategy: str) -> Any:
     features, microbatches = STRATEGIES[strategy]
     cfg = ax.recipe("llama-1b")
     if model == "moe":
-        cfg = ax.override(ax.pipe(cfg, ax.use("moe", num_experts=8)), ["model.decoder.num_layers=6"])
+        cfg = ax.override(ax.pipe(cfg, ax.use("moe", num_experts=8)), ["model.decoder.num_layers=4"])
     cfg = ax.pipe(cfg, ax.target(accelerator(strategy)))
     text = ax.recipe("quickstart").input.set(batch_size=ROWS, seq_len=SEQ)
     cfg = cfg.set(input=text, microbatches=microbatches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from axcore.config import ConfigError
 from axcore.module import Collections, Tree, to_fm32
 from axcore.train.step.parts import joined, part
+from axcore.train.step.pipeline.indexing import at, put
 from axcore.train.step.pipeline.parts import Hidden, Parts
 from axcore.train.step.pipeline.split import Backward, Values, operations
 
@@ -27,15 +28,23 @@ class Variables(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What identifies one call of a chunk, besides its Variables and its input."""
+    """What identifies one call of a chunk, besides its input.
+
+    Attributes:
+        args: the further arguments of every layer.
+        chunk: the chunk, among those of the stage.
+        first: the number of its first layer in the stack.
+        counts: the count of the whole batch for each loss of the layers in the stack.
+        kept, stash: the slots of these buffers.
+    """
 
     args: tuple[PyTree, ...]
-    """The further arguments of every layer."""
+    chunk: Int[Array, ""]
     first: Int[Array, ""]
-    """The number of the first layer of the chunk in the stack."""
     key: PRNGKeyArray
     counts: Mapping[str, Float[Array, "layer ..."]]
-    """The count of the whole batch for each loss of the layers in the chunk."""
+    kept: Int[Array, ""]
+    stash: Int[Array, ""]
 
 
 class Gradient(NamedTuple):
@@ -70,19 +79,30 @@ class _Forward(NamedTuple):
 
 
 class Chunk:
-    """The computation of a chunk, divided for one form of its arguments."""
+    """The computation of a chunk, divided for one form of its arguments.
+
+    What it keeps between tasks is written into buffers, and gradients are added to sums, a layer at a time: arrays of
+    all layers would have to be copied.
+
+    Attributes:
+        kept: the shapes of what the backward pass of a layer needs.
+        stash: the shapes of what `weights` needs of a layer.
+        reports: the shapes of the reports of a layer.
+        written: the numbers of the Variables that a layer writes.
+    """
 
     def __init__(self, parts: Parts, variables: Variables, x: Hidden, call: Call):
         """
         Args:
-            variables: arrays [layer, ...].
+            variables: arrays [chunk, layer, ...].
             x: shapes of the input.
 
         Raises:
             ConfigError: the remat policy offloads values.
         """
         self.parts, self.written = parts, tuple[int, ...]()
-        fixed = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], self._fixed(variables, call)))
+        self._depth = jax.tree.leaves(variables)[0].shape[1]
+        fixed = jax.eval_shape(lambda: self._fixed(variables, call, jnp.int32(0)))
         jax.eval_shape(self._layer, fixed, x, [])  # finds `written`
         written = [jax.tree.leaves(fixed.kept)[number] for number in self.written]
         form = jax.eval_shape(self._layer, fixed, x, written)
@@ -106,46 +126,83 @@ class Chunk:
         self._others = others
         weights = jax.tree.leaves((fixed.trained, fixed.gradient_state))
         self._backward = Backward(operations(self._pulled, form.leaves, x), len(form.leaves), len(weights))
+        self.kept = self._stored(form.leaves)
+        self.stash = jax.eval_shape(self._backward.inputs, form.leaves, jax.tree.leaves(x))[1]
+        self.reports = form.reports
 
-    def forward(self, variables: Variables, x: Hidden, call: Call) -> tuple[Hidden, Values, tuple[Values, Collections]]:
-        """(output, what the backward pass needs, (new values of the written Variables, reports))."""
-        leaves = jax.tree.leaves(variables.kept)
-        own = [leaves[number] for number in self.written]
+    def forward(
+        self, variables: Variables, x: Hidden, call: Call, written: Values, kept: Values
+    ) -> tuple[Hidden, Values, Values, Collections]:
+        """(output, new values of the written Variables, `kept` with what the backward pass needs, reports).
 
-        def layer(x: Hidden, scanned: tuple[_Fixed, Values]) -> tuple[Hidden, tuple[Values, Values, Collections]]:
-            found = self._layer(scanned[0], x, scanned[1])
-            kept = [leaf for leaf, is_kept in zip(found.leaves, self._is_kept, strict=True) if is_kept]
-            return found.y, (kept, found.written, found.reports)
+        Args:
+            written: the values of the written Variables [layer, ...].
+            kept: buffers [slot, layer, ...].
+        """
 
-        y, (kept, written, reports) = jax.lax.scan(layer, x, (self._fixed(variables, call), own))
-        return y, kept, (written, reports)
+        def layer(
+            carry: tuple[Hidden, Values], scanned: tuple[Int[Array, ""], Values]
+        ) -> tuple[tuple[Hidden, Values], tuple[Values, Collections]]:
+            (x, kept), (index, own) = carry, scanned
+            found = self._layer(self._fixed(variables, call, index), x, own)
+            kept = put(kept, self._stored(found.leaves), call.kept, index)
+            return (found.y, kept), (found.written, found.reports)
 
-    def backward(self, variables: Variables, kept: Values, call: Call, g: Hidden) -> tuple[Hidden, Values]:
-        """(gradient of the input, what `weights` needs), given that of the output."""
+        (y, kept), (written, reports) = self._scan(layer, (x, kept), written)
+        return y, written, kept, reports
+
+    def backward(
+        self, variables: Variables, kept: Values, call: Call, g: Hidden, stash: Values
+    ) -> tuple[Hidden, Values]:
+        """(gradient of the input, `stash` with what `weights` needs), given that of the output.
+
+        Args:
+            kept, stash: buffers [slot, layer, ...].
+        """
         form = jax.tree.structure(g)
 
-        def layer(g: Hidden, scanned: tuple[_Fixed, Values]) -> tuple[Hidden, Values]:
-            gx, stash = self._backward.inputs(self._leaves(*scanned), jax.tree.leaves(g))
-            return jax.tree.unflatten(form, gx), stash
+        def layer(
+            carry: tuple[Hidden, Values], scanned: tuple[Int[Array, ""], None]
+        ) -> tuple[tuple[Hidden, Values], None]:
+            (g, stash), (index, _) = carry, scanned
+            gx, found = self._backward.inputs(self._leaves(variables, kept, call, index), jax.tree.leaves(g))
+            return (jax.tree.unflatten(form, gx), put(stash, found, call.stash, index)), None
 
-        return jax.lax.scan(layer, g, (self._fixed(variables, call), kept), reverse=True)
+        return self._scan(layer, (g, stash), reverse=True)[0]
 
-    def weights(self, variables: Variables, kept: Values, call: Call, stash: Values) -> Gradient:
-        """The gradients of the Variables."""
-        form = jax.tree.structure(Gradient(variables.trained, variables.gradient_state))
+    def weights(self, variables: Variables, kept: Values, call: Call, stash: Values, sums: Gradient) -> Gradient:
+        """The sums [chunk, layer, ...] with the gradients of the Variables added.
 
-        def layer(_: None, scanned: tuple[_Fixed, Values, Values]) -> tuple[None, Gradient]:
-            fixed, kept, stash = scanned
-            return None, jax.tree.unflatten(form, self._backward.weights(self._leaves(fixed, kept), stash))
+        Args:
+            kept, stash: buffers [slot, layer, ...].
+        """
 
-        return jax.lax.scan(layer, None, (self._fixed(variables, call), kept, stash))[1]
+        form = jax.tree.structure(sums)
 
-    def _fixed(self, variables: Variables, call: Call) -> _Fixed:
-        """The arguments of each layer [layer, ...]."""
-        count = jax.tree.leaves(variables)[0].shape[0]
-        args, key = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), (call.args, call.key))
-        trained, frozen, kept, gradient_state = variables
-        return _Fixed(trained, gradient_state, frozen, kept, args, key, call.first + jnp.arange(count), call.counts)
+        def layer(sums: Gradient, scanned: tuple[Int[Array, ""], None]) -> tuple[Gradient, None]:
+            index, _ = scanned
+            leaves = self._leaves(variables, kept, call, index)
+            found = jax.tree.unflatten(form, self._backward.weights(leaves, at(stash, call.stash, index)))
+            return put(sums, added(at(sums, call.chunk, index), *found), call.chunk, index), None
+
+        return self._scan(layer, sums)[0]
+
+    def _scan[C, X, Y](
+        self,
+        layer: Callable[[C, tuple[Int[Array, ""], X]], tuple[C, Y]],
+        carry: C,
+        xs: X | None = None,
+        reverse: bool = False,
+    ) -> tuple[C, Y]:
+        """A loop over the layers of the chunk."""
+        unroll = min(self.parts.stack.unroll, self._depth)
+        return jax.lax.scan(layer, carry, (jnp.arange(self._depth), xs), reverse=reverse, unroll=unroll)
+
+    def _fixed(self, variables: Variables, call: Call, index: Int[Array, ""]) -> _Fixed:
+        """The arguments of a layer of the chunk."""
+        trained, frozen, kept, gradient_state = at(variables, call.chunk, index)
+        counts = at(call.counts, call.first + index)
+        return _Fixed(trained, gradient_state, frozen, kept, call.args, call.key, call.first + index, counts)
 
     def _layer(self, fixed: _Fixed, x: Hidden, written: Values) -> _Forward:
         """One layer, and what its backward pass needs."""
@@ -174,10 +231,22 @@ class Chunk:
         trained, gradient_state, gx = jax.tree.unflatten(self._form, leaves)((g, jnp.ones((), jnp.float32)))
         return jax.tree.leaves((trained, as_float(gradient_state), gx))
 
-    def _leaves(self, fixed: _Fixed, kept: Values) -> Values:
-        """All values that the backward pass needs."""
-        stored, others = iter(kept), iter(self._others(fixed))
+    def _stored(self, leaves: Values) -> Values:
+        """Those of the values that the backward pass needs that are stored until then."""
+        return [leaf for leaf, is_kept in zip(leaves, self._is_kept, strict=True) if is_kept]
+
+    def _leaves(self, variables: Variables, kept: Values, call: Call, index: Int[Array, ""]) -> Values:
+        """All values that the backward pass of a layer needs."""
+        stored, others = iter(at(kept, call.kept, index)), iter(self._others(self._fixed(variables, call, index)))
         return [next(stored) if is_kept else next(others) for is_kept in self._is_kept]
+
+
+def added(sums: Gradient, trained: Tree, gradient_state: Tree) -> Gradient:
+    """The sums with another microbatch, whose cotangents of `GradientState` may be `fm32`."""
+    return Gradient(
+        jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums.trained, trained),
+        jax.tree.map(jnp.maximum, sums.gradient_state, as_float(gradient_state)),
+    )
 
 
 def as_float(cotangents: Tree) -> Tree:
