@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from axcore.config import ConfigError
 from axcore.module import Collections, Tree, to_fm32
+from axcore.train.step.pipeline.indexing import at, put
 from axcore.train.step.pipeline.parts import Hidden, Parts
 from axcore.train.step.pipeline.split import Backward, Values, operations
 from axcore.train.step.subtrees import subtree, union
@@ -27,15 +28,23 @@ class Variables(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of one call of a chunk, except its Variables and its input."""
+    """The arguments of one call of a chunk, except its Variables and its input.
+
+    Attributes:
+        args: the further arguments of every layer.
+        chunk: the number of the chunk on the stage.
+        first: the number of its first layer in the stack.
+        counts: the count of the whole batch for each loss of the layers in the stack.
+        residuals, stash: the slots in these buffers.
+    """
 
     args: tuple[PyTree, ...]
-    """The further arguments of every layer."""
+    chunk: Int[Array, ""]
     first: Int[Array, ""]
-    """The number of the first layer of the chunk in the stack."""
     key: PRNGKeyArray
     counts: Mapping[str, Float[Array, "layer ..."]]
-    """The count of the whole batch for each loss of the layers in the chunk."""
+    residuals: Int[Array, ""]
+    stash: Int[Array, ""]
 
 
 class Gradient(NamedTuple):
@@ -70,19 +79,30 @@ class _Forward(NamedTuple):
 
 
 class Chunk:
-    """The forward pass of a chunk and its backward pass in two parts, for arguments of fixed shapes."""
+    """The forward pass of a chunk and its backward pass in two parts, for arguments of fixed shapes.
+
+    Layers write their results into buffers and add their gradients to sums one layer at a time, because arrays of all
+    layers would have to be copied.
+
+    Attributes:
+        residuals: the shapes of the values that the backward pass of a layer reads from its buffer.
+        stash: the shapes of the values that `weights` reads from its buffer, for a layer.
+        reports: the shapes of the reports of a layer.
+        written: the numbers of the Variables that a layer writes.
+    """
 
     def __init__(self, parts: Parts, variables: Variables, x: Hidden, call: Call):
         """
         Args:
-            variables: arrays [layer, ...].
+            variables: arrays [chunk, layer, ...].
             x: shapes of the input.
 
         Raises:
             ConfigError: the remat policy offloads values.
         """
         self.parts, self.written = parts, tuple[int, ...]()
-        fixed = jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], self._fixed(variables, call)))
+        self._num_layers = jax.tree.leaves(variables)[0].shape[1]
+        fixed = jax.eval_shape(lambda: self._fixed(variables, call, jnp.int32(0)))
         jax.eval_shape(self._layer, fixed, x, [])  # finds `written`
         written = leaves_at(fixed.forward_state, self.written)
         form = jax.eval_shape(self._layer, fixed, x, written)
@@ -106,47 +126,84 @@ class Chunk:
         self._recompute = recompute
         weights = jax.tree.leaves((fixed.trained, fixed.gradient_state))
         self._backward = Backward(operations(self._gradients, form.leaves, x), len(form.leaves), len(weights))
+        self.residuals = self._stored(form.leaves)
+        self.stash = jax.eval_shape(self._backward.inputs, form.leaves, jax.tree.leaves(x))[1]
+        self.reports = form.reports
 
-    def forward(self, variables: Variables, x: Hidden, call: Call) -> tuple[Hidden, Values, tuple[Values, Collections]]:
-        """(output, what the backward pass needs, (new values of the written Variables, reports))."""
-        own = leaves_at(variables.forward_state, self.written)
+    def forward(
+        self, variables: Variables, x: Hidden, call: Call, written: Values, residuals: Values
+    ) -> tuple[Hidden, Values, Values, Collections]:
+        """(output, new values of the written Variables, `residuals` with those of this call, reports).
 
-        def layer(x: Hidden, scanned: tuple[_Fixed, Values]) -> tuple[Hidden, tuple[Values, Values, Collections]]:
-            found = self._layer(scanned[0], x, scanned[1])
-            residuals = [leaf for leaf, is_stored in zip(found.leaves, self._is_stored, strict=True) if is_stored]
-            return found.y, (residuals, found.written, found.reports)
+        Args:
+            written: the values of the written Variables [layer, ...].
+            residuals: buffers [slot, layer, ...].
+        """
 
-        y, (residuals, written, reports) = jax.lax.scan(layer, x, (self._fixed(variables, call), own))
-        return y, residuals, (written, reports)
+        def layer(
+            carry: tuple[Hidden, Values], scanned: tuple[Int[Array, ""], Values]
+        ) -> tuple[tuple[Hidden, Values], tuple[Values, Collections]]:
+            (x, residuals), (index, own) = carry, scanned
+            found = self._layer(self._fixed(variables, call, index), x, own)
+            residuals = put(residuals, self._stored(found.leaves), call.residuals, index)
+            return (found.y, residuals), (found.written, found.reports)
 
-    def backward(self, variables: Variables, residuals: Values, call: Call, g: Hidden) -> tuple[Hidden, Values]:
-        """(gradient of the input, what `weights` needs), given the gradient of the output."""
+        (y, residuals), (written, reports) = self._scan(layer, (x, residuals), written)
+        return y, written, residuals, reports
+
+    def backward(
+        self, variables: Variables, residuals: Values, call: Call, g: Hidden, stash: Values
+    ) -> tuple[Hidden, Values]:
+        """(gradient of the input, `stash` with the values of this call), given the gradient of the output.
+
+        Args:
+            residuals, stash: buffers [slot, layer, ...].
+        """
         form = jax.tree.structure(g)
 
-        def layer(g: Hidden, scanned: tuple[_Fixed, Values]) -> tuple[Hidden, Values]:
-            gx, stash = self._backward.inputs(self._leaves(*scanned), jax.tree.leaves(g))
-            return jax.tree.unflatten(form, gx), stash
+        def layer(
+            carry: tuple[Hidden, Values], scanned: tuple[Int[Array, ""], None]
+        ) -> tuple[tuple[Hidden, Values], None]:
+            (g, stash), (index, _) = carry, scanned
+            gx, found = self._backward.inputs(self._leaves(variables, residuals, call, index), jax.tree.leaves(g))
+            return (jax.tree.unflatten(form, gx), put(stash, found, call.stash, index)), None
 
-        return jax.lax.scan(layer, g, (self._fixed(variables, call), residuals), reverse=True)
+        return self._scan(layer, (g, stash), reverse=True)[0]
 
-    def weights(self, variables: Variables, residuals: Values, call: Call, stash: Values) -> Gradient:
-        """The gradients of the Variables."""
-        form = jax.tree.structure(Gradient(variables.trained, variables.gradient_state))
+    def weights(self, variables: Variables, residuals: Values, call: Call, stash: Values, sums: Gradient) -> Gradient:
+        """The sums [chunk, layer, ...] with the gradients of the Variables added.
 
-        def layer(_: None, scanned: tuple[_Fixed, Values, Values]) -> tuple[None, Gradient]:
-            fixed, residuals, stash = scanned
-            return None, jax.tree.unflatten(form, self._backward.weights(self._leaves(fixed, residuals), stash))
+        Args:
+            residuals, stash: buffers [slot, layer, ...].
+        """
 
-        return jax.lax.scan(layer, None, (self._fixed(variables, call), residuals, stash))[1]
+        form = jax.tree.structure(sums)
 
-    def _fixed(self, variables: Variables, call: Call) -> _Fixed:
-        """The arguments of each layer [layer, ...]."""
-        count = jax.tree.leaves(variables)[0].shape[0]
-        args, key = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), (call.args, call.key))
-        trained, frozen, forward_state, gradient_state = variables
-        return _Fixed(
-            trained, gradient_state, frozen, forward_state, args, key, call.first + jnp.arange(count), call.counts
-        )
+        def layer(sums: Gradient, scanned: tuple[Int[Array, ""], None]) -> tuple[Gradient, None]:
+            index, _ = scanned
+            leaves = self._leaves(variables, residuals, call, index)
+            found = jax.tree.unflatten(form, self._backward.weights(leaves, at(stash, call.stash, index)))
+            return put(sums, added(at(sums, call.chunk, index), *found), call.chunk, index), None
+
+        return self._scan(layer, sums)[0]
+
+    def _scan[C, X, Y](
+        self,
+        layer: Callable[[C, tuple[Int[Array, ""], X]], tuple[C, Y]],
+        carry: C,
+        xs: X | None = None,
+        reverse: bool = False,
+    ) -> tuple[C, Y]:
+        """A loop over the layers of the chunk."""
+        unroll = min(self.parts.stack.unroll, self._num_layers)
+        scanned: Any = (jnp.arange(self._num_layers), xs)  # Any: None is a valid X
+        return jax.lax.scan(layer, carry, scanned, reverse=reverse, unroll=unroll)
+
+    def _fixed(self, variables: Variables, call: Call, index: Int[Array, ""]) -> _Fixed:
+        """The arguments of a layer of the chunk."""
+        trained, frozen, forward_state, gradient_state = at(variables, call.chunk, index)
+        counts = at(call.counts, call.first + index)
+        return _Fixed(trained, gradient_state, frozen, forward_state, call.args, call.key, call.first + index, counts)
 
     def _layer(self, fixed: _Fixed, x: Hidden, written: Values) -> _Forward:
         """One layer, and what its backward pass needs."""
@@ -174,10 +231,23 @@ class Chunk:
         trained, gradient_state, gx = jax.tree.unflatten(self._form, leaves)((g, jnp.ones((), jnp.float32)))
         return jax.tree.leaves((trained, as_float(gradient_state), gx))
 
-    def _leaves(self, fixed: _Fixed, residuals: Values) -> Values:
-        """All values that the backward pass needs."""
-        stored, recomputed = iter(residuals), iter(self._recompute(fixed))
+    def _stored(self, leaves: Values) -> Values:
+        """The values that are stored for the backward pass, among those that it needs."""
+        return [leaf for leaf, is_stored in zip(leaves, self._is_stored, strict=True) if is_stored]
+
+    def _leaves(self, variables: Variables, residuals: Values, call: Call, index: Int[Array, ""]) -> Values:
+        """All values that the backward pass of a layer needs."""
+        stored = iter(at(residuals, call.residuals, index))
+        recomputed = iter(self._recompute(self._fixed(variables, call, index)))
         return [next(stored) if is_stored else next(recomputed) for is_stored in self._is_stored]
+
+
+def added(sums: Gradient, trained: Tree, gradient_state: Tree) -> Gradient:
+    """The sums with another microbatch, whose cotangents of `GradientState` may be `fm32`."""
+    return Gradient(
+        jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums.trained, trained),
+        jax.tree.map(jnp.maximum, sums.gradient_state, as_float(gradient_state)),
+    )
 
 
 def as_float(cotangents: Tree) -> Tree:

@@ -16,7 +16,8 @@ from axcore.parallel.axes import entry_of, group_of
 from axcore.parallel.pipeline import Table
 from axcore.train.step.accumulation import Counts, key_of
 from axcore.train.step.objective import Batch
-from axcore.train.step.pipeline.chunk import Call, Chunk, Gradient, Variables, as_float, changed, leaves_at, replaced
+from axcore.train.step.pipeline.chunk import Call, Chunk, Gradient, Variables, added, changed, leaves_at, replaced
+from axcore.train.step.pipeline.indexing import at, put
 from axcore.train.step.pipeline.parts import Hidden, Parts
 from axcore.train.step.subtrees import subtree, union
 
@@ -46,7 +47,8 @@ class Sums(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Values that wait for a task, in arrays with a leading axis over slots; see `Table`."""
+    """Values that wait for a task, in arrays [slot, ...]; `residuals` and `stash` are [slot, layer, ...]. See
+    `Table`."""
 
     x: PyTree
     g: PyTree
@@ -121,14 +123,14 @@ class Stage:
         return carry.layers, Sums(*(_broadcast(is_last, each) for each in rest)), _broadcast(self.number == 0, carry.gx)
 
     def _tick(self, carry: Carry, row: Task) -> tuple[Carry, None]:
-        task = Task(*_at(tuple(row), self.number))
+        task = Task(*at(tuple(row), self.number))
         tasks = (self._idle, self._forward, self._backward, self._weight)
         carry, y, g = jax.lax.switch(task.op, tasks, carry, task)
         ring = [(stage, (stage + 1) % self.stages) for stage in range(self.stages)]
         x = jax.lax.ppermute(y, "pipeline", ring)
         g = jax.lax.ppermute(g, "pipeline", [(to, stage) for stage, to in ring])
         buffers = carry.buffers
-        buffers = buffers._replace(x=_put(buffers.x, x, task.x_arrives), g=_put(buffers.g, g, task.g_arrives))
+        buffers = buffers._replace(x=put(buffers.x, x, task.x_arrives), g=put(buffers.g, g, task.g_arrives))
         return carry._replace(buffers=buffers), None
 
     def _idle(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
@@ -138,13 +140,14 @@ class Stage:
         buffers, layers = carry.buffers, carry.layers
         is_first = (self.number == 0) & (task.chunk == 0)
         x = jax.lax.cond(
-            is_first, lambda: _sharded(_at(self.inputs.x, task.microbatch)), lambda: _sharded(_at(buffers.x, task.x))
+            is_first, lambda: _sharded(at(self.inputs.x, task.microbatch)), lambda: _sharded(at(buffers.x, task.x))
         )
-        written = _at(layers.written, task.chunk)
-        y, residuals, (new, reports) = self.chunk.forward(self._variables(task, written), x, self._call(task))
+        y, new, residuals, reports = self.chunk.forward(
+            self.layers, x, self._call(task), at(layers.written, task.chunk), buffers.residuals
+        )
         buffers = buffers._replace(
-            residuals=_put(buffers.residuals, residuals, task.residuals),
-            g=_put(buffers.g, y, task.g),  # the loss reads the output of the last chunk; elsewhere the slot is unused
+            residuals=residuals,
+            g=put(buffers.g, y, task.g),  # the loss reads the output of the last chunk; elsewhere the slot is unused
         )
 
         def report(found: jax.Array, new: jax.Array) -> jax.Array:
@@ -152,7 +155,7 @@ class Stage:
             return jax.lax.dynamic_update_slice(found, new[None, :, None].astype(found.dtype), start)
 
         layers = layers._replace(
-            written=_put(layers.written, new, task.chunk), reports=jax.tree.map(report, layers.reports, reports)
+            written=put(layers.written, new, task.chunk), reports=jax.tree.map(report, layers.reports, reports)
         )
         return carry._replace(buffers=buffers, layers=layers), _sharded(y), self._zero_hidden()
 
@@ -161,20 +164,16 @@ class Stage:
         is_first = (self.number == 0) & (task.chunk == 0)
         is_last = (self.number == self.stages - 1) & (task.chunk == self.chunks - 1)
         rest, g = jax.lax.cond(
-            is_last, self._loss, lambda rest, g, _: (rest, _sharded(g)), rest, _at(buffers.g, task.g), task
+            is_last, self._loss, lambda rest, g, _: (rest, _sharded(g)), rest, at(buffers.g, task.g), task
         )
-        residuals = _at(buffers.residuals, task.residuals)
-        g, stash = self.chunk.backward(_at(self.layers, task.chunk), residuals, self._call(task), g)
-        buffers = buffers._replace(stash=_put(buffers.stash, stash, task.stash))
-
-        gx = jax.lax.cond(is_first, lambda gx: _put(gx, g, task.microbatch), lambda gx: gx, carry.gx)
+        g, stash = self.chunk.backward(self.layers, buffers.residuals, self._call(task), g, buffers.stash)
+        buffers = buffers._replace(stash=stash)
+        gx = jax.lax.cond(is_first, lambda gx: put(gx, g, task.microbatch), lambda gx: gx, carry.gx)
         return Carry(buffers, carry.layers, rest, gx), self._zero_hidden(), _sharded(g)
 
     def _weight(self, carry: Carry, task: Task) -> tuple[Carry, Hidden, Hidden]:
-        residuals, stash = _at(carry.buffers.residuals, task.residuals), _at(carry.buffers.stash, task.stash)
-        found = self.chunk.weights(_at(self.layers, task.chunk), residuals, self._call(task), stash)
-        sums = carry.layers.gradient
-        sums = _put(sums, added(_at(sums, task.chunk), *found), task.chunk)
+        residuals, stash = carry.buffers.residuals, carry.buffers.stash
+        sums = self.chunk.weights(self.layers, residuals, self._call(task), stash, carry.layers.gradient)
         return carry._replace(layers=carry.layers._replace(gradient=sums)), self._zero_hidden(), self._zero_hidden()
 
     def _loss(self, rest: Sums, y: Hidden, task: Task) -> tuple[Sums, Hidden]:
@@ -187,34 +186,25 @@ class Stage:
 
         value_of, pull, (written, reports) = jax.vjp(value, *self._differentiated(self.rest), y, has_aux=True)
         *found, g = pull(jnp.ones_like(value_of))
-        return Sums(added(rest.gradient, *found), written, _put(rest.reports, reports, task.microbatch)), _sharded(g)
+        return Sums(added(rest.gradient, *found), written, put(rest.reports, reports, task.microbatch)), _sharded(g)
 
     def _after(
         self, rest: Variables, written: list[jax.Array], y: Hidden, task: Task
     ) -> tuple[list[jax.Array], LossSum, Collections]:
         forward_state = replaced(rest.forward_state, self.written, written)
         params, state = union(rest.trained, rest.frozen), union(forward_state, rest.gradient_state)
-        loss, reports, new = self.parts.after(
-            params, state, _at(self.inputs.batch, task.microbatch), self._key(task), y
-        )
+        loss, reports, new = self.parts.after(params, state, at(self.inputs.batch, task.microbatch), self._key(task), y)
         marks = self.parts.stack.divided(self.parts.fn.gradient_state)[1]
         new = subtree(new, marks, lambda is_gradient_state: not is_gradient_state)
         self.written = changed(new, forward_state)
         return leaves_at(new, self.written), loss, reports
 
-    def _variables(self, task: Task, written: list[jax.Array]) -> Variables:
-        own = _at(self.layers, task.chunk)
-        return own._replace(forward_state=replaced(own.forward_state, self.chunk.written, written))
-
     def _call(self, task: Task) -> Call:
         first = (task.chunk * self.stages + self.number) * self.layers_per_chunk
         above = f"{self.parts.stack.path}.{self.parts.stack.place}.*."
-        counts = {
-            path: jax.lax.dynamic_slice_in_dim(count, first, self.layers_per_chunk)
-            for path, count in self.counts.others.items()
-            if path.startswith(above)
-        }
-        return Call(_at(self.inputs.args, task.microbatch), first, self._key(task), counts)
+        counts = {path: count for path, count in self.counts.others.items() if path.startswith(above)}
+        args = at(self.inputs.args, task.microbatch)
+        return Call(args, task.chunk, first, self._key(task), counts, task.residuals, task.stash)
 
     def _key(self, task: Task) -> PRNGKeyArray:
         return key_of(self.key, task.microbatch)
@@ -227,28 +217,27 @@ class Stage:
 
     def _start(self) -> Carry:
         zero = Task(*(jnp.int32(0),) * len(Task._fields))
-        self.x = jax.eval_shape(lambda: _at(self.inputs.x, 0))
-        first, call = _at(self.layers, 0), self._call(zero)
-        self.chunk = Chunk(self.parts, first, self.x, call)
-        _, residuals, (_, reports) = jax.eval_shape(lambda x: self.chunk.forward(first, x, call), self.x)
-        stash = jax.eval_shape(
-            lambda residuals, g: self.chunk.backward(first, residuals, call, g)[1], residuals, self.x
-        )
+        self.x = jax.eval_shape(lambda: at(self.inputs.x, 0))
+        self.chunk = Chunk(self.parts, self.layers, self.x, self._call(zero))
         shapes = jax.eval_shape(lambda y: self._after(self.rest, [], y, zero)[1:], self.x)
-        sizes = {"x": self.x, "g": self.x, "residuals": residuals, "stash": stash}
-        buffers = {name: _zeros(like, getattr(self.table, f"num_{name}") + 1) for name, like in sizes.items()}
-        buffers |= {name: _sharded(buffers[name], None) for name in ("x", "g")}
+        table = self.table
+        buffers = Buffers(
+            x=_sharded(_zeros(self.x, table.num_x + 1), None),
+            g=_sharded(_zeros(self.x, table.num_g + 1), None),
+            residuals=_zeros(self.chunk.residuals, table.num_residuals + 1, self.layers_per_chunk),
+            stash=_zeros(self.chunk.stash, table.num_stash + 1, self.layers_per_chunk),
+        )
         microbatches = jax.tree.leaves(self.inputs.batch)[0].shape[0]
 
         def of_layers(report: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.zeros((self.chunks, self.layers_per_chunk, microbatches, *report.shape[1:]), report.dtype)
+            return jnp.zeros((self.chunks, self.layers_per_chunk, microbatches, *report.shape), report.dtype)
 
         return Carry(
-            Buffers(**buffers),
+            buffers,
             Sums(
                 self._no_gradient(self.likes[0], self.layers, (self.chunks, self.layers_per_chunk)),
                 leaves_at(self.layers.forward_state, self.chunk.written),
-                jax.tree.map(of_layers, reports),
+                jax.tree.map(of_layers, self.chunk.reports),
             ),
             Sums(
                 self._no_gradient(self.likes[1], self.rest, ()),
@@ -274,25 +263,6 @@ class Stage:
 
         lowest = jax.tree.map(lambda own: jnp.full(own.shape, -jnp.inf, jnp.float32), variables.gradient_state)
         return Gradient(jax.tree.map(zeros, likes, variables.trained), lowest)
-
-
-def added(sums: Gradient, trained: Tree, gradient_state: Tree) -> Gradient:
-    """The sums with another microbatch, whose cotangents of `GradientState` may be `fm32`."""
-    return Gradient(
-        jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums.trained, trained),
-        jax.tree.map(jnp.maximum, sums.gradient_state, as_float(gradient_state)),
-    )
-
-
-def _at[T](trees: T, index: Int[Array, ""] | int) -> T:
-    """The entry of each array at this index of its first axis."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), trees)
-
-
-def _put[T](trees: T, values: T, index: Int[Array, ""]) -> T:
-    return jax.tree.map(
-        lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), index, 0), trees, values
-    )
 
 
 def _zeros(like: PyTree, *leading: int) -> PyTree:

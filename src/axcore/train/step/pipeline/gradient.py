@@ -12,8 +12,8 @@ from jaxtyping import PRNGKeyArray, PyTree
 from axcore.module import Collections, Tree, overwrite_with_gradient, to_fm32
 from axcore.train.step.accumulation import Counts, ObjectiveGradient, Result, key_of
 from axcore.train.step.objective import Batch
-from axcore.train.step.pipeline.chunk import Gradient, Variables, replaced
-from axcore.train.step.pipeline.engine import Inputs, Stage, Sums, added
+from axcore.train.step.pipeline.chunk import Gradient, Variables, added, replaced
+from axcore.train.step.pipeline.engine import Inputs, Stage, Sums
 from axcore.train.step.pipeline.moves import to_layers, to_stages
 from axcore.train.step.pipeline.parts import Hidden, Parts
 from axcore.train.step.pipeline.stack import PipelinedStack

@@ -25,12 +25,14 @@ class PipelinedStack:
         place: path of the layers' arrays, relative to the stack.
         count: number of layers.
         remat: the remat policy of a layer.
+        unroll: number of layers in one step of a loop.
     """
 
     path: str
     place: str
     count: int
     remat: Remat | None
+    unroll: int
 
     @property
     def names(self) -> Names:
@@ -93,7 +95,7 @@ def _stacks(model: Config) -> Iterator[PipelinedStack]:
             found.append(path)
             remat: Remat | None = getattr(node, "remat", None)
             remat = None if remat is None else remat.for_layer(places[0].config)
-            yield PipelinedStack(path, places[0].path, len(places), remat)
+            yield PipelinedStack(path, places[0].path, len(places), remat, getattr(node, "unroll", 1))
 
 
 def _below(path: str, above: str) -> bool:
