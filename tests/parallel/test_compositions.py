@@ -23,23 +23,19 @@ def comparisons(compositions):
 
 
 @pytest.mark.parametrize(
-    ("composition", "group"),
+    ("composition", "together"),
     [
-        *(pytest.param(COMPOSITIONS[i], "ci", id=name(COMPOSITIONS[i]), marks=pytest.mark.long) for i in CI),
+        *(pytest.param(COMPOSITIONS[i], CI, id=name(COMPOSITIONS[i]), marks=pytest.mark.long) for i in CI),
         *(
-            pytest.param(composition, "all", id=name(composition), marks=pytest.mark.slow)
+            pytest.param(composition, (i,), id=name(composition), marks=pytest.mark.slow)
             for i, composition in enumerate(COMPOSITIONS)
             if i not in CI
         ),
     ],
 )
-def test_step_equals_one_device(composition, group):
-    compositions = (
-        tuple(COMPOSITIONS[i] for i in CI)
-        if group == "ci"
-        else tuple(composition for i, composition in enumerate(COMPOSITIONS) if i not in CI)
-    )
-    found = comparisons(compositions)[name(composition)]
+def test_step_equals_one_device(composition, together):
+    """`together` are the indices of the compositions that one process computes."""
+    found = comparisons(tuple(COMPOSITIONS[i] for i in together))[name(composition)]
     for metric, (several, one) in found.metrics.items():
         np.testing.assert_allclose(several, one, rtol=TOLERANCE, err_msg=metric)
     for kind, errors in (("gradient", found.gradients), ("update", found.updates)):
