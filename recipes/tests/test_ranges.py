@@ -110,3 +110,15 @@ def test_case_a_number_out_of_range_is_refused_with_its_path(path, value, messag
     with pytest.raises(ConfigError) as error:
         ax.override(ax.recipe("quickstart"), [f"{path}={value}"])
     assert str(error.value).startswith(f"{path} {message}")
+
+
+@pytest.mark.parametrize("value", ["2", "1", "-0.1", "nan"])
+def test_case_b1_of_a_run_with_adamw_is_refused_with_its_path(value):
+    import axcore as ax
+
+    cfg = ax.pipe(ax.recipe("quickstart"), ax.use("adamw"))
+    assert ax.override(cfg, ["learner.optimizer.b1=0.5"]).learner.optimizer.b1 == 0.5
+    with pytest.raises(
+        ConfigError, match=r"^learner\.optimizer\.b1 must be (finite and )?at least 0 and below 1, not "
+    ):
+        ax.override(cfg, [f"learner.optimizer.b1={value}"])

@@ -119,6 +119,11 @@ def test_case_dtype_is_applied_and_checked(axcore, trained):
         (["RUN", "--cache", "contigous"], "no installed plugin offers the kv cache 'contigous'. Did you mean"),
         (["RUN", "--cache", "contiguous:max_len=x"], "option 'max_len' of contiguous"),
         (["RUN", "--cache", "contiguous:size=8"], "ContiguousCache has no field 'size'"),
+        (
+            ["RUN", "--cache", "contiguous:value_dim=3"],
+            "attention.cache: value_dim=3 is set on axcore.nn.kv.",
+        ),
+        (["RUN", "--cache", "contiguous:max_len=9"], "max_len=9 is set on axcore.nn.kv.contiguous.ContiguousCache"),
         (["RUN", "--tokens", "0"], "--tokens must be from 1 to 2**31 - 1, not 0"),
         (["RUN", "--tokens", "1000000000000"], "--tokens must be from 1 to 2**31 - 1"),
         (["RUN", "--seed", "-1"], "--seed must be from 0"),

@@ -122,3 +122,21 @@ def test_a_padded_vocabulary_can_be_sharded():
     assert spread(cfg)["embedding"]["weight"].shard_shape((32, 16)) == (8, 8)
     with pytest.raises(ax.ConfigError, match=r"embedding\.weight: its dimension 'vocab' of size 30 is not divisible"):
         spread(cfg.set(pad_vocab_to=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_fused", [False, True], ids=["separate", "fused"])
+def test_case_one_kv_head_on_two_tensor_devices_agrees_with_one(is_fused):
+    """With the standard rules, heads are divided between the devices of `tensor`, and the only kv head is not."""
+    attention = Attention.Config(num_heads=4, num_kv_heads=1, projection=BIASED)
+    if is_fused:
+        attention = attention.set(query=None, key=None, value=None, qkv=BIASED)
+    layer = TransformerLayer.Config(attention=attention, ffn=FFN)
+    cfg = CausalLM.Config(vocab_size=32, dim=16, decoder=Repeat.Config(num_layers=2, layers=layer))
+    one, many = steps(cfg, batch(), [Mesh(shape={"data": 1}), Mesh(shape={"data": 2, "fsdp": 2, "tensor": 2})])
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-5)
+    for path, update in one["updates"].items():
+        assert np.abs(update).max() > 1e-7, path
+        atol = 1e-6 + 1e-4 * np.abs(update).max()
+        np.testing.assert_allclose(many["updates"][path], update, rtol=0, atol=atol, err_msg=path)
+    assert "decoder.layers.attention.projection.weight" in many["sharded"]

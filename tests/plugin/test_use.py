@@ -4,7 +4,7 @@ import pytest
 
 import axcore as ax
 from axcore.config import Config, ConfigError
-from axcore.plugin import PluginError, active, recipe, registry, use
+from axcore.plugin import PluginError, active, contributors, recipe, registry, use
 
 CODE = """
 import axcore as ax
@@ -193,3 +193,12 @@ def test_active_lists_the_plugins_of_nodes_with_versions(code):
     foreign = type("Foreign", (Config,), {"__module__": f"{module}.layers", "__annotations__": {}})
     assert active(Holder(below=(Node(),))) == {}
     assert active(Holder(below=(Node(), foreign()))) == {"code": "ax-code 0.1"}
+
+
+def test_contributors_include_the_plugins_whose_features_only_set_fields(code):
+    class Holder(Config):
+        below: tuple[Config, ...] = ()
+
+    edited = Holder(below=(use("grow", by=2)(Node()),))
+    assert active(edited) == {} and contributors(edited) == {"code": "ax-code 0.1"}
+    assert contributors(Holder(below=(Node(),))) == {}

@@ -175,6 +175,7 @@ def test_resuming_with_fewer_steps_trains_none_and_says_so(train, copied):
         done.code == 0
         and f"steps=5 is fewer than the {STEPS} steps already done, so there is nothing to train" in done.err
     )
+    assert "None" not in done.out and f"steps                    {STEPS}\n" in done.out
 
 
 def test_metrics_after_the_checkpoint_are_rewritten(train, whole, copied, tiny):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
+from axcore.train import FromRun
 from axcore.train.run import agreement
 
 from ..conftest import TINY_PLUGIN
@@ -85,6 +86,16 @@ def test_two_processes_resume_to_the_same_losses(agreeing, folder):
         assert each["resumed"] == each["straight"]
     assert agreeing[0]["summary"]["validation/bits_per_byte"] == agreeing[1]["summary"]["validation/bits_per_byte"]
     assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == ["3", "6"]
+
+
+@pytest.mark.slow
+def test_case_two_processes_start_from_weights_like_one(agreeing, corpus, tiny_on_path, folder, tmp_path):
+    begun = config(corpus).set(initial=FromRun.Config(folder=str(folder / "run"), step=3), steps=2)
+    ax.fit(begun, tmp_path / "one")
+    expected = losses(tmp_path / "one")
+    assert expected[0] < agreeing[0]["straight"][0]
+    for each in agreeing:
+        np.testing.assert_allclose(each["begun"], expected, rtol=1e-5)
 
 
 @pytest.mark.slow

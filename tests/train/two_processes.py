@@ -11,7 +11,7 @@ import sys
 import jax
 
 import axcore as ax
-from axcore.train import Checkpointer, Saving
+from axcore.train import Checkpointer, FromRun, Saving
 from axcore.train.callbacks.writers import read_jsonl
 
 STEPS = 6
@@ -59,6 +59,10 @@ def main(process, port, corpus, folder):
     straight = losses(folder / "run")
     summary = ax.fit(cfg, folder / "run", resume=True)
     resumed = losses(folder / "run")
+    # Orbax reads the weights on both processes, which wait for each other.
+    begun = cfg.set(initial=FromRun.Config(folder=str(folder / "run"), step=3), steps=2)
+    ax.fit(begun, folder / "begun")
+    found["begun"] = losses(folder / "begun")
     return found | {"summary": summary, "straight": straight, "resumed": resumed, "devices": jax.device_count()}
 
 

@@ -142,6 +142,12 @@ def test_unsupported_config_fields_are_rejected_by_name(checkpoint, tmp_path):
         convert([f"hf:{checkpoint}", str(tmp_path / "out")])
 
 
+def test_case_more_layers_than_tensors_are_refused_before_they_are_made(checkpoint):
+    change_config(checkpoint, num_hidden_layers=10**12)  # a list of them does not fit in memory
+    with pytest.raises(AxcoreError, match=r"num_hidden_layers=1000000000000, but the checkpoint has only \d+ tensors"):
+        Checkpoint.open(f"hf:{checkpoint}")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

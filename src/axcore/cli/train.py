@@ -55,6 +55,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if runtime.index() != 0:
         return 0
     for name, value in summary.items():
+        if value is None:  # not measured, such as the speed of a resumed run that has no steps left
+            continue
         print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
     print(f"{'folder':24} {folder}")
     return 0

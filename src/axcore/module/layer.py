@@ -133,9 +133,12 @@ class Layer(nnx.Module, Configurable):
         dtypes: The dtypes of this layer.
         activation_axes: Logical axes of activations that are neither in `axcore.parallel.LOGICAL_AXES` nor an axis of
             a parameter. Mesh rules may map the axes declared here.
+        uses_dtypes: Whether the layer or its children compute anything in `dtypes`. If False, a config that sets them
+            is refused.
     """
 
     activation_axes: ClassVar[tuple[str, ...]] = ()
+    uses_dtypes: ClassVar[bool] = True
 
     class Config(BaseConfig):
         """The fields that every layer has."""
@@ -195,6 +198,11 @@ class Layer(nnx.Module, Configurable):
         try:
             cfg = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)})
             if isinstance(cfg, Layer.Config):
+                if cfg.dtypes is not None and cfg.target is not None and not cfg.target.uses_dtypes:
+                    raise ConfigError(
+                        f"dtypes={cfg.dtypes!r} has no effect on {cfg.target.__name__}, whose dtypes follow from its "
+                        f"inputs or its own arguments. Remove it"
+                    )
                 cfg = cfg._with({"dtypes": (cfg.dtypes or DTypes()).over(self.dtypes)})
             return cfg.build(rngs=rngs.fresh())
         except BuildError:

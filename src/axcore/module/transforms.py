@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree, Shaped
 
+from axcore.config import ConfigError
 from axcore.module.collections import Collections
 from axcore.module.context import ContextError, current, inside, locate
 from axcore.module.pure import check_no_tracers
@@ -73,6 +74,7 @@ def scan(
     graphdef, params, held, state = _split(layers)
     again, written, rewritten = caller.repeated(names), list[bool](), list[bool]()
     outside = dict(caller.shared)
+    forms: list[PyTree] = []
 
     def body(carries: PyTree, xs: PyTree) -> tuple[PyTree, tuple[PyTree, Collections | None]]:
         carry, held, earlier = carries
@@ -81,7 +83,9 @@ def scan(
         layer: Any = nnx.merge(graphdef, params, held, state)  # Any: a module that can be called
         with inside(caller, layer, (*names, index), again) as frame:
             frame.shared = ChainMap({}, outside | {name: earlier[name] for name in earlier if name in outside})
+            forms[:] = [jax.tree.map(_form, carry)]
             carry = layer(carry, *args)
+            forms.append(jax.tree.map(_form, carry))
         if (shared := frame.shared.maps[0]).keys() != earlier.keys():
             raise _SharesError(shared)
         check_no_tracers(layer)
@@ -103,7 +107,14 @@ def scan(
         except _SharesError as error:
             (carry, held, shared), (state, collections) = run(error.before_first(outside))
     except (TypeError, ValueError) as error:
-        error.add_note(f"in the scan over {count} layers of {caller.below('.'.join(names))}")
+        where = caller.below(".".join(names))
+        if len(forms) == 2 and forms[0] != forms[1]:
+            given, found = (jax.tree.map(lambda form: f"{form.dtype}{list(form.shape)}", each) for each in forms)
+            raise ConfigError(
+                f"{where}: each layer of a stack must return the shape and dtype of its input, which is {given}, not "
+                f"{found}. If the dtypes differ, set equal dtypes.compute above the stack and in it"
+            ) from error
+        error.add_note(f"in the scan over {count} layers of {where}")
         raise
     if any(written):  # otherwise an enclosing transform would mistake the update for a write
         nnx.update(layers, state)

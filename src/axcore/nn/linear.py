@@ -43,7 +43,7 @@ class Linear(Weighted):
         if cfg.use_bias:
             self.bias = self.param("bias", (cfg.output_dim,), cfg.bias_init, rngs, axes=axes[1:])
         widths = {"input_dim": cfg.input_dim, "output_dim": cfg.output_dim, "axes": axes}
-        self.adapter = self.child("adapter", cfg.adapter, rngs, **widths)
+        self.adapter = self.child("adapter", cfg.adapter, rngs, **widths, groups=None)
 
     def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape output_dim"]:
         """The result, in the output dtype."""

@@ -183,6 +183,12 @@ class Stock(Layer):
             if self.module is not REQUIRED and self.arguments is not REQUIRED:
                 object.__setattr__(self, "arguments", checked(self.module, self.arguments))
                 checked(self.module, dict.fromkeys(self.widths))
+                missing = _needed(self.module).keys() - {"rngs", *self.arguments, *self.widths}
+                if missing:
+                    raise ConfigError(
+                        f"{label(self.module)} requires {', '.join(sorted(missing))}. Add it to the arguments, or to "
+                        f"the widths that the parent passes"
+                    )
                 if given := [name for name in self.arguments if name in ("rngs", *self.widths)]:
                     raise ConfigError(
                         f"{label(self.module)}: the parent sets {', '.join(given)}; remove it from the arguments"
@@ -192,6 +198,7 @@ class Stock(Layer):
                     raise ConfigError(f"{width!r} is not a width that a parent passes.{did_you_mean(width, WIDTHS)}")
 
     config: Config
+    uses_dtypes = False  # the arguments set the dtypes of the module
 
     def __init__(self, cfg: Config, *, rngs: Rngs):
         where = rngs.path or "the root"

@@ -23,7 +23,7 @@ from axcore.plugin.offers import (
     SourceOffer,
 )
 from axcore.plugin.recipes import recipe
-from axcore.plugin.registry import Registry, active, registry, resolve, supplier
+from axcore.plugin.registry import Registry, active, contributors, registry, resolve, supplier
 from axcore.plugin.states import Plugin, PluginError, State, Unavailable
 from axcore.plugin.targets import mesh_rule, mesh_rules, recipe_of, target
 
@@ -53,6 +53,7 @@ __all__ = [
     "Unavailable",
     "active",
     "attributed",
+    "contributors",
     "hookimpl",
     "mesh_rule",
     "mesh_rules",

@@ -231,6 +231,18 @@ def described_supplier(node: Config) -> str:
     return f" ({plugin})" if (plugin := supplier(node)) else ""
 
 
+def contributors(cfg: Config) -> dict[str, str]:
+    """The plugins that supplied or edited a node of the tree: id -> `distribution version`. Includes plugins whose
+    feature or mesh rule only set fields, as far as the history of the config reaches; the core is omitted."""
+    actors = {event.actor for _, node in walk(cfg) for event in node.history()}
+    edited = {
+        id: str(plugin)
+        for id, plugin in registry().plugins.items()
+        if id != CORE and any(f" of {plugin}(" in actor for actor in actors)
+    }
+    return dict(sorted((active(cfg) | edited).items()))
+
+
 def active(cfg: Config) -> dict[str, str]:
     """The plugins that supplied a node of the tree: id -> `distribution version`."""
     plugins = {plugin.id: str(plugin) for _, node in walk(cfg) if (plugin := supplier(node))}

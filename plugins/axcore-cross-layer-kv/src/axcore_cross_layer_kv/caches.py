@@ -64,6 +64,7 @@ class BorrowKV(KVCache):
         """The name under which the keys and values are shared."""
 
     config: Config
+    uses_dtypes = False
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
         """See `KVCache`.

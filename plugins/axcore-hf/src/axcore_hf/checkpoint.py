@@ -73,10 +73,11 @@ def _of_folder(folder: pathlib.Path) -> Checkpoint:
     part = language_part(fields)
     fields = part or fields
     family = family_of(fields)
+    source: Source = Safetensors(folder)
+    _check_depth(fields, source)
     model = family.read_config(fields)
     files = read_files(folder)
     tokenizer = checked(folder / FILE, model, fields.raw, files.get(GENERATION)) if FILE in files else None
-    source: Source = Safetensors(folder)
     left_out: tuple[str, ...] = ()
     if part is not None:
         source = LanguagePart(source)
@@ -84,6 +85,21 @@ def _of_folder(folder: pathlib.Path) -> Checkpoint:
     if not any(name.startswith(family.prefix) for name in source.shapes):
         family = family.without_prefix()
     return Checkpoint(family, model, fields.raw, source, files, tokenizer, left_out)
+
+
+def _check_depth(fields: Fields, source: Source) -> None:
+    """Checks that there are at least as many tensors as layers, before a config is made of each layer.
+
+    Raises:
+        AxcoreError: there are fewer.
+    """
+    for name in ("num_hidden_layers", "n_layer"):
+        count = fields.raw.get(name)
+        if is_whole(count, 1) and count > len(source.shapes):
+            raise AxcoreError(
+                f"{fields.where}: {name}={count}, but the checkpoint has only {len(source.shapes)} tensors. Correct "
+                f"the number, or download the checkpoint again"
+            )
 
 
 def checked(
@@ -134,6 +150,7 @@ def _of_gguf(file: pathlib.Path) -> Checkpoint:
     source = Gguf(file)
     raw = gguf_file.config_of(source)
     fields = Fields(raw, f"{file} (metadata)")
+    _check_depth(fields, source)
     family = dataclasses.replace(family_of(fields), rules=gguf_file.rules, ignored=())
     files = gguf_file.tokenizer_files(source)
     ends = (raw["eos_token_id"],) if raw.get("eos_token_id") is not None else ()

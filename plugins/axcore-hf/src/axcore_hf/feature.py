@@ -37,6 +37,13 @@ class PublishedTokenizer(HFTokenizer):
         source: str = ax.REQUIRED
         """The checkpoint, as in `FromHF`."""
 
+        def __post_init__(self) -> None:
+            if self.file != FILE:
+                raise ax.ConfigError(
+                    f"file={self.file!r} has no effect, since the tokenizer is that of the checkpoint {self.source!r}. "
+                    f"To read a file, use HFTokenizer"
+                )
+
         def inside(self, folder: pathlib.Path) -> PublishedTokenizer.Config:
             return self
 

@@ -24,6 +24,7 @@ class Alibi(ax.Layer):
         dtype). Neighbouring keys of a long row then share a bias."""
 
     config: Config
+    uses_dtypes = False
 
     def __call__(self, query: TokenInfo, key: TokenInfo) -> jax.Array:
         """float32 [batch or 1, head, query, key]. Distances are differences of positions.

@@ -35,6 +35,7 @@ class Rotary(ax.Layer):
         (Qwen3-VL, arXiv 2511.21631)."""
 
     config: Config
+    uses_dtypes = False
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         del rngs  # no parameters

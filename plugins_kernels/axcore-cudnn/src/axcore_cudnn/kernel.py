@@ -49,6 +49,7 @@ class CudnnKernel(AttentionKernel):
 
     takes = frozenset({"sinks", "lse"})
     tags_heads = True
+    uses_dtypes = False
 
     config: Config
 

@@ -75,7 +75,8 @@ class Attention(BaseAttention):
         )
         self.make_slots(rngs, num_kv_heads=num_kv_heads, head_dim=self.head_dim)
         widths = {"input_dim": cfg.input_dim, "num_heads": cfg.num_heads, "num_kv_heads": num_kv_heads}
-        self.cache = self.child("cache", sized(cfg.cache), rngs, **widths, head_dim=self.head_dim)
+        widths |= {"head_dim": self.head_dim, "value_dim": self.head_dim}
+        self.cache = self.child("cache", sized(cfg.cache), rngs, **widths)
 
     def __call__(self, x: Hidden, tokens: TokenInfo) -> Hidden:
         """Computes attention and the output projection."""

@@ -8,7 +8,7 @@ import operator
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from axcore.config import Config, PositiveInt
+from axcore.config import Config, ConfigError, PositiveInt
 from axcore.nn.tokens import TokenInfo
 
 Allowed = Bool[Array, "#batch #query #key"]
@@ -65,6 +65,9 @@ class And(Mask):
 
     masks: tuple[Mask, ...]
 
+    def __post_init__(self) -> None:
+        _check_not_empty(self)
+
     def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return functools.reduce(operator.and_, (mask.allowed(query, key) for mask in self.masks))
 
@@ -77,6 +80,9 @@ class Or(Mask):
 
     masks: tuple[Mask, ...]
 
+    def __post_init__(self) -> None:
+        _check_not_empty(self)
+
     def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
         return functools.reduce(operator.or_, (mask.allowed(query, key) for mask in self.masks))
 
@@ -88,6 +94,11 @@ def visible(mask: Mask, query: TokenInfo, key: TokenInfo) -> Allowed:
     """True for the valid keys that the mask allows."""
     allowed = mask.allowed(query, key)
     return allowed if key.valid is None else allowed & key.valid[:, None, :]
+
+
+def _check_not_empty(mask: And | Or) -> None:
+    if mask.masks == ():
+        raise ConfigError(f"{type(mask).__name__}.masks must contain at least one mask. Use Full() to see every key")
 
 
 def _members(mask: Mask, kind: type[And] | type[Or]) -> tuple[Mask, ...]:

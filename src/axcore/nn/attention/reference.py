@@ -32,6 +32,7 @@ class ReferenceKernel(AttentionKernel):
     takes = frozenset(OPTIONS)
     views = (KVView,)
     local = False
+    uses_dtypes = False
 
     config: Config
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from axcore.config import REQUIRED, Config, ConfigError
+from axcore.config import REQUIRED, Config, ConfigError, has_field
 from axcore.config.tree import REMOVED, transform
 from axcore.module import ContextError, Layer
 from axcore.nn.attention.inputs import AttentionInputs, Heads
@@ -20,8 +20,8 @@ class KVCache(Layer):
     """
 
     class Config(Layer.Config):
-        """The config of a cache. Attention passes `input_dim`, `num_heads`, `num_kv_heads` and `head_dim` to it if it
-        declares these fields."""
+        """The config of a cache. Attention passes `input_dim`, `num_heads`, `num_kv_heads`, `head_dim` and `value_dim`
+        to it if it declares these fields."""
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs | Heads:
         """Stores the keys and values of this call, and returns a view of all stored keys and values.
@@ -118,7 +118,12 @@ def for_decoding[C: Config](cfg: C, *, batch_size: int, max_len: int, cache: KVC
         batch_size: number of rows of each cache.
         max_len: largest number of tokens in a row.
         cache: fills every empty cache slot.
+
+    Raises:
+        ConfigError: `cache` sets another `batch_size` or `max_len`.
     """
+    sizes = {"batch_size": batch_size, "max_len": max_len}
+    cache = cache.fill(**{name: size for name, size in sizes.items() if has_field(cache, name)})
     if hasattr(cache, "for_decoding"):
         cache = cache.for_decoding(batch_size, max_len, cache)
 

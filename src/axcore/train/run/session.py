@@ -22,7 +22,7 @@ import axcore
 from axcore import runtime
 from axcore.config import AxcoreError
 from axcore.module import Tree
-from axcore.plugin import active
+from axcore.plugin import contributors
 from axcore.runtime import signals
 from axcore.train.callbacks.base import FinishedRun, Request, RunInfo, StepInfo
 from axcore.train.callbacks.group import Callbacks
@@ -63,7 +63,7 @@ class Session:
         self.cfg, self.folder = cfg, folder
         self.program, self.callbacks, self.input = prepared.program, prepared.callbacks, prepared.input
         self.first = first
-        self.plugins = active(cfg)
+        self.plugins = contributors(cfg)
         self.batches = self.input.train_batches()
         self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
         self.is_first = jax.process_index() == 0
