@@ -13,7 +13,6 @@ from axcore.config import Config
 from axcore.infer import Decoder, Step
 from axcore.module import functional
 from axcore.nn import (
-    AcrossHeads,
     And,
     Attention,
     Causal,
@@ -23,6 +22,7 @@ from axcore.nn import (
     ContiguousCache,
     Embedding,
     FeedForward,
+    FullWidthNorm,
     GroupedLinear,
     LatentAttention,
     LayerNorm,
@@ -31,7 +31,7 @@ from axcore.nn import (
     Normal,
     Or,
     ParallelLayer,
-    PerHead,
+    PerHeadNorm,
     PostNormLayer,
     ReferenceKernel,
     Repeat,
@@ -234,7 +234,7 @@ def blocks():
     yield Host(ffn(input_dim=DIM, gating=ClampedSwiGLU()), plain)
     for norm in (RMSNorm, LayerNorm, Scale):
         yield Host(norm.Config(input_dim=DIM, axes=("embed",)), plain)
-    for norm in (AcrossHeads, PerHead):
+    for norm in (FullWidthNorm, PerHeadNorm):
         yield Host(norm.Config(num_heads=2, head_dim=DIM), traced(wide))
     yield Host(GatedRMSNorm.Config(input_dim=DIM, groups=2), traced(x, x))
     widths = dict(zip("abcde", WIDTHS, strict=True))

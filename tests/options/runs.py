@@ -50,7 +50,7 @@ from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.feature import PublishedTokenizer
 from axcore_hf.initial import FromHF
 from axcore_hf.tokenizer import HFTokenizer
-from axcore_moe.starvation import StarvationWarning
+from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.upcycling import Upcycled
 from axcore_recipes.corpus import StandardLibrary
 from axcore_recipes.text_reports import CompressionReport, LossPlot, SampleReport
@@ -199,7 +199,7 @@ def callbacks(folder, patch):
             found.append(group.start(RunInfo(of_run, out, data, program, step=0, total_steps=4, resumed=False)))
             for step, loss in enumerate((1.0, 0.9, 0.8, 0.95), 1):
                 found.append(group.due(step))
-                found.append(group.step(StepInfo(step, {"loss": loss, "ffn.starved": 1.0}, total_steps=4)))
+                found.append(group.step(StepInfo(step, {"loss": loss, "ffn.dead_experts": 1.0}, total_steps=4)))
                 found.append(group.evaluation(step, {"validation/loss": loss}))
                 found.append(tree(out))
             found.append(group.end(FinishedRun(of_run, out, None, data, {})))
@@ -221,7 +221,7 @@ def callbacks(folder, patch):
         Progress.Config(),
         SampleReport.Config(),
         Saving.Config(every_steps=3, every_minutes=1.0),
-        StarvationWarning.Config(),
+        DeadExpertWarning.Config(),
         TensorBoardWriter.Config(),
     ):
         yield Host(cfg, events)
