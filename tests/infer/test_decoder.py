@@ -9,7 +9,7 @@ from flax import nnx
 import axcore as ax
 from axcore.infer import Decoder, Step
 from axcore.module import abstract
-from axcore.nn import Attention, ContiguousCache, KVCache, Linear, without_caches
+from axcore.nn import Attention, ContiguousCache, KVCache, Linear, for_decoding, without_caches
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import by_path
 
@@ -35,6 +35,13 @@ def test_existing_caches_are_resized_for_the_decoder(tiny_decoder):
     plain, _, empty = tiny_decoder
     step = Step(IDS, START)
     np.testing.assert_array_equal(decoder(params, state, step)[0], plain(params, empty, step)[0])
+
+
+@pytest.mark.parametrize("size", ["batch_size", "max_len"])
+def test_case_a_given_cache_of_another_size_is_refused(size):
+    cache = ContiguousCache.Config(**{size: 3})
+    with pytest.raises(ax.ConfigError, match=rf"{size}=3 is set on .*ContiguousCache, but its parent passes {size}="):
+        for_decoding(tiny_model(), batch_size=2, max_len=8, cache=cache)
 
 
 @pytest.mark.parametrize(

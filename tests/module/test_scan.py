@@ -169,6 +169,19 @@ def test_a_failing_scan_names_the_stack(cfg):
     assert "decoder.layers" in "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
 
 
+class Narrowing(Plain):
+    def __call__(self, x):
+        return x.astype(jnp.bfloat16)
+
+
+def test_case_a_layer_that_returns_another_dtype_is_refused_with_both():
+    cfg = Stacked.Config(layer=Narrowing.Config(width=WIDTH))
+    model = Parent.Config(children=(("decoder", cfg),)).build(rngs=ax.Rngs(0))
+    wanted = r"decoder\.layers: each layer of a stack must .* which is float32\[.*\], not bfloat16\[.*set equal dtypes"
+    with pytest.raises(ax.ConfigError, match=wanted):
+        invoke(model, "decoder", X)
+
+
 def test_keeping_a_traced_value_inside_a_scan_raises():
     class Keeps(ax.Layer):
         def __call__(self, x):

@@ -111,3 +111,9 @@ def test_token_info_counts_rows_from_zero_and_keeps_packed_positions():
     packed = TokenInfo.of(ids, positions, positions)
     np.testing.assert_array_equal(packed.index, [[0, 1, 2]])
     assert packed.positions is positions
+
+
+@pytest.mark.parametrize("kind", [And, Or])
+def test_case_a_combination_of_no_masks_is_refused(kind):
+    with pytest.raises(AxcoreError, match=rf"{kind.__name__}\.masks must contain at least one mask\. Use Full\(\)"):
+        kind(masks=())

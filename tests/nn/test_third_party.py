@@ -328,3 +328,19 @@ def test_an_axcore_layer_supports_nnx_split_and_merge():
 
 def test_reports_of_a_stock_layer_have_its_path():
     assert isinstance(ax.stock(nnx.Linear, widths=WIDTHS), Stock.Config)
+
+
+def test_case_a_required_argument_that_nobody_gives_is_named():
+    norm = ax.stock(nnx.LayerNorm, widths={"num_features": "input_dim"})
+    with pytest.raises(
+        ConfigError, match=r"LayerNorm requires num_features\. Add it to the arguments, or to the widths"
+    ):
+        norm.set(widths={})
+
+
+def test_case_dtypes_of_a_stock_module_are_refused_since_its_arguments_set_them():
+    norm = ax.stock(nnx.LayerNorm, widths={"num_features": "input_dim"}).set(dtypes=ax.DTypes(param="bfloat16"))
+    layer = TransformerLayer.Config(input_dim=8, ffn_norm=norm, ffn=FeedForward.Config(hidden_dim=8))
+    layer = ax.select(layer, "attention").set(num_heads=2)
+    with pytest.raises(BuildError, match=r"^ffn_norm: dtypes=DTypes\(param=.*\) has no effect on Stock"):
+        abstract(layer)

@@ -7,10 +7,8 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
-from jax.typing import DTypeLike
 
 import axcore as ax
 from axcore.config import AxcoreError, Config, ConfigError, walk
@@ -45,27 +43,39 @@ def everything(path, axes):
     return True
 
 
+def nothing(path, axes):
+    """Selects no parameter."""
+    return False
+
+
 VALUES: dict[str, tuple[object, ...]] = {
     "axes": (("kv_seq",), ("kv_seq", None), ("kv_seq", None, None)),
+    **{f"axcore.module.layer.DTypes.{name}": ("float16",) for name in ("param", "compute", "accumulate", "output")},
     "axcore.nn.causal_lm.CausalLM.pad_vocab_to": (5,),
     "axcore.nn.feed_forward.FeedForward.activation": (jax.nn.gelu,),
     "axcore.nn.third_party.Call.function": (optax.scale_by_belief,),
     "axcore.nn.third_party.Stock.module": (nnx.RMSNorm,),
     "axcore.parallel.mesh.Mesh.dcn": ({"data": 3},),
+    "axcore.parallel.mesh.Mesh.shape": ({}, {"data": -1}, {"data": 2, "fsdp": -1}),
     "axcore.train.run.trainer.Trainer.callbacks": ({"metrics": JsonlWriter.Config()},),
     "axcore.train.run.trainer.Trainer.compiler_options": ({"xla_cpu_enable_fast_min_max": True},),
     "axcore.train.run.trainer.Trainer.initial": (FromRun.Config(folder="missing"),),
     "axcore.train.step.learner.AdamW.decays": (everything,),
+    "axcore.train.step.learner.AdamW.moment_dtype": ("bfloat16",),
+    "max_file_bytes": (200,),
+    "patterns": (("[0-9].txt",),),
     "axcore.train.data.mixture.Mixture.weights": ({"a": 1.0, "b": 1.0},),
+    "axcore_rope.scaling.LongRoPE.long": ((3.0,) * 8,),
+    "axcore_rope.scaling.LongRoPE.short": ((3.0,) * 8,),
     "axcore_muon.optimizer.Muon.coefficients": ((3.0, -4.0, 2.0),),
-    "axcore_muon.optimizer.Muon.orthogonalizes": (everything,),
+    "axcore_muon.optimizer.Muon.dtype": ("float32",),
+    "axcore_muon.optimizer.Muon.orthogonalizes": (nothing,),
 }
 """CLASS.FIELD or FIELD -> values to try, where the annotation does not give any."""
 
 KINDS: Mapping[object, tuple[object, ...]] = {
     bool: (True, False),
     str: ("other",),
-    DTypeLike: (np.dtype("float16"), np.dtype("float32")),
     ax.DTypes: (
         ax.DTypes(compute="float16", output="float16"),
         ax.DTypes(param="float16"),
@@ -151,6 +161,7 @@ def show(host: Host, proved: dict[Field, str]) -> Iterator[str]:
     usual = observed(host, lambda: host.cfg)
     assert usual[0] == "done", usual
     assert observed(host, lambda: transform(host.cfg, lambda _, each: each.set())) == usual, "not deterministic"
+    refused: set[Field] = set()
     for path, node in walk(get(host.cfg, host.at), host.at):
         if host.fields and path != host.at:
             break
@@ -164,9 +175,13 @@ def show(host: Host, proved: dict[Field, str]) -> Iterator[str]:
                     found = observed(host, change)
                     if found[0] == "raised":
                         yield f"{type_name(type(node))}.{name}: {found[1]}"
-                    elif found != usual and (found[0] != "invalid" or own):
-                        proved[field] = found[0]
+                    elif found[0] == "done" and found != usual:
+                        proved[field] = "done"
                         break
+                    elif found[0] == "refused" or (found[0] == "invalid" and own):
+                        refused.add(field)
+    for field in refused:
+        proved.setdefault(field, "refused")
 
 
 def _check_tags(cfg: Config, path: str) -> None:

@@ -291,8 +291,13 @@ def stacks():
         ByKind(kinds={"Attention": Remat()}, others=None),
         ByKind(kinds={}, others=Remat()),
     ):
-        yield Host(Repeat.Config(input_dim=DIM, num_layers=2, layers=inner, remat=remat), backward)
-    yield Host(Sequence.Config(input_dim=DIM, layers=(inner,), remat=Remat()), backward)
+        yield Host(Repeat.Config(input_dim=DIM, num_layers=2, layers=inner, remat=remat), backward, at="remat")
+    for stack in (
+        Repeat.Config(input_dim=DIM, num_layers=2, layers=inner),
+        Sequence.Config(input_dim=DIM, layers=(inner,)),
+    ):
+        yield Host(stack, backward, fields=("remat",))
+        yield Host(stack, TOKENS)
     shared = [inner.set(attention=each(inner.attention, "kv")) for each in (sharing, borrowing)]
     yield Host(Sequence.Config(input_dim=DIM, layers=tuple(shared)), TOKENS)
     yield Host(model(position=LearnedPositions.Config(max_len=SEQ), dropout=0.1, softcap=2.0), traced(IDS))

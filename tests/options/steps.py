@@ -7,7 +7,7 @@ import optax
 
 import axcore as ax
 from axcore.config import Config
-from axcore.nn import AllToAll, RingAttention
+from axcore.nn import AllToAll, Repeat, RingAttention
 from axcore.parallel import Mesh
 from axcore.parallel.pipeline import GPipe, OneForwardOneBackward, ZeroBubble
 from axcore.train import CrossEntropy, Learner, Trainer, WarmupCosine, WarmupStableDecay
@@ -59,4 +59,5 @@ def hosts():
     yield Host(trainer(mesh=mesh.set(context=AllToAll.Config())), step(8, "tpu"), at="mesh.context")
     for schedule in (GPipe, OneForwardOneBackward, ZeroBubble):
         mesh = Mesh(shape={"pipeline": 2}, pipeline=schedule.Config())
-        yield Host(trainer(mesh=mesh, model=model(), microbatches=2), step(2, "tpu"), at="mesh")
+        deep = model(decoder=Repeat.Config(num_layers=4, layers=layer(input_dim=ax.REQUIRED)))
+        yield Host(trainer(mesh=mesh, model=deep, microbatches=2), step(2, "tpu"), at="mesh")

@@ -37,6 +37,11 @@ def test_a_shape_that_does_not_fill_the_devices_raises(shape):
         Mesh(shape=shape, rules={}).make(EIGHT)
 
 
+def test_case_a_mesh_without_axes_is_refused_on_one_device():
+    with pytest.raises(ConfigError, match=r"mesh\.shape: \{\} does not match the number of cpu devices, which is 1"):
+        Mesh(shape={}, rules={}).make(EIGHT[:1])
+
+
 def test_case_a_mesh_with_too_few_devices_says_how_to_get_them():
     mesh = Mesh(shape={"data": 1, "fsdp": 8})
     message = r"mesh\.shape: \{.*\} does not match the number of cpu devices, which is 1\. Set sizes whose product is 1"

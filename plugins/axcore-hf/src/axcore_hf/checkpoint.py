@@ -94,7 +94,7 @@ def _check_depth(fields: Fields, source: Source) -> None:
         AxcoreError: there are fewer.
     """
     for name in ("num_hidden_layers", "n_layer"):
-        count = fields.raw.get(name)
+        count: Any = fields.raw.get(name)
         if is_whole(count, 1) and count > len(source.shapes):
             raise AxcoreError(
                 f"{fields.where}: {name}={count}, but the checkpoint has only {len(source.shapes)} tensors. Correct "
