@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.nn import use_remat
+from axcore.nn import RingAttention, use_remat
 from axcore.nn.transformer import Sequence
 from axcore.parallel import ByTag, Mesh
 from axcore.parallel.pipeline import GPipe, OneForwardOneBackward, Op, PipelineSchedule, Task, ZeroBubble
@@ -206,4 +206,13 @@ def test_layers_of_the_stack_alone_are_divided():
 def test_values_that_remat_offloads_raise():
     step = made(use_remat(layers(2), ByTag(offload=("heads",))), 2, shape={"pipeline": 2})
     with pytest.raises(ax.ConfigError, match="the remat policy of decoder offloads values to the host"):
+        step.lower_train({name: np.zeros((2, 8), np.int32) for name in ("inputs", "targets", "weights")})
+
+
+@pytest.mark.long
+def test_ring_attention_in_stages_raises():
+    mesh = {"shape": {"pipeline": 2, "context": 2}, "context": RingAttention.Config()}
+    step = made(ax.pipe(layers(2), ax.use("rope")), 2, **mesh)
+    message = r"ppermute inside the stages of the axis pipeline=2.*mesh.context=RingAttention with context=2"
+    with pytest.raises(ax.ConfigError, match=message):
         step.lower_train({name: np.zeros((2, 8), np.int32) for name in ("inputs", "targets", "weights")})

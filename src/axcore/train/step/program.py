@@ -23,7 +23,7 @@ from axcore.train.step.learner import Learner
 from axcore.train.step.nan import checked
 from axcore.train.step.objective import CrossEntropy, Objective
 from axcore.train.step.parts import joined, like_params
-from axcore.train.step.pipeline import PipelinedStack, pipelined, pipelined_stack
+from axcore.train.step.pipeline import PipelinedStack, check_permutes, pipelined, pipelined_stack
 from axcore.train.step.placement import moment_shardings, on_devices, optimizer_shardings
 from axcore.train.step.reading import reader
 
@@ -192,11 +192,18 @@ class Program:
         return checked(self.train_step, run) if jax.config.jax_debug_nans else run
 
     def trace_train(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
-        """The training step, traced for global batches of these shapes."""
+        """The training step, traced for global batches of these shapes.
+
+        Raises:
+            ConfigError: `ByTag` names a tag that no value has, or a stage of a pipeline runs a collective-permute.
+        """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
         with checked_tags():
-            return step.trace(self.state, self.batch_shapes(batch))
+            traced = step.trace(self.state, self.batch_shapes(batch))
+        if self.stack is not None:
+            check_permutes(traced.jaxpr, self.layout)
+        return traced
 
     def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
         """The training step, lowered for the layout's platform, which need not be available here."""
