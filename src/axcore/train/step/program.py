@@ -173,7 +173,8 @@ class Program:
             into = f"into microbatches={self.microbatches} and " if self.microbatches > 1 else ""
             raise ConfigError(
                 f"input.batch_size={shape[0]} cannot be split evenly {into}over the {rows} devices that mesh.rules "
-                f"assign to 'batch'. Make it a multiple of {rows * self.microbatches}."
+                f"assign to 'batch'. Make it a multiple of {rows * self.microbatches}"
+                f"{_fewer(shape[0], rows, self.microbatches)}."
             )
         if tokens and shape[1] % tokens[0]:
             raise ConfigError(
@@ -182,13 +183,19 @@ class Program:
             )
         return sharding
 
-    def compile_train(self, batch: Mapping[str, Any]) -> TrainStep:
+    def compile_train(self, batch: Mapping[str, Any], traced: jax.stages.Traced | None = None) -> TrainStep:
         """The compiled training step for global batches of these shapes. It donates the state.
 
         With `jax_disable_jit` the step is not compiled. With `jax_debug_nans` a NaN raises an error that names the
         layer.
+
+        Args:
+            traced: the result of `trace_train`, if the step is already traced.
         """
-        run = self.train_step if jax.config.jax_disable_jit else self.lower_train(batch).compile(self.compiler_options)
+        if jax.config.jax_disable_jit:
+            run: TrainStep = self.train_step
+        else:
+            run = self.lower_train(batch, traced).compile(self.compiler_options)
         return checked(self.train_step, run) if jax.config.jax_debug_nans else run
 
     def trace_train(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
@@ -205,9 +212,9 @@ class Program:
             check_permutes(traced.jaxpr, self.layout)
         return traced
 
-    def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+    def lower_train(self, batch: Mapping[str, Any], traced: jax.stages.Traced | None = None) -> jax.stages.Lowered:
         """The training step, lowered for the layout's platform, which need not be available here."""
-        traced = self.trace_train(batch)
+        traced = traced or self.trace_train(batch)
         if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # its mesh has no devices to take the platform from
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
@@ -240,6 +247,14 @@ class Program:
             return jax.make_array_from_callback((rows.shape[0] * count, *rows.shape[1:]), sharding, shard)
 
         return {name: whole(np.asarray(rows)) for name, rows in batch.items()}
+
+
+def _fewer(batch_size: int, shards: int, microbatches: int) -> str:
+    """The largest number of microbatches that fits, as advice; empty if there is none."""
+    most = batch_size // shards
+    if microbatches == 1 or batch_size % shards or not most:
+        return ""
+    return f", or set microbatches={max(n for n in range(1, microbatches) if most % n == 0)}"
 
 
 def program(
