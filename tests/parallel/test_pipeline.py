@@ -105,6 +105,11 @@ def backwards(*numbers):
         (forwards(1, 0) + backwards(0, 1), forwards(0, 1) + backwards(0, 1), r"stage 0 runs FORWARD .* \[1, 0\]"),
         (forwards(0, 1) + backwards(0, 1), forwards(0, 1) + backwards(1, 0), r"stage 1 runs BACKWARD .* \[1, 0\]"),
         (backwards(0, 1) + forwards(0, 1), forwards(0, 1) + backwards(0, 1), "standstill in tick 0: stage 0 waits"),
+        (
+            backwards(0, 1) + forwards(0, 1),
+            forwards(0, 1) + backwards(0, 1),
+            "for FORWARD of microbatch 0 .* of stage 0",
+        ),
     ],
 )
 def test_an_order_that_cannot_run_raises(first, last, message):
@@ -114,6 +119,15 @@ def test_an_order_that_cannot_run_raises(first, last, message):
 
     with pytest.raises(ax.ConfigError, match=message):
         table(Wrong, 2, 2)
+
+
+def test_an_order_for_another_number_of_stages_raises():
+    class One(PipelineSchedule):
+        def order(self, stages, microbatches):
+            return (forwards(0, 1) + backwards(0, 1),)
+
+    with pytest.raises(ax.ConfigError, match=r"One.order lists the tasks of 1 stages, but .* 'pipeline' has 2"):
+        table(One, 2, 2)
 
 
 def test_the_backward_pass_is_divided_without_a_repeated_product():

@@ -171,9 +171,13 @@ def _simulated(order: Order, chunks: int) -> dict[ModelTask, int]:
                     position[stage] += 1
         if not started:
             stage = next(stage for stage in range(stages) if position[stage] < len(order[stage]))
+            own = order[stage][position[stage]]
+            op, microbatch, chunk = next(
+                each for each in needs(model_task(own, stage, stages), last) if each not in done
+            )
             raise ConfigError(
-                f"mesh.pipeline: the order comes to a standstill in tick {tick}: stage {stage} waits with "
-                f"{_named(order[stage][position[stage]])}"
+                f"mesh.pipeline: the order comes to a standstill in tick {tick}: stage {stage} waits with {_named(own)}"
+                f" for {_named(Task(op, microbatch, chunk // stages))} of stage {chunk % stages}"
             )
         done.update(dict.fromkeys(started, tick))
         tick += 1
