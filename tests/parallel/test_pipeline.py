@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.nn import use_remat
+from axcore.nn import RingAttention, use_remat
 from axcore.nn.transformer import Sequence
 from axcore.parallel import ByTag, Mesh
 from axcore.parallel.pipeline import GPipe, OneForwardOneBackward, Op, PipelineSchedule, Task, ZeroBubble
@@ -104,7 +104,11 @@ def backwards(*numbers):
         (forwards(0, 1, 1) + backwards(0, 1), forwards(0, 1) + backwards(0, 1), "stage 0 has FORWARD of microbatch 1"),
         (forwards(1, 0) + backwards(0, 1), forwards(0, 1) + backwards(0, 1), r"stage 0 runs FORWARD .* \[1, 0\]"),
         (forwards(0, 1) + backwards(0, 1), forwards(0, 1) + backwards(1, 0), r"stage 1 runs BACKWARD .* \[1, 0\]"),
-        (backwards(0, 1) + forwards(0, 1), forwards(0, 1) + backwards(0, 1), "deadlocks in tick 0: stage 0 waits"),
+        (
+            backwards(0, 1) + forwards(0, 1),
+            forwards(0, 1) + backwards(0, 1),
+            "deadlocks in tick 0: stage 0 waits to run BACKWARD .* until stage 0 has run FORWARD of microbatch 0",
+        ),
     ],
 )
 def test_an_order_that_cannot_run_raises(first, last, message):
@@ -114,6 +118,15 @@ def test_an_order_that_cannot_run_raises(first, last, message):
 
     with pytest.raises(ax.ConfigError, match=message):
         table(Wrong, 2, 2)
+
+
+def test_an_order_for_another_number_of_stages_raises():
+    class One(PipelineSchedule):
+        def order(self, stages, microbatches):
+            return (forwards(0, 1) + backwards(0, 1),)
+
+    with pytest.raises(ax.ConfigError, match=r"One.order lists the tasks of 1 stages, but .* 'pipeline' has 2"):
+        table(One, 2, 2)
 
 
 def test_the_backward_pass_is_divided_without_a_repeated_product():
@@ -206,4 +219,13 @@ def test_only_the_longest_stack_is_divided():
 def test_a_remat_policy_that_offloads_values_raises():
     step = build(use_remat(layers(2), ByTag(offload=("heads",))), 2, shape={"pipeline": 2})
     with pytest.raises(ax.ConfigError, match="the remat policy of decoder offloads values to the host"):
+        step.lower_train({name: np.zeros((2, 8), np.int32) for name in ("inputs", "targets", "weights")})
+
+
+@pytest.mark.long
+def test_ring_attention_in_stages_raises():
+    mesh = {"shape": {"pipeline": 2, "context": 2}, "context": RingAttention.Config()}
+    step = build(ax.pipe(layers(2), ax.use("rope")), 2, **mesh)
+    message = r"ppermute inside the stages of the axis pipeline=2.*mesh.context=RingAttention with context=2"
+    with pytest.raises(ax.ConfigError, match=message):
         step.lower_train({name: np.zeros((2, 8), np.int32) for name in ("inputs", "targets", "weights")})

@@ -15,7 +15,8 @@ import pytest
 
 import axcore as ax
 from axcore.config import AxcoreError
-from axcore.nn import FeedForward
+from axcore.nn import FeedForward, use_remat
+from axcore.parallel import ByTag
 from axcore.train import (
     Callback,
     Evaluation,
@@ -400,6 +401,13 @@ def test_a_vocabulary_smaller_than_the_tokenizers_raises(tiny, tmp_path, untrain
     """jax does not report out-of-bounds reads of the embedding."""
     with pytest.raises(AxcoreError, match="vocab_size"):
         ax.fit(ax.override(tiny, ["model.vocab_size=200"]), out=tmp_path / "run")
+
+
+def test_a_tag_that_no_value_has_raises_before_the_run_folder_exists(tiny, tmp_path):
+    cfg = use_remat(tiny.set(steps=1), ByTag(save=("quarry",)))
+    with pytest.raises(ax.ConfigError, match="no value is tagged 'quarry'"):
+        ax.fit(cfg, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 class Failing(Callback):

@@ -92,12 +92,19 @@ class Lifted:
         return cls(caller, module, names, (dict(caller.drawn), dict(caller.calls)), *split(module))
 
     def call(
-        self, fn: Body, params: PyTree, state: PyTree, *args: PyTree, number: Int[Array, ""] | None = None
+        self,
+        fn: Body,
+        params: PyTree,
+        state: PyTree,
+        *args: PyTree,
+        number: Int[Array, ""] | None = None,
+        key: PRNGKeyArray | None = None,
     ) -> tuple[PyTree, PyTree, Collections | None]:
         """Calls `fn` on a copy with these arrays. Returns (output, new state, reports).
 
         Args:
             number: The index of the example, iteration or device. Each draws different random numbers.
+            key: The key of the caller, if the transform does not allow to close over it.
         """
         params, state = jax.tree.map(lambda x: x, (params, state))  # NNX only writes to Variables of the current trace
         before = _values(state)
@@ -106,7 +113,7 @@ class Lifted:
         for name in reversed(self.names):
             holder = {name: holder}
         salt = None if number is None else _SALT_OFFSET + number
-        with _body_frame(self.caller, holder, self.counts, salt=salt) as frame:
+        with _body_frame(self.caller, holder, self.counts, key, salt) as frame:
             output = fn(module, *args)
         check_no_tracers(module)
         new = split(module)[2]

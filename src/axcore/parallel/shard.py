@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import KeyPath
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from axcore.config import ConfigError
 from axcore.module import ContextError, GradientState
@@ -60,10 +60,12 @@ def shard_map(
             raise ConfigError(f"gather names {', '.join(unknown)}, but the axes of the mesh are {', '.join(axes)}")
         specs = [_specs(tree, current, frozenset(gather)) for tree in (lifted.params, lifted.state)]
 
-        def body(params: PyTree, state: PyTree, *args: PyTree) -> tuple[PyTree, PyTree, Collections | None]:
-            state = _keep_largest(state, specs[1], current)
+        def body(
+            key: PRNGKeyArray | None, params: PyTree, state: PyTree, *args: PyTree
+        ) -> tuple[PyTree, PyTree, Collections | None]:
+            state, number = _keep_largest(state, specs[1], current), jax.lax.axis_index(axes)
             with current.inside(axes).active():
-                output, state, collections = lifted.call(fn, params, state, *args, number=jax.lax.axis_index(axes))
+                output, state, collections = lifted.call(fn, params, state, *args, number=number, key=key)
             _check_writes(lifted)
             if collections is not None and collections.outputs:
                 raise ContextError(f"{', '.join(collections.outputs)}: outputs cannot be captured inside shard_map")
@@ -73,11 +75,12 @@ def shard_map(
             body,
             mesh=None if current.manual else current.mesh,  # inside another shard_map the mesh is that of the context
             axis_names=set(axes),
-            in_specs=(*specs, *in_specs),
+            in_specs=(PartitionSpec(), *specs, *in_specs),
             out_specs=(out_specs, specs[1], PartitionSpec()),
             check_vma=False,
         )
-        output, state, collections = mapped(lifted.params, _as_read(lifted.state), *args)
+        # The key is an argument: inside another shard_map, JAX does not convert a key of the outer mesh in a closure.
+        output, state, collections = mapped(lifted.caller.key, lifted.params, _as_read(lifted.state), *args)
         lifted.finish(state, collections)
         return output
 

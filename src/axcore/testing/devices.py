@@ -174,7 +174,11 @@ def _steps(
 
 def _compare_all(cases: Mapping[str, Case]) -> dict[str, Comparison]:
     steps: dict[tuple[Trainer.Config, int], _Step] = {}
-    return {name: _compare(case, steps) for name, case in cases.items()}
+    found = {}
+    for name, case in cases.items():
+        print(name, file=sys.stderr)  # which case runs, if XLA ends the process
+        found[name] = _compare(case, steps)
+    return found
 
 
 def _compare(case: Case, steps: dict[tuple[Trainer.Config, int], _Step]) -> Comparison:

@@ -74,7 +74,7 @@ def _check_stage() -> None:
     layout = active_layout()
     if layout is None or not layout.manual:
         return
-    axes = [axis for axis in layout.automatic if layout.mesh.shape[axis] > 1]
+    axes = [f"{axis}={layout.mesh.shape[axis]}" for axis in layout.automatic if layout.mesh.shape[axis] > 1]
     if len(axes) > 1:
         raise ax.ConfigError(
             f"a mixture of experts in a pipeline with the mesh axes {' and '.join(axes)} requires expert parallelism: "

@@ -35,7 +35,8 @@ class PipelineSchedule(Configurable):
         """The order as a table of ticks.
 
         Raises:
-            ConfigError: there are fewer microbatches than stages, or the order is invalid.
+            ConfigError: there are fewer microbatches than stages, or the order is invalid or has another number of
+                stages.
         """
         if microbatches < stages:
             raise ConfigError(
@@ -43,7 +44,13 @@ class PipelineSchedule(Configurable):
                 f"stages would always be idle. Set microbatches to at least {stages}, or better to a multiple such as "
                 f"{4 * stages}"
             )
-        return table(self.order(stages, microbatches), microbatches, self.config.chunks)
+        order = self.order(stages, microbatches)
+        if len(order) != stages:
+            raise ConfigError(
+                f"mesh.pipeline: {type(self).__name__}.order lists the tasks of {len(order)} stages, but the mesh axis "
+                f"'pipeline' has {stages}. Return one tuple of tasks for each stage"
+            )
+        return table(order, microbatches, self.config.chunks)
 
     def _visits(self, op: Op, stages: int, microbatches: int) -> list[Task]:
         """The tasks of one operation on a stage: for each group of `stages` microbatches, chunk by chunk."""

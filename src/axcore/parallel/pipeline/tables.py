@@ -173,9 +173,13 @@ def _simulated(order: Order, chunks: int) -> dict[ModelTask, int]:
                     position[stage] += 1
         if not started:
             stage = next(stage for stage in range(stages) if position[stage] < len(order[stage]))
+            own = order[stage][position[stage]]
+            op, microbatch, chunk = next(
+                each for each in needs(model_task(own, stage, stages), last) if each not in done
+            )
             raise ConfigError(
-                f"mesh.pipeline: the order deadlocks in tick {tick}: stage {stage} waits to run "
-                f"{_named(order[stage][position[stage]])}"
+                f"mesh.pipeline: the order deadlocks in tick {tick}: stage {stage} waits to run {_named(own)} until "
+                f"stage {chunk % stages} has run {_named(Task(op, microbatch, chunk // stages))}"
             )
         done.update(dict.fromkeys(started, tick))
         tick += 1

@@ -48,6 +48,8 @@ class Prepared:
     """Objects that are built and validated before a run starts."""
 
     program: Program
+    traced: jax.stages.Traced | None
+    """The training step; None with `jax_disable_jit`."""
     callbacks: Callbacks
     input: Input
 
@@ -62,7 +64,7 @@ class Session:
     def __init__(self, cfg: Trainer.Config, prepared: Prepared, folder: Path, first: TrainState | None):
         self.cfg, self.folder = cfg, folder
         self.program, self.callbacks, self.input = prepared.program, prepared.callbacks, prepared.input
-        self.first = first
+        self.first, self.traced = first, prepared.traced
         self.plugins = contributors(cfg)
         self.batches = self.input.train_batches()
         self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
@@ -124,7 +126,8 @@ class Session:
         """Compiles both steps and creates or restores the first state."""
         self._say("compiling the training step")
         batch = batch_form(self.cfg.input)
-        step = self.program.compile_train(batch)
+        traced, self.traced = self.traced, None
+        step = self.program.compile_train(batch, traced)
         self.eval_step = self.program.compile_eval(batch)
         done = 0
         if resume and self.checkpointer.latest() is not None:

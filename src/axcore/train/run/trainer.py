@@ -158,7 +158,8 @@ class Trainer(config.Configurable):
                 )
         cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
         config.from_json(config.to_json(cfg))  # raises before an earlier run is moved
-        return Prepared(prepared, callbacks, source)
+        traced = None if jax.config.jax_disable_jit else prepared.trace_train(batch)  # so may a layer
+        return Prepared(prepared, traced, callbacks, source)
 
     def _first_state(self, folder: Path, resume: bool, program: Program) -> TrainState | None:
         """The first state of a run that starts from given weights."""

@@ -23,7 +23,7 @@ from axcore.train.step.data_shards import data_shard
 from axcore.train.step.learner import Learner
 from axcore.train.step.nan import checked
 from axcore.train.step.objective import CrossEntropy, Objective
-from axcore.train.step.pipeline import PipelinedStack, pipelined, pipelined_stack
+from axcore.train.step.pipeline import PipelinedStack, check_permutes, pipelined, pipelined_stack
 from axcore.train.step.placement import moment_shardings, on_devices, optimizer_shardings
 from axcore.train.step.subtrees import like_params, union
 
@@ -175,7 +175,8 @@ class Program:
             into = f"into microbatches={self.microbatches} and " if self.microbatches > 1 else ""
             raise ConfigError(
                 f"input.batch_size={shape[0]} cannot be split evenly {into}over the {rows} devices that mesh.rules "
-                f"assign to 'batch'. Make it a multiple of {rows * self.microbatches}."
+                f"assign to 'batch'. Make it a multiple of {rows * self.microbatches}"
+                f"{_fewer(shape[0], rows, self.microbatches)}."
             )
         if tokens and shape[1] % tokens[0]:
             raise ConfigError(
@@ -184,25 +185,38 @@ class Program:
             )
         return sharding
 
-    def compile_train(self, batch: Mapping[str, Any]) -> TrainStep:
+    def compile_train(self, batch: Mapping[str, Any], traced: jax.stages.Traced | None = None) -> TrainStep:
         """The compiled training step for global batches of these shapes. It donates the state.
 
         With `jax_disable_jit` the step is not compiled. With `jax_debug_nans` a NaN raises an error that names the
         layer.
+
+        Args:
+            traced: the result of `trace_train`, if the step is already traced.
         """
-        run = self.train_step if jax.config.jax_disable_jit else self.lower_train(batch).compile(self.compiler_options)
+        if jax.config.jax_disable_jit:
+            run: TrainStep = self.train_step
+        else:
+            run = self.lower_train(batch, traced).compile(self.compiler_options)
         return checked(self.train_step, run) if jax.config.jax_debug_nans else run
 
     def trace_train(self, batch: Mapping[str, Any]) -> jax.stages.Traced:
-        """The training step, traced for global batches of these shapes."""
+        """The training step, traced for global batches of these shapes.
+
+        Raises:
+            ConfigError: `ByTag` names a tag that no value has, or a stage of a pipeline runs a collective-permute.
+        """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=(shardings, self.layout.sharding()))
         with checked_tags():
-            return step.trace(self.state, self.batch_shapes(batch))
+            traced = step.trace(self.state, self.batch_shapes(batch))
+        if self.stack is not None:
+            check_permutes(traced.jaxpr, self.layout)
+        return traced
 
-    def lower_train(self, batch: Mapping[str, Any]) -> jax.stages.Lowered:
+    def lower_train(self, batch: Mapping[str, Any], traced: jax.stages.Traced | None = None) -> jax.stages.Lowered:
         """The training step, lowered for the layout's platform, which need not be available here."""
-        traced = self.trace_train(batch)
+        traced = traced or self.trace_train(batch)
         if isinstance(self.layout.mesh, jax.sharding.AbstractMesh):  # its mesh has no devices to take the platform from
             return traced.lower(lowering_platforms=(self.layout.platform,))
         return traced.lower()
@@ -235,6 +249,14 @@ class Program:
             return jax.make_array_from_callback((rows.shape[0] * count, *rows.shape[1:]), sharding, shard)
 
         return {name: whole(np.asarray(rows)) for name, rows in batch.items()}
+
+
+def _fewer(batch_size: int, shards: int, microbatches: int) -> str:
+    """The largest number of microbatches that fits, as advice; empty if there is none."""
+    most = batch_size // shards
+    if microbatches == 1 or batch_size % shards or not most:
+        return ""
+    return f", or set microbatches={max(n for n in range(1, microbatches) if most % n == 0)}"
 
 
 def program(
