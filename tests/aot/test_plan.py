@@ -53,7 +53,7 @@ def test_the_rule_to_paste_is_the_best_candidate(cfg, found):
 @pytest.mark.long
 def test_a_batch_that_no_mesh_can_split(cfg):
     with pytest.raises(ax.ConfigError, match="no mesh of cpu-8 can split this model and its batch: the rows"):
-        plan(cfg.set(input=cfg.input.set(batch_size=9)), "cpu-8", compiled=0)
+        plan(cfg.set(input=cfg.input.set(batch_size=9, seq_len=63)), "cpu-8", compiled=0)
 
 
 @pytest.mark.long
@@ -67,9 +67,9 @@ def test_nothing_fits(cfg, monkeypatch):
 
 @pytest.mark.long
 def test_rows_that_several_devices_must_share(cfg):
-    found = plan(cfg.set(input=cfg.input.set(batch_size=2)), "cpu-8", compiled=0)
-    assert math.prod(found.best.candidate.shape.get(axis, 1) for axis in ("data", "fsdp")) <= 2
-    assert any("context" in choice.candidate.shape for choice in found.choices) == ("tensor" not in str(found))
+    found = plan(cfg.set(input=cfg.input.set(batch_size=1)), "cpu-8", compiled=0)
+    assert {choice.candidate.shape.get("context", 1) for choice in found.choices} >= {8}
+    assert all(choice.candidate.rows_over == 1 for choice in found.choices)
 
 
 def compiler(monkeypatch, memory):

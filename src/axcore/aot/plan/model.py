@@ -148,6 +148,13 @@ class Model:
         experts = [(leaf, names) for leaf, names in zip(params, axes, strict=True) if "expert" in names]
         self.experts = math.gcd(*(leaf.shape[names.index("expert")] for leaf, names in experts))
         self._in_experts = sum(leaf.size for leaf, _ in experts)
+        layers = (
+            (leaf.shape[names.index("layer")] if "layer" in names else 1)
+            for leaf, names in zip(params, axes, strict=True)
+        )
+        self._counts = frozenset(
+            size for leaf, count in zip(params, layers, strict=True) for size in (leaf.size, leaf.size // count)
+        )
         used = {size for leaf in params for size in leaf.shape} | {self._seq}
         self._rows = next(prime for prime in _PRIMES if all(size % prime for size in used))
         rows = cfg.input.set(batch_size=self._rows)
@@ -182,7 +189,7 @@ class Model:
             raise ConfigError(f"rows of {self._seq} tokens cannot be split over {context} devices")
         arguments, held = self._state(candidate)
         trace, dim = self._trace(candidate), getattr(self._cfg.model, "dim", 0)
-        sizes = Sizes(trace.rows, rows / context, held / self._parameters, tensor, dim)
+        sizes = Sizes(trace.rows, rows / context, held / self._parameters, tensor, dim, self._counts)
         accumulated = 4 * held if candidate.microbatches > 1 else 0
         total = arguments + temporaries(trace.jaxpr, sizes) + accumulated
         return self._figures(candidate, trace, sizes, total, arguments)

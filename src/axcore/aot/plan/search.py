@@ -110,14 +110,14 @@ def plan(cfg: Trainer.Config, target: str, compiled: int = 2) -> Plan:
         ConfigError: the target is unknown, or no candidate can split the model and the batch.
     """
     found = Target.of(target)
-    search = _Search(cfg, found)
+    search = Search(cfg, found)
     search.run(ways(cfg, found, search.model.experts), compiled)
     if search.best() is None:
         search.run(more_ways(cfg, found), compiled)
     return search.plan()
 
 
-class _Search:
+class Search:
     """Candidates, and what compiling some of them found."""
 
     def __init__(self, cfg: Trainer.Config, target: Target):
@@ -179,11 +179,15 @@ class _Search:
         memory = figures.state + (figures.total - figures.state) * (error or 1.0)
         return Choice(candidate, figures, memory, "formula" if error is None else "scaled")
 
-    def measure(self, choice: Choice) -> None:
-        """Finds the memory of a candidate with the compiler, and the error of the formula."""
+    def measure(self, choice: Choice, *, whole: bool = False) -> None:
+        """Finds the memory of a candidate with the compiler, and the error of the formula.
+
+        Args:
+            whole: compiles all layers even if few of them are enough.
+        """
         candidate, figures = choice.candidate, choice.figures
         try:
-            memory, source = self.compiled(candidate, figures)
+            memory, source = self.compiled(candidate, figures, whole)
         except AxcoreError as error:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
             other = {"microbatches": candidate.microbatches}
@@ -192,9 +196,9 @@ class _Search:
         self.measured[candidate] = memory, source
         self.errors[candidate.layers] = (memory - figures.state) / (figures.total - figures.state)
 
-    def compiled(self, candidate: Candidate, figures: Figures) -> tuple[float, str]:
+    def compiled(self, candidate: Candidate, figures: Figures, whole: bool) -> tuple[float, str]:
         """(bytes on each device, what they are from)."""
-        if candidate.unroll and deep(self.cfg.model):
+        if not whole and candidate.unroll and deep(self.cfg.model):
             memory = memory_from_few_layers(self.cfg, self.target, candidate, figures.total)
             if abs(memory / self.limit - 1) > _DOUBT:
                 return memory, f"{FEW} and {MORE} layers"
