@@ -64,9 +64,9 @@ class Candidate:
         return cfg.set(mesh=mesh, model=model, microbatches=self.microbatches)
 
     @property
-    def layers(self) -> tuple[Remat | None, bool]:
-        """How the layers run, apart from the devices."""
-        return self.remat, self.unroll
+    def program(self) -> tuple[Remat | None, bool, bool]:
+        """What decides the operations of a step, apart from the mesh and the batch."""
+        return self.remat, self.unroll, self.offload
 
     @property
     def rows_over(self) -> int:
@@ -139,7 +139,7 @@ class Model:
         self._cfg, self._target = cfg, target
         self._found: dict[Candidate, Figures] = {}
         self._batch, self._seq = batch_form(cfg.input)["inputs"].shape
-        self._traces: dict[tuple[tuple[Remat | None, bool], bool], _Trace] = {}
+        self._traces: dict[tuple[Remat | None, bool, bool], _Trace] = {}
         self._states: dict[tuple[tuple[tuple[str, int], ...], bool], tuple[int, int]] = {}
         one = self._program(Candidate({"data": 1}, None, 1).applied(cfg), 1)
         params = jax.tree.leaves(one.state.params)
@@ -255,7 +255,7 @@ class Model:
         return self._states[key]
 
     def _trace(self, candidate: Candidate) -> _Trace:
-        if (key := (candidate.layers, candidate.offload)) not in self._traces:
+        if (key := candidate.program) not in self._traces:
             one = dataclasses.replace(candidate, shape={"data": 1}, microbatches=1).applied(self._cfg)
             one = one.set(input=one.input.set(batch_size=self._rows))
             jaxpr = self._program(one, 1).trace_train(batch_form(one.input)).jaxpr

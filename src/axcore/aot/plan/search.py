@@ -35,8 +35,8 @@ class Choice:
     Attributes:
         figures: by formulas.
         memory: bytes on each device.
-        source: what `memory` is from: `formula`; `scaled`, which is the formula with the error found for other
-            candidates that run their layers the same way; a number of layers that were compiled; or `compiled`.
+        source: what `memory` is from: `formula`; `scaled`, which is the formula with the error found for another
+            candidate of the same kind; a number of layers that were compiled; or `compiled`.
         why: why another candidate is better; empty for the best.
     """
 
@@ -99,7 +99,7 @@ def plan(cfg: Trainer.Config, target: str, compiled: int = 2) -> Plan:
     """Searches for the way to run a step that is fastest and fits.
 
     Candidates are ranked by formulas (see `Model`). The best are compiled, with all layers or with few, until
-    `compiled` of them fit. Each compiled one corrects the memory of the others that run their layers the same way.
+    `compiled` of them fit. Each compiled one corrects the memory of the others of its kind.
     Optimizer offload and context parallelism are tried if nothing else fits.
 
     Args:
@@ -126,8 +126,8 @@ class Search:
         self.ways: list[Candidate] = []
         self.refused: dict[str, int] = {}
         self.measured: dict[Candidate, tuple[float, str]] = {}
-        self.errors: dict[tuple[Remat | None, bool], float] = {}
-        """How the layers run -> the temporaries of a compiled step, as a multiple of those by formulas."""
+        self.errors: dict[object, float] = {}
+        """`_kind` of candidates -> the temporaries of a compiled step, as a multiple of those by formulas."""
 
     def run(self, ways: Iterable[Candidate], compiled: int) -> None:
         """Adds candidates and compiles the best, until `compiled` of them fit."""
@@ -175,7 +175,7 @@ class Search:
         figures = self.model.figures(candidate)
         if candidate in self.measured:
             return Choice(candidate, figures, *self.measured[candidate])
-        error = self.errors.get(candidate.layers)
+        error = self.errors.get(_kind(candidate))
         memory = figures.state + (figures.total - figures.state) * (error or 1.0)
         return Choice(candidate, figures, memory, "formula" if error is None else "scaled")
 
@@ -190,11 +190,11 @@ class Search:
             memory, source = self.compiled(candidate, figures, whole)
         except AxcoreError as error:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
-            other = {"microbatches": candidate.microbatches}
-            self.ways = [each for each in self.ways if dataclasses.replace(each, **other) != candidate]
+            count = candidate.microbatches
+            self.ways = [each for each in self.ways if dataclasses.replace(each, microbatches=count) != candidate]
             return
         self.measured[candidate] = memory, source
-        self.errors[candidate.layers] = (memory - figures.state) / (figures.total - figures.state)
+        self.errors[_kind(candidate)] = (memory - figures.state) / (figures.total - figures.state)
 
     def compiled(self, candidate: Candidate, figures: Figures, whole: bool) -> tuple[float, str]:
         """(bytes on each device, what they are from)."""
@@ -230,6 +230,11 @@ class Search:
         return (
             "as fast by these formulas" if slower < 0.005 else f"{slower:.0%} slower, bound by {choice.figures.slowest}"
         )
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    """Equal for candidates for which the formula has about the same error."""
+    return (*candidate.program, *(axis for axis in ("expert", "context", "tensor") if candidate.shape.get(axis, 1) > 1))
 
 
 def ways(cfg: Trainer.Config, target: Target, experts: int = 0) -> Iterator[Candidate]:
@@ -276,7 +281,7 @@ def shapes(cfg: Trainer.Config, target: Target, experts: Sequence[int] = (1,)) -
 def _ways_of_layers(cfg: Trainer.Config, target: Target) -> Iterator[tuple[Remat | None, bool]]:
     """The remat policies, each with whether layers are unrolled: first those of the config."""
     stacks = [node for _, node in walk(cfg.model) if isinstance(node, Stack.Config) and has_field(node, "remat")]
-    own = [(node.remat, getattr(node, "unroll", 1) > 1) for node in stacks]
+    own = [(getattr(node, "remat"), getattr(node, "unroll", 1) > 1) for node in stacks]  # noqa: B009
     for remat, unroll in dict.fromkeys((*own, *_LAYERS) if own else ((None, False),)):
         if not unroll or target.chip.platform != "tpu" or (remat, unroll) in own:  # slow to compile, and not faster
             yield remat, unroll
