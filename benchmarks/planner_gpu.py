@@ -59,15 +59,20 @@ def run(case: Case, steps: int) -> dict[str, Any]:
     import numpy as np
     from llama_pair import batch
 
-    from axcore.aot.plan.model import Candidate, Model
+    from axcore.aot.plan.model import Candidate
+    from axcore.aot.plan.search import Search
     from axcore.aot.targets import Target
     from axcore.config import walk
     from axcore.nn import Repeat
     from axcore.train import Trainer
 
     cfg = config(case)
-    remat = next(node.remat for _, node in walk(cfg.model) if isinstance(node, Repeat.Config))
-    figures = Model(cfg, Target.of(TARGET)).figures(Candidate({"data": 1}, remat, case.microbatches))
+    stack = next(node for _, node in walk(cfg.model) if isinstance(node, Repeat.Config))
+    candidate = Candidate({"data": 1}, stack.remat, case.microbatches, stack.unroll > 1)
+    search = Search(cfg, Target.of(TARGET))
+    figures = search.choice(candidate).figures
+    search.measure(search.choice(candidate))
+    planned = search.choice(candidate)
     trainer: Trainer = cfg.build()
     made = trainer.program()
     data = batch(case.rows, case.seq)
@@ -84,7 +89,9 @@ def run(case: Case, steps: int) -> dict[str, Any]:
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     return {
         "case": f"{case.name}, {case.rows} x {case.seq}",
-        "predicted_gib": round(figures.total / 2**30, 2),
+        "formula_gib": round(figures.total / 2**30, 2),
+        "predicted_gib": round(planned.memory / 2**30, 2),
+        "predicted_from": planned.source,
         "compiler_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 2),
         "peak_gib": round(peak / 2**30, 2),
         "predicted_ms": round(1e3 * figures.step, 1),

@@ -1,9 +1,9 @@
 """The planner: formulas compared with compiled steps, the search, and what it prints."""
 
-import dataclasses
 import functools
 import importlib
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ import pytest
 
 import axcore as ax
 from axcore.aot import Target, compile_program
-from axcore.aot.plan import plan
+from axcore.aot.plan import depth, plan
+from axcore.aot.plan.depth import deep, with_repetitions
 from axcore.aot.plan.liveness import Sizes, temporaries
 from axcore.aot.plan.model import Candidate, Model
 from axcore.aot.plan.search import ways
+from axcore.nn import layers_of
 from axcore.parallel import ByTag, Remat
-
-search = importlib.import_module("axcore.aot.plan.search")
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,13 @@ def test_the_table_is_ranked_and_says_why_the_others_lost(found):
     assert times == sorted(times) and len(times) == found.tried
     text = str(found)
     assert "best" in text and "slower, bound by" in text and "use_remat(cfg.model, " in text
+    assert {choice.source for choice in found.choices} == {"formula"}
 
 
 @pytest.mark.long
 def test_the_rule_to_paste_is_the_best_candidate(cfg, found):
     source = "\n".join(line for line in str(found).splitlines() if line.startswith(("def ", "    ")))
-    names = {"Remat": Remat, "ByTag": ByTag, "use_remat": ax.nn.use_remat}
+    names = {"Remat": Remat, "ByTag": ByTag, "use_remat": ax.nn.use_remat, "use_unroll": ax.nn.use_unroll}
     exec(source, names)
     assert names["planned"](cfg) == found.best.candidate.applied(cfg)
 
@@ -52,7 +53,7 @@ def test_the_rule_to_paste_is_the_best_candidate(cfg, found):
 @pytest.mark.long
 def test_a_batch_that_no_mesh_can_split(cfg):
     with pytest.raises(ax.ConfigError, match="no mesh of cpu-8 can split this model and its batch: the rows"):
-        plan(cfg.set(input=cfg.input.set(batch_size=9)), "cpu-8", compiled=0)
+        plan(cfg.set(input=cfg.input.set(batch_size=9, seq_len=63)), "cpu-8", compiled=0)
 
 
 @pytest.mark.long
@@ -61,33 +62,151 @@ def test_nothing_fits(cfg, monkeypatch):
     found = plan(cfg, "cpu-8", compiled=1)
     assert found.best is None and str(found).endswith("No candidate fits.")
     assert all(choice.why.startswith("does not fit: ") for choice in found.choices)
+    assert any("context" in choice.candidate.shape for choice in found.choices)
+
+
+@pytest.mark.long
+def test_rows_that_several_devices_must_share(cfg):
+    found = plan(cfg.set(input=cfg.input.set(batch_size=1)), "cpu-8", compiled=0)
+    assert {choice.candidate.shape.get("context", 1) for choice in found.choices} >= {8}
+    assert all(choice.candidate.rows_over == 1 for choice in found.choices)
+
+
+def compiler(monkeypatch, memory):
+    """Replaces the compiler. `memory(cfg)`: bytes of a step. Returns the list of compiled configs."""
+    compiled = []
+
+    def compile_program(cfg, target):
+        compiled.append(cfg)
+        return types.SimpleNamespace(memory=types.SimpleNamespace(total=memory(cfg)))
+
+    for name in ("search", "depth"):
+        module = importlib.import_module(f"axcore.aot.plan.{name}")
+        monkeypatch.setattr(module, "compile_program", compile_program)
+    return compiled
 
 
 @pytest.mark.long
 def test_a_candidate_that_the_compiler_refutes_is_not_the_best(cfg, monkeypatch):
-    compiled = []
-
-    @dataclasses.dataclass
-    class Compiled:
-        fits: bool
-        headroom: int = -(2**30)
-        memory = dataclasses.make_dataclass("Memory", [("total", int)])(2**30)
-
-    def compile_program(cfg, target):
-        compiled.append(cfg.mesh.shape)
-        return Compiled(fits=len(compiled) > 1)
-
-    monkeypatch.setattr(search, "compile_program", compile_program)
+    limit = Target.of("cpu-8").chip.limit
+    compiled = compiler(monkeypatch, lambda cfg: 2 * limit if len(compiled) == 1 else limit / 4)
     found = plan(cfg, "cpu-8", compiled=1)
-    assert len(compiled) == 2 and found.best.candidate.shape == compiled[1]
-    assert any(choice.why == "does not fit when compiled: 1.0 GiB more" for choice in found.choices)
+    assert len(compiled) == 2
+    assert (found.best.source, found.best.memory) == ("compiled", limit / 4)
+    assert found.best.candidate.applied(cfg) == compiled[1]
+    assert all(choice.candidate.applied(cfg) != compiled[0] for choice in found.choices if not choice.why)
+
+
+@pytest.mark.long
+def test_a_compiled_candidate_corrects_those_of_its_kind(cfg, found, monkeypatch):
+    first = found.best
+    state, temporaries = first.figures.state, first.figures.total - first.figures.state
+    compiler(monkeypatch, lambda cfg: state + 3 * temporaries)
+    corrected = plan(cfg, "cpu-8", compiled=1)
+    assert corrected.best.candidate == first.candidate and corrected.best.memory == state + 3 * temporaries
+    others = [choice for choice in corrected.choices if choice.source == "scaled"]
+    assert others and {choice.candidate.program for choice in others} == {first.candidate.program}
+    assert not any("tensor" in choice.candidate.shape for choice in others)
+    for choice in others:
+        figures = choice.figures
+        assert choice.memory - figures.state == pytest.approx(3 * (figures.total - figures.state))
+
+
+@pytest.mark.long
+def test_a_candidate_that_the_compiler_cannot_compile_is_left_out(cfg, monkeypatch):
+    def refuses(cfg):
+        raise ax.AxcoreError("no such kernel")
+
+    compiler(monkeypatch, refuses)
+    found = plan(cfg, "cpu-8", compiled=1)
+    assert found.refused["no such kernel"] == 4 and "left out: 4 because no such kernel" in str(found)
 
 
 def test_heads_limit_tensor_parallelism(cfg):
-    shapes = [shape for shape, _ in ways(cfg, Target.of("cpu-8"))]
+    shapes = [each.shape for each in ways(cfg, Target.of("cpu-8"))]
     heads = {node.num_kv_heads or node.num_heads for _, node in ax.config.walk(cfg.model) if hasattr(node, "num_heads")}
     assert max(shape.get("tensor", 1) for shape in shapes) <= min(heads)
     assert all(math.prod(shape.values()) == 8 for shape in shapes)
+
+
+def test_experts_limit_expert_parallelism(cfg):
+    def sizes(experts):
+        return {each.shape.get("expert", 1) for each in ways(cfg, Target.of("cpu-8"), experts)}
+
+    assert sizes(0) == {1} and sizes(6) == {1, 2} and sizes(16) == {1, 2, 4, 8}
+
+
+def test_a_candidate_sets_unrolling_and_optimizer_memory(cfg):
+    made = Candidate({"fsdp": 8}, Remat(), 4, unroll=True, offload=True).applied(cfg)
+    stack = next(node for _, node in ax.config.walk(made.model) if isinstance(node, ax.nn.Repeat.Config))
+    assert (stack.unroll, stack.remat) == (stack.num_layers, Remat())
+    assert (made.mesh.shape, made.mesh.optimizer_memory, made.microbatches) == ({"fsdp": 8}, "host", 4)
+
+
+@pytest.mark.long
+def test_moments_in_host_memory_are_not_on_the_device(cfg):
+    model = Model(cfg, Target.of("gpu-h100-8"))
+    device, host = (model.figures(Candidate({"fsdp": 8}, None, 1, offload=each)) for each in (False, True))
+    assert host.state == pytest.approx(device.state / 3, rel=0.01)  # parameters, without two moments
+    assert device.host == 0 and host.host == pytest.approx(2 * (device.state - host.state) / 57e9)
+
+
+class Layers(ax.nn.Stack):
+    """A stack that cannot have fewer layers."""
+
+    class Config(ax.nn.Stack.Config):
+        layers: tuple[ax.Layer.Config, ...]
+
+        def places(self):
+            return tuple(ax.nn.Place(f"layers.{number}", (), layer) for number, layer in enumerate(self.layers))
+
+        def restack(self, layers):
+            raise ax.ConfigError("the layers are fixed")
+
+
+A, B = (ax.nn.TransformerLayer.Config(residual_scale=scale) for scale in (1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("decoder", "stacks", "shallow"),
+    [
+        (ax.nn.stacked([A] * 12), {"": 12}, [A] * 4),
+        (ax.nn.stacked([A, B] * 12), {"": 12}, [A, B] * 4),
+        (ax.nn.Sequence.Config(layers=(A, A, B) * 9), {"": 9}, [A, A, B] * 4),
+        (ax.nn.stacked([A] * 20 + [B] * 30), {".layers.0": 20, ".layers.1": 30}, [A] * 4 + [B] * 4),
+        (ax.nn.stacked([A] + [B] * 9), {".layers.1": 9}, [A] + [B] * 4),
+    ],
+)
+def test_stacks_of_every_kind_with_fewer_layers(decoder, stacks, shallow):
+    model = ax.nn.CausalLM.Config(dim=8, decoder=decoder)
+    expected = {f"decoder{path}": count for path, count in stacks.items()}
+    assert deep(model) == expected
+    found = with_repetitions(model, dict.fromkeys(expected, 4)).decoder
+    assert [place.config for place in layers_of(found)] == shallow
+
+
+@pytest.mark.parametrize("decoder", [ax.nn.stacked([A] * 8), Layers.Config(layers=(A,) * 12)])
+def test_stacks_that_are_compiled_whole(decoder):
+    assert deep(ax.nn.CausalLM.Config(dim=8, decoder=decoder)) == {}
+
+
+def test_memory_from_few_layers_is_exact_if_each_stack_adds_the_same_bytes(cfg, monkeypatch):
+    layers = ax.nn.stacked([A] * 20 + [B] * 30)
+    deep_cfg = cfg.set(model=cfg.model.set(decoder=layers))
+
+    def counts(cfg):
+        return [part.num_layers for part in cfg.model.decoder.layers]
+
+    def formula(cfg):
+        return max(1000, 60 * counts(cfg)[0])  # the largest sum is in another place in deep models
+
+    compiled = compiler(monkeypatch, lambda cfg: formula(cfg) + 100 + 7 * counts(cfg)[0] + 3 * counts(cfg)[1])
+    figures = lambda cfg: types.SimpleNamespace(figures=lambda _: types.SimpleNamespace(total=formula(cfg)))  # noqa: E731
+    monkeypatch.setattr(depth, "Model", lambda cfg, target: figures(cfg))
+    candidate = Candidate({"data": 1}, None, 1, unroll=True)
+    found = depth.memory_from_few_layers(deep_cfg, Target.of("cpu-1"), candidate, formula(deep_cfg))
+    assert found == pytest.approx(60 * 20 + 100 + 7 * 20 + 3 * 30)
+    assert [counts(each) for each in compiled] == [[4, 4], [8, 4], [4, 8]]
 
 
 @pytest.mark.long

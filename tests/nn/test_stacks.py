@@ -25,6 +25,7 @@ from axcore.nn import (
     layers_of,
     stacked,
     use_remat,
+    use_unroll,
 )
 from axcore.parallel import Remat, SaveMatmuls
 from axcore.testing import tiny_model
@@ -165,6 +166,13 @@ def test_use_remat_sets_the_policy_of_each_layer():
         (None, Remat()),
     ]
     assert use_remat(decoder, None) == stacked([layer(kind) for kind in [0, 1, 1, 1, 2, 1, 2, 1]])
+
+
+def test_use_unroll_unrolls_every_scan_and_undoes_it():
+    decoder = stacked([layer(kind) for kind in [0, 0, 0, 1, 2, 1, 2]])
+    unrolled = use_unroll(decoder, True)
+    assert [(each.num_layers, each.unroll) for each in repeats(unrolled)] == [(3, 3), (2, 2)]
+    assert use_unroll(unrolled, False) == decoder
 
 
 def test_layers_that_do_not_repeat_are_recomputed_separately():

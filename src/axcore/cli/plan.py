@@ -11,7 +11,7 @@ from axcore.runtime import ExitCode
 def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
-        help="search the mesh, remat and microbatches with which a recipe runs fastest on an accelerator",
+        help="search the mesh, remat, unrolling and microbatches with which a recipe runs fastest on an accelerator",
         description="Estimates memory and time of every candidate with formulas, compiles the best, and prints a "
         "ranked table and the mesh rule of the best. The exit code is 3 if nothing fits.",
     )

@@ -30,7 +30,15 @@ from axcore.nn.linear import Linear
 from axcore.nn.matmul import Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
 from axcore.nn.norm import FullWidthNorm, LayerNorm, PerHeadNorm, RMSNorm, Scale
-from axcore.nn.stacks import by_layer, edit_layers, layers_of, unstack_arrays, unstacked, use_remat
+from axcore.nn.stacks import (
+    by_layer,
+    edit_layers,
+    layers_of,
+    unstack_arrays,
+    unstacked,
+    use_remat,
+    use_unroll,
+)
 from axcore.nn.third_party import Call, Stock, call, stock
 from axcore.nn.tokens import CachedRows, Phase, TokenInfo
 from axcore.nn.transformer import (
@@ -139,6 +147,7 @@ __all__ = [
     "unstacked",
     "use_kernels",
     "use_remat",
+    "use_unroll",
     "visible",
     "without_caches",
 ]

@@ -136,6 +136,23 @@ def use_remat[C: Config](cfg: C, remat: Remat | None, where: Where = Stack) -> C
     return select(cfg, where).map(edit)
 
 
+def use_unroll[C: Config](cfg: C, unroll: bool) -> C:
+    """Unrolls the loop of every scanned stack completely, or not at all.
+
+    Unrolled layers run faster and compile more slowly. A stack without a field `unroll` is not changed.
+
+    Args:
+        cfg: config of the model.
+    """
+
+    def edit(_: str, node: Config) -> Config:
+        if not has_field(node, "unroll"):
+            return node
+        return node.set(unroll=len(cast(Stack.Config, node).places()) if unroll else 1)
+
+    return select(cfg, Stack).map(edit)
+
+
 def unstacked[C: Config](cfg: C) -> C:
     """The model with each stack replaced by a `Sequence`, in which every layer has its own arrays.
 

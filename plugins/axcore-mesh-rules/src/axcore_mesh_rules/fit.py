@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import axcore as ax
-from axcore.config import Config, has_field, walk
-from axcore.nn import Repeat, use_remat
+from axcore.config import has_field, walk
+from axcore.nn import use_remat, use_unroll
 from axcore.parallel import ByTag, Remat
 from axcore.plugin import Accelerator
 from axcore.train import Trainer
@@ -86,7 +85,7 @@ def fitted(
     free = MEMORY_FRACTION * memory - state / devices - 2 * sizes.layer
     policy, microbatches = _fastest(sizes, sizes.rows // accelerator.count, free, policies)
     cfg = cfg.set(model=use_remat(cfg.model, policy.remat), microbatches=microbatches)
-    return ax.select(cfg, Repeat).map(_unrolled) if policy.unroll else cfg
+    return cfg.set(model=use_unroll(cfg.model, True)) if policy.unroll else cfg
 
 
 def _fastest(sizes: Sizes, rows: int, free: float, policies: Sequence[Policy]) -> tuple[Policy, int]:
@@ -107,8 +106,3 @@ def _microbatches(sizes: Sizes, rows: int, free: float, policy: Policy) -> int |
 
 def _divisors(number: int) -> Iterator[int]:
     return (count for count in range(1, number + 1) if number % count == 0)
-
-
-def _unrolled(_: str, stack: Config) -> Config:
-    assert isinstance(stack, Repeat.Config)
-    return stack.set(unroll=stack.num_layers)

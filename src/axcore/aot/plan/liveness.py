@@ -1,7 +1,7 @@
 """The temporaries and the memory traffic of a training step, estimated from its jaxpr for any sharding.
 
-The arrays of a step are of two kinds: those with a dimension of batch rows, and those without, which are shaped like
-parameters. Their sizes on a device follow from the mesh. The estimate is the largest sum of arrays that are alive at
+The arrays of a step are of two kinds: those that grow with the batch, and those that are shaped like parameters. Their
+sizes on a device follow from the mesh. The estimate is the largest sum of arrays that are alive at
 the same time. Results of elementwise operations are taken to be fused into their users, so their operands stay alive
 instead. A scan that is unrolled completely is taken apart into its layers, since XLA
 fuses across them and stacks nothing.
@@ -39,6 +39,8 @@ class Sizes:
 
     Attributes:
         rows: the batch rows with which the jaxpr was traced, a prime that divides no other dimension.
+        parameters: the numbers of elements of parameters, and of one layer's. Arrays with other numbers grow with the
+            batch even if no dimension is a multiple of `rows`, as the padded rows of mixtures.
         per_device: the batch rows on one device, of one microbatch.
         share: the share of the parameters on one device.
         tensor: the number of shards of heads and hidden features.
@@ -50,6 +52,7 @@ class Sizes:
     share: float
     tensor: int
     dim: int
+    parameters: frozenset[int] = frozenset()
 
     def of(self, var: Any, *, gathered: bool = False) -> float:
         """The bytes of a variable of a jaxpr.
@@ -65,7 +68,7 @@ class Sizes:
         return total / self.tensor if gathered else total * self.share
 
     def has_rows(self, shape: tuple[int, ...]) -> bool:
-        return _has_rows(shape, self.rows)
+        return _has_rows(shape, self.rows, self.parameters)
 
 
 def temporaries(jaxpr: ClosedJaxpr, sizes: Sizes) -> float:
@@ -84,7 +87,7 @@ class _Peak:
 
     def of(self, jaxpr: Jaxpr) -> float:
         """The largest number of bytes alive during the jaxpr, without its arguments."""
-        steps, results, roots, last = _lifetimes(jaxpr, self._sizes.rows)
+        steps, results, roots, last = _lifetimes(jaxpr, self._sizes.rows, self._sizes.parameters)
         alive = peak = 0.0
         ends: dict[int, float] = {}
         for index, step in enumerate(steps):
@@ -101,7 +104,7 @@ class _Peak:
 
     def written(self, jaxpr: Jaxpr) -> float:
         """The bytes of all results with batch rows that are not fused."""
-        steps, _, roots, _ = _lifetimes(jaxpr, self._sizes.rows)
+        steps, _, roots, _ = _lifetimes(jaxpr, self._sizes.rows, self._sizes.parameters)
         total = 0.0
         for step in steps:
             name, params = step.eqn.primitive.name, step.eqn.params
@@ -133,7 +136,7 @@ class _Peak:
     def _layer(self, scan: Step, body: Jaxpr) -> float:
         """The parameters of one layer. If they are converted to another dtype, they are gathered in that one."""
         used: dict[Any, set[int]] = {}
-        for step in _lifetimes(body, self._sizes.rows)[0]:
+        for step in _lifetimes(body, self._sizes.rows, self._sizes.parameters)[0]:
             converted = step.eqn.primitive.name == "convert_element_type"
             for var in step.inputs:
                 used.setdefault(var, set()).add(_itemsize(step.outputs[0] if converted else var))
@@ -152,17 +155,21 @@ class Step(NamedTuple):
     outputs: tuple[Any, ...]
 
 
-def _has_rows(shape: tuple[int, ...], rows: int) -> bool:
-    return any(size % rows == 0 and size > 0 for size in shape)
+def _has_rows(shape: tuple[int, ...], rows: int, parameters: frozenset[int]) -> bool:
+    if any(size % rows == 0 and size > 0 for size in shape):
+        return True
+    return bool(parameters) and math.prod(shape) > max(parameters) // 1024 and math.prod(shape) not in parameters
 
 
 @functools.cache
-def _lifetimes(jaxpr: Jaxpr, rows: int) -> tuple[list[Step], frozenset[Any], dict[Any, frozenset[Any]], dict[Any, int]]:
+def _lifetimes(
+    jaxpr: Jaxpr, rows: int, parameters: frozenset[int]
+) -> tuple[list[Step], frozenset[Any], dict[Any, frozenset[Any]], dict[Any, int]]:
     """(steps, results, fused variable -> the variables that it is computed from, variable -> its last use)."""
     steps, results = _flat(jaxpr)
     kept = {var for step in steps if step.eqn.primitive.name in _LOOPS for var in step.inputs}
     operands = {var for step in steps if step.eqn.primitive.name in _PRODUCTS for var in step.inputs}
-    kept |= {var for var in operands | results if _has_rows(_shape(var), rows)}
+    kept |= {var for var in operands | results if _has_rows(_shape(var), rows, parameters)}
     roots: dict[Any, frozenset[Any]] = {}
     last: dict[Any, int] = {}
     for index, step in enumerate(steps):

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from axcore.aot.chips import GIB
+from axcore.aot.plan.depth import FEW, MORE, deep, memory_from_few_layers
 from axcore.aot.plan.model import Candidate, Figures, Model
-from axcore.aot.report import Report, compile_program
+from axcore.aot.report import compile_program
 from axcore.aot.targets import Target
-from axcore.config import ConfigError, walk
+from axcore.config import AxcoreError, ConfigError, has_field, walk
 from axcore.nn import Attention, Stack
 from axcore.parallel import ByTag, Remat
 from axcore.train import Trainer
 
 SHOWN = 12
-_POLICIES: tuple[Remat | None, ...] = (None, ByTag(save=("heads", "lse")), Remat())
+_TRIED = 4
+"""Candidates whose memory is compiled for each one that must fit."""
+_DOUBT = 0.1
+"""If a figure from few layers is nearer than this to the limit, the whole step is compiled."""
+_SIZES = (1, 2, 4, 8)
+"""Sizes of the axes that divide the work on one token or one row."""
+_HEADS = ByTag(save=("heads", "lse"))
+_LAYERS: tuple[tuple[Remat | None, bool], ...] = ((None, True), (None, False), (_HEADS, False), (Remat(), False))
+"""Remat policies, and whether layers are unrolled. Unrolled layers with remat need more memory than scanned ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,19 +34,17 @@ class Choice:
 
     Attributes:
         figures: by formulas.
-        report: the compiled step, if it was compiled.
+        memory: bytes on each device.
+        source: what `memory` is from: `formula`; `scaled`, which is the formula with the error found for another
+            candidate of the same kind; a number of layers that were compiled; or `compiled`.
         why: why another candidate is better; empty for the best.
     """
 
     candidate: Candidate
     figures: Figures
-    report: Report | None
-    why: str
-
-    @property
-    def total(self) -> float:
-        """Bytes on each device: of the compiled step if there is one."""
-        return self.figures.total if self.report is None else self.report.memory.total
+    memory: float
+    source: str
+    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +69,17 @@ class Plan:
         return self.choices[0] if self.choices and not self.choices[0].why else None
 
     def __str__(self) -> str:
-        rows = [("mesh", "remat", "microbatches", "GiB", "compiled", "headroom", "step", "MFU", "")]
+        rows = [("mesh", "layers", "microbatches", "GiB", "from", "headroom", "step", "MFU", "")]
         for each in self.choices[:SHOWN]:
-            figures, report = each.figures, each.report
+            figures, candidate = each.figures, each.candidate
             rows.append(
                 (
-                    " ".join(f"{axis}={size}" for axis, size in each.candidate.shape.items()),
-                    policy(each.candidate.remat),
-                    str(each.candidate.microbatches),
-                    f"{figures.total / GIB:.1f}",
-                    "" if report is None else f"{report.memory.total / GIB:.1f}",
-                    f"{(self.limit - each.total) / GIB:.1f}",
+                    " ".join(f"{axis}={size}" for axis, size in candidate.shape.items()),
+                    layers(candidate),
+                    str(candidate.microbatches),
+                    f"{each.memory / GIB:.1f}",
+                    each.source,
+                    f"{(self.limit - each.memory) / GIB:.1f}",
                     f"{figures.step:.3f} s",
                     f"{figures.mfu:.0%}",
                     each.why or "best",
@@ -81,90 +89,208 @@ class Plan:
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         head = f"{self.target}: {self.tried} ways, limit {self.limit / GIB:.1f} GiB per device"
         foot = [f"left out: {count} because {why}" for why, count in self.refused.items()]
-        foot.append("Memory (GiB), step and MFU are estimates by formulas; `compiled` is the compiler's memory.")
+        foot.append("Step and MFU are estimates by formulas. `from` says where the memory (GiB) is from.")
         if self.best is None:
             return "\n".join([head, *table, *foot, "No candidate fits."])
         return "\n".join([head, *table, *foot, "", *_rule(self.target, self.best.candidate)])
 
 
 def plan(cfg: Trainer.Config, target: str, compiled: int = 2) -> Plan:
-    """Searches the mesh, the remat policy and the number of microbatches with which a step is fastest.
+    """Searches for the way to run a step that is fastest and fits.
 
-    All candidates are ranked by formulas (see `Model`), and the best are compiled until `compiled` of them fit.
+    Candidates are ranked by formulas (see `Model`). The best are compiled, with all layers or with few, until
+    `compiled` of them fit. Each compiled one corrects the memory of the others of its kind.
+    Optimizer offload and context parallelism are tried if nothing else fits.
 
     Args:
-        cfg: the config with everything but these. Its other remat policies are compared too.
+        cfg: the config with everything but these. Its own way to run the layers is compared too.
         target: the accelerator, such as `gpu-h100-8x4`.
 
     Raises:
         ConfigError: the target is unknown, or no candidate can split the model and the batch.
     """
     found = Target.of(target)
-    model, limit, refused = Model(cfg, found), found.chip.limit, dict[str, int]()
-    figures: list[tuple[Candidate, Figures]] = []
-    for shape, remat in ways(cfg, found):
+    search = Search(cfg, found)
+    search.run(ways(cfg, found, search.model.experts), compiled)
+    if search.best() is None:
+        search.run(more_ways(cfg, found), compiled)
+    return search.plan()
+
+
+class Search:
+    """Candidates, and what compiling some of them found."""
+
+    def __init__(self, cfg: Trainer.Config, target: Target):
+        self.cfg, self.target, self.model = cfg, target, Model(cfg, target)
+        self.limit = target.chip.limit
+        self.ways: list[Candidate] = []
+        self.refused: dict[str, int] = {}
+        self.measured: dict[Candidate, tuple[float, str]] = {}
+        self.errors: dict[object, float] = {}
+        """`_kind` of candidates -> the temporaries of a compiled step, as a multiple of those by formulas."""
+
+    def run(self, ways: Iterable[Candidate], compiled: int) -> None:
+        """Adds candidates and compiles the best, until `compiled` of them fit."""
+        for candidate in ways:
+            try:
+                self.model.figures(candidate)
+            except ConfigError as error:
+                rows = "rows" in str(error)
+                why = f"{'the rows of a batch' if rows else 'a parameter'} cannot be split so"
+                self.refused[why] = self.refused.get(why, 0) + 1
+            else:
+                self.ways.append(candidate)
+        for _ in range(_TRIED * compiled):
+            fitting = [each for each in self.ranked() if each.memory <= self.limit]
+            best = [each for each in fitting if each.candidate not in self.measured][:1]
+            if not best or sum(each.candidate in self.measured for each in fitting) >= compiled:
+                break
+            self.measure(best[0])
+
+    def ranked(self) -> list[Choice]:
+        """Each way with the fewest microbatches that fit, since more of them only cost time: those that fit by time,
+        then those that do not by memory."""
+        found = [self.fewest_microbatches(each) for each in self.ways]
+        return sorted(
+            found, key=lambda each: (over := each.memory > self.limit, each.memory if over else each.figures.step)
+        )
+
+    def best(self) -> Choice | None:
+        """The fastest that fits: of those that were compiled, if there are any."""
+        fitting = [each for each in self.ranked() if each.memory <= self.limit]
+        return next((each for each in fitting if each.candidate in self.measured), fitting[0] if fitting else None)
+
+    def fewest_microbatches(self, candidate: Candidate) -> Choice:
+        choice = self.choice(candidate)
+        while choice.memory > self.limit:
+            try:
+                choice = self.choice(
+                    dataclasses.replace(choice.candidate, microbatches=2 * choice.candidate.microbatches)
+                )
+            except ConfigError:  # fewer than one row on each device
+                break
+        return choice
+
+    def choice(self, candidate: Candidate) -> Choice:
+        figures = self.model.figures(candidate)
+        if candidate in self.measured:
+            return Choice(candidate, figures, *self.measured[candidate])
+        error = self.errors.get(_kind(candidate))
+        memory = figures.state + (figures.total - figures.state) * (error or 1.0)
+        return Choice(candidate, figures, memory, "formula" if error is None else "scaled")
+
+    def measure(self, choice: Choice, *, whole: bool = False) -> None:
+        """Finds the memory of a candidate with the compiler, and the error of the formula.
+
+        Args:
+            whole: compiles all layers even if few of them are enough.
+        """
+        candidate, figures = choice.candidate, choice.figures
         try:
-            figures.append(_fewest_microbatches(model, shape, remat, limit))
-        except ConfigError as error:
-            why = "the rows of a batch cannot be split so" if "rows" in str(error) else "a parameter cannot be split so"
-            refused[why] = refused.get(why, 0) + 1
-    if not figures:
-        raise ConfigError(f"no mesh of {target} can split this model and its batch: {', '.join(refused)}")
-    fitting = sorted((each for each in figures if each[1].total <= limit), key=lambda each: each[1].step)
-    others = sorted((each for each in figures if each[1].total > limit), key=lambda each: each[1].total)
-    reports: dict[int, Report] = {}
-    for index, (candidate, _) in enumerate(fitting):
-        if sum(report.fits for report in reports.values()) >= compiled or len(reports) > 2 * compiled:
-            break
-        reports[index] = compile_program(candidate.applied(cfg), target)
-    best = next((index for index in range(len(fitting)) if index not in reports or reports[index].fits), None)
-    choices = [
-        Choice(*each, reports.get(index), _why(each[1], fitting[best][1], reports.get(index)) if index != best else "")
-        for index, each in enumerate(fitting)
-        if best is not None
-    ]
-    choices.sort(key=lambda each: bool(each.why))
-    choices += [Choice(*each, None, f"does not fit: {(each[1].total - limit) / GIB:.1f} GiB more") for each in others]
-    return Plan(target, limit, choices, len(figures), refused)
+            memory, source = self.compiled(candidate, figures, whole)
+        except AxcoreError as error:
+            self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+            count = candidate.microbatches
+            self.ways = [each for each in self.ways if dataclasses.replace(each, microbatches=count) != candidate]
+            return
+        self.measured[candidate] = memory, source
+        self.errors[_kind(candidate)] = (memory - figures.state) / (figures.total - figures.state)
+
+    def compiled(self, candidate: Candidate, figures: Figures, whole: bool) -> tuple[float, str]:
+        """(bytes on each device, what they are from)."""
+        if not whole and candidate.unroll and deep(self.cfg.model):
+            memory = memory_from_few_layers(self.cfg, self.target, candidate, figures.total)
+            if abs(memory / self.limit - 1) > _DOUBT:
+                return memory, f"{FEW} and {MORE} layers"
+        return compile_program(candidate.applied(self.cfg), self.target.accelerator.text).memory.total, "compiled"
+
+    def plan(self) -> Plan:
+        """
+        Raises:
+            ConfigError: no candidate can split the model and the batch.
+        """
+        if not self.ways:
+            raise ConfigError(
+                f"no mesh of {self.target.accelerator.text} can split this model and its batch: "
+                f"{', '.join(self.refused)}"
+            )
+        best = self.best()
+        choices = [dataclasses.replace(each, why=self.why(each, best)) for each in self.ranked()]
+        choices.sort(key=lambda each: bool(each.why))
+        return Plan(self.target.accelerator.text, self.limit, choices, len(self.ways), self.refused)
+
+    def why(self, choice: Choice, best: Choice | None) -> str:
+        if choice.memory > self.limit or best is None:
+            return f"does not fit: {(choice.memory - self.limit) / GIB:.1f} GiB more"
+        if choice == best:
+            return ""
+        slower = choice.figures.step / best.figures.step - 1
+        if slower < -0.005:
+            return f"{-slower:.0%} faster, but not compiled"
+        return (
+            "as fast by these formulas" if slower < 0.005 else f"{slower:.0%} slower, bound by {choice.figures.slowest}"
+        )
 
 
-def _fewest_microbatches(
-    model: Model, shape: Mapping[str, int], remat: Remat | None, limit: int
-) -> tuple[Candidate, Figures]:
-    """The candidate with the fewest microbatches that fits, since more of them only cost time; or the smallest.
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    """Equal for candidates for which the formula has about the same error."""
+    return (*candidate.program, *(axis for axis in ("expert", "context", "tensor") if candidate.shape.get(axis, 1) > 1))
 
-    Raises:
-        ConfigError: the batch or a parameter cannot be split over the mesh.
+
+def ways(cfg: Trainer.Config, target: Target, experts: int = 0) -> Iterator[Candidate]:
+    """Meshes of data, fsdp, expert and tensor parallelism, with each way to run the layers.
+
+    Args:
+        experts: the number of experts of each mixture; 0 without mixtures.
     """
-    candidate = Candidate(shape, remat, 1)
-    figures = model.figures(candidate)
-    while figures.total > limit:
-        more = Candidate(shape, remat, 2 * candidate.microbatches)
-        try:
-            found = model.figures(more)
-        except ConfigError:  # fewer than one row on each device
-            break
-        candidate, figures = more, found
-    return candidate, figures
+    for shape in shapes(cfg, target, [size for size in _SIZES if size == 1 or (experts and experts % size == 0)]):
+        for remat, unroll in _ways_of_layers(cfg, target):
+            yield Candidate(shape, remat, 1, unroll)
 
 
-def ways(cfg: Trainer.Config, target: Target) -> Iterator[tuple[dict[str, int], Remat | None]]:
-    """The meshes of data, fsdp and tensor parallelism, with each remat policy."""
+def more_ways(cfg: Trainer.Config, target: Target) -> Iterator[Candidate]:
+    """What takes less memory and more time: optimizer state in host memory, and rows that several devices share."""
+    for shape in shapes(cfg, target):
+        if target.chip.platform != "cpu":
+            yield from (Candidate(shape, remat, 1, offload=True) for remat in (_HEADS, Remat()))
+        for context in _SIZES[1:]:
+            fsdp = shape.get("fsdp", 1)
+            if fsdp % context == 0:
+                rest = {axis: size for axis, size in shape.items() if axis != "fsdp"}
+                divided = {"fsdp": fsdp // context, "context": context, **rest}
+                yield from (Candidate(divided, remat, 1) for remat in (_HEADS, Remat()))
+
+
+def shapes(cfg: Trainer.Config, target: Target, experts: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:
+    """Meshes of data, fsdp, expert and tensor parallelism, with these sizes of the axis `expert`."""
     count, per_host = target.accelerator.count, target.accelerator.per_host
     heads = [node.num_kv_heads or node.num_heads for _, node in walk(cfg.model) if isinstance(node, Attention.Config)]
-    own = [node.remat for _, node in walk(cfg.model) if isinstance(node, Stack.Config) and hasattr(node, "remat")]
-    policies = dict.fromkeys((*own, *_POLICIES) if own else (None,))
-    for tensor in (1, 2, 4, 8):
-        if tensor > per_host or count % tensor or any(number % tensor for number in heads):
+    for tensor, expert in itertools.product(_SIZES, experts):
+        inner = tensor * expert
+        if inner > per_host or count % inner or any(number % tensor for number in heads):
             continue
-        whole = count // tensor
-        near = max(per_host // tensor, 1)
+        whole = count // inner
+        near = max(per_host // inner, 1)
         for fsdp in dict.fromkeys((1, near, *(whole // part for part in (8, 4, 2, 1) if whole % part == 0))):
             if whole % fsdp:
                 continue
-            shape = {"data": whole // fsdp, "fsdp": fsdp, "tensor": tensor}
-            shape = {axis: size for axis, size in shape.items() if size > 1} or {"data": 1}
-            yield from ((shape, remat) for remat in policies)
+            shape = {"data": whole // fsdp, "fsdp": fsdp, "expert": expert, "tensor": tensor}
+            yield {axis: size for axis, size in shape.items() if size > 1} or {"data": 1}
+
+
+def _ways_of_layers(cfg: Trainer.Config, target: Target) -> Iterator[tuple[Remat | None, bool]]:
+    """The remat policies, each with whether layers are unrolled: first those of the config."""
+    stacks = [node for _, node in walk(cfg.model) if isinstance(node, Stack.Config) and has_field(node, "remat")]
+    own = [(getattr(node, "remat"), getattr(node, "unroll", 1) > 1) for node in stacks]  # noqa: B009
+    for remat, unroll in dict.fromkeys((*own, *_LAYERS) if own else ((None, False),)):
+        if not unroll or target.chip.platform != "tpu" or (remat, unroll) in own:  # slow to compile, and not faster
+            yield remat, unroll
+
+
+def layers(candidate: Candidate) -> str:
+    """How the layers run and where the optimizer state is, in words."""
+    parts = (policy(candidate.remat), "unrolled" * candidate.unroll, "optimizer on host" * candidate.offload)
+    return ", ".join(filter(None, parts))
 
 
 def policy(remat: Remat | None) -> str:
@@ -176,21 +302,14 @@ def policy(remat: Remat | None) -> str:
     return "save inputs" if type(remat) is Remat else repr(remat)
 
 
-def _why(figures: Figures, best: Figures, report: Report | None) -> str:
-    if report is not None and not report.fits:
-        return f"does not fit when compiled: {-report.headroom / GIB:.1f} GiB more"
-    slower = figures.step / best.step - 1
-    if slower < 0.005:
-        return "as fast by these formulas"
-    return f"{slower:.0%} slower, bound by {figures.slowest}"
-
-
 def _rule(target: str, candidate: Candidate) -> list[str]:
     """The mesh rule of a candidate, to paste into a plugin."""
     shape = ", ".join(f'"{axis}": {size}' for axis, size in candidate.shape.items())
+    memory = '"host"' if candidate.offload else '"device"'
     return [
         f'# MeshRule("{target}", "my_plugin.rules:planned", "Found by axcore plan.", "{target}")',
         "def planned(cfg):",
-        f"    cfg = cfg.set(mesh=cfg.mesh.set(shape={{{shape}}}, dcn={{}}), microbatches={candidate.microbatches})",
-        f"    return cfg.set(model=use_remat(cfg.model, {candidate.remat!r}))",
+        f"    mesh = cfg.mesh.set(shape={{{shape}}}, dcn={{}}, optimizer_memory={memory})",
+        f"    model = use_unroll(use_remat(cfg.model, {candidate.remat!r}), {candidate.unroll})",
+        f"    return cfg.set(mesh=mesh, model=model, microbatches={candidate.microbatches})",
     ]
