@@ -14,15 +14,16 @@ import pytest
 import axcore as ax
 from axcore.aot import Target, compile_program, report_page
 from axcore.aot.chips import CHIPS
-from axcore.aot.memory import Memory
+from axcore.aot.memory import Memory, is_refusal
 from axcore.aot.targets import torus
 from axcore.testing.devices import on_devices
 from axcore.train.data.form import batch_form
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-REFUSAL = (
-    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: XLA:TPU compile permanent error. Ran out of memory in memory space "
-    "hbm. Used 56.00G of 15.75G hbm. Exceeded hbm capacity by 40.25G."
+REFUSAL = (  # of libtpu 0.0.52
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+    "temporaries (18.62T) exceeds available HBM (95.73G). HLO module: jit_train_step.\n"
+    "See https://openxla.org/xla/errors/error_1000 for more details."
 )
 
 
@@ -91,7 +92,7 @@ def test_a_program_that_does_not_fit(one_device, monkeypatch):
     assert not report.fits and report.headroom == 1000 - report.memory.total
     assert report.verdict.startswith("does not fit: ")
     refused = Memory.of_refusal(RuntimeError(REFUSAL), arguments=7)
-    assert (refused.total, refused.arguments, refused.refused) == (56 * 2**30, 7, True)
+    assert (refused.total, refused.arguments, refused.refused) == (int(18.62 * 2**40), 7, True)
     report = dataclasses.replace(report, memory=refused, limit=2**60, estimate=None, memory_traffic=None)
     assert not report.fits and "total, as the compiler says" in str(report)
     with pytest.raises(ax.AxcoreError, match="the compiler refuses the program: RESOURCE_EXHAUSTED: other"):
@@ -152,6 +153,18 @@ def test_every_chip_has_a_compiler(chip):
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     x = jax.ShapeDtypeStruct((64, 64), "bfloat16", sharding=sharding)
     assert "all-gather" in jax.jit(lambda x: x @ x).lower(x).compile().as_text()
+
+
+@pytest.mark.slow
+def test_the_figure_of_a_refusal_has_the_arguments_and_outputs():
+    if not _installed("libtpu"):
+        pytest.skip("libtpu is not installed")
+    sharding = jax.sharding.SingleDeviceSharding(Target.of("tpu-v5e-1").devices()[0])
+    x = jax.ShapeDtypeStruct((2**16, 2**16), "bfloat16", sharding=sharding)  # 8 GiB
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.jit(lambda x: 2 * x).lower(x).compile()
+    assert is_refusal(caught.value)
+    assert Memory.of_refusal(caught.value, arguments=0).total == 16 * 2**30
 
 
 def _installed(module):

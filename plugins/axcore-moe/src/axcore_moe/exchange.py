@@ -27,7 +27,7 @@ class Exchange(Dispatch):
 
     Each device holds only its own experts. If the experts are also sharded over other mesh axes (such as `embed` over
     fsdp), they are gathered along those axes for the call. Tokens are sharded over all devices. If the rules do not
-    shard `expert`, this is `Dropless`.
+    shard `expert`, each device computes its own tokens with all experts, without an all-to-all.
     """
 
     layout_fields = ("transport",)
@@ -49,7 +49,10 @@ class Exchange(Dispatch):
         axes = layout.axes_of("expert") if layout is not None else ()
         if layout is not None and layout.manual.intersection(group_of(layout.rules.get("expert"))):
             raise ContextError("dispatch=Exchange runs inside a shard_map over the mesh axes of the experts")
-        if layout is None or layout.size_of(axes) == 1:
+        if layout is None or layout.size_of((*axes, *_token_axes(layout))) == 1:
+            return Dropless(matmul=self.matmul)(experts, x, routing)
+        count = layout.size_of(axes)
+        if routing.choices is None and count == 1:
             return Dropless(matmul=self.matmul)(experts, x, routing)
         if routing.choices is None:
             raise ax.ConfigError(
@@ -71,7 +74,7 @@ class Exchange(Dispatch):
                 axes=axes,
                 over=over,
                 num_experts=num_experts,
-                count=layout.size_of(axes),
+                count=count,
                 ragged=self._is_ragged(layout.platform),
             ),
             in_specs=(rows, choices, choices),
@@ -117,6 +120,15 @@ class Exchange(Dispatch):
             devices, a float32 scalar.
         """
         choices, tokens = expert.shape
+        pairs = jnp.broadcast_to(x, (choices, *x.shape)).reshape(-1, x.shape[1])
+
+        def combined(y: jax.Array) -> jax.Array:
+            y = y.reshape(choices, tokens, -1)
+            return (y * weight[..., None].astype(y.dtype)).sum(axis=0)
+
+        lost = jnp.zeros((), jnp.float32)
+        if count == 1:
+            return combined(by_expert(experts, pairs, expert.reshape(-1), num_experts, self.matmul)), lost
         held = num_experts // count
         most = tokens * min(choices, held)
         places = min(most, math.ceil(self.factor * choices * tokens / count))
@@ -134,12 +146,9 @@ class Exchange(Dispatch):
             run = cond(few, remat(with_places(places)), remat(with_places(most)))
         else:
             run = with_places(places)
-        lost = jnp.zeros((), jnp.float32)
         if not self.dropless:
             lost = jax.lax.psum(jnp.maximum(needed - places, 0).sum().astype(jnp.float32), over)
-        pairs = jnp.broadcast_to(x, (choices, *x.shape)).reshape(-1, x.shape[1])
-        y = run(experts, pairs, expert.reshape(-1)).reshape(choices, tokens, -1)
-        return (y * weight[..., None].astype(y.dtype)).sum(axis=0), lost
+        return combined(run(experts, pairs, expert.reshape(-1))), lost
 
 
 def _padded(
@@ -163,4 +172,8 @@ def _padded(
 
 def _all_axes(layout: Layout) -> tuple[str, ...]:
     """Every automatic mesh axis, those of `batch` and `seq` first, so that tokens stay on their device."""
-    return tuple(dict.fromkeys((*layout.axes_of("batch"), *layout.axes_of("seq"), *layout.automatic)))
+    return tuple(dict.fromkeys((*_token_axes(layout), *layout.automatic)))
+
+
+def _token_axes(layout: Layout) -> tuple[str, ...]:
+    return (*layout.axes_of("batch"), *layout.axes_of("seq"))
