@@ -21,6 +21,11 @@ HALF, LOGIT = 2, 6
 EVERYTHING = 1.4
 """Bytes of all intermediate values of a layer, relative to its inputs and the values with tags: 1.4 for Llama 1.1B and
 1.3 for Llama2-7B, unrolled, on one and two H200s."""
+GATHERED = 16
+"""Bytes for each parameter of the experts of one layer beyond bfloat16: a mixture gathers them in float32, and the
+experts and gradients of two layers exist at once. Qwen3 30B needs 20 bytes on 512 v5p (one compiled step)."""
+COPIES = 4
+"""Arrays with a row for each expert of each token in one layer: inputs and results of the experts, and gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +33,12 @@ class Sizes:
     """
     Attributes:
         parameters: bytes of the parameters.
-        layer: bytes of the parameters of one layer in bfloat16, which FSDP gathers at once.
+        layer: bytes of the parameters of one layer in bfloat16.
+        experts: number of parameters of the experts of one layer.
         layers: number of layers.
         dim: features of the residual stream.
         tagged: features per token with one of the tags query, key, value, heads, gate and up, in all layers.
+        copied: features per token of the copies for its experts, in one layer.
         vocab: columns of the logits.
         rows: rows of the global batch.
         seq_len: tokens of a row.
@@ -40,9 +47,11 @@ class Sizes:
 
     parameters: int
     layer: int
+    experts: int
     layers: int
     dim: int
     tagged: int
+    copied: int
     vocab: int
     rows: int
     seq_len: int
@@ -55,21 +64,28 @@ class Sizes:
         rows, seq_len = (getattr(cfg.input, name, None) for name in ("batch_size", "seq_len"))
         if not (isinstance(model, CausalLM.Config) and isinstance(rows, int) and isinstance(seq_len, int)):
             return None
-        count, size = _parameters(model)
+        count, experts, size = _parameters(model)
         layers = layers_of(model.decoder)
         embeddings = model.vocab_size * model.dim * (1 if model.head is None else 2)
         chunk = getattr(cfg.objective, "chunk", None)
         return cls(
             parameters=size,
             layer=max(0, count - embeddings) // max(1, len(layers)) * HALF,
+            experts=experts // max(1, len(layers)),
             layers=len(layers),
             dim=model.dim,
             tagged=sum(_tagged(place.config, model.dim) for place in layers),
+            copied=max((COPIES * model.dim * top_k for place in layers if (top_k := _top_k(place.config))), default=0),
             vocab=model.vocab_size,
             rows=rows,
             seq_len=seq_len,
             loss_len=min(chunk or seq_len, seq_len),
         )
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of the parameters that FSDP gathers on one device: those of two layers."""
+        return 2 * self.layer + GATHERED * self.experts
 
     def activations(self, rows: int, kept: float) -> float:
         """Bytes of activations on one device during a microbatch.
@@ -78,7 +94,7 @@ class Sizes:
             rows: rows of the microbatch on the device.
             kept: features per token that are kept for the backward pass.
         """
-        one_layer = 2 * EVERYTHING * self.tagged / max(1, self.layers)  # the values and their gradients
+        one_layer = 2 * EVERYTHING * self.tagged / max(1, self.layers) + self.copied  # the values and their gradients
         return rows * (self.seq_len * (kept + one_layer) * HALF + self.loss_len * self.vocab * LOGIT)
 
 
@@ -93,19 +109,29 @@ def memory(accelerator: Accelerator) -> float:
 
 
 @functools.lru_cache(maxsize=8)  # tracing the initializers of a large model takes a second
-def _parameters(model: Config) -> tuple[int, int]:
-    """The number of parameters, and their bytes."""
+def _parameters(model: Config) -> tuple[int, int, int]:
+    """The number of parameters, how many of them are experts', and the bytes of all."""
     _, params, _ = abstract(model, "model")
-    leaves = jax.tree.leaves(params)
-    return sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    leaves = jax.tree.leaves_with_path(params)
+    experts = [
+        leaf for path, leaf in leaves if "experts" in jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+    ]
+    return (
+        sum(leaf.size for _, leaf in leaves),
+        sum(leaf.size for leaf in experts),
+        sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves),
+    )
+
+
+def _top_k(layer: Config) -> int:
+    """The number of experts of a token; 0 without a mixture."""
+    return next((getattr(node, "top_k", 0) for _, node in walk(layer) if has_field(node, "top_k")), 0)
 
 
 def _tagged(layer: Config, dim: int) -> int:
     """Features per token of a layer that have one of the tags of the core."""
-    nodes = list(walk(layer))
-    used = next((getattr(node, "top_k", 1) for _, node in nodes if has_field(node, "top_k")), 1)
-    found = 0
-    for path, node in nodes:
+    used, found = max(1, _top_k(layer)), 0
+    for path, node in walk(layer):
         if isinstance(hidden := getattr(node, "hidden_dim", None), int):
             found += 2 * hidden * (used if "experts" in path.split(".") else 1)
         if isinstance(heads := getattr(node, "num_heads", None), int):
