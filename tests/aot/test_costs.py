@@ -13,7 +13,8 @@ from axcore.aot import Target
 from axcore.aot.chips import CHIPS
 from axcore.aot.flops import count_flops
 from axcore.aot.lowering import lower
-from axcore.aot.traffic import Collective, traffic
+from axcore.aot.roofline import Estimate
+from axcore.aot.traffic import Collective, Traffic, traffic
 from axcore.nn import use_remat
 from axcore.parallel import ByTag
 
@@ -97,6 +98,17 @@ def test_the_larger_branch_counts_and_opaque_calls_are_listed():
     found = flops(function, shape(4, 4), shape(dtype="bool"))
     assert found.total == 3 * 2 * 4**3
     assert set(found.uncounted) == {"while", "somebody"}
+
+
+@pytest.mark.parametrize(("seconds", "step", "apart"), [(0.5, 2.0, 2.5), (5.0, 5.0, 7.0)])
+def test_the_estimate_with_and_without_overlap(seconds, step, apart):
+    """A second of products and one of memory traffic. The network is slower than the links of a host of 8."""
+    chip = next(chip for chip in CHIPS if chip.kind == "h100")
+    sent = {Collective("all-gather", ("fsdp",), True, 8): seconds * 0.75 * 8 * chip.network}
+    moved = Traffic(memory=chip.bandwidth, elementwise=0.85 * chip.bandwidth, sent=sent)
+    estimate = Estimate.of(chip, {"bfloat16": 0.68 * chip.peak["bfloat16"]}, moved, 0.5 * chip.peak["bfloat16"])
+    assert (estimate.step, estimate.apart) == pytest.approx((step, apart))
+    assert (estimate.mfu, estimate.mfu_bound) == pytest.approx((0.5 / step, 0.5 / max(1.0, 0.75 * seconds)))
 
 
 MODULE = """HloModule jit_step, is_scheduled=true

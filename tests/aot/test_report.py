@@ -16,6 +16,7 @@ from axcore.aot import Target, compile_program, report_page
 from axcore.aot.chips import CHIPS
 from axcore.aot.memory import Memory, is_refusal
 from axcore.aot.targets import torus
+from axcore.nn import ReferenceKernel
 from axcore.testing.devices import on_devices
 from axcore.train.data.form import batch_form
 
@@ -137,6 +138,9 @@ def test_collectives_of_fsdp_on_two_hosts(tiny):
     assert {(each.axes, each.crosses) for each in gathered} == {(("fsdp",), True)}
     # Every parameter is gathered at least once, and a device receives the other seven parts.
     assert sum(each.sent for each in gathered) > 7 / 8 * 4 * report.parameters
+    # Chunks of queries need no other device.
+    chunked = on_devices(_sharded, ax.select(tiny, ReferenceKernel).set(chunk=tiny.input.seq_len // 2))
+    assert "collective-permute" not in {each.kind for each in chunked.collectives}
 
 
 @pytest.mark.slow

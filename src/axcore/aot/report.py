@@ -155,6 +155,8 @@ class Report:
             ("run, at least", _seconds(estimate.bound)),
             ("run, estimated", _seconds(estimate.step) + speed),
         ]
+        if estimate.apart > estimate.step:
+            rows.append(("run, without overlap", _seconds(estimate.apart)))
         if self.model_flops:
             rows += [("MFU, at most", f"{estimate.mfu_bound:.1%}"), ("MFU, estimated", f"{estimate.mfu:.1%}")]
         loops = f" {self.unknown_loops} loops of unknown length count once." if self.unknown_loops else ""
