@@ -1,5 +1,6 @@
 """FLOPs of jaxprs and traffic of compiled modules, compared with counts by hand."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -8,8 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from axcore.aot import Target
+from axcore.aot.chips import CHIPS
 from axcore.aot.flops import count_flops
-from axcore.aot.traffic import Collective, count_traffic
+from axcore.aot.lowering import lower
+from axcore.aot.roofline import Estimate
+from axcore.aot.traffic import Collective, Traffic, count_traffic
+from axcore.nn import use_remat
+from axcore.parallel import ByTag
 
 
 def shape(*sizes, dtype="float32"):
@@ -34,6 +41,32 @@ def test_matrix_products_in_loops_and_their_gradients_are_counted():
     assert flops(loss, *halves).by_dtype == {"bfloat16": 10 * one}
 
 
+def test_results_that_nothing_uses_do_not_count():
+    def function(x, weight):
+        unused = x @ weight @ weight
+        return x @ weight if unused.shape == x.shape else unused
+
+    assert flops(function, shape(3, 8), shape(8, 8)).total == 2 * 3 * 8 * 8
+
+
+def test_microbatches_do_not_add_operations(tiny):
+    """The gradient of a microbatch recomputes values that the policy keeps, and uses none of them."""
+    model = use_remat(tiny.model, ByTag(save=("query", "key", "value", "heads", "gate", "up")))
+    cfg = tiny.set(model=model, mesh=tiny.mesh.set(shape={"data": 1}))
+    one, two = (lower(cfg.set(microbatches=count), Target.of("cpu-1")).traced.jaxpr for count in (1, 2))
+    assert count_flops(two).total == count_flops(one).total
+
+
+def test_products_of_float32_run_at_the_default_precision_of_jax():
+    x = shape(8, 8)
+    assert flops(jnp.matmul, x, x).by_dtype == {"float32": 2 * 8**3}
+    highest = flops(functools.partial(jnp.matmul, precision="highest"), x, x)
+    assert highest.by_dtype == {"float32_highest": 2 * 8**3}
+    for chip in CHIPS:  # one pass over bfloat16 or TF32, and six passes over bfloat16 or the units for float32
+        fast, slow = chip.peak["float32"], chip.peak["float32_highest"]
+        assert (slow == fast / 6) if chip.platform == "tpu" else (slow < fast)
+
+
 def test_the_body_of_a_shard_map_is_counted_for_every_shard():
     mesh = AbstractMesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     body = jax.shard_map(
@@ -49,7 +82,7 @@ def test_grouped_products_and_convolutions():
     assert grouped.total == 2 * 12 * 8 * 5
 
     def both(x, groups, sizes):
-        return jax.grad(lambda *args: jax.lax.ragged_dot(*args, sizes).sum(), argnums=(0, 1))(x, groups)
+        return jax.value_and_grad(lambda *args: jax.lax.ragged_dot(*args, sizes).sum(), argnums=(0, 1))(x, groups)
 
     assert flops(both, shape(12, 8), shape(3, 8, 5), sizes).total == 3 * grouped.total
     filtered = flops(lambda x, k: jax.lax.conv(x, k, (1,), "SAME"), shape(2, 6, 16), shape(4, 6, 3))
@@ -65,6 +98,17 @@ def test_a_cond_is_counted_as_its_larger_branch_and_opaque_calls_are_listed():
     found = flops(function, shape(4, 4), shape(dtype="bool"))
     assert found.total == 3 * 2 * 4**3
     assert set(found.uncounted) == {"while", "opaque"}
+
+
+@pytest.mark.parametrize(("seconds", "step", "without_overlap"), [(0.5, 2.0, 2.5), (5.0, 5.0, 7.0)])
+def test_the_estimate_with_and_without_overlap(seconds, step, without_overlap):
+    """A second of products and one of memory traffic. The network is slower than the links of a host of 8."""
+    chip = next(chip for chip in CHIPS if chip.kind == "h100")
+    sent = {Collective("all-gather", ("fsdp",), True, 8): seconds * 0.75 * 8 * chip.network}
+    moved = Traffic(memory=chip.bandwidth, elementwise=0.85 * chip.bandwidth, sent=sent)
+    estimate = Estimate.of(chip, {"bfloat16": 0.68 * chip.peak["bfloat16"]}, moved, 0.5 * chip.peak["bfloat16"])
+    assert (estimate.step, estimate.without_overlap) == pytest.approx((step, without_overlap))
+    assert (estimate.mfu, estimate.mfu_bound) == pytest.approx((0.5 / step, 0.5 / max(1.0, 0.75 * seconds)))
 
 
 MODULE = """HloModule jit_step, is_scheduled=true

@@ -23,6 +23,8 @@ MESHES = {
         shape={"data": 2, "a": 2, "b": 2}, rules={"batch": "data", "seq": "a", "expert": ("a", "b"), "mlp": "b"}
     ),
 }
+FSDP = Mesh(shape={"fsdp": 8}, rules={"batch": "fsdp", "embed": "fsdp"})
+"""A mesh on which experts are sharded only by their features."""
 RAGGED = "expert on two axes, sharded sequence"
 """The mesh on which `Exchange` also runs with ragged arrays."""
 ROUTINGS = ("random", "four experts", "one expert")
@@ -157,6 +159,7 @@ def main():
     one = Mesh(shape={"data": 1}, rules={}).make(jax.devices()[:1])
     found = {"remembered": remembered(), "one": gradients(mixture(Dense()), one)}
     found |= {name: gradients(mixture(Exchange()), mesh.make()) for name, mesh in MESHES.items()}
+    found["fsdp=8"] = gradients(mixture(Exchange()), FSDP.make())
     bounded = mixture(Exchange(factor=1.0, dropless=False))
     found["bounded"] = gradients(bounded, MESHES["expert=8"].make())
     jax.lax.ragged_all_to_all, Exchange._is_ragged = emulated, lambda *_: True

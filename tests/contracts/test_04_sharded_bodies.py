@@ -6,7 +6,7 @@ import pytest
 import axcore as ax
 from axcore.testing.devices import on_devices
 
-from .bodies import DIM, EXPERTS, HIDDEN, MESHES, ROUTINGS, lowered, main
+from .bodies import DIM, EXPERTS, HIDDEN, MESHES, ROUTINGS, ROWS, SEQ, lowered, main
 
 pytestmark = pytest.mark.long
 
@@ -21,7 +21,7 @@ def found():
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("mesh", [*MESHES, "ragged"])
+@pytest.mark.parametrize("mesh", [*MESHES, "ragged", "fsdp=8"])
 def test_exchange_gives_the_loss_and_gradients_of_one_device(found, mesh, routing):
     one, many = found["one"][routing], found[mesh][routing]
     assert many["dropped"] == 0
@@ -69,6 +69,13 @@ def test_no_device_gathers_the_experts_of_other_devices(found, mesh):
     whole = [f"f32[{EXPERTS},{DIM},{HIDDEN}]", f"f32[{EXPERTS},{HIDDEN},{DIM}]", f"f32[{EXPERTS},{HIDDEN}]"]
     assert not [shape for shape in whole if shape in text]
     assert all(shape in found["one"]["text"] for shape in whole)
+
+
+def test_without_an_expert_axis_each_device_computes_its_own_tokens(found):
+    text, pairs = found["fsdp=8"]["text"], 2 * ROWS * SEQ
+    assert "all-to-all" not in text
+    assert f"f32[{pairs // 8},{DIM}]" in text
+    assert f"[{pairs},{DIM}]" not in text
 
 
 def test_limited_capacity_drops_pairs_and_reports_them(found):

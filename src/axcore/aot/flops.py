@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters import partial_eval
 
 _UNCOUNTED = ("custom_call", "ffi_call", "pure_callback", "io_callback")
 _CUDNN_MATMULS = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 5}
@@ -27,7 +29,8 @@ class Flops:
     """Operations of one run of a program on all devices together.
 
     Attributes:
-        by_dtype: operations by the dtype of the operands: `bfloat16`, `float32`, `float8`, `int8`.
+        by_dtype: operations by the dtype of the operands: `bfloat16`, `float32`, `float8`, `int8`, and
+            `float32_highest` for products of float32 with `jax.lax.Precision.HIGHEST`.
         uncounted: name -> number of occurrences in the program, for opaque calls and for loops whose number of
             iterations is not known. The body of such a loop is counted once.
     """
@@ -41,9 +44,14 @@ class Flops:
 
 
 def count_flops(jaxpr: ClosedJaxpr) -> Flops:
-    """The operations of a program. A `cond` is counted as its branch with the most operations."""
+    """The operations of a program. A `cond` is counted as its branch with the most operations.
+
+    Results that nothing uses are not counted, since XLA removes them. The gradient of a microbatch has some: the
+    backward pass of `jax.checkpoint` recomputes values there that its policy keeps.
+    """
+    used, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     counter = _Counter()
-    return Flops(dict(counter.of(jaxpr.jaxpr)), dict(counter.uncounted))
+    return Flops(dict(counter.of(used)), dict(counter.uncounted))
 
 
 class _Counter:
@@ -113,7 +121,11 @@ def _dtype(eqn: JaxprEqn) -> str:
     dtypes = [np.dtype(aval.dtype) for aval in avals]
     if all(dtype.itemsize == 1 for dtype in dtypes):
         return "int8" if all(dtype.kind in "iu" for dtype in dtypes) else "float8"
-    return "bfloat16" if all(dtype.itemsize <= 2 for dtype in dtypes) else "float32"
+    if all(dtype.itemsize <= 2 for dtype in dtypes):
+        return "bfloat16"
+    precision = eqn.params.get("precision")
+    is_highest = isinstance(precision, tuple) and jax.lax.Precision.HIGHEST in precision
+    return "float32_highest" if is_highest else "float32"
 
 
 def _shape(var: Any) -> tuple[int, ...]:  # Any: only variables of arrays have a shape

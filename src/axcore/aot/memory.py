@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 from axcore.config import AxcoreError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM")
+"""The message of libtpu 0.0.52. Its figure has the arguments and outputs, too, although it names only temporaries."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -156,6 +156,8 @@ class Report:
             ("run, at least", _seconds(estimate.bound)),
             ("run, estimated", _seconds(estimate.step) + speed),
         ]
+        if estimate.without_overlap > estimate.step:
+            rows.append(("run, without overlap", _seconds(estimate.without_overlap)))
         if self.model_flops:
             rows += [("MFU, at most", f"{estimate.mfu_bound:.1%}"), ("MFU, estimated", f"{estimate.mfu:.1%}")]
         loops = f" {self.unknown_loops} loops of unknown length are counted once." if self.unknown_loops else ""

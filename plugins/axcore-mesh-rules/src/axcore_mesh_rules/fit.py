@@ -82,7 +82,7 @@ def fitted(
         cfg = cfg.set(mesh=cfg.mesh.set(optimizer_memory="host"))
     if sizes.rows % accelerator.count or not any(has_field(node, "remat") for _, node in walk(cfg.model)):
         return cfg
-    free = MEMORY_FRACTION * memory - state / devices - 2 * sizes.layer
+    free = MEMORY_FRACTION * memory - state / devices - sizes.gathered
     policy, microbatches = _fastest(sizes, sizes.rows // accelerator.count, free, policies)
     cfg = cfg.set(model=use_remat(cfg.model, policy.remat), microbatches=microbatches)
     return cfg.set(model=use_unroll(cfg.model, True)) if policy.unroll else cfg

@@ -21,6 +21,11 @@ ACTIVATION_BYTES, LOGIT_BYTES = 2, 6
 ALL_VALUES_FACTOR = 1.4
 """Bytes of all intermediate values of a layer, divided by the bytes of its inputs and tagged values: measured 1.4 for
 Llama 1.1B and 1.3 for Llama2-7B, unrolled, on one and two H200s."""
+GATHERED_EXPERT_BYTES = 16
+"""Bytes for each parameter of the experts of one layer beyond bfloat16: a mixture gathers them in float32, and the
+experts and gradients of two layers exist at once. Qwen3 30B needs 20 bytes on 512 v5p (one compiled step)."""
+ROUTED_COPIES = 4
+"""Arrays with a row for each expert of each token in one layer: inputs and results of the experts, and gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +34,12 @@ class Sizes:
 
     Attributes:
         parameters: bytes of the parameters.
-        layer: bytes of the parameters of one layer in bfloat16, which FSDP gathers at once.
+        layer: bytes of the parameters of one layer in bfloat16.
+        experts: number of parameters of the experts of one layer.
         layers: number of layers.
         dim: features of the residual stream.
         tagged: features per token with one of the tags query, key, value, heads, gate and up, in all layers.
+        copied: features per token of the copies for its experts, in one layer.
         vocab: columns of the logits.
         rows: rows of the global batch.
         seq_len: tokens of a row.
@@ -41,9 +48,11 @@ class Sizes:
 
     parameters: int
     layer: int
+    experts: int
     layers: int
     dim: int
     tagged: int
+    copied: int
     vocab: int
     rows: int
     seq_len: int
@@ -57,21 +66,30 @@ class Sizes:
         rows, seq_len = (getattr(cfg.input, name, None) for name in ("batch_size", "seq_len"))
         if not (isinstance(model, CausalLM.Config) and isinstance(rows, int) and isinstance(seq_len, int)):
             return None
-        count, size = _parameters(model)
+        count, experts, size = _parameters(model)
         layers = layers_of(model.decoder)
         embeddings = model.vocab_size * model.dim * (1 if model.head is None else 2)
         chunk = getattr(cfg.objective, "chunk", None)
         return cls(
             parameters=size,
             layer=max(0, count - embeddings) // max(1, len(layers)) * ACTIVATION_BYTES,
+            experts=experts // max(1, len(layers)),
             layers=len(layers),
             dim=model.dim,
             tagged=sum(_tagged(place.config, model.dim) for place in layers),
+            copied=max(
+                (ROUTED_COPIES * model.dim * top_k for place in layers if (top_k := _top_k(place.config))), default=0
+            ),
             vocab=model.vocab_size,
             rows=rows,
             seq_len=seq_len,
             loss_len=min(chunk or seq_len, seq_len),
         )
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of the parameters that FSDP gathers on one device: those of two layers."""
+        return 2 * self.layer + GATHERED_EXPERT_BYTES * self.experts
 
     def activations(self, rows: int, kept: float) -> float:
         """Bytes of activations on one device during a microbatch.
@@ -80,7 +98,7 @@ class Sizes:
             rows: rows of the microbatch on the device.
             kept: features per token that are kept for the backward pass.
         """
-        one_layer = 2 * ALL_VALUES_FACTOR * self.tagged / max(1, self.layers)  # the values and their gradients
+        one_layer = 2 * ALL_VALUES_FACTOR * self.tagged / max(1, self.layers) + self.copied  # values and gradients
         return rows * (self.seq_len * (kept + one_layer) * ACTIVATION_BYTES + self.loss_len * self.vocab * LOGIT_BYTES)
 
 
@@ -95,19 +113,29 @@ def memory(accelerator: Accelerator) -> float:
 
 
 @functools.lru_cache(maxsize=8)  # tracing the initializers of a large model takes a second
-def _parameters(model: Config) -> tuple[int, int]:
-    """The number of parameters, and their bytes."""
+def _parameters(model: Config) -> tuple[int, int, int]:
+    """The number of parameters, how many of them are experts', and the bytes of all."""
     _, params, _ = abstract(model, "model")
-    leaves = jax.tree.leaves(params)
-    return sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    leaves = jax.tree.leaves_with_path(params)
+    experts = [
+        leaf for path, leaf in leaves if "experts" in jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+    ]
+    return (
+        sum(leaf.size for _, leaf in leaves),
+        sum(leaf.size for leaf in experts),
+        sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves),
+    )
+
+
+def _top_k(layer: Config) -> int:
+    """The number of experts of a token; 0 without a mixture."""
+    return next((getattr(node, "top_k", 0) for _, node in walk(layer) if has_field(node, "top_k")), 0)
 
 
 def _tagged(layer: Config, dim: int) -> int:
     """Features per token of a layer that have one of the tags of the core."""
-    nodes = list(walk(layer))
-    top_k = next((getattr(node, "top_k", 1) for _, node in nodes if has_field(node, "top_k")), 1)
-    found = 0
-    for path, node in nodes:
+    top_k, found = max(1, _top_k(layer)), 0
+    for path, node in walk(layer):
         if isinstance(hidden := getattr(node, "hidden_dim", None), int):
             found += 2 * hidden * (top_k if "experts" in path.split(".") else 1)
         if isinstance(heads := getattr(node, "num_heads", None), int):

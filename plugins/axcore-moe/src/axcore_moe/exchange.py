@@ -27,7 +27,7 @@ class Exchange(Dispatch):
 
     Each device holds only its own experts. If the experts are also sharded over other mesh axes (such as `embed` over
     fsdp), they are gathered along those axes for the call. Tokens are sharded over all devices. If the rules do not
-    shard `expert`, this is `Dropless`.
+    shard `expert`, each device computes its own tokens with all experts, without an all-to-all.
     """
 
     layout_fields = ("transport",)
@@ -49,7 +49,10 @@ class Exchange(Dispatch):
         axes = layout.axes_of("expert") if layout is not None else ()
         if layout is not None and layout.manual.intersection(group_of(layout.rules.get("expert"))):
             raise ContextError("dispatch=Exchange runs inside a shard_map over the mesh axes of the experts")
-        if layout is None or layout.size_of(axes) == 1:
+        if layout is None or layout.size_of((*axes, *_token_axes(layout))) == 1:
+            return Dropless(matmul=self.matmul)(experts, x, routing)
+        num_shards = layout.size_of(axes)
+        if routing.choices is None and num_shards == 1:
             return Dropless(matmul=self.matmul)(experts, x, routing)
         if routing.choices is None:
             raise ax.ConfigError(
@@ -71,7 +74,7 @@ class Exchange(Dispatch):
                 axes=axes,
                 all_axes=all_axes,
                 num_experts=num_experts,
-                num_shards=layout.size_of(axes),
+                num_shards=num_shards,
                 ragged=self._is_ragged(layout.platform),
             ),
             in_specs=(rows, choices, choices),
@@ -117,6 +120,15 @@ class Exchange(Dispatch):
             devices, a float32 scalar.
         """
         choices, tokens = expert.shape
+        pairs = jnp.broadcast_to(x, (choices, *x.shape)).reshape(-1, x.shape[1])
+
+        def combine(y: jax.Array) -> jax.Array:
+            y = y.reshape(choices, tokens, -1)
+            return (y * weight[..., None].astype(y.dtype)).sum(axis=0)
+
+        lost = jnp.zeros((), jnp.float32)
+        if num_shards == 1:
+            return combine(by_expert(experts, pairs, expert.reshape(-1), num_experts, self.matmul)), lost
         num_local_experts = num_experts // num_shards
         max_capacity = tokens * min(choices, num_local_experts)
         capacity = min(max_capacity, math.ceil(self.factor * choices * tokens / num_shards))
@@ -134,12 +146,9 @@ class Exchange(Dispatch):
             run = cond(fits, remat(with_capacity(capacity)), remat(with_capacity(max_capacity)))
         else:
             run = with_capacity(capacity)
-        lost = jnp.zeros((), jnp.float32)
         if not self.dropless:
             lost = jax.lax.psum(jnp.maximum(needed - capacity, 0).sum().astype(jnp.float32), all_axes)
-        pairs = jnp.broadcast_to(x, (choices, *x.shape)).reshape(-1, x.shape[1])
-        y = run(experts, pairs, expert.reshape(-1)).reshape(choices, tokens, -1)
-        return (y * weight[..., None].astype(y.dtype)).sum(axis=0), lost
+        return combine(run(experts, pairs, expert.reshape(-1))), lost
 
 
 def _padded_exchange(
@@ -159,4 +168,8 @@ def _padded_exchange(
 
 def _all_axes(layout: Layout) -> tuple[str, ...]:
     """Every automatic mesh axis, those of `batch` and `seq` first, so that tokens stay on their device."""
-    return tuple(dict.fromkeys((*layout.axes_of("batch"), *layout.axes_of("seq"), *layout.automatic)))
+    return tuple(dict.fromkeys((*_token_axes(layout), *layout.automatic)))
+
+
+def _token_axes(layout: Layout) -> tuple[str, ...]:
+    return (*layout.axes_of("batch"), *layout.axes_of("seq"))

@@ -44,10 +44,13 @@ class ReferenceKernel(AttentionKernel):
             return self._attend(inputs)
         # JAX can prove that this many chunks hold a symbolic length, but not that -(-seq // chunk) do.
         count = seq // chunk + 1 if is_symbolic else -(-seq // chunk)
+        is_whole = not is_symbolic and seq % chunk == 0
 
         def split(x: jax.Array) -> jax.Array:  # [batch, seq, ...] -> [chunks, batch, chunk, ...]
-            widths = [(0, count * chunk - seq) if axis == 1 else (0, 0) for axis in range(x.ndim)]
-            return rearrange(jnp.pad(x, widths, mode="edge"), "b (c s) ... -> c b s ...", c=count, s=chunk)
+            if not is_whole:  # even a padding of no width makes XLA send rows between devices
+                widths = [(0, count * chunk - seq) if axis == 1 else (0, 0) for axis in range(x.ndim)]
+                x = jnp.pad(x, widths, mode="edge")
+            return rearrange(x, "b (c s) ... -> c b s ...", c=count, s=chunk)
 
         def joined(x: jax.Array) -> jax.Array:
             return rearrange(x, "c b s ... -> b (c s) ...")[:, :seq]
