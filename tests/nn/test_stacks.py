@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings, strategies as st
 
 import axcore as ax
@@ -24,6 +25,7 @@ from axcore.nn import (
     edit_layers,
     layers_of,
     stacked,
+    unstacked,
     use_remat,
     use_unroll,
 )
@@ -364,3 +366,12 @@ def test_remat_stores_at_most_the_input_of_each_layer_for_every_grouping(pattern
     (all_kept, expected), (few_kept, found) = temporaries(None), temporaries(Remat())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
     assert few_kept < 0.5 * all_kept
+
+
+def test_case_an_unstacked_layer_that_uses_no_dtypes_gets_none():
+    norm = ax.stock(nnx.RMSNorm, widths={"num_features": "input_dim"})
+    types = ax.DTypes(compute=jnp.bfloat16)
+    inner = Repeat.Config(num_layers=2, layers=norm, dtypes=types)
+    flat = unstacked(Sequence.Config(input_dim=8, layers=(inner,)))
+    assert [each.dtypes for each in flat.layers] == [None, None]
+    assert len(jax.tree.leaves(abstract(flat)[1])) == 2

@@ -177,7 +177,7 @@ def _flat(stack: Stack.Config) -> Iterator[Layer.Config]:
     for place in stack.places():
         if isinstance(place.config, Stack.Config) and place.config.is_sequential:
             for layer in _flat(place.config):
-                types = place.config.dtypes
+                types = place.config.dtypes if layer.target.uses_dtypes else None
                 yield layer.set(dtypes=(layer.dtypes or DTypes()).over(types)) if types is not None else layer
         else:
             yield unstacked(place.config)
