@@ -160,7 +160,7 @@ def test_every_chip_has_a_compiler(chip):
 
 
 @pytest.mark.slow
-def test_the_figure_of_a_refusal_has_the_arguments_and_outputs():
+def test_the_figure_of_an_out_of_memory_error_includes_the_arguments_and_outputs():
     if not _installed("libtpu"):
         pytest.skip("libtpu is not installed")
     sharding = jax.sharding.SingleDeviceSharding(Target.of("tpu-v5e-1").devices()[0])
@@ -168,7 +168,7 @@ def test_the_figure_of_a_refusal_has_the_arguments_and_outputs():
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.jit(lambda x: 2 * x).lower(x).compile()
     assert is_out_of_memory(caught.value)
-    assert Memory.of_refusal(caught.value, arguments=0).total == 16 * 2**30
+    assert Memory.of_out_of_memory(caught.value, arguments=0).total == 16 * 2**30
 
 
 def _installed(module):
