@@ -136,6 +136,8 @@ ROWS = (
     Row("lora", mesh(pipeline=2, fsdp=4, memory="host"), 4),
     Row("cross-layer-kv", mesh(pipeline=2, tensor=4), 2),
     Row("mamba2", mesh(pipeline=2, data=2, tensor=2), 2),
+    Row("moe", mesh(fsdp=4, tensor=2), 2),
+    Row("moe", mesh(pipeline=2, data=2, fsdp=2), 4),
 )
 
 

@@ -113,5 +113,5 @@ def test_missing_tokamax_is_reported(monkeypatch):
 @pytest.mark.parametrize("dispatch", [Dropless(), Capacity()], ids=["dropless", "capacity"])
 def test_a_pipeline_stage_with_two_further_axes_raises(dispatch):
     stage = Mesh(shape={"pipeline": 2, "fsdp": 2, "tensor": 2}).abstract(8, "cpu").inside({"pipeline"})
-    with stage.active(), pytest.raises(ax.ConfigError, match="mesh axes fsdp and tensor requires expert parallelism"):
+    with stage.active(), pytest.raises(ax.ConfigError, match="mesh axes fsdp and tensor requires dispatch=Exchange"):
         dispatch(None, None, None)
