@@ -138,6 +138,8 @@ COMPOSITIONS = (
     Composition("lora", mesh(pipeline=2, fsdp=4, memory="host"), 4),
     Composition("cross-layer-kv", mesh(pipeline=2, tensor=4), 2),
     Composition("mamba2", mesh(pipeline=2, data=2, tensor=2), 2),
+    Composition("moe", mesh(fsdp=4, tensor=2), 2),
+    Composition("moe", mesh(pipeline=2, data=2, fsdp=2), 4),
 )
 
 

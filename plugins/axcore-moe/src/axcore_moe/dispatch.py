@@ -77,8 +77,8 @@ def _check_stage() -> None:
     axes = [f"{axis}={layout.mesh.shape[axis]}" for axis in layout.automatic if layout.mesh.shape[axis] > 1]
     if len(axes) > 1:
         raise ax.ConfigError(
-            f"a mixture of experts in a pipeline with the mesh axes {' and '.join(axes)} requires expert parallelism: "
-            f"dispatch=Exchange() and a mesh axis 'expert'. Or use only one axis beside 'pipeline'"
+            f"a mixture of experts in a pipeline with the mesh axes {' and '.join(axes)} requires dispatch=Exchange(). "
+            f"Or use only one axis beside 'pipeline'"
         )
 
 
