@@ -52,6 +52,7 @@ TARGETS: dict[str, tuple[Group, ...]] = {
         Group(False, HEADS, False, DENSE[:3]),
         Group(True, Remat(), False, MIXTURES),
         Group(False, None, False, DENSE),
+        Group(True, HEADS, False, MIXTURES),
     ),
     "gpu-h100-8": (
         Group(False, Remat(), True, (ONE,)),
