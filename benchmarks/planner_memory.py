@@ -49,9 +49,9 @@ TARGETS: dict[str, tuple[Group, ...]] = {
         Group(False, HEADS, True, (ONE,)),
         Group(True, Remat(), True, (({"fsdp": 4, "expert": 2}, 1),)),
         Group(False, Remat(), False, DENSE),
+        Group(False, HEADS, False, DENSE[:3]),
         Group(True, Remat(), False, MIXTURES),
         Group(False, None, False, DENSE),
-        Group(True, HEADS, False, MIXTURES),
     ),
     "gpu-h100-8": (
         Group(False, Remat(), True, (ONE,)),
