@@ -14,10 +14,11 @@ from axcore.aot import Target, compile_program
 from axcore.aot.plan import depth, plan
 from axcore.aot.plan.depth import deep, with_repetitions
 from axcore.aot.plan.liveness import Sizes, temporaries
-from axcore.aot.plan.model import Candidate, Model
-from axcore.aot.plan.search import ways
+from axcore.aot.plan.model import Candidate, Figures, Model
+from axcore.aot.plan.search import Choice, Plan, ways
 from axcore.nn import layers_of
-from axcore.parallel import ByTag, Remat
+from axcore.parallel import ByKind, ByTag, Remat
+from axcore.plugin import MeshRule
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,18 @@ def test_the_table_is_ranked_and_says_why_the_others_lost(found):
     assert {choice.source for choice in found.choices} == {"formula"}
 
 
-@pytest.mark.long
-def test_the_rule_to_paste_is_the_best_candidate(cfg, found):
-    source = "\n".join(line for line in str(found).splitlines() if line.startswith(("def ", "    ")))
-    names = {"Remat": Remat, "ByTag": ByTag, "use_remat": ax.nn.use_remat, "use_unroll": ax.nn.use_unroll}
-    exec(source, names)
-    assert names["planned"](cfg) == found.best.candidate.applied(cfg)
+@pytest.mark.parametrize(
+    "remat", [None, Remat(), ByTag(save=("heads", "lse")), ByKind(kinds={"MoE": Remat()}, others=ByTag(save=("lse",)))]
+)
+def test_the_rule_to_paste_runs_as_printed_and_is_the_candidate(cfg, remat):
+    best = Choice(Candidate({"data": 2, "fsdp": 4}, remat, 2, unroll=True), Figures(*[1.0] * 9), 0.0, "formula")
+    text = str(Plan("cpu-8", "tiny", 1, [best], 1, {}))
+    offer = next(line for line in text.splitlines() if line.startswith("MeshRule("))
+    rule = eval(offer, {"MeshRule": MeshRule})
+    assert (rule.pattern, rule.recipe, rule.target) == ("cpu-8", "tiny", "my_plugin.rules:planned")
+    module = {}
+    exec(text.partition("# rules.py\n")[2], module)
+    assert module["planned"](cfg) == best.candidate.applied(cfg)
 
 
 @pytest.mark.long

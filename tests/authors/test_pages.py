@@ -30,7 +30,7 @@ def pip(tmp_path_factory):
 
 
 # Their suites take a minute each.
-LENGTHY = ("attention", "kv_cache", "layer", "numerics", "parallelism", "recipe", "small")
+LENGTHY = ("attention", "kv_cache", "layer", "numerics", "parallelism", "recipe", "training")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_page_of_each_kind_creates_installs_and_tests_a_plugin(kind):
 
 def test_case_the_small_kinds_are_the_code_of_their_page():
     """`new-plugin` has every kind: those without a page of their own are the parts of the plugin on one page."""
-    parts = {step.path.rpartition("/")[2]: step.content for step in steps(PAGES["small"]) if isinstance(step, File)}
+    parts = {step.path.rpartition("/")[2]: step.content for step in steps(PAGES["training"]) if isinstance(step, File)}
     kinds = [kind for kind in KINDS if kind not in PAGES]
     assert kinds == ["optimizer", "input", "callback", "evaluator", "command"]
     for kind in kinds:

@@ -4,8 +4,11 @@ import pytest
 
 
 def sections(text):
-    """The parts of the output, by the first word of each."""
-    return {part.split()[0].rstrip(":"): part for part in text.split("\n\n")}
+    """The parts of the output, by the first word of each; the changes by their first line."""
+    return {
+        part.splitlines()[0] if part.startswith("changes") else part.split()[0].rstrip(":"): part
+        for part in text.split("\n\n")
+    }
 
 
 def test_the_rule_its_changes_the_mesh_and_the_options_are_shown(axcore):
@@ -16,20 +19,23 @@ def test_the_rule_its_changes_the_mesh_and_the_options_are_shown(axcore):
     assert chosen.split()[0] == "gpu-h200" and chosen.endswith("chosen")
     assert other.split()[0] == "gpu"
     assert other.endswith("less specific: gpu-* has fewer literal characters than gpu-h200-*")
-    assert "mesh.shape: " in found["changes"] and '-> {"data": 2, "fsdp": 4}' in found["changes"]
-    assert "input.batch_size" not in found["changes"]  # it is not set by the rule
+    assert (
+        "mesh.shape: " in found["changes by the rule:"] and '-> {"data": 2, "fsdp": 4}' in found["changes by the rule:"]
+    )
+    assert "input.batch_size" not in found["changes by the rule:"]  # it is not set by the rule
     assert (
         "mesh: data=2, fsdp=4\naxes that span hosts: data\nbatch: 64 rows = 8 shards x 1 microbatches x 8 rows" in out
     )
     assert "xla_gpu_enable_triton_gemm" in found["compiler"] and "accepted by the compiler" in found["compiler"]
 
 
-def test_edits_after_the_target_are_part_of_the_mesh_and_not_of_the_changes(axcore):
+def test_edits_after_the_target_are_part_of_the_mesh_and_not_of_the_changes_by_the_rule(axcore):
     out = axcore(
         "rules", "quickstart", "--target", "cpu-8", "--set", "mesh.shape.data=8", "--set", "mesh.shape.fsdp=1"
     ).out
     assert "mesh: data=8, fsdp=1" in out
-    assert '-> {"data": 1, "fsdp": 8}' in sections(out)["changes"]
+    assert '-> {"data": 1, "fsdp": 8}' in sections(out)["changes by the rule:"]
+    assert '-> {"data": 8, "fsdp": 1}' in sections(out)["changes by the edits after --target:"]
     assert "compiler option" not in out
 
 

@@ -45,7 +45,9 @@ def test_case_a_mesh_without_axes_is_refused_on_one_device():
 def test_case_a_mesh_with_too_few_devices_says_how_to_get_them():
     mesh = Mesh(shape={"data": 1, "fsdp": 8})
     message = r"mesh\.shape: \{.*\} does not match the number of cpu devices, which is 1\. Set sizes whose product is 1"
-    with pytest.raises(ConfigError, match=rf"{message}, or split the CPU into N devices with JAX_NUM_CPU_DEVICES=N$"):
+    with pytest.raises(
+        ConfigError, match=rf"{message}, or select N CPU devices with --target cpu-N or JAX_NUM_CPU_DEVICES=N$"
+    ):
         mesh.make(EIGHT[:1])
     with pytest.raises(ConfigError, match=r"the number of gpu devices, which is 4\. Set sizes whose product is 4$"):
         mesh.abstract(4, "gpu")

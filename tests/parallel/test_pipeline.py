@@ -190,7 +190,7 @@ def layers(count):
     ("model", "microbatches", "mesh", "message"),
     [
         (layers(6), 8, {"pipeline": 4}, r"decoder has 6 layers, .* into 4 stages .*Nearest numbers of stages: 2, 3"),
-        (layers(6), 3, {"pipeline": 6}, "microbatches=3 are fewer than the 6 stages"),
+        (layers(6), 3, {"pipeline": 6}, "microbatches=3 is less than the 6 stages"),
         (
             tiny_model().set(decoder=Sequence.Config(layers=(tiny_model().decoder.layers,))),
             8,

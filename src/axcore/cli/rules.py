@@ -73,7 +73,9 @@ def show_rule(name: str, before: list[tuple[str, str]], target: str, after: list
     print(f"{target}: {accelerator.count} devices{over}")
     print(f"rule {rule.name} of {plugin}: {rule.summary}\n")
     table(("mesh rule", "accelerators", "only for", "from", "verdict"), _candidates(accelerator, recipe, rule), "")
-    print("\nchanges:", *str(adapted.diff(recipe)).splitlines(), sep="\n  ")
+    print("\nchanges by the rule:", *str(adapted.diff(recipe)).splitlines(), sep="\n  ")
+    if after:
+        print("\nchanges by the edits after --target:", *str(cfg.diff(adapted)).splitlines(), sep="\n  ")
     sizes = dict(layout.mesh.shape)
     print("\nmesh: " + ", ".join(f"{axis}={size}" for axis, size in sizes.items()))
     if accelerator.hosts > 1:

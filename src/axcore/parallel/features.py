@@ -111,7 +111,11 @@ def _mesh(cfg: Any) -> Mesh:  # Any: the config of a trainer, which is above thi
 
 
 def _with_axis(cfg: Config, axis: str, size: int) -> Mesh:
-    """The mesh with this size of an axis. If no axis has size -1, the devices come from `fsdp` or `data`."""
+    """The mesh with this size of an axis. If no axis has size -1, the devices come from `fsdp` or `data`.
+
+    If the axis is one of these two, the other takes the remaining devices, so that a later feature does not change the
+    size that was asked for here.
+    """
     mesh = _mesh(cfg)
     shape = {**mesh.shape, axis: size}
     if size == -1:
@@ -126,5 +130,5 @@ def _with_axis(cfg: Config, axis: str, size: int) -> Mesh:
                 f"the axis {axis!r} of size {size} takes its devices from fsdp or data, but in "
                 f"mesh.shape={dict(mesh.shape)} none of these is a multiple of {size} ({sizes}). Set mesh.shape instead"
             )
-        shape[fits[0]] = shape[fits[0]] * current // size
+        shape[fits[0]] = -1 if axis in ("fsdp", "data") else shape[fits[0]] * current // size
     return mesh.set(shape=FrozenDict(shape))

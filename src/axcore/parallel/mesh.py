@@ -91,7 +91,9 @@ class Mesh(Config):
         if len(free) == 1 and fixed > 0 and count % fixed == 0:
             sizes[free[0]] = count // fixed
         if not sizes or any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != count:
-            split = ", or split the CPU into N devices with JAX_NUM_CPU_DEVICES=N" if platform == "cpu" else ""
+            split = (
+                ", or select N CPU devices with --target cpu-N or JAX_NUM_CPU_DEVICES=N" if platform == "cpu" else ""
+            )
             raise ConfigError(
                 f"mesh.shape: {sizes} does not match the number of {platform} devices, which is {count}. Set sizes "
                 f"whose product is {count}{split}"

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from axcore.aot.chips import GIB
+from axcore.aot.module_tree import size
 from axcore.aot.plan.depth import FEW, MORE, deep, memory_from_few_layers
 from axcore.aot.plan.model import Candidate, Figures, Model
 from axcore.aot.report import compile_program
@@ -14,6 +14,7 @@ from axcore.aot.targets import Target
 from axcore.config import AxcoreError, ConfigError, has_field, walk
 from axcore.nn import Attention, Stack
 from axcore.parallel import ByTag, Remat
+from axcore.plugin import recipe_of
 from axcore.train import Trainer
 
 SHOWN = 12
@@ -52,12 +53,14 @@ class Plan:
     """The result of `plan`.
 
     Attributes:
+        recipe: the name of the recipe; empty if no recipe made the config.
         choices: the best first, then those that fit by time, then those that do not by memory.
         tried: the number of ways, each with the fewest microbatches that fit.
         refused: why candidates were left out, with their number.
     """
 
     target: str
+    recipe: str
     limit: int
     choices: Sequence[Choice]
     tried: int
@@ -69,7 +72,7 @@ class Plan:
         return self.choices[0] if self.choices and not self.choices[0].why else None
 
     def __str__(self) -> str:
-        rows = [("mesh", "layers", "microbatches", "GiB", "from", "headroom", "step", "MFU", "")]
+        rows = [("mesh", "layers", "microbatches", "memory", "from", "headroom", "step", "MFU", "")]
         for each in self.choices[:SHOWN]:
             figures, candidate = each.figures, each.candidate
             rows.append(
@@ -77,9 +80,9 @@ class Plan:
                     " ".join(f"{axis}={size}" for axis, size in candidate.shape.items()),
                     layers(candidate),
                     str(candidate.microbatches),
-                    f"{each.memory / GIB:.1f}",
+                    size(each.memory),
                     each.source,
-                    f"{(self.limit - each.memory) / GIB:.1f}",
+                    "-" * (each.memory > self.limit) + size(abs(self.limit - each.memory)),
                     f"{figures.step:.3f} s",
                     f"{figures.mfu:.0%}",
                     each.why or "best",
@@ -87,12 +90,14 @@ class Plan:
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        head = f"{self.target}: {self.tried} ways, limit {self.limit / GIB:.1f} GiB per device"
+        head = f"{self.target}: {self.tried} ways, limit {size(self.limit)} per device"
         foot = [f"left out: {count} because {why}" for why, count in self.refused.items()]
-        foot.append("Step and MFU are estimates by formulas. `from` says where the memory (GiB) is from.")
+        if self.tried > SHOWN:
+            foot.append(f"{self.tried - SHOWN} slower or larger ways are not shown.")
+        foot.append("Step and MFU are estimates by formulas. `from` says where the memory per device is from.")
         if self.best is None:
             return "\n".join([head, *table, *foot, "No candidate fits."])
-        return "\n".join([head, *table, *foot, "", *_rule(self.target, self.best.candidate)])
+        return "\n".join([head, *table, *foot, "", *_rule(self.target, self.recipe, self.best.candidate)])
 
 
 def plan(cfg: Trainer.Config, target: str, compiled: int = 2) -> Plan:
@@ -217,11 +222,12 @@ class Search:
         best = self.best()
         choices = [dataclasses.replace(each, why=self.why(each, best)) for each in self.ranked()]
         choices.sort(key=lambda each: bool(each.why))
-        return Plan(self.target.accelerator.text, self.limit, choices, len(self.ways), self.refused)
+        accelerator, recipe = self.target.accelerator.text, recipe_of(self.cfg)
+        return Plan(accelerator, recipe, self.limit, choices, len(self.ways), self.refused)
 
     def why(self, choice: Choice, best: Choice | None) -> str:
         if choice.memory > self.limit or best is None:
-            return f"does not fit: {(choice.memory - self.limit) / GIB:.1f} GiB more"
+            return f"does not fit: {size(choice.memory - self.limit)} more"
         if choice == best:
             return ""
         slower = choice.figures.step / best.figures.step - 1
@@ -243,7 +249,7 @@ def ways(cfg: Trainer.Config, target: Target, experts: int = 0) -> Iterator[Cand
     Args:
         experts: the number of experts of each mixture; 0 without mixtures.
     """
-    for shape in shapes(cfg, target, [size for size in _SIZES if size == 1 or (experts and experts % size == 0)]):
+    for shape in shapes(cfg, target, [each for each in _SIZES if each == 1 or (experts and experts % each == 0)]):
         for remat, unroll in _ways_of_layers(cfg, target):
             yield Candidate(shape, remat, 1, unroll)
 
@@ -302,12 +308,26 @@ def policy(remat: Remat | None) -> str:
     return "save inputs" if type(remat) is Remat else repr(remat)
 
 
-def _rule(target: str, candidate: Candidate) -> list[str]:
-    """The mesh rule of a candidate, to paste into a plugin."""
+def _rule(target: str, recipe: str, candidate: Candidate) -> list[str]:
+    """The mesh rule of a candidate, to paste into a plugin: the offer, then a module with the function.
+
+    The offer names the recipe, because memory and time are those of one model.
+    """
     shape = ", ".join(f'"{axis}": {size}' for axis, size in candidate.shape.items())
     memory = '"host"' if candidate.offload else '"device"'
+    only = f', recipe="{recipe}"' if recipe else ""
+    policies = sorted({type(node).__name__ for _, node in walk(candidate.remat)}) if candidate.remat else []
     return [
-        f'# MeshRule("{target}", "my_plugin.rules:planned", "Found by axcore plan.", "{target}")',
+        "To keep this layout, paste both parts into a plugin (axcore new-plugin NAME --kind parallelism).",
+        "",
+        "# plugin.py, in the list that axcore_mesh_rules returns; my_plugin is the package of the plugin",
+        f'MeshRule("planned", "my_plugin.rules:planned", "Found by axcore plan.", "{target}"{only})',
+        "",
+        "# rules.py",
+        "from axcore.nn import use_remat, use_unroll",
+        *([f"from axcore.parallel import {', '.join(policies)}"] if policies else []),
+        "",
+        "",
         "def planned(cfg):",
         f"    mesh = cfg.mesh.set(shape={{{shape}}}, dcn={{}}, optimizer_memory={memory})",
         f"    model = use_unroll(use_remat(cfg.model, {candidate.remat!r}), {candidate.unroll})",

@@ -40,7 +40,7 @@ class PipelineSchedule(Configurable):
         """
         if microbatches < stages:
             raise ConfigError(
-                f"microbatches={microbatches} are fewer than the {stages} stages of the mesh axis 'pipeline', so some "
+                f"microbatches={microbatches} is less than the {stages} stages of the mesh axis 'pipeline', so some "
                 f"stages would always be idle. Set microbatches to at least {stages}, or better to a multiple such as "
                 f"{4 * stages}"
             )
