@@ -65,7 +65,7 @@ def offered(kind: type[Offer], text: str) -> Config:
     name = text.partition(":")[0]
     found = registry.find(kind, name)
     if found is None:
-        known = sorted(offer.name for _, offer in registry().offers(kind))
+        known = sorted({offer.name for _, offer in registry().offers(kind)})
         raise PluginError(
             f"no installed plugin offers the {kind.kind} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}"
         )

@@ -215,9 +215,11 @@ class Search:
             ConfigError: no candidate can split the model and the batch.
         """
         if not self.ways:
+            accelerator, rows = self.target.accelerator, self.cfg.input.batch_size
             raise ConfigError(
-                f"no mesh of {self.target.accelerator.text} can split this model and its batch: "
-                f"{', '.join(self.refused)}"
+                f"no mesh of {accelerator.text} can split this model and its batch of {rows} rows: "
+                f"{', '.join(self.refused)}. A batch of a multiple of {accelerator.count} rows (--global-batch) can be "
+                f"split in most ways"
             )
         best = self.best()
         choices = [dataclasses.replace(each, why=self.why(each, best)) for each in self.ranked()]

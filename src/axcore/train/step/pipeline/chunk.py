@@ -176,7 +176,6 @@ class Chunk:
         Args:
             residuals, stash: buffers [slot, layer, ...].
         """
-
         form = jax.tree.structure(sums)
 
         def layer(sums: Gradient, scanned: tuple[Int[Array, ""], None]) -> tuple[Gradient, None]:
