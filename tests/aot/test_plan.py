@@ -59,9 +59,7 @@ def test_the_rule_to_paste_runs_as_printed_and_is_the_candidate(cfg, remat):
 
 @pytest.mark.long
 def test_a_batch_that_no_mesh_can_split(cfg):
-    with pytest.raises(
-        ax.ConfigError, match="no mesh of cpu-8 can split this model and its batch of 9 rows: the rows"
-    ):
+    with pytest.raises(ax.ConfigError, match="no mesh of cpu-8 can split this model and its batch of 9 rows: the rows"):
         plan(cfg.set(input=cfg.input.set(batch_size=9, seq_len=63)), "cpu-8", compiled=0)
 
 
