@@ -7,7 +7,7 @@ import pytest
 
 import axcore as ax
 from axcore.module import Rngs
-from axcore.nn import Embedding, RingAttention, use_remat
+from axcore.nn import MultiTokenPrediction, RingAttention, use_remat
 from axcore.nn.transformer import Sequence
 from axcore.parallel import ByTag, Mesh
 from axcore.parallel.pipeline import GPipe, OneForwardOneBackward, Op, PipelineSchedule, Task, ZeroBubble
@@ -232,8 +232,8 @@ def test_ring_attention_in_stages_raises():
         step.lower_train({name: np.zeros((2, 8), np.int32) for name in ("inputs", "targets", "weights")})
 
 
-def test_an_embedding_in_a_stage_with_two_further_axes_raises():
+def test_multi_token_prediction_in_a_stage_with_two_further_axes_raises():
     stage = Mesh(shape={"pipeline": 2, "fsdp": 2, "tensor": 2}).abstract(8, "cpu").inside({"pipeline"})
-    layer = Embedding.Config(vocab_size=4, output_dim=4).build(rngs=Rngs(0))
+    module = MultiTokenPrediction.Config(input_dim=16, layer=tiny_model().decoder.layers).build(rngs=Rngs(0))
     with stage.active(), pytest.raises(ax.ConfigError, match=r"but the mesh has fsdp=2 and tensor=2. Set all but one"):
-        layer(jnp.zeros((1, 2), jnp.int32))
+        module(None, None, None)

@@ -281,7 +281,7 @@ def test_resume_reports_changed_plugin_versions(tiny, tmp_path, capsys, monkeypa
     capsys.readouterr()
     ax.fit(cfg, out=tmp_path / "run", resume=True)
     assert "was written with" not in capsys.readouterr().err
-    monkeypatch.setattr("axcore.train.run.session.active", lambda _: {"rope": "axcore-rope 9.9"})
+    monkeypatch.setattr("axcore.train.run.session.contributors", lambda _: {"rope": "axcore-rope 9.9"})
     ax.fit(cfg, out=tmp_path / "run", resume=True)
     told = capsys.readouterr().err
     assert "written with axcore-rope 0.1.0" in told and "this run has axcore-rope 9.9" in told

@@ -5,13 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from axcore.config import REQUIRED, ConfigError, FiniteFloat, PositiveInt
+from axcore.config import REQUIRED, FiniteFloat, PositiveInt
 from axcore.module import Rngs, method
 from axcore.nn.initializers import Initializer, Normal
 from axcore.nn.matmul import Transposed
 from axcore.nn.weighted import Weighted
 from axcore.numerics import gather
-from axcore.parallel import active_layout
 
 
 class Embedding(Weighted):
@@ -35,12 +34,7 @@ class Embedding(Weighted):
         self.make_weight(shape, cfg.init, rngs, axes=("vocab", "embed"), input_axis=-1)
 
     def __call__(self, ids: Int[Array, "batch seq"]) -> Float[Array, "batch seq embed"]:
-        """The vectors of the ids, in the compute dtype. The gradient of the table is summed in float32.
-
-        Raises:
-            ConfigError: the call is inside a pipeline stage, and the mesh has several further axes.
-        """
-        _check_stage()
+        """The vectors of the ids, in the compute dtype. The gradient of the table is summed in float32."""
         if self.numerics is None:
             x = gather(self.float_weight, ids, self.dtypes.compute or jnp.float32)
         else:
@@ -51,16 +45,3 @@ class Embedding(Weighted):
     def attend(self, x: Float[Array, "*shape embed"]) -> Float[Array, "*shape vocab"]:
         """The product of `x` with the vector of every token id, for a tied output head."""
         return self.multiply(x, Transposed())
-
-
-def _check_stage() -> None:
-    """Raises where XLA would end the process: it cannot partition gathers over two mesh axes in a pipeline stage."""
-    layout = active_layout()
-    if layout is None or not layout.manual:
-        return
-    axes = [f"{axis}={layout.mesh.shape[axis]}" for axis in layout.automatic if layout.mesh.shape[axis] > 1]
-    if len(axes) > 1:
-        raise ConfigError(
-            f"an embedding inside the stages of a pipeline, as in multi-token prediction, allows one further axis, "
-            f"but the mesh has {' and '.join(axes)}. Set all but one of them to 1"
-        )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from axcore.config import REQUIRED, PositiveInt
+from axcore.config import REQUIRED, ConfigError, PositiveInt
 from axcore.module import Layer, Rngs, method
 from axcore.nn.linear import Linear
 from axcore.nn.norm import RMSNorm
 from axcore.nn.tokens import TokenInfo
 from axcore.nn.transformer import TransformerLayer
+from axcore.parallel import active_layout
 
 
 class MultiTokenPrediction(Layer):
@@ -49,7 +50,11 @@ class MultiTokenPrediction(Layer):
             hidden: the result of the decoder or of the previous module.
             embedding: the embeddings of the tokens that `hidden` predicts.
             tokens: the tokens of `hidden`.
+
+        Raises:
+            ConfigError: the call is inside a pipeline stage, and the mesh has several further axes.
         """
+        _check_stage()
         both = jnp.concatenate([self.hidden_norm(hidden), self.embedding_norm(embedding)], axis=-1)
         return self.layer(self.projection(both), tokens)
 
@@ -57,6 +62,20 @@ class MultiTokenPrediction(Layer):
     def normed(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """The input of the head."""
         return self.norm(hidden)
+
+
+def _check_stage() -> None:
+    """Raises where XLA would end the process: it cannot partition the gather from the embedding table, which only these
+    modules compute inside a stage, over two mesh axes."""
+    layout = active_layout()
+    if layout is None or not layout.manual:
+        return
+    axes = [f"{axis}={layout.mesh.shape[axis]}" for axis in layout.automatic if layout.mesh.shape[axis] > 1]
+    if len(axes) > 1:
+        raise ConfigError(
+            f"multi-token prediction with pipeline stages allows one further mesh axis, but the mesh has "
+            f"{' and '.join(axes)}. Set all but one of them to 1"
+        )
 
 
 def shifted(x: Shaped[Array, "batch seq"], ahead: int) -> Shaped[Array, "batch seq"]:
