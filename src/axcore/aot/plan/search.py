@@ -224,8 +224,8 @@ class Search:
         best = self.best()
         choices = [dataclasses.replace(each, why=self.why(each, best)) for each in self.ranked()]
         choices.sort(key=lambda each: bool(each.why))
-        accelerator, recipe = self.target.accelerator.text, recipe_of(self.cfg)
-        return Plan(accelerator, recipe, self.limit, choices, len(self.ways), self.refused)
+        recipe = recipe_of(self.cfg)
+        return Plan(self.target.accelerator.text, recipe, self.limit, choices, len(self.ways), self.refused)
 
     def why(self, choice: Choice, best: Choice | None) -> str:
         if choice.memory > self.limit or best is None:
