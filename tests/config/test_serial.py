@@ -366,3 +366,10 @@ def test_pickling_preserves_history(tree):
 def test_recipes_can_be_pickled():
     cfg = recipe("llama2-7b")
     assert pickle.loads(pickle.dumps(cfg)) == cfg
+
+
+def test_a_value_without_attributes_is_shown():
+    class Holder(Config):
+        setting: object = None
+
+    assert text(Holder(setting=object())).endswith("setting: <object object>\n")

@@ -115,6 +115,6 @@ def test_a_pipeline_stage_with_two_further_axes_raises(dispatch):
     stage = Mesh(shape={"pipeline": 2, "fsdp": 2, "tensor": 2}).abstract(8, "cpu").inside({"pipeline"})
     with (
         stage.active(),
-        pytest.raises(ax.ConfigError, match="mesh axes fsdp=2 and tensor=2 requires dispatch=Exchange"),
+        pytest.raises(ax.ConfigError, match=r"has fsdp=2 and tensor=2. Use dispatch=Exchange"),
     ):
         dispatch(None, None, None)

@@ -169,9 +169,8 @@ def render(value: object) -> str:
         return codec.show(value)
     if isinstance(value, float):
         return float.__repr__(value)  # the repr of a NumPy float includes its type
-    if type(value).__repr__ is object.__repr__ and getattr(
-        value, "__dict__", None
-    ):  # its repr does not tell two objects apart
+    # The repr of a class without one does not tell two objects apart.
+    if type(value).__repr__ is object.__repr__ and getattr(value, "__dict__", None):
         return f"{public_name(type(value))}({_attributes(value)})"
     return _one_line(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))  # an address differs between processes
 

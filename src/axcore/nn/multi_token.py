@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from axcore.config import REQUIRED, ConfigError, PositiveInt
+from axcore.config import REQUIRED, PositiveInt
 from axcore.module import Layer, Rngs, method
 from axcore.nn.linear import Linear
 from axcore.nn.norm import RMSNorm
 from axcore.nn.tokens import TokenInfo
 from axcore.nn.transformer import TransformerLayer
-from axcore.parallel import active_layout
+from axcore.parallel import check_gathers
 
 
 class MultiTokenPrediction(Layer):
@@ -54,7 +54,7 @@ class MultiTokenPrediction(Layer):
         Raises:
             ConfigError: the call is inside a pipeline stage, and the mesh has several further axes.
         """
-        _check_stage()
+        check_gathers("multi-token prediction", "Set all but one of them to 1")
         both = jnp.concatenate([self.hidden_norm(hidden), self.embedding_norm(embedding)], axis=-1)
         return self.layer(self.projection(both), tokens)
 
@@ -62,20 +62,6 @@ class MultiTokenPrediction(Layer):
     def normed(self, hidden: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """The input of the head."""
         return self.norm(hidden)
-
-
-def _check_stage() -> None:
-    """Raises where XLA would end the process: it cannot partition the gather from the embedding table, which only these
-    modules compute inside a stage, over two mesh axes."""
-    layout = active_layout()
-    if layout is None or not layout.manual:
-        return
-    axes = [f"{axis}={layout.mesh.shape[axis]}" for axis in layout.automatic if layout.mesh.shape[axis] > 1]
-    if len(axes) > 1:
-        raise ConfigError(
-            f"multi-token prediction with pipeline stages allows one further mesh axis, but the mesh has "
-            f"{' and '.join(axes)}. Set all but one of them to 1"
-        )
 
 
 def shifted(x: Shaped[Array, "batch seq"], ahead: int) -> Shaped[Array, "batch seq"]:

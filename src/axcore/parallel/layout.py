@@ -215,6 +215,26 @@ def active_layout() -> Layout | None:
     return _layout.get()
 
 
+def check_gathers(what: str, advice: str) -> None:
+    """Checks that XLA can partition gathers from sharded arrays here. Inside a pipeline stage it cannot, over two or
+    more further mesh axes, and ends the process.
+
+    Args:
+        what: what gathers, for the message.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    layout = _layout.get()
+    if layout is None or not layout.manual:
+        return
+    axes = [f"{axis}={layout.mesh.shape[axis]}" for axis in layout.automatic if layout.mesh.shape[axis] > 1]
+    if len(axes) > 1:
+        raise ConfigError(
+            f"{what} in pipeline stages allows one further mesh axis, but the mesh has {' and '.join(axes)}. {advice}"
+        )
+
+
 def is_sharded() -> bool:
     """Whether activations may be sharded over several devices."""
     layout = _layout.get()

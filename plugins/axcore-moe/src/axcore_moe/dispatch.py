@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import axcore as ax
 from axcore.config import Config
 from axcore.nn import Blocks, GroupedMatmul
-from axcore.parallel import active_layout
+from axcore.parallel import check_gathers
 from axcore_moe.experts import Experts
 from axcore_moe.routing import Routing, RowAssignment, counts
+
+_ADVICE = "Use dispatch=Exchange(), or set all but one of them to 1"
 
 
 class Dispatch(Config):
@@ -47,7 +49,7 @@ class Dropless(Dispatch):
     matmul: GroupedMatmul = Blocks()
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        _check_stage()
+        check_gathers("a mixture of experts with this dispatch", _ADVICE)
         y = by_expert(experts, routing.gather(x), routing.expert, routing.num_experts, self.matmul)
         return routing.combine(y), jnp.zeros(())
 
@@ -69,19 +71,6 @@ def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: in
     return assignment.unpermute(experts.grouped(assignment.permute(x), group, sizes, matmul))
 
 
-def _check_stage() -> None:
-    """Raises where XLA would abort the process: it cannot partition gathers over two mesh axes in a pipeline stage."""
-    layout = active_layout()
-    if layout is None or not layout.manual:
-        return
-    axes = [f"{axis}={layout.mesh.shape[axis]}" for axis in layout.automatic if layout.mesh.shape[axis] > 1]
-    if len(axes) > 1:
-        raise ax.ConfigError(
-            f"a mixture of experts in a pipeline with the mesh axes {' and '.join(axes)} requires dispatch=Exchange(). "
-            f"Or use only one axis beside 'pipeline'"
-        )
-
-
 class Capacity(Dispatch):
     """Each expert has a capacity of `factor` times its fair share of pairs. Pairs beyond it are dropped: their tokens
     keep only the residual (GShard, arXiv 2006.16668; Switch Transformers, arXiv 2101.03961, section 2.2).
@@ -93,7 +82,7 @@ class Capacity(Dispatch):
     factor: ax.PositiveFloat = 1.25
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        _check_stage()
+        check_gathers("a mixture of experts with this dispatch", _ADVICE)
         pairs, count = routing.expert.size, routing.num_experts
         capacity = min(pairs, max(1, math.ceil(self.factor * pairs / count)))
         assignment = RowAssignment.of(routing.expert, jnp.arange(count) * capacity, count * capacity, capacity)
