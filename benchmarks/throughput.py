@@ -17,6 +17,7 @@ from llama_pair import batch, documents_per_row, kernels_of
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, TransformerLayer
 from axcore.parallel import ByTag, Mesh
+from axcore.plugin.features import use_text
 from axcore.train import CrossEntropy, Learner
 from axcore.train.step.program import program
 
@@ -35,6 +36,7 @@ def main() -> None:
         "--saved", help="comma-separated names of the values that the backward pass keeps; default: all"
     )
     parser.add_argument("--kernel", default="cudnn")
+    parser.add_argument("--use", action="append", default=[], help="a feature for the model, such as fp8")
     given = parser.parse_args()
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=given.heads, num_kv_heads=given.kv_heads),
@@ -46,7 +48,7 @@ def main() -> None:
         vocab_size=32_000, dim=given.dim, dtypes=ax.DTypes(compute=jnp.bfloat16), decoder=decoder, head=Linear.Config()
     )
     model = ax.select(model, Linear).set(init=Normal(stddev=0.02))
-    model = ax.pipe(model, ax.use("rope"), ax.use("kernels", order=(given.kernel,)))
+    model = ax.pipe(model, ax.use("rope"), ax.use("kernels", order=(given.kernel,)), *map(use_text, given.use))
     layout = Mesh(shape={"data": 1, "fsdp": -1}).make()
     made = program(model, Learner.Config(), layout, CrossEntropy.Config(chunk=given.chunk))
     data = batch(given.batch * jax.device_count(), given.seq)
