@@ -13,10 +13,12 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import cast
 
 import jax
 
 import axcore as ax
+from axcore.nn import CausalLM, Repeat
 from axcore.plugin import NumericsOffer, registry
 from axcore.plugin.features import use_text
 from axcore.train import Trainer
@@ -29,14 +31,15 @@ LAST = 20
 
 def trainer(variant: str, given: argparse.Namespace) -> Trainer.Config:
     """The recipe with more layers, so that number formats apply to most of them by default."""
-    cfg = ax.recipe("quickstart")
+    cfg = cast(Trainer.Config, ax.recipe("quickstart"))
+    assert isinstance(cfg.model, CausalLM.Config) and isinstance(cfg.model.decoder, Repeat.Config)
     model = cfg.model.set(
         dtypes=ax.DTypes(compute="bfloat16"),
         decoder=cfg.model.decoder.set(num_layers=given.layers, unroll=given.layers),
     )
     callbacks = {name: cfg.callbacks[name] for name in KEPT}
     cfg = cfg.set(model=model, callbacks=callbacks, steps=given.steps, minutes=None, seed=given.seed)
-    return cfg if variant == "bf16" else use_text(variant)(cfg)
+    return cfg if variant == "bf16" else cast(Trainer.Config, use_text(variant)(cfg))
 
 
 def results(cfg: Trainer.Config) -> dict[str, float]:

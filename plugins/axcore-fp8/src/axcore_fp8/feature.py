@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import axcore as ax
 from axcore.nn import put_numerics
-from axcore_fp8.fp8 import Fp8, Scaling
+from axcore_fp8.fp8 import Fp8
+from axcore_fp8.training import Scaling
 
 
 def use_fp8(

@@ -59,7 +59,7 @@ def scale_of(amax: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*s
     return jnp.where(jnp.isfinite(amax), jnp.where(amax == 0, 1.0, scale), jnp.nan)
 
 
-def amax_of(x: Float[Array, "..."]) -> Float[Array, ""]:
+def amax_of(x: Float[Array, ...]) -> Float[Array, ""]:
     """The largest absolute value, in float32. It is not finite if any element is not."""
     return jnp.abs(x).max(initial=0.0).astype(jnp.float32)
 

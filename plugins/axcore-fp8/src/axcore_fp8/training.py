@@ -77,16 +77,18 @@ def fp8_product(
 def _forward(
     form: Form, x: jax.Array, weight: jax.Array, histories: Histories | None, product: Product
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    of_x, new_input, x_overflows = _quantized(form, x, E4M3, histories and histories.input, 1)
-    of_weight, new_weight, weight_overflows = _quantized(form, weight, E4M3, histories and histories.weight, 2)
+    of_input, of_weights, of_gradient = (
+        (None, None, None) if histories is None else (histories.input, histories.weight, histories.gradient)
+    )
+    of_x, new_input, x_overflows = _quantized(form, x, E4M3, of_input, 1)
+    of_weight, new_weight, weight_overflows = _quantized(form, weight, E4M3, of_weights, 2)
     of_x, of_weight = (
         jax.tree.map(functools.partial(checkpoint_name, name=tag), each)
         for tag, each in zip(TAGS, (of_x, of_weight), strict=True)
     )
     y = forward(product, of_x, of_weight, form.y, form.x)
     overflow = x_overflows.astype(jnp.float32) + weight_overflows.astype(jnp.float32)
-    old = None if histories is None else histories.gradient
-    return (y, overflow), (of_x, of_weight, (new_input, new_weight, old), product)
+    return (y, overflow), (of_x, of_weight, (new_input, new_weight, of_gradient), product)
 
 
 def _backward(form: Form, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
@@ -94,7 +96,7 @@ def _backward(form: Form, kept: Any, cotangents: tuple[jax.Array, jax.Array]) ->
     dtype = E4M3 if form.scaling == "block" else E5M2
     y_bar, new, overflow = _quantized(form, cotangents[0], dtype, old, 1)
     x_bar, weight_bar = backward(product, x, weight, y_bar, (form.x, form.weight, form.y))
-    histories = None if old is None else Histories(new_input, new_weight, new, overflow.astype(jnp.float32))
+    histories = None if new is None else Histories(new_input, new_weight, new, overflow.astype(jnp.float32))
     return x_bar, weight_bar, histories, None
 
 
