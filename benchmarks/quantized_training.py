@@ -39,7 +39,7 @@ def trainer(variant: str, given: argparse.Namespace) -> Trainer.Config:
     )
     callbacks = {name: cfg.callbacks[name] for name in KEPT}
     cfg = cfg.set(model=model, callbacks=callbacks, steps=given.steps, minutes=None, seed=given.seed)
-    return cfg if variant == "bf16" else cast(Trainer.Config, use_text(variant)(cfg))
+    return cfg if variant == "bf16" else use_text(variant)(cfg)
 
 
 def results(cfg: Trainer.Config) -> dict[str, float]:

@@ -35,10 +35,10 @@ class Fp8(Numerics):
         scaling: Scaling = "current"
         """`current`: one scale per operand, from its largest value. `delayed`: one scale per operand, from its largest
         values in earlier steps; a new history gives a scale of 1, so the first steps are less precise. `block`: one
-        scale per 128 inputs of a row, and per 128 x 128 elements of the weight, with E4M3 for gradients too (DeepSeek-V3,
-        arXiv 2412.19437, section 3.3.2). XLA has no such product, so it multiplies dequantized numbers: `block` shows
-        the effect on training, without the speed."""
-        amax_history_len: ax.PositiveInt | None = None
+        scale per 128 inputs of a row, and per 128 x 128 elements of the weight, with E4M3 for gradients too
+        (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). XLA has no such product, so it multiplies dequantized numbers:
+        `block` shows the effect on training, without the speed."""
+    amax_history_len: ax.PositiveInt | None = None
         """Number of steps in a history of delayed scaling; None: 1024."""
         weight_only: bool = False
         """Whether only the weight is rounded, with one scale per output. It requires no FP8 hardware. While training,
@@ -50,12 +50,13 @@ class Fp8(Numerics):
         super().__init__(cfg, rngs=rngs)
         if cfg.amax_history_len is not None and cfg.scaling != "delayed":
             raise ax.ConfigError(
-                f"amax_history_len={cfg.amax_history_len} has no effect with scaling={cfg.scaling!r}; remove it, or set "
-                f"scaling='delayed'"
+                f"amax_history_len={cfg.amax_history_len} has no effect with scaling={cfg.scaling!r}; remove it, "
+                f"or set scaling='delayed'"
             )
         if cfg.weight_only and cfg.scaling != "current":
             raise ax.ConfigError(
-                f"scaling={cfg.scaling!r} has no effect with weight_only=True, which has one scale per output; remove one"
+                f"scaling={cfg.scaling!r} has no effect with weight_only=True, which has one scale per output; "
+                f"remove one of them"
             )
         self.has_histories = cfg.scaling == "delayed" and not cfg.stored
         if self.has_histories:

@@ -8,7 +8,8 @@ from axcore.config import ConfigError
 from axcore.parallel import target_device
 
 _OLDER_GPUS = re.compile(
-    r"\b([VP]100|[KPT]40?|K80|M60|A2|A10G?|A16|A30|A40|A100|A800|GTX|TITAN|Quadro|RTX [23]0\d\d|RTX A\d+|MI[123]\d\dX?)\b"
+    r"\b([VP]100|[KPT]40?|K80|M60|A2|A10G?|A16|A30|A40|A100|A800|GTX|TITAN|Quadro|RTX [23]0\d\d|RTX A\d+"
+    r"|MI[12]\d\dX?|MI3[02]\d[AX]?)\b"
 )
 """NVIDIA GPUs with a compute capability below 8.9, and AMD GPUs whose FP8 formats are not those of OCP."""
 
