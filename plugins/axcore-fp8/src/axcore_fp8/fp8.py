@@ -38,7 +38,7 @@ class Fp8(Numerics):
         scale per 128 inputs of a row, and per 128 x 128 elements of the weight, with E4M3 for gradients too
         (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). XLA has no such product, so it multiplies dequantized numbers:
         `block` shows the effect on training, without the speed."""
-    amax_history_len: ax.PositiveInt | None = None
+        amax_history_len: ax.PositiveInt | None = None
         """Number of steps in a history of delayed scaling; None: 1024."""
         weight_only: bool = False
         """Whether only the weight is rounded, with one scale per output. It requires no FP8 hardware. While training,
