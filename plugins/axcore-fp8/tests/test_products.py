@@ -12,7 +12,7 @@ from axcore.nn import Batched, Blocks, Grouped, Plain, Transposed
 from axcore.parallel import ByTag, Mesh, Remat
 from axcore_fp8 import products
 from axcore_fp8.quantize import E4M3, E5M2, amax_of, quantize, scale_of
-from axcore_fp8.training import Form, fp8_product
+from axcore_fp8.training import TAGS, Form, fp8_product
 
 from .support import linear
 
@@ -127,8 +127,22 @@ def saved(remat):
 
 
 def test_remat_keeps_codes_by_tag():
-    assert "float8_e4m3fn" not in saved(Remat())
-    assert "float8_e4m3fn" in saved(ByTag(save=("fp8_input",)))
+    assert "uint8" not in saved(Remat())
+    assert "uint8" in saved(ByTag(save=("fp8_input",)))
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_gradients_do_not_change_with_saved_codes(tag):
+    """`jax.checkpoint` would turn E4M3 numbers from 256 on into NaN."""
+    fn, params, state = linear(16, 16)
+    x = jnp.asarray(normal(0, 32, 16))
+
+    def gradients(policy):
+        call = jax.checkpoint(lambda params, x: fn(params, state, jnp.sin(x))[0][0], policy=policy)
+        return jax.jit(jax.grad(lambda params, x: jnp.square(call(params, x)).sum(), argnums=(0, 1)))(params, x)
+
+    found, expected = gradients(ByTag(save=(tag,)).policy()), gradients(None)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize(

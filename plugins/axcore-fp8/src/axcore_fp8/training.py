@@ -82,10 +82,7 @@ def _forward(
     )
     of_x, new_input, x_overflows = _quantized(form, x, E4M3, of_input, 1)
     of_weight, new_weight, weight_overflows = _quantized(form, weight, E4M3, of_weights, 2)
-    of_x, of_weight = (
-        jax.tree.map(functools.partial(checkpoint_name, name=tag), each)
-        for tag, each in zip(TAGS, (of_x, of_weight), strict=True)
-    )
+    of_x, of_weight = (_tagged(each, tag) for each, tag in zip((of_x, of_weight), TAGS, strict=True))
     y = forward(product, of_x, of_weight, form.y, form.x)
     overflow = x_overflows.astype(jnp.float32) + weight_overflows.astype(jnp.float32)
     return (y, overflow), (of_x, of_weight, (new_input, new_weight, of_gradient), product)
@@ -101,6 +98,16 @@ def _backward(form: Form, kept: Any, cotangents: tuple[jax.Array, jax.Array]) ->
 
 
 fp8_product.defvjp(_forward, _backward)
+
+
+def _tagged(x: Quantized, tag: str) -> Quantized:
+    """The array, with a tag for remat policies.
+
+    The tag is on the bits of the codes. `jax.checkpoint` rounds the numbers that it saves to the exponent range of an
+    IEEE dtype, and E4M3 uses the largest exponent, from 256 to 448, which would become NaN.
+    """
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(x.codes, jnp.uint8), tag)
+    return Quantized(jax.lax.bitcast_convert_type(bits, x.codes.dtype), checkpoint_name(x.scale, tag))
 
 
 def _quantized(
