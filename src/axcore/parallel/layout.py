@@ -172,16 +172,15 @@ class Layout:
 
     def _not_divisible(self, name: str | None, size: int, entry: MeshAxes, path: str) -> str:
         shards = self.size_of(entry)
-        divisors = [count for count in range(1, size + 1) if size % count == 0]
-        below = max(count for count in divisors if count < shards)
-        above = min((count for count in divisors if count > shards), default=below)
-        nearest = " or ".join(map(str, dict.fromkeys((below, above))))
-        sizes = ", ".join(f"{axis}={self.mesh.shape[axis]}" for axis in group_of(entry))
         return (
             f"its dimension {name!r} of size {size} is not divisible by {shards}, the product of its mesh axes "
-            f"({sizes}). The nearest possible products are {nearest}. Change mesh.shape, or replicate it with "
-            f"mesh.parameters={{{path!r}: {{}}}}"
+            f"({self.described(group_of(entry))}). The nearest possible products are {nearest_divisors(size, shards)}. "
+            f"Change mesh.shape, or replicate it with mesh.parameters={{{path!r}: {{}}}}"
         )
+
+    def described(self, axes: Iterable[str]) -> str:
+        """Mesh axes with their sizes, as in `fsdp=4, tensor=2`."""
+        return ", ".join(f"{axis}={self.mesh.shape[axis]}" for axis in axes)
 
     def check_parameters(self, paths: Iterable[str]) -> None:
         """Checks the patterns in `parameters`.
@@ -205,6 +204,14 @@ class Layout:
             yield
         finally:
             _layout.reset(token)
+
+
+def nearest_divisors(size: int, count: int) -> str:
+    """The divisors of a size that are nearest to `count`, which is none: `4 or 8`."""
+    divisors = [each for each in range(1, size + 1) if size % each == 0]
+    below = max(each for each in divisors if each < count)
+    above = min((each for each in divisors if each > count), default=below)
+    return " or ".join(map(str, dict.fromkeys((below, above))))
 
 
 _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("axcore_layout", default=None)

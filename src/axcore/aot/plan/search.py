@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from axcore.aot.module_tree import size
 from axcore.aot.plan.depth import FEW, MORE, deep, memory_from_few_layers
-from axcore.aot.plan.model import Candidate, Figures, Model
+from axcore.aot.plan.model import BatchNotDivisible, Candidate, Figures, Model
 from axcore.aot.report import compile_program
 from axcore.aot.targets import Target
 from axcore.config import AxcoreError, ConfigError, has_field, walk
@@ -140,9 +140,8 @@ class Search:
             try:
                 self.model.figures(candidate)
             except ConfigError as error:
-                rows = "rows" in str(error)
-                why = f"{'the rows of a batch' if rows else 'a parameter'} cannot be split so"
-                self.refused[why] = self.refused.get(why, 0) + 1
+                part = "the rows of a batch" if isinstance(error, BatchNotDivisible) else "a parameter"
+                self._refuse(f"{part} cannot be split so")
             else:
                 self.ways.append(candidate)
         for _ in range(_TRIED * compiled):
@@ -151,6 +150,9 @@ class Search:
             if not best or sum(each.candidate in self.measured for each in fitting) >= compiled:
                 break
             self.measure(best[0])
+
+    def _refuse(self, why: str) -> None:
+        self.refused[why] = self.refused.get(why, 0) + 1
 
     def ranked(self) -> list[Choice]:
         """Each way with the fewest microbatches that fit, since more of them only cost time: those that fit by time,
@@ -172,7 +174,7 @@ class Search:
                 choice = self.choice(
                     dataclasses.replace(choice.candidate, microbatches=2 * choice.candidate.microbatches)
                 )
-            except ConfigError:  # fewer than one row on each device
+            except BatchNotDivisible:  # fewer than one row on each device
                 break
         return choice
 
@@ -194,7 +196,7 @@ class Search:
         try:
             memory, source = self.compiled(candidate, figures, whole)
         except AxcoreError as error:
-            self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+            self._refuse(str(error))
             count = candidate.microbatches
             self.ways = [each for each in self.ways if dataclasses.replace(each, microbatches=count) != candidate]
             return
