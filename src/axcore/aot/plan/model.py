@@ -103,6 +103,11 @@ class Figures:
     mfu: float
 
     @property
+    def temporaries(self) -> float:
+        """Bytes of everything but the state."""
+        return self.total - self.state
+
+    @property
     def step(self) -> float:
         return max(sum(self._parts.values()), self.link, self.network)
 
