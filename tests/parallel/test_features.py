@@ -73,8 +73,8 @@ def test_heads_that_tensor_parallelism_would_split_are_refused(heads, kv_heads, 
     """Every weight is divisible, and so would be split inside a head."""
     cfg = of_heads(heads, kv_heads, size)
     message = (
-        rf"^model\.decoder\.layers(\.0)?\.attention: num_heads={heads} is not a multiple of {size}, the number of devices "
-        rf"that share the heads \(tensor={size}\)\. The nearest possible numbers are {nearest}\. Change mesh\.shape"
+        rf"^model\.decoder\.layers(\.0)?\.attention: num_heads={heads} is not a multiple of {size}, the number of "
+        rf"devices that share the heads \(tensor={size}\)\. The nearest possible numbers are {nearest}\. Change mesh\.shape"
     )
     with pytest.raises(ax.ConfigError, match=message):
         made(cfg)
@@ -90,9 +90,7 @@ def test_fewer_kv_heads_than_tensor_shards_are_replicated():
 
 
 def of_heads(heads, kv_heads, size):
-    model = ax.select(tiny_model(), "decoder.layers.attention").set(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=16
-    )
+    model = ax.select(tiny_model(), "decoder.layers.attention").set(num_heads=heads, num_kv_heads=kv_heads, head_dim=16)
     cfg = Trainer.Config(model=model, mesh=ax.Mesh(shape={"data": 1, "fsdp": 8}))
     return ax.pipe(cfg, ax.use("tensor", size=size))
 

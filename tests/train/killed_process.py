@@ -1,7 +1,7 @@
 """One of two processes that train together, of which one is killed within a step.
 
-`python -m tests.train.killed_process CORPUS FOLDER STEP VICTIM`, started by `axcore.runtime.launch`. Step 0 kills none. Resumes the run
-in FOLDER if there is one.
+`python -m tests.train.killed_process CORPUS FOLDER STEP VICTIM`, started by `axcore.runtime.launch`. Step 0 kills none.
+Resumes the run in FOLDER if there is one.
 """
 
 import os

@@ -83,7 +83,6 @@ class Table:
         """The share of the ticks in which a stage is idle, averaged over the stages."""
         return float((self.op == Op.IDLE).mean())
 
-
     @property
     def together(self) -> Mapping[frozenset[Op], int]:
         """The operations that stages run in the same tick -> the number of such ticks."""
