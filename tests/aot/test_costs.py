@@ -125,7 +125,7 @@ def test_a_tick_of_a_pipeline_is_counted_as_the_largest_operation_of_a_stage():
 def test_the_traffic_of_a_tick_is_that_of_the_largest_operation_of_a_stage():
     sizes = (1, 64, 256, 16)
     branches = "".join(
-        f"""%branch_{number} (x.{number}: f32[1024]) -> f32[{size}] {{
+        f"""%b_{number} (x.{number}: f32[1024]) -> f32[{size}] {{
   %x.{number} = f32[1024]{{0}} parameter(0)
   ROOT %y.{number} = f32[{size}]{{0}} slice(%x.{number}), slice={{[0:{size}]}}
 }}
@@ -146,7 +146,7 @@ def test_the_traffic_of_a_tick_is_that_of_the_largest_operation_of_a_stage():
   %state.1 = (s32[], f32[1024]{{0}}) parameter(0)
   %op = s32[] get-tuple-element(%state.1), index=0
   %x = f32[1024]{{0}} get-tuple-element(%state.1), index=1
-  %task = f32[256]{{0}} conditional(%op, %x, %x, %x, %x), branch_computations={{%branch_0, %branch_1, %branch_2, %branch_3}}
+  %task = f32[256]{{0}} conditional(%op, %x, %x, %x, %x), branch_computations={{%b_0, %b_1, %b_2, %b_3}}
   ROOT %next = (s32[], f32[1024]{{0}}) tuple(%op, %x)
 }}
 
