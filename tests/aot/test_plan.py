@@ -64,15 +64,15 @@ def test_a_batch_that_no_mesh_can_split(cfg):
 
 
 def test_what_cannot_be_split_is_told_by_the_type_of_the_error(cfg, monkeypatch):
-    errors = iter([BatchNotDivisible("the batch"), ax.ConfigError("its dimension 'rows' of size 3")])
+    errors = iter([BatchNotDivisible("the batch"), ax.ConfigError("its dimension 'rows'"), BatchNotDivisible("tokens")])
 
     def refuses(_):
         raise next(errors)
 
     search = Search(cfg, Target.of("cpu-8"))
     monkeypatch.setattr(search.model, "figures", refuses)
-    search.run([Candidate({"fsdp": 8}, None, count) for count in (1, 2)], 0)
-    assert search.refused == {"the rows of a batch cannot be split so": 1, "a parameter cannot be split so": 1}
+    search.run([Candidate({"fsdp": 8}, None, count) for count in (1, 2, 4)], 0)
+    assert search.refused == {"the rows of a batch cannot be split so": 2, "a parameter cannot be split so": 1}
 
 
 @pytest.mark.long
