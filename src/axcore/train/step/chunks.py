@@ -239,14 +239,19 @@ class _Rule:
 
         def step(carry: tuple[Leaves, Leaves], inputs: tuple[jax.Array, ...]) -> tuple[tuple[Leaves, Leaves], Leaves]:
             number, *chunk = inputs
+            sums, gradients = carry
+            sinks = _merged(has_gradient, gradients, state)
 
-            def total(fixed_floats: Leaves, floats: Leaves) -> tuple[jax.Array, Leaves]:
+            def total(read: Leaves, floats: Leaves) -> tuple[jax.Array, Leaves]:
                 varying = number, *_merged(is_float, floats, chunk)
-                sums = self.body.loop(_merged(has_gradient, fixed_floats, state), varying)
+                given = _merged(has_gradient, read, state)
+                wide = {n: given[n] for n, product in enumerate(self.body.products) if product}
+                values = [state[n] if n in wide else each for n, each in enumerate(given)]
+                sums = self.body.loop(values, varying, wide)
                 return sums[0], sums
 
-            sums, gradients = carry
-            found, pull, parts = jax.vjp(total, _where(has_gradient, state), _where(is_float, chunk), has_aux=True)
+            read = [sink if product else x for sink, x, product in zip(sinks, state, self.body.products, strict=True)]
+            found, pull, parts = jax.vjp(total, _where(has_gradient, read), _where(is_float, chunk), has_aux=True)
             of_fixed, of_chunk = pull(expected.astype(found.dtype))
             return (_added(sums, parts), self._accumulated(gradients, of_fixed, has_gradient)), of_chunk
 
