@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, PyTree
 
 from axcore.module import ContextError, GradientState, to_fm32
 from axcore.module.lifted import Lifted
+from axcore.module.pure import axes_of
 from axcore.parallel import Layout, active_layout
-from axcore.parallel.axes import group_of
+from axcore.parallel.axes import entry_of, group_of
 from axcore.train.step.hoisting import Hoisted
 
 Leaves = list[jax.Array]
@@ -53,7 +54,7 @@ def chunked_sum[M: nnx.Module](
     ) -> tuple[Float[Array, ""], PyTree[Float[Array, ""]]]:
         lifted = Lifted.of(module, "chunked_sum")
         shards = _Shards.of(args[0].shape)
-        values, is_state, structure = _variables(lifted)
+        values, is_state, axes, structure = _variables(lifted)
 
         def body(number: jax.Array, args: tuple[jax.Array, ...], key: jax.Array | None, values: Leaves) -> PyTree:
             params, state = jax.tree.unflatten(structure, values)
@@ -77,8 +78,15 @@ def chunked_sum[M: nnx.Module](
             )
         hoisted = Hoisted.of(made.jaxpr, 1 + len(args))
         given = [*made.consts, *jax.tree.leaves(key), *values]
-        largest = set(hoisted.fixed[len(given) - len(values) :][n] for n, each in enumerate(is_state) if each)
-        rule = _Rule(hoisted, cut, shards, [v in largest for v in hoisted.kept])
+        others = len(given) - len(values)
+        variables = [origin - others if origin >= others else None for origin in hoisted.origins]
+        rule = _Rule(
+            hoisted,
+            cut,
+            shards,
+            [n is not None and is_state[n] for n in variables],
+            [PartitionSpec() if n is None else shards.of_variable(axes[n], values[n].shape) for n in variables],
+        )
         total, parts = jax.tree.unflatten(
             jax.tree.structure(result), rule.function()(expected, hoisted.hoist(given), list(args))
         )
@@ -147,8 +155,25 @@ class _Shards:
             check_vma=False,
         )
 
+    def of_variable(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+        """How the rules shard a Variable over `self.axes`."""
+        if self.layout is None or not self.axes:
+            return PartitionSpec()
+        groups = map(group_of, self.layout.spec(axes, shape))
+        return PartitionSpec(*(entry_of(tuple(axis for axis in group if axis in self.axes)) for group in groups))
+
     def summed(self, x: PyTree) -> PyTree:
+        """The sum over all devices, on each of them."""
         return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def scattered(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """The sum over all devices, sharded by `spec`."""
+        for dimension, entry in enumerate(spec):
+            if group := group_of(entry):
+                x = jax.lax.psum_scatter(x, group, scatter_dimension=dimension, tiled=True)
+        sharded = {axis for entry in spec for axis in group_of(entry)}
+        rest = tuple(axis for axis in self.axes if axis not in sharded)
+        return jax.lax.psum(x, rest) if rest else x
 
     def largest(self, x: jax.Array) -> jax.Array:
         return jax.lax.pmax(x, self.axes) if self.axes else x
@@ -199,6 +224,8 @@ class _Rule:
     cut: _Cut
     shards: _Shards
     largest: list[bool]
+    specs: list[PartitionSpec]
+    """How the gradients of the arrays in `fixed` are sharded."""
 
     def function(self) -> Callable[[jax.Array, Leaves, Leaves], Leaves]:
         found = jax.custom_vjp(self.shards.map(self._sums, PartitionSpec()))
@@ -206,7 +233,7 @@ class _Rule:
         return found
 
     def forward(self, expected: jax.Array, fixed: Leaves, args: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
-        specs = PartitionSpec(), PartitionSpec(), self.shards.spec
+        specs = PartitionSpec(), self.specs, self.shards.spec
         sums, of_fixed, of_args = self.shards.map(self._sums_and_gradients, specs)(expected, fixed, args)
         return sums, (expected, of_fixed, of_args)
 
@@ -261,10 +288,10 @@ class _Rule:
             if _is_float(x) or largest
         ]
         (sums, of_fixed), of_args = jax.lax.scan(step, (self._zeros(), start), self._inputs(args))
-        flags = _where(has_gradient, self.largest)
+        flags, specs = _where(has_gradient, self.largest), _where(has_gradient, self.specs)
         reduced = [
-            self.shards.largest(g) if largest else self.shards.summed(g).astype(x.dtype)
-            for g, x, largest in zip(of_fixed, _where(has_gradient, fixed), flags, strict=True)
+            self.shards.largest(g) if largest else self.shards.scattered(g, spec).astype(x.dtype)
+            for g, x, largest, spec in zip(of_fixed, _where(has_gradient, fixed), flags, specs, strict=True)
         ]
         nothing: list[Any] = [None] * len(fixed)
         return (
@@ -288,22 +315,22 @@ class _Rule:
         return numbers, *map(self.cut.split, args)
 
 
-def _variables(lifted: Lifted) -> tuple[Leaves, list[bool], Any]:
-    """The arrays of the module, whether each is a `GradientState`, and their structure. State is read as float32."""
-
-    def is_variable(node: object) -> bool:
-        return isinstance(node, nnx.Variable)
+def _variables(lifted: Lifted) -> tuple[Leaves, list[bool], list[tuple[str | None, ...]], Any]:
+    """The arrays of the module, whether each is a `GradientState`, their logical axes and their structure. State is
+    read as float32."""
+    values: Leaves = []
+    is_state: list[bool] = []
+    axes: list[tuple[str | None, ...]] = []
 
     def read(variable: nnx.Variable[jax.Array]) -> PyTree:
-        value = variable[...] if isinstance(variable, GradientState) else None
-        return jax.tree.map(lambda x: x if value is None else value, variable)
-
-    def flags(variable: nnx.Variable[jax.Array]) -> PyTree:
-        return jax.tree.map(lambda _: isinstance(variable, GradientState), variable)
+        is_state.append(isinstance(variable, GradientState))
+        axes.append(() if is_state[-1] else axes_of(variable))
+        values.append(variable[...] if is_state[-1] else variable.get_raw_value())
+        return jax.tree.map(lambda _: values[-1], variable)
 
     both = lifted.params, lifted.state
-    values, structure = jax.tree.flatten(jax.tree.map(read, both, is_leaf=is_variable))
-    return values, jax.tree.leaves(jax.tree.map(flags, both, is_leaf=is_variable)), structure
+    tree = jax.tree.map(read, both, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return values, is_state, axes, jax.tree.structure(tree)
 
 
 def _as_state(values: Leaves, is_state: list[bool]) -> Leaves:

@@ -33,6 +33,9 @@ class Hoisted:
     kept: tuple[Var, ...]
     """The fixed inputs and the results of `before` that the body reads."""
     outputs: tuple[Var, ...]
+    origins: tuple[int, ...]
+    """For each of `kept`, the number of the fixed input that it is, or the last one of its shape that it comes from; -1
+    if there is none."""
     products: tuple[Equation | None, ...]
     """For each of `kept`, the product with it in the body, if that is all it is used for and its dtype has 16 bits."""
 
@@ -41,12 +44,16 @@ class Hoisted:
         """Divides a jaxpr whose constants and inputs are fixed, except for the first `num_varying` inputs."""
         varying, fixed = tuple(jaxpr.invars[:num_varying]), (*jaxpr.constvars, *jaxpr.invars[num_varying:])
         known = {v for v in fixed if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+        origins = {v: number for number, v in enumerate(fixed)}
         before: list[Equation] = []
         body: list[Equation] = []
         for eqn in jaxpr.eqns:
             if _can_hoist(eqn, known):
                 before.append(eqn)
                 known.update(eqn.outvars)
+                for v in eqn.outvars:
+                    same = (origins[each] for each in eqn.invars if not isinstance(each, Literal) and each.aval.shape == v.aval.shape)
+                    origins[v] = max(same, default=-1)
             else:
                 body.append(eqn)
         outputs = tuple(jaxpr.outvars)
@@ -54,7 +61,8 @@ class Hoisted:
         read = [v for eqn in body for v in eqn.invars] + list(outputs)
         kept = tuple(dict.fromkeys(v for v in read if not isinstance(v, Literal) and v not in inner))
         products = tuple(_product_with(v, body) for v in kept)
-        return cls(fixed, varying, tuple(before), tuple(body), kept, outputs, products)
+        origin = tuple(origins[v] for v in kept)
+        return cls(fixed, varying, tuple(before), tuple(body), kept, outputs, origin, products)
 
     def hoist(self, fixed: Sequence[jax.Array]) -> list[jax.Array]:
         """The values of `kept`."""
