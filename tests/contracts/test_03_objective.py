@@ -65,7 +65,7 @@ PLAIN = CausalLM.Config(
     future=(MultiTokenPrediction.Config(layer=LAYER),),
 )
 MODEL = ax.select(PLAIN, "decoder").set(layers=PROBED)
-LOSS = CrossEntropy.Config(z_loss=0.1, label_smoothing=0.1, chunk=3)
+LOSS = CrossEntropy.Config(z_loss=0.1, label_smoothing=0.1, chunk=24)
 INPUT = TextInput.Config(source=TextFiles.Config(), tokenizer=ByteTokenizer.Config(), seq_len=SEQ, batch_size=ROWS)
 LEARNER = Learner.Config(
     optimizer=AdamW.Config(eps=1.0),  # with a small eps, the first update is the sign of the gradient, even of noise
