@@ -89,7 +89,9 @@ def main() -> None:
     cfg = CausalLM.Config(
         vocab_size=arguments.vocab,
         dim=arguments.dim,
-        decoder=Repeat.Config(num_layers=arguments.layers, layers=layer) if arguments.layers else Sequence.Config(layers=()),
+        decoder=Repeat.Config(num_layers=arguments.layers, layers=layer)
+        if arguments.layers
+        else Sequence.Config(layers=()),
         dtypes=ax.DTypes(compute="bfloat16"),
     )
     if arguments.layers:

@@ -301,11 +301,13 @@ class _Rule:
         )
 
     def _accumulated(self, sums: Leaves, gradients: Leaves, has_gradient: list[bool]) -> Leaves:
+
+        def added(total: jax.Array, g: jax.Array, largest: bool) -> jax.Array:
+            g = jax.lax.convert_element_type(g, total.dtype)
+            return jnp.maximum(total, g) if largest else total + g
+
         flags = _where(has_gradient, self.largest)
-        return [
-            jnp.maximum(total, jax.lax.convert_element_type(g, total.dtype)) if largest else total + g.astype(total.dtype)
-            for total, g, largest in zip(sums, gradients, flags, strict=True)
-        ]
+        return [added(*each) for each in zip(sums, gradients, flags, strict=True)]
 
     def _zeros(self) -> Leaves:
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.body.outputs]

@@ -51,8 +51,9 @@ class Hoisted:
             if _can_hoist(eqn, known):
                 before.append(eqn)
                 known.update(eqn.outvars)
+                inputs = [each for each in eqn.invars if not isinstance(each, Literal)]
                 for v in eqn.outvars:
-                    same = (origins[each] for each in eqn.invars if not isinstance(each, Literal) and each.aval.shape == v.aval.shape)
+                    same = (origins[each] for each in inputs if each.aval.shape == v.aval.shape)
                     origins[v] = max(same, default=-1)
             else:
                 body.append(eqn)
