@@ -46,7 +46,9 @@ def measured(cfg: CausalLM.Config, chunk: int | None, batch: Any, target: Target
         sharding = jax.sharding.SingleDeviceSharding(target.devices()[0])
         forms = jax.tree.map(lambda form: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding), forms)
     compiled = jax.jit(jax.value_and_grad(value)).lower(*forms).compile()
-    size, times = compiled.memory_analysis().temp_size_in_bytes, []
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    size, times = memory.temp_size_in_bytes, []
     if not run:
         return Measured(size, None, ())
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(params)) + len(batch)))

@@ -22,6 +22,8 @@ from axcore.parallel.axes import entry_of, group_of
 from axcore.train.step.hoisting import Hoisted
 
 Leaves = list[jax.Array]
+Gradients = list[jax.Array | None]
+"""None for arrays without gradients."""
 
 
 def chunked_sum[M: nnx.Module](
@@ -237,7 +239,7 @@ class _Rule:
         sums, of_fixed, of_args = self.shards.map(self._sums_and_gradients, specs)(expected, fixed, args)
         return sums, (expected, of_fixed, of_args)
 
-    def backward(self, kept: tuple[Any, ...], cotangents: Leaves) -> tuple[None, Leaves, Leaves]:
+    def backward(self, kept: tuple[Any, ...], cotangents: Leaves) -> tuple[None, Gradients, Gradients]:
         expected, of_fixed, of_args = kept
         ratio = cotangents[0] / expected
 
@@ -258,8 +260,8 @@ class _Rule:
 
     def _sums_and_gradients(
         self, expected: jax.Array, fixed: Leaves, args: Leaves
-    ) -> tuple[Leaves, list[jax.Array | None], list[jax.Array | None]]:
-        """(sums, gradients of fixed, gradients of args); None for arrays without gradients."""
+    ) -> tuple[Leaves, Gradients, Gradients]:
+        """(sums, gradients of fixed, gradients of args)."""
         state = _as_state(fixed, self.largest)
         has_gradient = [_is_float(x) or largest for x, largest in zip(fixed, self.largest, strict=True)]
         is_float = [_is_float(x) for x in args]

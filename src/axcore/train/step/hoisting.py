@@ -42,11 +42,13 @@ class Hoisted:
     @classmethod
     def of(cls, jaxpr: Jaxpr, num_varying: int) -> Hoisted:
         """Divides a jaxpr whose constants and inputs are fixed, except for the first `num_varying` inputs."""
-        varying, fixed = tuple(jaxpr.invars[:num_varying]), (*jaxpr.constvars, *jaxpr.invars[num_varying:])
+        varying: tuple[Var, ...] = tuple(jaxpr.invars[:num_varying])
+        fixed: tuple[Var, ...] = (*jaxpr.constvars, *jaxpr.invars[num_varying:])
         known = {v for v in fixed if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
         origins = {v: number for number, v in enumerate(fixed)}
         before: list[Equation] = []
         body: list[Equation] = []
+        eqn: Equation
         for eqn in jaxpr.eqns:
             if _can_hoist(eqn, known):
                 before.append(eqn)
@@ -123,7 +125,7 @@ def _run(
     return [value(v) for v in outputs]
 
 
-def _product(eqn: Equation) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+def _product(eqn: Equation) -> Callable[..., jax.Array]:
     """`product(x, w, sink)`: the product of the equation. The cotangent of the float32 `sink` is the gradient of w."""
     (x_summed, w_summed), _ = eqn.params["dimension_numbers"]
 
@@ -140,6 +142,7 @@ def _product(eqn: Equation) -> Callable[[jax.Array, jax.Array, jax.Array], jax.A
         axes = [*w_free, *(w_summed[x_summed.index(axis)] for axis in sorted(x_summed))]
         return x_bar, None, w_bar.transpose([axes.index(axis) for axis in range(w.ndim)])
 
-    product = jax.custom_vjp(lambda x, w, sink: forward(x, w, sink)[0])
+    product: Any = jax.custom_vjp(lambda x, w, sink: forward(x, w, sink)[0])  # Any: its type hides the arguments
     product.defvjp(forward, backward)
-    return product
+    found: Callable[..., jax.Array] = product
+    return found
