@@ -38,7 +38,9 @@ def main() -> None:
         "--saved", help="comma-separated names of the values that the backward pass keeps; default: all"
     )
     parser.add_argument("--kernel", default="cudnn")
-    parser.add_argument("--use", action="append", default=[], help="a feature with options, such as fp8:scaling=delayed; may be repeated")
+    parser.add_argument(
+        "--use", action="append", default=[], help="a feature, such as fp8:scaling=delayed; may be repeated"
+    )
     parser.add_argument("--option", action="append", default=[], help="a compiler option, NAME=VALUE; may be repeated")
     parser.add_argument("--trace", action="store_true", help="also print the device time by kind of kernel")
     given = parser.parse_args()
