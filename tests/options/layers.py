@@ -33,6 +33,7 @@ from axcore.nn import (
     ParallelLayer,
     PerHeadNorm,
     PostNormLayer,
+    Prefix,
     ReferenceKernel,
     Repeat,
     RMSNorm,
@@ -242,7 +243,7 @@ def blocks():
 
 
 def attention():
-    mask = And(masks=(Causal(), Or(masks=(SlidingWindow(size=2), SameSegment()))))
+    mask = And(masks=(Causal(), Or(masks=(SlidingWindow(size=2), Prefix(size=1), SameSegment()))))
     filled = {"mask": mask, "sinks": Zeros(), "dropout": 0.1, "softcap": 3.0, "bias": Alibi.Config()}
     yield Host(heads(position=Rotary.Config(), output=Halved.Config(), **filled), TOKENS)
     yield Host(heads(query_norm=RMSNorm.Config(), key_norm=RMSNorm.Config()), TOKENS)

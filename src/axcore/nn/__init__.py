@@ -11,7 +11,7 @@ from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Heads
 from axcore.nn.attention.kernel import AttentionKernel, refusal
 from axcore.nn.attention.latent import LatentAttention
-from axcore.nn.attention.masks import And, Causal, Full, Mask, Or, SameSegment, SlidingWindow, visible
+from axcore.nn.attention.masks import And, Causal, Full, Mask, Or, Prefix, SameSegment, SlidingWindow, visible
 from axcore.nn.attention.merging import attend_in_parts, merge_by_lse
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import KernelRequest
@@ -108,6 +108,7 @@ __all__ = [
     "Plain",
     "PostNormLayer",
     "Prediction",
+    "Prefix",
     "Product",
     "RMSNorm",
     "RaggedDot",
