@@ -65,7 +65,7 @@ class Case:
     dropout: bool = False
 
 
-_EVERY: Allowed = lambda i, j, s, t: np.True_  # noqa: E731
+_EVERY: Allowed = lambda i, j, s, t: np.ones((1, 1, 1), bool)  # noqa: E731
 _CAUSAL_SEGMENTS: Allowed = lambda i, j, s, t: (i >= j) & (s == t)  # noqa: E731
 
 CASES = {
