@@ -10,7 +10,7 @@ import pytest
 import axcore as ax
 from axcore.aot import explain
 from axcore.aot.tune import example, tune
-from axcore.nn import Attention, ChooseKernel, ReferenceKernel, TunableKernel, Tuning
+from axcore.nn import Attention, ChooseKernel, KernelRequest, ReferenceKernel, TunableKernel, Tuning
 from axcore.nn.attention.choice import recording
 from axcore.nn.attention.formula import dense_attention
 from axcore.nn.attention.tuned import TuningFile
@@ -39,8 +39,6 @@ class Blocks(TunableKernel):
         return ({"block": 40}, {"block": 3}, {"block": 10}, {"block": request.head_dim})
 
     def __call__(self, inputs):
-        from axcore.nn import KernelRequest
-
         block = self.settings(KernelRequest.of(inputs))["block"]
         CALLED.append(block)
         if block == 3:
@@ -49,9 +47,9 @@ class Blocks(TunableKernel):
         return heads + 0 * slow(jax.lax.stop_gradient(inputs.q), block)[..., :1], lse
 
 
-def model(*order, **fields):
-    kernels = (Blocks.Config(**fields), ReferenceKernel.Config()) if not order else order
-    return ax.select(tiny_model(), Attention).set(kernel=ChooseKernel.Config(order=kernels))
+def model(**fields):
+    order = Blocks.Config(**fields), ReferenceKernel.Config()
+    return ax.select(tiny_model(), Attention).set(kernel=ChooseKernel.Config(order=order))
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +152,6 @@ def test_examples_have_the_request_that_they_are_made_for():
         jax.eval_shape(lambda: fn(params, state, segments, segment_ids=segments, training=True, key=key))
     (request,) = found[0].requests
     assert {"softcap", "sinks", "dropout"} == set(request.options) and request.packed
-    from axcore.nn import KernelRequest
-
     assert KernelRequest.of(example(request)) == request
 
 
