@@ -22,7 +22,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = ("src", "plugins/*/src", "plugins_kernels/*/src", "recipes/src")
 NOT_SHIPPED = ("templates", "variants", "peers", "testing")
 SHOWN_BY = {
-    "axcore.nn.attention.kernel.TunableKernel.tuning": "tests/aot/test_tune.py::test_explain_shows_the_settings",
     "axcore.parallel.mesh.Mesh.dcn": "tests/parallel/test_devices.py::test_dcn_chooses_the_axes_that_span_the_slices",
 }
 """CLASS.FIELD -> the test that shows its effect, where one change in this process cannot show it."""
@@ -51,7 +50,14 @@ def outermost(cls, classes):
 
 
 def not_shown(classes, shown):
-    """CLASS.FIELD of each field without an effect. A base class may leave a field to its subclasses."""
+    """CLASS.FIELD of each field without an effect. A base class may leave a field to its subclasses, and to those of a
+    test if none is shipped."""
+    shown = shown.keys() | {
+        (base, name)
+        for cls, name in shown
+        for base in cls.__mro__
+        if cls not in classes and base in classes and outermost(base, classes) == [base]
+    }
     for cls in classes:
         for name in field_names(cls):
             by_subclasses = all((each, name) in shown for each in outermost(cls, classes))

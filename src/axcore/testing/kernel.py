@@ -67,10 +67,10 @@ class KernelSuite(OfferSuite):
     The kernel must give correct results in all cases that require no capability in `lacks`. It must reject the others,
     by omitting the option from `takes` or by returning a reason from `supports`, so that another kernel can be chosen.
 
-    Tolerances follow from `unit_error` and from the number and size of the terms of each sum. Kernels that compute in
-    float32 and round their results have 0.6 of these errors, those that also round the factors of their products about
-    1, and 4 are allowed. In the direction of the exact gradient random errors cancel, so the scale of each head's
-    gradient may be wrong by 1 only, which is 0.4% in bfloat16.
+    Tolerances follow from `unit_error` and from the number and size of the terms of each sum. In bfloat16, the
+    gradients of a kernel that computes in float32 and rounds its results have up to 0.8 of these errors, those of one
+    that also rounds the factors of its products up to 1, and 4 are allowed. Random errors cancel in the direction of
+    the exact gradient, along which both have up to 0.4 and 1 is allowed: 0.4% of the size of the terms.
 
     Attributes:
         lacks: the members of `CAPABILITIES` that the kernel does not have.
