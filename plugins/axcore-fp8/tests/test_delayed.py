@@ -77,7 +77,7 @@ def test_state_does_not_depend_on_layout_microbatches_or_remat(name):
     found, expected = on_devices(both, name)
     assert found.keys() == expected.keys()
     histories = [path for path in expected if path.rpartition(".")[2] in ("input", "weight", "gradient")]
-    assert len(histories) == 3 * (8 if name == "experts" else 7) or name == "experts"
+    assert len(histories) == 3 * 7
     for path in histories:
         assert (expected[path][..., :2] > 0).all() and not expected[path][..., 2].any(), path
         np.testing.assert_allclose(found[path], expected[path], rtol=1e-3, err_msg=path)
