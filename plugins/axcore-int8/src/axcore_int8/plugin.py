@@ -1,0 +1,18 @@
+"""What axcore-int8 offers. Imports neither jax nor flax."""
+
+from axcore.plugin import Feature, NumericsOffer, hookimpl
+
+axcore_api = 2
+
+
+@hookimpl
+def axcore_numerics() -> list[NumericsOffer]:
+    return [
+        NumericsOffer("int8", "axcore_int8.int8:Int8", "INT8 products for training and inference, or INT8 weights."),
+        NumericsOffer("int4", "axcore_int8.int4:Int4", "INT4 weights in groups along the input axis."),
+    ]
+
+
+@hookimpl
+def axcore_features() -> list[Feature]:
+    return []
