@@ -48,7 +48,7 @@ class Int4(StraightThrough):
         return {"codes": _packed(codes.astype(jnp.uint8), axis), "scales": scales.squeeze(axis).astype(jnp.bfloat16)}
 
     def decode(self, stored: Mapping[str, jax.Array]) -> Float[Array, "*shape"]:
-        axis, size = self.config.input_axis, self.config.group_size
+        axis = self.config.input_axis
         codes = _unpacked(stored["codes"], axis, self.config.shape[axis]).astype(jnp.float32) + LOWEST
         in_groups = self._in_groups(codes) * jnp.expand_dims(stored["scales"].astype(jnp.float32), axis)
         whole = in_groups.reshape(self._padded(codes.shape))
