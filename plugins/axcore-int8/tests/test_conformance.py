@@ -35,4 +35,4 @@ class TestInt4(EveryLayer):
     error = 0.1
     gradient_error = 0.1
     model_error = 0.2
-    stored_bits = 5.0
+    stored_bits = 5.5

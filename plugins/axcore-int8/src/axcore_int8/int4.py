@@ -1,4 +1,4 @@
-"""INT4 weights."""
+"""INT4 weights, with a scale and an offset for each group of inputs."""
 
 from __future__ import annotations
 
@@ -11,47 +11,41 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from axcore_int8.straight_through import StraightThrough
 
-LOWEST, HIGHEST = -8, 7
-RATIOS = tuple(0.5 + 0.025 * step for step in range(27))
-"""Ratios of the scales that the search compares to the scale without clipping, up to 1.15: a larger scale can be better
-for all values but the largest."""
+LARGEST = 15
 
 
 class Int4(StraightThrough):
-    """Float products with weights of 4 bits, and one scale for each group of `group_size` consecutive inputs.
+    """Float products with weights of 4 bits. Each group of `group_size` consecutive inputs has a scale and an offset.
 
-    The value of largest magnitude in a group becomes -8, so the scale has its opposite sign and all 16 codes are used.
+    A weight is `code * scale + offset`, with codes from 0 to 15 for the smallest to the largest value of a group.
     Activations stay floats. In training, the float weight is rounded in each call.
 
     For inference, the weight is stored as `codes`, uint8 [in / 2, out] with the code of an even input in the low and of
-    the next input in the high bits, each plus 8, and `scales`, bfloat16 [in / group_size, out]. Sizes are rounded up;
-    the last group may be smaller.
+    the next input in the high bits, and as `scales` and `offsets`, bfloat16 [in / group_size, out]. Sizes are rounded
+    up; the last group may be smaller.
     """
 
     class Config(StraightThrough.Config):
         group_size: Literal[32, 64, 128] = 32
-        """Number of inputs that share a scale. A weight takes 4 + 16 / group_size bits per element."""
-        clipping: Literal["mse"] | None = "mse"
-        """Chooses the scale of each group among 27 by the smallest sum of squared errors, at 27 times the cost of
-        rounding; None: the scale that clips no value of largest magnitude."""
+        """Number of inputs that share a scale and an offset. A weight takes 4 + 32 / group_size bits per element."""
 
     config: Config
 
     def encode(self, weight: Float[Array, "*shape"]) -> dict[str, jax.Array]:
         x, axis = weight.astype(jnp.float32), self.config.input_axis
         in_groups = self._in_groups(x)
-        highest, lowest = (each(in_groups, axis, keepdims=True) for each in (jnp.max, jnp.min))
-        unclipped = jnp.where(highest > -lowest, highest, lowest) / LOWEST
-        scales = _stored(unclipped) if self.config.clipping is None else _searched(in_groups, unclipped, axis)
-        codes = _codes(in_groups, scales) - LOWEST
-        codes = jax.lax.slice_in_dim(codes.reshape(self._padded(x.shape)), 0, x.shape[axis], axis=axis)
-        return {"codes": _packed(codes.astype(jnp.uint8), axis), "scales": scales.squeeze(axis).astype(jnp.bfloat16)}
+        scales, offsets = _grid(in_groups, axis)
+        codes = jnp.clip(jnp.round((in_groups - offsets) / scales), 0, LARGEST).reshape(self._padded(x.shape))
+        codes = jax.lax.slice_in_dim(codes, 0, x.shape[axis], axis=axis)
+        of_group = {"offsets": offsets, "scales": scales}
+        kept = {name: each.squeeze(axis).astype(jnp.bfloat16) for name, each in of_group.items()}
+        return {"codes": _packed(codes.astype(jnp.uint8), axis), **kept}
 
     def decode(self, stored: Mapping[str, jax.Array]) -> Float[Array, "*shape"]:
         axis = self.config.input_axis
-        codes = _unpacked(stored["codes"], axis, self.config.shape[axis]).astype(jnp.float32) + LOWEST
-        in_groups = self._in_groups(codes) * jnp.expand_dims(stored["scales"].astype(jnp.float32), axis)
-        whole = in_groups.reshape(self._padded(codes.shape))
+        codes = _unpacked(stored["codes"], axis, self.config.shape[axis]).astype(jnp.float32)
+        scales, offsets = (jnp.expand_dims(stored[name].astype(jnp.float32), axis) for name in ("scales", "offsets"))
+        whole = (self._in_groups(codes) * scales + offsets).reshape(self._padded(codes.shape))
         return jax.lax.slice_in_dim(whole, 0, codes.shape[axis], axis=axis)
 
     def _padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -60,33 +54,21 @@ class Int4(StraightThrough):
         return (*shape[:axis], -(-shape[axis] // size) * size, *shape[axis + 1 :])
 
     def _in_groups(self, x: Float[Array, "*shape"]) -> Float[Array, "*grouped"]:
-        """Splits the input axis into groups, [..., group, group_size, ...], padded with zeros."""
+        """Splits the input axis into groups, [..., group, group_size, ...], padded with its last value."""
         axis, padded = self.config.input_axis % x.ndim, self._padded(x.shape)
-        x = jnp.pad(x, [(0, new - old) for new, old in zip(padded, x.shape, strict=True)])
+        x = jnp.pad(x, [(0, new - old) for new, old in zip(padded, x.shape, strict=True)], mode="edge")
         return x.reshape(*padded[:axis], -1, self.config.group_size, *padded[axis + 1 :])
 
 
-def _stored(scales: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The scales as bfloat16 holds them, and 1 instead of 0."""
-    scales = scales.astype(jnp.bfloat16).astype(jnp.float32)
-    return jnp.where(scales == 0, 1.0, scales)
-
-
-def _codes(x: Float[Array, "*grouped"], scales: Float[Array, "*scales"]) -> Float[Array, "*grouped"]:
-    return jnp.clip(jnp.round(x / scales), LOWEST, HIGHEST)
-
-
-def _searched(x: jax.Array, unclipped: jax.Array, axis: int) -> jax.Array:
-    """The scales with the smallest sum of squared errors."""
-
-    def compare(best: tuple[jax.Array, jax.Array], ratio: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        scales = _stored(ratio * unclipped)
-        error = jnp.square(_codes(x, scales) * scales - x).sum(axis, keepdims=True)
-        better = error < best[1]
-        return (jnp.where(better, scales, best[0]), jnp.where(better, error, best[1])), None
-
-    start = _stored(unclipped), jnp.full(unclipped.shape, jnp.inf)
-    return jax.lax.scan(compare, start, jnp.asarray(RATIOS))[0][0]
+def _grid(x: Float[Array, "*grouped"], axis: int) -> tuple[Float[Array, "*grid"], Float[Array, "*grid"]]:
+    """(scale, offset) of each group, with the input axis of size 1, in values of bfloat16. The scale of a constant is
+    1."""
+    highest, lowest = x.max(axis, keepdims=True), x.min(axis, keepdims=True)
+    scales = (highest - lowest) / LARGEST
+    scales, offsets = (
+        each.astype(jnp.bfloat16).astype(jnp.float32) for each in (jnp.where(scales == 0, 1.0, scales), lowest)
+    )
+    return scales, offsets
 
 
 def _packed(codes: Int[Array, "*shape"], axis: int) -> UInt8[Array, "*packed"]:
