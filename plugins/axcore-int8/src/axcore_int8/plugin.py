@@ -15,4 +15,7 @@ def axcore_numerics() -> list[NumericsOffer]:
 
 @hookimpl
 def axcore_features() -> list[Feature]:
-    return []
+    return [
+        Feature("int8", "axcore_int8.features:use_int8", "INT8 products in all layers but the first and the last."),
+        Feature("int4", "axcore_int8.features:use_int4", "INT4 weights in all layers."),
+    ]
