@@ -133,18 +133,17 @@ def test_layouts_give_the_same_gradients(options):
         Mesh(shape={"pipeline": 2, "fsdp": 2, "tensor": 2}, pipeline=OneForwardOneBackward.Config()),
     ]
     model = ax.use("rope")(tiny(num_layers=4, **options))
-    batch = jax.tree.map(np.asarray, tiny_batch(rows=16))
+    batch = jax.tree.map(np.asarray, tiny_batch(rows=32))
     one, *others = steps(model, batch, meshes, microbatches=[4] * 4)
     assert all(each["sharded"] for each in others)
     for mesh, found in zip(meshes[1:], others, strict=True):
-        assert difference(found["updates"], one["updates"]) < 5e-3, mesh
+        assert difference(found["updates"], one["updates"]) < 1e-4, mesh
 
 
 @pytest.mark.slow
 def test_experts_train_on_eight_devices():
-    model = ax.use("int8", where=Linear, weight_gradient="int8")(
-        ax.use("moe", num_experts=4, balance=0.1)(tiny_model())
-    )
+    model = ax.use("moe", num_experts=4, balance=0.1)(tiny_model())
+    model = ax.use("int8", where="**.ffn.experts.**", weight_gradient="int8")(model)
     meshes = [Mesh(shape={"data": 1}), Mesh(shape={"fsdp": 2, "expert": 4})]
     one, many = steps(model, jax.tree.map(np.asarray, tiny_batch(rows=16)), meshes)
     assert difference(many["updates"], one["updates"]) < 5e-3
@@ -198,12 +197,12 @@ def test_default_layers():
     inner, every, groups = (
         modifier(model) for modifier in (ax.use("int8"), ax.use("int8", activation_scales=None), ax.use("int4"))
     )
-    assert [filled(place.config) for place in layers_of(inner.decoder)] == [0, 6, 6, 0]
+    assert [filled(place.config) for place in layers_of(inner.decoder)] == [0, 7, 7, 0]
     for cfg in (every, groups):
         assert isinstance(cfg.decoder, Repeat.Config)  # unlike above, trained parameters keep their paths
-        assert filled(cfg) == filled(cfg.decoder) == 6
+        assert filled(cfg) == filled(cfg.decoder) == 7
     experts = ax.use("int4")(ax.use("moe", num_experts=4)(model)).decoder.layers.ffn
-    assert experts.router.linear.numerics is None and filled(experts) == 2
+    assert experts.router.linear.numerics is None and filled(experts) == 3
 
 
 def filled(cfg):
