@@ -88,7 +88,7 @@ class Transposed(Plain):
         weight: Float[Array, "output_dim input_dim"],
         accumulate: DTypeLike | None = None,
     ) -> Float[Array, "*shape output_dim"]:
-        return matmul(x, weight.T, accumulate)
+        return matmul(x, weight.astype(x.dtype).T, accumulate)
 
     def input_gradient(
         self,
