@@ -1,5 +1,7 @@
 """The numerics of axcore-int8 pass `NumericsSuite`."""
 
+import pytest
+
 import axcore as ax
 from axcore.testing import NumericsSuite, tiny_model
 from axcore.testing.offer import offered_config
@@ -11,6 +13,7 @@ class EveryLayer(NumericsSuite):
         return ax.select(tiny_model(), lambda _, node: hasattr(node, "numerics")).set(numerics=offered_config(self))
 
 
+@pytest.mark.long
 class TestInt8(EveryLayer):
     name = "int8"
     error = 0.02
@@ -18,18 +21,22 @@ class TestInt8(EveryLayer):
     stored_bits = 10.0
 
 
+@pytest.mark.slow
 class TestInt8Gradients(TestInt8):
     options = {"weight_gradient": "int8"}
 
 
+@pytest.mark.slow
 class TestStochastic(TestInt8):
     options = {"weight_gradient": "int8", "rounding": "stochastic"}
 
 
+@pytest.mark.slow
 class TestWeightsOnly(TestInt8):
     options = {"activation_scales": None}
 
 
+@pytest.mark.long
 class TestInt4(EveryLayer):
     name = "int4"
     error = 0.1

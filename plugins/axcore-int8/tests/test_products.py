@@ -63,7 +63,9 @@ def expected(kind, x, weight, y_bar, input_axis):
     return np.concatenate(y), np.concatenate(x_bar), *weights
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("linear", "batched") else pytest.mark.long) for kind in KINDS]
+)
 @pytest.mark.parametrize("weight_gradient", ["float", "int8"])
 def test_products_are_those_of_codes(kind, weight_gradient):
     product, shape, axis, rows = case(kind)
