@@ -62,11 +62,8 @@ def test_inner_layers_get_numerics(trainer):
 
 def test_a_repeat_becomes_a_sequence_with_a_shorter_repeat():
     decoder = put_numerics(model(), ROUNDED).decoder
-    assert [type(layer) for layer in decoder.layers] == [
-        TransformerLayer.Config,
-        Repeat.Config,
-        TransformerLayer.Config,
-    ]
+    first, inner, last = decoder.layers
+    assert type(first) is type(last) is TransformerLayer.Config and isinstance(inner, Repeat.Config)
     assert inner.num_layers == 3
     assert filled_layers(unstacked(put_numerics(model(), ROUNDED))) == filled_layers(put_numerics(model(), ROUNDED))
 
