@@ -57,6 +57,8 @@ from axcore_cross_layer_kv.caches import borrowing, sharing
 from axcore_cudnn.kernel import CudnnKernel
 from axcore_diff_attention.kernel import DiffAttention
 from axcore_fp8.fp8 import Fp8
+from axcore_int8.int4 import Int4
+from axcore_int8.int8 import Int8
 from axcore_lora.layer import DoRA, LoRA
 from axcore_mamba2.mixer import Mamba2
 from axcore_mamba2.norm import GatedRMSNorm
@@ -240,6 +242,8 @@ def blocks():
     delayed = Fp8.Config(scaling="delayed", amax_history_len=4)
     yield Host(Linear.Config(**linear, numerics=delayed), plain, "numerics", ("amax_history_len",))
     yield Host(Linear.Config(**linear | {"init": ForEach(init=FanIn())}, numerics=Numerics.Config()), plain)
+    for made in (Int8.Config(), Int8.Config(activation_scales="static"), Int4.Config()):
+        yield Host(Linear.Config(**linear | {"input_dim": 65}, numerics=made), traced(x, gradient=True))
     for adapter in (LoRA, DoRA):
         yield Host(Linear.Config(**linear, adapter=adapter.Config(rank=2, dropout=0.1)), plain)
     yield Host(

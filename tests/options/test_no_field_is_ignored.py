@@ -23,6 +23,7 @@ SOURCES = ("src", "plugins/*/src", "plugins_kernels/*/src", "recipes/src")
 NOT_SHIPPED = ("templates", "variants", "peers", "testing")
 SHOWN_BY = {
     "axcore.parallel.mesh.Mesh.dcn": "tests/parallel/test_devices.py::test_dcn_chooses_the_axes_that_span_the_slices",
+    "axcore_int8.int8.Int8.percentile": "plugins/axcore-int8/tests/test_static.py::test_the_percentile_is_measured",
 }
 """CLASS.FIELD -> the test that shows its effect, where one change in this process cannot show it."""
 

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from axcore.config import Config, PositiveInt
 from axcore.numerics import Product
@@ -46,6 +46,17 @@ class GroupedMatmul(Config):
         """
         raise NotImplementedError
 
+    def outer(
+        self,
+        x: Shaped[Array, "rows input_dim"],
+        y: Shaped[Array, "rows output_dim"],
+        sizes: Int[Array, " group"],
+        group: Int[Array, " blocks"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "group input_dim output_dim"]:
+        """The outer products of the rows of x and y, summed within each group, by `jax.lax.ragged_dot_general`."""
+        return _outer(x, y, sizes, accumulate)
+
 
 class Blocks(GroupedMatmul):
     """Multiplies each block of rows by a copy of its group's matrix, in one batched matrix product.
@@ -73,6 +84,17 @@ class Blocks(GroupedMatmul):
         blocks = x.reshape(group.size, -1, x.shape[1])
         return _of_blocks(accumulate, blocks, matrices, group).reshape(x.shape[0], -1)
 
+    def outer(
+        self,
+        x: Shaped[Array, "rows input_dim"],
+        y: Shaped[Array, "rows output_dim"],
+        sizes: Int[Array, " group"],
+        group: Int[Array, " blocks"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "group input_dim output_dim"]:
+        blocks, y_blocks = (each.reshape(group.size, -1, each.shape[1]) for each in (x, y))
+        return _outer_of_blocks(blocks, y_blocks, group, sizes.size, accumulate or jnp.float32)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _of_blocks(accumulate: DTypeLike | None, x: jax.Array, matrices: jax.Array, group: jax.Array) -> jax.Array:
@@ -92,12 +114,17 @@ def _blocks_backward(
     """Sums the gradients of a group's blocks in float32: a bfloat16 sum would lose small terms."""
     x, matrices, group = kept
     g = g.astype(x.dtype)
-    of_block = jnp.einsum("bni,bno->bio", x, g, preferred_element_type=jnp.float32)
-    total = jnp.zeros(matrices.shape, jnp.float32).at[group].add(of_block, indices_are_sorted=True)
+    total = _outer_of_blocks(x, g, group, matrices.shape[0], jnp.float32)
     return jnp.einsum("bno,bio->bni", g, matrices[group]), total.astype(matrices.dtype), None
 
 
 _of_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def _outer_of_blocks(x: jax.Array, y: jax.Array, group: jax.Array, groups: int, accumulate: DTypeLike) -> jax.Array:
+    """[blocks, size, in], [blocks, size, out] -> [groups, in, out]."""
+    of_block = jnp.einsum("bni,bno->bio", x, y, preferred_element_type=accumulate)
+    return jnp.zeros((groups, *of_block.shape[1:]), accumulate).at[group].add(of_block, indices_are_sorted=True)
 
 
 class RaggedDot(GroupedMatmul):
@@ -122,13 +149,17 @@ def _dot(x: jax.Array, matrices: jax.Array, sizes: jax.Array, dtype: DTypeLike |
     return dot(x, matrices, sizes)
 
 
-@jax.custom_batching.sequential_vmap
-def _outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+def _outer(x: jax.Array, y: jax.Array, sizes: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Sums the outer products of rows within each group: [rows, in], [rows, out] -> [groups, in, out]."""
     dimensions = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
-    return jax.lax.ragged_dot_general(x, y, sizes, dimensions)
+
+    @jax.custom_batching.sequential_vmap
+    def outer(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot_general(x, y, sizes, dimensions, preferred_element_type=dtype)
+
+    return outer(x, y, sizes)
 
 
 # A function with a custom batching rule has no transpose, so its gradient is given here.
@@ -185,11 +216,32 @@ class Grouped(Product):
     ) -> Float[Array, "rows output_dim"]:
         return self.matmul(x, weight.astype(x.dtype), self.sizes, self.group, accumulate)
 
+    def input_gradient(
+        self,
+        y_bar: Shaped[Array, "rows output_dim"],
+        weight: Shaped[Array, "group input_dim output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "rows input_dim"]:
+        return self(y_bar, weight.swapaxes(1, 2), accumulate)
+
+    def weight_gradient(
+        self,
+        x: Shaped[Array, "rows input_dim"],
+        y_bar: Shaped[Array, "rows output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "group input_dim output_dim"]:
+        return self.matmul.outer(x, y_bar, self.sizes, self.group, accumulate)
+
     def broadcast(self, values: Float[Array, "group output_dim"]) -> Float[Array, "rows output_dim"]:
         of_block = jnp.broadcast_to(
             values[self.group][:, None], (self.group.size, self.rows // self.group.size, values.shape[1])
         )
         return of_block.reshape(self.rows, values.shape[1])
+
+    def largest(self, values: Float[Array, "rows output_dim"]) -> Float[Array, "group output_dim"]:
+        """-inf for a group without rows."""
+        of_block = values.reshape(self.group.size, -1, values.shape[1]).max(1)
+        return jax.ops.segment_max(of_block, self.group, self.sizes.size, indices_are_sorted=True)
 
 
 @jax.tree_util.register_dataclass
@@ -205,5 +257,24 @@ class Batched(Product):
     ) -> Float[Array, "group rows output_dim"]:
         return jnp.einsum("gni,gio->gno", x, weight.astype(x.dtype), preferred_element_type=accumulate)
 
+    def input_gradient(
+        self,
+        y_bar: Shaped[Array, "group rows output_dim"],
+        weight: Shaped[Array, "group input_dim output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "group rows input_dim"]:
+        return self(y_bar, weight.swapaxes(1, 2), accumulate)
+
+    def weight_gradient(
+        self,
+        x: Shaped[Array, "group rows input_dim"],
+        y_bar: Shaped[Array, "group rows output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "group input_dim output_dim"]:
+        return jnp.einsum("gni,gno->gio", x, y_bar, preferred_element_type=accumulate)
+
     def broadcast(self, values: Float[Array, "group output_dim"]) -> Float[Array, "group 1 output_dim"]:
         return values[:, None]
+
+    def largest(self, values: Float[Array, "group rows output_dim"]) -> Float[Array, "group output_dim"]:
+        return values.max(1)

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from axcore.numerics import Product
 from axcore.parallel import is_sharded
@@ -34,6 +34,13 @@ def matmul(
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 
 
+def _outer(x: jax.Array, y: jax.Array, accumulate: DTypeLike | None) -> jax.Array:
+    """The sum of the outer products of rows: [*shape, a], [*shape, b] -> [a, b]."""
+    x, y = rows(x), rows(y)
+    over = tuple(range(x.ndim - 1))
+    return jax.lax.dot_general(x, y, ((over, over), ((), ())), preferred_element_type=accumulate)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plain(Product):
@@ -47,8 +54,27 @@ class Plain(Product):
     ) -> Float[Array, "*shape output_dim"]:
         return matmul(x, weight, accumulate)
 
+    def input_gradient(
+        self,
+        y_bar: Shaped[Array, "*shape output_dim"],
+        weight: Shaped[Array, "input_dim output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "*shape input_dim"]:
+        return matmul(y_bar, weight.T, accumulate)
+
+    def weight_gradient(
+        self,
+        x: Shaped[Array, "*shape input_dim"],
+        y_bar: Shaped[Array, "*shape output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "input_dim output_dim"]:
+        return _outer(x, y_bar, accumulate)
+
     def broadcast(self, values: Float[Array, " output_dim"]) -> Float[Array, " output_dim"]:
         return values
+
+    def largest(self, values: Float[Array, "*shape output_dim"]) -> Float[Array, " output_dim"]:
+        return values.max(range(values.ndim - 1))
 
 
 @jax.tree_util.register_dataclass
@@ -63,3 +89,19 @@ class Transposed(Plain):
         accumulate: DTypeLike | None = None,
     ) -> Float[Array, "*shape output_dim"]:
         return matmul(x, weight.astype(x.dtype).T, accumulate)
+
+    def input_gradient(
+        self,
+        y_bar: Shaped[Array, "*shape output_dim"],
+        weight: Shaped[Array, "output_dim input_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "*shape input_dim"]:
+        return matmul(y_bar, weight, accumulate)
+
+    def weight_gradient(
+        self,
+        x: Shaped[Array, "*shape input_dim"],
+        y_bar: Shaped[Array, "*shape output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "output_dim input_dim"]:
+        return _outer(y_bar, x, accumulate)

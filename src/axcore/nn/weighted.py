@@ -84,6 +84,11 @@ class Weighted(Layer):
         if numerics is None:
             return product(x, self.float_weight, self.dtypes.accumulate)
         weight = self.representation
+        if numerics.calibrating:
+            numerics.observe(x)
+            return product(
+                x, numerics.matrix(weight) if isinstance(weight, Mapping) else weight, self.dtypes.accumulate
+            )
         y = numerics(x, weight, product)
         outputs = None if isinstance(weight, Mapping) else weight.shape[-3 - numerics.config.input_axis]
         if _is_product(y, x.shape[:-1], outputs):

@@ -2,11 +2,12 @@
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.numerics.base import Numerics, Weight
+from axcore.numerics.calibration import CalibrationState, calibrated
 from axcore.numerics.gather import gather
 from axcore.numerics.product import Product
 from axcore.numerics.storing import StoredModel, stored
 
-__all__ = ["Numerics", "Product", "StoredModel", "Weight", "gather", "stored"]
+__all__ = ["CalibrationState", "Numerics", "Product", "StoredModel", "Weight", "calibrated", "gather", "stored"]
 
 
 def __dir__() -> list[str]:

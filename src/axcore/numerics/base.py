@@ -34,7 +34,16 @@ class Numerics(Layer):
 
     State that gradients overwrite, such as the amax history of delayed scaling, is an `axcore.module.GradientState`
     that the constructor creates. Each product reads it once and returns the next value as its cotangent.
+
+    Statistics of activations that are measured once after training, such as static scales, are an
+    `axcore.numerics.CalibrationState`, which `observe` updates.
+
+    Attributes:
+        calibrating: whether `axcore.numerics.calibrated` runs the model. The layer then calls `observe` and computes
+            the product in floats.
     """
+
+    calibrating: bool = False
 
     class Config(Layer.Config):
         shape: tuple[PositiveInt, ...] = REQUIRED
@@ -76,6 +85,10 @@ class Numerics(Layer):
     def matrix(self, weight: Weight) -> Float[Array, "*shape"]:
         """The float weight that products use. Adapters and absorbed projections use it too."""
         return self.decode(weight) if isinstance(weight, Mapping) else weight
+
+    def observe(self, x: Float[Array, "*rows input_dim"]) -> None:
+        """Includes the input of a product in each `CalibrationState`, which is -inf before the first input."""
+        raise NotImplementedError
 
     def __call__(
         self, x: Float[Array, "*rows input_dim"], weight: Weight, product: Product

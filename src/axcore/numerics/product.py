@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 
 class Product(abc.ABC):
@@ -31,6 +31,29 @@ class Product(abc.ABC):
         """
 
     @abc.abstractmethod
+    def input_gradient(
+        self,
+        y_bar: Shaped[Array, "*rows output_dim"],
+        weight: Shaped[Array, "*shape"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "*rows input_dim"]:
+        """The product of `y_bar` with the transposed matrices of `weight`: the gradient of x. Like the other two
+        products, it also multiplies integers, so that numerics can compute gradients in their own format."""
+
+    @abc.abstractmethod
+    def weight_gradient(
+        self,
+        x: Shaped[Array, "*rows input_dim"],
+        y_bar: Shaped[Array, "*rows output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Shaped[Array, "*shape"]:
+        """The outer products of the rows of `x` and `y_bar`, summed for each matrix: the gradient of the weight."""
+
+    @abc.abstractmethod
     def broadcast(self, values: Float[Array, "*group output_dim"]) -> Float[Array, "*shape"]:
         """Reshapes values for each output, [out] or [group, out] or [group, 1], so that they broadcast against the
         product."""
+
+    @abc.abstractmethod
+    def largest(self, values: Float[Array, "*rows output_dim"]) -> Float[Array, "*group output_dim"]:
+        """The maximum of `values` over the rows of each matrix, in the shape that `broadcast` takes."""

@@ -1,0 +1,1 @@
+"""INT8 and INT4 numerics for axcore."""

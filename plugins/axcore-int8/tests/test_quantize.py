@@ -1,0 +1,85 @@
+"""`axcore quantize`, generation from the folder that it writes, and export."""
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.cli import main
+from axcore.config import AxcoreError
+from axcore.module import abstract, functional
+from axcore.nn import Repeat
+from axcore.testing import tiny_batch, tiny_model
+from axcore.testing.models import by_path
+from axcore.train import ModelFolder, save_model
+from axcore.train.checkpoint.model_folder import flat, like
+from axcore.train.data import ByteTokenizer
+from axcore_int8.commands import quantize
+
+TEXT = "Static scales are measured on this text. " * 20
+OPTIONS = {
+    "int8:activation_scales=static": (0.2, "int8"),
+    "int8:activation_scales=None": (0.02, "int8"),
+    "int8": (0.05, "int8"),
+    "int4": (0.4, "uint8"),
+}
+"""Numerics -> largest relative error of the logits, dtype of the codes."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model folder in floats."""
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    tokenizer = ByteTokenizer.Config()
+    cfg = ax.select(tiny_model(), Repeat).set(num_layers=4).set(vocab_size=tokenizer.build().vocab_size)
+    _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    return save_model(folder, cfg, params, state, tokenizer=tokenizer)
+
+
+def logits(folder):
+    found = ModelFolder.open(folder)
+    fn, params, state = abstract(found.model)
+    arrays, missing, extra = found.load(found.model, flat(params), flat(state))
+    assert not missing and not extra
+    held = like(params, arrays)
+    return np.asarray(jax.jit(fn)(held, like(state, arrays), tiny_batch()["inputs"])[0][0]), by_path(held)
+
+
+@pytest.mark.parametrize(
+    "numerics",
+    [pytest.param(each, marks=pytest.mark.slow if i else pytest.mark.long) for i, each in enumerate(OPTIONS)],
+)
+def test_a_quantized_folder_generates(numerics, trained, tmp_path, capfd):
+    error, dtype = OPTIONS[numerics]
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    calibration = ["--text", str(text), "--tokens", "200", "--seq-len", "64"] if "static" in numerics else []
+    assert quantize([str(trained), str(tmp_path / "small"), "--use", numerics, *calibration]) == 0
+    (exact, _), (found, params) = logits(trained), logits(tmp_path / "small")
+    assert 0 < np.linalg.norm(found - exact) < error * np.linalg.norm(exact)
+    kinds = {leaf.dtype.name for path, leaf in params.items() if path.endswith(".weight.codes")}
+    assert kinds == {dtype}
+    capfd.readouterr()
+    assert main(["generate", str(tmp_path / "small"), "--prompt", "ab", "--tokens", "3"]) == 0
+    assert capfd.readouterr().out.startswith("ab")
+
+
+def test_static_scales_require_a_text(trained, tmp_path):
+    arguments = [str(trained), str(tmp_path / "small"), "--use", "int8:activation_scales=static"]
+    with pytest.raises(AxcoreError, match="must be measured; pass --text FILE"):
+        quantize(arguments)
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(AxcoreError, match=r"short\.txt has 9 tokens, fewer than --seq-len 512"):
+        quantize([*arguments, "--text", str(short)])
+    with pytest.raises(ax.ConfigError, match="no numerics in the config are calibrated"):
+        quantize([*arguments[:3], "int4", "--text", str(short), "--seq-len", "4"])
+    assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.long
+def test_stored_weights_are_not_exported(trained, tmp_path, capfd):
+    """A published family has no such numerics."""
+    quantize([str(trained), str(tmp_path / "small"), "--use", "int4"])
+    assert main(["export", str(tmp_path / "small"), str(tmp_path / "exported")]) == 2
+    assert "query.numerics (layers 0-3): the model has Int4(stored=True)" in capfd.readouterr().err
