@@ -27,8 +27,8 @@ def libtpu(monkeypatch):
     monkeypatch.setenv("TPU_LIBRARY_PATH", os.path.join(path, "libtpu.so"))
 
 
-def kernels(topology, form, seq=1024, head_dim=128, value_dim=None, dtype="bfloat16", sinks=False):
-    """The number of kernels in the program of the heads and all gradients."""
+def kernels(topology, form, seq=1024, head_dim=128, value_dim=None, dtype="bfloat16", sinks=False, keep=None):
+    """The number of kernels in the program of the heads and all gradients; with remat that keeps the values `keep`."""
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
 
@@ -40,9 +40,14 @@ def kernels(topology, form, seq=1024, head_dim=128, value_dim=None, dtype="bfloa
     args = q, k, v, array(8, dtype="float32") if sinks else None, ids
 
     def loss(q, k, v, sinks, ids):
-        return attention(q, k, v, form, segments=(ids, ids), sinks=sinks)[0].astype(jnp.float32).sum()
+        def heads(q, k, v):
+            return attention(q, k, v, form, segments=(ids, ids), sinks=sinks)[0]
 
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).compile()
+        if keep is not None:
+            heads = jax.checkpoint(heads, policy=jax.checkpoint_policies.save_only_these_names(*keep))
+        return heads(q, k, v).astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(*args).compile()
     return compiled.as_text().count('custom_call_target="tpu_custom_call"')
 
 
@@ -71,3 +76,8 @@ def test_every_tpu_compiles_the_kernels(topology, fused, count):
 )
 def test_mosaic_accepts_the_shapes(call):
     assert kernels("v5e:1x1", call.pop("form", Form(scale=0.1)), **call) == 3
+
+
+@pytest.mark.parametrize(("keep", "count"), [(("heads", "lse"), 3), (("heads",), 4), ((), 4)])
+def test_remat_that_keeps_heads_and_lse_runs_the_forward_kernel_once(keep, count):
+    assert kernels("v5e:1x1", Form(scale=0.1), keep=keep) == count
