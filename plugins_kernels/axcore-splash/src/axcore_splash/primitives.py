@@ -223,7 +223,7 @@ class _Call:
         if form.causal or form.window is not None:  # every query of such a mask must see a key
             lengths = (padded(max(seq, key_len), math.lcm(tile.q, tile.kv)),) * 2
         if segments is None and lengths[1] > key_len and not form.causal:  # a causal mask hides padding
-            segments = tuple(jnp.zeros((batch, length), jnp.int32) for length in (seq, key_len))
+            segments = jnp.zeros((batch, seq), jnp.int32), jnp.zeros((batch, key_len), jnp.int32)
         ids = None
         if segments is not None:
             both = zip(segments, lengths, strict=True)
