@@ -283,8 +283,9 @@ def test_flops_leave_out_a_forward_pass_that_xla_removes():
     """With remat that keeps the heads and the lse, nothing uses the results of the recomputed forward kernel."""
     shape = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 
-    def flops(wrap):
-        heads = wrap(lambda *x: attention(*x, Form(scale=0.1))[0])
+    def flops(wrap, fused=False):
+        form = Form(scale=0.1, blocks=Blocks(fused_backward=fused))
+        heads = wrap(lambda *x: attention(*x, form)[0])
         loss = jax.value_and_grad(lambda *x: heads(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
         return count_flops(jax.make_jaxpr(loss)(shape, shape, shape)).total
 
@@ -293,4 +294,5 @@ def test_flops_leave_out_a_forward_pass_that_xla_removes():
 
     product = 2 * 2 * 256 * 256 * 64  # of queries and keys
     assert flops(lambda fn: fn) == flops(keep("heads", "lse")) == (2 + 4 + 3) * product
+    assert flops(lambda fn: fn, fused=True) == (2 + 5) * product
     assert flops(keep("heads")) == flops(keep()) == (2 + 2 + 4 + 3) * product
