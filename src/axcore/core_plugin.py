@@ -38,6 +38,7 @@ def axcore_features() -> list[Feature]:
         ),
         Feature("sliding-window", f"{features}:use_sliding_window", "Sliding-window attention in all or most layers."),
         Feature("tensor", f"{mesh}:use_tensor", "Tensor parallelism, and sequence parallelism on the same axis."),
+        Feature("tuned", "axcore.nn.attention.tuned:use_tuned", "Block sizes of kernels that `axcore tune` measured."),
         Feature("zero", f"{mesh}:use_zero", "ZeRO-1 and ZeRO-2: optimizer state and gradients over replicas."),
     ]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from axcore.config import AxcoreError
-from axcore.nn import And, Causal, Full, Or, SameSegment, SlidingWindow, TokenInfo
+from axcore.nn import And, Causal, Full, Or, Prefix, SameSegment, SlidingWindow, TokenInfo
 
 BATCH, SEQ, KV_SEQ = 2, 4, 6
 QUERY = TokenInfo(
@@ -38,6 +38,7 @@ RULES = [
     (SlidingWindow(size=2), lambda i, t, a, b: -2 < t - i < 2),
     (SlidingWindow(size=99), lambda i, t, a, b: True),
     (SameSegment(), lambda i, t, a, b: a == b),
+    (Causal() | Prefix(size=5), lambda i, t, a, b: t <= i or t < 5),
 ]
 
 
@@ -50,6 +51,12 @@ def same(mask, rule, query=QUERY, key=KEY):
 @pytest.mark.parametrize(("mask", "rule"), RULES, ids=lambda value: repr(value) if not callable(value) else "")
 def test_a_mask_follows_its_rule(mask, rule):
     same(mask, rule)
+
+
+def test_prefix_requires_one_position_for_each_token():
+    key = TokenInfo(KEY.index, np.zeros((1, KV_SEQ, 3), np.int32))
+    with pytest.raises(AxcoreError, match="one position for each token"):
+        Prefix(size=2).allowed(QUERY, key)
 
 
 def test_rows_without_segment_ids_are_one_segment():

@@ -24,6 +24,7 @@ from axcore.nn import (
     FeedForward,
     FullWidthNorm,
     GroupedLinear,
+    KernelRequest,
     LatentAttention,
     LayerNorm,
     Linear,
@@ -33,6 +34,7 @@ from axcore.nn import (
     ParallelLayer,
     PerHeadNorm,
     PostNormLayer,
+    Prefix,
     ReferenceKernel,
     Repeat,
     RMSNorm,
@@ -42,6 +44,8 @@ from axcore.nn import (
     SlidingWindow,
     TokenInfo,
     TransformerLayer,
+    TunableKernel,
+    Tuning,
     Zeros,
 )
 from axcore.nn.initializers import FanIn, ForEach
@@ -112,6 +116,21 @@ class Halved(ax.Layer):
 
     def __call__(self, x, heads):
         return heads / 2
+
+
+class Tuned(TunableKernel):
+    """Multiplies the heads by its block size."""
+
+    uses_dtypes = False
+
+    class Config(TunableKernel.Config):
+        block: ax.PositiveInt | None = None
+
+    def candidates(self, request):
+        return ({"block": 5},)
+
+    def __call__(self, inputs):
+        return inputs.q * self.settings(KernelRequest.of(inputs))["block"], None
 
 
 class Wide(nnx.Module):
@@ -243,7 +262,7 @@ def blocks():
 
 
 def attention():
-    mask = And(masks=(Causal(), Or(masks=(SlidingWindow(size=2), SameSegment()))))
+    mask = And(masks=(Causal(), Or(masks=(SlidingWindow(size=2), Prefix(size=1), SameSegment()))))
     filled = {"mask": mask, "sinks": Zeros(), "dropout": 0.1, "softcap": 3.0, "bias": Alibi.Config()}
     yield Host(heads(position=Rotary.Config(), output=Halved.Config(), **filled), TOKENS)
     yield Host(heads(query_norm=RMSNorm.Config(), key_norm=RMSNorm.Config()), TOKENS)
@@ -251,6 +270,9 @@ def attention():
     kernel = DiffAttention.Config(num_heads=ax.REQUIRED)
     yield Host(heads(num_kv_heads=2, kernel=ChooseKernel.Config(order=(ReferenceKernel.Config(), kernel))), TOKENS)
     yield Host(heads(num_kv_heads=2, kernel=kernel), TOKENS)
+    measured = {"train float32 4:4x2:1x4:4 Causal() & SameSegment() packed": {"block": 2}}
+    tuning = Tuning(device_kind="cpu", settings=measured)
+    yield Host(heads(kernel=Tuned.Config(tuning=tuning)), TOKENS)
     for kind in (
         scaling.Linear(factor=2.0),
         scaling.DynamicNTK(factor=2.0, original_max=2),

@@ -54,13 +54,16 @@ COMMANDS = {
     "show": ["show", "tiny"],
     "train": ["train", "tiny", "--set", "input.source.folder={here}"],
     "tree": ["tree", "tiny"],
+    "tune": ["tune", "tiny", "--out", "tuning.json"],
 }
 """Arguments with which each command succeeds."""
 
 EDITS = {"--use": "alibi", "--set": "seed=5", "--target": "gpu-h100-8"}
 VALUES = {
     **{
-        f"{name} {flag}": value for name in ("aot", "diff", "explain", "show", "train") for flag, value in EDITS.items()
+        f"{name} {flag}": value
+        for name in ("aot", "diff", "explain", "show", "train", "tune")
+        for flag, value in EDITS.items()
     },
     "aot --executable": "program",
     "aot --html": "page.html",
@@ -121,6 +124,7 @@ VALUES = {
     "tree --html": None,
     "tree --set": "model.dim=32",
     "tree --use": "alibi",
+    "tune --out": "elsewhere",
 }
 """A value for each flag, which differs from the one in COMMANDS; None: a flag without a value."""
 WITH = {
@@ -182,6 +186,7 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     shown = SimpleNamespace(problems=(), sound=True, passes=True, left_out=(), fits=True, best=True)
     shown.program = shown.target = ""
     shown.to_json, shown.as_json, shown.as_text = (lambda: "{}"), (lambda: {}), (lambda: "text")
+    shown.file = lambda: shown
     shown.write = lambda folder: calls.append(str(folder))
 
     def replace(where, name, result):
@@ -202,6 +207,7 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(aot, "report_page", "page")
     replace(importlib.import_module("axcore.aot.plan"), "plan", shown)
     replace(aot, "explain", shown)
+    replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
     replace(train, "save_model", None)
     replace(exporting, "write", None)

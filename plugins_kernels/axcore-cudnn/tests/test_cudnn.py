@@ -213,7 +213,7 @@ class TestCudnn(KernelSuite):
     name = "cudnn"
     platform = "gpu"
     dtypes = ("bfloat16", "float16")
-    lacks = frozenset({"any_mask", "bias", "decoding", "dropout", "softcap"})
+    lacks = frozenset({"any_mask", "bias", "decoding", "dropout", "prefix", "softcap"})
 
     def model(self):
         return ax.select(super().model(), Attention).set(head_dim=16)

@@ -165,7 +165,7 @@ class TestSplash(KernelSuite):
     pytestmark = pytest.mark.slow
     name = "splash"
     options = {"interpret": True}
-    lacks = frozenset({"any_mask", "bias", "decoding", "dropout"})
+    lacks = frozenset({"any_mask", "bias", "decoding", "dropout", "prefix"})
 
 
 class TestSplashFused(TestSplash):

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from axcore.plugin import Accelerator
+
 GIB = 2**30
 XLA_GPU_FRACTION = 0.75
 """The fraction of a GPU's memory that JAX reserves by default."""
@@ -134,6 +136,13 @@ CHIPS: tuple[Chip, ...] = (
         Cuda((10, 0), 148, _HOPPER, 132_644_864, 1.965),
     ),
 )  # fmt: skip
+
+
+def device_kind(accelerator: Accelerator) -> str:
+    """The name in JAX of the devices of an accelerator; its own kind if axcore does not know them."""
+    named = (accelerator.platform, accelerator.kind)
+    known = {(chip.platform, chip.kind): chip.device_kind for chip in CHIPS} | {("cpu", ""): "cpu"}
+    return known.get(named, accelerator.kind)
 
 
 def cpu(devices_per_host: int) -> Chip:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
 import axcore
+from axcore.aot.chips import device_kind
 from axcore.config import Config, has_field, type_name, walk
 from axcore.config.node import fields
 from axcore.config.tree import get, join
 from axcore.config.types import conforms, hints
 from axcore.module import Layer, Rngs, abstract
-from axcore.nn import KernelRequest, refusal
+from axcore.nn import AttentionKernel, KernelRequest, Repeat, TunableKernel, refusal
 from axcore.nn.attention.choice import Choice, ChooseKernel, recording
 from axcore.parallel import Layout, Mesh
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, recipe_of, registry, resolve, supplier
@@ -67,12 +69,14 @@ class Slot:
         kind: The kind of the offers.
         paths: The config paths of the fields.
         request: The request that a kernel must support; empty for other kinds of slots.
+        layers: The number of layers with this request; 0 for other kinds of slots.
     """
 
     kind: str
     paths: tuple[str, ...]
     request: str
     candidates: tuple[Candidate, ...]
+    layers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Explanation:
         lines += _table(("node", "builds", "from", "set by"), rows)
         for slot in self.slots:
             where = slot.paths[0] if len(slot.paths) == 1 else f"{slot.paths[0]} and {len(slot.paths) - 1} more"
+            where += f", {slot.layers} layer{'s' * (slot.layers > 1)}" if slot.layers else ""
             lines += ["", f"{slot.kind}: {where}" + (f"  ({slot.request})" if slot.request else "")]
             listed = [(f"  {each.name}", each.supplier, each.verdict) for each in slot.candidates]
             lines += _table((), listed) or ["  (no installed plugin offers one)"]
@@ -120,15 +125,13 @@ def explain(cfg: Config, target: str | None = None) -> Explanation:
         cfg: The config of a trainer or of a model.
         target: The accelerator of the config, as in `gpu-h100-8`; by default this machine.
     """
-    platform, rule, layout = jax.default_backend(), "", None
+    platform, rule, layout = jax.default_backend(), "", layout_for(cfg, target)
     if target is not None:
         accelerator = Accelerator.parse(target)
         platform = accelerator.platform
-        mesh, count = (get(cfg, "mesh"), accelerator.count) if has_field(cfg, "mesh") else (Mesh(), 1)
-        layout = mesh.abstract(count, platform, accelerator.kind)
         rules = mesh_rules(accelerator, recipe_of(cfg))
         rule = target + "".join(f", mesh rule {rule.name} of {plugin}" for plugin, rule in rules[:1])
-    choices = _choices(cfg, layout)
+    choices = kernel_choices(cfg, layout)
     nodes = [_node(path, node) for path, node in walk(cfg) if node.target is not None]
     slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices)]
     listed = {path for slot in slots for path in slot.paths}
@@ -145,7 +148,17 @@ def _empty(cfg: Config) -> Iterator[str]:
                 yield join(path, name)
 
 
-def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:  # Any: the config of a trainer or of a model
+def layout_for(cfg: Config, target: str | None) -> Layout | None:
+    """The layout of a config on an accelerator that need not exist; None without a target."""
+    if target is None:
+        return None
+    accelerator = Accelerator.parse(target)
+    mesh, count = (get(cfg, "mesh"), accelerator.count) if has_field(cfg, "mesh") else (Mesh(), 1)
+    found: Layout = mesh.abstract(count, accelerator.platform, device_kind(accelerator))
+    return found
+
+
+def kernel_choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:  # Any: the config of a trainer or of a model
     """The choice of each kernel slot, by its path in the config."""
     whole = has_field(cfg, "model")
     model, prefix = (cfg.model, "model") if whole else (cfg, "")
@@ -196,7 +209,15 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Ite
         request = choice.described if choice is not None else ""
         groups.setdefault((request, candidates), []).append(where)
     for (request, candidates), paths in groups.items():
-        yield Slot(kind.kind, tuple(paths), request, candidates)
+        layers = sum(_layers(cfg, path) for path in paths) if request else 0
+        yield Slot(kind.kind, tuple(paths), request, candidates, layers)
+
+
+def _layers(cfg: Config, path: str) -> int:
+    """The number of layers that share one place in the config, because a stack repeats it."""
+    names = path.split(".")
+    above = [get(cfg, ".".join(names[:count])) if count else cfg for count in range(len(names))]
+    return math.prod(node.num_layers for node in above if isinstance(node, Repeat.Config))
 
 
 def _candidates(
@@ -224,7 +245,7 @@ def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: C
     if choice is None:
         return "chosen" if node_type in held else f'not attached; use("{name}")'
     if choice.kernel is not None and isinstance(choice.kernel, node_type.target):
-        return "chosen"
+        return "; ".join(dict.fromkeys(["chosen", *_settings(choice)]))
     refused = {type(kernel): reason for kernel, reason in choice.refused}
     if node_type.target in refused:
         return f"no: {refused[node_type.target]}"
@@ -234,21 +255,35 @@ def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: C
     return f"no: {reason}" if reason else f'possible; use("kernels", order=("{name}", "reference"))'
 
 
+def _settings(choice: Choice) -> Iterator[str]:
+    """The settings of the chosen kernel for each request, and whether they were measured."""
+    for request, settings in zip(choice.requests, choice.settings, strict=False):
+        tuning = choice.kernel.config.tuning if isinstance(choice.kernel, TunableKernel) else None
+        origin = "measured" if tuning is not None and tuning.find(request) is not None else "not measured"
+        yield ", ".join(f"{name}={value}" for name, value in settings.items()) + f" ({origin})"
+
+
 def _refusal(node_type: type[Config], requests: Sequence[KernelRequest]) -> str | None:
     """Why a kernel that is not in the config does not support one of the requests; None if it supports all."""
-    first = requests[0]
-    widths = {
-        "input_dim": first.num_heads * first.head_dim,
-        "num_heads": first.num_heads,
-        "num_kv_heads": first.num_kv_heads,
-        "head_dim": first.head_dim,
-    }
     try:
-        cfg = node_type()
-        kernel = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)}).build(rngs=Rngs(0))
+        kernel = built(node_type(), requests[0])
     except axcore.ConfigError as error:
         return str(error)
     return refusal(kernel, *requests)
+
+
+def built(cfg: Config, request: KernelRequest) -> AttentionKernel:
+    """A kernel for the widths of a request."""
+    widths = {
+        "input_dim": request.num_heads * request.head_dim,
+        "num_heads": request.num_heads,
+        "num_kv_heads": request.num_kv_heads,
+        "head_dim": request.head_dim,
+    }
+    kernel: AttentionKernel = cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)}).build(
+        rngs=Rngs(0)
+    )
+    return kernel
 
 
 def _name(plugin: Plugin | None) -> str:

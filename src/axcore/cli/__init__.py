@@ -9,7 +9,21 @@ import sys
 from collections.abc import Sequence
 
 from axcore import __version__
-from axcore.cli import aot, doctor, explain, generate, golden, inspect, launch, listing, new_plugin, plan, rules, train
+from axcore.cli import (
+    aot,
+    doctor,
+    explain,
+    generate,
+    golden,
+    inspect,
+    launch,
+    listing,
+    new_plugin,
+    plan,
+    rules,
+    train,
+    tune,
+)
 from axcore.cli.compose import Commands
 from axcore.config import AxcoreError, did_you_mean
 from axcore.plugin import Command, Plugin, PluginError, attributed, registry, resolve
@@ -81,6 +95,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Commands]:
     parser = argparse.ArgumentParser(prog="axcore", description="Compose, train and inspect large models.")
     parser.add_argument("--version", action="version", version=f"axcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for builtin in (train, launch, generate, aot, plan, inspect, explain, golden, listing, rules, new_plugin, doctor):
+    run, shown = (train, launch, generate, aot, plan, tune), (inspect, explain, golden, listing, rules)
+    for builtin in (*run, *shown, new_plugin, doctor):
         builtin.add(commands)
     return parser, commands

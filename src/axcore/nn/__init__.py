@@ -9,9 +9,9 @@ from axcore.nn.attention.context.all_to_all import AllToAll
 from axcore.nn.attention.context.ring import RingAttention
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Heads
-from axcore.nn.attention.kernel import AttentionKernel, refusal
+from axcore.nn.attention.kernel import AttentionKernel, TunableKernel, refusal
 from axcore.nn.attention.latent import LatentAttention
-from axcore.nn.attention.masks import And, Causal, Full, Mask, Or, SameSegment, SlidingWindow, visible
+from axcore.nn.attention.masks import And, Causal, Full, Mask, Or, Prefix, SameSegment, SlidingWindow, visible
 from axcore.nn.attention.merging import attend_in_parts, merge_by_lse
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import KernelRequest
@@ -50,6 +50,7 @@ from axcore.nn.transformer import (
     ffn_arguments,
     stacked,
 )
+from axcore.nn.tuning import Settings, Tuning, tuned_settings
 from axcore.nn.weighted import Weighted
 from axcore.numerics import Numerics, Product
 
@@ -108,6 +109,7 @@ __all__ = [
     "Plain",
     "PostNormLayer",
     "Prediction",
+    "Prefix",
     "Product",
     "RMSNorm",
     "RaggedDot",
@@ -117,12 +119,15 @@ __all__ = [
     "SameSegment",
     "Scale",
     "Sequence",
+    "Settings",
     "SlidingWindow",
     "Stack",
     "Stock",
     "TokenInfo",
     "TransformerLayer",
     "Transposed",
+    "TunableKernel",
+    "Tuning",
     "Weighted",
     "Zeros",
     "attend",
@@ -143,6 +148,7 @@ __all__ = [
     "squared_relu",
     "stacked",
     "stock",
+    "tuned_settings",
     "unstack_arrays",
     "unstacked",
     "use_kernels",

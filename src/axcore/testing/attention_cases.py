@@ -21,6 +21,7 @@ from axcore.nn import (
     Dropout,
     Full,
     Mask,
+    Prefix,
     SameSegment,
     SlidingWindow,
     TokenInfo,
@@ -55,6 +56,8 @@ class Case:
     """Number of valid keys; None: all `key_len` keys."""
     behind: int = 0
     """The second row has this many fewer tokens than the first."""
+    shift: float = 0.0
+    """Added to q and subtracted from k, which makes logits very negative."""
     scale: float = 0.125
     softcap: float | None = None
     sinks: bool = False
@@ -62,17 +65,27 @@ class Case:
     dropout: bool = False
 
 
+_EVERY: Allowed = lambda i, j, s, t: np.ones((1, 1, 1), bool)  # noqa: E731
 _CAUSAL_SEGMENTS: Allowed = lambda i, j, s, t: (i >= j) & (s == t)  # noqa: E731
 
 CASES = {
     "causal": Case(),
     "causal, one document in each row": Case(mask=Causal() & SameSegment()),
-    "full attention": Case(("full",), mask=Full(), allowed=lambda i, j, s, t: (i == i) & (j == j)),
+    "three blocks of 64": Case(query_len=192, key_len=192, heads=2, kv_heads=2),
+    "very negative logits": Case(query_len=192, key_len=192, heads=2, kv_heads=2, shift=4.0),
+    "full attention": Case(("full",), mask=Full(), allowed=_EVERY),
+    "more keys than queries": Case(("full", "cross"), mask=Full(), allowed=_EVERY, query_len=7, key_len=24, kv_heads=2),
+    "more queries than keys": Case(("full", "cross"), mask=Full(), allowed=_EVERY, query_len=24, key_len=8),
+    "one query, very negative logits": Case(
+        ("full", "cross"), mask=Full(), allowed=_EVERY, query_len=1, key_len=128, heads=2, kv_heads=2, shift=4.0
+    ),
+    "prefix": Case(("prefix",), mask=Causal() | Prefix(size=5), allowed=lambda i, j, s, t: (i >= j) | (j < 5)),
     "one token": Case(("odd_lengths",), query_len=1, key_len=1),
     "odd length": Case(("odd_lengths",), query_len=37, key_len=37),
     "longer than a block": Case(("long",), query_len=257, key_len=257, heads=2, kv_heads=1),
     "two heads per kv head": Case(("grouped",), kv_heads=2),
     "one kv head": Case(("grouped",), kv_heads=1),
+    "eight heads per kv head": Case(("grouped",), heads=8, kv_heads=1),
     "six heads, three kv heads": Case(("grouped",), heads=6, kv_heads=3),
     "head_dim 96": Case(("head_dim_96",), head_dim=96),
     "head_dim 128": Case(("head_dim_128",), head_dim=128),
@@ -97,6 +110,7 @@ CASES = {
         segments=True,
     ),
     "scale": Case(("scale",), scale=0.3),
+    "large scale": Case(("scale",), scale=8.0),
     "softcap": Case(("softcap",), softcap=2.0),
     "scale and softcap": Case(("scale", "softcap"), scale=0.3, softcap=2.0),
     "sinks": Case(("sinks",), sinks=True, kv_heads=2),
@@ -150,7 +164,8 @@ def arrays_of(case: Case, dtype: str) -> Arrays:
         "k": (BATCH, case.key_len, case.kv_heads, case.head_dim),
         "v": (BATCH, case.key_len, case.kv_heads, value_dim),
     }
-    arrays = {name: jnp.asarray(random.normal(size=shape), dtype) for name, shape in shapes.items()}
+    shifts = {"q": case.shift, "k": -case.shift, "v": 0.0}
+    arrays = {name: jnp.asarray(random.normal(size=shape) + shifts[name], dtype) for name, shape in shapes.items()}
     if case.sinks:
         arrays["sinks"] = jnp.asarray(random.normal(size=case.heads), jnp.float32)
     return arrays
@@ -186,14 +201,20 @@ class Expected:
         heads: the heads.
         lse: the log-sum-exp of each query's logits, sinks included.
         grads: input name -> gradient of `(heads * heads_grad).sum()`; empty without `heads_grad`.
-        roundings: input name -> the error of its gradient in the L2 norm if each term of its sums has an independent
-            relative error of 1, so that an error of u in each term gives about u times this number.
+        heads_rounding: the error of each element of the heads if each term of its sum, and the sum, has an
+            independent relative error of 1. An error of u in each term then gives about u times this number.
+        roundings: input name -> the same for its gradient, in the L2 norm over each head.
+        arithmetic: relative error of a weight whose logit and sum are computed in float32, divided by the rounding
+            error of float32: the largest logit, since an absolute error of a logit is a relative error of its weight,
+            and the square root of the number of keys, with which the error of their sum grows.
     """
 
     heads: Float[np.ndarray, "batch query head value_dim"]
     lse: Float[np.ndarray, "batch query head"]
     grads: dict[str, np.ndarray]
-    roundings: dict[str, float]
+    heads_rounding: Float[np.ndarray, "batch query head value_dim"]
+    roundings: dict[str, Float[np.ndarray, " head"]]
+    arithmetic: float
 
 
 def formula(case: Case, arrays: Arrays, heads_grad: np.ndarray | None = None) -> Expected:
@@ -209,6 +230,7 @@ def formula(case: Case, arrays: Arrays, heads_grad: np.ndarray | None = None) ->
     if case.bias:
         distance = np.abs(_query_index(case)[:, :, None] - np.arange(case.key_len))
         logits = logits - np.linspace(0.1, 0.5, case.heads)[:, None, None] * distance[:, None]
+    arithmetic = float(np.abs(logits).max() + np.sqrt(case.key_len))
     logits = np.where(_allowed(case)[:, None], logits, -np.inf)
     highest = logits.max(-1, keepdims=True)
     total = np.exp(logits - highest).sum(-1, keepdims=True)
@@ -221,8 +243,9 @@ def formula(case: Case, arrays: Arrays, heads_grad: np.ndarray | None = None) ->
         dropout = Dropout(jax.random.key(7), None, None, DROPOUT)
         kept = np.asarray(dropout.keep(*_tokens(case), (BATCH, case.heads))) / (1 - DROPOUT)
     heads = np.einsum("bhst,bthd->bshd", weights * kept, v)
+    heads_rounding = np.sqrt(np.einsum("bhst,bthd->bshd", (weights * kept) ** 2, v**2) + heads**2)
     grads: dict[str, np.ndarray] = {}
-    roundings: dict[str, float] = {}
+    roundings: dict[str, np.ndarray] = {}
     if heads_grad is not None:
         of_weights = np.einsum("bshd,bthd->bhst", heads_grad, v) * kept
         along = (heads * heads_grad).sum(-1).transpose(0, 2, 1)[..., None]
@@ -237,8 +260,13 @@ def formula(case: Case, arrays: Arrays, heads_grad: np.ndarray | None = None) ->
             weights_of_sinks = np.exp(sinks - lse)
             grads["sinks"] = -(weights_of_sinks * along).sum((0, 2, 3))
             squares["sinks"] = (weights_of_sinks**2 * of_heads).sum((0, 2, 3))
-        roundings = {name: float(np.sqrt(each.sum())) for name, each in squares.items()}
-    return Expected(heads, lse[..., 0].transpose(0, 2, 1), grads, roundings)
+        roundings = {name: np.sqrt(by_head(each).sum(1)) for name, each in squares.items()}
+    return Expected(heads, lse[..., 0].transpose(0, 2, 1), grads, heads_rounding, roundings, arithmetic)
+
+
+def by_head(grad: np.ndarray) -> Float[np.ndarray, "head elements"]:
+    """The gradient of each head; that of all sinks is one."""
+    return grad[None] if grad.ndim == 1 else np.moveaxis(grad, 2, 0).reshape(grad.shape[2], -1)
 
 
 def _products(
@@ -256,7 +284,7 @@ def _products(
     }
 
 
-def _segments(case: Case) -> Int[np.ndarray, "batch key"]:
+def segments_of(case: Case) -> Int[np.ndarray, "batch key"]:
     """Segment ids of documents of random lengths."""
     starts = np.random.default_rng(3).random((BATCH, case.key_len)) < 0.3
     return np.cumsum(starts, axis=1)
@@ -276,8 +304,8 @@ def _valid(case: Case) -> Bool[np.ndarray, "batch key"]:
 def _allowed(case: Case) -> Bool[np.ndarray, "batch query key"]:
     """True where the query sees the key."""
     places = _query_index(case)
-    segments = _segments(case) if case.segments else np.zeros((BATCH, case.key_len), int)
-    query_segments = np.take_along_axis(segments, places, axis=1)
+    segments = segments_of(case) if case.segments else np.zeros((BATCH, case.key_len), int)
+    query_segments = np.take_along_axis(segments, np.minimum(places, case.key_len - 1), axis=1)
     allowed = case.allowed(
         places[:, :, None], np.arange(case.key_len)[None, None], query_segments[:, :, None], segments[:, None]
     )
@@ -287,7 +315,7 @@ def _allowed(case: Case) -> Bool[np.ndarray, "batch query key"]:
 def _tokens(case: Case) -> tuple[TokenInfo, TokenInfo]:
     """The tokens of queries and keys, which are one object if they are the same tokens."""
     index = jnp.arange(case.key_len, dtype=jnp.int32)[None]
-    segments, places = _segments(case), _query_index(case)
+    segments, places = segments_of(case), _query_index(case)
     written = None if case.written is None else jnp.asarray(_valid(case))
     key = TokenInfo(index, index, jnp.asarray(segments, jnp.int32) if case.segments else None, written)
     if (case.start, case.behind, case.written, case.query_len) == (0, 0, None, case.key_len):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -14,7 +14,7 @@ from axcore.config import Config, ConfigError, PositiveInt, Where, has_field, se
 from axcore.module import Frame, Rngs, current
 from axcore.module.context import locate
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
-from axcore.nn.attention.kernel import AttentionKernel, checked, refusal
+from axcore.nn.attention.kernel import AttentionKernel, TunableKernel, checked, refusal
 from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import OPTIONS, KernelRequest
 from axcore.nn.attention.sharded import Shards, readable, wraps
@@ -31,12 +31,14 @@ class Choice:
         requests: the different calls of the kernel on one device; several with some strategies of context parallelism.
         kernel: the chosen kernel; None if no kernel supports all requests.
         refused: the kernels tried before it, each with the reason why it does not support one of the requests.
+        settings: the settings of a `TunableKernel` for each request.
     """
 
     path: str
     requests: tuple[KernelRequest, ...]
     kernel: AttentionKernel | None
     refused: tuple[tuple[AttentionKernel, str], ...]
+    settings: tuple[Mapping[str, int], ...] = ()
 
     @property
     def described(self) -> str:
@@ -147,8 +149,9 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
         if (reason := refusal(kernel, *requests)) is not None:
             refused.append((kernel, reason))
             continue
+        settings = _settings(kernel, path, requests)
         if (choices := _choices.get()) is not None:
-            choices.append(Choice(path, requests, kernel, tuple(refused)))
+            choices.append(Choice(path, requests, kernel, tuple(refused), settings))
             # A kernel that wraps another still runs, so that the choice inside it is recorded.
             return kernel(kernel_inputs) if wraps(kernel) else _zeros(inputs)
         tagged = kernel.tags_heads or wraps(kernel)
@@ -163,6 +166,16 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
         choices.append(Choice(path, requests, None, tuple(refused)))
         return _zeros(inputs)
     raise ConfigError(Choice(path, requests, None, tuple(refused)).problem())
+
+
+def _settings(kernel: AttentionKernel, path: str, requests: tuple[KernelRequest, ...]) -> tuple[Mapping[str, int], ...]:
+    """The settings of each request, which raise here if they were measured on another device."""
+    if not isinstance(kernel, TunableKernel):
+        return ()
+    try:
+        return tuple(kernel.settings(request) for request in requests)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {type(kernel).__name__}: {error}") from error
 
 
 def _path(kernel: AttentionKernel) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import jax
@@ -14,6 +15,7 @@ from axcore.nn.attention.formula import gradients
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Heads
 from axcore.nn.attention.request import OPTIONS, KernelRequest
 from axcore.nn.kv.views import Contiguous, KVView
+from axcore.nn.tuning import Settings, Tuning, tuned_settings
 
 
 class AttentionKernel(Layer):
@@ -73,6 +75,28 @@ class AttentionKernel(Layer):
             `inputs` with each array replaced by its gradient, or by None if it has none. `kv` is a `Contiguous`.
         """
         return gradients(inputs, heads, lse, heads_grad)
+
+
+class TunableKernel(AttentionKernel):
+    """Base of kernels whose block sizes `axcore tune` measures.
+
+    The Config has a field for each setting, None by default. The kernel calls `settings` for the values of a call.
+    """
+
+    class Config(AttentionKernel.Config):
+        tuning: Tuning | None = None
+        """Measured settings; None: the defaults of the kernel."""
+
+    config: Config
+
+    def candidates(self, request: KernelRequest) -> Iterable[Settings]:
+        """The settings that are worth measuring for a request that the kernel supports. The first are its defaults,
+        which may depend on `request.device_kind`."""
+        raise NotImplementedError
+
+    def settings(self, request: KernelRequest) -> dict[str, int]:
+        """The settings of a call; see `tuned_settings`."""
+        return tuned_settings(self.config, request, self.candidates(request))
 
 
 def refusal(kernel: AttentionKernel, *requests: KernelRequest) -> str | None:

@@ -51,6 +51,18 @@ class SlidingWindow(Mask):
         return jnp.abs(query.index[:, :, None] - key.index[:, None, :]) < self.size
 
 
+class Prefix(Mask):
+    """Every query sees the first `size` tokens of each document, as in a prefix language model (Raffel et al. 2020,
+    arXiv 1910.10683, section 3.2.1). Use it as `(Causal() | Prefix(size=n)) & SameSegment()`."""
+
+    size: PositiveInt
+
+    def allowed(self, query: TokenInfo, key: TokenInfo) -> Allowed:
+        if key.positions.ndim != 2:
+            raise ConfigError("Prefix requires one position for each token, but positions have several coordinates")
+        return key.positions[:, None, :] < self.size
+
+
 class SameSegment(Mask):
     """A query sees keys of its own document; without segment ids it sees all keys."""
 

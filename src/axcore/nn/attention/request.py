@@ -9,7 +9,7 @@ import numpy as np
 
 from axcore.nn.attention.inputs import AttentionInputs
 from axcore.nn.attention.masks import Mask
-from axcore.nn.kv.views import KVView
+from axcore.nn.kv.views import Contiguous, KVView
 from axcore.nn.tokens import Phase
 from axcore.parallel import active_layout
 
@@ -90,6 +90,15 @@ class KernelRequest:
             options=tuple(name for name in OPTIONS if used[name]),
             view=type(kv),
         )
+
+    @property
+    def signature(self) -> str:
+        """What the best block sizes depend on, apart from the device. Batches of any size share them."""
+        heads = f"{self.num_heads}:{self.num_kv_heads}x{self.head_dim}:{self.value_dim}"
+        facts = [self.phase, str(self.dtype), f"{self.query_len}:{self.key_len}x{heads}", repr(self.mask)]
+        facts += [word for word, holds in (("packed", self.packed), ("partial", self.partial)) if holds]
+        facts += [] if self.view is Contiguous else [self.view.__name__]
+        return " ".join([*facts, *self.options])
 
     def __str__(self) -> str:
         names = ["batch", "query_len", "key_len", "num_heads", "num_kv_heads", "head_dim"]

@@ -1,0 +1,31 @@
+"""`axcore tune RECIPE --out FILE`."""
+
+from __future__ import annotations
+
+import argparse
+
+from axcore.cli.compose import RECIPE_OR_FOLDER, Commands, add_edits, compose
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="measure the block sizes of a recipe's attention kernels on this machine's device",
+        description="Times every kernel of the config with every candidate of its block sizes, forward and backward, "
+        "for each distinct attention call. Prints a table and writes the fastest settings to a file. Apply it with "
+        "--use tuned:file=FILE; with tuned:file=FILE,order=true also the order of the kernels changes.",
+    )
+    parser.add_argument("recipe", help=RECIPE_OR_FOLDER)
+    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write")
+    add_edits(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from axcore.aot.tune import tune  # imports jax, so only when needed
+
+    targets = [text for kind, text in arguments.edits if kind == "target"]
+    found = tune(compose(arguments.recipe, arguments.edits), targets[-1] if targets else None)
+    print(found)
+    found.file().write(arguments.out)
+    print(f"\nwrote {arguments.out}; apply it with --use tuned:file={arguments.out}")

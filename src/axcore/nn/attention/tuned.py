@@ -1,0 +1,96 @@
+"""The file that `axcore tune` writes, and the feature that applies it to a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Self, cast
+
+from axcore.config import Config, ConfigError, FrozenDict, select, walk
+from axcore.nn.attention.choice import ChooseKernel
+from axcore.nn.attention.kernel import AttentionKernel, TunableKernel
+from axcore.nn.tuning import Settings, Tuning
+from axcore.plugin import AttentionKernelOffer, registry
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningFile:
+    """What was measured on one kind of device.
+
+    Attributes:
+        kernels: name of a kernel -> signature of a request -> its fastest settings.
+        order: the names of the kernels, the fastest first.
+    """
+
+    device_kind: str
+    kernels: Mapping[str, Mapping[str, Settings]]
+    order: tuple[str, ...]
+
+    def write(self, path: str | pathlib.Path) -> None:
+        pathlib.Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path) -> Self:
+        """
+        Raises:
+            ConfigError: there is no such file, or `axcore tune` did not write it.
+        """
+        try:
+            found = json.loads(pathlib.Path(path).read_text())
+            read = cls(found.pop("device_kind"), found.pop("kernels"), tuple(found.pop("order")))
+            for kernel in read.kernels.values():
+                Tuning(device_kind=read.device_kind, settings=kernel)
+        except OSError as error:
+            raise ConfigError(f"cannot read the tuning file {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is not a file that `axcore tune` wrote: {error}") from error
+        return read
+
+
+def kernel_name(cfg: AttentionKernel.Config) -> str:
+    """The name of the offer of a kernel, or of its class if no plugin offers it."""
+    target = f"{cfg.target.__module__}:{cfg.target.__qualname__}"
+    for _, offer in registry().offers(AttentionKernelOffer):
+        if offer.target in (target, f"axcore.nn:{cfg.target.__qualname__}"):
+            return offer.name
+    return str(cfg.target.__qualname__)
+
+
+def use_tuned(cfg: Config, file: str, order: bool = False) -> Config:
+    """Sets the block sizes that `axcore tune` measured. They become part of the config, so the run needs no file.
+
+    Args:
+        file: the file that `axcore tune --out` wrote.
+        order: whether the kernels of each order are also sorted by their measured time.
+
+    Raises:
+        ConfigError: no kernel of the config is in the file.
+    """
+    found = TuningFile.read(file)
+    used: set[str] = set()
+
+    def tuned(_: str, node: Config) -> Config:
+        name = kernel_name(cast(AttentionKernel.Config, node))
+        if name not in found.kernels:
+            return node
+        used.add(name)
+        return node.set(tuning=Tuning(device_kind=found.device_kind, settings=FrozenDict(found.kernels[name])))
+
+    def sorted_by_time(_: str, node: Config) -> Config:
+        kernels = cast(ChooseKernel.Config, node).order
+        names = {each: kernel_name(each) for each in kernels}
+        used.update(set(names.values()) & set(found.order))
+        rank = {name: place for place, name in enumerate(found.order)}
+        return node.set(order=tuple(sorted(kernels, key=lambda each: rank.get(names[each], len(rank)))))
+
+    kinds = {type(node) for _, node in walk(cfg)}
+    if any(issubclass(kind, TunableKernel.Config) for kind in kinds):
+        cfg = select(cfg, TunableKernel).map(tuned)
+    if order and any(issubclass(kind, ChooseKernel.Config) for kind in kinds):
+        cfg = select(cfg, ChooseKernel).map(sorted_by_time)
+    if not used:
+        measured = ", ".join(dict.fromkeys((*found.kernels, *found.order))) or "no kernel"
+        raise ConfigError(f"{file} is about {measured}, and the config has none of these that can be tuned")
+    return cfg

@@ -1,0 +1,162 @@
+"""Measuring block sizes, and applying them: a kernel whose large blocks are slow."""
+
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.aot import explain
+from axcore.aot.tune import example, tune
+from axcore.nn import Attention, ChooseKernel, KernelRequest, ReferenceKernel, TunableKernel, Tuning
+from axcore.nn.attention.choice import recording
+from axcore.nn.attention.formula import dense_attention
+from axcore.nn.attention.tuned import TuningFile
+from axcore.testing import tiny_model
+
+CALLED = []
+
+
+def slow(x, milliseconds):
+    def wait(x):
+        time.sleep(milliseconds / 1e3)
+        return np.asarray(x)
+
+    return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+class Blocks(TunableKernel):
+    """The smaller the block, the faster. Blocks of 3 fail."""
+
+    class Config(TunableKernel.Config):
+        block: ax.PositiveInt | None = None
+
+    uses_dtypes = False
+
+    def candidates(self, request):
+        return ({"block": 40}, {"block": 3}, {"block": 10}, {"block": request.head_dim})
+
+    def __call__(self, inputs):
+        block = self.settings(KernelRequest.of(inputs))["block"]
+        CALLED.append(block)
+        if block == 3:
+            raise ValueError("3 does not divide the length\nand more")
+        heads, lse = dense_attention(inputs)
+        return heads + 0 * slow(jax.lax.stop_gradient(inputs.q), block)[..., :1], lse
+
+
+def model(**fields):
+    order = Blocks.Config(**fields), ReferenceKernel.Config()
+    return ax.select(tiny_model(), Attention).set(kernel=ChooseKernel.Config(order=order))
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return tune(model(), repeats=3)
+
+
+def test_tune_measures_every_candidate_of_every_kernel(measured):
+    by_settings = {(each.kernel, *each.settings.values()): each for each in measured.timings}
+    assert set(by_settings) == {("Blocks", 40), ("Blocks", 3), ("Blocks", 10), ("Blocks", 4), ("reference",)}
+    seconds = [by_settings["Blocks", block].seconds for block in (4, 10, 40)]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert by_settings["Blocks", 3].problem == "ValueError: 3 does not divide the length"
+    shown = str(measured).splitlines()
+    assert "query_len=128" in shown[2] and shown[4].split()[0] == "Blocks" and shown[4].endswith("block=4")
+
+
+def test_the_file_holds_the_fastest_settings_and_order(measured, tmp_path):
+    measured.file().write(tmp_path / "tuning.json")
+    found = TuningFile.read(tmp_path / "tuning.json")
+    assert found.order == ("reference", "Blocks")
+    (settings,) = found.kernels["Blocks"].values()
+    assert settings == {"block": 4}
+    cfg = ax.pipe(model(), ax.use("tuned", file=str(tmp_path / "tuning.json")))
+    kernels = cfg.decoder.layers.attention.kernel.order
+    assert [type(each).__qualname__ for each in kernels] == ["Blocks.Config", "ReferenceKernel.Config"]
+    assert kernels[0].tuning.settings == found.kernels["Blocks"]
+    cfg = ax.pipe(model(), ax.use("tuned", file=str(tmp_path / "tuning.json"), order=True))
+    assert [type(each) for each in cfg.decoder.layers.attention.kernel.order] == [type(each) for each in kernels[::-1]]
+
+
+def blocks_used(cfg):
+    CALLED.clear()
+    fn, params, state = ax.module.functional(cfg.build(rngs=ax.Rngs(0)))
+    jax.eval_shape(lambda: fn(params, state, np.zeros((1, 128), np.int32)))
+    return set(CALLED)
+
+
+def test_a_field_comes_before_the_measured_settings_and_those_before_the_default(measured):
+    file = measured.file()
+    tuning = Tuning(device_kind=file.device_kind, settings=file.kernels["Blocks"])
+    assert blocks_used(model()) == {40}
+    assert blocks_used(model(tuning=tuning)) == {4}
+    assert blocks_used(model(tuning=tuning, block=10)) == {10}
+    assert blocks_used(model(tuning=tuning.set(settings={}))) == {40}
+
+
+def test_explain_shows_the_settings(measured):
+    file = measured.file()
+    tuning = Tuning(device_kind=file.device_kind, settings=file.kernels["Blocks"])
+    for cfg, shown in (
+        (model(), "chosen; block=40 (not measured)"),
+        (model(tuning=tuning), "chosen; block=4 (measured)"),
+    ):
+        (slot,) = [each for each in explain(cfg).slots if each.kind == "attention kernel"]
+        assert shown in [each.verdict for each in slot.candidates]
+        assert slot.layers == 2
+
+
+def test_settings_of_another_device_are_refused():
+    cfg = model(tuning=Tuning(device_kind="NVIDIA H100 80GB HBM3"))
+    told = r"attention\.kernel: Blocks: tuned for 'NVIDIA H100 80GB HBM3', and this is 'cpu'\. Measure again"
+    with pytest.raises(ax.ConfigError, match=told):
+        blocks_used(cfg)
+    with pytest.raises(ax.ConfigError, match=told):
+        explain(cfg)
+    with pytest.raises(ax.ConfigError, match=r"gpu-h200-1 has NVIDIA H200 devices, and this machine has cpu"):
+        tune(model(), "gpu-h200-1")
+
+
+def test_settings_with_unknown_fields_are_refused(measured):
+    (signature,) = measured.file().kernels["Blocks"]
+    with pytest.raises(ax.ConfigError, match="tuning sets size, but the settings are block"):
+        blocks_used(model(tuning=Tuning(device_kind="cpu", settings={signature: {"size": 1}})))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "cannot read the tuning file"),
+        ("{", "not a file that `axcore tune` wrote"),
+        ("{}", "not a file that `axcore tune` wrote"),
+        ('{"device_kind": "cpu", "kernels": {"a": {"b": 1}}, "order": []}', "not a file that `axcore tune` wrote|b"),
+        ('{"device_kind": "cpu", "kernels": {"splash": {}}, "order": []}', "is about splash, and the config has none"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, told):
+    if text is not None:
+        (tmp_path / "tuning.json").write_text(text)
+    with pytest.raises(ax.ConfigError, match=told):
+        ax.pipe(model(), ax.use("tuned", file=str(tmp_path / "tuning.json")))
+
+
+def test_examples_have_the_request_that_they_are_made_for():
+    with recording() as found:
+        cfg = ax.select(tiny_model(), Attention).set(softcap=3.0, dropout=0.1, sinks=ax.nn.Zeros())
+        fn, params, state = ax.module.functional(cfg.build(rngs=ax.Rngs(0)))
+        segments = np.ones((2, 16), np.int32)
+        key = jax.random.key(0)
+        jax.eval_shape(lambda: fn(params, state, segments, segment_ids=segments, training=True, key=key))
+    (request,) = found[0].requests
+    assert {"softcap", "sinks", "dropout"} == set(request.options) and request.packed
+    assert KernelRequest.of(example(request)) == request
+
+
+def test_command_tune_writes_a_file_that_a_recipe_uses(axcore, corpus, tmp_path, tiny_on_path, fresh_registry):
+    file = tmp_path / "tuning.json"
+    done = axcore("tune", "tiny", "--set", f"input.source.folder={corpus}", "--out", str(file))
+    assert done.code == 0 and "reference" in done.out and f"tuned:file={file}" in done.out
+    assert json.loads(file.read_text()) == {"device_kind": "cpu", "kernels": {}, "order": ["reference"]}
