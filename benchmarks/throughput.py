@@ -18,6 +18,7 @@ from llama_pair import batch, documents_per_row, kernels_of
 import axcore as ax
 from axcore.nn import Attention, CausalLM, FeedForward, Linear, Normal, Repeat, TransformerLayer
 from axcore.parallel import ByTag, Mesh
+from axcore.plugin.features import use_text
 from axcore.train import CrossEntropy, Learner
 from axcore.train.step.program import program
 
@@ -37,7 +38,9 @@ def main() -> None:
         "--saved", help="comma-separated names of the values that the backward pass keeps; default: all"
     )
     parser.add_argument("--kernel", default="cudnn")
-    parser.add_argument("--use", action="append", default=[], help="a feature, such as fp8; may be repeated")
+    parser.add_argument(
+        "--use", action="append", default=[], help="a feature, such as fp8:scaling=delayed; may be repeated"
+    )
     parser.add_argument("--option", action="append", default=[], help="a compiler option, NAME=VALUE; may be repeated")
     parser.add_argument("--trace", action="store_true", help="also print the device time by kind of kernel")
     given = parser.parse_args()
@@ -51,7 +54,7 @@ def main() -> None:
         vocab_size=32_000, dim=given.dim, dtypes=ax.DTypes(compute=jnp.bfloat16), decoder=decoder, head=Linear.Config()
     )
     model = ax.select(model, Linear).set(init=Normal(stddev=0.02))
-    model = ax.pipe(model, ax.use("rope"), ax.use("kernels", order=(given.kernel,)), *map(ax.use, given.use))
+    model = ax.pipe(model, ax.use("rope"), ax.use("kernels", order=(given.kernel,)), *map(use_text, given.use))
     layout = Mesh(shape={"data": 1, "fsdp": -1}).make()
     options = {name: json.loads(value) for name, _, value in (each.partition("=") for each in given.option)}
     made = program(model, Learner.Config(), layout, CrossEntropy.Config(chunk=given.chunk), compiler_options=options)

@@ -56,6 +56,7 @@ from axcore.train import CrossEntropy
 from axcore_cross_layer_kv.caches import borrowing, sharing
 from axcore_cudnn.kernel import CudnnKernel
 from axcore_diff_attention.kernel import DiffAttention
+from axcore_fp8.fp8 import Fp8
 from axcore_lora.layer import DoRA, LoRA
 from axcore_mamba2.mixer import Mamba2
 from axcore_mamba2.norm import GatedRMSNorm
@@ -236,6 +237,9 @@ def blocks():
     linear = {"input_dim": DIM, "output_dim": 6, "use_bias": True, "axes": ("embed", "mlp"), "init": FanIn()}
     yield Host(Linear.Config(**linear, dtypes=DTYPES), plain)
     yield Host(Linear.Config(**linear, numerics=Rounded.Config()), plain)
+    yield Host(Linear.Config(**linear, numerics=Fp8.Config()), plain, "numerics")
+    delayed = Fp8.Config(scaling="delayed", amax_history_len=4)
+    yield Host(Linear.Config(**linear, numerics=delayed), plain, "numerics", ("amax_history_len",))
     yield Host(Linear.Config(**linear | {"init": ForEach(init=FanIn())}, numerics=Numerics.Config()), plain)
     for adapter in (LoRA, DoRA):
         yield Host(Linear.Config(**linear, adapter=adapter.Config(rank=2, dropout=0.1)), plain)

@@ -30,6 +30,7 @@ from axcore.nn.linear import Linear
 from axcore.nn.matmul import Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
 from axcore.nn.norm import FullWidthNorm, LayerNorm, PerHeadNorm, RMSNorm, Scale
+from axcore.nn.put_numerics import put_numerics
 from axcore.nn.stacks import (
     by_layer,
     edit_layers,
@@ -143,6 +144,7 @@ __all__ = [
     "layers_of",
     "merge_by_lse",
     "put_kernel",
+    "put_numerics",
     "refusal",
     "sized",
     "squared_relu",

@@ -5,7 +5,7 @@ import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.parallel.axes import LOGICAL_AXES, MESH_AXES, STANDARD_RULES
 from axcore.parallel.compiler_options import CheckedOption, CompilerOptions, check_options, checked_options
 from axcore.parallel.context import ContextParallelism
-from axcore.parallel.layout import Layout, active_layout, check_gathers, constrain, is_sharded
+from axcore.parallel.layout import Layout, active_layout, check_gathers, constrain, is_sharded, target_device
 from axcore.parallel.mesh import Mesh
 from axcore.parallel.pipeline import PipelineSchedule
 from axcore.parallel.remat import TAGS, ByKind, ByTag, Remat, SaveMatmuls
@@ -33,6 +33,7 @@ __all__ = [
     "constrain",
     "is_sharded",
     "shard_map",
+    "target_device",
 ]
 
 

@@ -238,6 +238,15 @@ def active_layout() -> Layout | None:
     return _layout.get()
 
 
+def target_device() -> tuple[str, str]:
+    """(platform, device kind) of the active layout, or of the default device without a layout."""
+    layout = active_layout()
+    if layout is not None:
+        return layout.platform, layout.device_kind
+    device = jax.devices()[0]
+    return device.platform, device.device_kind
+
+
 def check_gathers(what: str, advice: str) -> None:
     """Checks that XLA can partition gathers from sharded arrays here. Inside a pipeline stage it cannot, over two or
     more further mesh axes, and ends the process.

@@ -44,6 +44,8 @@ class NumericsSuite(OfferSuite):
         error: largest relative error of a product of normally distributed numbers, ||found - exact|| / ||exact||.
         gradient_error: the same for gradients; None for numerics that only support inference.
         model_error: largest relative change of the loss of a small model.
+        stored_error: largest relative difference between products of stored and of float weights; None: they round
+            weights equally, so that only sums may be rounded differently.
         stored_bits: largest number of bits per element of a stored weight [48, 40], including scales; None for numerics
             without a stored representation.
     """
@@ -53,9 +55,11 @@ class NumericsSuite(OfferSuite):
     gradient_error: ClassVar[float | None] = None
     model_error: ClassVar[float] = 0.05
     stored_bits: ClassVar[float | None] = None
+    stored_error: ClassVar[float | None] = None
 
     def config(self) -> Config:
-        return ax.pipe(tiny_model(), use(self.name, **self.options))
+        """A small model, all of whose weights have the numerics."""
+        return ax.pipe(tiny_model(), use(self.name, **{"where": Weighted, **self.options}))
 
     def filler(self) -> Config:
         """The config of the numerics."""
@@ -152,16 +156,18 @@ class NumericsSuite(OfferSuite):
         assert isinstance(weight, Mapping), "the parameters still contain the float weight"
         bits = 8 * sum(leaf.nbytes for leaf in weight.values()) / size
         assert bits <= self.stored_bits, f"the stored weight has {bits} bits per element"
-        wide = [name for name, leaf in by_path(params).items() if _is_float(leaf) and leaf.size >= size]
+        wide = [name for name, leaf in by_path(params).items() if _is_wide(leaf) and leaf.size >= size]
         assert not wide, f"the parameters still contain a float copy of the weight: {wide}"
         kept = _Case(kind, self.filler().set(stored=True))
         assert jax.tree.map(_form, kept.params) == jax.tree.map(_form, params), (
             "the arrays of a built layer differ from the encoded arrays"
         )
         assert kept.cfg == model
-        np.testing.assert_allclose(
-            kept.call(params, case.x), case.call(case.params, case.x), rtol=1e-4, atol=1e-4 * self.error
-        )
+        found, expected = kept.call(params, case.x), case.call(case.params, case.x)
+        if self.stored_error is None:
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * self.error)
+        else:
+            assert _error(found, np.asarray(expected, np.float64)) < self.stored_error
         if kind == "tied_head":
             ids = jnp.arange(OUT)[None]
             rows = [each.fn(params, each.state, ids)[0][0] for each, params in ((kept, params), (case, case.params))]
@@ -252,7 +258,25 @@ class _Case:
         self.x = jax.random.normal(jax.random.key(1), shape, dtype)
 
     def call(self, params: Tree, x: jax.Array) -> jax.Array:
-        run = functools.partial(self.fn, params, self.state)
+        return self.product(params, self.state_after(params, x), x)
+
+    def state_after(self, params: Tree, x: jax.Array) -> Tree:
+        """The state after a training step, so that a history knows the operands. Its gradients have a mean square of
+        1."""
+        if not self.state:
+            return self.state
+
+        def total(state: Tree) -> jax.Array:
+            y = self.product(params, state, x).astype(jnp.float32)
+            return (y * jax.random.normal(jax.random.key(2), y.shape)).sum()
+
+        gradient = jax.grad(total, allow_int=True)
+        params, x = jax.lax.stop_gradient((params, x))
+        update = jax.jit(lambda state: overwrite_with_gradient(gradient(to_fm32(state)), state))
+        return update(self.state)
+
+    def product(self, params: Tree, state: Tree, x: jax.Array) -> jax.Array:
+        run = functools.partial(self.fn, params, state)
         if self.kind == "linear":
             return run(x)[0][0]
         if self.kind == "tied_head":
@@ -299,8 +323,9 @@ def _has_gradient_state(cfg: Config) -> bool:
     return any(isinstance(node, GradientState) for _, node in nnx.iter_graph(module))
 
 
-def _is_float(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
+def _is_wide(leaf: jax.Array) -> bool:
+    """Whether an array has floating-point numbers of more than 8 bits."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
 
 
 def _is_axes(node: object) -> bool:

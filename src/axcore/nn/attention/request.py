@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from axcore.nn.attention.inputs import AttentionInputs
 from axcore.nn.attention.masks import Mask
 from axcore.nn.kv.views import Contiguous, KVView
 from axcore.nn.tokens import Phase
-from axcore.parallel import active_layout
+from axcore.parallel import target_device
 
 OPTIONS = ("softcap", "sinks", "bias", "dropout", "lse")
 """The options that a kernel supports only if it lists them in `takes`."""
@@ -106,12 +105,3 @@ class KernelRequest:
         facts = [self.platform, self.phase, str(self.dtype), *(f"{name}={getattr(self, name)}" for name in names)]
         facts += [word for word, holds in (("packed rows", self.packed), ("invalid keys", self.partial)) if holds]
         return ", ".join([*facts, *self.options, self.view.__name__])
-
-
-def target_device() -> tuple[str, str]:
-    """(platform, device kind) of the active layout, or of the default device without a layout."""
-    layout = active_layout()
-    if layout is not None:
-        return layout.platform, layout.device_kind
-    device = jax.devices()[0]
-    return device.platform, device.device_kind

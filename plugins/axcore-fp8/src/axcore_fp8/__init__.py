@@ -1,0 +1,1 @@
+"""FP8 training and inference for axcore."""
