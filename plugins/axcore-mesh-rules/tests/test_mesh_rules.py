@@ -166,12 +166,13 @@ def kernels(cfg):
     return [node.kernel for _, node in ax.select(cfg, Attention)]
 
 
-@pytest.fixture
-def without_cudnn(monkeypatch):
-    pytest.importorskip("axcore_cudnn")
-    monkeypatch.setenv("AXCORE_DISABLE", "cudnn")
+@pytest.fixture(params=[("cudnn", "gpu-h100-8"), ("splash", "tpu-v5p-8")], ids=lambda param: param[0])
+def without_kernel(request, monkeypatch):
+    """The name of a kernel whose plugin is disabled, and a target whose rule requires it."""
+    pytest.importorskip(f"axcore_{request.param[0]}")
+    monkeypatch.setenv("AXCORE_DISABLE", request.param[0])
     registry.cache_clear()
-    yield
+    yield request.param
     monkeypatch.undo()
     registry.cache_clear()
 
@@ -196,14 +197,27 @@ def test_float32_attention_keeps_the_reference_kernel():
     assert kernels(ax.pipe(narrow, ax.target("gpu-h100-8"))) != [ReferenceKernel.Config()]
 
 
-def test_h100_requires_cudnn_or_an_explicit_reference_kernel(without_cudnn):
-    recipe = ax.recipe("llama2-7b")
-    with pytest.raises(ax.ConfigError, match=r"attention\.kernel: .*Install axcore-cudnn, or allow") as refused:
-        ax.pipe(recipe, ax.target("gpu-h100-8"))
+def test_a_rule_requires_its_kernel_or_an_explicit_reference_kernel(without_kernel):
+    (name, target), recipe = without_kernel, ax.recipe("llama2-7b")
+    with pytest.raises(ax.ConfigError, match=rf"attention\.kernel: .*Install axcore-{name}, or allow") as refused:
+        ax.pipe(recipe, ax.target(target))
     allow = re.search(r"--use (\S+) before --target", str(refused.value))
-    (kernel,) = kernels(ax.pipe(recipe, use_text(allow[1]), ax.target("gpu-h100-8")))
+    (kernel,) = kernels(ax.pipe(recipe, use_text(allow[1]), ax.target(target)))
     assert kernel.order == (ReferenceKernel.Config(),)
-    ax.pipe(ax.recipe("quickstart"), ax.target("gpu-h100-8"))
+    if name == "cudnn":  # which does not support float32
+        ax.pipe(ax.recipe("quickstart"), ax.target(target))
+
+
+def test_tpu_attention_uses_only_splash():
+    pytest.importorskip("axcore_splash")
+    for name in ("llama2-7b", "quickstart"):  # bfloat16 and float32
+        (kernel,) = kernels(ax.pipe(ax.recipe(name), ax.target("tpu-v5p-8")))
+        assert [type(each).__qualname__ for each in kernel.order] == ["SplashKernel.Config"]
+    recipe = ax.recipe("llama2-7b")
+    own = ax.select(recipe, Attention).set(kernel=kernel.order[0].set(fused_backward=True))
+    assert kernels(ax.pipe(own, ax.target("tpu-v5p-8"))) == kernels(own)
+    narrow = ax.select(recipe, Attention).set(dtypes=ax.DTypes(compute=jnp.float16))
+    assert kernels(ax.pipe(narrow, ax.target("tpu-v5p-8"))) == [ReferenceKernel.Config()]
 
 
 def test_cudnn_supports_the_packed_rows_of_a_recipe():
