@@ -123,7 +123,7 @@ def explain(cfg: Config, target: str | None = None) -> Explanation:
     platform, rule, layout = jax.default_backend(), "", None
     if target is not None:
         accelerator = Accelerator.parse(target)
-        platform = accelerator.platform
+        platform = accelerator.backend
         mesh, count = (get(cfg, "mesh"), accelerator.count) if has_field(cfg, "mesh") else (Mesh(), 1)
         layout = mesh.abstract(count, platform, accelerator.kind)
         rules = mesh_rules(accelerator, recipe_of(cfg))
