@@ -60,6 +60,7 @@ from axcore_moe.dispatch import Capacity, Dense, Dropless
 from axcore_moe.exchange import Exchange
 from axcore_moe.layer import MoE
 from axcore_moe.router import ExpertChoice, TopK
+from axcore_nki.kernel import NkiKernel
 from axcore_recipes.short_conv import ConvTransformerLayer
 from axcore_rope import scaling
 from axcore_rope.alibi import Alibi
@@ -250,6 +251,8 @@ def attention():
     kernel = DiffAttention.Config(num_heads=ax.REQUIRED)
     yield Host(heads(num_kv_heads=2, kernel=ChooseKernel.Config(order=(ReferenceKernel.Config(), kernel))), TOKENS)
     yield Host(heads(num_kv_heads=2, kernel=kernel), TOKENS)
+    # The NKI kernel requires Trainium and a library of AWS, so the other kernel runs.
+    yield Host(heads(kernel=ChooseKernel.Config(order=(NkiKernel.Config(), ReferenceKernel.Config()))), TOKENS)
     for kind in (
         scaling.Linear(factor=2.0),
         scaling.DynamicNTK(factor=2.0, original_max=2),

@@ -143,9 +143,7 @@ def attention_bwd(
         q, k, v, o, dy = (np.asarray(x, np.float64) for x in (q, k, v, o, dy))
         group = heads // kv_heads
         k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-        low, high = (
-            None if x is None else np.asarray(x, np.float64)[:, None, :, None] for x in (bound_min, bound_max)
-        )
+        low, high = (None if x is None else np.asarray(x, np.float64)[:, None, :, None] for x in (bound_min, bound_max))
         allowed = visible(seq, kv_seq, use_causal_mask, window, low, high)
         logits = scale * np.einsum("bhdi,bhdj->bhij", q, k)
         # Tile column c of partition p holds the token c * 128 + p.

@@ -1,7 +1,8 @@
 """Single calls of AWS's NKI kernels, in their layouts: `attention_cte` forward and `attention_bwd` backward.
 
-The contract is that of nkilib in the Neuron SDK 2.31 and later. In earlier releases, all rows of a call share the bounds
-of packed rows. The kernels differ in layouts, defaults and the shapes of bounds, so each argument is passed explicitly.
+The contract is that of nkilib in the Neuron SDK 2.31 and later. In earlier releases, all rows of a call share the
+bounds of packed rows. The kernels differ in layouts, defaults and the shapes of bounds, so each argument is passed
+explicitly.
 """
 
 from __future__ import annotations
