@@ -2,6 +2,7 @@ import importlib.util
 import pathlib
 import sys
 
+import jax
 import pytest
 
 
@@ -17,16 +18,24 @@ def _contract():
 CONTRACT = _contract()
 
 
+ON_TRAINIUM = jax.default_backend() == "neuron"
+
+
 @pytest.fixture
 def nkilib(monkeypatch):
-    """The contract in place of nkilib, as a mapping of kernel names to kernels."""
-    modules = CONTRACT.modules()
-    for name, module in modules.items():
+    """Puts the contract in place of nkilib, and asks for kernels for a logical NeuronCore of Trainium2. On Trainium
+    (`JAX_PLATFORMS=neuron`), tests use the library itself."""
+    if ON_TRAINIUM:
+        return
+    for name, module in CONTRACT.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    return {name.rpartition(".")[2]: getattr(module, name.rpartition(".")[2]) for name, module in modules.items()}
+    monkeypatch.setattr("axcore.nn.attention.request.target_device", lambda: ("neuron", "NC_v3d"))
 
 
 @pytest.fixture
-def neuron(monkeypatch):
-    """Makes attention calls ask for kernels for a logical NeuronCore of Trainium2."""
-    monkeypatch.setattr("axcore.nn.attention.request.target_device", lambda: ("neuron", "NC_v3d"))
+def stand_in(nkilib):
+    """The kernels of the contract, by name."""
+    if ON_TRAINIUM:
+        pytest.skip("tests the stand-in for nkilib")
+    prefix = "nkilib.core.attention."
+    return {name: getattr(sys.modules[prefix + name], name) for name in ("attention_cte", "attention_bwd")}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.nn import Full
+from axcore.nn import Full, attend_in_parts
 from axcore.testing.attention_cases import CASES, arrays_of, formula, inputs_of
 from axcore_nki import calls
-from axcore_nki.attention import padded_length
+from axcore_nki.attention import _bounds, padded_length
 from axcore_nki.kernel import NkiKernel
 
 pytestmark = pytest.mark.long
@@ -23,7 +23,18 @@ PLAIN = dataclasses.replace(CASES["causal"], query_len=256, key_len=256, kv_head
 CROSS = dataclasses.replace(CASES["full attention"], query_len=100, key_len=300, kv_heads=2, head_dim=32, mask=Full())
 
 
-def check(case):
+def whole(kernel, inputs):
+    return kernel(inputs)
+
+
+def in_parts(kernel, inputs):
+    """Merges the results for two parts of the keys."""
+    parts = [jax.tree.map(lambda x, at=at: x[:, at], inputs.plain) for at in (slice(120), slice(120, None))]
+    with ax.module.root(kernel, key=None, training=True):
+        return attend_in_parts(kernel, inputs, parts)
+
+
+def check(case, attend=whole):
     """Asserts that heads, lse and gradients equal the formula in float64."""
     kernel = NkiKernel.Config(head_dim=case.head_dim).build(rngs=ax.Rngs(0))
     arrays = arrays_of(case, "bfloat16")
@@ -31,7 +42,7 @@ def check(case):
     grad = np.asarray(jnp.asarray(grad, jnp.bfloat16), np.float64)
 
     def scalar(arrays):
-        heads, lse = kernel(inputs_of(case, arrays, return_lse=True))
+        heads, lse = attend(kernel, inputs_of(case, arrays, return_lse=True))
         return (heads.astype(jnp.float32) * grad).sum(), (heads, lse)
 
     try:
@@ -48,13 +59,38 @@ def check(case):
 
 
 @pytest.mark.parametrize("case", [PACKED, PLAIN, CROSS], ids=["packed", "plain", "cross"])
-def test_calls_equal_the_formula(nkilib, neuron, case):
+def test_calls_equal_the_formula(nkilib, case):
     check(case)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_merged_parts_of_the_keys_equal_the_formula(nkilib, sinks):
+    check(dataclasses.replace(CROSS, sinks=sinks), in_parts)
+
+
+@pytest.mark.parametrize(("saved", "forward"), [((), 2), (("heads",), 2), (("heads", "lse"), 1)])
+def test_saving_heads_and_lse_avoids_a_second_forward_pass(stand_in, saved, forward):
+    kernel = NkiKernel.Config(head_dim=32).build(rngs=ax.Rngs(0))
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    call = jax.checkpoint(lambda arrays: kernel(inputs_of(PLAIN, arrays))[0].sum(), policy=policy)
+    arrays = arrays_of(PLAIN, "bfloat16")
+    text = jax.jit(jax.value_and_grad(lambda arrays: call(arrays).astype(jnp.float32))).lower(arrays).as_text()
+    assert text.count("stablehlo.custom_call @xla_ffi_python_cpu_callback") == forward + 1  # and one backward
 
 
 @pytest.mark.parametrize(("length", "padded"), [(1, 128), (128, 128), (129, 256), (257, 512), (512, 512), (513, 1024)])
 def test_padded_lengths(length, padded):
     assert padded_length(length) == padded
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_added_tokens_are_a_document_of_their_own(causal):
+    """Also if the row ends with padding, whose segment id is 0."""
+    ids = jnp.asarray([[1, 1, 2, 0, 0], [3, 3, 3, 3, 3]])
+    q = jnp.zeros((2, 5, 1, 8))
+    low, high = _bounds(calls.Form(1.0, causal, None, 1), q, q, ids)
+    np.testing.assert_array_equal(low, [[0, 0, 2, 3, 3, *[5] * 123], [0] * 5 + [5] * 123])
+    np.testing.assert_array_equal(high, [[2, 2, 3, 5, 5, *[128] * 123], [5] * 5 + [128] * 123])
 
 
 def without(name):
@@ -128,7 +164,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_the_contract_rejects_wrong_calls(nkilib, neuron, monkeypatch, name):
+def test_the_contract_rejects_wrong_calls(stand_in, monkeypatch, name):
     case, kernel, change = WRONG[name]
     call = calls._call
 

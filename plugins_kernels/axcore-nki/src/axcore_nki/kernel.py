@@ -81,9 +81,7 @@ class NkiKernel(AttentionKernel):
             segment_ids=_documents(inputs),
         )
         nothing = jax.tree.map(lambda _: None, dataclasses.replace(inputs, kv=kv))
-        # The merge computes the gradient of the sinks, which belong to no part of the keys.
-        sinks = None if inputs.sinks is None else jnp.zeros_like(inputs.sinks)
-        return nothing.replace(q=dq, kv=Contiguous(dk, dv, nothing.plain.tokens), sinks=sinks)
+        return nothing.replace(q=dq, kv=Contiguous(dk, dv, nothing.plain.tokens))
 
 
 def use_nki(cfg: ax.Config, where: ax.Where = Attention) -> ax.Config:
