@@ -63,6 +63,12 @@ def test_calls_equal_the_formula(nkilib, case):
     check(case)
 
 
+@pytest.mark.parametrize("case", [PACKED, PLAIN], ids=["packed", "plain"])
+def test_large_batches_take_several_calls(nkilib, monkeypatch, case):
+    monkeypatch.setattr(calls, "LARGEST_BATCH", 4)  # one row of four heads
+    check(case)
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 def test_merged_parts_of_the_keys_equal_the_formula(nkilib, sinks):
     check(dataclasses.replace(CROSS, sinks=sinks), in_parts)

@@ -69,7 +69,7 @@ KERNEL = NkiKernel.Config(head_dim=128).build(rngs=ax.Rngs(0))
         {"device_kind": "NC_v4"},
         {"device_kind": "trn2"},
         {"device_kind": ""},
-        {"batch": 64},
+        {"batch": 2048},
     ],
     ids=str,
 )
@@ -88,7 +88,7 @@ def test_supported_requests(changes):
         ({"head_dim": 192, "value_dim": 192}, "a head_dim of at most 128, got 192"),
         ({"value_dim": 64}, "requires value_dim=128, the head_dim, got 64"),
         ({"partial": True}, "requires all keys to exist"),
-        ({"batch": 65}, "at most 512 rows x heads per device, got 520"),
+        ({"num_heads": 520}, "at most 512 heads per device, got 520"),
         ({"query_len": 131_073, "key_len": 131_073}, "at most 131072 tokens per row, got 131584"),
         ({"query_len": 32, "aligned": False}, "got 32 queries and 2048 keys of different tokens"),
         ({"mask": SlidingWindow(size=4)}, "causal masks and causal windows"),

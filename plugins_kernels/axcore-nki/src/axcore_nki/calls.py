@@ -21,6 +21,8 @@ TILE = 128
 """The number of queries per tile. Lengths are multiples of it."""
 KEY_TILE = 512
 """The number of keys per tile. Numbers of keys above it are multiples of it."""
+LARGEST_BATCH = 512
+"""Maximum of rows x heads in a forward call."""
 
 Bounds = tuple[Int32[Array, "batch seq"], Int32[Array, "batch seq"]]
 """The first key that each query sees, and the key after the last."""
@@ -53,6 +55,15 @@ def forward(
 ) -> tuple[Float[Array, "batch seq head head_dim"], Float32[Array, "batch head seq"]]:
     """softmax(scale q k^T) v, and the logarithm of the softmax's denominator, sinks included."""
     batch, seq, num_heads, head_dim = q.shape
+    rows = LARGEST_BATCH // num_heads
+    if batch > rows:
+        calls = [slice(start, start + rows) for start in range(0, batch, rows)]
+        parts = [
+            forward(form, q[at], k[at], v[at], None if bounds is None else (bounds[0][at], bounds[1][at]), sinks)
+            for at in calls
+        ]
+        heads, lse = (jnp.concatenate(each) for each in zip(*parts, strict=True))
+        return heads, lse
     named: dict[str, Array] = {}
     if bounds is not None:
         low, high = (jnp.repeat(each.astype(jnp.float32)[..., None], num_heads, axis=0) for each in bounds)

@@ -25,11 +25,9 @@ from axcore.nn import (
     put_kernel,
 )
 from axcore_nki.attention import attention, attention_backward, padded_length
-from axcore_nki.calls import Form
+from axcore_nki.calls import LARGEST_BATCH, Form
 
 LARGEST_HEAD_DIM = 128
-LARGEST_BATCH = 512
-"""Maximum of rows x heads in a call."""
 LARGEST_LENGTH = 131_072
 _FIRST_GENERATION = ("trn1", "inf2", "NC_v2")
 """Prefixes of the kinds of device that the kernels do not support."""
@@ -117,8 +115,8 @@ def _shapes(request: KernelRequest) -> str | None:
         return f"requires value_dim={request.head_dim}, the head_dim, got {request.value_dim}"
     if request.partial:
         return "requires all keys to exist, and some do not, as in a KV cache"
-    if (size := request.batch * request.num_heads) > LARGEST_BATCH:
-        return f"requires at most {LARGEST_BATCH} rows x heads per device, got {size} (more microbatches have fewer)"
+    if request.num_heads > LARGEST_BATCH:
+        return f"requires at most {LARGEST_BATCH} heads per device, got {request.num_heads}"
     length = max(padded_length(request.query_len), padded_length(request.key_len))
     if length > LARGEST_LENGTH:
         return f"requires at most {LARGEST_LENGTH} tokens per row, got {length}"
