@@ -12,6 +12,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from device_trace import summary
 from llama_pair import batch, documents_per_row, kernels_of
 
 import axcore as ax
@@ -35,6 +36,9 @@ def main() -> None:
         "--saved", help="comma-separated names of the values that the backward pass keeps; default: all"
     )
     parser.add_argument("--kernel", default="cudnn")
+    parser.add_argument("--use", action="append", default=[], help="a feature, such as fp8; may be repeated")
+    parser.add_argument("--option", action="append", default=[], help="a compiler option, NAME=VALUE; may be repeated")
+    parser.add_argument("--trace", action="store_true", help="also print the device time by kind of kernel")
     given = parser.parse_args()
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=given.heads, num_kv_heads=given.kv_heads),
@@ -46,9 +50,10 @@ def main() -> None:
         vocab_size=32_000, dim=given.dim, dtypes=ax.DTypes(compute=jnp.bfloat16), decoder=decoder, head=Linear.Config()
     )
     model = ax.select(model, Linear).set(init=Normal(stddev=0.02))
-    model = ax.pipe(model, ax.use("rope"), ax.use("kernels", order=(given.kernel,)))
+    model = ax.pipe(model, ax.use("rope"), ax.use("kernels", order=(given.kernel,)), *map(ax.use, given.use))
     layout = Mesh(shape={"data": 1, "fsdp": -1}).make()
-    made = program(model, Learner.Config(), layout, CrossEntropy.Config(chunk=given.chunk))
+    options = {name: json.loads(value) for name, _, value in (each.partition("=") for each in given.option)}
+    made = program(model, Learner.Config(), layout, CrossEntropy.Config(chunk=given.chunk), compiler_options=options)
     data = batch(given.batch * jax.device_count(), given.seq)
     documents, kernels = documents_per_row(data), kernels_of(made, data)
     began = time.perf_counter()
@@ -68,6 +73,15 @@ def main() -> None:
     tokens = given.batch * given.seq / seconds
     flops = 6 * (parameters - 32_000 * given.dim) + 12 * given.layers * given.dim * given.seq
     memory = step.memory_analysis()
+    trace = {}
+    if given.trace:
+
+        def again() -> object:
+            nonlocal state
+            state, metrics = step(state, data)
+            return metrics
+
+        trace = summary(again)
     figures = {
         "tokens_per_s_device": round(tokens),
         "mfu": round(tokens * flops / PEAK, 4),
@@ -82,7 +96,7 @@ def main() -> None:
         "card": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-    print(json.dumps(vars(given) | figures), flush=True)
+    print(json.dumps(vars(given) | figures | trace), flush=True)
 
 
 if __name__ == "__main__":
