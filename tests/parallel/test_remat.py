@@ -91,7 +91,7 @@ def lowered(remat):
 
 @pytest.mark.long
 def test_the_step_checks_tags_and_kinds():
-    message = r"'ups'\. Did you mean 'up'\? Tags of the layers: gate, heads, key, query, up, value\."
+    message = r"'ups'\. Did you mean 'up'\? Tags of the layers: gate, heads, key, projection, query, up, value\."
     with pytest.raises(ConfigError, match=message):
         lowered(ByKind(kinds={"PostNormLayer": ByTag(save=("ups",))}))
     message = r"model\.decoder\.remat\.kinds: the stack contains no 'PostNormLair'\. Did you mean 'PostNormLayer'\?"

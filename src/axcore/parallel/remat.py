@@ -26,6 +26,7 @@ TAGS: Mapping[str, str] = FrozenDict(
         "key": "keys of attention, with positions applied; the latents of latent attention",
         "value": "values of attention",
         "heads": "results of attention before the output projection",
+        "projection": "results of attention after the output projection",
         "lse": "log-sum-exp of each query and head, if a fused attention kernel keeps it",
         "gate": "gates of feed-forward blocks and experts before the activation",
         "up": "hidden features of feed-forward blocks and experts before the product with the gate",

@@ -1,8 +1,9 @@
 """Attention for packed rows: exact for any number of documents, with a fast path for few.
 
-If the rows of a call have at most `documents` documents on average, one call with cuDNN's packed layout computes them
-(`ragged`). Otherwise several calls do (`chunked`). The choice is made on the device for each batch. Large batches are
-processed in groups of rows, because the memory of the backward pass grows with the rows of a call.
+Rows of one document each need no packing. If the rows of a call have at most `documents` documents on average, one call
+with cuDNN's packed layout computes them (`ragged`). Otherwise several calls do (`chunked`). The choice is made on the
+device for each batch. Large batches are processed in groups of rows, because the memory of the backward pass grows with
+the rows of a call.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ def packed_forward(
         if size >= number.size:
             return ragged_forward(form, q, k, v, number, size)
 
+        def whole(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            return forward(form, q, k, v)
+
         def few(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             return ragged_forward(form, q, k, v, number, size)
 
         def many(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             return chunked_forward(form, q, k, v, number)
 
-        heads, lse = jax.lax.cond(number[-1, -1] < size, few, many, q, k, v)
+        heads, lse = jax.lax.switch(_case(number, size), (whole, few, many), q, k, v)
         return heads, lse
 
     if q.shape[1] == 1:
@@ -68,6 +72,9 @@ def packed_backward(
         if size >= number.size:
             return ragged_backward(form, *arrays, number, size)
 
+        def whole(*arrays: Array) -> tuple[Array, Array, Array]:
+            return backward(form, *arrays)
+
         def few(*arrays: Array) -> tuple[Array, Array, Array]:
             q, k, v, heads, lse, heads_grad = arrays
             return ragged_backward(form, q, k, v, heads, lse, heads_grad, number, size)
@@ -76,13 +83,19 @@ def packed_backward(
             q, k, v, heads, lse, heads_grad = arrays
             return chunked_backward(form, q, k, v, heads, lse, heads_grad, number)
 
-        dq, dk, dv = jax.lax.cond(number[-1, -1] < size, few, many, *arrays)
+        dq, dk, dv = jax.lax.switch(_case(number, size), (whole, few, many), *arrays)
         return dq, dk, dv
 
     if q.shape[1] == 1:
         return backward(form, q, k, v, heads, lse, heads_grad)
     dq, dk, dv = _in_groups_of_rows(some, q, k, v, heads, lse, heads_grad, segment_ids)
     return dq, dk, dv
+
+
+def _case(number: Int32[Array, "batch seq"], size: int) -> Int32[Array, ""]:
+    """0: every row is one document; 1: at most `size` documents; 2: more."""
+    documents = number[-1, -1] + 1
+    return jnp.where(documents <= number.shape[0], 0, jnp.where(documents <= size, 1, 2))
 
 
 def _size(form: Form, q: Array) -> int:

@@ -8,6 +8,7 @@ import math
 import jax
 from einops import rearrange
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from axcore.config import REQUIRED, Fraction, PositiveFloat, PositiveInt
@@ -38,7 +39,7 @@ class BaseAttention(Layer):
     - `cache`: `AttentionInputs -> AttentionInputs or heads`, stores or provides keys and values (see `KVCache`);
     - `output`: `(x, heads) -> heads`, applied before the output projection.
 
-    The values `query`, `key`, `value` and `heads` are tagged for remat policies.
+    The values `query`, `key`, `value`, `heads` and `projection` (the result) are tagged for remat policies.
 
     Children receive `input_dim`, `num_heads`, `num_kv_heads` and `head_dim` if their configs declare these fields.
     """
@@ -140,4 +141,4 @@ class BaseAttention(Layer):
         """Applies the `output` slot and the output projection. `x` is the input of the layer."""
         if self.output is not None:
             heads = self.output(x, heads)
-        return self.projection(rearrange(heads, "b s n d -> b s (n d)"))
+        return checkpoint_name(self.projection(rearrange(heads, "b s n d -> b s (n d)")), "projection")
