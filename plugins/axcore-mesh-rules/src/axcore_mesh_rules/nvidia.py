@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
-import axcore as ax
-from axcore.config import Config, ConfigError, has_field, walk
-from axcore.config.tree import get
-from axcore.module.layer import DEFAULT_DTYPES
-from axcore.nn import ReferenceKernel
 from axcore.parallel.compiler_options import Value
-from axcore.plugin import Accelerator, AttentionKernelOffer, registry
+from axcore.plugin import Accelerator
 from axcore.train import Trainer
 from axcore_mesh_rules.fit import SCANNED, UNROLLED, fitted
+from axcore_mesh_rules.kernels import with_kernel
 from axcore_mesh_rules.sizes import Sizes, memory
 
 MAX_COMBINED_BYTES = 2**30
@@ -38,7 +32,7 @@ def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     policies = (UNROLLED, *SCANNED) if accelerator.hosts == 1 and kind in CUDNN_KINDS else SCANNED
     cfg = fitted(cfg, accelerator, sizes, memory(accelerator), policies)
     cfg = cfg.set(compiler_options={**cfg.compiler_options, **options(kind, accelerator.count, sizes)})
-    return with_cudnn(cfg) if kind in CUDNN_KINDS else cfg
+    return with_kernel(cfg, "cudnn", CUDNN_DTYPES) if kind in CUDNN_KINDS else cfg
 
 
 def options(kind: str, devices: int, sizes: Sizes | None) -> dict[str, Value]:
@@ -61,33 +55,3 @@ def options(kind: str, devices: int, sizes: Sizes | None) -> dict[str, Value]:
         found["xla_gpu_all_gather_combine_threshold_bytes"] = threshold
         found["xla_gpu_reduce_scatter_combine_threshold_bytes"] = threshold
     return found
-
-
-def with_cudnn(cfg: Trainer.Config) -> Trainer.Config:
-    """The config with the cuDNN kernel in every attention that has the default kernel and computes in 16 bits. cuDNN
-    does not support float32."""
-
-    def wants_cudnn(path: str, node: Config) -> bool:
-        is_plain = has_field(node, "kernel") and getattr(node, "kernel", None) == ReferenceKernel.Config()
-        return is_plain and _compute_dtype(cfg, path) in CUDNN_DTYPES
-
-    path = next((path for path, node in walk(cfg) if wants_cudnn(path, node)), None)
-    if path is None:
-        return cfg
-    if registry.find(AttentionKernelOffer, "cudnn") is None:
-        raise ConfigError(
-            f"{path}.kernel: the mesh rules for NVIDIA GPUs require the kernel 'cudnn', which no installed plugin "
-            f"offers. Install axcore-cudnn, or allow the slower reference kernel: --use kernels:order=(reference,) "
-            f"before --target"
-        )
-    return ax.pipe(cfg, ax.use("kernels", order=("cudnn",), where=wants_cudnn))
-
-
-def _compute_dtype(cfg: Config, path: str) -> Any:
-    """The compute dtype of the layer at this path: its own, or that of the nearest ancestor."""
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        dtypes = getattr(get(cfg, ".".join(parts[:count])), "dtypes", None)
-        if dtypes is not None and dtypes.compute is not None:
-            return dtypes.compute
-    return DEFAULT_DTYPES.compute

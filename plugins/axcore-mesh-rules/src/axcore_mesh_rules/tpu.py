@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import jax.numpy as jnp
+
 from axcore.parallel.compiler_options import Value
 from axcore.plugin import Accelerator
 from axcore.train import Trainer
 from axcore_mesh_rules.fit import SCANNED, fitted
+from axcore_mesh_rules.kernels import with_kernel
 from axcore_mesh_rules.sizes import Sizes, memory
 
 ALL_GATHER: Mapping[str, Value] = {
@@ -29,10 +32,17 @@ ALL_REDUCE: Mapping[str, Value] = {
 """Overlaps all-reduces over slices with computation (DATA_PARALLEL_OVERLAP in the same file)."""
 SCOPED_VMEM: Mapping[str, Value] = {"xla_tpu_scoped_vmem_limit_kib": 98304}
 """More VMEM for fusions (DENSE_VMEM_LIMIT_FLAG in the same file, which its models for v6e use)."""
+SPLASH_DTYPES = (jnp.bfloat16, jnp.float32)
+"""The dtypes that Splash attention supports."""
 
 
 def tpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
-    """FSDP over as few slices as the state requires, remat and microbatches that fit, and compiler options."""
+    """FSDP over as few slices as the state requires, remat and microbatches that fit, and compiler options. Attention
+    layers of `SPLASH_DTYPES` without an explicit kernel get Splash attention.
+
+    Raises:
+        ConfigError: no installed plugin offers Splash attention.
+    """
     cfg = fitted(cfg, accelerator, Sizes.of(cfg), memory(accelerator), SCANNED)
     options = {
         **(ALL_GATHER if accelerator.per_host > 8 else {}),
@@ -40,4 +50,5 @@ def tpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
         **(ALL_REDUCE if accelerator.hosts > 1 else {}),
         **(SCOPED_VMEM if accelerator.kind == "v6e" and accelerator.per_host > 8 else {}),
     }
-    return cfg.set(compiler_options={**cfg.compiler_options, **options})
+    cfg = cfg.set(compiler_options={**cfg.compiler_options, **options})
+    return with_kernel(cfg, "splash", SPLASH_DTYPES)

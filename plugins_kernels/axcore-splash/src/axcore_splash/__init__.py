@@ -1,0 +1,1 @@
+"""Splash attention for axcore."""

@@ -1,0 +1,167 @@
+"""The Splash attention kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import axcore as ax
+from axcore.nn import (
+    LSE,
+    And,
+    Attention,
+    AttentionInputs,
+    AttentionKernel,
+    Causal,
+    Contiguous,
+    Full,
+    Heads,
+    KernelRequest,
+    Mask,
+    SameSegment,
+    SlidingWindow,
+    put_kernel,
+)
+from axcore_splash.blocks import Blocks
+from axcore_splash.fused import attention, attention_backward
+from axcore_splash.primitives import Form, Segments
+
+
+class SplashKernel(AttentionKernel):
+    """Splash attention on TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`), in bfloat16 and float32.
+
+    It supports full attention, causal masks, sliding windows, packed rows, softcap, sinks and the log-sum-exp. Blocks
+    of keys that the mask hides are not loaded; documents of packed rows are separated within the blocks. Sequences are
+    padded to whole blocks. The values `heads` and `lse` are tagged for remat policies; a policy that saves both avoids
+    rerunning the kernel in the backward pass.
+    """
+
+    class Config(AttentionKernel.Config):
+        block_q: ax.PositiveInt | None = None
+        """Queries in a block of the forward kernel. All blocks are multiples of 128, and limited to the length of the
+        sequence. None: 512, or less if 512 would pad the sequence by more than an eighth."""
+        block_kv: ax.PositiveInt | None = None
+        """Keys in a block of the forward kernel; None: as for `block_q`."""
+        block_kv_compute: ax.PositiveInt | None = None
+        """Keys in one matrix product of the forward kernel, a divisor of `block_kv`; None: `block_kv`."""
+        block_q_dkv: ax.PositiveInt | None = None
+        """Queries in a block of the kernel for the gradients of keys and values; None: as for `block_q`."""
+        block_kv_dkv: ax.PositiveInt | None = None
+        """Keys in a block of the kernel for the gradients of keys and values; None: as for `block_q`."""
+        block_kv_dkv_compute: ax.PositiveInt | None = None
+        """Keys in one matrix product of that kernel, a divisor of `block_kv_dkv`; None: `block_kv_dkv`."""
+        block_q_dq: ax.PositiveInt | None = None
+        """Queries in a block of the kernel for the gradient of queries; None: as for `block_q`."""
+        block_kv_dq: ax.PositiveInt | None = None
+        """Keys in a block of the kernel for the gradient of queries; None: as for `block_q`."""
+        fused_backward: bool = False
+        """Whether one kernel computes all gradients. It computes the logits once instead of twice, but writes a partial
+        gradient of the queries for every block of keys to HBM."""
+        interpret: bool = False
+        """Whether the Pallas interpreter runs the kernels on a CPU, which is slow. For tests."""
+
+    takes = frozenset({"softcap", "sinks", "lse"})
+    tags_heads = True
+    uses_dtypes = False
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        if (problem := _blocks(cfg).problem()) is not None:
+            raise ax.ConfigError(problem)
+
+    def supports(self, request: KernelRequest) -> str | None:
+        """See `axcore.nn.AttentionKernel`."""
+        if self.config.interpret and request.platform != "cpu":
+            return f"interpret=True is for tests on a CPU, and this is {request.platform}"
+        if not self.config.interpret and request.platform != "tpu":
+            return f"requires a TPU, and this is {request.platform}"
+        if request.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"computes in bfloat16 or float32, not {request.dtype} (the model's dtypes.compute)"
+        return _mask(request)
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+        """See `AttentionKernel`."""
+        kv = inputs.plain
+        heads, lse = attention(
+            inputs.q, kv.k, kv.v, self._form(inputs), segments=_segments(inputs), sinks=inputs.sinks
+        )
+        return heads, lse.transpose(0, 2, 1) if inputs.return_lse else None
+
+    def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
+        """See `AttentionKernel`."""
+        kv = inputs.plain
+        dq, dk, dv = attention_backward(
+            inputs.q,
+            kv.k,
+            kv.v,
+            heads,
+            lse.transpose(0, 2, 1),
+            heads_grad.astype(heads.dtype),
+            self._form(inputs),
+            segments=_segments(inputs),
+        )
+        nothing = jax.tree.map(lambda _: None, dataclasses.replace(inputs, kv=kv))
+        # The merge computes the gradient of the sinks, which belong to no part of the keys.
+        sinks = None if inputs.sinks is None else jnp.zeros_like(inputs.sinks)
+        return nothing.replace(q=dq, kv=Contiguous(dk, dv, nothing.plain.tokens), sinks=sinks)
+
+    def _form(self, inputs: AttentionInputs) -> Form:
+        arms = _arms(inputs.mask)
+        windows = [arm.size for arm in arms if isinstance(arm, SlidingWindow)]
+        return Form(
+            scale=inputs.scale,
+            causal=any(isinstance(arm, Causal) for arm in arms),
+            window=min(windows, default=None),
+            softcap=inputs.softcap,
+            blocks=_blocks(self.config),
+            interpret=self.config.interpret,
+        )
+
+
+def use_splash(cfg: ax.Config, interpret: bool = False, fused_backward: bool = False, where: ax.Where = Attention) -> ax.Config:
+    """Fills the kernel slot of every selected attention with Splash attention.
+
+    Args:
+        interpret, fused_backward: see `SplashKernel.Config`.
+        where: selects attentions.
+    """
+    return put_kernel(cfg, SplashKernel.Config(interpret=interpret, fused_backward=fused_backward), where)
+
+
+def _blocks(cfg: SplashKernel.Config) -> Blocks:
+    return Blocks(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Blocks)})
+
+
+def _mask(request: KernelRequest) -> str | None:
+    """Why the kernel does not support this mask; None if it does."""
+    arms = _arms(request.mask)
+    if not all(isinstance(arm, SameSegment | Causal | Full | SlidingWindow) for arm in arms):
+        return f"supports full attention, causal masks, windows and documents, not {request.mask!r}"
+    if not request.aligned and any(isinstance(arm, Causal | SlidingWindow) for arm in arms):
+        return (
+            f"requires queries and keys of the same tokens for {request.mask!r}, since blocks are chosen when the "
+            f"program is traced, got {request.query_len} queries and {request.key_len} keys of different tokens"
+        )
+    return None
+
+
+def _segments(inputs: AttentionInputs) -> Segments | None:
+    """Segment ids that separate documents and hide invalid keys; None if neither is needed."""
+    query, key = inputs.query, inputs.keys.tokens
+    separate = any(isinstance(arm, SameSegment) for arm in _arms(inputs.mask))
+    of_queries, of_keys = (query.segment_ids, key.segment_ids) if separate else (None, None)
+    if of_queries is None or of_keys is None:  # as in `SameSegment`, tokens without segment ids are not separated
+        if key.valid is None:
+            return None
+        of_queries = jnp.zeros(inputs.q.shape[:2], jnp.int32)
+        of_keys = jnp.zeros((inputs.q.shape[0], inputs.keys.shape[1]), jnp.int32)
+    if key.valid is not None:
+        of_keys = jnp.where(key.valid, of_keys, -1)
+    return of_queries, of_keys
+
+
+def _arms(mask: Mask) -> tuple[Mask, ...]:
+    return mask.masks if isinstance(mask, And) else (mask,)
