@@ -4,7 +4,7 @@ python benchmarks/planner_memory.py TARGET ...   # of TARGETS; requires axcore[a
 
 The models are small, so that each step compiles in less than a minute of CPU time. In each group, all candidates run
 their layers the same way. The figure of a scanned candidate is that of the formulas, scaled by the error that they had
-for the candidate of its kind before it; the first has the formula alone, and does not count as a figure of the planner.
+for the first candidate of its kind, which has the formula alone and does not count as a figure of the planner.
 The figure of an unrolled candidate is extrapolated from 4 and 8 of its 16 layers. Every figure exists before its step
 is compiled.
 """
@@ -39,9 +39,17 @@ class Group(NamedTuple):
 
 
 TENSOR = {"fsdp": 4, "tensor": 2}
-DENSE = (({"fsdp": 8}, 1), ({"fsdp": 8}, 2), ({"data": 2, "fsdp": 4}, 1), (TENSOR, 1), (TENSOR, 2))
-MIXTURES = (({"fsdp": 4, "expert": 2}, 1), ({"data": 2, "fsdp": 2, "expert": 2}, 1), ({"fsdp": 4, "expert": 2}, 2))
+DATA = {"data": 2, "fsdp": 4}
 ONE = ({"fsdp": 8}, 1)
+DENSE = (
+    *(ONE, ({"fsdp": 8}, 2), ({"fsdp": 8}, 4)),
+    *((DATA, 1), (DATA, 2), ({"data": 4, "fsdp": 2}, 1)),
+    *((TENSOR, 1), (TENSOR, 2)),
+)
+MIXTURES = (
+    *(({"fsdp": 4, "expert": 2}, 1), ({"fsdp": 4, "expert": 2}, 2), ({"data": 2, "fsdp": 2, "expert": 2}, 1)),
+    *(ONE, ({"fsdp": 8}, 2), (DATA, 1), (DATA, 2)),
+)
 TARGETS: dict[str, tuple[Group, ...]] = {
     "cpu-8": (
         Group(False, None, True, (ONE,)),
@@ -49,7 +57,7 @@ TARGETS: dict[str, tuple[Group, ...]] = {
         Group(False, HEADS, True, (ONE,)),
         Group(True, Remat(), True, (({"fsdp": 4, "expert": 2}, 1),)),
         Group(False, Remat(), False, DENSE),
-        Group(False, HEADS, False, DENSE[:3]),
+        Group(False, HEADS, False, DENSE[:6]),
         Group(True, Remat(), False, MIXTURES),
         Group(False, None, False, DENSE),
         Group(True, HEADS, False, MIXTURES),

@@ -32,7 +32,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help="rows per device" * (name == "batch"))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--unroll", type=int, help="layers per loop step; default: all")
-    parser.add_argument("--chunk", type=int, help="tokens of each row whose logits exist at once")
+    parser.add_argument("--chunk", type=int, help="tokens of each device whose logits exist at once")
     parser.add_argument(
         "--saved", help="comma-separated names of the values that the backward pass keeps; default: all"
     )

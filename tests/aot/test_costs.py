@@ -17,6 +17,7 @@ from axcore.aot.roofline import Estimate
 from axcore.aot.traffic import Collective, Traffic, count_traffic
 from axcore.nn import use_remat
 from axcore.parallel import ByTag
+from axcore.parallel.pipeline import OneForwardOneBackward, Op
 
 
 def shape(*sizes, dtype="float32"):
@@ -98,6 +99,72 @@ def test_a_cond_is_counted_as_its_larger_branch_and_opaque_calls_are_listed():
     found = flops(function, shape(4, 4), shape(dtype="bool"))
     assert found.total == 3 * 2 * 4**3
     assert set(found.uncounted) == {"while", "opaque"}
+
+
+TABLE = OneForwardOneBackward.Config().build().table(2, 4)
+
+
+def test_a_tick_of_a_pipeline_is_counted_as_the_largest_operation_of_a_stage():
+    tasks = [functools.partial(jax.lax.fori_loop, 0, count, lambda _, x: x @ x) for count in (0, 1, 5, 2)]
+
+    def ticks(x, length):
+        ops = jnp.arange(length) % 4
+        return jax.lax.scan(lambda x, op: (jax.lax.switch(op, tasks, x @ x), None), x, ops)[0]
+
+    def units(length, table):
+        found = count_flops(jax.make_jaxpr(functools.partial(ticks, length=length))(shape(8, 8)), table)
+        return found.total / (2 * 8**3)
+
+    costs = np.array([0, 1, 5, 2])
+    by_hand = costs[TABLE.op].max(axis=1).sum()
+    assert units(TABLE.ticks, TABLE) == TABLE.ticks + by_hand < units(TABLE.ticks, None) == TABLE.ticks * (1 + 5)
+    assert units(TABLE.ticks + 1, TABLE) == units(TABLE.ticks + 1, None)  # another loop
+    assert sum(TABLE.together.values()) == TABLE.ticks and frozenset({Op.IDLE}) not in TABLE.together
+
+
+def test_the_traffic_of_a_tick_is_that_of_the_largest_operation_of_a_stage():
+    sizes = (1, 64, 256, 16)
+    branches = "".join(
+        f"""%b_{number} (x.{number}: f32[1024]) -> f32[{size}] {{
+  %x.{number} = f32[1024]{{0}} parameter(0)
+  ROOT %y.{number} = f32[{size}]{{0}} slice(%x.{number}), slice={{[0:{size}]}}
+}}
+
+"""
+        for number, size in enumerate(sizes)
+    )
+    module = f"""HloModule jit_step, is_scheduled=true
+
+{branches}%condition (state: (s32[], f32[1024])) -> pred[] {{
+  %state = (s32[], f32[1024]{{0}}) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %bound = s32[] constant({TABLE.ticks})
+  ROOT %less = pred[] compare(%count, %bound), direction=LT
+}}
+
+%body (state.1: (s32[], f32[1024])) -> (s32[], f32[1024]) {{
+  %state.1 = (s32[], f32[1024]{{0}}) parameter(0)
+  %op = s32[] get-tuple-element(%state.1), index=0
+  %x = f32[1024]{{0}} get-tuple-element(%state.1), index=1
+  %task = f32[256]{{0}} conditional(%op, %x, %x, %x, %x), branch_computations={{%b_0, %b_1, %b_2, %b_3}}
+  ROOT %next = (s32[], f32[1024]{{0}}) tuple(%op, %x)
+}}
+
+ENTRY %main (x.9: f32[1024]) -> f32[1024] {{
+  %x.9 = f32[1024]{{0}} parameter(0)
+  %first = s32[] constant(0)
+  %state.2 = (s32[], f32[1024]{{0}}) tuple(%first, %x.9)
+  %loop = (s32[], f32[1024]{{0}}) while(%state.2), condition=%condition, body=%body
+  ROOT %last = f32[1024]{{0}} get-tuple-element(%loop), index=1
+}}
+"""
+    mesh = SimpleNamespace(axis_names=("pipeline",), devices=np.array([SimpleNamespace(id=0)], dtype=object))
+
+    def memory(table):
+        return count_traffic(module, mesh, host_of=lambda device: 0, table=table).memory
+
+    bytes_of = 2 * 4 * np.array(sizes)  # a slice is read and written
+    assert memory(TABLE) == bytes_of[TABLE.op].max(axis=1).sum() < memory(None) == TABLE.ticks * 2 * 4 * 256
 
 
 @pytest.mark.parametrize(("seconds", "step", "without_overlap"), [(0.5, 2.0, 2.5), (5.0, 5.0, 7.0)])

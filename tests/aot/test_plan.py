@@ -14,8 +14,8 @@ from axcore.aot import Target, compile_program
 from axcore.aot.plan import depth, plan
 from axcore.aot.plan.depth import deep, with_repetitions
 from axcore.aot.plan.liveness import Sizes, temporaries
-from axcore.aot.plan.model import Candidate, Figures, Model
-from axcore.aot.plan.search import Choice, Plan, ways
+from axcore.aot.plan.model import BatchNotDivisible, Candidate, Figures, Model
+from axcore.aot.plan.search import Choice, Plan, Search, ways
 from axcore.nn import layers_of
 from axcore.parallel import ByKind, ByTag, Remat
 from axcore.plugin import MeshRule
@@ -63,6 +63,18 @@ def test_a_batch_that_no_mesh_can_split(cfg):
         plan(cfg.set(input=cfg.input.set(batch_size=9, seq_len=63)), "cpu-8", compiled=0)
 
 
+def test_what_cannot_be_split_is_told_by_the_type_of_the_error(cfg, monkeypatch):
+    errors = iter([BatchNotDivisible("the batch"), ax.ConfigError("its dimension 'rows'"), BatchNotDivisible("tokens")])
+
+    def refuses(_):
+        raise next(errors)
+
+    search = Search(cfg, Target.of("cpu-8"))
+    monkeypatch.setattr(search.model, "figures", refuses)
+    search.run([Candidate({"fsdp": 8}, None, count) for count in (1, 2, 4)], 0)
+    assert search.refused == {"the rows of a batch cannot be split so": 2, "a parameter cannot be split so": 1}
+
+
 @pytest.mark.long
 def test_nothing_fits(cfg, monkeypatch):
     monkeypatch.setattr(type(Target.of("cpu-8").chip), "limit", 1000)
@@ -105,18 +117,35 @@ def test_a_candidate_that_the_compiler_refutes_is_not_the_best(cfg, monkeypatch)
 
 
 @pytest.mark.long
-def test_a_compiled_candidate_corrects_those_of_its_kind(cfg, found, monkeypatch):
-    first = found.best
-    state, temporaries = first.figures.state, first.figures.total - first.figures.state
-    compiler(monkeypatch, lambda cfg: state + 3 * temporaries)
-    corrected = plan(cfg, "cpu-8", compiled=1)
-    assert corrected.best.candidate == first.candidate and corrected.best.memory == state + 3 * temporaries
-    others = [choice for choice in corrected.choices if choice.source == "scaled"]
-    assert others and {choice.candidate.program for choice in others} == {first.candidate.program}
-    assert not any("tensor" in choice.candidate.shape for choice in others)
-    for choice in others:
-        figures = choice.figures
-        assert choice.memory - figures.state == pytest.approx(3 * (figures.total - figures.state))
+def test_a_compiled_candidate_corrects_those_of_its_kind(cfg, monkeypatch):
+    search = Search(cfg, Target.of("cpu-8"))
+    first = search.choice(Candidate({"data": 2, "fsdp": 4}, Remat(), 1))
+    compiler(monkeypatch, lambda _: first.figures.state + 3 * first.figures.temporaries)
+    search.measure(first)
+    assert search.choice(first.candidate).source == "compiled"
+    for shape, remat in (({"fsdp": 8}, Remat()), ({"data": 2, "fsdp": 2, "tensor": 2}, Remat()), ({"data": 8}, None)):
+        assert search.choice(Candidate(shape, remat, 1)).source == "formula"
+    for shape, count in (({"data": 2, "fsdp": 4}, 2), ({"data": 4, "fsdp": 2}, 1), ({"data": 8}, 1)):
+        other = search.choice(Candidate(shape, Remat(), count))
+        assert other.source == "scaled"
+        assert other.memory - other.figures.state == pytest.approx(3 * other.figures.temporaries)
+
+
+@pytest.mark.long
+def test_the_largest_compiled_candidate_of_a_kind_scales_the_others(cfg, monkeypatch):
+    cfg = cfg.set(input=cfg.input.set(batch_size=32))
+    search = Search(cfg, Target.of("cpu-8"))
+    whole, half, quarter = (search.choice(Candidate({"fsdp": 8}, Remat(), count)) for count in (1, 2, 4))
+    assert whole.figures.temporaries > half.figures.temporaries
+    for factors in ({whole: 1.5, half: 3.0}, {half: 3.0, whole: 1.5}):
+        search = Search(cfg, Target.of("cpu-8"))
+        for choice, factor in factors.items():
+            figures = choice.figures
+            compiler(monkeypatch, lambda _, f=figures, factor=factor: f.state + factor * f.temporaries)
+            search.measure(choice)
+        found, other = search.choice(quarter.candidate), search.choice(Candidate({"data": 2, "fsdp": 4}, Remat(), 1))
+        assert (found.source, other.source) == ("scaled", "formula")
+        assert found.memory == pytest.approx(found.figures.state + 1.5 * found.figures.temporaries)
 
 
 @pytest.mark.long

@@ -3,9 +3,11 @@
 import pytest
 
 import axcore as ax
+from axcore.infer import Decoder
 from axcore.parallel.pipeline import GPipe, OneForwardOneBackward
 from axcore.testing.models import tiny_model
 from axcore.train import Trainer
+from axcore.train.step.program import program
 
 DEFAULT = {"data": -1, "fsdp": 1}
 HOST = {"data": 4, "fsdp": 8}
@@ -62,3 +64,36 @@ def test_zero_and_offload_are_fields_of_the_mesh():
 def test_a_config_without_a_mesh_raises():
     with pytest.raises(ax.ConfigError, match="only the config of a trainer has a mesh"):
         ax.pipe(tiny_model(), ax.use("tensor", size=2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "nearest"), [(4, 2, 8, "4"), (4, 4, 8, "4"), (6, 2, 4, "3 or 6"), (1, 1, 2, "1")]
+)
+def test_heads_that_tensor_parallelism_would_split_are_refused(heads, kv_heads, size, nearest):
+    """Every weight is divisible, and so would be split inside a head."""
+    cfg = of_heads(heads, kv_heads, size)
+    message = (
+        rf"^model\.decoder\.layers(\.0)?\.attention: num_heads={heads} is not a multiple of {size}, the number of "
+        rf"devices that share the heads \(tensor={size}\)\. The nearest possible numbers are {nearest}\. Change mesh"
+    )
+    with pytest.raises(ax.ConfigError, match=message):
+        made(cfg)
+    with pytest.raises(ax.ConfigError, match=message):
+        cache = ax.nn.ContiguousCache.Config()
+        Decoder.abstract(cfg.model, cache=cache, batch_size=8, max_len=8, layout=cfg.mesh.abstract(8, "cpu"))
+    rules = {name: axes for name, axes in cfg.mesh.rules.items() if name not in ("head", "kv_head")}
+    made(cfg.set(mesh=cfg.mesh.set(rules=rules)))
+
+
+def test_fewer_kv_heads_than_tensor_shards_are_replicated():
+    made(of_heads(8, 2, 8))
+
+
+def of_heads(heads, kv_heads, size):
+    model = ax.select(tiny_model(), "decoder.layers.attention").set(num_heads=heads, num_kv_heads=kv_heads, head_dim=16)
+    cfg = Trainer.Config(model=model, mesh=ax.Mesh(shape={"data": 1, "fsdp": 8}))
+    return ax.pipe(cfg, ax.use("tensor", size=size))
+
+
+def made(cfg):
+    return program(cfg.model, cfg.learner, cfg.mesh.abstract(8, "cpu"), cfg.objective)

@@ -14,16 +14,15 @@ import axcore as ax
 from axcore.train import Checkpointer, FromRun, Saving
 from axcore.train.callbacks.writers import read_jsonl
 
-STEPS = 6
+STEPS, SAVED = 6, 3
+MESH = ax.Mesh(shape={"data": 1, "fsdp": -1})
 
 
 def config(corpus):
     """The recipe `tiny`, with the batch over all devices."""
     cfg = ax.pipe(ax.recipe("tiny"), ax.use("rope"))
     cfg = ax.override(cfg, [f"input.source.folder={corpus}", f"steps={STEPS}"])
-    return cfg.set(
-        callbacks=cfg.callbacks | {"saving": Saving.Config(every_steps=3)}, mesh=ax.Mesh(shape={"data": 1, "fsdp": -1})
-    )
+    return cfg.set(callbacks=cfg.callbacks | {"saving": Saving.Config(every_steps=SAVED)}, mesh=MESH)
 
 
 def losses(folder):

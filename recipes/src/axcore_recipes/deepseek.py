@@ -40,4 +40,4 @@ def deepseek_v3() -> Trainer.Config:
             where=ax.tagged("experts"),
         ),
     )
-    return pretraining(model, seq_len=4096, batch_size=15_360, steps=235_000, peak=2.2e-4, loss_chunk=1024)
+    return pretraining(model, seq_len=4096, batch_size=15_360, steps=235_000, peak=2.2e-4, loss_chunk=4096)

@@ -79,4 +79,4 @@ def gemma3_4b() -> Trainer.Config:
         vocab_size=262_208,
         window=1024,
     )
-    return pretraining(model, seq_len=32_768, batch_size=128, steps=1_000_000, loss_chunk=512)
+    return pretraining(model, seq_len=32_768, batch_size=128, steps=1_000_000, loss_chunk=2048)

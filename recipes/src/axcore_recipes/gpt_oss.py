@@ -55,4 +55,4 @@ def gpt_oss_20b() -> Trainer.Config:
         ax.use("rope", theta=150_000.0, scaling=YARN),
         ax.use("moe", num_experts=32, top_k=4, router_bias=True, balance=1e-3),
     )
-    return pretraining(model, seq_len=4096, batch_size=1024, steps=500_000, loss_chunk=512)
+    return pretraining(model, seq_len=4096, batch_size=1024, steps=500_000, loss_chunk=2048)

@@ -57,7 +57,7 @@ def llama3_8b() -> Trainer.Config:
     model = llama(
         dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_dim=14_336, vocab_size=128_256, theta=500_000.0
     )
-    return pretraining(model, seq_len=8192, batch_size=1024, steps=1_800_000, warmup_steps=8000, loss_chunk=1024)
+    return pretraining(model, seq_len=8192, batch_size=1024, steps=1_800_000, warmup_steps=8000, loss_chunk=4096)
 
 
 def llama3_70b() -> Trainer.Config:
@@ -66,5 +66,5 @@ def llama3_70b() -> Trainer.Config:
         dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, hidden_dim=28_672, vocab_size=128_256, theta=500_000.0
     )
     return pretraining(
-        model, seq_len=8192, batch_size=1024, steps=1_800_000, warmup_steps=8000, peak=1.5e-4, loss_chunk=1024
+        model, seq_len=8192, batch_size=1024, steps=1_800_000, warmup_steps=8000, peak=1.5e-4, loss_chunk=4096
     )

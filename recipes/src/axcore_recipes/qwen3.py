@@ -27,17 +27,17 @@ def qwen3(
 def qwen3_0_6b() -> Trainer.Config:
     """Qwen3 0.6B, with tied embedding and head."""
     model = qwen3(dim=1024, num_layers=28, num_heads=16, num_kv_heads=8, hidden_dim=3072, tied=True)
-    return pretraining(model, seq_len=4096, batch_size=1024, steps=1_000_000, loss_chunk=1024)
+    return pretraining(model, seq_len=4096, batch_size=1024, steps=1_000_000, loss_chunk=4096)
 
 
 def qwen3_8b() -> Trainer.Config:
     """Qwen3 8B."""
     model = qwen3(dim=4096, num_layers=36, num_heads=32, num_kv_heads=8, hidden_dim=12_288)
-    return pretraining(model, seq_len=4096, batch_size=1024, steps=1_000_000, loss_chunk=1024)
+    return pretraining(model, seq_len=4096, batch_size=1024, steps=1_000_000, loss_chunk=4096)
 
 
 def qwen3_30b_a3b() -> Trainer.Config:
     """Qwen3 30B, of which each token uses 3B: 8 of 128 experts in every layer, with global-batch load balancing."""
     model = qwen3(dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, hidden_dim=768)
     model = ax.pipe(model, ax.use("moe", num_experts=128, top_k=8, balance=1e-3))
-    return pretraining(model, seq_len=4096, batch_size=1024, steps=1_000_000, loss_chunk=1024)
+    return pretraining(model, seq_len=4096, batch_size=1024, steps=1_000_000, loss_chunk=4096)

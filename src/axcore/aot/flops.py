@@ -18,6 +18,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
+from axcore.parallel.pipeline import Op, Table
+
 _UNCOUNTED = ("custom_call", "ffi_call", "pure_callback", "io_callback")
 _CUDNN_MATMULS = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 5}
 """Number of matrix products in jax's cuDNN attention. The forward pass computes logits and heads; the backward pass
@@ -43,25 +45,43 @@ class Flops:
         return sum(self.by_dtype.values())
 
 
-def count_flops(jaxpr: ClosedJaxpr) -> Flops:
+def count_flops(jaxpr: ClosedJaxpr, table: Table | None = None) -> Flops:
     """The operations of a program. A `cond` is counted as its branch with the most operations.
 
     Results that nothing uses are not counted, since XLA removes them. The gradient of a microbatch has some: the
     backward pass of `jax.checkpoint` recomputes values there that its policy keeps.
+
+    Args:
+        table: the schedule of the pipeline stages; None without stages. Each tick is counted as the largest operation
+            that a stage runs in it, because the other stages wait for it.
     """
     used, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    counter = _Counter()
+    counter = _Counter(table)
     return Flops(dict(counter.of(used)), dict(counter.uncounted))
 
 
 class _Counter:
-    def __init__(self) -> None:
+    def __init__(self, table: Table | None) -> None:
         self.uncounted: Counter[str] = Counter()
+        self._table = table
 
     def of(self, jaxpr: Jaxpr) -> Counter[str]:
         total: Counter[str] = Counter()
         for eqn in jaxpr.eqns:
             total.update(self._one(eqn))
+        return total
+
+    def _ticks(self, table: Table, jaxpr: Jaxpr) -> Counter[str]:
+        """All iterations of the loop over the ticks of a schedule."""
+        total: Counter[str] = Counter()
+        for eqn in jaxpr.eqns:
+            if _is_task(eqn):
+                found = [self.of(branch.jaxpr) for branch in eqn.params["branches"]]
+                for ops, count in table.together.items():
+                    largest = max((found[op] for op in ops), key=lambda each: each.total())
+                    total.update({dtype: count * each for dtype, each in largest.items()})
+            else:
+                total.update({dtype: table.ticks * each for dtype, each in self._one(eqn).items()})
         return total
 
     def _one(self, eqn: JaxprEqn) -> Counter[str]:
@@ -77,6 +97,8 @@ class _Counter:
         if any(word in name for word in _UNCOUNTED):
             self.uncounted[str(params.get("target_name", name))] += 1
             return Counter()
+        if self._table is not None and _is_loop_over(self._table, eqn):
+            return self._ticks(self._table, params["jaxpr"].jaxpr)
         inner: Counter[str] = Counter()
         for below in _inner(params):
             inner.update(self.of(below))
@@ -98,6 +120,18 @@ class _Counter:
             return Counter({_dtype(eqn): estimate.flops})
         grid = math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
         return Counter({dtype: count * grid for dtype, count in self.of(eqn.params["jaxpr"]).items()})
+
+
+def _is_loop_over(table: Table, eqn: JaxprEqn) -> bool:
+    """Whether an equation is the loop over the ticks of a schedule."""
+    if eqn.primitive.name != "scan" or eqn.params["length"] != table.ticks:
+        return False
+    return any(_is_task(each) for each in eqn.params["jaxpr"].jaxpr.eqns)
+
+
+def _is_task(eqn: JaxprEqn) -> bool:
+    """Whether an equation chooses the operation of a stage."""
+    return eqn.primitive.name == "cond" and len(eqn.params["branches"]) == len(Op)
 
 
 def _manual_axes(params: Mapping[str, Any]) -> str:

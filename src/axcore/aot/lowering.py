@@ -17,6 +17,7 @@ from axcore.infer import Decoder, Step
 from axcore.nn import ContiguousCache
 from axcore.parallel import Layout
 from axcore.parallel.compiler_options import Value
+from axcore.parallel.pipeline import Table
 from axcore.train import Trainer
 from axcore.train.data.form import batch_form
 
@@ -34,6 +35,7 @@ class Lowered:
         tokens: the number of tokens that one run processes.
         state: the groups of arrays that persist between runs, by name, such as parameters, as shapes with shardings.
         forward: traces the forward pass alone; None if the program has no other part.
+        table: the schedule of the pipeline stages; None without stages.
     """
 
     program: ProgramName
@@ -43,6 +45,7 @@ class Lowered:
     state: Mapping[str, PyTree]
     forward: Callable[[], jax.stages.Traced] | None
     compiler_options: Mapping[str, Value]
+    table: Table | None = None
 
     def compile(self) -> jax.stages.Compiled:
         return self.traced.lower().compile(dict(self.compiler_options))
@@ -67,7 +70,7 @@ def lower(cfg: Trainer.Config, target: Target, program: ProgramName = "train") -
 def _train(cfg: Trainer.Config, target: Target) -> Lowered:
     built = cfg.build().program(devices=target.devices())
     batch = batch_form(cfg.input)
-    shapes = built.batch_shapes(batch)
+    shapes, schedule = built.batch_shapes(batch), built.layout.pipeline
     return Lowered(
         program="train",
         layout=built.layout,
@@ -76,6 +79,7 @@ def _train(cfg: Trainer.Config, target: Target) -> Lowered:
         state={"parameters": built.state.params, "optimizer": built.state.optimizer},
         forward=functools.partial(jax.jit(built.eval_step).trace, built.state.params, built.state.model_state, shapes),
         compiler_options=built.compiler_options,
+        table=None if schedule is None else schedule.table(built.layout.stages, cfg.microbatches),
     )
 
 

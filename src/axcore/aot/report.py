@@ -198,7 +198,7 @@ def compile_program(
     found = Target.of(target) if target is not None else Target.local()
     began = time.monotonic()
     lowered = lower(cfg, found, program)
-    flops = count_flops(lowered.traced.jaxpr)
+    flops = count_flops(lowered.traced.jaxpr, lowered.table)
     forward = count_flops(lowered.forward().jaxpr).total if lowered.forward is not None else flops.total / 3
     traced = time.monotonic()
     compiled: jax.stages.Compiled | None = None
@@ -215,7 +215,9 @@ def compile_program(
         if compiled is None:
             raise AxcoreError("the program does not fit, so there is no executable to write")
         Path(executable).write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
-    traffic = None if compiled is None else count_traffic(compiled.as_text() or "", _mesh(lowered), found.host_of)
+    traffic = None
+    if compiled is not None:
+        traffic = count_traffic(compiled.as_text() or "", _mesh(lowered), found.host_of, lowered.table)
     return _report(found, lowered, flops, 3 * forward, memory, traffic, (traced - began, seconds))
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from axcore.aot.hlo import Computation, Instruction, Module, size
+from axcore.parallel.pipeline import Op, Table
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "ragged-all-to-all", "all-to-all", "collective-permute")
 _NO_TRAFFIC = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id")
@@ -68,21 +69,25 @@ class Traffic:
         )
 
 
-def count_traffic(text: str, mesh: jax.sharding.Mesh, host_of: Callable[[jax.Device], int]) -> Traffic:
+def count_traffic(
+    text: str, mesh: jax.sharding.Mesh, host_of: Callable[[jax.Device], int], table: Table | None = None
+) -> Traffic:
     """The traffic of a compiled program. A conditional is counted as the branch with the most memory traffic.
 
     Args:
         text: `jax.stages.Compiled.as_text()`.
         host_of: the host of a device, or the slice of a TPU.
+        table: the schedule of the pipeline stages; None without stages. Each tick is counted as the operation with the
+            most memory traffic that a stage runs in it.
     """
     module = Module.parse(text)
     groups = _Groups(mesh, np.array([host_of(device) for device in mesh.devices.flat]))
-    return _Reader(module, groups).traffic(module.entry)
+    return _Reader(module, groups, table).traffic(module.entry)
 
 
 class _Reader:
-    def __init__(self, module: Module, groups: _Groups):
-        self._module, self._groups = module, groups
+    def __init__(self, module: Module, groups: _Groups, table: Table | None):
+        self._module, self._groups, self._table = module, groups, table
         self.traffic = functools.cache(self._traffic)
 
     def _traffic(self, name: str) -> Traffic:
@@ -95,9 +100,11 @@ class _Reader:
     def _one(self, computation: Computation, each: Instruction) -> Traffic:
         match each.opcode:
             case "while":
-                trip_count = self._module.trip_count(each)
+                trip_count, body = self._module.trip_count(each), each.called("body") or ""
+                if self._table is not None and trip_count == self._table.ticks:
+                    return self._ticks(self._table, self._module.computations[body])
                 loop = Traffic(unknown_loops=int(trip_count is None))
-                return loop.plus(self.traffic(each.called("body") or ""), 1 if trip_count is None else trip_count)
+                return loop.plus(self.traffic(body), 1 if trip_count is None else trip_count)
             case "conditional":
                 return max((self.traffic(name) for name in each.branches), key=lambda found: found.memory)
             case "call" | "async-start":
@@ -109,6 +116,18 @@ class _Reader:
         if each.opcode in ("fusion", "fusion-start") and (fused := each.called("calls")) is not None:
             return own.plus(self._fused(self._module.computations[fused]))
         return own
+
+    def _ticks(self, table: Table, body: Computation) -> Traffic:
+        """All iterations of a loop that runs as often as a schedule has ticks."""
+        total = Traffic()
+        for each in body.instructions.values():
+            if each.opcode == "conditional" and len(each.branches) == len(Op):
+                found = [self.traffic(name) for name in each.branches]
+                for ops, count in table.together.items():
+                    total = total.plus(max((found[op] for op in ops), key=lambda one: one.memory), count)
+            else:
+                total = total.plus(self._one(body, each), table.ticks)
+        return total
 
     def _is_product(self, each: Instruction) -> bool:
         if each.opcode in ("fusion", "fusion-start"):

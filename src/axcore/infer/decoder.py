@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from axcore.config import Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
 from axcore.nn import CachedRows, KVCache, Phase, TokenInfo, for_decoding, unstack_arrays, unstacked
+from axcore.nn.attention.heads import check_heads
 from axcore.parallel import Layout
 
 
@@ -126,7 +127,8 @@ class Decoder:
             The decoder, the parameters and the initial state.
 
         Raises:
-            ConfigError: `model` was not built from a config, or none of its layers has decoding state.
+            ConfigError: `model` was not built from a config, none of its layers has decoding state, or its heads are
+                not divisible by their shards.
         """
         if not isinstance(model, Layer):
             raise ConfigError(f"Decoder.of requires a model that was built from a config, got {type(model).__name__}")
@@ -167,7 +169,8 @@ class Decoder:
             layout: the layout. Its devices may be devices to compile for only.
 
         Raises:
-            ConfigError: none of the layers has decoding state, or a dimension is not divisible by its shards.
+            ConfigError: none of the layers has decoding state, or a dimension or the heads are not divisible by their
+                shards.
         """
         cfg = for_decoding(unstacked(cfg) if unstack else cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, params, held = abstract(cfg)
@@ -187,6 +190,8 @@ class Decoder:
     @classmethod
     def _of(cls, fn: Functional, cfg: Config, batch_size: int, max_len: int, layout: Layout | None) -> Decoder:
         """The decoder of a model in the form for decoding, whose config is `cfg`."""
+        if layout is not None:
+            check_heads(cfg, layout, "model")
         axes = {"lengths": ("batch",), "model": fn.state_axes}
         limits = {each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}
         return cls(fn, axes, batch_size, max_len, layout, tuple(sorted(limits)))

@@ -62,4 +62,4 @@ class Transposed(Plain):
         weight: Float[Array, "output_dim input_dim"],
         accumulate: DTypeLike | None = None,
     ) -> Float[Array, "*shape output_dim"]:
-        return matmul(x, weight.T, accumulate)
+        return matmul(x, weight.astype(x.dtype).T, accumulate)

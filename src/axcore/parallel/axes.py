@@ -50,6 +50,10 @@ STANDARD_RULES: Mapping[str, MeshAxes] = FrozenDict(
 """Rules for any mesh of the standard axes. Parameters other than experts are also sharded over the axes expert and
 context, along which they would otherwise be replicated."""
 
+MAJOR_AXES = ("head", "kv_head", "mlp")
+"""Logical axes of parameters that the mesh axes of `embed` shard instead if they come first; see
+`Layout.variable_spec`."""
+
 
 def group_of(axes: MeshAxes) -> tuple[str, ...]:
     """The mesh axes of a rule or of one entry of a partition spec, as a tuple."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from axcore.config import ConfigError, FrozenDict, matches
 from axcore.config.errors import did_you_mean
-from axcore.parallel.axes import LOGICAL_AXES, MeshAxes, entry_of, group_of
+from axcore.parallel.axes import LOGICAL_AXES, MAJOR_AXES, MeshAxes, entry_of, group_of
 from axcore.parallel.context import ContextParallelism
 from axcore.parallel.pipeline import PipelineSchedule
 
@@ -124,6 +124,22 @@ class Layout:
             dimensions.append(entry_of(group))
         return PartitionSpec(*dimensions)
 
+    def variable_spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+        """The partition spec of a parameter or other Variable.
+
+        It is that of `spec`, unless `embed` follows a dimension in `MAJOR_AXES`, as in output projections. Then the
+        mesh axes of `embed` shard that dimension, if they divide its size: shards of a major dimension are contiguous,
+        so gathering them and scattering gradients requires no transposition.
+        """
+        groups = [group_of(entry) for entry in self.spec(axes)]
+        embed = axes.index("embed") if "embed" in axes else 0
+        for major in range(embed):
+            group = groups[major] + groups[embed]
+            if axes[major] in MAJOR_AXES and shape[major] % self.size_of(group) == 0:
+                groups[major], groups[embed] = group, ()
+                break
+        return PartitionSpec(*map(entry_of, groups))
+
     def check_rules(self, declared: Iterable[str]) -> None:
         """Checks that every rule is for an axis in `LOGICAL_AXES` or in `declared`, the axes of a model.
 
@@ -157,7 +173,7 @@ class Layout:
             path: KeyPath[object], array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]
         ) -> NamedSharding:
             where = jax.tree_util.keystr(path, simple=True, separator=".")
-            spec = self._for_path(where).spec(names)
+            spec = self._for_path(where).variable_spec(names, array.shape)
             for name, size, entry in zip(names, array.shape, spec, strict=True):
                 if size % self.size_of(entry):
                     raise ConfigError(f"{where}: {self._not_divisible(name, size, entry, where)}")
@@ -172,16 +188,15 @@ class Layout:
 
     def _not_divisible(self, name: str | None, size: int, entry: MeshAxes, path: str) -> str:
         shards = self.size_of(entry)
-        divisors = [count for count in range(1, size + 1) if size % count == 0]
-        below = max(count for count in divisors if count < shards)
-        above = min((count for count in divisors if count > shards), default=below)
-        nearest = " or ".join(map(str, dict.fromkeys((below, above))))
-        sizes = ", ".join(f"{axis}={self.mesh.shape[axis]}" for axis in group_of(entry))
         return (
             f"its dimension {name!r} of size {size} is not divisible by {shards}, the product of its mesh axes "
-            f"({sizes}). The nearest possible products are {nearest}. Change mesh.shape, or replicate it with "
-            f"mesh.parameters={{{path!r}: {{}}}}"
+            f"({self.described(group_of(entry))}). The nearest possible products are {nearest_divisors(size, shards)}. "
+            f"Change mesh.shape, or replicate it with mesh.parameters={{{path!r}: {{}}}}"
         )
+
+    def described(self, axes: Iterable[str]) -> str:
+        """Mesh axes with their sizes, as in `fsdp=4, tensor=2`."""
+        return ", ".join(f"{axis}={self.mesh.shape[axis]}" for axis in axes)
 
     def check_parameters(self, paths: Iterable[str]) -> None:
         """Checks the patterns in `parameters`.
@@ -205,6 +220,14 @@ class Layout:
             yield
         finally:
             _layout.reset(token)
+
+
+def nearest_divisors(size: int, count: int) -> str:
+    """The divisors of a size that are nearest to `count`, which is none: `4 or 8`."""
+    divisors = [each for each in range(1, size + 1) if size % each == 0]
+    below = max(each for each in divisors if each < count)
+    above = min((each for each in divisors if each > count), default=below)
+    return " or ".join(map(str, dict.fromkeys((below, above))))
 
 
 _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("axcore_layout", default=None)

@@ -36,6 +36,8 @@ class Mesh(Config):
     """Axis -> number of slices or hosts that it spans. Only this factor of its size uses the slow links between slices
     or hosts; the rest uses the fast links. Empty: the outermost axes span the slices or hosts."""
     rules: Mapping[str, MeshAxes] = STANDARD_RULES
+    """Logical axis -> mesh axes. The mesh axes of `embed` shard the first dimension of an output projection, `head` or
+    `mlp`, where they divide its size."""
     parameters: Mapping[str, Mapping[str, MeshAxes]] = FrozenDict()
     """Path pattern, such as `decoder.layers.ffn.**` -> rules for the parameters that match, instead of `rules`; `{}`
     replicates them. The last matching pattern applies."""

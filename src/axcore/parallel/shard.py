@@ -102,7 +102,7 @@ def _specs(variables: PyTree, layout: Layout, gather: frozenset[str]) -> PyTree[
 
     def spec(path: KeyPath[object], variable: nnx.Variable[jax.Array]) -> PartitionSpec:
         value = variable.get_raw_value()
-        found = layout.spec(axes_of(variable))
+        found = layout.variable_spec(axes_of(variable), value.shape)
         for size, axes in zip(value.shape, found, strict=True):
             if size % layout.size_of(axes):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")

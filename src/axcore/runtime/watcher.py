@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import NoReturn
 
 from axcore.config import AxcoreError
 from axcore.runtime.cluster import TIMEOUT
-from axcore.runtime.errors import RuntimeTimeout
+from axcore.runtime.errors import PeerFailed, RuntimeTimeout
 from axcore.runtime.exit_codes import ExitCode
 from axcore.runtime.failures import Failure, FailureStore, record
 from axcore.runtime.process_group import ProcessGroup, process_group
@@ -23,6 +24,8 @@ GRACE_SECONDS = 5.0
 """Seconds that a process has to end by itself after another has failed. A device computation that waits for the failed
 process never ends."""
 LEFT = "axcore/left"
+_LOST_CONNECTION = re.compile("Connection (closed|reset) by peer|remote process exited")
+"""In the messages of Gloo (CPUs) and NCCL (GPUs) when another process has ended."""
 
 _watcher: _Watcher | None = None
 _watches = 0
@@ -69,6 +72,13 @@ def watch() -> Iterator[None]:
             )  # replaces errors such as "connection closed" from a computation
             _tell(_watcher, consequence)
             raise consequence from error
+        if received is None and _is_lost_connection(error):
+            lost = PeerFailed(
+                f"{group.named(group.index)} lost its connection to another process, which was probably killed. See "
+                f"the output of the others and the logs of their hosts. A computation on all devices failed: {error}"
+            )
+            _tell(_watcher, lost)
+            raise lost from error
         _tell(_watcher, error)
         raise
     finally:
@@ -89,6 +99,13 @@ def waiting(what: str, seconds: float) -> Iterator[None]:
         yield
     finally:
         watcher.waits_for = None
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether a computation failed because another process has ended."""
+    import jax  # loaded already, since there are several processes
+
+    return isinstance(error, jax.errors.JaxRuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
 
 
 def _tell(watcher: _Watcher, error: BaseException) -> None:

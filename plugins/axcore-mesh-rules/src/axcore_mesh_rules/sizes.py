@@ -16,8 +16,8 @@ from axcore.plugin import Accelerator
 from axcore.train import Trainer
 
 MEMORY = re.compile(r"(\d+)gb")
-ACTIVATION_BYTES, LOGIT_BYTES = 2, 6
-"""Bytes of an activation in bfloat16, and of a logit, which is kept in bfloat16 and in float32."""
+ACTIVATION_BYTES, LOGIT_BYTES = 2, 4
+"""Bytes of an activation in bfloat16, and of a logit and its gradient."""
 ALL_VALUES_FACTOR = 1.4
 """Bytes of all intermediate values of a layer, divided by the bytes of its inputs and tagged values: measured 1.4 for
 Llama 1.1B and 1.3 for Llama2-7B, unrolled, on one and two H200s."""
@@ -43,7 +43,7 @@ class Sizes:
         vocab: columns of the logits.
         rows: rows of the global batch.
         seq_len: tokens of a row.
-        loss_len: tokens of a row whose logits exist at the same time.
+        chunk: tokens of a device whose logits exist at the same time; None: all.
     """
 
     parameters: int
@@ -56,7 +56,7 @@ class Sizes:
     vocab: int
     rows: int
     seq_len: int
-    loss_len: int
+    chunk: int | None
 
     @classmethod
     def of(cls, cfg: Trainer.Config) -> Sizes | None:
@@ -83,7 +83,7 @@ class Sizes:
             vocab=model.vocab_size,
             rows=rows,
             seq_len=seq_len,
-            loss_len=min(chunk or seq_len, seq_len),
+            chunk=chunk,
         )
 
     @property
@@ -99,7 +99,9 @@ class Sizes:
             kept: features per token that are kept for the backward pass.
         """
         one_layer = 2 * ALL_VALUES_FACTOR * self.tagged / max(1, self.layers) + self.copied  # values and gradients
-        return rows * (self.seq_len * (kept + one_layer) * ACTIVATION_BYTES + self.loss_len * self.vocab * LOGIT_BYTES)
+        tokens = rows * self.seq_len
+        scored = tokens if self.chunk is None else min(self.chunk, tokens)
+        return tokens * (kept + one_layer) * ACTIVATION_BYTES + scored * self.vocab * LOGIT_BYTES
 
 
 def memory(accelerator: Accelerator) -> float:

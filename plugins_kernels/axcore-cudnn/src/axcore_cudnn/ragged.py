@@ -60,7 +60,8 @@ class Documents:
         batch, heads, seq = lse.shape
         token = self.offsets[:-1, None] + jnp.arange(seq, dtype=jnp.int32)
         flat = lse.transpose(1, 0, 2).reshape(heads, batch * seq)
-        return flat.at[:, token].get(mode="clip").transpose(1, 0, 2)
+        # Indexed element by element, so that consecutive threads of the gather read consecutive tokens.
+        return flat.at[jnp.arange(heads)[:, None], token[:, None]].get(mode="clip")
 
 
 def ragged_forward(

@@ -74,6 +74,10 @@ class Candidate:
         return math.prod(self.shape.get(axis, 1) for axis in ("data", "fsdp", "expert"))
 
 
+class BatchNotDivisible(ConfigError):
+    """The rows or the tokens of a batch cannot be split as a candidate asks."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """What the model says of a candidate. Bytes of one device, seconds of one step.
@@ -97,6 +101,11 @@ class Figures:
     link: float
     network: float
     mfu: float
+
+    @property
+    def temporaries(self) -> float:
+        """Bytes of everything but the state."""
+        return self.total - self.state
 
     @property
     def step(self) -> float:
@@ -171,7 +180,8 @@ class Model:
     def figures(self, candidate: Candidate) -> Figures:
         """
         Raises:
-            ConfigError: the batch or a parameter cannot be split this way.
+            BatchNotDivisible: the batch cannot be split this way.
+            ConfigError: a parameter cannot.
         """
         if candidate not in self._found:
             self._found[candidate] = self._compute(candidate)
@@ -180,13 +190,13 @@ class Model:
     def _compute(self, candidate: Candidate) -> Figures:
         rows = self._batch / candidate.rows_over / candidate.microbatches
         if rows % 1:
-            raise ConfigError(
+            raise BatchNotDivisible(
                 f"{self._batch} rows cannot be split over {candidate.rows_over} devices and {candidate.microbatches} "
                 f"microbatches"
             )
         context, tensor = (candidate.shape.get(axis, 1) for axis in ("context", "tensor"))
         if self._seq % context:
-            raise ConfigError(f"rows of {self._seq} tokens cannot be split over {context} devices")
+            raise BatchNotDivisible(f"rows of {self._seq} tokens cannot be split over {context} devices")
         arguments, held = self._state(candidate)
         trace, dim = self._trace(candidate), getattr(self._cfg.model, "dim", 0)
         sizes = Sizes(trace.rows, rows / context, held / self._parameters, tensor, dim, self._counts)

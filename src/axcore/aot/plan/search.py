@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from axcore.aot.module_tree import size
 from axcore.aot.plan.depth import FEW, MORE, deep, memory_from_few_layers
-from axcore.aot.plan.model import Candidate, Figures, Model
+from axcore.aot.plan.model import BatchNotDivisible, Candidate, Figures, Model
 from axcore.aot.report import compile_program
 from axcore.aot.targets import Target
 from axcore.config import AxcoreError, ConfigError, has_field, walk
@@ -122,6 +123,19 @@ def plan(cfg: Trainer.Config, target: str, compiled: int = 2) -> Plan:
     return search.plan()
 
 
+class Error(NamedTuple):
+    """The error of the formulas for the largest compiled step of a kind. In smaller steps it depends more on how the
+    compiler packs its buffers.
+
+    Attributes:
+        temporaries: bytes by the formulas.
+        factor: bytes in the compiled step, as a multiple of `temporaries`.
+    """
+
+    temporaries: float
+    factor: float
+
+
 class Search:
     """Candidates, and what compiling some of them found."""
 
@@ -131,8 +145,8 @@ class Search:
         self.ways: list[Candidate] = []
         self.refused: dict[str, int] = {}
         self.measured: dict[Candidate, tuple[float, str]] = {}
-        self.errors: dict[object, float] = {}
-        """`_kind` of candidates -> the temporaries of a compiled step, as a multiple of those by formulas."""
+        self.errors: dict[object, Error] = {}
+        """`_kind` of candidates -> the error of the formulas."""
 
     def run(self, ways: Iterable[Candidate], compiled: int) -> None:
         """Adds candidates and compiles the best, until `compiled` of them fit."""
@@ -140,9 +154,8 @@ class Search:
             try:
                 self.model.figures(candidate)
             except ConfigError as error:
-                rows = "rows" in str(error)
-                why = f"{'the rows of a batch' if rows else 'a parameter'} cannot be split so"
-                self.refused[why] = self.refused.get(why, 0) + 1
+                part = "the rows of a batch" if isinstance(error, BatchNotDivisible) else "a parameter"
+                self._refuse(f"{part} cannot be split so")
             else:
                 self.ways.append(candidate)
         for _ in range(_TRIED * compiled):
@@ -151,6 +164,9 @@ class Search:
             if not best or sum(each.candidate in self.measured for each in fitting) >= compiled:
                 break
             self.measure(best[0])
+
+    def _refuse(self, why: str) -> None:
+        self.refused[why] = self.refused.get(why, 0) + 1
 
     def ranked(self) -> list[Choice]:
         """Each way with the fewest microbatches that fit, since more of them only cost time: those that fit by time,
@@ -172,7 +188,7 @@ class Search:
                 choice = self.choice(
                     dataclasses.replace(choice.candidate, microbatches=2 * choice.candidate.microbatches)
                 )
-            except ConfigError:  # fewer than one row on each device
+            except BatchNotDivisible:  # fewer than one row on each device
                 break
         return choice
 
@@ -181,8 +197,9 @@ class Search:
         if candidate in self.measured:
             return Choice(candidate, figures, *self.measured[candidate])
         error = self.errors.get(_kind(candidate))
-        memory = figures.state + (figures.total - figures.state) * (error or 1.0)
-        return Choice(candidate, figures, memory, "formula" if error is None else "scaled")
+        if error is None:
+            return Choice(candidate, figures, figures.total, "formula")
+        return Choice(candidate, figures, figures.state + figures.temporaries * error.factor, "scaled")
 
     def measure(self, choice: Choice, *, whole: bool = False) -> None:
         """Finds the memory of a candidate with the compiler, and the error of the formula.
@@ -194,12 +211,14 @@ class Search:
         try:
             memory, source = self.compiled(candidate, figures, whole)
         except AxcoreError as error:
-            self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+            self._refuse(str(error))
             count = candidate.microbatches
             self.ways = [each for each in self.ways if dataclasses.replace(each, microbatches=count) != candidate]
             return
         self.measured[candidate] = memory, source
-        self.errors[_kind(candidate)] = (memory - figures.state) / (figures.total - figures.state)
+        found = Error(figures.temporaries, (memory - figures.state) / figures.temporaries)
+        kind = _kind(candidate)
+        self.errors[kind] = max(found, self.errors.get(kind, found))
 
     def compiled(self, candidate: Candidate, figures: Figures, whole: bool) -> tuple[float, str]:
         """(bytes on each device, what they are from)."""
@@ -241,8 +260,12 @@ class Search:
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
-    """Equal for candidates for which the formula has about the same error."""
-    return (*candidate.program, *(axis for axis in ("expert", "context", "tensor") if candidate.shape.get(axis, 1) > 1))
+    """Equal for candidates for which the formula has about the same error.
+
+    Their programs have the same collectives: each axis but fsdp adds some, such as the sums of gradients over `data`.
+    """
+    axes = ("data", "expert", "context", "tensor")
+    return (*candidate.program, *(axis for axis in axes if candidate.shape.get(axis, 1) > 1))
 
 
 def ways(cfg: Trainer.Config, target: Target, experts: int = 0) -> Iterator[Candidate]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +82,11 @@ class Table:
     def idle(self) -> float:
         """The share of the ticks in which a stage is idle, averaged over the stages."""
         return float((self.op == Op.IDLE).mean())
+
+    @property
+    def together(self) -> Mapping[frozenset[Op], int]:
+        """The operations that stages run in the same tick -> the number of such ticks."""
+        return Counter(frozenset(map(Op, row)) for row in self.op.tolist())
 
 
 def table(order: Order, microbatches: int, chunks: int) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -12,10 +12,11 @@ from jaxtyping import Array, Float
 from axcore import config
 from axcore.module import Functional, LossSum, Tree, current
 from axcore.nn import MASKED_LOGIT, Prediction
-from axcore.nn.pieces import in_pieces
+from axcore.train.step.chunks import chunked_sum
 
 Batch = Mapping[str, jax.Array]
-Scores = tuple[Float[Array, "batch seq"], Float[Array, "batch seq"], Float[Array, "batch seq"] | None]
+Sums = dict[str, jax.Array]
+"""The weighted sums over the tokens of `loss` and, if the config asks for them, `z_loss` and `label_smoothing`."""
 
 
 class Objective(config.Configurable):
@@ -94,8 +95,8 @@ class CrossEntropy(Objective):
         2015, arXiv 1512.00567, section 7). The metric `label_smoothing` is the resulting increase of the
         cross-entropy."""
         chunk: config.PositiveInt | None = None
-        """Number of tokens of each row whose logits are in memory at once. The backward pass recomputes them.
-        None: all."""
+        """Number of tokens of each device whose logits are in memory at once, such as 4096. The forward pass computes
+        the gradients of each chunk, so nothing is computed twice. None: all."""
 
     config: Config
 
@@ -107,42 +108,69 @@ class CrossEntropy(Objective):
                 f"CausalLM, got {type(model).__name__}; choose another objective"
             )
         main, *further = model.predictions(batch)
-        losses, log_z, spread = self._scores(model, main)
-        count = main.weights.astype(jnp.float32).sum()
-        if cfg.z_loss:
-            frame.add_loss("z_loss", _weighted(jnp.square(log_z), main.weights), count, cfg.z_loss)
-        if spread is not None:
-            added = _weighted(spread - losses, main.weights)
-            frame.add_loss("label_smoothing", added, count, cfg.label_smoothing)
+        factors = {"z_loss": cfg.z_loss, "label_smoothing": cfg.label_smoothing}
+        factors = {name: factor for name, factor in factors.items() if factor}
+        sums, count = self._sums(model, main, factors), main.weights.astype(jnp.float32).sum()
+        for name, factor in factors.items():
+            frame.add_loss(name, sums[name], count, factor)
         for other in further:
-            total = _weighted(self._scores(model, other)[0], other.weights)
+            total = self._sums(model, other, {})["loss"]
             frame.add_loss(other.name, total, other.weights.sum(), other.loss_weight)
-        return LossSum(_weighted(losses, main.weights), count)
+        return LossSum(sums["loss"], count)
 
-    def _scores(self, model: LanguageModel, prediction: Prediction) -> Scores:
-        """The cross-entropy of each target, the log-partition and, if labels are smoothed, the mean cross-entropy over
-        the vocabulary, all float32."""
+    def _sums(self, model: LanguageModel, prediction: Prediction, factors: Mapping[str, float]) -> Sums:
+        """The float32 sums of a prediction. In chunks, the gradient of `loss` is that of the loss and `factors` times
+        the other sums."""
+        hidden, targets, weights = prediction.hidden, prediction.targets, prediction.weights
         for name in ("targets", "weights"):
-            if getattr(prediction, name).shape != prediction.hidden.shape[:2]:
+            if getattr(prediction, name).shape != hidden.shape[:2]:
                 raise config.ConfigError(
                     f"objective: the batch's {name} have the shape {getattr(prediction, name).shape}, "
-                    f"expected {prediction.hidden.shape[:2]}"
+                    f"expected {hidden.shape[:2]}"
                 )
-        smooth, seq = bool(self.config.label_smoothing), prediction.hidden.shape[1]
-        chunk = min(self.config.chunk or seq, seq)
 
-        def scores(model: LanguageModel, hidden: jax.Array, targets: jax.Array) -> Scores:
-            logits = model.logits(hidden)
-            log_z = jax.nn.logsumexp(logits, axis=-1)
-            is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-            picked = jnp.where(is_target, logits, 0.0).sum(axis=-1)  # unlike a gather, it keeps the vocabulary sharded
-            known = (targets >= 0) & (targets < logits.shape[-1])
-            picked = jnp.where(known, picked, jnp.nan)
-            return log_z - picked, log_z, log_z - _mean_logit(logits) if smooth else None
+        def sums(model: LanguageModel, hidden: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
+            return _sums(model.logits(hidden), targets, weights, factors)
 
-        score = scores if chunk == seq else in_pieces(scores, chunk)
-        found: Scores = score(model, prediction.hidden, prediction.targets)
-        return found
+        def minimized(model: LanguageModel, *args: jax.Array) -> tuple[jax.Array, Sums]:
+            found = sums(model, *args)
+            return found["loss"] + sum(factor * found[name] for name, factor in factors.items()), found
+
+        if self.config.chunk is None:
+            return sums(model, hidden, targets, weights)
+        count = weights.astype(jnp.float32).sum()
+        expected = jax.lax.stop_gradient(prediction.loss_weight / jnp.where(count == 0, 1.0, count))
+        total, found = chunked_sum(minimized, self.config.chunk)(model, expected, hidden, targets, weights)
+        found = jax.lax.stop_gradient(found)
+        return {**found, "loss": found["loss"] + (total - jax.lax.stop_gradient(total))}
+
+
+def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array, names: Container[str]) -> Sums:
+    log_z = _log_partition(logits)
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    picked = jnp.where(is_target, logits, 0.0).sum(axis=-1)  # unlike a gather, it keeps the vocabulary sharded
+    known = (targets >= 0) & (targets < logits.shape[-1])
+    losses = log_z - jnp.where(known, picked, jnp.nan)
+    sums = {"loss": _weighted(losses, weights)}
+    if "z_loss" in names:
+        sums["z_loss"] = _weighted(jnp.square(log_z), weights)
+    if "label_smoothing" in names:
+        sums["label_smoothing"] = _weighted(log_z - _mean_logit(logits) - losses, weights)
+    return sums
+
+
+@jax.custom_jvp
+def _log_partition(logits: jax.Array) -> jax.Array:
+    """`logsumexp` over the vocabulary. Its derivative recomputes the probabilities from the logits, which saves an
+    array of the size of the logits."""
+    return jax.nn.logsumexp(logits, axis=-1)
+
+
+@_log_partition.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (logits,), (tangent,) = primals, tangents
+    log_z = _log_partition(logits)
+    return log_z, (jnp.exp(logits - log_z[..., None]) * tangent).sum(axis=-1)
 
 
 def _mean_logit(logits: jax.Array) -> jax.Array:

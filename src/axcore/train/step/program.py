@@ -15,6 +15,7 @@ import optax
 from axcore.config import Config, ConfigError, under
 from axcore.module import Functional, Tree, abstract, initializer, root
 from axcore.module.context import MissingKey
+from axcore.nn.attention.heads import check_heads
 from axcore.parallel import CompilerOptions, Layout, checked_options
 from axcore.parallel.compiler_options import Value
 from axcore.parallel.remat import check_kinds, checked_tags
@@ -275,10 +276,12 @@ def program(
         compiler_options: options for compiling both steps.
 
     Raises:
-        ConfigError: a mesh rule names a logical axis that the model lacks, a parameter cannot be sharded evenly, a
-            remat policy names a class of layer that the model lacks, or the compiler rejects an option.
+        ConfigError: a mesh rule names a logical axis that the model lacks, a parameter or the heads of an attention
+            layer cannot be sharded evenly, a remat policy names a class of layer that the model lacks, or the compiler
+            rejects an option.
     """
     check_kinds(model, "model")
+    check_heads(model, layout, "model")
     fn, params, model_state = abstract(model, "model")
     layout.check_rules(fn.logical_axes)
     layout.check_parameters(
