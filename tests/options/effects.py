@@ -67,6 +67,10 @@ VALUES: dict[str, tuple[object, ...]] = {
     "axcore.train.data.mixture.Mixture.weights": ({"a": 1.0, "b": 1.0},),
     "axcore_rope.scaling.LongRoPE.long": ((3.0,) * 8,),
     "axcore_rope.scaling.LongRoPE.short": ((3.0,) * 8,),
+    **{
+        f"block_{name}": (128, 256)
+        for name in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    },
     "axcore_muon.optimizer.Muon.coefficients": ((3.0, -4.0, 2.0),),
     "axcore_muon.optimizer.Muon.dtype": ("float32",),
     "axcore_muon.optimizer.Muon.orthogonalizes": (nothing,),

@@ -66,6 +66,7 @@ from axcore_rope import scaling
 from axcore_rope.alibi import Alibi
 from axcore_rope.learned import LearnedPositions
 from axcore_rope.rotary import Rotary
+from axcore_splash.kernel import SplashKernel
 
 from .effects import Host
 
@@ -268,6 +269,9 @@ def attention():
     gpu = traced(x, tokens=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100"))
     half = ax.DTypes(compute="bfloat16")
     yield Host(heads(head_dim=16, kernel=CudnnKernel.Config(), dtypes=half), gpu)
+    tpu = traced(lambda cfg: x(cfg, 1, 512), tokens=True, gradient=True, mesh=Mesh().abstract(1, "tpu"))
+    for blocks in ({"block_kv": 256, "block_kv_dkv": 256}, {}):
+        yield Host(heads(head_dim=16, kernel=SplashKernel.Config(**blocks)), tpu, at="kernel")
     yield Host(Mamba2.Config(input_dim=DIM, state_dim=4, head_dim=4, chunk=2), TOKENS)
 
 

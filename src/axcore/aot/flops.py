@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters import partial_eval
 
 from axcore.parallel.pipeline import Op, Table
@@ -67,7 +67,12 @@ class _Counter:
 
     def of(self, jaxpr: Jaxpr) -> Counter[str]:
         total: Counter[str] = Counter()
-        for eqn in jaxpr.eqns:
+        used = {var for var in jaxpr.outvars if isinstance(var, Var)}
+        for eqn in reversed(jaxpr.eqns):
+            # jax keeps Pallas kernels whose results nothing uses, but XLA removes them.
+            if eqn.primitive.name == "pallas_call" and not eqn.effects and used.isdisjoint(eqn.outvars):
+                continue
+            used.update(var for var in eqn.invars if isinstance(var, Var))
             total.update(self._one(eqn))
         return total
 

@@ -85,9 +85,7 @@ class SplashKernel(AttentionKernel):
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
         """See `AttentionKernel`."""
         kv = inputs.plain
-        heads, lse = attention(
-            inputs.q, kv.k, kv.v, self._form(inputs), segments=_segments(inputs), sinks=inputs.sinks
-        )
+        heads, lse = attention(inputs.q, kv.k, kv.v, self._form(inputs), segments=_segments(inputs), sinks=inputs.sinks)
         return heads, lse.transpose(0, 2, 1) if inputs.return_lse else None
 
     def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
@@ -121,7 +119,9 @@ class SplashKernel(AttentionKernel):
         )
 
 
-def use_splash(cfg: ax.Config, interpret: bool = False, fused_backward: bool = False, where: ax.Where = Attention) -> ax.Config:
+def use_splash(
+    cfg: ax.Config, interpret: bool = False, fused_backward: bool = False, where: ax.Where = Attention
+) -> ax.Config:
     """Fills the kernel slot of every selected attention with Splash attention.
 
     Args:

@@ -144,12 +144,23 @@ def backward(
     dq, dk, dv = _run_backward("dkv", form, form.blocks.dkv(*lengths), q, k, v, segments, *rest)
     if dq is None:
         dq = _run_backward("dq", form, form.blocks.dq(*lengths), q, k, v, segments, *rest)
-    dq, dk, dv = (x.transpose(0, 2, 1, 3)[:, :length] for x, length in ((dq, lengths[0]), (dk, lengths[1]), (dv, lengths[1])))
+    dq, dk, dv = (
+        x.transpose(0, 2, 1, 3)[:, :length] for x, length in ((dq, lengths[0]), (dk, lengths[1]), (dv, lengths[1]))
+    )
     return _scaled(dq, form.scale), dk, dv
 
 
 def _run_backward(
-    phase: str, form: Form, tile: Tile, q: Array, k: Array, v: Array, segments: Any, lse: Array, grad: Array, delta: Array
+    phase: str,
+    form: Form,
+    tile: Tile,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Any,
+    lse: Array,
+    grad: Array,
+    delta: Array,
 ) -> Any:
     """The kernel `dkv`, whose gradient of q is None unless it is fused, or the kernel `dq`."""
     call, layout = _Call.of(form, tile, q, k, v, segments), _kernels.QKVLayout.HEAD_DIM_MINOR
