@@ -50,18 +50,20 @@ def test_the_request_has_the_rows_of_a_microbatch_on_one_device():
 
 
 @pytest.mark.parametrize(
-    ("target", "chosen", "other"),
+    ("target", "kernel", "chosen", "other"),
     [
-        ("gpu-h100-8", "cudnn", "not needed"),
-        ("tpu-v5p-512", "reference", "no: requires an NVIDIA GPU, and this is tpu"),
+        ("gpu-h100-8", "cudnn", "cudnn", "not needed"),
+        ("tpu-v5p-512", "cudnn", "reference", "no: requires an NVIDIA GPU, and this is tpu"),
+        ("trn2-16", "nki", "nki", "not needed"),
+        ("trn1-16", "nki", "reference", "no: requires Trainium2 or later, got trn1"),
     ],
 )
-def test_a_target_is_explained_without_its_hardware(target, chosen, other):
+def test_a_target_is_explained_without_its_hardware(target, kernel, chosen, other):
     cfg = ax.select(tiny_model(), Attention).set(head_dim=64)
-    cfg = ax.pipe(cfg, ax.use("kernels", order=("cudnn", "reference"))).set(dtypes=ax.DTypes(compute=jnp.bfloat16))
+    cfg = ax.pipe(cfg, ax.use("kernels", order=(kernel, "reference"))).set(dtypes=ax.DTypes(compute=jnp.bfloat16))
     _, verdicts = slot(explain(cfg, target), "attention kernel")
     assert verdicts.pop(chosen) == "chosen"
-    assert verdicts[{"cudnn": "reference", "reference": "cudnn"}[chosen]].startswith(other)
+    assert verdicts[{kernel: "reference", "reference": kernel}[chosen]].startswith(other)
 
 
 def test_a_config_without_a_suitable_kernel_is_explained():

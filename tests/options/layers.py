@@ -67,6 +67,7 @@ from axcore_moe.dispatch import Capacity, Dense, Dropless
 from axcore_moe.exchange import Exchange
 from axcore_moe.layer import MoE
 from axcore_moe.router import ExpertChoice, TopK
+from axcore_nki.kernel import NkiKernel
 from axcore_recipes.short_conv import ConvTransformerLayer
 from axcore_rope import scaling
 from axcore_rope.alibi import Alibi
@@ -281,6 +282,8 @@ def attention():
     measured = {"train float32 4:4x2:1x4:4 Causal() & SameSegment() packed": {"block": 2}}
     tuning = Tuning(device_kind="cpu", settings=measured)
     yield Host(heads(kernel=Tuned.Config(tuning=tuning)), TOKENS)
+    # The NKI kernel requires Trainium and a library of AWS, so the other kernel runs.
+    yield Host(heads(kernel=ChooseKernel.Config(order=(NkiKernel.Config(), ReferenceKernel.Config()))), TOKENS)
     for kind in (
         scaling.Linear(factor=2.0),
         scaling.DynamicNTK(factor=2.0, original_max=2),

@@ -89,6 +89,10 @@ def test_parse_reads_platform_kind_devices_and_hosts(text, platform, kind, count
     assert Accelerator.parse(text).per_host * hosts == count
 
 
+def test_the_backend_is_the_name_of_the_platform_in_jax():
+    assert [Accelerator.parse(text).backend for text in ("trn2-16", "gpu-h100-8", "cpu-8")] == ["neuron", "gpu", "cpu"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -220,6 +220,17 @@ def test_tpu_attention_uses_only_splash():
     assert kernels(ax.pipe(narrow, ax.target("tpu-v5p-8"))) == [ReferenceKernel.Config()]
 
 
+def test_trainium2_attention_uses_only_nki():
+    pytest.importorskip("axcore_nki")
+    recipe = ax.recipe("llama2-7b")
+    cfg = ax.pipe(recipe, ax.target("trn2-16"))
+    (kernel,) = kernels(cfg)
+    assert [type(each).__qualname__ for each in kernel.order] == ["NkiKernel.Config"]
+    assert kernels(ax.pipe(recipe, ax.target("trn1-16"))) == kernels(recipe)
+    (found,) = [each for each in explain(cfg, "trn2-16").slots if each.kind == "attention kernel"]
+    assert {each.name: each.verdict for each in found.candidates}["nki"] == "chosen"
+
+
 def test_cudnn_supports_the_packed_rows_of_a_recipe():
     pytest.importorskip("axcore_cudnn")
     cfg = ax.pipe(ax.recipe("llama2-7b"), ax.target("gpu-h100-8"))

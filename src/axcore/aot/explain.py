@@ -128,7 +128,7 @@ def explain(cfg: Config, target: str | None = None) -> Explanation:
     platform, rule, layout = jax.default_backend(), "", layout_for(cfg, target)
     if target is not None:
         accelerator = Accelerator.parse(target)
-        platform = accelerator.platform
+        platform = accelerator.backend
         rules = mesh_rules(accelerator, recipe_of(cfg))
         rule = target + "".join(f", mesh rule {rule.name} of {plugin}" for plugin, rule in rules[:1])
     choices = kernel_choices(cfg, layout)
@@ -154,7 +154,7 @@ def layout_for(cfg: Config, target: str | None) -> Layout | None:
         return None
     accelerator = Accelerator.parse(target)
     mesh, count = (get(cfg, "mesh"), accelerator.count) if has_field(cfg, "mesh") else (Mesh(), 1)
-    found: Layout = mesh.abstract(count, accelerator.platform, device_kind(accelerator))
+    found: Layout = mesh.abstract(count, accelerator.backend, device_kind(accelerator))
     return found
 
 

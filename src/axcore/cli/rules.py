@@ -64,7 +64,7 @@ def show_rule(name: str, before: list[tuple[str, str]], target: str, after: list
     recipe = compose(name, before)
     adapted = edited(recipe, [("target", target)])
     cfg = edited(adapted, after)
-    layout = cfg.mesh.abstract(accelerator.count, accelerator.platform, accelerator.kind)
+    layout = cfg.mesh.abstract(accelerator.count, accelerator.backend, accelerator.kind)
     options = check_options(cfg.compiler_options, _compiling(accelerator) or layout)
     schedule = layout.pipeline and layout.pipeline.table(layout.stages, cfg.microbatches)
     plugin, rule = mesh_rule(accelerator, recipe_of(recipe))

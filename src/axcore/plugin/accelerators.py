@@ -13,6 +13,8 @@ EXAMPLES = (
     "cpu-8, gpu-h100-8, gpu-h100-8x4 (4 hosts of 8), tpu-v5p-512, tpu-v5e-256x4 (4 slices of 256), trn2-16x64, "
     "npu-x1-16 (any platform-kind-count)"
 )
+_BACKENDS = {"trn": "neuron"}
+"""Platforms that JAX knows by another name."""
 _CORES_PER_DEVICE = {"v4": 2, "v5p": 2}
 """TPUs whose names count cores instead of jax devices, and the number of cores per device."""
 
@@ -35,6 +37,11 @@ class Accelerator:
     kind: str
     count: int
     hosts: int = 1
+
+    @property
+    def backend(self) -> str:
+        """The name of the platform in JAX: `neuron` for `trn`, otherwise `platform`."""
+        return _BACKENDS.get(self.platform, self.platform)
 
     @property
     def per_host(self) -> int:

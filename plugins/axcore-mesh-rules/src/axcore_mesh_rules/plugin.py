@@ -23,5 +23,5 @@ def axcore_mesh_rules() -> list[MeshRule]:
         MeshRule("tpu", hybrid, "FSDP over a slice, data parallelism over slices.", "tpu-*"),
         *(MeshRule(f"tpu-{kind}", tpu, f"TPU {kind}: FSDP {fitted}.", f"tpu-{kind}-*") for kind in TPUS),
         MeshRule("trn1", f"{package}.trainium:trainium", trainium, "trn1-*"),
-        MeshRule("trn2", f"{package}.trainium:trainium", trainium, "trn2-*"),
+        MeshRule("trn2", f"{package}.trainium:trainium", f"{trainium[:-1]}, NKI attention.", "trn2-*"),
     ]

@@ -21,7 +21,8 @@ class KernelRequest:
     """One device's share of an attention call. All fields are static: they are known at trace time.
 
     Attributes:
-        platform: "cpu", "gpu" or "tpu": the platform of the active layout, or of this process without a layout.
+        platform: "cpu", "gpu", "tpu" or another platform of JAX, such as "neuron": that of the active layout, or of
+            this process without a layout.
         device_kind: the kind of device as JAX names it, such as "NVIDIA H100 80GB HBM3"; empty if unknown.
         dtype: dtype of q.
         batch, query_len, key_len, num_heads, num_kv_heads: sizes of one device's shard.

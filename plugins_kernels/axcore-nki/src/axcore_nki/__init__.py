@@ -1,0 +1,1 @@
+"""Flash attention by AWS's NKI kernels for axcore."""
