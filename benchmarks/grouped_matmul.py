@@ -73,7 +73,7 @@ def check(tiles: Any, dtype: Any) -> dict[str, float]:
     """Largest error of each product, relative to the largest entry of the float64 result on the host."""
     sizes = np.asarray(SIZES)
     padded, group, rows = aligned(sizes)
-    rng, k, n = np.random.default_rng(0), 320, 392
+    rng, k, n = np.random.default_rng(0), 320, 448
     starts = np.cumsum(padded) - padded
     filled = np.concatenate([start + np.arange(size) for start, size in zip(starts, sizes, strict=True)])
     x, g = np.zeros((rows, k)), np.zeros((rows, n))

@@ -16,7 +16,9 @@ from axcore.nn.attention.request import target_device
 from axcore_mosaic_gpu.kernels import SHARED_MEMORY, Tiling, groups_product, rows_product
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+"""Matches the names of Hopper GPUs, such as "NVIDIA H100 80GB HBM3" and "NVIDIA GH200 480GB"."""
 _MULTIPROCESSORS = 132
+"""Of the SXM and NVL cards. Fewer run the kernels too, with some of the blocks in a second wave."""
 _LARGEST_STAGES = 6
 
 
@@ -51,8 +53,8 @@ class Tiles(Config):
 class MosaicGrouped(GroupedMatmul):
     """Grouped products on NVIDIA Hopper GPUs, forward and both gradients, in bfloat16 and float16 with float32 sums.
 
-    Groups are padded to multiples of 128 rows. Features must be multiples of 8, since the hardware copies 16 bytes at a
-    time.
+    Groups are padded to multiples of 128 rows. Numbers of features must be multiples of 64, the width of the tiles that
+    the hardware copies.
     """
 
     forward: Tiles = Tiles()
@@ -90,9 +92,9 @@ class MosaicGrouped(GroupedMatmul):
         if x.dtype not in (jnp.bfloat16, jnp.float16):
             raise ConfigError(f"matmul=MosaicGrouped() requires bfloat16 or float16, got {x.dtype}. Use Blocks()")
         _, inner, outer = matrices.shape
-        if inner % 8 or outer % 8:
+        if inner % 64 or outer % 64:
             raise ConfigError(
-                f"matmul=MosaicGrouped() requires multiples of 8 features, got {inner} and {outer}. Use Blocks()"
+                f"matmul=MosaicGrouped() requires multiples of 64 features, got {inner} and {outer}. Use Blocks()"
             )
 
 
