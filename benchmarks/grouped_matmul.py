@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from moe_dispatch import SHAPES, milliseconds
 
 import axcore as ax
 from axcore.nn import Blocks, FeedForward
@@ -28,7 +29,6 @@ from axcore_moe.layer import MoE
 from axcore_moe.router import TopK
 from axcore_mosaic_gpu.grouped import MosaicGrouped
 from axcore_mosaic_gpu.kernels import Tiling, groups_product, rows_product
-from moe_dispatch import SHAPES, milliseconds
 
 ROWS, MULTIPROCESSORS = 128, 132
 SIZES = (1, 63, 65, 129, 0, 300, 128, 0)
@@ -110,15 +110,15 @@ def sweep(name: str, deadline: float) -> list[tuple[str, float, str]]:
     products: dict[str, Callable[[Any], tuple[Any, ...]]] = {}
     for label, left, right, w in (("up", wide, narrow, up), ("down", narrow, wide, down)):
         for transposed in (False, True):
-            products[f"{label} {'dx' if transposed else 'forward'}"] = lambda tiling, t=transposed, x=(
-                right if transposed else left
-            ), w=w: (
-                lambda x, w, group: rows_product(
-                    x, w, group, tiling=tiling, transposed=t, dtype=x.dtype, multiprocessors=MULTIPROCESSORS
-                ),
-                x,
-                w,
-                group,
+            products[f"{label} {'dx' if transposed else 'forward'}"] = (
+                lambda tiling, t=transposed, x=(right if transposed else left), w=w: (
+                    lambda x, w, group: rows_product(
+                        x, w, group, tiling=tiling, transposed=t, dtype=x.dtype, multiprocessors=MULTIPROCESSORS
+                    ),
+                    x,
+                    w,
+                    group,
+                )
             )
         products[f"{label} dw"] = lambda tiling, x=left, y=right: (
             lambda x, y, ends: groups_product(

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+plgpu: Any = mosaic_gpu  # its annotations reject correct calls
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that a block of a Hopper GPU may use."""
 _EPILOGUE = 64
@@ -214,9 +215,7 @@ def _persistent(
     def body(*refs: Any) -> None:
         *operands, out_ref, left, right, out_buffer, full, empty = refs
         warpgroup = lax.axis_index("warpgroup")
-        loop = functools.partial(
-            plgpu.nd_loop, (tiles,), collective_axes="multiprocessor", init_carry=jnp.int32(0)
-        )
+        loop = functools.partial(plgpu.nd_loop, (tiles,), collective_axes="multiprocessor", init_carry=jnp.int32(0))
 
         @pl.when(warpgroup == 2)
         def _copy() -> None:
