@@ -73,6 +73,12 @@ def test_expect_checks_the_number_of_matches():
     assert "items.1" in str(error.value)
 
 
+@pytest.mark.parametrize("where", [3, ["left"], None])
+def test_a_value_that_selects_nothing_raises(where):
+    with pytest.raises(ConfigError, match=r"^where=.* must be a pattern, a class, or a function"):
+        select(ROOT, where)
+
+
 def test_no_match_of_a_path_suggests_the_nearest():
     with pytest.raises(ConfigError, match=r"nothing in the config matches 'lefd'.*Did you mean 'left'"):
         select(ROOT, "lefd")

@@ -102,6 +102,11 @@ def test_where_overrides_the_default_and_rebuilds_no_stack(where, wanted):
     assert (getattr(made.head, "numerics", None) is not None) == (where in ("head", Weighted))
 
 
+def test_numerics_that_are_there_already_are_kept():
+    made = put_numerics(model(), ROUNDED)
+    assert put_numerics(made, ROUNDED) == made
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_too_few_layers_raise_and_name_the_option(count):
     with pytest.raises(ax.ConfigError, match=rf"^at model.decoder: .*at least 3 layers, not {count}\. .*where='model"):

@@ -8,9 +8,11 @@ from jax.extend.core import jaxprs_in_params
 
 import axcore as ax
 from axcore.module import invoke
-from axcore.nn import Batched, Blocks, Grouped, Plain, Transposed
+from axcore.nn import Batched, Blocks, Grouped, Linear, Plain, Transposed
+from axcore.numerics import stored
 from axcore.parallel import ByTag, Mesh, Remat
 from axcore_fp8 import products
+from axcore_fp8.fp8 import Fp8
 from axcore_fp8.quantize import E4M3, E5M2, amax_of, quantize, scale_of
 from axcore_fp8.training import TAGS, Form, fp8_product
 
@@ -33,7 +35,7 @@ def quantized(x, dtype):
     return quantize(x, dtype, scale_of(amax_of(x), dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_errors_are_those_of_the_formats(dtype):
     x, w, g = normal(0, 256, K), normal(1, K, 384), normal(2, 256, 384)
     form = Form("current", jnp.dtype(dtype), jnp.dtype("float32"), jnp.dtype(dtype))
@@ -187,3 +189,30 @@ def test_hardware_without_fp8_raises(kind, works):
 def test_options_without_effect_raise(options, message):
     with pytest.raises(ax.ConfigError, match=message):
         linear(16, 8, **options)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-36, 1e-39])
+def test_tiny_gradients_become_zero_instead_of_nan(magnitude):
+    fn, params, state = linear(16, 8)
+    x, g = normal(0, 4, 16), magnitude * normal(1, 4, 8)
+    loss = lambda params, x: (fn(params, state, x)[0][0] * g).sum()  # noqa: E731
+    of_params, of_x = jax.grad(loss, (0, 1))(params, jnp.asarray(x))
+    exact = x.T.astype(np.float64) @ g
+    if magnitude == 1e-30:
+        assert error(of_params["weight"], exact) < 0.1
+    assert np.isfinite(of_params["weight"]).all() and np.isfinite(of_x).all()
+    assert np.abs(of_params["weight"]).max() < 2 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_stored_weights_pass_the_gradient_to_their_input(dtype):
+    """Adapters of earlier layers are trained with it. In float16, gradients times scales would underflow."""
+    cfg = Linear.Config(input_dim=64, output_dim=32, numerics=Fp8.Config(), dtypes=ax.DTypes(compute=dtype))
+    _, params, state = ax.functional(cfg.build(rngs=ax.Rngs(0)))
+    weight = np.asarray(params["weight"], np.float64)
+    cfg, params = stored(cfg, params)
+    fn = ax.functional(cfg.build(rngs=ax.Rngs(0)))[0]
+    x, g = jnp.asarray(normal(0, 4, 64), dtype), 1e-4 * normal(1, 4, 32)
+    found = jax.grad(lambda x: (fn(params, state, x)[0][0].astype(jnp.float32) * g).sum())(x)
+    assert found.dtype == dtype
+    assert 0.01 < error(found, g.astype(np.float64) @ weight.T) < 0.04

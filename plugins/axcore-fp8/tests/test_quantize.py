@@ -23,6 +23,13 @@ def test_scales_of_zeros_and_of_numbers_that_are_not_finite():
     np.testing.assert_array_equal(found, [1.0, np.nan, np.nan])
 
 
+def test_scales_are_normal_numbers():
+    """A subnormal scale, which devices flush to 0, would give NaN."""
+    found = scale_of(jnp.asarray([2e-38, 1e-36, 1e-30], jnp.float32), E5M2)
+    assert (np.asarray(found) >= np.finfo(np.float32).tiny).all()
+    assert np.isfinite(quantize(jnp.float32(1e-36), E5M2, found[1]).codes.astype(jnp.float32))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_codes_are_the_nearest_numbers(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 32)), dtype)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import axcore as ax
+from axcore.nn import Linear
+from axcore.plugin.features import use_text
 from axcore_int8.int4 import Int4
 
 
@@ -67,3 +69,9 @@ def test_rows_of_an_embedding_are_those_of_the_table():
 def test_only_listed_group_sizes_are_supported():
     with pytest.raises(ax.ConfigError, match="group_size"):
         numerics((2, 3), size=16)
+
+
+@pytest.mark.parametrize("feature", ["int8:activation_scales=None", "int4"])
+def test_models_without_layers_require_where(feature):
+    with pytest.raises(ax.ConfigError, match="no stack of layers"):
+        use_text(feature)(Linear.Config(input_dim=4, output_dim=4))

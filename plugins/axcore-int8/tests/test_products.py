@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.nn import Batched, Blocks, Grouped, Plain, RaggedDot, Transposed
+from axcore.nn import Batched, Blocks, Grouped, Linear, Plain, RaggedDot, Transposed
 from axcore_int8.int8 import Int8
 from axcore_int8.product import Options, int8_product
 from axcore_int8.rounding import MAX_TERMS, quantized, rounded
@@ -161,3 +161,12 @@ def test_sums_that_could_overflow_are_refused():
 def test_options_without_effect_are_refused(options, message):
     with pytest.raises(ax.ConfigError, match=message):
         Int8.Config(shape=(2, 3), input_axis=-2, **options).build(rngs=ax.Rngs(0))
+
+
+@pytest.mark.parametrize("weight_gradient", ["float", "int8"])
+def test_products_without_rows(weight_gradient):
+    cfg = Linear.Config(input_dim=8, output_dim=4, numerics=Int8.Config(weight_gradient=weight_gradient))
+    fn, params, state = ax.functional(cfg.build(rngs=ax.Rngs(0)))
+    x = jnp.ones((2, 0, 8))
+    found = jax.grad(lambda params: fn(params, state, x)[0][0].sum())(params)
+    np.testing.assert_array_equal(found["weight"], np.zeros((8, 4)))

@@ -65,3 +65,12 @@ def test_products_use_the_measured_scale(weights):
     )
     codes = np.clip(np.rint(x / scale), -127, 127) * scale
     np.testing.assert_allclose(found[0], codes @ (np.rint(weight / scales) * scales), rtol=1e-4, atol=1e-4)
+
+
+def test_static_scales_keep_infinities_and_nan_visible():
+    cfg = Linear.Config(input_dim=16, output_dim=4, numerics=Int8.Config(activation_scales="static"))
+    fn, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+    state = {**state, "numerics": {**state["numerics"], "input_amax": jnp.float32(2.0)}}
+    x = jnp.ones((3, 16)).at[0, 3].set(jnp.nan).at[1, 3].set(jnp.inf)
+    found = np.asarray(fn(params, state, x)[0][0])
+    assert np.isnan(found[:2]).all() and np.isfinite(found[2]).all()

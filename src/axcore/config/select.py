@@ -94,8 +94,10 @@ def select[C: Config](root: C, where: Where, *, expect: int | None = None) -> Se
         found = [path for path, _ in walk(root) if matches(where, path)]
     elif isinstance(where, type):
         found = [path for path, node in walk(root) if builds(node, where)]
-    else:
+    elif callable(where):
         found = [path for path, node in walk(root) if where(path, node)]
+    else:
+        raise ConfigError(f"where={where!r} must be a pattern, a class, or a function of a path and a node")
     if not found:
         raise ConfigError(f"nothing in the config matches {_shown(where)}.{_nearest(root, where)}")
     if expect is not None and len(found) != expect:

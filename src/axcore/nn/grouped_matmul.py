@@ -277,4 +277,5 @@ class Batched(Product):
         return values[:, None]
 
     def largest(self, values: Float[Array, "group rows output_dim"]) -> Float[Array, "group output_dim"]:
-        return values.max(1)
+        """-inf for a group without rows."""
+        return values.max(1, initial=-jnp.inf)

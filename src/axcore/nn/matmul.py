@@ -74,7 +74,8 @@ class Plain(Product):
         return values
 
     def largest(self, values: Float[Array, "*shape output_dim"]) -> Float[Array, " output_dim"]:
-        return values.max(range(values.ndim - 1))
+        """-inf if there are no rows."""
+        return values.max(range(values.ndim - 1), initial=-jnp.inf)
 
 
 @jax.tree_util.register_dataclass

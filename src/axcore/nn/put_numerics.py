@@ -54,7 +54,8 @@ def _in_inner_layers[C: Config](cfg: C, numerics: Numerics.Config) -> C:
     if not stacks:
         raise ConfigError("the config has no stack of layers, such as a Repeat; select the linear maps with where=")
     made = select(cfg, lambda path, _: path in stacks).map(lambda path, stack: _edited(path, stack, numerics))
-    if made == cfg:
+    inner = [place.config for stack in stacks.values() for place in layers_of(stack)[1:-1]]
+    if not any(_is_linear(node) for layer in inner for _, node in walk(layer)):
         raise ConfigError(
             "the inner layers have no linear map whose number format can change; select layers with where="
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import axcore as ax
 from axcore.module import GradientState, Reduce
@@ -88,8 +91,7 @@ class Fp8(Numerics):
             if self.config.weight_only:
                 return (product(x, weight["codes"], jnp.float32) * scales).astype(accumulate or x.dtype)
             check_hardware(self.frame.path)
-            codes, of_rows = rounded(x, -1)
-            return (product(codes, weight["codes"], jnp.float32) * of_rows * scales).astype(accumulate or x.dtype)
+            return stored_product(jnp.dtype(accumulate or x.dtype), x, weight["codes"], scales, product)
         if self.config.weight_only:
             return product(x, self.matrix(weight), accumulate)
         check_hardware(self.frame.path)
@@ -104,6 +106,37 @@ class Fp8(Numerics):
         overflow = self.gradient_overflow[...]
         self.add_summary("gradient_overflow", overflow, Reduce.SUM)
         return Histories(self.input[...], self.weight[...], self.gradient[...], overflow)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def stored_product(
+    dtype: np.dtype[np.generic], x: jax.Array, codes: jax.Array, scales: jax.Array, product: Product
+) -> jax.Array:
+    """The product of x, rounded with one scale per row, and stored codes. The gradient of x is a product of floats.
+
+    Args:
+        dtype: of the result.
+        scales: of the codes, as `product.broadcast` reshapes them.
+    """
+    of_x, of_rows = rounded(x, -1)
+    return (product(of_x, codes, jnp.float32) * of_rows * scales).astype(dtype)
+
+
+def _stored_forward(
+    dtype: np.dtype[np.generic], x: jax.Array, codes: jax.Array, scales: jax.Array, product: Product
+) -> tuple[jax.Array, Any]:
+    return stored_product(dtype, x, codes, scales, product), (jnp.zeros((), x.dtype), codes, scales, product)
+
+
+def _stored_backward(dtype: np.dtype[np.generic], kept: Any, y_bar: jax.Array) -> tuple[Any, ...]:
+    form, codes, scales, product = kept
+    scaled = y_bar.astype(jnp.float32) * scales
+    of_rows = scale_of(jnp.abs(scaled).max(-1, keepdims=True), E4M3)  # float16 would round small gradients to 0
+    x_bar = product.input_gradient((scaled / of_rows).astype(form.dtype), codes.astype(form.dtype), jnp.float32)
+    return (x_bar * of_rows).astype(form.dtype), None, None, None
+
+
+stored_product.defvjp(_stored_forward, _stored_backward)
 
 
 def rounded(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:

@@ -108,5 +108,7 @@ def _dot(
     of_x, of_y = (axes if isinstance(axes, tuple) else (axes,) for axes in over)
     dimensions = ((of_x, of_y), ((0,), (0,)) if batch else ((), ()))
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
-    y = jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.dtype(dtype))
-    return y * scale.astype(dtype)
+    # Sums of codes can exceed the largest float16, 65504, which their products with the scale do not.
+    sums = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else jnp.dtype(dtype)
+    y = jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=sums)
+    return (y * scale.astype(sums)).astype(dtype)

@@ -51,11 +51,13 @@ def scale_of(amax: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*s
         amax: float32, the largest absolute values.
 
     Returns:
-        float32; 1 where amax is 0, and NaN where it is not finite, so that the product is NaN as well.
+        float32, at least the smallest normal number; 1 where amax is 0, and NaN where it is not finite, so that the
+        product is NaN as well.
     """
     ratio = amax.astype(jnp.float32) / float(jnp.finfo(dtype).max)
     bits = jax.lax.bitcast_convert_type(ratio, jnp.uint32) + jnp.uint32(0x007FFFFF)
     scale = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFF800000), jnp.float32)
+    scale = jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))  # devices flush a subnormal ratio to 0
     return jnp.where(jnp.isfinite(amax), jnp.where(amax == 0, 1.0, scale), jnp.nan)
 
 

@@ -52,6 +52,8 @@ def use_int4(cfg: ax.Config, group_size: Literal[32, 64, 128] = 32, where: ax.Wh
 def _of_all_layers(cfg: ax.Config) -> ax.Where:
     """Selects the linear maps inside stacks of layers, except those that require float32."""
     stacks = [path for path, node in walk(cfg) if isinstance(node, Stack.Config)]
+    if not stacks:
+        raise ax.ConfigError("the config has no stack of layers, such as a Repeat; select the linear maps with where=")
 
     def selects(path: str, node: ax.Config) -> bool:
         if not isinstance(node, Linear.Config | GroupedLinear.Config):

@@ -68,7 +68,9 @@ def _forward(
     if input_scale is None:
         x_codes, x_scales = quantized(x, -1)
     else:
-        x_codes, x_scales = rounded(x.astype(jnp.float32) / input_scale), input_scale
+        x_codes = rounded(x.astype(jnp.float32) / input_scale)
+        # Codes would hide infinities and NaN.
+        x_scales = jnp.where(jnp.isfinite(x).all(-1, keepdims=True), input_scale, jnp.nan)
     y = product(x_codes, codes, jnp.int32).astype(jnp.float32) * (x_scales * product.broadcast(scales))
     kept = x if options.weight_gradient == "float" else (x_codes, x_scales)
     forms = jnp.zeros((), x.dtype), weight if weight is None else jnp.zeros((), weight.dtype)

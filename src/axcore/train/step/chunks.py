@@ -67,7 +67,8 @@ def chunked_sum[M: nnx.Module](
                 if reports:
                     raise ContextError(
                         f"{lifted.caller.describe()}: the body of chunked_sum reports {', '.join(sorted(reports))}, "
-                        f"but only what it returns is kept. Return the values, and report them after chunked_sum"
+                        f"but only what it returns is kept. With CrossEntropy, set chunk=None, or use a head that reports "
+                        f"nothing (products in fp8 report overflow); elsewhere, return the values from the body"
                     )
             return output
 
