@@ -14,7 +14,7 @@ import jax
 KINDS = (
     ("collectives", r"nccl"),
     ("attention", r"fmha|flash|sdpa|attention"),
-    ("products", r"gemm|nvjet|cutlass|cublas|matmul|xmma|ragged_dot"),
+    ("products", r"gemm|nvjet|cutlass|cublas|matmul|xmma|ragged_dot|grouped_(rows|sums)"),
     ("copies", r"memcpy|memset|copy"),
 )
 """Kind of kernel -> pattern of its names. Every other kernel is of the kind `elementwise`."""

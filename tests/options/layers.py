@@ -67,6 +67,7 @@ from axcore_moe.dispatch import Capacity, Dense, Dropless
 from axcore_moe.exchange import Exchange
 from axcore_moe.layer import MoE
 from axcore_moe.router import ExpertChoice, TopK
+from axcore_mosaic_gpu.grouped import MosaicGrouped
 from axcore_nki.kernel import NkiKernel
 from axcore_recipes.short_conv import ConvTransformerLayer
 from axcore_rope import scaling
@@ -310,6 +311,10 @@ def mixtures():
         yield Host(moe(dispatch=dispatch), TOKENS)
     tpu = Mesh(shape={"expert": 4}).abstract(4, "tpu")
     yield Host(moe(dispatch=Exchange()), traced(x, tokens=True, mesh=tpu))
+    hopper = traced(x, tokens=True, gradient=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100"))
+    wide = MoE.Config().experts.set(block=FeedForward.Config(hidden_dim=64))
+    dispatch, half = Dropless(matmul=MosaicGrouped()), ax.DTypes(compute="bfloat16")
+    yield Host(moe(input_dim=64, experts=wide, dispatch=dispatch, dtypes=half), hopper, at="dispatch.matmul")
     yield Host(moe(shared=ffn(), shared_gate=Linear.Config(), balance=LoadBalance(weight=0.1), z_loss=0.1), TOKENS)
     yield Host(moe(router=TopK.Config(jitter=0.1, bias_rate=0.1, groups=2, top_groups=1)), TOKENS)
     yield Host(moe(router=ExpertChoice.Config(jitter=0.1)), TOKENS)

@@ -160,6 +160,22 @@ def test_shardings_follow_the_axes_of_each_parameter():
     assert found["b"].spec == PartitionSpec(None)
 
 
+@pytest.mark.parametrize(
+    ("axes", "shape", "spec"),
+    [
+        (("mlp", "embed"), (16, 8), PartitionSpec(("tensor", "fsdp"), None)),
+        (("layer", "head", "embed"), (3, 16, 8), PartitionSpec(None, ("tensor", "fsdp"), None)),
+        (("mlp", "embed"), (6, 8), PartitionSpec("tensor", "fsdp")),  # 6 rows are not divisible by 4
+        (("embed", "mlp"), (8, 16), PartitionSpec("fsdp", "tensor")),
+        (("vocab", "embed"), (16, 8), PartitionSpec("tensor", "fsdp")),
+    ],
+    ids=str,
+)
+def test_output_projections_are_sharded_by_rows(axes, shape, spec):
+    built = Mesh(shape={"fsdp": 2, "tensor": 2}).make(EIGHT[:4])
+    assert built.variable_spec(axes, shape) == spec
+
+
 def test_a_parameter_that_is_not_divisible_raises_with_shape_and_axes():
     shapes = {"a": {"w": jax.ShapeDtypeStruct((6, 3), jnp.float32)}}
     with pytest.raises(ConfigError) as error:

@@ -83,3 +83,10 @@ def test_stored_weights_are_not_exported(trained, tmp_path, capfd):
     quantize([str(trained), str(tmp_path / "small"), "--use", "int4"])
     assert main(["export", str(tmp_path / "small"), str(tmp_path / "exported")]) == 2
     assert "query.numerics (layers 0-3): the model has Int4(stored=True)" in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_histories_of_training_are_not_required(trained, tmp_path):
+    pytest.importorskip("axcore_fp8")
+    quantize([str(trained), str(tmp_path / "small"), "--use", "fp8:scaling=delayed"])
+    assert np.isfinite(logits(tmp_path / "small")[0]).all()

@@ -96,7 +96,7 @@ def test_source_loads_with_the_sharding_of_the_experts():
     )
     Upcycled.Config(source=Asked.Config()).build().load(cfg, flat(placed), flat(state))
     assert asked["decoder.layers.ffn.up.weight"].sharding.spec == PartitionSpec(None, "fsdp", None)
-    assert asked["decoder.layers.ffn.down.weight"].sharding.spec == PartitionSpec(None, None, "fsdp")
+    assert asked["decoder.layers.ffn.down.weight"].sharding.spec == PartitionSpec(None, "fsdp", None)
     assert set(asked) == set(flat(abstract(tiny_model())[1]))
 
 

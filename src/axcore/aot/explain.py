@@ -252,7 +252,7 @@ def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: C
     if node_type in held:
         return "not needed: an earlier kernel in the order is chosen"
     reason = _refusal(node_type, choice.requests)
-    return f"no: {reason}" if reason else f'possible; use("kernels", order=("{name}", "reference"))'
+    return f"no: {reason}" if reason else f'possible; use("kernels", order=("{name}",))'
 
 
 def _settings(choice: Choice) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from axcore.config import Config, ConfigError, FrozenDict
+from axcore.config import Config, ConfigError, FrozenDict, NonNegativeInt
 
 Settings = Mapping[str, int]
 """Config field -> value."""
@@ -29,7 +29,7 @@ class Tuning(Config):
     """Settings that were measured on one kind of device."""
 
     device_kind: str
-    settings: Mapping[str, Mapping[str, int]] = FrozenDict()
+    settings: Mapping[str, Mapping[str, NonNegativeInt]] = FrozenDict()
     """Signature of a call -> config field -> value."""
 
     def find(self, call: MeasuredCall) -> Settings | None:

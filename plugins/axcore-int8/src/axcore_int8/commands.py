@@ -54,6 +54,8 @@ def quantize(arguments: Sequence[str]) -> int:
             raise AxcoreError(f"{given.text} has {len(ids)} tokens, fewer than --seq-len {given.seq_len}")
         state = calibrated(model, params, state, list(ids[: rows * given.seq_len].reshape(rows, 1, given.seq_len)))
     model, codes = stored(model, params)
+    forms = abstract(model)[2]  # without the histories of training, such as those of delayed scaling
+    state = like(forms, {path: leaf for path, leaf in flat(state).items() if path in flat(forms)})
     if uncalibrated := [path for path, leaf in flat(state).items() if np.isnan(leaf).any()]:
         raise AxcoreError(f"{uncalibrated[0]} and others must be measured; pass --text FILE")
     tokenizer, files = found.tokenizer, None

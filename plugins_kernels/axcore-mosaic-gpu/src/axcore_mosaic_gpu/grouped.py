@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from axcore.config import Config, ConfigError, PositiveInt
 from axcore.nn import GroupedMatmul
-from axcore.nn.attention.request import target_device
+from axcore.parallel import target_device
 from axcore_mosaic_gpu.kernels import SHARED_MEMORY, Tiling, groups_product, rows_product
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")

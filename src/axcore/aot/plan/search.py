@@ -106,7 +106,8 @@ def plan(cfg: Trainer.Config, target: str, compiled: int = 2) -> Plan:
 
     Candidates are ranked by formulas (see `Model`). The best are compiled, with all layers or with few, until
     `compiled` of them fit. Each compiled one corrects the memory of the others of its kind.
-    Optimizer offload and context parallelism are tried if nothing else fits.
+    Optimizer offload and context parallelism are tried if nothing else fits. Offload of activations is not tried:
+    recomputing them saves as much memory at a tenth of the time (measured on one H200).
 
     Args:
         cfg: the config with everything but these. Its own way to run the layers is compared too.
