@@ -207,5 +207,5 @@ def reporting(what):
 )
 def test_a_report_inside_a_piece_raises(what):
     cfg = reporting(what)
-    with pytest.raises(ContextError, match=r"the body of chunked_sum reports .*Return the values"):
+    with pytest.raises(ContextError, match=r"the body of chunked_sum reports .*set chunk=None, .*return the values"):
         run(cfg, parameters(cfg), chunk=2)

@@ -67,8 +67,8 @@ def chunked_sum[M: nnx.Module](
                 if reports:
                     raise ContextError(
                         f"{lifted.caller.describe()}: the body of chunked_sum reports {', '.join(sorted(reports))}, "
-                        f"but only what it returns is kept. With CrossEntropy, set chunk=None, or numerics of the head "
-                        f"that report nothing; elsewhere, return the values, and report them after chunked_sum"
+                        f"but only what it returns is kept. With CrossEntropy, set chunk=None, or remove the layers "
+                        f"that report from the head; elsewhere, return the values, and report them after chunked_sum"
                     )
             return output
 
