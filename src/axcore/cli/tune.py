@@ -27,5 +27,13 @@ def run(arguments: argparse.Namespace) -> None:
     targets = [text for kind, text in arguments.edits if kind == "target"]
     found = tune(compose(arguments.recipe, arguments.edits), targets[-1] if targets else None)
     print(found)
-    found.file().write(arguments.out)
-    print(f"\nwrote {arguments.out}; apply it with --use tuned:file={arguments.out}")
+    file = found.file()
+    file.write(arguments.out)
+    use = f"--use tuned:file={arguments.out}"
+    if file.kernels:
+        advice = f"apply it with {use}"
+    elif len(file.order) > 1:
+        advice = f"no kernel has block sizes to tune; apply the order with {use},order=true"
+    else:
+        advice = "it has nothing to apply, since there is one kernel and it has no block sizes to tune"
+    print(f"\nwrote {arguments.out}; {advice}")
