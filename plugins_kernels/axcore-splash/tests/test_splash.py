@@ -24,6 +24,7 @@ from axcore.nn import (
     SameSegment,
     SlidingWindow,
     TokenInfo,
+    Tuning,
     attend_in_parts,
     refusal,
 )
@@ -81,6 +82,20 @@ def built(**fields):
 )
 def test_supported_requests(changes):
     assert refusal(built(), dataclasses.replace(WELL, **changes)) is None
+
+
+def test_blocks_are_tunable():
+    request = dataclasses.replace(WELL, query_len=1024, key_len=384)
+    default, *others = built().candidates(request)
+    assert default == dict(
+        block_q=512, block_kv=128, block_q_dkv=512, block_kv_dkv=128, block_q_dq=512, block_kv_dq=128
+    )
+    assert [each["block_q"] for each in others] == [256, 512, 1024]
+    assert {each["block_kv_dq"] for each in others} == {256}
+    assert not any("dq" in name for each in built(fused_backward=True).candidates(request) for name in each)
+    tuning = Tuning(device_kind="TPU v5", settings={request.signature: others[0]})
+    assert built(tuning=tuning).settings(request) == others[0]
+    assert built(tuning=tuning, block_q=128).settings(request) == others[0] | {"block_q": 128}
 
 
 @pytest.mark.parametrize(

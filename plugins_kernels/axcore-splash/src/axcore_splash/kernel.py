@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,6 @@ from axcore.nn import (
     And,
     Attention,
     AttentionInputs,
-    AttentionKernel,
     Causal,
     Contiguous,
     Full,
@@ -21,15 +22,20 @@ from axcore.nn import (
     KernelRequest,
     Mask,
     SameSegment,
+    Settings,
     SlidingWindow,
+    TunableKernel,
     put_kernel,
 )
-from axcore_splash.blocks import Blocks
+from axcore_splash.blocks import LANES, Blocks, default_block, padded
 from axcore_splash.fused import attention, attention_backward
 from axcore_splash.primitives import Form, Segments
 
+MEASURED_BLOCKS = (256, 512, 1024, 2048)
+"""The sizes of blocks that `axcore tune` tries, where they do not exceed the padded sequence."""
 
-class SplashKernel(AttentionKernel):
+
+class SplashKernel(TunableKernel):
     """Splash attention on TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`), in bfloat16 and float32.
 
     It supports full attention, causal masks, sliding windows, packed rows, softcap, sinks and the log-sum-exp. Blocks
@@ -38,7 +44,7 @@ class SplashKernel(AttentionKernel):
     rerunning the kernel in the backward pass.
     """
 
-    class Config(AttentionKernel.Config):
+    class Config(TunableKernel.Config):
         block_q: ax.PositiveInt | None = None
         """Queries in a block of the forward kernel. All blocks are multiples of 128, and limited to the length of the
         sequence. None: 512, or less if 512 would pad the sequence by more than an eighth."""
@@ -69,7 +75,7 @@ class SplashKernel(AttentionKernel):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        if (problem := _blocks(cfg).problem()) is not None:
+        if (problem := _blocks(cfg, {}).problem()) is not None:
             raise ax.ConfigError(problem)
 
     def supports(self, request: KernelRequest) -> str | None:
@@ -81,6 +87,18 @@ class SplashKernel(AttentionKernel):
         if request.dtype not in (jnp.bfloat16, jnp.float32):
             return f"computes in bfloat16 or float32, not {request.dtype} (the model's dtypes.compute)"
         return _mask(request)
+
+    def candidates(self, request: KernelRequest) -> Iterator[dict[str, int]]:
+        """See `axcore.nn.TunableKernel`: all blocks of queries have one size, and all blocks of keys another."""
+
+        def settings(q: int, kv: int) -> dict[str, int]:
+            kernels = ("", "_dkv") if self.config.fused_backward else ("", "_dkv", "_dq")
+            return {f"block_{kind}{each}": size for each in kernels for kind, size in (("q", q), ("kv", kv))}
+
+        lengths = request.query_len, request.key_len
+        yield settings(*map(default_block, lengths))
+        sizes = ([size for size in MEASURED_BLOCKS if size <= padded(length, LANES)] for length in lengths)
+        yield from (settings(q, kv) for q, kv in itertools.product(*sizes))
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
         """See `AttentionKernel`."""
@@ -114,7 +132,7 @@ class SplashKernel(AttentionKernel):
             causal=any(isinstance(arm, Causal) for arm in arms),
             window=min(windows, default=None),
             softcap=inputs.softcap,
-            blocks=_blocks(self.config),
+            blocks=_blocks(self.config, self.settings(KernelRequest.of(inputs))),
             interpret=self.config.interpret,
         )
 
@@ -131,8 +149,8 @@ def use_splash(
     return put_kernel(cfg, SplashKernel.Config(interpret=interpret, fused_backward=fused_backward), where)
 
 
-def _blocks(cfg: SplashKernel.Config) -> Blocks:
-    return Blocks(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Blocks)})
+def _blocks(cfg: SplashKernel.Config, settings: Settings) -> Blocks:
+    return Blocks(**{**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Blocks)}, **settings})
 
 
 def _mask(request: KernelRequest) -> str | None:
