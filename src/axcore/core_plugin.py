@@ -4,6 +4,7 @@ from axcore.plugin import (
     AttentionKernelOffer,
     ContextParallelismOffer,
     Feature,
+    GroupedMatmulOffer,
     KVCacheOffer,
     OptimizerOffer,
     PipelineScheduleOffer,
@@ -69,6 +70,14 @@ def axcore_pipeline_schedules() -> list[PipelineScheduleOffer]:
 @hookimpl
 def axcore_kv_caches() -> list[KVCacheOffer]:
     return [KVCacheOffer("contiguous", "axcore.nn:ContiguousCache", "One array of keys and one of values per layer.")]
+
+
+@hookimpl
+def axcore_grouped_matmuls() -> list[GroupedMatmulOffer]:
+    return [
+        GroupedMatmulOffer("blocks", "axcore.nn:Blocks", "Blocks of rows, each times a copy of its group's matrix."),
+        GroupedMatmulOffer("ragged-dot", "axcore.nn:RaggedDot", "Grouped products by jax.lax.ragged_dot."),
+    ]
 
 
 @hookimpl

@@ -212,9 +212,14 @@ def test_a_config_without_the_slot_raises(plugin):
         use("stranger")(Layer())
 
 
-@pytest.mark.parametrize("target", ["plain", "Position"])
-def test_a_target_without_a_config_class_is_a_plugin_error(plugin, target):
-    plugin("ring", caches={"ring": target})
+def test_a_config_itself_is_a_target(plugin):
+    plugin("ring", caches={"ring": "Position"})
+    with pytest.raises(ConfigError, match=r"no node of the config has a slot 'cache' for thrown_ring\.code\.Position"):
+        use("ring")(Layer())
+
+
+def test_a_target_without_a_config_class_is_a_plugin_error(plugin):
+    plugin("ring", caches={"ring": "plain"})
     with pytest.raises(PluginError, match=r"kv cache 'ring' of ax-ring 0\.1 must name a class with a Config"):
         use("ring")
 

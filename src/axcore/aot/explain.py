@@ -23,8 +23,9 @@ from axcore.module import Layer, Rngs, abstract
 from axcore.nn import AttentionKernel, KernelRequest, Repeat, TunableKernel, refusal
 from axcore.nn.attention.choice import Choice, ChooseKernel, recording
 from axcore.parallel import Layout, Mesh
-from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, recipe_of, registry, resolve, supplier
+from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, recipe_of, registry, supplier
 from axcore.plugin.offers import OFFERS
+from axcore.plugin.slots import config_type
 from axcore.train import CrossEntropy
 from axcore.train.data.form import batch_form
 
@@ -231,7 +232,7 @@ def _candidates(
     named: set[type] = set()
     for plugin, offer in registry().offers(kind):
         try:
-            node_type = resolve(plugin, offer).Config
+            node_type = config_type(plugin, offer)
         except Exception as error:  # broken offers are candidates too
             yield Candidate(offer.name, _name(plugin), f"no: {error}")
             continue

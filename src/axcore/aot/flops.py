@@ -21,6 +21,8 @@ from jax.interpreters import partial_eval
 from axcore.parallel.pipeline import Op, Table
 
 _UNCOUNTED = ("custom_call", "ffi_call", "pure_callback", "io_callback")
+_KERNELS = ("pallas_call", "mpmd_map")
+"""The primitives of `pallas_call` and of `pl.kernel`."""
 _CUDNN_MATMULS = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 5}
 """Number of matrix products in jax's cuDNN attention. The forward pass computes logits and heads; the backward pass
 computes four gradients and recomputes the logits."""
@@ -70,7 +72,7 @@ class _Counter:
         used = {var for var in jaxpr.outvars if isinstance(var, Var)}
         for eqn in reversed(jaxpr.eqns):
             # jax keeps Pallas kernels whose results nothing uses, but XLA removes them.
-            if eqn.primitive.name == "pallas_call" and not eqn.effects and used.isdisjoint(eqn.outvars):
+            if eqn.primitive.name in _KERNELS and not eqn.effects and used.isdisjoint(eqn.outvars):
                 continue
             used.update(var for var in eqn.invars if isinstance(var, Var))
             total.update(self._one(eqn))
@@ -93,7 +95,7 @@ class _Counter:
         name, params = eqn.primitive.name, eqn.params
         if (count := _COUNTS.get(name)) is not None:
             return Counter({_dtype(eqn): count(eqn)})
-        if name == "pallas_call":
+        if name in _KERNELS:
             return self._kernel(eqn)
         if (matmuls := _cudnn(name)) is not None:
             return Counter({_dtype(eqn): _attention(eqn, matmuls)})
@@ -119,10 +121,14 @@ class _Counter:
         return Counter({dtype: count * times for dtype, count in inner.items()})
 
     def _kernel(self, eqn: JaxprEqn) -> Counter[str]:
-        """A Pallas kernel: its `cost_estimate`, or the operations of its body times the size of the grid."""
+        """A Pallas kernel: its `cost_estimate`, or the operations of its body times the size of the grid. A kernel on
+        a mesh of cores, whose loops depend on its data, is not counted without an estimate."""
         estimate = eqn.params.get("cost_estimate")
         if estimate is not None:
             return Counter({_dtype(eqn): estimate.flops})
+        if "grid_mapping" not in eqn.params:
+            self.uncounted[eqn.params["name"]] += 1
+            return Counter()
         grid = math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
         return Counter({dtype: count * grid for dtype, count in self.of(eqn.params["jaxpr"]).items()})
 

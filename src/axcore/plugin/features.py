@@ -13,7 +13,7 @@ from axcore.config.types import hints
 from axcore.plugin.attribution import described
 from axcore.plugin.offers import OFFERS, Feature, Offer
 from axcore.plugin.registry import registry, resolve
-from axcore.plugin.slots import filler, guarded
+from axcore.plugin.slots import config_type, filler, guarded
 from axcore.plugin.states import Plugin, PluginError, how_to_disable
 
 ATTACHABLE = tuple(kind for kind in OFFERS.values() if kind is Feature or kind.slot)
@@ -26,10 +26,10 @@ type Attach = Callable[..., Config]
 def use(name: str, /, **options: object) -> Modifier:
     """The modifier that attaches an offer of a plugin: `axcore.use("rope", theta=500_000.0)`.
 
-    A feature decides which nodes it edits. An attention kernel, KV cache, numerics, optimizer or input source
-    fills every slot of its kind. A callback or evaluator is added under its name to every mapping of its kind. Offers
-    other than features are built from `options`, and the option `where` limits the nodes to edit. If a plugin offers a
-    feature and another kind under the same name, `use` attaches the feature.
+    A feature decides which nodes it edits. An attention kernel, KV cache, numerics, grouped matmul, optimizer or input
+    source fills every slot of its kind. A callback or evaluator is added under its name to every mapping of its kind.
+    Offers other than features are built from `options`, and the option `where` limits the nodes to edit. If a plugin
+    offers a feature and another kind under the same name, `use` attaches the feature.
 
     Raises:
         PluginError: no plugin offers the name, several do, or the offer cannot be loaded. When the modifier is applied:
@@ -69,7 +69,7 @@ def offered(kind: type[Offer], text: str) -> Config:
         raise PluginError(
             f"no installed plugin offers the {kind.kind} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}"
         )
-    made: type[Config] = resolve(*found).Config
+    made = config_type(*found)
     return made(**_parsed(text, hints(made)))
 
 
@@ -119,8 +119,10 @@ def _find(name: str) -> tuple[Plugin, Offer, Attach]:
 
 
 def _attacher(plugin: Plugin, offer: Offer) -> Attach:
+    if offer.slot:
+        return filler(plugin, offer)
     target: Attach = resolve(plugin, offer)
-    return filler(plugin, offer, target) if offer.slot else target
+    return target
 
 
 def _check_options(plugin: Plugin, offer: Offer, attach: Attach, options: Mapping[str, object]) -> None:

@@ -56,6 +56,12 @@ class NumericsOffer(Offer):
     hook, kind, slot = "axcore_numerics", "numerics", "numerics"
 
 
+class GroupedMatmulOffer(Offer):
+    """A subclass of `axcore.nn.GroupedMatmul`, for the slot `matmul` of the dispatch of a mixture of experts."""
+
+    hook, kind, slot = "axcore_grouped_matmuls", "grouped matmul", "matmul"
+
+
 class ContextParallelismOffer(Offer):
     """A subclass of `axcore.parallel.ContextParallelism`, for the slot `context` of the mesh."""
 

@@ -10,22 +10,35 @@ from axcore.config.tree import NESTING, join, parts
 from axcore.config.types import conforms, hints
 from axcore.plugin.attribution import attributed
 from axcore.plugin.offers import Feature, Offer
-from axcore.plugin.registry import supplier
+from axcore.plugin.registry import resolve, supplier
 from axcore.plugin.states import CORE, Plugin, PluginError
 
 
-def filler(plugin: Plugin, offer: Offer, cls: object) -> Callable[..., Config]:
-    """A function `fill(cfg, *, where=None, **options)` that puts `cls.Config(**options)` into every slot for it.
-
-    The slots are the fields named `offer.slot` of the nodes that `where` selects, or else of all nodes whose field
-    accepts the value. In a wrapper, the innermost slot is filled. The signature lists the fields of `cls.Config`.
+def config_type(plugin: Plugin, offer: Offer) -> type[Config]:
+    """The type of the node that an offer puts into a slot: its target if that is a Config, or else `target.Config`.
 
     Raises:
-        PluginError: `cls` has no Config.
+        PluginError: the target cannot be loaded, or has no Config.
     """
+    cls = resolve(plugin, offer)
+    if isinstance(cls, type) and issubclass(cls, Config):
+        return cls
     if not (isinstance(cls, type) and issubclass(cls, Configurable)) or not hasattr(cls, "Config"):
         raise PluginError(f"the {offer.kind} {offer.name!r} of {plugin} must name a class with a Config, not {cls!r}")
-    slot, node_type = offer.slot, cls.Config
+    made: type[Config] = cls.Config
+    return made
+
+
+def filler(plugin: Plugin, offer: Offer) -> Callable[..., Config]:
+    """A function `fill(cfg, *, where=None, **options)` that puts the offered Config into every slot for it.
+
+    The slots are the fields named `offer.slot` of the nodes that `where` selects, or else of all nodes whose field
+    accepts the value. In a wrapper, the innermost slot is filled. The signature lists the fields of the Config.
+
+    Raises:
+        PluginError: see `config_type`.
+    """
+    slot, node_type = offer.slot, config_type(plugin, offer)
 
     def fill(cfg: Config, /, *, where: Where | None = None, **options: object) -> Config:
         new: Config = node_type(**options)

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from axcore.config import Config, ConfigError, content_hash, from_json, has_field, parse_text, text, to_json
 from axcore.plugin import Offer, Plugin, State, registry, resolve
+from axcore.plugin.slots import config_type
 
 _PROBE = """
 import json, sys
@@ -82,7 +83,7 @@ class OfferSuite:
         if not offer.slot:
             return
         try:
-            resolve(plugin, offer).Config(no_such_option=1)
+            config_type(plugin, offer)(no_such_option=1)
         except ConfigError as error:
             assert "no_such_option" in str(error)
         else:
@@ -101,5 +102,5 @@ def _probe(module: str, target: str) -> tuple[list[str], bool]:
 
 def offered_config(suite: OfferSuite, **widths: object) -> Config:
     """The offered Config with the options of the suite, and with those `widths` that it declares as fields."""
-    cfg: Config = resolve(*suite.found()).Config(**suite.options)
+    cfg = config_type(*suite.found())(**suite.options)
     return cfg.fill(**{name: value for name, value in widths.items() if has_field(cfg, name)})

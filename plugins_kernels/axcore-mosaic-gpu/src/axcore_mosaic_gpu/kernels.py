@@ -121,6 +121,7 @@ def rows_product(
         target=target,
         multiprocessors=multiprocessors,
         interpret=interpret,
+        cost=_cost(rows, columns, depth, x, matrices, dtype, rows * columns),
         name="grouped_rows_transposed" if transposed else "grouped_rows",
     )
     return kernel(x, matrices, group)
@@ -177,6 +178,7 @@ def groups_product(
         target=target,
         multiprocessors=multiprocessors,
         interpret=interpret,
+        cost=_cost(x.shape[0], x.shape[1], y.shape[1], x, y, dtype, groups * x.shape[1] * y.shape[1]),
         name="grouped_sums",
     )
     return kernel(x, y, first, steps)
@@ -195,6 +197,7 @@ def _persistent(
     target: Callable[[Any, Any], Any],
     multiprocessors: int,
     interpret: Any,
+    cost: pl.CostEstimate,
     name: str,
 ) -> Callable[..., jax.Array]:
     """A kernel that computes the tiles of a result.
@@ -206,6 +209,7 @@ def _persistent(
         load: starts the copies of one step.
         multiply: adds the product of one stage to a warpgroup's sum.
         target: the part of the result that a tile fills.
+        cost: the operations and bytes of one call.
     """
     m, n = tiling.warpgroup
     epilogue_m, epilogue_n = min(_EPILOGUE, m), min(_EPILOGUE, n)
@@ -295,23 +299,43 @@ def _persistent(
     out_buffer = plgpu.SMEM(
         (2, slots, epilogue_m, epilogue_n), result.dtype, transforms=_transforms(epilogue_n, result.dtype)
     )
-    return plgpu.kernel(
-        body,
+    barrier = plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages)
+
+    def with_buffers(*refs: Any) -> None:
+        pl.run_scoped(
+            functools.partial(body, *refs), left, right, out_buffer, barrier, barrier, collective_axes="warpgroup"
+        )
+
+    # `plgpu.kernel` takes no cost estimate.
+    kernel = pl.kernel(
+        with_buffers,
         out_type=result,
-        scratch_types=[
-            left,
-            right,
-            out_buffer,
-            plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-        ],
-        grid=(multiprocessors,),
-        grid_names=("multiprocessor",),
-        num_threads=3,
-        thread_name="warpgroup",
+        mesh=plgpu.Mesh(
+            grid=(multiprocessors,), grid_names=("multiprocessor",), num_threads=3, thread_name="warpgroup"
+        ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-        kernel_name=name,
+        cost_estimate=cost,
+        name=name,
+    )
+    batched: Callable[..., jax.Array] = jax.custom_batching.sequential_vmap(lambda *operands: kernel(*operands))
+    return batched
+
+
+def _cost(
+    rows: int, inner: int, outer: int, left: jax.Array, right: jax.Array, dtype: DTypeLike, size: int
+) -> pl.CostEstimate:
+    """The cost of multiplying each row, with the padding of its group, by one matrix.
+
+    Args:
+        left, right: the operands, each read once.
+        size: number of elements of the result.
+    """
+    read = left.size * left.dtype.itemsize + right.size * right.dtype.itemsize
+    return pl.CostEstimate(
+        flops=2 * rows * inner * outer,
+        bytes_accessed=read + size * jnp.dtype(dtype).itemsize,
+        transcendentals=0,
     )
 
 
