@@ -83,7 +83,7 @@ class OfferSuite:
         if not offer.slot:
             return
         try:
-            config_type(plugin, offer)(no_such_option=1)
+            config_type(plugin, offer)(**{"no_such_option": 1})
         except ConfigError as error:
             assert "no_such_option" in str(error)
         else:
