@@ -303,6 +303,9 @@ def attention():
     tpu = traced(lambda cfg: x(cfg, 1, 512), tokens=True, gradient=True, mesh=Mesh().abstract(1, "tpu"))
     for blocks in ({"block_kv": 256, "block_kv_dkv": 256}, {}):
         yield Host(heads(head_dim=16, kernel=SplashKernel.Config(**blocks)), tpu, at="kernel")
+    measured = {"train float32 512:512x2:1x16:16 Causal() & SameSegment() packed": {"block_q": 256}}
+    kernel = SplashKernel.Config(tuning=Tuning(device_kind="", settings=measured))
+    yield Host(heads(head_dim=16, kernel=kernel), tpu, at="kernel", fields=("tuning",))
     yield Host(Mamba2.Config(input_dim=DIM, state_dim=4, head_dim=4, chunk=2), TOKENS)
 
 

@@ -194,6 +194,7 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     calls = []
     shown = SimpleNamespace(problems=(), sound=True, passes=True, left_out=(), fits=True, best=True)
     shown.program = shown.target = ""
+    shown.kernels, shown.order = {}, ()
     shown.to_json, shown.as_json, shown.as_text = (lambda: "{}"), (lambda: {}), (lambda: "text")
     shown.file = lambda: shown
     shown.write = lambda folder: calls.append(str(folder))
