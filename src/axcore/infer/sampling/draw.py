@@ -85,7 +85,9 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, counts: Count
     return Sampled(tokens, valid, _logprobs(described, tokens, valid, rows.num_logprobs))
 
 
-def _edited(logits: Float32[Array, "rows vocab"], rows: SamplingRows, counts: Counts | None) -> Float32[Array, "rows vocab"]:
+def _edited(
+    logits: Float32[Array, "rows vocab"], rows: SamplingRows, counts: Counts | None
+) -> Float32[Array, "rows vocab"]:
     """The logits after penalties, bias and masks."""
     if rows.facts is None or rows.numbers is None or rows.edit_ids is None:
         raise ConfigError("SamplingRows of the method 'full' lack arrays. Create them with SamplingRows.of")

@@ -143,9 +143,7 @@ class SamplingRows:
             edit_ids, edits = _edits(tokens, size, vocab_size, end_ids)
             if any(token.grammar is not None for token in tokens):
                 grammar = _grammar(tokens, size, vocab_size)
-        return cls(
-            facts, numbers, edit_ids, edits, grammar, method, vocab_size, num_logprobs, logprobs == "processed"
-        )
+        return cls(facts, numbers, edit_ids, edits, grammar, method, vocab_size, num_logprobs, logprobs == "processed")
 
 
 def _logprob_size(count: int) -> int:
