@@ -85,7 +85,7 @@ class SamplingRows:
         vocab_size: the number of real tokens. Later columns of the logits are padding, and never sampled.
         num_logprobs: the number of most likely tokens whose log-probabilities are returned beside that of the sampled
             token; None: no log-probabilities.
-        processed: whether log-probabilities are those of the distribution after all options, instead of softmax(logits).
+        processed: whether log-probabilities are those after all options, instead of those of softmax(logits).
     """
 
     facts: Int32[Array, "rows 5"] | None
