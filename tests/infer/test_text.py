@@ -12,8 +12,8 @@ from axcore.train.data import ByteTokenizer
 
 
 class Words:
-    """Tokens are words after a space, which the first token of a text loses, as in SentencePiece. Some are bytes, one is
-    a space alone, and one is special."""
+    """Tokens are words after a space, which the first token of a text loses, as in SentencePiece. Some are bytes, one
+    is a space alone, and one is special."""
 
     pieces = (b"", b" ", b" a", b"b", b" ab", b"  ", "é".encode(), b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"\n")
 

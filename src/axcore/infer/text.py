@@ -18,8 +18,8 @@ class Decodes(Protocol):
     """What a `TextStream` requires of a tokenizer, such as `axcore.train.data.Tokenizer`."""
 
     def decode(self, ids: NDArray[np.integer]) -> bytes:
-        """The bytes of `[tokens]` ids. Those of more tokens start with these bytes, and what a token adds depends on the
-        last token before it that has bytes."""
+        """The bytes of `[tokens]` ids. More tokens only append bytes. Those of a token depend on itself and on the last
+        token before it that has bytes."""
 
 
 class TextStream:
