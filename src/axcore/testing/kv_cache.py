@@ -169,10 +169,10 @@ class KVCacheSuite(OfferSuite):
         before, after = (set(by_path(abstract(each)[1])) for each in (self.model(), cfg))
         assert after == before, f"a KV cache must not have parameters: {sorted(after ^ before)}"
 
-    def test_state_has_a_batch_axis(self) -> None:
+    def test_state_has_a_batch_or_page_axis(self) -> None:
         decoder, _, state = Decoder.of(self._model(), cache=self._cache(), batch_size=3, max_len=self.max_len)
-        axes = _paths(decoder.state_axes["model"])
-        assert any("batch" in names for names in axes.values()), f"give DecodingState its logical axes; found: {axes}"
+        axes, wanted = _paths(decoder.state_axes["model"]), "batch" if decoder.paging is None else "page"
+        assert any(wanted in names for names in axes.values()), f"give DecodingState the axis {wanted}; found: {axes}"
         for path, array in by_path(state["model"]).items():
             named = [size for size, name in zip(array.shape, axes[path], strict=True) if name == "batch"]
             assert all(size == 3 for size in named), f"{path} {array.shape} with axes {axes[path]}"
