@@ -167,11 +167,13 @@ class Piece:
 
     Attributes:
         ids: the tokens, at least one unless the sample was cancelled.
+        text: their text; empty without a tokenizer.
         logprobs: one for each token; None if the request asks for none.
         finish: why the sample ends with these tokens; None: more will follow.
     """
 
     ids: tuple[int, ...]
+    text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
 
