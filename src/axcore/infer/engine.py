@@ -11,8 +11,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple, Self
 
-from flax import nnx
-
 from axcore import config
 from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
 from axcore.infer.decoder import Decoder
@@ -24,6 +22,7 @@ from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Limits, Scheduler
 from axcore.infer.sequences import Plan, Sequence
 from axcore.infer.streams import Deliver, Stream, pieces_of
+from axcore.module import Layer
 from axcore.nn import ContiguousCache, KVCache
 from axcore.parallel import Layout
 
@@ -86,7 +85,7 @@ class Engine(config.Configurable):
 
     config: Config
 
-    def __init__(self, cfg: Config, model: nnx.Module, *, end_ids: Iterable[int] = (), layout: Layout | None = None):
+    def __init__(self, cfg: Config, model: Layer, *, end_ids: Iterable[int] = (), layout: Layout | None = None):
         decoder, params, state = Decoder.of(
             model, cache=cfg.cache, batch_size=cfg.max_rows, max_len=cfg.max_len, layout=layout
         )
@@ -156,7 +155,9 @@ class Engine(config.Configurable):
         if self._is_closed:
             raise AxcoreError("the engine is closed") from self._failure
         sequence = Sequence(next(self._numbers), request, self.end_ids)
-        self._inbox.put(functools.partial(self._add, _Sample(sequence, deliver, seed_words(request.options.seed, sample))))
+        self._inbox.put(
+            functools.partial(self._add, _Sample(sequence, deliver, seed_words(request.options.seed, sample)))
+        )
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
@@ -230,9 +231,9 @@ class Engine(config.Configurable):
         reason = "was closed" if self._failure is None else f"failed: {type(self._failure).__name__}: {self._failure}"
         self._read_inbox(wait=False)
         for sample in self._samples.values():
-            error = AxcoreError(f"the engine {reason}")
-            error.__cause__ = self._failure
-            sample.deliver(error)
+            ended = AxcoreError(f"the engine {reason}")
+            ended.__cause__ = self._failure
+            sample.deliver(ended)
 
     def _read_inbox(self, *, wait: bool) -> None:
         if wait:
@@ -256,7 +257,9 @@ class Engine(config.Configurable):
 
     def _start(self, plan: Plan) -> Flight:
         self._steps += 1
-        return self._runner.start(plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks})
+        return self._runner.start(
+            plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks}
+        )
 
     def _collect(self, flight: Flight) -> None:
         """Reads the results of a step, and delivers them."""
@@ -302,11 +305,11 @@ def _check(cfg: Engine.Config, decoder: Decoder) -> None:
     limit = min(decoder.recompute_above, default=cfg.max_len)
     if cfg.max_len > limit:
         raise ConfigError(
-            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, which an engine does "
-            f"not support. Set max_len to at most {limit}"
+            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, which an engine "
+            f"does not support. Set max_len to at most {limit}"
         )
     if cfg.prefix_caching and not decoder.shares_prefixes:
         raise ConfigError(
-            "engine.prefix_caching=True requires pages in every layer that keeps decoding state, as in axcore-paged-kv. "
-            "Choose such a cache, or leave prefix_caching out"
+            "engine.prefix_caching=True requires pages in every layer that keeps decoding state, as in "
+            "axcore-paged-kv. Choose such a cache, or leave prefix_caching out"
         )

@@ -110,7 +110,9 @@ class Programs:
         logits, self._state = self._model(self._params, self._state, self._last, rows, phase=phase, whole=whole)
         return logits
 
-    def sampled(self, logits: Float[Array, "rows vocab"], slots: Int[np.ndarray, " rows"], rows: SamplingRows) -> Sampled:
+    def sampled(
+        self, logits: Float[Array, "rows vocab"], slots: Int[np.ndarray, " rows"], rows: SamplingRows
+    ) -> Sampled:
         """Samples the next token of each row, and keeps it as the last one of its slot."""
         found, self._last, self._counts = self._sampler(logits, self._last, self._counts, slots, rows)
         return found

@@ -116,7 +116,7 @@ class Runner:
         self._programs.count(self._decoder.batch_size, (), 0)
 
     def _row(self, row: int, chunk: Chunk) -> int:
-        """The row of a chunk when decoding. Without pages, it is the slot: the caches of all slots are read in place."""
+        """The row of a chunk that decodes: without pages its slot, because caches of all slots are read in place."""
         slot = chunk.sequence.slot
         assert slot is not None
         return row if self._is_paged else slot
@@ -138,7 +138,8 @@ class Runner:
         for row, chunk in rows.items():
             sequence = chunk.sequence
             ids[row, : len(chunk.ids)] = chunk.ids
-            facts[row] = chunk.start, chunk.count, sequence.slot, not chunk.ids
+            assert sequence.slot is not None
+            facts[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids)
             if table is not None:
                 table[row, : len(sequence.pages)] = sequence.pages
         return Rows(ids, facts, table)
@@ -148,7 +149,9 @@ class Runner:
         assert paging is not None
         return -(-num_tokens // paging.page_size)
 
-    def _sampled(self, rows: Mapping[int, Chunk], logits: Float[Array, "rows vocab"], seeds: Mapping[int, Seed]) -> Call:
+    def _sampled(
+        self, rows: Mapping[int, Chunk], logits: Float[Array, "rows vocab"], seeds: Mapping[int, Seed]
+    ) -> Call:
         tokens = [PADDING] * logits.shape[0]
         for row, chunk in rows.items():
             sequence = chunk.sequence
@@ -162,10 +165,10 @@ class Runner:
             array.copy_to_host_async()
         return Call(rows, found)
 
-    def _sample(self, logits: Float[Array, "rows vocab"], tokens: Sequence[NextToken], method: Method | None) -> Sampled:
-        packed = SamplingRows.of(
-            tokens, vocab_size=self._programs.vocab_size, end_ids=self._end_ids, method=method
-        )
+    def _sample(
+        self, logits: Float[Array, "rows vocab"], tokens: Sequence[NextToken], method: Method | None
+    ) -> Sampled:
+        packed = SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, end_ids=self._end_ids, method=method)
         slots = np.array([token.slot for token in tokens], np.int32)
         return self._programs.sampled(logits, slots, packed)
 

@@ -22,7 +22,7 @@ GREEDY_BELOW = 1e-5
 NO_SLOT = np.iinfo(np.int32).max
 """The slot of padding rows, which is out of range."""
 
-LOGPROB_SIZES = (0, 5, 20)
+LOGPROB_SIZES = (20,)
 """Numbers of most likely tokens whose log-probabilities programs return. Larger numbers are rounded up to powers of
 two."""
 
