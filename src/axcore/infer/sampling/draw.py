@@ -94,8 +94,8 @@ def _edited(
     if counts is None or counts.output.shape[1] != logits.shape[1]:
         given = "None" if counts is None else f"one of {counts.output.shape[1]} tokens"
         raise ConfigError(f"counts must be Counts of {logits.shape[1]} tokens for the method 'full', not {given}")
-    slots = rows.facts[:, 3]
-    frequency, presence, repetition = (rows.numbers[:, column, None] for column in (3, 4, 5))
+    slots, numbers = rows.facts[:, 3], jnp.asarray(rows.numbers)
+    frequency, presence, repetition = (numbers[:, column, None] for column in (3, 4, 5))
     output = counts.output.at[slots].get(mode="fill", fill_value=0)
     seen = counts.prompt.at[slots].get(mode="fill", fill_value=False) | (output > 0)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -107,7 +107,7 @@ def _edited(
     if rows.grammar is None:
         return logits
     ids = jnp.arange(logits.shape[1])
-    words = rows.grammar[:, jnp.minimum(ids // 32, rows.grammar.shape[1] - 1)]
+    words = jnp.asarray(rows.grammar)[:, jnp.minimum(ids // 32, rows.grammar.shape[1] - 1)]
     return jnp.where((words >> (ids % 32)) & 1, logits, -jnp.inf)
 
 
@@ -117,8 +117,9 @@ def _drawn(
     """The sampled tokens, and the logits of the distribution that they are from."""
     if rows.facts is None or rows.numbers is None:
         raise ConfigError(f"SamplingRows of the method {rows.method!r} lack arrays. Create them with SamplingRows.of")
-    seeds, positions, top_k = rows.facts[:, :2], rows.facts[:, 2], rows.facts[:, 4]
-    temperature, top_p, log_min_p = (rows.numbers[:, column] for column in range(3))
+    facts, numbers = jnp.asarray(rows.facts), jnp.asarray(rows.numbers)
+    seeds, positions, top_k = facts[:, :2], facts[:, 2], facts[:, 4]
+    temperature, top_p, log_min_p = (numbers[:, column] for column in range(3))
     greedy = (temperature == 0)[:, None]
     base = jnp.where(jnp.isfinite(best), best, 0)[:, None]
     scaled = (logits - base) / jnp.where(greedy, 1, temperature[:, None])

@@ -85,14 +85,14 @@ class SamplingRows:
         vocab_size: the number of real tokens. Later columns of the logits are padding, and never sampled.
         num_logprobs: the number of most likely tokens whose log-probabilities are returned beside that of the sampled
             token; None: no log-probabilities.
-        processed: whether log-probabilities are those of the distribution after all options, instead of softmax(logits).
+        processed: whether log-probabilities are those after all options, instead of those of softmax(logits).
     """
 
-    facts: Int32[Array, "rows 5"] | None
-    numbers: Float32[Array, "rows 6"] | None
-    edit_ids: Int32[Array, "rows edits"] | None
-    edits: Float32[Array, "rows edits"] | None
-    grammar: Int32[Array, "rows words"] | None
+    facts: Int32[Array | np.ndarray, "rows 5"] | None
+    numbers: Float32[Array | np.ndarray, "rows 6"] | None
+    edit_ids: Int32[Array | np.ndarray, "rows edits"] | None
+    edits: Float32[Array | np.ndarray, "rows edits"] | None
+    grammar: Int32[Array | np.ndarray, "rows words"] | None
     method: Method = dataclasses.field(metadata={"static": True})
     vocab_size: int = dataclasses.field(metadata={"static": True})
     num_logprobs: int | None = dataclasses.field(metadata={"static": True})
@@ -130,9 +130,10 @@ class SamplingRows:
         if not 0 < vocab_size <= MAX_VOCAB_SIZE:
             raise ConfigError(f"vocab_size={vocab_size} must be from 1 to {MAX_VOCAB_SIZE}, for sums to be exact")
         order: tuple[Method, ...] = ("greedy", "plain", "full")
-        needed = max((token.method for token in tokens), key=order.index, default="greedy")
-        method = needed if method is None else method
-        if order.index(method) < order.index(needed):
+        needed = max([order[0], *(token.method for token in tokens)], key=order.index)
+        if method is None:
+            method = needed
+        elif order.index(method) < order.index(needed):
             raise ConfigError(f"method={method!r} ignores options of a row that needs {needed!r}. Use {needed!r}")
         asked = [token.options.logprobs for token in tokens if token.options.logprobs is not None]
         num_logprobs = min(_logprob_size(max(asked)), vocab_size) if asked else None
