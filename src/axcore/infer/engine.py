@@ -22,6 +22,7 @@ from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Limits, Scheduler
 from axcore.infer.sequences import Plan, Sequence
 from axcore.infer.streams import Deliver, Stream, pieces_of
+from axcore.infer.text import Decodes, TextStream
 from axcore.module import Layer
 from axcore.nn import ContiguousCache, KVCache
 from axcore.parallel import Layout
@@ -67,6 +68,7 @@ class Engine(config.Configurable):
 
     Args:
         model: a model with the call signature of `axcore.nn.CausalLM`.
+        tokenizer: decodes tokens, such as `axcore.train.data.Tokenizer`; None: pieces have no text.
         end_ids: the tokens that end a sample.
         layout: the mesh and rules; None: a single device.
     """
@@ -85,12 +87,20 @@ class Engine(config.Configurable):
 
     config: Config
 
-    def __init__(self, cfg: Config, model: Layer, *, end_ids: Iterable[int] = (), layout: Layout | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        model: Layer,
+        tokenizer: Decodes | None = None,
+        *,
+        end_ids: Iterable[int] = (),
+        layout: Layout | None = None,
+    ):
         decoder, params, state = Decoder.of(
             model, cache=cfg.cache, batch_size=cfg.max_rows, max_len=cfg.max_len, layout=layout
         )
         _check(cfg, decoder)
-        self.config, self.end_ids = cfg, tuple(end_ids)
+        self.config, self.tokenizer, self.end_ids = cfg, tokenizer, tuple(end_ids)
         self._programs = Programs(decoder, params, state, getattr(model.config, "vocab_size", None))
         self._pool = None
         if decoder.paging is not None:
@@ -121,6 +131,11 @@ class Engine(config.Configurable):
         return self._programs.vocab_size
 
     @property
+    def recompute_above(self) -> tuple[int, ...]:
+        """See `Decoder`. A request may not pass such a length."""
+        return self._programs.decoder.recompute_above
+
+    @property
     def stats(self) -> EngineStats:
         """The counters now."""
         scheduler, pool = self._scheduler, self._pool
@@ -148,16 +163,30 @@ class Engine(config.Configurable):
             A function that cancels the request. It may be called at any time, from any thread.
 
         Raises:
-            ConfigError: a token id is not in the vocabulary.
+            ConfigError: a token id is not in the vocabulary, or a stop string requires a tokenizer.
             AxcoreError: the engine is closed.
         """
         request.check(self.vocab_size)
+        options = request.options
+        if options.stop and self.tokenizer is None:
+            raise ConfigError(
+                f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_ids"
+            )
         if self._is_closed:
             raise AxcoreError("the engine is closed") from self._failure
+        for limit in self.recompute_above:
+            longest = limit + 1 - len(request.ids)
+            if longest > 0 and (options.max_tokens is None or options.max_tokens > longest):
+                raise ConfigError(
+                    f"sampling.max_tokens={options.max_tokens}: the keys of a row change when it passes {limit} "
+                    f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
+                )
         sequence = Sequence(next(self._numbers), request, self.end_ids)
-        self._inbox.put(
-            functools.partial(self._add, _Sample(sequence, deliver, seed_words(request.options.seed, sample)))
-        )
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream(self.tokenizer, prompt=request.ids, stop=options.stop)
+        new = _Sample(sequence, deliver, seed_words(options.seed, sample), text)
+        self._inbox.put(functools.partial(self._add, new))
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
@@ -272,18 +301,21 @@ class Engine(config.Configurable):
             self._deliver(self._samples[sequence.id], found[sequence.id])
 
     def _deliver(self, sample: _Sample, new: Next) -> None:
-        """Delivers a new token, and forgets a sample that has ended."""
-        sequence = sample.sequence
+        """Delivers a new token, and forgets a sample that ends."""
+        sequence, stream, text = sample.sequence, sample.text, ""
         if len(sequence.output) == 1:
             self._cached_tokens += sequence.num_cached or 0
-        piece = Piece(
-            ids=(sequence.tokens[-1],),
-            logprobs=None if new.logprob is None else (new.logprob,),
-            finish=sequence.finish,
-        )
-        if piece.finish is not None:
+        if stream is not None:
+            text = stream.add(sequence.tokens[-1:])
+            if stream.stopped is not None and sequence.finish != "stop":
+                self._scheduler.cancel(sequence.id, "stop")
+                sequence.finish = "stop"
+            elif sequence.finish is not None:
+                text += stream.finish()
+        logprobs = None if new.logprob is None else (new.logprob,)
+        if sequence.finish is not None:
             del self._samples[sequence.id]
-        sample.deliver(piece)
+        sample.deliver(Piece((sequence.tokens[-1],), text, logprobs, sequence.finish))
 
 
 _NO_TOKEN = (
@@ -299,14 +331,15 @@ class _Sample:
     sequence: Sequence
     deliver: Deliver
     seed: Seed
+    text: TextStream | None
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:
     limit = min(decoder.recompute_above, default=cfg.max_len)
-    if cfg.max_len > limit:
+    if cfg.max_len > limit and (cfg.max_rows > 1 or cfg.step_tokens < cfg.max_len):
         raise ConfigError(
-            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, which an engine "
-            f"does not support. Set max_len to at most {limit}"
+            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, so a longer prompt "
+            f"must be computed in one step. Set max_len to at most {limit}, or max_rows=1 and step_tokens={cfg.max_len}"
         )
     if cfg.prefix_caching and not decoder.shares_prefixes:
         raise ConfigError(
