@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from axcore.cli.compose import Commands, add_edits, compose, is_folder
-from axcore.config import AxcoreError, ConfigError, under
+from axcore.config import AxcoreError
 from axcore.plugin import KVCacheOffer, PluginError, offered, registry
 
 if TYPE_CHECKING:
+    from axcore.infer.loading import Loaded
     from axcore.nn import KVCache
-    from axcore.train.data.tokenizers import Tokenizer
 
 
 def add(commands: Commands) -> None:
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise AxcoreError(f"--seed must be from 0 to 2**32 - 1, not {seed}")
     if arguments.seed is not None and arguments.temperature == 0:
         raise AxcoreError(f"--seed {seed} has no effect at temperature 0. Set --temperature above 0, or omit --seed")
-    model, tokenizer = _model(arguments)
+    model, tokenizer = _loaded(arguments)
     text = arguments.prompt.encode(errors="surrogateescape")
     prompt = tokenizer.prompt(text)
     context = len(prompt) + arguments.tokens
@@ -65,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         generator = Generator(model, context=context, temperature=arguments.temperature, cache=cache, end_ids=ends)
         found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(seed))
-    except jax.errors.JaxRuntimeError as error:
+    except (AxcoreError, jax.errors.JaxRuntimeError) as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise AxcoreError(
@@ -93,44 +92,17 @@ def _cache(text: str | None) -> KVCache.Config | None:
     return ContiguousCache.Config() if text is None else cast("KVCache.Config", offered(KVCacheOffer, text))
 
 
-def _model(arguments: argparse.Namespace) -> tuple[Any, Tokenizer]:  # Any: the class of the model
+def _loaded(arguments: argparse.Namespace) -> Loaded:
     """The model with its weights, and its tokenizer."""
-    from axcore.module import DTypes, abstract
-    from axcore.nn import without_caches
-    from axcore.train.checkpoint.initial import FromRun, initial_arrays
-    from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
+    from axcore.infer.loading import load
 
-    name = arguments.model
+    name, dtype, keep_caches = arguments.model, arguments.dtype, arguments.cache is None
     if is_folder(name):
         if arguments.edits:
             raise AxcoreError(_not_editable(name, arguments.edits))
-        found = ModelFolder.open(name)
-        cfg, tokenizer, initial = found.model, found.tokenizer, FromRun.Config(folder=name)
-    else:
-        try:
-            trainer = compose(name, arguments.edits)
-        except PluginError as error:
-            raise PluginError(f"{name!r} is not a model folder and cannot be composed as a recipe: {error}") from error
-        cfg, tokenizer = trainer.model, trainer.input.tokenizer
-        initial = trainer.initial
-        if initial is None:
-            raise AxcoreError(
-                f"the recipe {name!r} has no weights. Pass the folder of a trained run (axcore train {name}), or set "
-                f"initial"
-            )
-    if tokenizer is None or not hasattr(tokenizer, "build"):
-        remedy = "Convert it again with --tokenizer FILE" if pathlib.Path(name).is_dir() else "Set input.tokenizer"
-        raise ConfigError(f"{name}: the model has no tokenizer. {remedy}")
-    with under("tokenizer"):
-        built = tokenizer.build()
-    known = getattr(cfg, "vocab_size", built.vocab_size)
-    if built.vocab_size > known:
-        raise ConfigError(f"{name}: the tokenizer has {built.vocab_size} ids, but model.vocab_size={known}")
-    if arguments.dtype is not None:
-        asked = DTypes(param=arguments.dtype, compute=arguments.dtype)
-        cfg = cfg.set(dtypes=asked.over(cfg.dtypes or DTypes()))
-    if arguments.cache is not None:
-        cfg = without_caches(cfg)
-    fn, params, state = abstract(cfg, "model")
-    loaded = initial_arrays(initial, cfg, flat(params), flat(state), 0)
-    return fn.bind(like(params, loaded), like(state, loaded)), built
+        return load(name, dtype=dtype, keep_caches=keep_caches)
+    try:
+        trainer = compose(name, arguments.edits)
+    except PluginError as error:
+        raise PluginError(f"{name!r} is not a model folder and cannot be composed as a recipe: {error}") from error
+    return load(trainer, name=name, dtype=dtype, keep_caches=keep_caches)

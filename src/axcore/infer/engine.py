@@ -9,23 +9,26 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from axcore import config
 from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
 from axcore.infer.decoder import Decoder
 from axcore.infer.pages import PagePool, PageUsage
 from axcore.infer.programs import Buckets, Programs
-from axcore.infer.requests import Piece, Request
+from axcore.infer.requests import Piece, Request, SamplingOptions
 from axcore.infer.runner import Flight, Next, Runner, Seed
 from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Limits, Scheduler
 from axcore.infer.sequences import Plan, Sequence
 from axcore.infer.streams import Deliver, Stream, pieces_of
-from axcore.infer.text import Decodes, TextStream
+from axcore.infer.text import TextStream
 from axcore.module import Layer
 from axcore.nn import ContiguousCache, KVCache
 from axcore.parallel import Layout
+
+if TYPE_CHECKING:
+    from axcore.train.data.tokenizers import Tokenizer
 
 
 class EngineStats(NamedTuple):
@@ -68,7 +71,7 @@ class Engine(config.Configurable):
 
     Args:
         model: a model with the call signature of `axcore.nn.CausalLM`.
-        tokenizer: decodes tokens, such as `axcore.train.data.Tokenizer`; None: pieces have no text.
+        tokenizer: converts text to tokens and back; None: requests and pieces have no text.
         end_ids: the tokens that end a sample.
         layout: the mesh and rules; None: a single device.
     """
@@ -91,7 +94,7 @@ class Engine(config.Configurable):
         self,
         cfg: Config,
         model: Layer,
-        tokenizer: Decodes | None = None,
+        tokenizer: Tokenizer | None = None,
         *,
         end_ids: Iterable[int] = (),
         layout: Layout | None = None,
@@ -150,6 +153,17 @@ class Engine(config.Configurable):
             compiled=self._programs.num_traced,
             pages=None if pool is None else pool.usage,
         )
+
+    def request(self, prompt: str, options: SamplingOptions | None = None) -> Request:
+        """A request for a text.
+
+        Raises:
+            ConfigError: the engine has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("engine.request requires a tokenizer. Give the engine one, or create a Request of ids")
+        ids = self.tokenizer.prompt(prompt.encode("utf-8", "surrogateescape"))
+        return Request(tuple(ids.tolist()), options or SamplingOptions())
 
     def submit(self, request: Request, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
         """Queues a request.
