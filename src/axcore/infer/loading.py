@@ -38,7 +38,7 @@ def load(
         AxcoreError: `source` is not a model folder, has no weights or no tokenizer, or `dtype` is not a float dtype.
     """
     if isinstance(source, Trainer.Config):
-        cfg, tokenizer, initial = source.model, source.input.tokenizer, source.initial
+        cfg, tokenizer, initial = source.model, getattr(source.input, "tokenizer", None), source.initial
         if initial is None:
             raise AxcoreError(
                 f"the recipe {name!r} has no weights. Pass the folder of a trained run (axcore train {name}), or set "
@@ -57,7 +57,8 @@ def load(
     if built.vocab_size > known:
         raise ConfigError(f"{name}: the tokenizer has {built.vocab_size} ids, but model.vocab_size={known}")
     if dtype is not None:
-        cfg = cfg.set(dtypes=DTypes(param=dtype, compute=dtype).over(cfg.dtypes or DTypes()))
+        own = getattr(cfg, "dtypes", None) or DTypes()
+        cfg = cfg.set(dtypes=DTypes(param=dtype, compute=dtype).over(own))
     if not keep_caches:
         cfg = without_caches(cfg)
     fn, params, state = abstract(cfg, "model")
