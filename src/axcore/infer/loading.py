@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from axcore.config import AxcoreError, ConfigError, under
 from axcore.infer.engine import Engine
-from axcore.module import DTypes, Layer, abstract
+from axcore.module import DTypes, Layer, Rngs, abstract
 from axcore.nn import without_caches
 from axcore.train.checkpoint.initial import FromRun, initial_arrays
 from axcore.train.checkpoint.model_folder import ModelFolder, flat, like
@@ -23,7 +23,12 @@ class Loaded(NamedTuple):
 
 
 def load(
-    source: str | pathlib.Path | Trainer.Config, *, name: str = "", dtype: str | None = None, keep_caches: bool = True
+    source: str | pathlib.Path | Trainer.Config,
+    *,
+    name: str = "",
+    dtype: str | None = None,
+    keep_caches: bool = True,
+    weights: bool = True,
 ) -> Loaded:
     """Loads a model for inference.
 
@@ -33,13 +38,14 @@ def load(
         name: the name of the recipe, for messages.
         dtype: dtype of parameters and activations; None: the model's.
         keep_caches: whether layers keep the KV caches that the config chooses. If not, every cache slot is empty.
+        weights: whether `source` must have weights. If not, those of a recipe without are random.
 
     Raises:
         AxcoreError: `source` is not a model folder, has no weights or no tokenizer, or `dtype` is not a float dtype.
     """
     if isinstance(source, Trainer.Config):
         cfg, tokenizer, initial = source.model, getattr(source.input, "tokenizer", None), source.initial
-        if initial is None:
+        if initial is None and weights:
             raise AxcoreError(
                 f"the recipe {name!r} has no weights. Pass the folder of a trained run (axcore train {name}), or set "
                 f"initial"
@@ -61,6 +67,8 @@ def load(
         cfg = cfg.set(dtypes=DTypes(param=dtype, compute=dtype).over(own))
     if not keep_caches:
         cfg = without_caches(cfg)
+    if initial is None:
+        return Loaded(cfg.build(rngs=Rngs(0)), built)
     fn, params, state = abstract(cfg, "model")
     loaded = initial_arrays(initial, cfg, flat(params), flat(state), 0)
     model = fn.bind(like(params, loaded), like(state, loaded))
