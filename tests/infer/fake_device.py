@@ -5,28 +5,33 @@ import dataclasses
 import zlib
 
 from axcore.infer.pages import PagePool
-from axcore.infer.requests import Request, SamplingOptions
+from axcore.infer.requests import Request
 from axcore.infer.scheduler import Limits, Scheduler, Sequence
 
 END = 0
 VOCAB = 24
 
 
+def ends(request):
+    """The tokens that end a sample."""
+    return {*request.options.stop_ids, *(() if request.options.ignore_end else (END,))}
+
+
 def next_token(request, tokens):
     """The token that the model samples after `tokens`: a function of all of them."""
     token = zlib.crc32(bytes(tokens)) % VOCAB
-    is_masked = token == END and len(tokens) - len(request.ids) < request.options.min_tokens
-    return 1 if is_masked else token
+    is_masked = token in ends(request) and len(tokens) - len(request.ids) < request.options.min_tokens
+    return VOCAB if is_masked else token
 
 
 def expected(sequence):
     """The output and the finish reason of a sequence, if it is not cancelled."""
-    request, tokens = sequence.request, list(sequence.request.ids)
-    while len(tokens) < sequence.max_len:
+    request, tokens, finish = sequence.request, list(sequence.request.ids), "length"
+    while finish == "length" and len(tokens) < sequence.max_len:
         tokens.append(next_token(request, tokens))
-        if tokens[-1] == END:
-            return tokens[len(request.ids) :], "stop"
-    return tokens[len(request.ids) :], "length"
+        if tokens[-1] in ends(request):
+            finish = "stop"
+    return tokens[len(request.ids) :], finish
 
 
 @dataclasses.dataclass
@@ -248,10 +253,3 @@ class Simulation:
         assert (sequence.output, sequence.finish) == (output, finish)
         num_wasted = self.device.num_sampled[sequence.id] - len(output)
         assert num_wasted <= (finish == "stop" and self.scenario.is_ahead), "rows are wasted"
-
-
-def request(ids, max_tokens=None, **kwargs):
-    """A request for `max_tokens` tokens after the prompt `ids`, or after that many tokens if it is a number."""
-    options = {name: kwargs.pop(name) for name in ("min_tokens", "ignore_end", "stop_ids") if name in kwargs}
-    ids = tuple(1 + at % (VOCAB - 1) for at in range(ids)) if isinstance(ids, int) else tuple(ids)
-    return Request(ids, SamplingOptions(max_tokens=max_tokens, **options), **kwargs)

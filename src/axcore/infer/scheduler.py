@@ -205,8 +205,8 @@ class Scheduler:
     def _admit(self, step: _Step) -> None:
         """Starts waiting sequences in their order, until the next one does not fit."""
         promised = {key for sequence in self._running.values() for key in sequence.keys[sequence.num_published :]}
-        num_passed = 0  # each keeps its claim to a slot
-        while step.num_left and num_passed < len(self._waiting) and num_passed <= len(self._slots):
+        num_passed = 0  # a sequence that is passed keeps its claim to a slot
+        while step.num_left and num_passed < min(len(self._waiting), max(1, len(self._slots))):
             sequence = self._waiting[num_passed]
             if sequence.num_pending:  # tokens that it must compute again are in flight
                 return
