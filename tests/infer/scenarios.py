@@ -16,7 +16,8 @@ def random_request(rng, max_len, shared):
     """A request that fits into `max_len`. Its prompt starts with some tokens of `shared`."""
     num_prompt = rng.randint(1, max_len - 1)
     num_shared = rng.randint(0, num_prompt)
-    ids = [*shared[:num_shared], *(rng.randrange(VOCAB) for _ in range(num_prompt - num_shared))]
+    vocab = rng.choice([2, VOCAB])  # with two tokens, pages of different prefixes are often equal
+    ids = [*shared[:num_shared], *(rng.randrange(vocab) for _ in range(num_prompt - num_shared))]
     max_tokens = rng.choice([None, *[rng.randint(1, max_len - num_prompt)] * 4])
     min_tokens = rng.choice([0, 0, 0, rng.randint(0, max_tokens or max_len - num_prompt)])
     priority, salt = rng.choice([0, 0, 0, 1, 2]), rng.choice(["", "", "", "tenant"])

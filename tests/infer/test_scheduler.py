@@ -133,14 +133,14 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_nobody_admitted():
     requests = [
         request([at] * 4, 12, priority=priority, ignore_end=True) for at, priority in ((1, 0), (2, 1), (3, 1), (4, 0))
     ]
-    simulation = started(Limits(4, 20, 40), requests, num_pages=4)
-    simulation.arrivals.append((4, Arrival(1, request([5], 2, priority=2))))
-    simulation.scheduler._watermark = 0
-    simulation.step()
-    assert len(dispatched(simulation)) == 4
-    simulation.step()  # each needs a second page
-    assert simulation.scheduler.num_preempted == 2
-    assert dispatched(simulation).keys() == {0, 3}
+    simulation = started(Limits(5, 16, 40), requests, num_pages=4)
+    simulation.arrivals.append((4, Arrival(1, request([5], 2, priority=-1))))
+    running = []
+    for _ in range(3):
+        simulation.step()
+        running.append((simulation.scheduler.num_preempted, set(dispatched(simulation))))
+    # In the second step, each needs a second page, and the request that arrives has the highest priority.
+    assert running == [(0, {0, 1, 2, 3}), (2, {0, 3}), (3, {0, 4})]
     simulation.run()
 
 

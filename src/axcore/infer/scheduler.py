@@ -150,8 +150,7 @@ class Scheduler:
         step = _Step(self.limits.step_tokens)
         for sequence in sorted(self._running.values(), key=lambda each: (not each.is_decoding, each.rank)):
             step.take(sequence)
-        if self.num_preempted == num_preempted:
-            self._admit(step)
+        self._admit(step, num_preempted)
         if not step.counts:
             return None
         chunks = [_chunk(sequence, count) for sequence, count in step.counts.items()]
@@ -202,13 +201,14 @@ class Scheduler:
             if sequence.slot is not None:
                 sequence.pages += self._pool.allocate(missing)
 
-    def _admit(self, step: _Step) -> None:
-        """Starts waiting sequences in their order, until the next one does not fit."""
+    def _admit(self, step: _Step, num_preempted: int) -> None:
+        """Starts waiting sequences in their order, until one does not fit or the step has preempted another."""
         promised = {key for sequence in self._running.values() for key in sequence.keys[sequence.num_published :]}
         num_passed = 0  # a sequence that is passed keeps its claim to a slot
         while step.num_left and num_passed < min(len(self._waiting), max(1, len(self._slots))):
             sequence = self._waiting[num_passed]
-            if sequence.num_pending:  # tokens that it must compute again are in flight
+            is_known = not sequence.num_pending  # otherwise, tokens that it must compute again are in flight
+            if not is_known or self.num_preempted != num_preempted:
                 return
             cached, next_key = self._lookup(sequence)
             if next_key in promised:  # a running sequence computes this page, and a later step can share it
