@@ -207,9 +207,8 @@ class Scheduler:
         num_passed = 0  # a sequence that is passed keeps its claim to a slot
         while step.num_left and num_passed < min(len(self._waiting), max(1, len(self._slots))):
             sequence = self._waiting[num_passed]
-            is_known = not sequence.num_pending  # otherwise, tokens that it must compute again are in flight
-            if not is_known or self.num_preempted != num_preempted:
-                return
+            if sequence.num_pending or self.num_preempted != num_preempted:
+                return  # a preempted sequence waits until its tokens in flight are known
             cached, next_key = self._lookup(sequence)
             if next_key in promised:  # a running sequence computes this page, and a later step can share it
                 num_passed += 1
