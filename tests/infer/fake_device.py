@@ -6,6 +6,7 @@ import zlib
 
 from axcore.infer.pages import PagePool
 from axcore.infer.requests import Request
+from axcore.infer.rows import Rows
 from axcore.infer.scheduler import Limits, Scheduler, Sequence
 
 END = 0
@@ -128,6 +129,7 @@ class Scenario:
     is_ahead: bool = True  # whether the host plans a step before it records the previous one
     flush_at: frozenset[int] = frozenset()
     scheduler: type[Scheduler] = Scheduler
+    rows: type[Rows] = Rows
     pool: type[PagePool] = PagePool
 
 
@@ -144,6 +146,7 @@ class Simulation:
         pool = None if scenario.num_pages is None else scenario.pool(scenario.num_pages, scenario.page_size)
         self.pool = pool
         self.scheduler = scenario.scheduler(scenario.limits, pool)
+        self.scheduler._rows.__class__ = scenario.rows
         self.device = FakeDevice(None if pool is None else scenario.page_size)
         self.trace, self.sequences, self.in_flight = [], {}, collections.deque()
         self.tick, self.max_steps = 0, max_steps
@@ -236,11 +239,11 @@ class Simulation:
         ]
         assert len(preempted) == num_preempted, "a sequence is preempted and admitted in one step"
         assert not preempted or kept or admitted, "the only sequence is preempted"
-        assert all(left.rank < right.rank for left in kept for right in preempted)
+        assert all(left.rank() < right.rank() for left in kept for right in preempted)
         assert all(left.request.priority < right.request.priority for left in admitted for right in preempted)
         prefixes = [self.first_page(each) for each in self.running()]
         passed = [each for each in waiting if self.pool is not None and self.first_page(each) in prefixes]
-        assert all(left.rank < right.rank for left in admitted for right in waiting if right not in passed)
+        assert all(left.rank() < right.rank() for left in admitted for right in waiting if right not in passed)
 
     def first_page(self, sequence):
         return sequence.request.salt, sequence.tokens[: self.scenario.page_size]
@@ -254,7 +257,7 @@ class Simulation:
             assert self.pool._keys[page] is None, "a row writes a published page"
 
     def check_pool(self):
-        slots = [*self.scheduler._slots, *(sequence.slot for sequence in self.running())]
+        slots = [*self.scheduler._rows._slots, *(sequence.slot for sequence in self.running())]
         assert sorted(slots) == list(range(self.scenario.limits.max_rows)), "slots are lost or used twice"
         pool = self.pool
         if pool is None:

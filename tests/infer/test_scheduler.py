@@ -4,7 +4,7 @@ import collections
 import random
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from axcore.config import ConfigError
 from axcore.infer.pages import PagePool
@@ -32,15 +32,16 @@ def test_every_sequence_gets_the_tokens_of_the_model(rng):
 
 def test_many_scenarios_that_preempt_share_and_cancel():
     total = collections.Counter()
-    for seed in range(150):
+    for seed in range(80):
         simulation = Simulation(random_scenario(random.Random(seed))).run()
         sequences = simulation.sequences.values()
         total["preempted"] += simulation.scheduler.num_preempted
         total["shared"] += sum((sequence.num_cached or 0) > 0 for sequence in sequences)
         total.update(sequence.finish for sequence in sequences)
-    assert min(total.values()) > 50 and total.keys() == {"preempted", "shared", "stop", "length", "cancelled"}, total
+    assert min(total.values()) > 40 and total.keys() == {"preempted", "shared", "stop", "length", "cancelled"}, total
 
 
+@settings(max_examples=25)
 @given(st.randoms(use_true_random=False))
 def test_two_runs_have_equal_plans(rng):
     scenario = random_scenario(rng)
@@ -253,8 +254,8 @@ def test_nearly_all_of_the_pool_holds_tokens_before_a_request_waits(page_size):
 
 
 def test_nearly_all_of_the_pool_holds_tokens_before_a_sequence_is_preempted():
-    rng, page_size, num_pages = random.Random(0), 16, 2048
-    requests = [request([1 + id % 20] * rng.randint(16, 2000), 400, ignore_end=True, salt=str(id)) for id in range(30)]
+    rng, page_size, num_pages = random.Random(0), 16, 1024
+    requests = [request([1 + id % 20] * rng.randint(16, 1500), 400, ignore_end=True, salt=str(id)) for id in range(30)]
     simulation = started(Limits(64, 4096, 2**16), requests, num_pages, page_size)
     while not simulation.scheduler.num_preempted:
         used = sum(sequence.num_computed for sequence in simulation.running())

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from axcore.infer.pages import PagePool
-from axcore.infer.scheduler import Scheduler
+from axcore.infer.rows import Rows
+from axcore.infer.scheduler import Scheduler, Sequence
 
 from .fake_device import Simulation
 from .scenarios import random_scenario
@@ -59,27 +60,35 @@ class HandsOutCachedPages(PagePool):
             self._users[page] += 1  # and it remains evictable
 
 
-class PublishesBeforeDispatch(Scheduler):
-    def _start(self, sequence, cached):
-        super()._start(sequence, cached)
-        num_full = len(sequence.tokens) // self._pool.page_size
-        for at in range(sequence.num_published, min(num_full, len(sequence.keys))):
-            self._pool.publish(sequence.pages[at], sequence.keys[at])
-            sequence.num_published += 1
+class PublishesBeforeDispatch(Rows):
+    def start(self, sequence, cached):
+        is_started = super().start(sequence, cached)
+        if is_started:
+            num_computed, sequence.num_computed = sequence.num_computed, len(sequence.tokens)
+            self.publish(sequence)
+            sequence.num_computed = num_computed
+        return is_started
 
 
-class PublishesPagesThatAreNotFull(Scheduler):
-    def _publish(self, sequence):
-        num_computed = sequence.num_computed
+class PublishesPagesThatAreNotFull(Rows):
+    def publish(self, sequence):
         sequence.num_computed += 1
-        super()._publish(sequence)
-        sequence.num_computed = num_computed
+        super().publish(sequence)
+        sequence.num_computed -= 1
 
 
-class SharesThePageOfTheLastToken(Scheduler):
-    def _lookup(self, sequence):
-        super()._lookup(sequence)
-        return self._pool.match(sequence.keys), None
+class SharesThePageOfTheLastToken(Rows):
+    def lookup(self, sequence):
+        super().lookup(sequence)
+        return self.pool.match(sequence.keys), None
+
+
+class KeepsSlots(Rows):
+    def release(self, sequence):
+        slot = sequence.slot
+        super().release(sequence)
+        if len(self._slots) > 1:
+            self._slots.remove(slot)
 
 
 class ResumesWhereItWasPreempted(Scheduler):
@@ -88,10 +97,11 @@ class ResumesWhereItWasPreempted(Scheduler):
         super()._preempt(sequence)
         sequence.num_computed = num_computed
 
-    def _start(self, sequence, cached):
+    def _start(self, sequence, cached, step):
         num_computed = sequence.num_computed
-        super()._start(sequence, cached)
+        is_started = super()._start(sequence, cached, step)
         sequence.num_computed = max(num_computed, sequence.num_computed)
+        return is_started
 
 
 class DropsTokensInFlight(Scheduler):
@@ -102,15 +112,17 @@ class DropsTokensInFlight(Scheduler):
 
 class ForgetsPagesOfCancelled(Scheduler):
     def cancel(self, id, finish="cancelled"):
-        if id in self._running:
-            self._running[id].pages = []
+        if id in self._alive:
+            self._alive[id].pages = []
         return super().cancel(id, finish)
 
 
 class ReleasesTwiceWhenCancelled(Scheduler):
     def cancel(self, id, finish="cancelled"):
         pages = self._alive[id].pages if id in self._alive else []
-        return super().cancel(id, finish) and (self._pool.release(pages) or True)
+        was_alive = super().cancel(id, finish)
+        self._rows.pool.release(pages)
+        return was_alive
 
 
 class RecordsCancelled(Scheduler):
@@ -137,49 +149,36 @@ class PlansBeyondTheLength(Scheduler):
 class ReleasesBeforeTheLastStep(Scheduler):
     def plan(self):
         plan = super().plan()
-        for sequence in list(self._running.values()):
+        for sequence in self._rows:
             if sequence.is_complete:
-                self._release(sequence)
+                self._rows.release(sequence)
         return plan
 
 
 class PreemptsTheOldest(Scheduler):
     def _grow(self):
-        for sequence in list(self._running.values()):
-            while sequence.slot is not None and self._pool.pages_for(sequence.length) > len(sequence.pages):
-                if not self._pool.num_available:
-                    self._preempt(next(iter(self._running.values())))
-                else:
-                    sequence.pages += self._pool.allocate(1)
-            if not self._running:
-                break
+        for sequence in self._rows:
+            while sequence.slot is not None and not self._rows.grow(sequence):
+                self._preempt(min(self._rows, key=Sequence.rank))
 
 
 class AdmitsTheNewestFirst(Scheduler):
     def _admit(self, step, num_preempted):
         self._waiting.reverse()
         super()._admit(step, num_preempted)
-        self._waiting.sort(key=lambda sequence: sequence.rank)
+        self._waiting.sort(key=Sequence.rank)
 
 
 class IgnoresThePriority(Scheduler):
     def add(self, sequence):
         super().add(sequence)
-        self._waiting.sort(key=lambda sequence: sequence.arrival)
+        self._waiting.sort(key=lambda each: each.arrival)
 
 
 class IgnoresTheBudget(Scheduler):
     def _admit(self, step, num_preempted):
         step.num_left += 1
         super()._admit(step, num_preempted)
-
-
-class KeepsSlots(Scheduler):
-    def _release(self, sequence):
-        slot = sequence.slot
-        super()._release(sequence)
-        if len(self._slots) > 1:
-            self._slots.remove(slot)
 
 
 class LosesStepsOfDecodes(Scheduler):
@@ -193,13 +192,13 @@ class LosesStepsOfDecodes(Scheduler):
 FAULTS = [
     each
     for each in vars().copy().values()
-    if isinstance(each, type) and issubclass(each, PagePool | Scheduler) and each.__module__ == __name__
+    if isinstance(each, type) and issubclass(each, PagePool | Rows | Scheduler) and each.__module__ == __name__
 ]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_checks_catch(fault):
-    kind = "pool" if issubclass(fault, PagePool) else "scheduler"
+    kind = {PagePool: "pool", Rows: "rows", Scheduler: "scheduler"}[fault.__base__]
     with pytest.raises((AssertionError, KeyError, IndexError)):
         for seed in range(150):
             Simulation(random_scenario(random.Random(seed), **{kind: fault}), max_steps=1000).run()

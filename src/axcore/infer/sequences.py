@@ -64,7 +64,6 @@ class Sequence:
         """Whether all of its tokens but the last are computed."""
         return 0 < self.num_computed == self.length - 1
 
-    @property
     def rank(self) -> tuple[int, int]:
         """Sequences of a smaller rank run first."""
         return self.request.priority, self.arrival
