@@ -85,7 +85,7 @@ class FakeDevice:
         for row in rows:
             ids = row.ids or (self.last[row.slot],)
             assert len(ids) == row.count
-            seen, content = [], hash((self.weights, row.request.salt))
+            seen, content = [], hash((self.weights, row.request.salt, row.request.adapter))
             for position in range(row.start + row.count):
                 cell = self.cell(row, position)
                 if position < row.start:

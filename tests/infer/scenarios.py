@@ -6,10 +6,10 @@ from axcore.infer.scheduler import Limits
 from .fake_device import VOCAB, Arrival, Scenario
 
 
-def request(ids, max_tokens=None, *, priority=0, salt="", **options):
+def request(ids, max_tokens=None, *, priority=0, salt="", adapter=None, **options):
     """A request for a prompt, given as its tokens or their number."""
     ids = tuple(1 + at % (VOCAB - 1) for at in range(ids)) if isinstance(ids, int) else tuple(ids)
-    return Request(ids, SamplingOptions(max_tokens=max_tokens, **options), priority, salt)
+    return Request(ids, SamplingOptions(max_tokens=max_tokens, **options), priority, salt, adapter)
 
 
 def random_request(rng, max_len, shared):

@@ -150,6 +150,7 @@ def test_each_part_of_a_key_alone_makes_a_difference():
         keys_of(plain, [1, 2]),
         keys_of(plain, [1, 3]),
         keys_of(plain, [1, 2], salt="a"),
+        keys_of(plain, [1, 2], salt="\udc80"),
         keys_of(plain, [1, 2], adapter="a"),
         keys_of(plain, [1, 2], adapter=""),
         keys_of(plain, [1, 2], adapter="None"),

@@ -122,12 +122,15 @@ def test_outputs_are_shared_as_prefixes_of_the_next_turn():
     assert Simulation(scenario).run().sequences[1].num_cached == 16
 
 
-@pytest.mark.parametrize("changes", [{"salt": "b"}, {"flush_at": frozenset([20])}])
-def test_other_salts_and_other_weights_share_nothing(changes):
-    salt = changes.pop("salt", "a")
-    pair = (Arrival(0, request(13, 3, salt="a")), Arrival(30, request(13, 3, salt=salt)))
-    scenario = Scenario(Limits(1, 40, 40), pair, num_pages=20, **changes)
-    assert Simulation(scenario).run().sequences[1].num_cached == 0
+@pytest.mark.parametrize(
+    ("changes", "flush_at", "cached"),
+    [({}, set(), 12), ({"salt": "b"}, set(), 0), ({"adapter": "b"}, set(), 0), ({}, {20}, 0)],
+)
+def test_other_salts_adapters_and_weights_share_nothing(changes, flush_at, cached):
+    first, second = (request(13, 3, **{"salt": "a", "adapter": "a"} | each) for each in ({}, changes))
+    arrivals = (Arrival(0, first), Arrival(30, second))
+    scenario = Scenario(Limits(1, 40, 40), arrivals, num_pages=20, flush_at=frozenset(flush_at))
+    assert Simulation(scenario).run().sequences[1].num_cached == cached
 
 
 def test_the_newest_of_the_lowest_priority_is_preempted_and_nobody_admitted():

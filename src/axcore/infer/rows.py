@@ -37,7 +37,7 @@ class Rows:
 
     @property
     def last(self) -> Sequence:
-        """The running sequence of the highest rank, which loses its pages first."""
+        """The running sequence that is the last in rank: the newest of the lowest priority."""
         return max(self._running.values(), key=Sequence.rank)
 
     def lookup(self, sequence: Sequence) -> tuple[list[int], PrefixKey | None]:

@@ -239,7 +239,7 @@ class Scheduler:
         if sequence.slot is not None:
             self._rows.publish(sequence)
             self._rows.release(sequence)
-        elif not sequence.is_complete:
+        elif not sequence.is_complete:  # otherwise, it was released after its last step
             del self._waiting[bisect.bisect_left(self._waiting, sequence.rank(), key=Sequence.rank)]
 
 
