@@ -5,28 +5,34 @@ import dataclasses
 import zlib
 
 from axcore.infer.pages import PagePool
-from axcore.infer.requests import Request, SamplingOptions
+from axcore.infer.requests import Request
+from axcore.infer.rows import Rows
 from axcore.infer.scheduler import Limits, Scheduler, Sequence
 
 END = 0
 VOCAB = 24
 
 
+def ends(request):
+    """The tokens that end a sample."""
+    return {*request.options.stop_ids, *(() if request.options.ignore_end else (END,))}
+
+
 def next_token(request, tokens):
     """The token that the model samples after `tokens`: a function of all of them."""
     token = zlib.crc32(bytes(tokens)) % VOCAB
-    is_masked = token == END and len(tokens) - len(request.ids) < request.options.min_tokens
-    return 1 if is_masked else token
+    is_masked = token in ends(request) and len(tokens) - len(request.ids) < request.options.min_tokens
+    return VOCAB if is_masked else token
 
 
 def expected(sequence):
     """The output and the finish reason of a sequence, if it is not cancelled."""
-    request, tokens = sequence.request, list(sequence.request.ids)
-    while len(tokens) < sequence.max_len:
+    request, tokens, finish = sequence.request, list(sequence.request.ids), "length"
+    while finish == "length" and len(tokens) < sequence.max_len:
         tokens.append(next_token(request, tokens))
-        if tokens[-1] == END:
-            return tokens[len(request.ids) :], "stop"
-    return tokens[len(request.ids) :], "length"
+        if tokens[-1] in ends(request):
+            finish = "stop"
+    return tokens[len(request.ids) :], finish
 
 
 @dataclasses.dataclass
@@ -44,16 +50,16 @@ class Row:
 
 
 class FakeDevice:
-    """Runs steps in the order of dispatch. Its cache holds tokens instead of keys and values.
+    """Runs steps in the order of dispatch. Instead of keys and values, its cache holds all that they depend on.
 
     What a row reads and writes depends on its page table (or slot), not on the tokens that the scheduler knows, so a
-    page that is shared or reused wrongly gives wrong tokens. A row reads the cache of the previous step and its own
-    writes, but not what other rows write in the same step.
+    page that is shared or reused wrongly is noticed. A row reads the cache of the previous step and its own writes, but
+    not what other rows write in the same step.
     """
 
     def __init__(self, page_size):
         self.page_size = page_size  # None: slots
-        self.cache = {}  # (page, offset) -> (token, weights)
+        self.cache = {}  # (page, offset) -> (token, hash of all tokens so far)
         self.last = {}  # the token sampled last, by slot
         self.weights = 0
         self.queue = collections.deque()
@@ -77,17 +83,20 @@ class FakeDevice:
             self.weights += 1
         tokens, writes, last = {}, {}, {}
         for row in rows:
-            own = {}
             ids = row.ids or (self.last[row.slot],)
             assert len(ids) == row.count
-            for position, token in enumerate(ids, row.start):
-                own[self.cell(row, position)] = (token, self.weights)
-            assert not own.keys() & writes.keys(), "two rows write the same place"
-            writes |= own
-            seen = []
+            seen, content = [], hash((self.weights, row.request.salt, row.request.adapter))
             for position in range(row.start + row.count):
-                token, weights = own.get(self.cell(row, position)) or self.cache[self.cell(row, position)]
-                assert weights == self.weights, "keys and values of other weights"
+                cell = self.cell(row, position)
+                if position < row.start:
+                    token, found = self.cache[cell]
+                    content = hash((content, token))
+                    assert found == content, "a row reads what was computed for another"
+                else:
+                    token = ids[position - row.start]
+                    content = hash((content, token))
+                    assert cell not in writes, "two rows write the same place"
+                    writes[cell] = token, content
                 seen.append(token)
             if row.is_last:
                 last[row.slot] = tokens[row.id] = next_token(row.request, seen)
@@ -120,6 +129,7 @@ class Scenario:
     is_ahead: bool = True  # whether the host plans a step before it records the previous one
     flush_at: frozenset[int] = frozenset()
     scheduler: type[Scheduler] = Scheduler
+    rows: type[Rows] = Rows
     pool: type[PagePool] = PagePool
 
 
@@ -136,9 +146,11 @@ class Simulation:
         pool = None if scenario.num_pages is None else scenario.pool(scenario.num_pages, scenario.page_size)
         self.pool = pool
         self.scheduler = scenario.scheduler(scenario.limits, pool)
+        self.scheduler._rows.__class__ = scenario.rows
         self.device = FakeDevice(None if pool is None else scenario.page_size)
         self.trace, self.sequences, self.in_flight = [], {}, collections.deque()
         self.tick, self.max_steps = 0, max_steps
+        self.num_tokens_at_cancel = {}
         self.arrivals = collections.deque(sorted(enumerate(scenario.arrivals), key=lambda each: each[1].at))
         self.cancels = collections.defaultdict(list)
         for id, arrival in enumerate(scenario.arrivals):
@@ -169,7 +181,9 @@ class Simulation:
         cancels = self.cancels.pop(self.tick, [])
         for id in cancels[::2]:
             self.cancel(id)
+        before, num_preempted = self.running(), self.scheduler.num_preempted
         plan = self.scheduler.plan()
+        self.check_order(before, self.scheduler.num_preempted - num_preempted)
         if plan is not None:
             self.check_plan(plan)
             self.trace.append(self.device.dispatch(plan))
@@ -194,6 +208,7 @@ class Simulation:
         was_alive = self.sequences[id].finish is None
         assert self.scheduler.cancel(id) == was_alive
         assert not self.scheduler.cancel(id)
+        self.num_tokens_at_cancel.setdefault(id, len(self.sequences[id].tokens))
         self.check_pool()
 
     def check_plan(self, plan):
@@ -202,8 +217,6 @@ class Simulation:
         assert 0 < sum(chunk.count for chunk in chunks) <= limits.step_tokens
         assert 0 < len(chunks) <= limits.max_rows
         assert len({chunk.sequence.id for chunk in chunks}) == len(chunks)
-        slots = [sequence.slot for sequence in self.running()]
-        assert len(set(slots)) == len(slots) and all(0 <= slot < limits.max_rows for slot in slots)
         planned = {chunk.sequence.id for chunk in chunks}
         for sequence in self.running():
             if sequence.num_computed + 1 == sequence.length or sequence.is_complete:
@@ -216,6 +229,25 @@ class Simulation:
             if self.pool is not None:
                 self.check_writes(chunk)
 
+    def check_order(self, before, num_preempted):
+        """The last in rank are preempted and the first are admitted, except those that wait for a prefix."""
+        preempted = [each for each in before if each.slot is None and not each.is_complete]
+        kept = [each for each in before if each.slot is not None]
+        admitted = [each for each in self.running() if each not in before]
+        waiting = [
+            each for each in self.sequences.values() if not each.finish and each.slot is None and not each.is_complete
+        ]
+        assert len(preempted) == num_preempted, "a sequence is preempted and admitted in one step"
+        assert not preempted or kept or admitted, "the only sequence is preempted"
+        assert all(left.rank() < right.rank() for left in kept for right in preempted)
+        assert all(left.request.priority < right.request.priority for left in admitted for right in preempted)
+        prefixes = [self.first_page(each) for each in self.running()]
+        passed = [each for each in waiting if self.pool is not None and self.first_page(each) in prefixes]
+        assert all(left.rank() < right.rank() for left in admitted for right in waiting if right not in passed)
+
+    def first_page(self, sequence):
+        return sequence.request.salt, sequence.tokens[: self.scenario.page_size]
+
     def check_writes(self, chunk):
         """Pages to be written have one owner and are not offered to others."""
         size, end = self.pool.page_size, chunk.start + chunk.count
@@ -225,6 +257,8 @@ class Simulation:
             assert self.pool._keys[page] is None, "a row writes a published page"
 
     def check_pool(self):
+        slots = [*self.scheduler._rows._slots, *(sequence.slot for sequence in self.running())]
+        assert sorted(slots) == list(range(self.scenario.limits.max_rows)), "slots are lost or used twice"
         pool = self.pool
         if pool is None:
             return
@@ -244,14 +278,8 @@ class Simulation:
         output, finish = expected(sequence)
         if sequence.finish == "cancelled":
             assert sequence.output == output[: len(sequence.output)]
+            assert len(sequence.tokens) == self.num_tokens_at_cancel[sequence.id], "tokens after the cancellation"
             return
         assert (sequence.output, sequence.finish) == (output, finish)
         num_wasted = self.device.num_sampled[sequence.id] - len(output)
         assert num_wasted <= (finish == "stop" and self.scenario.is_ahead), "rows are wasted"
-
-
-def request(ids, max_tokens=None, **kwargs):
-    """A request for `max_tokens` tokens after the prompt `ids`, or after that many tokens if it is a number."""
-    options = {name: kwargs.pop(name) for name in ("min_tokens", "ignore_end", "stop_ids") if name in kwargs}
-    ids = tuple(1 + at % (VOCAB - 1) for at in range(ids)) if isinstance(ids, int) else tuple(ids)
-    return Request(ids, SamplingOptions(max_tokens=max_tokens, **options), **kwargs)

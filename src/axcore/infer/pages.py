@@ -60,6 +60,7 @@ class PagePool:
 
     @property
     def usage(self) -> PageUsage:
+        """The number of pages in each state."""
         return PageUsage(self._num_live, len(self._unused), len(self._free))
 
     @property
@@ -100,9 +101,7 @@ class PagePool:
                 else:
                     self._unused[page] = None
 
-    def extend(
-        self, keys: list[PrefixKey], tokens: Sequence[int], *, salt: str = "", adapter: str | None = None
-    ) -> None:
+    def extend(self, keys: list[PrefixKey], tokens: Sequence[int], *, salt: str, adapter: str | None) -> None:
         """Appends the keys of the full pages of a row that `keys` does not contain yet.
 
         Each key is a 256-bit hash of its predecessor and of the tokens of the page. The predecessor of the first page
@@ -117,8 +116,7 @@ class PagePool:
         if not self.shares_prefixes:
             return
         for start in range(len(keys) * self.page_size, len(tokens) - self.page_size + 1, self.page_size):
-            root = repr((salt, adapter, self.epoch)).encode("utf-8", "surrogatepass")
-            parent = keys[-1] if keys else _hash(b"root", root)
+            parent = keys[-1] if keys else _hash(b"root", repr((salt, adapter, self.epoch)).encode())
             keys.append(_hash(b"page", parent + array("q", tokens[start : start + self.page_size]).tobytes()))
 
     def match(self, keys: Iterable[PrefixKey]) -> list[int]:

@@ -57,7 +57,7 @@ class SamplingOptions:
     logprobs: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self, "sampling", _REMEDIES)
+        _check_fields(self, "sampling")
         for token in self.logit_bias:
             if not conforms(token, NonNegativeInt):
                 raise ConfigError(
@@ -89,25 +89,6 @@ class SamplingOptions:
             )
 
 
-_REMEDIES = {
-    "temperature": "Use 0 to select the most likely token",
-    "top_k": "Use None to choose from all tokens",
-    "top_p": "Use 1 to choose from all tokens",
-    "min_p": "Use 0 to choose from all tokens",
-    "frequency_penalty": "Use 0 for no penalty",
-    "presence_penalty": "Use 0 for no penalty",
-    "repetition_penalty": "Use 1 for no penalty",
-    "logit_bias": "Map token ids to finite numbers; a bias of -100 practically excludes a token",
-    "seed": "Use None for a random seed",
-    "max_tokens": "Use None for samples up to the length of the context, and Engine.score to sample nothing",
-    "min_tokens": "Use 0 for no minimum",
-    "stop": "Write one string as ('text',)",
-    "stop_ids": "Use the ids of the tokenizer, as in (2,)",
-    "ignore_end": "Use True or False",
-    "logprobs": "Use None for no log-probabilities, and 0 for those of the sampled tokens only",
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt to continue.
@@ -123,16 +104,23 @@ class Request:
         ConfigError: `ids` is empty or has other values than token ids, or another field has the wrong type.
     """
 
-    ids: tuple[NonNegativeInt, ...]
+    ids: tuple[int, ...]
     options: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
     priority: int = 0
     salt: str = ""
     adapter: str | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self, "request", {"ids": "Use the ids of the tokenizer"})
+        _check_fields(self, "request")
+        object.__setattr__(self, "ids", tuple(self.ids))
         if not self.ids:
             raise ConfigError("request.ids=() must have at least one token. Start the prompt with the BOS token")
+        for token in self.ids:
+            if type(token) is not int or token < 0:
+                raise ConfigError(
+                    f"request.ids: {token!r} is not a token id, an int of at least 0. Use the ids of the tokenizer, "
+                    f"and ids.tolist() of an array"
+                )
 
     def check(self, vocab_size: int) -> None:
         """Checks the token ids against the vocabulary.
@@ -178,13 +166,37 @@ class Piece:
     finish: FinishReason | None = None
 
 
-def _check_fields(owner: SamplingOptions | Request, path: str, remedies: Mapping[str, str]) -> None:
-    """Checks the fields against their annotations, and stores them in an immutable form."""
+_REMEDIES = {
+    "temperature": "Use 0 to select the most likely token",
+    "top_k": "Use None to choose from all tokens",
+    "top_p": "Use 1 to choose from all tokens",
+    "min_p": "Use 0 to choose from all tokens",
+    "frequency_penalty": "Use 0 for no penalty",
+    "presence_penalty": "Use 0 for no penalty",
+    "repetition_penalty": "Use 1 for no penalty",
+    "logit_bias": "Map token ids to finite numbers; a bias of -100 practically excludes a token",
+    "seed": "Use None for a random seed",
+    "max_tokens": "Use None for samples up to the length of the context, and Engine.score to sample nothing",
+    "min_tokens": "Use 0 for no minimum",
+    "stop": "Write one string as ('text',)",
+    "stop_ids": "Use the ids of the tokenizer, as in (2,)",
+    "ignore_end": "Use True or False",
+    "logprobs": "Use None for no log-probabilities, and 0 for those of the sampled tokens only",
+    "options": "Use SamplingOptions()",
+    "priority": "Use 0 for the default",
+    "salt": "Use '' to share prefixes with every request",
+    "adapter": "Use None for the model without an adapter",
+}
+
+
+def _check_fields(owner: SamplingOptions | Request, path: str) -> None:
+    """Checks the fields but `ids` against their annotations, and stores them in an immutable form."""
     for name, hint in hints(type(owner)).items():
+        if name == "ids":  # a prompt has too many items for the general check
+            continue
         value = frozen(getattr(owner, name))
         if not conforms(value, hint):
-            remedy = f". {remedies[name]}" if name in remedies else ""
-            raise ConfigError(f"{path}.{name} must be {required(value, hint)}, not {_shown(value)}{remedy}")
+            raise ConfigError(f"{path}.{name} must be {required(value, hint)}, not {_shown(value)}. {_REMEDIES[name]}")
         object.__setattr__(owner, name, widened(value, hint))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import heapq
 from collections.abc import Mapping
 
 from axcore.config import ConfigError
-from axcore.infer.pages import PagePool, PrefixKey
+from axcore.infer.pages import PagePool
 from axcore.infer.requests import FinishReason
+from axcore.infer.rows import Rows
 from axcore.infer.sequences import Chunk, Plan, Sequence
 
 __all__ = ["Chunk", "Limits", "Plan", "Scheduler", "Sequence"]
@@ -70,13 +70,12 @@ class Scheduler:
         self.limits = limits
         self.max_len = limits.max_len if pool is None else min(limits.max_len, pool.num_pages * pool.page_size)
         self.num_preempted = 0
-        self._watermark = 0 if pool is None else int(limits.watermark * pool.num_pages)
-        # Without pages, a slot is a page that holds a whole row.
-        self._pool = pool or PagePool(limits.max_rows, limits.max_len, shares_prefixes=False)
-        self._slots = list(range(limits.max_rows))  # a heap, so that the rows in use have low slots
+        if pool is None:  # a slot is a page that holds a whole row
+            self._rows = Rows(limits.max_rows, PagePool(limits.max_rows, limits.max_len, shares_prefixes=False), 0)
+        else:
+            self._rows = Rows(limits.max_rows, pool, limits.watermark)
         self._alive: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []  # sorted by rank
-        self._running: dict[int, Sequence] = {}
         self._num_arrived = self._num_planned = self._num_recorded = 0
 
     @property
@@ -86,7 +85,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._rows)
 
     @property
     def num_waiting(self) -> int:
@@ -117,7 +116,7 @@ class Scheduler:
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._alive[sequence.id] = sequence
-        bisect.insort(self._waiting, sequence, key=_rank)
+        bisect.insort(self._waiting, sequence, key=Sequence.rank)
 
     def cancel(self, id: int, finish: FinishReason = "cancelled") -> bool:
         """Ends a sequence in any state. Tokens of it that are in flight are dropped.
@@ -138,8 +137,8 @@ class Scheduler:
 
     def flush(self) -> None:
         """The weights changed: forgets cached pages, and computes the tokens of running sequences again."""
-        self._pool.flush()
-        for sequence in list(self._running.values()):
+        self._rows.pool.flush()
+        for sequence in self._rows:
             self._preempt(sequence)
 
     def plan(self) -> Plan | None:
@@ -148,10 +147,9 @@ class Scheduler:
         num_preempted = self.num_preempted
         self._grow()
         step = _Step(self.limits.step_tokens)
-        for sequence in sorted(self._running.values(), key=lambda each: (not each.is_decoding, each.rank)):
+        for sequence in sorted(self._rows, key=lambda each: (not each.is_decoding, each.rank())):
             step.take(sequence)
-        if self.num_preempted == num_preempted:
-            self._admit(step)
+        self._admit(step, num_preempted)
         if not step.counts:
             return None
         chunks = [_chunk(sequence, count) for sequence, count in step.counts.items()]
@@ -188,114 +186,61 @@ class Scheduler:
 
     def _settle(self) -> None:
         """Publishes what the last step computes, and releases what sequences that surely end no longer need."""
-        for sequence in list(self._running.values()):
-            self._publish(sequence)
+        for sequence in self._rows:
+            self._rows.publish(sequence)
             if sequence.is_complete:
-                self._release(sequence)
+                self._rows.release(sequence)
 
     def _grow(self) -> None:
         """Gives each running sequence the pages for its next token, if necessary those of the last in rank."""
-        for sequence in sorted(self._running.values(), key=_rank):
-            missing = self._pool.pages_for(sequence.length) - len(sequence.pages)
-            while sequence.slot is not None and missing > self._pool.num_available:
-                self._preempt(max(self._running.values(), key=_rank))
-            if sequence.slot is not None:
-                sequence.pages += self._pool.allocate(missing)
+        for sequence in sorted(self._rows, key=Sequence.rank):
+            while sequence.slot is not None and not self._rows.grow(sequence):
+                self._preempt(self._rows.last)
 
-    def _admit(self, step: _Step) -> None:
-        """Starts waiting sequences in their order, until the next one does not fit."""
-        promised = {key for sequence in self._running.values() for key in sequence.keys[sequence.num_published :]}
-        num_passed = 0  # each keeps its claim to a slot
-        while step.num_left and num_passed < len(self._waiting) and num_passed <= len(self._slots):
+    def _admit(self, step: _Step, num_preempted: int) -> None:
+        """Starts waiting sequences in their order, until one does not fit or the step has preempted another."""
+        promised = {key for sequence in self._rows for key in sequence.keys[sequence.num_published :]}
+        num_passed = 0  # a sequence that is passed keeps its claim to a slot
+        while step.num_left and num_passed < min(len(self._waiting), max(1, self._rows.num_free)):
             sequence = self._waiting[num_passed]
-            if sequence.num_pending:  # tokens that it must compute again are in flight
-                return
-            cached, next_key = self._lookup(sequence)
+            if sequence.num_pending or self.num_preempted != num_preempted:
+                return  # a preempted sequence waits until its tokens in flight are known
+            cached, next_key = self._rows.lookup(sequence)
             if next_key in promised:  # a running sequence computes this page, and a later step can share it
                 num_passed += 1
-            elif self._make_room(sequence, cached, step):
+            elif self._start(sequence, cached, step):
                 del self._waiting[num_passed]
-                self._start(sequence, cached)
                 step.take(sequence)
                 promised.update(sequence.keys[sequence.num_published :])
             else:
                 return
 
-    def _lookup(self, sequence: Sequence) -> tuple[list[int], PrefixKey | None]:
-        """The cached pages of a waiting sequence, and the key of the full page after them.
-
-        Both leave out the last token, which must be computed for its logits.
-        """
-        if sequence.epoch != self._pool.epoch:
-            sequence.keys, sequence.epoch = [], self._pool.epoch
-        self._extend_keys(sequence)
-        keys = sequence.keys[: (len(sequence.tokens) - 1) // self._pool.page_size]
-        cached = self._pool.match(keys)
-        return cached, keys[len(cached)] if len(cached) < len(keys) else None
-
-    def _make_room(self, sequence: Sequence, cached: list[int], step: _Step) -> bool:
-        """Retains the cached pages if the sequence fits, if necessary in place of sequences of lower priority."""
-        self._pool.retain(cached)
-        while not self._fits(self._pool.pages_for(sequence.length) - len(cached)):
-            last = max(self._running.values(), key=_rank)
+    def _start(self, sequence: Sequence, cached: list[int], step: _Step) -> bool:
+        """Starts a sequence if it fits, if necessary in place of sequences of lower priority."""
+        while not self._rows.start(sequence, cached):
+            last = self._rows.last
             if last.request.priority <= sequence.request.priority:
-                self._pool.release(cached)
                 return False
             step.drop(last)
             self._preempt(last)
         return True
 
-    def _fits(self, num_pages: int) -> bool:
-        """Whether a sequence that needs this many more pages can start. Alone, every sequence can."""
-        reserve = self._watermark if self._running else 0
-        return bool(self._slots) and num_pages + reserve <= self._pool.num_available
-
-    def _start(self, sequence: Sequence, cached: list[int]) -> None:
-        sequence.slot = heapq.heappop(self._slots)
-        sequence.pages = cached + self._pool.allocate(self._pool.pages_for(sequence.length) - len(cached))
-        sequence.num_published = len(cached)
-        sequence.num_computed = len(cached) * self._pool.page_size
-        if sequence.num_cached is None:
-            sequence.num_cached = sequence.num_computed
-        self._running[sequence.id] = sequence
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Publishes the pages whose tokens are known and computed, unless the weights have changed meanwhile."""
-        if sequence.epoch != self._pool.epoch:
-            return
-        self._extend_keys(sequence)
-        num_full = min(sequence.num_computed // self._pool.page_size, len(sequence.keys))
-        for at in range(sequence.num_published, num_full):
-            self._pool.publish(sequence.pages[at], sequence.keys[at])
-        sequence.num_published = max(sequence.num_published, num_full)
-
-    def _extend_keys(self, sequence: Sequence) -> None:
-        request = sequence.request
-        self._pool.extend(sequence.keys, sequence.tokens, salt=request.salt, adapter=request.adapter)
-
     def _preempt(self, sequence: Sequence) -> None:
         """Takes slot and pages from a running sequence, which waits to be computed again."""
-        self._release(sequence)
+        self._rows.release(sequence)
         if not sequence.is_complete:
             sequence.num_computed = 0
             self.num_preempted += 1
-            bisect.insort(self._waiting, sequence, key=_rank)
+            bisect.insort(self._waiting, sequence, key=Sequence.rank)
 
     def _end(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended in any state."""
         del self._alive[sequence.id]
         if sequence.slot is not None:
-            self._publish(sequence)
-            self._release(sequence)
-        elif not sequence.is_complete:
-            del self._waiting[bisect.bisect_left(self._waiting, sequence.rank, key=_rank)]
-
-    def _release(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        del self._running[sequence.id]
-        heapq.heappush(self._slots, sequence.slot)
-        self._pool.release(sequence.pages)
-        sequence.slot, sequence.pages = None, []
+            self._rows.publish(sequence)
+            self._rows.release(sequence)
+        elif not sequence.is_complete:  # otherwise, it was released after its last step
+            del self._waiting[bisect.bisect_left(self._waiting, sequence.rank(), key=Sequence.rank)]
 
 
 @dataclasses.dataclass
@@ -324,7 +269,3 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
     ids = tuple(sequence.tokens[start : sequence.num_computed])
     sequence.num_pending += is_last
     return Chunk(sequence, start, count, is_last, ids)
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank

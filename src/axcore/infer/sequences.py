@@ -50,6 +50,11 @@ class Sequence:
         return self.tokens[len(self.request.ids) :]
 
     @property
+    def num_output(self) -> int:
+        """The number of known output tokens."""
+        return len(self.tokens) - len(self.request.ids)
+
+    @property
     def length(self) -> int:
         """The number of tokens, including those whose ids are unknown."""
         return len(self.tokens) + self.num_pending
@@ -64,17 +69,16 @@ class Sequence:
         """Whether all of its tokens but the last are computed."""
         return 0 < self.num_computed == self.length - 1
 
-    @property
     def rank(self) -> tuple[int, int]:
         """Sequences of a smaller rank run first."""
         return self.request.priority, self.arrival
 
     def append(self, token: int) -> None:
         """Adds a sampled token, and sets `finish` if the sequence ends with it."""
-        num_output = len(self.tokens) - len(self.request.ids)
+        may_stop = self.num_output >= self.request.options.min_tokens
         self.num_pending -= 1
         self.tokens.append(token)
-        if token in self._stop_ids and num_output >= self.request.options.min_tokens:
+        if may_stop and token in self._stop_ids:
             self.finish = "stop"
         elif len(self.tokens) >= self.max_len:
             self.finish = "length"
