@@ -256,7 +256,7 @@ class Decoder:
         end, limit = start + counts, self.max_len
         if self.paging is not None and table is not None:
             limit = min(limit, table.shape[1] * self.paging.page_size)
-            whole &= self.paging.complete(table, jnp.minimum(end, limit))
+            whole &= self.paging.complete(table, end)
             table = jnp.where(whole[:, None], table, self.paging.num_pages)  # out of range, so writes are dropped
         for bound in self.recompute_above:
             whole &= (start == 0) | ((before > bound) == (end > bound))

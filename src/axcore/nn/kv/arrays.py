@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Num
 
 from axcore.config import REQUIRED, NonNegativeInt, PositiveInt
 from axcore.module import DecodingState
 from axcore.nn.kv.cache import KVCache
-from axcore.nn.kv.codes import Scales, encoded
+from axcore.nn.kv.codes import Scales, decoded, encoded
 from axcore.nn.kv.views import Contiguous
 
 
@@ -29,7 +30,7 @@ class Arrays(NamedTuple):
     v: Num[Array, "*layer *places kv_head value_dim"]
     layer: tuple[Int[Array, ""], ...]
     scales: Scales | None
-    read_as: DTypeLike | None
+    read_as: np.dtype[np.generic]
 
 
 class ArrayCache(KVCache):
@@ -84,9 +85,22 @@ class ArrayCache(KVCache):
                 state.put(at, codes)
                 scale.put(at, scales)
 
+    def stored(self, kv: Contiguous) -> Contiguous:
+        """Keys and values as attention reads them after `write`."""
+        dtype, read_as = self.config.dtype, self._read_as
+        if dtype is None:
+            return dataclasses.replace(kv, k=kv.k.astype(read_as), v=kv.v.astype(read_as))
+        (k, k_scale), (v, v_scale) = encoded(kv.k, dtype), encoded(kv.v, dtype)
+        k, v = decoded((k, v), (k_scale, v_scale), read_as)
+        return dataclasses.replace(kv, k=k, v=v)
+
     @property
     def arrays(self) -> Arrays:
         """The stored arrays."""
         keys, values = (None if each is None else each.whole for each in (self.keys_scale, self.values_scale))
         scales = None if keys is None else (keys, values)
-        return Arrays(self.keys.whole, self.values.whole, self.keys.layer, scales, self.dtypes.compute)
+        return Arrays(self.keys.whole, self.values.whole, self.keys.layer, scales, self._read_as)
+
+    @property
+    def _read_as(self) -> np.dtype[np.generic]:
+        return np.dtype(self.dtypes.compute)

@@ -36,10 +36,9 @@ class Paging:
     def complete(
         self, table: Int[Array, "batch pages_per_row"], lengths: Int[Array, " batch"]
     ) -> Bool[Array, " batch"]:
-        """Whether a table has a page of the pool for every token of its row."""
+        """Whether a table has a page of the pool for every token of its row that has an entry in the table."""
         unused = jnp.arange(table.shape[1]) * self.page_size >= lengths[:, None]
-        room = lengths <= table.shape[1] * self.page_size
-        return room & (unused | ((table >= 0) & (table < self.num_pages))).all(axis=1)
+        return (unused | ((table >= 0) & (table < self.num_pages))).all(axis=1)
 
     def check(self, table: Int[ArrayLike, "batch pages_per_row"], start: ArrayLike, lengths: ArrayLike) -> None:
         """Checks the page tables of a step on the host.
