@@ -39,6 +39,7 @@ def at(start, count, ids=IDS):
     return Step(ids[:, start : start + count], jnp.full((2,), start, jnp.int32))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", [8, 5], ids=["long step", "short steps"])
 def test_rolling_back_further_than_spare_gives_nan_until_the_row_starts_again(ring, prompt):
     step, params, state, expected = ring
@@ -54,6 +55,7 @@ def test_rolling_back_further_than_spare_gives_nan_until_the_row_starts_again(ri
         np.testing.assert_allclose(again, expected[:, start : start + count], rtol=0, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("back", [1, 2, 3])
 def test_spare_tokens_can_be_rolled_back(ring, back):
     step, params, state, expected = ring
@@ -73,6 +75,7 @@ def test_a_step_after_a_gap_overwrites_nothing(ring):
     np.testing.assert_allclose(logits, expected[:, 5:6], rtol=0, atol=2e-5)
 
 
+@pytest.mark.long
 def test_tokens_beyond_max_len_overwrite_nothing(ring):
     step, params, state, expected = ring
     _, state = step(params, state, at(0, 11))
@@ -82,8 +85,11 @@ def test_tokens_beyond_max_len_overwrite_nothing(ring):
     np.testing.assert_allclose(logits, expected[:, 10:], rtol=0, atol=2e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("unstack", [True, False], ids=["unstacked", "scanned"])
+@pytest.mark.parametrize(
+    "unstack",
+    [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.long)],
+    ids=["unstacked", "scanned"],
+)
 def test_only_layers_with_a_window_have_a_ring(unstack):
     """Prompts are longer than window and ring, and row 1 is two tokens behind."""
     windows = (ax.use("sliding-window", size=3, global_every=2), ax.use("ring-kv", spare=1))

@@ -47,6 +47,11 @@ class KVView:
         """Dtype of the stored codes; None if keys and values are not quantized."""
         return None
 
+    @property
+    def page_size(self) -> int | None:
+        """Tokens in a page; None if keys and values are not in pages."""
+        return None
+
     def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
         """`size` keys, values and tokens from `start` on. `start + size` is at most `kv_seq`."""
         raise NotImplementedError
@@ -187,7 +192,6 @@ class Paged(KVView):
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
         return self.k.shape[-3]
 
     @property
@@ -264,6 +268,10 @@ class Latent(KVView):
     @property
     def codes(self) -> DTypeLike | None:
         return self.keys.codes
+
+    @property
+    def page_size(self) -> int | None:
+        return self.keys.page_size
 
     def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
         found = self.keys.block(start, size)
