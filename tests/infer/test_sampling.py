@@ -385,8 +385,8 @@ def test_extreme_options_stay_finite():
     limits = [
         SamplingOptions(frequency_penalty=3e38, temperature=3e38),
         SamplingOptions(presence_penalty=-3e38, temperature=1e-30),
-        SamplingOptions(repetition_penalty=1e-37, top_p=1e-37),
-        SamplingOptions(logit_bias={1: 3e38}, temperature=1e-5, min_p=1e-37),
+        SamplingOptions(repetition_penalty=1e-30, top_p=1e-30),
+        SamplingOptions(logit_bias={1: 3e38}, temperature=1e-5, min_p=1e-30),
     ]
     tokens = [token(options, slot=4) for options in limits]
     rows = SamplingRows.of(tokens, vocab_size=VOCAB)
