@@ -38,7 +38,7 @@ def test_the_kernel_slot_lists_every_candidate_with_a_verdict():
         in found.request
     )
     assert verdicts["reference"] == "chosen"
-    assert verdicts["cudnn"] == "no: requires an NVIDIA GPU, and this is cpu"
+    assert verdicts["cudnn"] == "no: requires an NVIDIA GPU, got cpu"
 
 
 def test_the_request_has_the_rows_of_a_microbatch_on_one_device():
@@ -53,7 +53,7 @@ def test_the_request_has_the_rows_of_a_microbatch_on_one_device():
     ("target", "kernel", "chosen", "other"),
     [
         ("gpu-h100-8", "cudnn", "cudnn", "not needed"),
-        ("tpu-v5p-512", "cudnn", "reference", "no: requires an NVIDIA GPU, and this is tpu"),
+        ("tpu-v5p-512", "cudnn", "reference", "no: requires an NVIDIA GPU, got tpu"),
         ("trn2-16", "nki", "nki", "not needed"),
         ("trn1-16", "nki", "reference", "no: requires Trainium2 or later, got trn1"),
     ],
@@ -90,7 +90,7 @@ def test_case_a_kernel_that_is_not_supported_names_the_mesh_rule_that_set_it():
     assert explain(cfg, "gpu-h100-8").problems == ()
     (problem,) = explain(cfg).problems
     rule = r"target:gpu-h100-8 of axcore-mesh-rules [^ ]+\(rule='gpu-h100'\)"
-    assert re.search(rf"CudnnKernel: requires an NVIDIA GPU, and this is cpu \(set by {rule}\)\.", problem), problem
+    assert re.search(rf"CudnnKernel: requires an NVIDIA GPU, got cpu \(set by {rule}\)\.", problem), problem
 
 
 def test_slots_with_equal_verdicts_are_grouped():

@@ -101,8 +101,8 @@ def test_blocks_are_tunable():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"platform": "cpu"}, "requires a TPU, and this is cpu"),
-        ({"platform": "gpu"}, "requires a TPU, and this is gpu"),
+        ({"platform": "cpu"}, "requires a TPU, got cpu"),
+        ({"platform": "gpu"}, "requires a TPU, got gpu"),
         ({"dtype": np.dtype(np.float16)}, "bfloat16 or float32, not float16"),
         ({"query_len": 32, "aligned": False}, "got 32 queries and 64 keys of different tokens"),
         ({"mask": Causal() | SameSegment()}, "supports full attention, causal masks, windows and documents"),
@@ -117,7 +117,7 @@ def test_unsupported_requests_have_a_reason(changes, reason):
 def test_the_interpreter_runs_only_on_cpus():
     kernel = built(interpret=True)
     assert refusal(kernel, dataclasses.replace(WELL, platform="cpu")) is None
-    assert refusal(kernel, WELL) == "interpret=True is for tests on a CPU, and this is tpu"
+    assert refusal(kernel, WELL) == "interpret=True is for tests on a CPU, got tpu"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_splash_alone_raises_on_a_cpu():
     assert all(node.kernel == SplashKernel.Config(fused_backward=True) for _, node in ax.select(cfg, Attention))
     fn, params, state = abstract(cfg)
     ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: .*SplashKernel: .* this is cpu"):
+    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: .*SplashKernel: .* got cpu"):
         jax.eval_shape(lambda params, ids: fn(params, state, ids)[0][0], params, ids)
 
 

@@ -15,6 +15,7 @@ from axcore.config import AxcoreError
 from axcore.infer.decoder import Decoder, Step
 from axcore.module import Tree, functional
 from axcore.nn import KVCache
+from axcore.numerics import require_calibrated
 
 SMALLEST_BUCKET = 16
 """With a cache, prompts are padded to a power of two, at least this many tokens, which limits the number of
@@ -49,6 +50,7 @@ class Generator:
             raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
         if context < 1:
             raise AxcoreError(f"context must be at least 1, not {context}")
+        require_calibrated(model)
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._end_ids = jnp.asarray(sorted(end_ids), jnp.int32)
         self._fn, self._params, self._state = functional(model)

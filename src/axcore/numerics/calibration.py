@@ -15,7 +15,8 @@ from axcore.numerics.base import Numerics
 
 
 class CalibrationState(nnx.Variable[jax.Array]):
-    """A float32 statistic of the inputs of a layer's products, which `calibrated` measures. NaN until then.
+    """A float32 statistic of the inputs of a layer's products, which `calibrated` measures. NaN until then, so that
+    products are NaN. Training and `axcore.infer` raise instead, see `require_calibrated`.
 
     The constructor of a `Numerics` creates it, as in `CalibrationState(jnp.full((), jnp.nan), axes=())`.
     `Numerics.observe` updates it.
@@ -25,8 +26,8 @@ class CalibrationState(nnx.Variable[jax.Array]):
 def calibrated(cfg: Config, params: Tree, state: Tree, batches: Iterable[Int[Array, "batch seq"]]) -> Tree:
     """Measures all `CalibrationState` of a model on batches of token ids.
 
-    Layers whose numerics have a `CalibrationState` compute in floats meanwhile. State of a layer whose weight is
-    multiplied by nothing, such as an embedding that only looks up rows, stays NaN.
+    Layers whose numerics have a `CalibrationState` compute in floats meanwhile. State of a layer that computes no
+    product, such as an embedding that only looks up rows, becomes 0.
 
     Args:
         cfg: config of a float model that `use` added the numerics to.
@@ -63,6 +64,38 @@ def calibrated(cfg: Config, params: Tree, state: Tree, batches: Iterable[Int[Arr
     return _merged(before, found, measured)
 
 
+def require_calibrated(model: nnx.Module, path: str = "") -> None:
+    """Raises if a `CalibrationState` of a model has not been measured.
+
+    Args:
+        model: a model with arrays, or with shapes instead, which count as not measured. Traced arrays are not checked.
+        path: config path of the model, for the message.
+
+    Raises:
+        ConfigError: names the layers.
+    """
+    found = [
+        (".".join(filter(None, (path, *map(str, below)))), name)
+        for below, module in nnx.iter_modules(model)
+        if isinstance(module, Numerics)
+        for name, state in vars(module).items()
+        if isinstance(state, CalibrationState) and _is_unmeasured(state.get_value())
+    ]
+    if found:
+        (first, name), others = found[0], len(found) - 1
+        raise ConfigError(
+            f"{first}: {name} is not measured{f' (nor that of {others} other layers)' if others else ''}. Measure static "
+            f"scales with axcore.numerics.calibrated, or with `axcore quantize MODEL FOLDER --use NAME --text FILE`. To "
+            f"train, use scales that each call computes, as int8 does with activation_scales='dynamic'"
+        )
+
+
+def _is_unmeasured(value: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    if isinstance(value, jax.core.Tracer):
+        return False
+    return isinstance(value, jax.ShapeDtypeStruct) or bool(jnp.isnan(value).any())
+
+
 def _filled(forms: Tree, given: Tree, measured: Tree, path: tuple[object, ...]) -> Tree:
     """`given` with -inf for the state that is measured, and its shapes from `forms`."""
     filled: Tree = {}
@@ -80,12 +113,12 @@ def _filled(forms: Tree, given: Tree, measured: Tree, path: tuple[object, ...]) 
 
 
 def _merged(state: Tree, found: Tree, measured: Tree) -> Tree:
-    """`state` with the statistics in `found`, and NaN for those that no layer updated."""
+    """`state` with the statistics in `found`, and 0 for those that no layer updated."""
     merged: Tree = dict(state)
     for name, below in measured.items():
         if isinstance(below, dict):
             merged[name] = _merged(state[name], found[name], below)
         else:
             value: Float[Array, ...] = found[name]
-            merged[name] = jnp.where(value == -jnp.inf, jnp.nan, value)
+            merged[name] = jnp.where(value == -jnp.inf, 0.0, value)
     return merged
