@@ -3,11 +3,11 @@
 import subprocess
 
 import pytest
+from tests.testing.wrong import instance
 
 from axcore.plugin import Feature
 from axcore.testing import offer
 from axcore.testing.offer import OfferSuite
-from tests.testing.wrong import instance
 
 
 def test_all_offers_of_a_plugin_are_imported_in_one_process(monkeypatch):

@@ -208,6 +208,27 @@ def test_some_cases_equal_the_formula(name):
     suite.test_gradients_equal_the_formula(name)
 
 
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 300), (False, 300)])
+def test_flops_leave_out_the_blocks_that_are_skipped(causal, window):
+    """Also in scanned layers with remat. The forward kernel computes 2 products, the backward kernels 4 and 3."""
+    length, block, heads, dim = 1024, 128, 2, 64
+    sizes = {f"block_{kind}": block for kind in ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")}
+    form = Form(1.0, causal=causal, window=window, blocks=Blocks(**sizes))
+    q, k = np.mgrid[:length, :length]
+    seen = (k <= q if causal else np.full(q.shape, True)) & (abs(q - k) < (window or length))
+    blocks = seen.reshape(length // block, block, length // block, block).any((1, 3)).sum()
+    product = 2 * heads * dim * block**2 * blocks
+
+    def total(q, k, v):
+        layer = jax.checkpoint(lambda q: attention(q, k, v, form)[0])
+        return jax.lax.scan(lambda q, _: (layer(q), None), q, None, length=3)[0].sum()
+
+    x = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)
+    assert count_flops(jax.make_jaxpr(total)(x, x, x)).total == 3 * 2 * product
+    gradient = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(x, x, x)
+    assert count_flops(gradient).total == 3 * (2 + 2 + 4 + 3) * product
+
+
 def random_inputs(seq=24, key_len=None, heads=4, kv_heads=2, dim=32, dtype=jnp.float32, valid=None, **more):
     rng = np.random.default_rng(0)
     key_len = key_len or seq
