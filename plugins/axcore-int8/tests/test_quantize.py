@@ -84,7 +84,7 @@ def test_static_scales_require_a_text(trained, tmp_path):
 
 
 def test_only_numerics_of_a_float_model_are_accepted(trained, tmp_path):
-    with pytest.raises(AxcoreError, match="--use lora adds parameters .*It must name numerics"):
+    with pytest.raises(AxcoreError, match=r"--use lora adds parameters .*It must name numerics"):
         quantize([str(trained), str(tmp_path / "small"), "--use", "lora"])
     quantize([str(trained), str(tmp_path / "small"), "--use", "int4"])
     with pytest.raises(AxcoreError, match=r"small is quantized already \(model\.decoder.*numerics\)"):

@@ -136,8 +136,8 @@ class _Counter:
         if "grid_mapping" not in eqn.params:
             self.uncounted[eqn.params["name"]] += 1
             return Counter()
-        blocks = math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
-        blocks *= _computed(eqn, known)
+        grid = math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
+        blocks = grid * _computed(eqn, known)
         return Counter({dtype: count * blocks for dtype, count in self.of(eqn.params["jaxpr"], {}).items()})
 
 

@@ -93,8 +93,8 @@ def show_rule(name: str, before: list[tuple[str, str]], target: str, after: list
 
 
 def _changes(old: Any, new: Any) -> Iterator[str]:
-    """The changes of values that were set, in the order of the config. Leaves out the defaults of nodes that are new, and
-    the fields of nodes that were replaced."""
+    """The changes of values that were set, in the order of the config. Leaves out the defaults of new nodes, and the
+    fields of replaced nodes."""
     before, after = dict(walk(old)), dict(walk(new))
     replaced = [path for path in {**before, **after} if type(before.get(path)) is not type(after.get(path))]
     defaults = {path: flatten(type(after[path])()) for path in replaced if path in after}

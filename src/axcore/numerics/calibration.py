@@ -84,9 +84,9 @@ def require_calibrated(model: nnx.Module, path: str = "") -> None:
     if found:
         (first, name), others = found[0], len(found) - 1
         raise ConfigError(
-            f"{first}: {name} is not measured{f' (nor that of {others} other layers)' if others else ''}. Measure static "
-            f"scales with axcore.numerics.calibrated, or with `axcore quantize MODEL FOLDER --use NAME --text FILE`. To "
-            f"train, use scales that each call computes, as int8 does with activation_scales='dynamic'"
+            f"{first}: {name} is not measured{f' (nor that of {others} other layers)' if others else ''}. Measure "
+            f"static scales with axcore.numerics.calibrated, or with `axcore quantize MODEL FOLDER --use NAME --text "
+            f"FILE`. To train, use scales that each call computes, as int8 does with activation_scales='dynamic'"
         )
 
 

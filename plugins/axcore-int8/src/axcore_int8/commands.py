@@ -72,7 +72,7 @@ def _check_float(found: ModelFolder) -> None:
     for path, node in walk(found.model):
         if getattr(node, "stored", False):
             raise AxcoreError(
-                f"{found.folder} is quantized already (model.{path}). Quantize the folder with the float weights instead"
+                f"{found.folder} is quantized already (model.{path}). Quantize the folder with float weights instead"
             )
 
 

@@ -168,7 +168,8 @@ class Trainer(config.Configurable):
         checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
         if resume and checkpointer.latest() is not None:
             return None
-        first = cfg.initial and begin(cfg.initial, cfg.model, program, np.array(cfg.seed, np.uint32))
+        seed = np.array(cfg.seed, np.uint32)
+        first = None if cfg.initial is None else begin(cfg.initial, cfg.model, program, seed)
         state = first or program.state
         require_calibrated(program.fn.bind(state.params, state.model_state), "model")
         return first
