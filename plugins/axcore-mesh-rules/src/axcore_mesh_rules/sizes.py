@@ -91,7 +91,7 @@ class Sizes:
 
     @property
     def gathered(self) -> float:
-        """Bytes of the parameters that FSDP gathers on one device, which are those of two layers and of the head, and of
+        """Bytes of the parameters that FSDP gathers on one device (those of two layers and of the head), and of
         gradients before they are reduced: those of the head and of the experts of one layer, summed in float32."""
         head_gradient = ACTIVATION_BYTES if self.chunk is None else SUM_BYTES
         return 2 * self.layer + SUM_BYTES * self.experts + (ACTIVATION_BYTES + head_gradient) * self.head
