@@ -114,13 +114,20 @@ def test_estimated_memory_agrees_with_measured_steps():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("rows", "compiled"), [(8, 104.38), (4, 59.30)])
-def test_estimated_memory_of_a_mixture_agrees_with_compiled_steps(rows, compiled):
-    """GiB of Qwen3 30B on the 256 chips of tpu-v5p-512, with rows of 4096 tokens per device, by `axcore aot` with jax
-    0.11.2 and libtpu 0.0.52."""
-    sizes = Sizes.of(ax.recipe("qwen3-30b-a3b"))
+@pytest.mark.parametrize(
+    ("recipe", "devices", "rows", "compiled"),
+    [
+        ("qwen3-30b-a3b", 256, 8, 104.38),
+        ("qwen3-30b-a3b", 256, 4, 59.30),
+        ("mixtral-8x7b", 256, 2, 69.82),
+        ("llama2-7b", 8, 4, 61.61),
+    ],
+)
+def test_estimated_memory_agrees_with_compiled_steps(recipe, devices, rows, compiled):
+    """GiB on v5p with rows of 4096 tokens per device, by `axcore aot` with jax 0.11.2 and libtpu 0.0.52."""
+    sizes = Sizes.of(ax.recipe(recipe))
     kept = sizes.activations(rows, SCANNED[0].kept(sizes))
-    estimate = STATE_COPIES * sizes.parameters / 256 + sizes.gathered + kept
+    estimate = STATE_COPIES * sizes.parameters / devices + sizes.gathered + kept
     assert estimate / 2**30 == pytest.approx(compiled, rel=0.05)
 
 
