@@ -22,9 +22,9 @@ GREEDY_BELOW = 1e-5
 NO_SLOT = np.iinfo(np.int32).max
 """The slot of padding rows, which is out of range."""
 
-LOGPROB_SIZES = (20,)
-"""Numbers of most likely tokens whose log-probabilities programs return. Larger numbers are rounded up to powers of
-two."""
+USUAL_LOGPROBS = 20
+"""The number of most likely tokens whose log-probabilities programs return, if a request asks for any. Larger numbers
+are rounded up to powers of two."""
 
 SMALLEST_EDITS = 16
 """The smallest number of edited logits per row in a program. Larger ones are multiplied by four."""
@@ -148,7 +148,7 @@ class SamplingRows:
 
 
 def _logprob_size(count: int) -> int:
-    return next((size for size in LOGPROB_SIZES if size >= count), 1 << (count - 1).bit_length())
+    return USUAL_LOGPROBS if count <= USUAL_LOGPROBS else 1 << (count - 1).bit_length()
 
 
 def _facts(tokens: Sequence[NextToken], size: int, vocab_size: int) -> Int32[np.ndarray, "rows 5"]:
