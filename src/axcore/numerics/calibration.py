@@ -63,6 +63,13 @@ def calibrated(cfg: Config, params: Tree, state: Tree, batches: Iterable[Int[Arr
     return _merged(before, found, measured)
 
 
+def calibration_paths(cfg: Config) -> list[str]:
+    """The paths of all `CalibrationState` of a model, such as `decoder.layers.ffn.up.numerics.input_amax`."""
+    fn, shapes, forms = abstract(cfg)
+    found = nnx.to_pure_dict(nnx.state(fn.bind(shapes, forms), CalibrationState))
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(found)]
+
+
 def _filled(forms: Tree, given: Tree, measured: Tree, path: tuple[object, ...]) -> Tree:
     """`given` with -inf for the state that is measured, and its shapes from `forms`."""
     filled: Tree = {}

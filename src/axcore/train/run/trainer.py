@@ -35,7 +35,7 @@ from axcore.train.callbacks.saving import Saving
 from axcore.train.callbacks.tensorboard import TensorBoardWriter
 from axcore.train.callbacks.writers import JsonlWriter
 from axcore.train.checkpoint import model_folder
-from axcore.train.checkpoint.initial import Initial, begin
+from axcore.train.checkpoint.initial import Initial, begin, check_measured
 from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.data import Input
 from axcore.train.data.form import batch_form
@@ -165,7 +165,10 @@ class Trainer(config.Configurable):
         """The first state of a run that starts from given weights."""
         cfg = self.config
         checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
-        if cfg.initial is None or (resume and checkpointer.latest() is not None):
+        if resume and checkpointer.latest() is not None:
+            return None
+        if cfg.initial is None:
+            check_measured(cfg.model, ())
             return None
         return begin(cfg.initial, cfg.model, program, np.array(cfg.seed, np.uint32))
 
