@@ -2,7 +2,7 @@
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.numerics.base import Numerics, Weight
-from axcore.numerics.calibration import CalibrationState, calibrated, calibration_paths
+from axcore.numerics.calibration import CalibrationState, calibrated, require_calibrated
 from axcore.numerics.gather import gather
 from axcore.numerics.product import Product
 from axcore.numerics.storing import StoredModel, stored
@@ -14,8 +14,8 @@ __all__ = [
     "StoredModel",
     "Weight",
     "calibrated",
-    "calibration_paths",
     "gather",
+    "require_calibrated",
     "stored",
 ]
 

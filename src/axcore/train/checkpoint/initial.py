@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ from axcore import config
 from axcore.config import REQUIRED, AxcoreError
 from axcore.config.tree import matches
 from axcore.module import initializer
-from axcore.numerics import calibration_paths
 from axcore.train.checkpoint.model_folder import Forms, ModelFolder, assert_finite, flat, like
 from axcore.train.checkpoint.state_layout import listed
 from axcore.train.step.program import Program, TrainState
@@ -131,27 +128,9 @@ def initial_arrays(
     ]
     if wrong:
         raise AxcoreError(f"initial ({kind}) does not fit the model:{listed(wrong)}")
-    check_measured(model, loaded)
     assert_finite(loaded, f"initial ({kind})")
     missing = {path: form for path, form in forms.items() if path not in loaded}
     return {**_fresh(model, missing, seed), **loaded}
-
-
-def check_measured(model: Model, loaded: Container[str]) -> None:
-    """
-    Args:
-        loaded: the paths of the arrays that are loaded.
-
-    Raises:
-        ConfigError: the model has statistics of activations that are not loaded, so that its results would be NaN.
-    """
-    if missing := [path for path in calibration_paths(model) if path not in loaded]:
-        raise config.ConfigError(
-            f"statistics of activations must be measured before the model can run, but these have no value:"
-            f"{listed([f'model.{path}' for path in missing])}\nMeasure them on a trained model with "
-            f"axcore.numerics.calibrated, save it with axcore.train.save_model and start from that folder, or choose "
-            f"numerics whose scales are not measured"
-        )
 
 
 def _fresh(model: Model, forms: Forms, seed: Seed) -> dict[str, jax.Array]:

@@ -24,6 +24,7 @@ from axcore.config import (
     parse_text,
     under,
 )
+from axcore.numerics import require_calibrated
 from axcore.parallel import CompilerOptions, Mesh
 from axcore.runtime import signals
 from axcore.train import files
@@ -35,7 +36,7 @@ from axcore.train.callbacks.saving import Saving
 from axcore.train.callbacks.tensorboard import TensorBoardWriter
 from axcore.train.callbacks.writers import JsonlWriter
 from axcore.train.checkpoint import model_folder
-from axcore.train.checkpoint.initial import Initial, begin, check_measured
+from axcore.train.checkpoint.initial import Initial, begin
 from axcore.train.checkpoint.manager import Checkpointer
 from axcore.train.data import Input
 from axcore.train.data.form import batch_form
@@ -167,10 +168,11 @@ class Trainer(config.Configurable):
         checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
         if resume and checkpointer.latest() is not None:
             return None
-        if cfg.initial is None:
-            check_measured(cfg.model, ())
-            return None
-        return begin(cfg.initial, cfg.model, program, np.array(cfg.seed, np.uint32))
+        seed = np.array(cfg.seed, np.uint32)
+        first = None if cfg.initial is None else begin(cfg.initial, cfg.model, program, seed)
+        state = first or program.state
+        require_calibrated(program.fn.bind(state.params, state.model_state), "model")
+        return first
 
     def _take_over(self, folder: Path, resume: bool, stack: contextlib.ExitStack) -> None:
         """Moves an earlier run out of the way, then locks the folder and writes the config."""
