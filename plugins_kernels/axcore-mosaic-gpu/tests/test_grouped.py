@@ -21,7 +21,7 @@ ROWS, INNER, OUTER = 512, 128, 192  # the last 128 rows belong to no group
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, kind: str = "NVIDIA H200") -> None:
-    monkeypatch.setattr(grouped, "target_device", lambda: ("gpu", kind))
+    monkeypatch.setattr("axcore.nn.grouped_matmul.target_device", lambda: ("gpu", kind))
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,28 +43,38 @@ def inputs(dtype: jnp.dtype, inner: int = INNER, outer: int = OUTER) -> tuple[ja
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("accumulate", [None, jnp.float32])
+@pytest.mark.parametrize(("accumulate", "count"), [(None, 2), (jnp.float32, 1)])
 def test_products_and_gradients(
-    dtype: jnp.dtype, accumulate: jnp.dtype | None, monkeypatch: pytest.MonkeyPatch
+    dtype: jnp.dtype, accumulate: jnp.dtype | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpreted(monkeypatch)
     x, w, sizes, group = inputs(dtype)
+    several = tuple(w[:, :, ::sign] for sign in (1, -1)[:count])
     tiles = Tiles(columns=128, stages=2)
     matmul = MosaicGrouped(forward=tiles, input_gradient=tiles, weight_gradient=tiles)
-    out, pull = jax.vjp(lambda x, w: matmul(x, w, sizes, group, accumulate), x, w)
-    g = jnp.asarray(np.random.default_rng(1).normal(size=out.shape), out.dtype)
-    dx, dw = pull(g)
-    assert (out.dtype, dx.dtype, dw.dtype) == (accumulate or dtype, dtype, dtype)
-    x64, w64, g64 = (np.asarray(value, np.float64) for value in (x, w, g.astype(dtype)))
-    expected = np.zeros(out.shape), np.zeros(x.shape), np.zeros(w.shape)
-    for index, (start, size) in enumerate(zip(np.cumsum(SIZES) - SIZES, SIZES, strict=True)):
-        rows = slice(start, start + size)
-        expected[0][rows], expected[1][rows] = x64[rows] @ w64[index], g64[rows] @ w64[index].T
-        expected[2][index] = x64[rows].T @ g64[rows]
-    for value, right in zip((out, dx, dw), expected, strict=True):
-        eps = float(jnp.finfo(value.dtype).eps)
-        np.testing.assert_allclose(np.asarray(value, np.float64), right, rtol=eps, atol=2e-5)
-    assert not np.asarray(dw[0]).any() and not np.asarray(dw[3]).any()
+    outs, pull = jax.vjp(lambda x, several: matmul.each(x, several, sizes, group, accumulate), x, several)
+    random = np.random.default_rng(1)
+    gs = tuple(jnp.asarray(random.normal(size=out.shape), out.dtype) for out in outs)
+    dx, dws = pull(gs)
+    x64, expected = np.asarray(x, np.float64), np.zeros(x.shape)
+    for out, w, g, dw in zip(outs, several, gs, dws, strict=True):
+        assert (out.dtype, dx.dtype, dw.dtype) == (accumulate or dtype, dtype, dtype)
+        w64, g64 = (np.asarray(value, np.float64) for value in (w, g.astype(dtype)))
+        products, sums = np.zeros(out.shape), np.zeros(w.shape)
+        for index, (start, size) in enumerate(zip(np.cumsum(SIZES) - SIZES, SIZES, strict=True)):
+            rows = slice(start, start + size)
+            products[rows], sums[index] = x64[rows] @ w64[index], x64[rows].T @ g64[rows]
+            expected[rows] += g64[rows] @ w64[index].T
+        close(out, products)
+        close(dw, sums)
+        assert not np.asarray(dw[0]).any() and not np.asarray(dw[3]).any()
+    close(dx, expected)
+
+
+def close(value: jax.Array, expected: np.ndarray) -> None:
+    """Float32 sums, rounded once."""
+    eps = float(jnp.finfo(value.dtype).eps)
+    np.testing.assert_allclose(np.asarray(value, np.float64), expected, rtol=eps, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +89,7 @@ def test_products_and_gradients(
     ],
 )
 def test_refuses_other_devices(platform: str, kind: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "target_device", lambda: (platform, kind))
+    monkeypatch.setattr("axcore.nn.grouped_matmul.target_device", lambda: (platform, kind))
     if works:
         jax.eval_shape(lambda *args: MosaicGrouped()(*args), *inputs(jnp.bfloat16))
         return
