@@ -106,7 +106,9 @@ def test_expert_init_uses_the_fan_in_of_one_expert():
 def test_missing_tokamax_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     cfg = mixture(dispatch=Dropless(matmul=Tokamax()))
-    with pytest.raises(ax.ConfigError, match=r"dispatch\.matmul: .* Tokamax: requires the package tokamax \(pip install tokamax\)"):
+    with pytest.raises(
+        ax.ConfigError, match=r"dispatch\.matmul: .* Tokamax: requires the package tokamax \(pip install tokamax\)"
+    ):
         call(cfg, parameters(cfg), tokens(3))
 
 

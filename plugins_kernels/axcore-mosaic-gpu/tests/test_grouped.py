@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import axcore as ax
 from axcore.aot.targets import Target
+from axcore.testing import GroupedMatmulSuite
 from axcore_mosaic_gpu import grouped
 from axcore_mosaic_gpu.grouped import MosaicGrouped, Tiles
 
@@ -39,6 +41,47 @@ def inputs(dtype: jnp.dtype, inner: int = INNER, outer: int = OUTER) -> tuple[ja
     x[sum(SIZES) :] = 0
     group = jnp.asarray([1, 2, 2, 3], jnp.int32)
     return jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(SIZES, jnp.int32), group
+
+
+class TestConformance(GroupedMatmulSuite):
+    """On other machines than a Hopper GPU, only what the product supports."""
+
+    name = "mosaic-gpu"
+    dtypes = ("bfloat16", "float16")
+    multiple = 64
+    local = True
+    platform = "gpu"
+    device_kind = "NVIDIA H100 80GB HBM3"
+    refused_devices = (("gpu", "NVIDIA A100-SXM4-80GB"), ("gpu", "NVIDIA B200"), ("tpu", "TPU v5p"), ("cpu", "cpu"))
+
+
+class Interpreted(TestConformance):
+    __test__ = False
+    options: ClassVar = {
+        name: Tiles(columns=128, stages=2) for name in ("forward", "input_gradient", "weight_gradient")
+    }
+
+    def runs(self) -> bool:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("check", "arguments"),
+    [
+        ("test_products_equal_float64", ("no rows",)),
+        ("test_gradients_equal_float64", ("uneven groups",)),
+        ("test_gradients_equal_float64", ("empty groups",)),
+        ("test_several_stacks_of_matrices_add_up_the_gradients_of_x", ()),
+        ("test_features_that_do_not_divide_are_refused_with_their_number", ()),
+        ("test_vmap_scan_and_remat_do_not_change_results", ()),
+    ],
+)
+def test_the_interpreted_kernels_pass_the_suite(
+    check: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreted(monkeypatch)
+    getattr(Interpreted(), check)(*arguments)
 
 
 @pytest.mark.long

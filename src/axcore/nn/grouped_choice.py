@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from axcore.config import Config, ConfigError
+from axcore.config import ConfigError
 from axcore.nn.grouped_matmul import Blocks, GroupedMatmul, GroupedRequest
 
 

@@ -85,8 +85,8 @@ class GroupedMatmul(Config):
         Args:
             x: the rows, sorted by group.
             matrices: one matrix for each group, in the dtype of x.
-            sizes: int32, the number of rows of each group, a multiple of `align`. x may have more rows at the end, which
-                are zeros and whose result is zeros.
+            sizes: int32, the number of rows of each group, a multiple of `align`. x may have more rows at the end,
+                which are zeros and whose result is zeros.
             group: int32, the group of each block of `align` rows, in ascending order. Blocks at the end without a group
                 have the last one.
             accumulate: dtype of the sums and of the result; None: the dtype of x.

@@ -152,7 +152,8 @@ class GroupedMatmulSuite(OfferSuite):
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_supports_exactly_the_declared_dtypes(self, dtype: str) -> None:
-        self._check_support(self._request(dtype), dtype in self.dtypes, f"{dtype} {'is' if dtype in self.dtypes else 'is not'} in dtypes")
+        declared = dtype in self.dtypes
+        self._check_support(self._request(dtype), declared, f"{dtype} {'is' if declared else 'is not'} in dtypes")
 
     def test_features_that_do_not_divide_are_refused_with_their_number(self) -> None:
         if self.multiple == 1:
@@ -233,7 +234,10 @@ class GroupedMatmulSuite(OfferSuite):
 
             found, pull = jax.vjp(jax.jit(each), arrays.x, several)
             x_bar, w_bars = pull((arrays.y_bar, -arrays.y_bar))
-            parts = [dataclasses.replace(arrays, w=w, y_bar=sign * arrays.y_bar) for w, sign in zip(several, (1, -1), strict=True)]
+            parts = [
+                dataclasses.replace(arrays, w=several[0]),
+                dataclasses.replace(arrays, w=several[1], y_bar=-arrays.y_bar),
+            ]
             for part, product, w_bar in zip(parts, found, w_bars, strict=True):
                 part.product().check(product, dtype, "a product of each()")
                 part.w_gradient().check(w_bar, dtype, "a gradient of matrices of each()")
@@ -249,8 +253,9 @@ class GroupedMatmulSuite(OfferSuite):
         """Numerics compute gradients with `outer`, also those of integers."""
         self._require()
         arrays = self._arrays("empty groups", "float32")
-        x, y = (arrays.x, arrays.y_bar) if dtype == "float32" else (jnp.round(8 * arrays.x), jnp.round(8 * arrays.y_bar))
-        x, y = x.astype(dtype), y.astype(dtype)
+        x, y = arrays.x, arrays.y_bar
+        if dtype == "int8":
+            x, y = (jnp.round(8 * each).astype(jnp.int8) for each in (x, y))
         wide = "int32" if dtype == "int8" else "float32"
         found = jax.jit(lambda *args: self.matmul().outer(*args, jnp.dtype(wide)))(x, y, arrays.sizes, arrays.group)
         exact = arrays.outer(x, y)
@@ -387,9 +392,7 @@ def _on_devices(matmul: GroupedMatmul, arrays: Arrays, inside: bool) -> tuple[li
         count = math.gcd(arrays.x.shape[0], COUNT)
         mesh = Mesh(np.array(jax.devices()[:count]), ("fsdp",))
         rows = NamedSharding(mesh, PartitionSpec("fsdp"))
-        placed = dataclasses.replace(
-            arrays, x=jax.device_put(arrays.x, rows), y_bar=jax.device_put(arrays.y_bar, rows)
-        )
+        placed = dataclasses.replace(arrays, x=jax.device_put(arrays.x, rows), y_bar=jax.device_put(arrays.y_bar, rows))
         return tuple([np.asarray(value)] for value in _pulled(matmul, placed))
 
     def local(*args: jax.Array) -> tuple[jax.Array, ...]:

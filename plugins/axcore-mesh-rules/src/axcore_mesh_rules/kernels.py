@@ -54,7 +54,9 @@ def with_grouped_matmul(cfg: Trainer.Config, name: str, dtypes: Collection[Any])
     slots = [
         path
         for path, node in walk(cfg)
-        if has_field(node, "matmul") and getattr(node, "matmul", None) == Blocks() and _compute_dtype(cfg, path) in dtypes
+        if has_field(node, "matmul")
+        and getattr(node, "matmul", None) == Blocks()
+        and _compute_dtype(cfg, path) in dtypes
     ]
     if not slots:
         return cfg

@@ -99,9 +99,7 @@ def rows_product(
             if len(terms) == 1:
                 copy(buffers, barrier)
             else:
-                pl.when((step >= term * steps) & (step < (term + 1) * steps))(
-                    functools.partial(copy, buffers, barrier)
-                )
+                pl.when((step >= term * steps) & (step < (term + 1) * steps))(functools.partial(copy, buffers, barrier))
 
     def load_term(at: Any, step: Any, refs: Any, buffers: Any, barrier: Any) -> None:
         row, column, owner, _ = at
