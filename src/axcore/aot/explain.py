@@ -190,7 +190,8 @@ def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice | GroupedChoic
     active_layout = layout.active() if layout is not None else contextlib.nullcontext()
     with active_layout, recording() as kernels, recording_grouped() as products:
         jax.eval_shape(loss, params, state, batch, key)
-    return {_config_path(choice.path, prefix): choice for choice in (*kernels, *products)}
+    choices: list[Choice | GroupedChoice] = [*kernels, *products]
+    return {_config_path(choice.path, prefix): choice for choice in choices}
 
 
 def _config_path(path: str, prefix: str) -> str:

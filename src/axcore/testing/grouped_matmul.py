@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from axcore.config import Config, ConfigError
 from axcore.nn import GroupedMatmul, GroupedRequest
@@ -257,7 +258,8 @@ class GroupedMatmulSuite(OfferSuite):
         if dtype == "int8":
             x, y = (jnp.round(8 * each).astype(jnp.int8) for each in (x, y))
         wide = "int32" if dtype == "int8" else "float32"
-        found = jax.jit(lambda *args: self.matmul().outer(*args, jnp.dtype(wide)))(x, y, arrays.sizes, arrays.group)
+        sums = functools.partial(self.matmul().outer, accumulate=jnp.dtype(wide))
+        found = jax.jit(sums)(x, y, arrays.sizes, arrays.group)
         exact = arrays.outer(x, y)
         if dtype == "int8":
             assert found.dtype == jnp.int32
@@ -326,7 +328,8 @@ class GroupedMatmulSuite(OfferSuite):
         return (37, 51) if self.multiple == 1 else (3 * self.multiple, 2 * self.multiple)
 
     def _request(self, dtype: str, *widths: int) -> GroupedRequest:
-        return GroupedRequest(self.platform, self.device_kind, jnp.dtype(dtype), *(widths or self._widths))
+        inner, outer = widths or self._widths
+        return GroupedRequest(self.platform, self.device_kind, jnp.dtype(dtype), inner, outer)
 
     def _check_support(self, request: GroupedRequest, expected: bool, why: str) -> str:
         reason = self.matmul().supports(request)
@@ -366,15 +369,17 @@ class GroupedMatmulSuite(OfferSuite):
             filled=filled,
         )
 
-    def _call(self, arrays: Arrays, accumulate: object = None) -> jax.Array:
-        matmul = self.matmul()
-        return jax.jit(lambda *args: matmul(*args, accumulate))(arrays.x, arrays.w, arrays.sizes, arrays.group)
+    def _call(self, arrays: Arrays, accumulate: DTypeLike | None = None) -> jax.Array:
+        call = functools.partial(self.matmul(), accumulate=accumulate)
+        return jax.jit(call)(arrays.x, arrays.w, arrays.sizes, arrays.group)
 
-    def _gradients(self, arrays: Arrays, accumulate: object = None) -> tuple[jax.Array, jax.Array]:
+    def _gradients(self, arrays: Arrays, accumulate: DTypeLike | None = None) -> tuple[jax.Array, jax.Array]:
         return _pulled(self.matmul(), arrays, accumulate)[1:]
 
 
-def _pulled(matmul: GroupedMatmul, arrays: Arrays, accumulate: object = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _pulled(
+    matmul: GroupedMatmul, arrays: Arrays, accumulate: DTypeLike | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(product, gradient of x, gradient of the matrices)."""
 
     def run(x: jax.Array, w: jax.Array, sizes: jax.Array, group: jax.Array, y_bar: jax.Array) -> tuple[jax.Array, ...]:
