@@ -147,7 +147,7 @@ def misfits(draw: Draw) -> list[str]:
 
     stages, context, tensor = size("pipeline"), size("context"), size("tensor")
     row_shards, seq_shards = size("data", "fsdp", "expert"), context * (tensor if draw.sequence else 1)
-    heads = draw.heads if draw.heads % tensor else draw.heads // tensor
+    heads = draw.heads // tensor
     rows, prefix = row_shards * draw.microbatches, "mesh.context="
     found = [
         (size(*draw.shape) != COUNT, r"mesh.shape: \{.*\} does not match .* Set sizes whose product is 8"),
@@ -164,6 +164,7 @@ def misfits(draw: Draw) -> list[str]:
             bool(draw.seq % seq_shards),
             rf"input.seq_len={draw.seq} .* {seq_shards} devices .* Make it a multiple of {seq_shards}",
         ),
+        (bool(draw.heads % tensor), rf"num_heads={draw.heads} is not a multiple of {tensor}, .*\(tensor={tensor}\)"),
         dimension(16, "fsdp", "expert", "context"),
         dimension(4 * draw.heads, "tensor"),
         dimension(4 * draw.kv_heads, "tensor"),

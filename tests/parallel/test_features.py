@@ -74,7 +74,7 @@ def test_heads_that_tensor_parallelism_would_split_are_refused(heads, kv_heads, 
     cfg = of_heads(heads, kv_heads, size)
     message = (
         rf"^model\.decoder\.layers(\.0)?\.attention: num_heads={heads} is not a multiple of {size}, the number of "
-        rf"devices that share the heads \(tensor={size}\)\. The nearest possible numbers are {nearest}\. Change mesh"
+        rf"devices that share the heads \(tensor={size}\)\. Possible numbers of devices: {nearest}\. Change mesh"
     )
     with pytest.raises(ax.ConfigError, match=message):
         made(cfg)

@@ -19,7 +19,7 @@ from .shapes import case_of, drawn, misfits
 TOLERANCE = 1e-5
 FITTING = tuple(itertools.islice((seed for seed in itertools.count(100) if not misfits(drawn(seed))), 27))
 OTHERS = tuple(itertools.islice((seed for seed in itertools.count(100) if misfits(drawn(seed))), 24))
-CI = (105, 107, 132)
+CI = (105, 107, 119, 132)
 
 
 @functools.cache

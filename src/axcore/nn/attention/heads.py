@@ -5,6 +5,7 @@ from __future__ import annotations
 from axcore.config import Config, ConfigError, walk
 from axcore.nn.attention.base import BaseAttention
 from axcore.parallel import Layout
+from axcore.parallel.axes import group_of
 from axcore.parallel.layout import nearest_divisors
 
 
@@ -20,7 +21,7 @@ def check_heads(model: Config, layout: Layout, where: str) -> None:
     Raises:
         ConfigError: they do not.
     """
-    axes = layout.axes_of("head")
+    axes = group_of(layout.spec(("batch", "head"))[1])  # axes that shard the batch do not shard heads
     shards = layout.size_of(axes)
     for path, node in walk(model):
         if not isinstance(node, BaseAttention.Config) or not isinstance(node.num_heads, int):
@@ -29,7 +30,7 @@ def check_heads(model: Config, layout: Layout, where: str) -> None:
         if heads % shards:
             raise ConfigError(
                 f"{'.'.join(filter(None, (where, path)))}: num_heads={heads} is not a multiple of {shards}, the number "
-                f"of devices that share the heads ({layout.described(axes)}). The nearest possible numbers are "
+                f"of devices that share the heads ({layout.described(axes)}). Possible numbers of devices: "
                 f"{nearest_divisors(heads, shards)}. Change mesh.shape or num_heads, or replicate the heads by leaving "
                 f"'head' and 'kv_head' out of mesh.rules"
             )

@@ -56,7 +56,8 @@ class ObjectiveGradient:
         objective: the training loss.
         layout: the mesh and rules of the run.
         trained, frozen: the parameters with and without gradients.
-        params_like: shapes, dtypes and shardings of the gradients.
+        params_like: shapes, dtypes and shardings of the trained parameters.
+        sums_like: shapes, dtypes and shardings of accumulated gradients.
     """
 
     fn: Functional
@@ -65,6 +66,7 @@ class ObjectiveGradient:
     trained: Tree
     frozen: Tree
     params_like: Tree
+    sums_like: Tree
 
     def whole(self, model_state: Tree, batch: Batch, key: PRNGKeyArray) -> Result:
         """The gradients of a batch, computed at once."""
@@ -90,7 +92,7 @@ class ObjectiveGradient:
             sums = jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, found.grads)
             return (sums, found.model_state), (found.loss, found.collections, found.gradient_state)
 
-        start = jax.tree.map(self._zeros, self.params_like), self.forward_state(model_state)
+        start = jax.tree.map(self._zeros, self.sums_like), self.forward_state(model_state)
         numbered = jnp.arange(microbatches), batches
         (sums, forward_state), (losses, collections, gradient_state) = jax.lax.scan(add, start, numbered)
         return Result(
@@ -153,7 +155,7 @@ class ObjectiveGradient:
     def _call(
         self, trained: Tree, model_state: Tree, batch: Batch, key: PRNGKeyArray
     ) -> tuple[tuple[LossSum, Collections], Tree]:
-        params = union(trained, self.frozen)
+        params = union(self._in_place(trained), self.frozen)
         result = self.fn(params, model_state, batch, key=key, training=True, method=self.objective)
         loss = result[0][0]
         if not isinstance(loss, LossSum) or jnp.shape(loss.total) != () or jnp.shape(loss.count) != ():
@@ -162,6 +164,17 @@ class ObjectiveGradient:
                 f"not {jax.tree.map(jax.typeof, loss)}"
             )
         return result
+
+    def _in_place(self, trained: Tree) -> Tree:
+        """The parameters, whose gradients first have their sharding and then, with ZeRO, that of the optimizer state.
+
+        Without this step, XLA (jax 0.11.2) returns wrong gradients of output projections with ZeRO and sequence
+        parallelism over `context` and `tensor`: the operands of this product share tokens over different mesh axes.
+        """
+        if not self.layout.zero:
+            return trained
+        shardings = jax.tree.map(lambda like: like.sharding, self.params_like)
+        return jax.lax.with_sharding_constraint(trained, shardings)
 
     def _zeros(self, like: jax.ShapeDtypeStruct) -> jax.Array:
         zeros = jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))

@@ -104,9 +104,9 @@ class Program:
         """Returns the new state and the metrics, which are scalars, or [layer] for summaries of a scanned stack."""
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
         trained, frozen = self.learner.trained(state.params), self.learner.frozen(state.params)
-        updated = self.learner.trained(self.moments)
-        like = updated if self.layout.zero == 2 else self.learner.trained(self.state.params)
-        gradient = ObjectiveGradient(self.fn, self.objective, self.layout, trained, frozen, like)
+        params_like, updated = self.learner.trained(self.state.params), self.learner.trained(self.moments)
+        sums_like = updated if self.layout.zero == 2 else params_like
+        gradient = ObjectiveGradient(self.fn, self.objective, self.layout, trained, frozen, params_like, sums_like)
         with self.layout.active():
             if self.stack is not None:
                 found = pipelined(gradient, self.stack, state.model_state, batch, key, self.microbatches)

@@ -40,7 +40,7 @@ def pipelined(
     forward_state, gradient_state = gradient.forward_state(model_state), gradient.gradient_state(model_state)
     trees = (stack.divided(tree) for tree in (gradient.trained, gradient.frozen, forward_state, gradient_state))
     layers, rest = (Variables(*each) for each in zip(*trees, strict=True))
-    likes = stack.divided(gradient.params_like)
+    likes = stack.divided(gradient.sums_like)
     batches = gradient.split(batch, microbatches)
 
     def before(trained: Tree, gradient_state: Tree) -> tuple[Hidden, tuple[PyTree, ...]]:
@@ -84,7 +84,7 @@ def pipelined(
     reports = Collections({**by_microbatch.summaries, **reports.summaries}, {**by_microbatch.losses, **reports.losses})
     whole = Gradient(*map(stack.whole, found.gradient, of_rest.gradient))
     return Result(
-        grads=jax.tree.map(lambda total, like: total.astype(like.dtype), whole.trained, gradient.params_like),
+        grads=jax.tree.map(lambda total, like: total.astype(like.dtype), whole.trained, gradient.sums_like),
         loss=jax.tree.map(lambda x: x.sum(axis=0), loss),
         collections=reports.reduced(),
         model_state=stack.whole(found.written, of_rest.written),
