@@ -122,6 +122,8 @@ def test_the_first_supported_grouped_product_of_an_order_is_used():
     params, x = parameters(cfg), tokens(7)
     found = call(cfg, params, x)[0]
     np.testing.assert_array_equal(found, call(mixture(dispatch=DISPATCHES["blocks of 3"]), params, x)[0])
+    nested = FirstSupported(order=(FirstSupported(order=(NoRows(),)), Blocks(size=3)))
+    np.testing.assert_array_equal(found, call(mixture(dispatch=Dropless(matmul=nested)), params, x)[0])
     for order in ((NoRows(),), ()):
         cfg = mixture(dispatch=Dropless(matmul=FirstSupported(order=order)))
         reason = "NoRows: multiplies no float32 rows" if order else "order is empty"

@@ -24,12 +24,6 @@ class FirstSupported(GroupedMatmul):
 
     order: tuple[GroupedMatmul, ...] = (Blocks(),)
 
-    def supports(self, request: GroupedRequest) -> str | None:
-        reasons = [(each, each.supports(request)) for each in self.order]
-        if any(reason is None for _, reason in reasons):
-            return None
-        return "; ".join(f"{type(each).__name__}: {reason}" for each, reason in reasons) or "order is empty"
-
 
 @dataclasses.dataclass(frozen=True)
 class GroupedChoice:
@@ -91,10 +85,9 @@ def choose(matmul: GroupedMatmul, requests: Sequence[GroupedRequest], path: str)
     Raises:
         ConfigError: none supports all requests. The message has the path, the requests and the reasons.
     """
-    order = matmul.order if isinstance(matmul, FirstSupported) else (matmul,)
     refused: list[tuple[GroupedMatmul, str]] = []
     chosen = None
-    for each in order:
+    for each in _order(matmul):
         reason = next((reason for request in requests if (reason := each.supports(request)) is not None), None)
         if reason is None:
             chosen = each
@@ -107,6 +100,14 @@ def choose(matmul: GroupedMatmul, requests: Sequence[GroupedRequest], path: str)
     if chosen is None:
         raise ConfigError(choice.problem())
     return chosen
+
+
+def _order(matmul: GroupedMatmul) -> Iterator[GroupedMatmul]:
+    if not isinstance(matmul, FirstSupported):
+        yield matmul
+        return
+    for each in matmul.order:
+        yield from _order(each)
 
 
 class _Placeholder(GroupedMatmul):
