@@ -74,12 +74,12 @@ class Interpreted(TestConformance):
         ("test_gradients_equal_float64", ("empty groups",)),
         ("test_several_stacks_of_matrices_add_up_the_gradients_of_x", ()),
         ("test_features_that_do_not_divide_are_refused_with_their_number", ()),
-        ("test_vmap_scan_and_remat_do_not_change_results", ()),
     ],
 )
 def test_the_interpreted_kernels_pass_the_suite(
     check: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Remat is left out: the interpreter has effects, which `jax.checkpoint` does not support."""
     interpreted(monkeypatch)
     getattr(Interpreted(), check)(*arguments)
 

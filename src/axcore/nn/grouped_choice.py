@@ -24,6 +24,10 @@ class FirstSupported(GroupedMatmul):
 
     order: tuple[GroupedMatmul, ...] = (Blocks(),)
 
+    def align(self, rows: int, groups: int) -> int:
+        """That of the first in the order, for estimates. The chosen one pads by its own."""
+        return next((each.align(rows, groups) for each in self.order), 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupedChoice:

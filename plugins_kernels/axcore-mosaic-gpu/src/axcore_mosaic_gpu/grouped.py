@@ -67,7 +67,7 @@ class MosaicGrouped(GroupedMatmul):
 
     def supports(self, request: GroupedRequest) -> str | None:
         if request.platform != "gpu" or not _HOPPER.search(request.device_kind):
-            return f"requires a Hopper GPU (H100, H200), and this is {request.device_kind or request.platform}"
+            return f"requires a Hopper GPU (H100, H200), got {request.device_kind or request.platform}"
         if request.sharded:
             return (
                 f"runs on the rows of one device, and XLA would gather those of the mesh axes "
