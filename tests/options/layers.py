@@ -15,6 +15,7 @@ from axcore.module import functional
 from axcore.nn import (
     And,
     Attention,
+    Blocks,
     Causal,
     CausalLM,
     ChooseKernel,
@@ -22,6 +23,7 @@ from axcore.nn import (
     ContiguousCache,
     Embedding,
     FeedForward,
+    FirstSupported,
     FullWidthNorm,
     GroupedLinear,
     KernelRequest,
@@ -313,6 +315,7 @@ def attention():
 def mixtures():
     for dispatch in (Dropless(), Dense(), Capacity()):
         yield Host(moe(dispatch=dispatch), TOKENS)
+    yield Host(moe(dispatch=Dropless(matmul=FirstSupported(order=(Blocks(size=2), Blocks())))), TOKENS)
     tpu = Mesh(shape={"expert": 4}).abstract(4, "tpu")
     yield Host(moe(dispatch=Exchange()), traced(x, tokens=True, mesh=tpu))
     hopper = traced(x, tokens=True, gradient=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100"))

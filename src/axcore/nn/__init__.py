@@ -19,8 +19,9 @@ from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
-from axcore.nn.grouped_linear import GroupedLinear
-from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, RaggedDot
+from axcore.nn.grouped_choice import FirstSupported
+from axcore.nn.grouped_linear import GroupedLinear, grouped_each
+from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, GroupedRequest, RaggedDot
 from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Zeros
 from axcore.nn.kv.arrays import ArrayCache
 from axcore.nn.kv.cache import KVCache, for_decoding, sized, without_caches
@@ -83,6 +84,7 @@ __all__ = [
     "Embedding",
     "FanIn",
     "FeedForward",
+    "FirstSupported",
     "ForEach",
     "Full",
     "FullWidthNorm",
@@ -90,6 +92,7 @@ __all__ = [
     "Grouped",
     "GroupedLinear",
     "GroupedMatmul",
+    "GroupedRequest",
     "Heads",
     "InCache",
     "Initializer",
@@ -146,6 +149,7 @@ __all__ = [
     "exact_gelu",
     "ffn_arguments",
     "for_decoding",
+    "grouped_each",
     "layers_of",
     "merge_by_lse",
     "put_kernel",
