@@ -40,10 +40,12 @@ def test_codes_are_the_nearest_numbers(dtype):
     assert np.abs(made.codes.astype(jnp.float32)).max() > 224  # the range is used
 
 
-def test_numbers_out_of_range_saturate_and_infinities_stay_visible():
+def test_numbers_out_of_range_saturate_and_nan_remains():
+    """A scale that is NaN makes infinities visible."""
     x = jnp.asarray([1.0, 1000.0, -1000.0, np.inf, -np.inf, np.nan])
     found = quantize(x, E4M3, jnp.float32(1.0)).dequantized(jnp.float32)
-    np.testing.assert_array_equal(found, [1.0, 448.0, -448.0, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(found, [1.0, 448.0, -448.0, 448.0, -448.0, np.nan])
+    assert np.isnan(quantize(x, E4M3, scale_of(amax_of(x), E4M3)).dequantized(jnp.float32)).all()
 
 
 @pytest.mark.parametrize(("amax", "out"), [(448.0, False), (449.0, True), (np.inf, True), (np.nan, True)])

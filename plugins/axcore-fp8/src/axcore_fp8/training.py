@@ -122,5 +122,9 @@ def _quantized(
         scale = scale_of(amax, dtype)
         return quantize(x, dtype, scale), None, overflows(amax, scale, dtype)
     scale = scale_of(history.max(), dtype)
-    seen = jnp.where(jnp.isfinite(amax), amax, 0.0)
-    return quantize(x, dtype, scale), jnp.roll(history, 1).at[0].set(seen), overflows(amax, scale, dtype)
+    is_finite = jnp.isfinite(amax)
+    made = quantize(x, dtype, scale)
+    made = dataclasses.replace(made, codes=jax.lax.optimization_barrier(made.codes))
+    made = dataclasses.replace(made, scale=jnp.where(is_finite, scale, jnp.nan))  # infinities saturate
+    new = jnp.roll(history, 1).at[0].set(jnp.where(is_finite, amax, 0.0))
+    return made, new, overflows(amax, scale, dtype)
