@@ -75,7 +75,8 @@ def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, scale: Float[Array, ""
     Args:
         scale: a power of two, so that multiplication by its inverse is exact.
     """
-    return Quantized(_rounded(x.astype(jnp.float32) * (1 / scale), dtype), scale)
+    scale, inverse = jax.lax.optimization_barrier((scale, 1 / scale))  # one kernel computes both
+    return Quantized(_rounded(x.astype(jnp.float32) * inverse, dtype), scale)
 
 
 def quantize_blocks(x: Float[Array, "*shape"], dtype: DTypeLike, dims: int) -> Quantized:

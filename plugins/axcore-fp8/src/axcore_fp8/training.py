@@ -124,7 +124,8 @@ def _quantized(
     scale = scale_of(history.max(), dtype)
     is_finite = jnp.isfinite(amax)
     made = quantize(x, dtype, scale)
-    made = dataclasses.replace(made, codes=jax.lax.optimization_barrier(made.codes))
+    if block_dims == 1:
+        made = dataclasses.replace(made, codes=jax.lax.optimization_barrier(made.codes))
     made = dataclasses.replace(made, scale=jnp.where(is_finite, scale, jnp.nan))  # infinities saturate
     new = jnp.roll(history, 1).at[0].set(jnp.where(is_finite, amax, 0.0))
     return made, new, overflows(amax, scale, dtype)
