@@ -67,7 +67,7 @@ def amax_of(x: Float[Array, ...]) -> Float[Array, ""]:
 
 
 def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, scale: Float[Array, ""]) -> Quantized:
-    """Rounds `x / scale` to the dtype. Numbers out of range saturate, infinities too, and NaN remain.
+    """Rounds `x / scale` to the dtype. Numbers out of range saturate, infinities too, and NaN remains.
 
     The computation is in float32: in bfloat16, XLA for GPUs would fuse it into an FP8 product that depends on its own
     scale, and fail to compile.
@@ -75,8 +75,7 @@ def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, scale: Float[Array, ""
     Args:
         scale: a power of two, so that multiplication by its inverse is exact.
     """
-    scale, inverse = jax.lax.optimization_barrier((scale, 1 / scale))  # one kernel computes both
-    return Quantized(_rounded(x.astype(jnp.float32) * inverse, dtype), scale)
+    return Quantized(_rounded(x.astype(jnp.float32) * (1 / scale), dtype), scale)
 
 
 def quantize_blocks(x: Float[Array, "*shape"], dtype: DTypeLike, dims: int) -> Quantized:
