@@ -124,7 +124,8 @@ def _quantized(
     scale = scale_of(history.max(), dtype)
     is_finite = jnp.isfinite(amax)
     made = quantize(x, dtype, scale)
-    if block_dims == 1:
+    if block_dims == 1:  # not a weight, which XLA rounds and transposes in one kernel
+        # The barrier makes one kernel round x and find its amax. Otherwise XLA finds it at the end of the step.
         made = dataclasses.replace(made, codes=jax.lax.optimization_barrier(made.codes))
     made = dataclasses.replace(made, scale=jnp.where(is_finite, scale, jnp.nan))  # infinities saturate
     new = jnp.roll(history, 1).at[0].set(jnp.where(is_finite, amax, 0.0))
