@@ -84,7 +84,7 @@ def test_supported_requests(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"platform": "tpu"}, "requires an NVIDIA GPU, and this is tpu"),
+        ({"platform": "tpu"}, "requires an NVIDIA GPU, got tpu"),
         ({"dtype": np.dtype(np.float32)}, "bfloat16 or float16, not float32"),
         ({"head_dim": 100}, "a head_dim that is a multiple of 8 up to 256, got 100"),
         ({"head_dim": 264}, "a head_dim that is a multiple of 8 up to 256, got 264"),
@@ -130,7 +130,7 @@ on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests the be
 def test_cudnn_alone_raises_on_a_cpu():
     cfg = ax.pipe(tiny_model(), ax.use("cudnn", documents=4))
     assert all(node.kernel == CudnnKernel.Config(documents=4) for _, node in ax.select(cfg, Attention))
-    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: .*CudnnKernel: .* this is cpu"):
+    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: .*CudnnKernel: .* got cpu"):
         trace(cfg)
 
 
@@ -140,7 +140,7 @@ def test_next_kernel_of_an_order_is_used_on_a_cpu():
     with recording() as found:
         trace(cfg)
     assert isinstance(found[0].kernel, ReferenceKernel)
-    assert [(type(kernel), "this is cpu" in reason) for kernel, reason in found[0].refused] == [(CudnnKernel, True)]
+    assert [(type(kernel), "got cpu" in reason) for kernel, reason in found[0].refused] == [(CudnnKernel, True)]
 
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="requires an NVIDIA GPU")
