@@ -7,10 +7,12 @@ from axcore.nn.attention.base import BaseAttention
 from axcore.nn.attention.choice import ChooseKernel, attend, put_kernel, use_kernels
 from axcore.nn.attention.context.all_to_all import AllToAll
 from axcore.nn.attention.context.ring import RingAttention
+from axcore.nn.attention.fused import FusedAttention, FusedKernel
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Heads
 from axcore.nn.attention.kernel import AttentionKernel, TunableKernel, refusal
 from axcore.nn.attention.latent import LatentAttention
+from axcore.nn.attention.mask_form import MaskForm, mask_refusal
 from axcore.nn.attention.masks import And, Causal, Full, Mask, Or, Prefix, SameSegment, SlidingWindow, visible
 from axcore.nn.attention.merging import attend_in_parts, merge_by_lse
 from axcore.nn.attention.reference import ReferenceKernel
@@ -83,6 +85,8 @@ __all__ = [
     "ForEach",
     "Full",
     "FullWidthNorm",
+    "FusedAttention",
+    "FusedKernel",
     "Gating",
     "Grouped",
     "GroupedLinear",
@@ -98,6 +102,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "Mask",
+    "MaskForm",
     "MultiTokenPrediction",
     "Normal",
     "Numerics",
@@ -142,6 +147,7 @@ __all__ = [
     "ffn_arguments",
     "for_decoding",
     "layers_of",
+    "mask_refusal",
     "merge_by_lse",
     "put_kernel",
     "put_numerics",
