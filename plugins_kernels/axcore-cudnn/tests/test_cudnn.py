@@ -93,8 +93,8 @@ def test_documents_must_be_positive():
 
 def test_unsupported_jax_version_names_what_is_missing(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(MaskType=None))
-    with pytest.raises(ImportError, match=r"requires _dot_product_attention_fwd_p, .* Install jax 0\.11\.2"):
-        primitives._private()
+    with pytest.raises(ImportError, match=r"requires _dot_product_attention_fwd_p in .* Install jax 0\.11\.2"):
+        primitives.private("_dot_product_attention_fwd_p", "MaskType")
 
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="requires an NVIDIA GPU")

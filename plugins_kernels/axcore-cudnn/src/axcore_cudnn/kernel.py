@@ -15,14 +15,13 @@ from axcore.nn import (
     put_kernel,
     visible,
 )
+from axcore_cudnn.devices import is_before_hopper
 from axcore_cudnn.fused import Operands, attention
 from axcore_cudnn.primitives import Form
 
 LARGEST_HEAD_DIM = 256
 LARGEST_BIAS = 2**30
 """Maximum number of elements of a bias: 2 GiB."""
-_BEFORE_HOPPER = ("V100", "T4", "A100", "A800", "A10", "A30", "A40", "L4", "RTX", "GeForce", "TITAN")
-"""Substrings of the names of GPUs on which cuDNN supports neither packed rows nor a head_dim above 128."""
 
 
 class CudnnKernel(FusedKernel):
@@ -86,7 +85,7 @@ def _shapes(request: KernelRequest) -> str | None:
             return f"requires a {name} that is a multiple of 8 up to {LARGEST_HEAD_DIM}, got {width}"
     if value_dim > head_dim:
         return f"requires values no wider than keys, got value_dim={value_dim} and head_dim={head_dim}"
-    if any(name in request.device_kind for name in _BEFORE_HOPPER) and (head_dim > 128 or value_dim != head_dim):
+    if is_before_hopper(request.device_kind) and (head_dim > 128 or value_dim != head_dim):
         return (
             f"requires a Hopper GPU or a later one for head_dim={head_dim}, value_dim={value_dim}, "
             f"got {request.device_kind}"
@@ -115,7 +114,7 @@ def _packed(request: KernelRequest) -> str | None:
     mask = MaskForm.of(request.mask)
     if mask is None or not (request.packed and mask.documents):
         return None
-    if any(name in request.device_kind for name in _BEFORE_HOPPER):
+    if is_before_hopper(request.device_kind):
         return f"requires a Hopper GPU or a later one for packed rows, got {request.device_kind}"
     size = request.query_len * request.num_heads * request.head_dim
     if size >= 2**31:

@@ -25,7 +25,9 @@ def masked_forward(
     seq, visible = q.shape[1], _whole(visible, q, k)
     heads, lse = forward(
         Form(form.scale, causal=False),
-        *map(_even, (q, k, v)),
+        _even(q),
+        _even(k),
+        _even(v),
         bias=bias_of(_even(_even(visible, 1), 2), q.dtype),
         lengths=_lengths(visible, seq + seq % 2),
     )
@@ -45,7 +47,10 @@ def masked_backward(
     heads_grad = jnp.where(sees[..., None, None], heads_grad, 0)
     dq, dk, dv = backward(
         Form(form.scale, causal=False),
-        *map(_even, (q, k, v, heads)),
+        _even(q),
+        _even(k),
+        _even(v),
+        _even(heads),
         _even(lse, 2),
         _even(heads_grad),
         bias=bias_of(_even(_even(visible, 1), 2), q.dtype),
