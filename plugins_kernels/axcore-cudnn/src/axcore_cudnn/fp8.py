@@ -75,8 +75,8 @@ def _forward(form: Form, q: Array, k: Array, v: Array, histories: Histories) -> 
     given = amaxes if histories.inputs is None else list(histories.inputs[:3].max(1))
     scales = InputScales(*(scale_of(each, E4M3) for each in (*given, HEADS_BOUND * amaxes[2])))
     codes = [quantize(x, E4M3, scale) for x, scale in zip((q, k, v), scales, strict=False)]
-    group = q.shape[2] // k.shape[2]
-    of_heads, lse, amax = forward(form.scale, form.causal, *_wide(codes, group), scales)
+    wide_q, wide_k, wide_v = _wide(codes, q.shape[2] // k.shape[2])
+    of_heads, lse, amax = forward(form.scale, form.causal, wide_q, wide_k, wide_v, scales)
     heads = Quantized(of_heads, scales.heads).dequantized(q.dtype)
     # The scale is a power of two, so the backward pass gets the same codes from the saved heads.
     flat = checkpoint_name(heads.reshape(*heads.shape[:2], -1), "heads")
@@ -97,10 +97,13 @@ def _backward(form: Form, kept: Any, cotangents: tuple[Array, Array]) -> tuple[A
         *(scale_of(jnp.where(old > 0, old, new), E4M3) for old, new in zip(known, estimated, strict=True)),
     )
     group = heads_grad.shape[2] // codes[1].codes.shape[2]
+    q, k, v = _wide(codes, group)
     *grads, found = backward(
         form.scale,
         form.causal,
-        *_wide(codes, group),
+        q,
+        k,
+        v,
         quantize(flat.reshape(heads_grad.shape), E4M3, scales.heads).codes,
         lse,
         quantize(heads_grad, E4M3, of_gradients.heads).codes,
@@ -122,10 +125,10 @@ def _backward(form: Form, kept: Any, cotangents: tuple[Array, Array]) -> tuple[A
 fp8_attention.defvjp(_forward, _backward)
 
 
-def _wide(codes: list[Quantized], group: int) -> list[Array]:
+def _wide(codes: list[Quantized], group: int) -> tuple[Array, Array, Array]:
     """The codes, with a kv head for each query head: the gradients of shared kv heads are inaccurate on Hopper."""
     q, k, v = (each.codes for each in codes)
-    return [q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)] if group > 1 else [q, k, v]
+    return (q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)) if group > 1 else (q, k, v)
 
 
 def _estimates(form: Form, amaxes: list[Scale], shape: tuple[int, ...]) -> Amaxes:

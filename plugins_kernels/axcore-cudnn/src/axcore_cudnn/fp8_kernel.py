@@ -38,6 +38,7 @@ class CudnnFp8Kernel(AttentionKernel):
     """
 
     class Config(AttentionKernel.Config):
+        layout_fields = ()  # FP8 changes what a run computes
         scaling: Scaling = "current"
         """How the scales of q, k, v and the gradient of the heads are chosen. `current`: from their largest values.
         `delayed`: from their largest values in earlier steps; a new history gives a scale of 1, so the first steps are
