@@ -8,22 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import axcore as ax
 from axcore.nn import (
     AttentionInputs,
     AttentionKernel,
-    Contiguous,
-    DecodingState,
     KernelRequest,
     KVCache,
-    KVView,
     ReferenceKernel,
-    TokenInfo,
     attend_in_parts,
     refusal,
 )
-from axcore.nn.kv.views import token_axes
-from axcore.nn.tokens import CachedRows
 
 
 class SplitKeys(AttentionKernel):
@@ -61,81 +54,8 @@ class LocalKernel(ReferenceKernel):
         return super().__call__(inputs)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pages(KVView):
-    """Pages of int8 codes, with a scale for each token and head. Rows share the pools; `table` lists their pages."""
-
-    pools: Any
-    """For keys and for values: (codes [*layer, page, slot, kv_head, dim], scales [*layer, page, slot, kv_head])."""
-    table: jax.Array
-    tokens: TokenInfo
-    layer: tuple[jax.Array, ...]
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        codes = self.pools["keys"][0]
-        return (self.table.shape[0], self.table.shape[1] * codes.shape[-3], *codes.shape[-2:])
-
-    @property
-    def value_dim(self) -> int:
-        return self.pools["values"][0].shape[-1]
-
-    @property
-    def dtype(self) -> Any:
-        return self.pools["keys"][1].dtype
-
-    def block(self, start: jax.Array | int, size: int) -> Contiguous:
-        page = self.pools["keys"][0].shape[-3]
-        places = start + jnp.arange(size)
-        at = (*self.layer, self.table[:, places // page], places % page)
-        k, v = (decoded(codes[at], scales[at]) for codes, scales in (self.pools["keys"], self.pools["values"]))
-        return Contiguous(k, v, self.tokens.part(start, size))
-
-    def axes(self) -> Any:
-        spec = jax.sharding.PartitionSpec
-        pools = jax.tree.map(lambda _: spec(), self.pools)
-        return Pages(pools, spec("batch", None), token_axes(self.tokens, "kv_seq"), (spec(),) * len(self.layer))  # type: ignore
-
-
-class PagedInt8Cache(KVCache):
-    """Stores int8 codes in pages. The step assigns pages to rows."""
-
-    class Config(KVCache.Config):
-        num_kv_heads: int = ax.REQUIRED
-        head_dim: int = ax.REQUIRED
-        value_dim: int | None = None
-        page: int = 4
-        pages: int = 24
-
-    def __init__(self, cfg, *, rngs):
-        value_dim = cfg.head_dim if cfg.value_dim is None else cfg.value_dim
-        axes = (None, None, "kv_head", None)
-        for name, dim in (("keys", cfg.head_dim), ("values", value_dim)):
-            codes = jnp.zeros((cfg.pages, cfg.page, cfg.num_kv_heads, dim), jnp.int8)
-            setattr(self, name, DecodingState(codes, axes=axes))
-            setattr(self, f"{name}_scale", DecodingState(jnp.zeros(codes.shape[:3]), axes=axes[:3]))
-
-    def __call__(self, inputs: AttentionInputs) -> AttentionInputs:
-        rows: CachedRows = self.rows(inputs)
-        assert rows.pages is not None
-        new, page = inputs.plain, self.config.page
-        row, place = jnp.arange(inputs.q.shape[0])[:, None], jnp.broadcast_to(inputs.query.index, inputs.q.shape[:2])
-        pages = rows.pages[row, place // page]
-        if inputs.query.valid is not None:  # padding goes to a page that does not exist
-            pages = jnp.where(inputs.query.valid, pages, self.config.pages)
-        pools = {}
-        for name, values in (("keys", new.k), ("values", new.v)):
-            stored = getattr(self, name), getattr(self, f"{name}_scale")
-            for state, part in zip(stored, encoded(values), strict=True):
-                state.put((pages, place % page), part)
-            pools[name] = tuple(state.whole for state in stored)
-        size = rows.pages.shape[1] * page
-        return inputs.replace(kv=Pages(pools, rows.pages, rows.tokens.part(0, size), self.keys.layer))
-
-
 class RoundedKV(KVCache):
-    """Stores nothing. Rounds keys and values like `PagedInt8Cache`, so that a full forward pass is the reference."""
+    """Stores nothing. Rounds keys and values like int8 codes, so that a full forward pass is the reference."""
 
     class Config(KVCache.Config):
         value_dim: int | None = None

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.contracts.attention_probes import PagedInt8Cache, RoundedKV
+from tests.contracts.attention_probes import RoundedKV
 
 import axcore as ax
 from axcore.infer import Decoder, Step
@@ -26,6 +26,7 @@ from axcore.nn import (
 from axcore.testing import tiny_model
 from axcore.testing.attention_cases import Slopes
 from axcore.testing.models import by_path
+from axcore_paged_kv.cache import PagedCache
 
 pytestmark = pytest.mark.long
 
@@ -60,8 +61,9 @@ def test_decoding_from_int8_pages_equals_a_full_call(latent, unstack):
     fn, params, state = functional(rounded.build(rngs=ax.Rngs(0)))
     expected = np.asarray(jax.jit(lambda ids: fn(params, state, ids)[0][0])(IDS))
 
+    cache = PagedCache.Config(page_size=4, num_pages=24, dtype="int8")
     decoder, params, state = Decoder.of(
-        cfg.build(rngs=ax.Rngs(0)), cache=PagedInt8Cache.Config(), batch_size=2, max_len=16, unstack=unstack
+        cfg.build(rngs=ax.Rngs(0)), cache=cache, batch_size=2, max_len=16, unstack=unstack
     )
     step = jax.jit(decoder.__call__, donate_argnums=1)
     # Row 1 is two tokens behind. Row 0 then verifies three draft tokens at once; two of them are rolled back.

@@ -70,6 +70,7 @@ from axcore_moe.layer import MoE
 from axcore_moe.router import ExpertChoice, TopK
 from axcore_mosaic_gpu.grouped import MosaicGrouped
 from axcore_nki.kernel import NkiKernel
+from axcore_paged_kv.cache import PagedCache
 from axcore_recipes.short_conv import ConvTransformerLayer
 from axcore_rope import scaling
 from axcore_rope.alibi import Alibi
@@ -361,7 +362,8 @@ def decoding():
     latent = LatentAttention.Config(
         num_heads=2, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, value_dim=4, cache=cache
     )
-    yield Host(CACHE, caching)
+    for each in (CACHE, PagedCache.Config(page_size=2), PagedCache.Config(page_size=2, num_pages=6)):
+        yield Host(each, caching)
     for attention in (inner.attention.set(cache=cache), latent, Mamba2.Config(head_dim=4, batch_size=ROWS)):
         yield Host(model(decoder=Repeat.Config(num_layers=2, layers=inner.set(attention=attention))), decoded)
     shared = [inner.set(attention=each(inner.attention, "kv")) for each in (sharing, borrowing)]

@@ -156,7 +156,7 @@ CHECKS = {
     "some rows": ("test_a_step_may_contain_some_of_the_rows",),
     "splits": ("test_every_split_into_steps_equals_recomputation", 5),
     "start again": ("test_a_row_can_start_again",),
-    "state": ("test_state_has_a_batch_axis",),
+    "state": ("test_state_has_logical_axes",),
     "generation": ("test_greedy_generation_equals_recomputation",),
 }
 LOSSY = {"keeps": 4, "lossy": 0.55, "rollback": 0}

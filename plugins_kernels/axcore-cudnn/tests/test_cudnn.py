@@ -59,7 +59,7 @@ class TestRequests(RequestSuite):
         {"mask": Causal() | SameSegment(), "device_kind": "NVIDIA A100-SXM4-80GB"},
     ]
     refused = [
-        ({"platform": "tpu"}, "requires an NVIDIA GPU, and this is tpu"),
+        ({"platform": "tpu"}, "requires an NVIDIA GPU, got tpu"),
         ({"dtype": np.dtype(np.float32)}, "bfloat16 or float16, not float32"),
         ({"head_dim": 100}, "a head_dim that is a multiple of 8 up to 256, got 100"),
         ({"head_dim": 264}, "a head_dim that is a multiple of 8 up to 256, got 264"),

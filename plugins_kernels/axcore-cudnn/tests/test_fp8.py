@@ -34,7 +34,7 @@ class TestRequests(RequestSuite):
         {"device_kind": ""},
     ]
     refused = [
-        ({"platform": "tpu"}, "requires an NVIDIA GPU, and this is tpu"),
+        ({"platform": "tpu"}, "requires an NVIDIA GPU, got tpu"),
         ({"device_kind": "NVIDIA L40S"}, "a Hopper GPU or a later one for FP8 attention, got NVIDIA L40S"),
         ({"dtype": np.dtype(np.float32)}, "rounds bfloat16 or float16 to FP8, not float32"),
         ({"head_dim": 64, "value_dim": 64}, "requires head_dim=128 and value_dim=128, got 64 and 64"),

@@ -38,7 +38,7 @@ class TestRequests(RequestSuite):
         {"batch": 2048},
     ]
     refused = [
-        ({"platform": "gpu"}, "requires AWS Trainium (the platform neuron), and this is gpu"),
+        ({"platform": "gpu"}, "requires AWS Trainium (the platform neuron), got gpu"),
         ({"device_kind": "NC_v2"}, "requires Trainium2 or later, got NC_v2"),
         ({"device_kind": "trn1"}, "requires Trainium2 or later, got trn1"),
         ({"dtype": np.dtype(np.float32)}, "multiplies in bfloat16, got float32"),

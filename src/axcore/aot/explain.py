@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +32,10 @@ from axcore.train import CrossEntropy
 from axcore.train.data.form import batch_form
 
 CORE = f"axcore {axcore.__version__}"
+WIDTH, MIN_COLUMN = 120, 40
+"""Columns of the text, and the smallest width of its last column."""
+_SUPPLIER = re.compile(r" of [\w-]+ [\w.+-]+(?=\(|$)")
+"""The distribution in the description of an edit, such as ` of axcore-rope 0.1.0`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,17 +110,34 @@ class Explanation:
     def __str__(self) -> str:
         plugins = ", ".join(self.plugins.values()) or "none"
         lines = [f"platform: {self.platform}{self.target and f' ({self.target})'}", f"active plugins: {plugins}", ""]
-        rows = [(node.path or "(root)", node.kind, node.supplier, node.by) for node in self.nodes]
+        # Versions are in the line of plugins, and the supplier of a feature is that of the node or of the mesh rule.
+        rows = [
+            (node.path or "(root)", node.kind, node.supplier.partition(" ")[0], _SUPPLIER.sub("", node.by))
+            for node in self.nodes
+        ]
         lines += _table(("node", "builds", "from", "set by"), rows)
         for slot in self.slots:
-            where = slot.paths[0] if len(slot.paths) == 1 else f"{slot.paths[0]} and {len(slot.paths) - 1} more"
-            where += f", {slot.layers} layer{'s' * (slot.layers > 1)}" if slot.layers else ""
-            lines += ["", f"{slot.kind}: {where}" + (f"  ({slot.request})" if slot.request else "")]
-            listed = [(f"  {each.name}", each.supplier, each.verdict) for each in slot.candidates]
-            lines += _table((), listed) or ["  (no installed plugin offers one)"]
+            lines += ["", *_lines(slot)]
         if self.empty:
-            lines += ["", f"slots that features may fill: {', '.join(self.empty)}"]
+            parents: dict[str, list[str]] = {}
+            for path in self.empty:
+                parent, _, name = path.rpartition(".")
+                parents.setdefault(name, []).append(parent or "(root)")
+            lines += ["", "empty slots, which features may fill:"]
+            lines += _table((), [(f"  {name}", ", ".join(found)) for name, found in parents.items()])
         return "\n".join(lines)
+
+
+def _lines(slot: Slot) -> Iterator[str]:
+    """A slot as text: its path, the request, and its candidates with the chosen one first."""
+    where = slot.paths[0] if len(slot.paths) == 1 else f"{slot.paths[0]} and {len(slot.paths) - 1} more"
+    where += f", {slot.layers} layer{'s' * (slot.layers > 1)}" if slot.layers else ""
+    yield f"{slot.kind}: {where}"
+    if slot.request:
+        yield from _table((), [("  call:", slot.request)])
+    listed = sorted(slot.candidates, key=lambda each: not each.verdict.startswith("chosen"))
+    rows = [(f"  {each.name}", each.supplier, each.verdict) for each in listed]
+    yield from _table((), rows) or ["  (no installed plugin offers one)"]
 
 
 def explain(cfg: Config, target: str | None = None) -> Explanation:
@@ -294,6 +317,13 @@ def _name(plugin: Plugin | None) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows in columns. The last column is wrapped at `WIDTH`."""
     every = [head, *rows] if head else rows
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in every]
+    indent = sum(widths[:-1]) + 2 * len(widths[:-1])
+    lines: list[str] = []
+    for row in every:
+        start = "".join(cell.ljust(width + 2) for cell, width in zip(row[:-1], widths, strict=False))
+        wrapped = textwrap.wrap(row[-1], max(MIN_COLUMN, WIDTH - indent), break_on_hyphens=False) or [""]
+        lines += [f"{start}{wrapped[0]}".rstrip(), *(" " * indent + rest for rest in wrapped[1:])]
+    return lines

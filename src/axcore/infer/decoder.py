@@ -7,13 +7,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
-from axcore.nn import CachedRows, KVCache, Phase, TokenInfo, for_decoding, unstack_arrays, unstacked
+from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, for_decoding, unstack_arrays, unstacked
 from axcore.nn.attention.heads import check_heads
+from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
 
 
@@ -31,7 +33,8 @@ class Step:
         lengths: the number of new tokens in each row, without padding; None: the width.
         slots: the slot of each row in the state, without duplicates. None: row i uses slot i, and every slot has a row.
         logits_at: the tokens of each row whose logits are computed, as indices into the width; None: all tokens.
-        pages: the page table of each row, for paged caches.
+        pages: the pages of each row, in order, for paged caches; `Paging.num_pages` marks an unused entry. None: each
+            slot has its own pages, which requires a pool with room for every slot.
         phase: `prefill` or `decode`; None: `decode` if the width is 1, otherwise `prefill`.
 
     Raises:
@@ -92,6 +95,12 @@ class Decoder:
         layout: the mesh and rules of the model; None: a single device.
         recompute_above: lengths above which the keys of a row differ from those of a shorter row, ascending. They are
             the attributes `recompute_above` of the nodes of the model's config, such as `LongRoPE`.
+        paging: the pool of pages of the paged caches; None: the model has no paged caches.
+        shares_prefixes: whether rows that begin with the same tokens may share pages: all decoding state is in pages,
+            and `recompute_above` is empty. A step with page tables may then start after any tokens that are in its
+            pages, whichever row computed them. Otherwise it starts after tokens of its slot.
+        bytes_per_token: bytes of one token in the paged caches of all layers, on all devices together; 0 without
+            pages.
     """
 
     fn: Functional
@@ -100,6 +109,9 @@ class Decoder:
     max_len: int
     layout: Layout | None = None
     recompute_above: tuple[int, ...] = ()
+    paging: Paging | None = None
+    shares_prefixes: bool = False
+    bytes_per_token: int = 0
 
     @classmethod
     def of(
@@ -127,8 +139,9 @@ class Decoder:
             The decoder, the parameters and the initial state.
 
         Raises:
-            ConfigError: `model` was not built from a config, none of its layers has decoding state, or its heads are
-                not divisible by their shards.
+            ConfigError: `model` was not built from a config or is not calibrated, none of its layers has decoding
+                state, its heads are not divisible by their shards, or its paged caches differ in the size of their
+                pools.
         """
         if not isinstance(model, Layer):
             raise ConfigError(f"Decoder.of requires a model that was built from a config, got {type(model).__name__}")
@@ -136,6 +149,7 @@ class Decoder:
             raise ConfigError(
                 f"cache must be the Config of a KV cache, such as ContiguousCache.Config(), not {cache!r}"
             )
+        require_calibrated(model)
         cfg = model.config
         params = functional(model)[1]
         # State other than caches, such as a router's bias. The caches are created below.
@@ -149,7 +163,7 @@ class Decoder:
         params = _those_of(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
-        return cls._of(fn, cfg, batch_size, max_len, layout), params, state
+        return cls._of(fn, cfg, params, state, batch_size, max_len, layout), params, state
 
     @classmethod
     def abstract(
@@ -159,23 +173,25 @@ class Decoder:
         cache: KVCache.Config,
         batch_size: int,
         max_len: int,
-        layout: Layout,
+        layout: Layout | None = None,
         unstack: bool = True,
     ) -> tuple[Decoder, Tree, Tree]:
         """`of` without arrays: the decoder, and the shapes and shardings of the parameters and of the initial state.
 
         Args:
             cfg: the config of the model. For the other arguments see `of`.
-            layout: the layout. Its devices may be devices to compile for only.
+            layout: the layout. Its devices may be devices to compile for only. None: shapes without shardings.
 
         Raises:
-            ConfigError: none of the layers has decoding state, or a dimension or the heads are not divisible by their
-                shards.
+            ConfigError: a dimension or the heads are not divisible by their shards, or the paged caches differ in the
+                size of their pools.
         """
         cfg = for_decoding(unstacked(cfg) if unstack else cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, params, held = abstract(cfg)
-        decoder = cls._of(fn, cfg, batch_size, max_len, layout)
         state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}
+        decoder = cls._of(fn, cfg, params, state, batch_size, max_len, layout)
+        if layout is None:
+            return decoder, params, state
 
         def placed(arrays: Tree, axes: Tree) -> Tree:
             shardings = layout.shardings(arrays, axes)
@@ -188,24 +204,45 @@ class Decoder:
         return decoder, placed(params, fn.axes), placed(state, decoder.state_axes)
 
     @classmethod
-    def _of(cls, fn: Functional, cfg: Config, batch_size: int, max_len: int, layout: Layout | None) -> Decoder:
-        """The decoder of a model in the form for decoding, whose config is `cfg`."""
+    def _of(
+        cls,
+        fn: Functional,
+        cfg: Config,
+        params: Tree,
+        state: Tree,
+        batch_size: int,
+        max_len: int,
+        layout: Layout | None,
+    ) -> Decoder:
+        """The decoder of a model in the form for decoding. `params` and `state` may be shapes."""
         if layout is not None:
             check_heads(cfg, layout, "model")
         axes = {"lengths": ("batch",), "model": fn.state_axes}
-        limits = {each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}
-        return cls(fn, axes, batch_size, max_len, layout, tuple(sorted(limits)))
+        limits = tuple(sorted({each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}))
+        paging = _paging(cfg)
+        kept = [node for _, node in nnx.iter_graph(fn.bind(params, state["model"])) if isinstance(node, DecodingState)]
+        paged = [each for each in kept if "page" in each.get_metadata()["axes"]]
+        shares = paging is not None and len(paged) == len(kept) and not limits
+        num_bytes = sum(each.whole.size * each.whole.dtype.itemsize for each in paged)
+        per_token = 0 if paging is None else num_bytes // (paging.num_pages * paging.page_size)
+        return cls(fn, axes, batch_size, max_len, layout, limits, paging, shares, per_token)
 
     def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]:
         """Runs the model on the tokens of a step.
 
         Returns:
-            The float32 logits and the new state. Undefined logits are NaN: at padding, at tokens beyond `max_len`, and
-            in invalid rows. A row is invalid if it starts after its cached tokens, its length is outside [0, width],
-            its slot is out of range or used by several rows, or its length passes one of `recompute_above` in either
+            The float32 logits and the new state. Undefined logits are NaN: at padding, at tokens beyond `max_len` or
+            beyond the page table, and in invalid rows. A row is invalid if it starts after its cached tokens (see
+            `shares_prefixes`), its length is outside [0, width], its slot is out of range or used by several rows, its
+            page table lacks a page for one of its tokens, or its length passes one of `recompute_above` in either
             direction. An invalid row may lose its cached tokens from `start` on. To let a row pass a length of
             `recompute_above`, restart it with all its tokens.
+
+        Raises:
+            ConfigError: the step has page tables but the model has no paged caches; it has none but the pool is too
+                small for a page table of each slot; or, if the values of the tables are known, `Paging.check` fails.
         """
+        table = self._page_table(step)
         width, held = step.ids.shape[1], state["lengths"]
         start = step.start.astype(jnp.int32)
         given = jnp.full(start.shape, width, jnp.int32) if step.lengths is None else step.lengths.astype(jnp.int32)
@@ -217,17 +254,22 @@ class Decoder:
             whole &= (slots >= 0) & (slots < self.batch_size) & alone
             slots = jnp.where(whole, slots, self.batch_size)  # out of range, so writes are dropped
         before = held if slots is None else held[slots]
-        whole &= start <= before
-        end = start + counts
-        for limit in self.recompute_above:
-            whole &= (start == 0) | ((before > limit) == (end > limit))
+        if step.pages is None or not self.shares_prefixes:
+            whole &= start <= before
+        end, limit = start + counts, self.max_len
+        if self.paging is not None and table is not None:
+            limit = min(limit, table.shape[1] * self.paging.page_size)
+            whole &= self.paging.complete(table, end)
+            table = jnp.where(whole[:, None], table, self.paging.num_pages)  # out of range, so writes are dropped
+        for bound in self.recompute_above:
+            whole &= (start == 0) | ((before > bound) == (end > bound))
         index = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         places = jnp.arange(self.max_len, dtype=jnp.int32)[None]
         cached = CachedRows(
             tokens=TokenInfo(places, places, valid=places < end[:, None]),
             lengths=end,
             slots=slots,
-            pages=step.pages,
+            pages=table,
             phase=step.phase or ("decode" if width == 1 else "prefill"),
         )
         # Padding has the position of the last token, so that it does not lengthen the row for position embeddings.
@@ -246,11 +288,54 @@ class Decoder:
             )
         at = jnp.arange(width)[None] if step.logits_at is None else step.logits_at
         asked = start[:, None] + at
-        right = whole[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < self.max_len)
+        right = whole[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < limit)
         # The tokens of an invalid row may have overwritten cached ones.
-        end = jnp.where(whole, jnp.minimum(end, self.max_len), jnp.clip(start, 0, before))
+        end = jnp.where(whole, jnp.minimum(end, limit), jnp.clip(start, 0, before))
         lengths = end if slots is None else held.at[slots].set(end, mode="drop")
         return jnp.where(right[..., None], logits, jnp.nan), {"lengths": lengths, "model": model}
+
+    def _page_table(self, step: Step) -> Int[Array, "batch pages_per_row"] | None:
+        """The page table of each row; None without paged caches."""
+        paging, table = self.paging, step.pages
+        if paging is None:
+            if table is not None:
+                raise ConfigError(
+                    "Step.pages is given, but the model has no paged caches; leave it out, or pass a paged cache to "
+                    "Decoder.of"
+                )
+            return None
+        if table is None:
+            required = self.batch_size * paging.pages_for(self.max_len)
+            if paging.num_pages < required:
+                raise ConfigError(
+                    f"Step.pages is None, which requires {required} pages for {self.batch_size} rows of "
+                    f"{self.max_len} tokens, but the pool has num_pages={paging.num_pages}. Pass page tables, or "
+                    f"increase num_pages"
+                )
+            slots = jnp.arange(step.ids.shape[0]) if step.slots is None else step.slots
+            return paging.own_pages(slots.astype(jnp.int32), self.max_len)
+        lengths = step.ids.shape[1] if step.lengths is None else step.lengths
+        if not any(isinstance(each, jax.core.Tracer) for each in (table, step.start, lengths)):
+            paging.check(table, step.start, np.broadcast_to(lengths, step.start.shape))
+        return table.astype(jnp.int32)
+
+
+def _paging(cfg: Config) -> Paging | None:
+    """The pool of pages of the caches in a config for decoding.
+
+    Raises:
+        ConfigError: two caches differ.
+    """
+    found = [(path, node.paging) for path, node in walk(cfg) if isinstance(node, KVCache.Config) and node.paging]
+    if not found:
+        return None
+    first, wanted = found[0]
+    for path, paging in found:
+        if paging != wanted:
+            raise ConfigError(
+                f"{path} has {paging}, but {first} has {wanted}. Layers share page tables: set equal values"
+            )
+    return wanted
 
 
 def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree]:

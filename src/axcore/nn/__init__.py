@@ -24,9 +24,11 @@ from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
 from axcore.nn.grouped_linear import GroupedLinear
 from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, RaggedDot
 from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Zeros
+from axcore.nn.kv.arrays import ArrayCache
 from axcore.nn.kv.cache import KVCache, for_decoding, sized, without_caches
 from axcore.nn.kv.contiguous import ContiguousCache
-from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent
+from axcore.nn.kv.paging import Paging
+from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent, Paged
 from axcore.nn.layer_stack import Place, Stack
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import Plain, Transposed
@@ -62,6 +64,7 @@ __all__ = [
     "MASKED_LOGIT",
     "AllToAll",
     "And",
+    "ArrayCache",
     "Attention",
     "AttentionInputs",
     "AttentionKernel",
@@ -108,6 +111,8 @@ __all__ = [
     "Numerics",
     "Ones",
     "Or",
+    "Paged",
+    "Paging",
     "ParallelLayer",
     "PerHeadNorm",
     "Phase",

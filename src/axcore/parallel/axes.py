@@ -17,6 +17,7 @@ LOGICAL_AXES: Mapping[str, str] = FrozenDict(
         "kv_head": "key and value heads, or these heads and their features in one dimension",
         "head_dim": "features of one head",
         "kv_seq": "keys, in decoding state",
+        "page": "pages of keys that all rows share, in decoding state",
         "vocab": "rows of an embedding, columns of an output head, logits",
         "expert": "experts of a mixture of experts",
         "layer": "layers of a scanned stack",

@@ -16,6 +16,7 @@ from axcore.testing.models import tiny_batch, tiny_model  # noqa: E402
 from axcore.testing.numerics import NumericsSuite  # noqa: E402
 from axcore.testing.offer import OfferSuite  # noqa: E402
 from axcore.testing.optimizer import OptimizerSuite  # noqa: E402
+from axcore.testing.paged_cache import PagedCacheSuite  # noqa: E402
 from axcore.testing.parallelism import ParallelismSuite  # noqa: E402
 from axcore.testing.recipe import RecipeSuite  # noqa: E402
 
@@ -27,6 +28,7 @@ __all__ = [
     "NumericsSuite",
     "OfferSuite",
     "OptimizerSuite",
+    "PagedCacheSuite",
     "ParallelismSuite",
     "RecipeSuite",
     "RequestSuite",

@@ -4,80 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8
 
-from axcore.nn import Contiguous, InCache, KVView, TokenInfo
-from axcore.nn.kv.views import token_axes
+from axcore.nn import Contiguous, InCache, KVView, Paged
 
-PAGE = 4
+PAGE_SIZE = 4
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Pages(KVView):
-    """Pages of plain numbers, or of int8 codes with a scale for each token and head.
-
-    Attributes:
-        table: the pages of each row.
-        read_as: dtype of the keys and values that `block` returns.
-    """
-
-    k: Float[Array, "page slot kv_head head_dim"] | Int8[Array, "page slot kv_head head_dim"]
-    v: Float[Array, "page slot kv_head value_dim"] | Int8[Array, "page slot kv_head value_dim"]
-    scales: tuple[Float[Array, "page slot kv_head"], Float[Array, "page slot kv_head"]] | None
-    table: Int[Array, "batch pages_per_row"]
-    tokens: TokenInfo
-    read_as: DTypeLike = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        _, slots, kv_heads, head_dim = self.k.shape
-        return self.table.shape[0], self.table.shape[1] * slots, kv_heads, head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.v.shape[-1]
-
-    @property
-    def dtype(self) -> DTypeLike:
-        return self.read_as
-
-    def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
-        places = start + jnp.arange(size)
-        at = self.table[:, places // PAGE], places % PAGE
-        k, v = self.k[at], self.v[at]
-        if self.scales is not None:
-            k, v = (x * scale[at][..., None] for x, scale in zip((k, v), self.scales, strict=True))
-        return Contiguous(k.astype(self.read_as), v.astype(self.read_as), self.tokens.part(start, size))
-
-    def axes(self) -> Pages:
-        whole: Any = PartitionSpec()  # in place of an array
-        rows: Any = PartitionSpec("batch", None)
-        scales = None if self.scales is None else (whole, whole)
-        return Pages(whole, whole, scales, rows, token_axes(self.tokens, "kv_seq"), self.read_as)
-
-
-def _in_pages(kv: Contiguous) -> Pages:
-    """Pages in the opposite order, one of which no row uses."""
+def _in_pages(kv: Contiguous) -> Paged:
+    """Pages in the opposite order, in the second of two layers. NaN is in a page that no row uses, where the tables
+    have an entry that is not used, and after the last key of each row."""
     batch, key_len = kv.k.shape[:2]
-    count = batch * key_len // PAGE
+    count = batch * key_len // PAGE_SIZE
+    valid = jnp.full((batch, key_len), True) if kv.tokens.valid is None else kv.tokens.valid
 
     def paged(x: jax.Array) -> jax.Array:
-        pages = x.reshape(count, PAGE, *x.shape[2:])[::-1]
-        return jnp.concatenate([pages, jnp.ones_like(pages[:1])])
+        pages = jnp.where(valid[..., None, None], x, jnp.nan).reshape(count, PAGE_SIZE, *x.shape[2:])[::-1]
+        pages = jnp.concatenate([pages, jnp.full_like(pages[:1], jnp.nan)])
+        return jnp.stack([jnp.full_like(pages, jnp.nan), pages])
 
     table = jnp.arange(count, dtype=jnp.int32)[::-1].reshape(batch, -1)
-    return Pages(paged(kv.k), paged(kv.v), None, table, kv.tokens, kv.k.dtype)
+    unused = jnp.full((batch, 1), count + 1, jnp.int32)
+    lengths = valid.sum(axis=1, dtype=jnp.int32)
+    table = jnp.concatenate([table, unused], axis=1)
+    return Paged(paged(kv.k), paged(kv.v), table, kv.tokens, lengths, (jnp.int32(1),))
 
 
-def _in_int8_pages(kv: Contiguous) -> Pages:
-    """Scales are powers of two, so that a code times its scale is exact in bfloat16."""
+def _in_int8_pages(kv: Contiguous) -> Paged:
+    """Scales are powers of two, so that a code times its scale is exact in bfloat16. Those of unused places are NaN."""
     pages = _in_pages(kv)
 
     def coded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -85,7 +41,7 @@ def _in_int8_pages(kv: Contiguous) -> Pages:
         return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
 
     (k, k_scale), (v, v_scale) = coded(pages.k), coded(pages.v)
-    return dataclasses.replace(pages, k=k, v=v, scales=(k_scale, v_scale))
+    return dataclasses.replace(pages, k=k, v=v, scales=(k_scale, v_scale), read_as=kv.k.dtype)
 
 
 def _in_cache(kv: Contiguous) -> InCache:

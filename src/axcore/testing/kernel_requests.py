@@ -80,7 +80,7 @@ class RequestSuite:
     request: ClassVar[KernelRequest]
     supported: ClassVar[Sequence[Changes]]
     refused: ClassVar[Sequence[tuple[Changes, str]]]
-    elsewhere: ClassVar[str] = "this is cpu"
+    elsewhere: ClassVar[str] = "got cpu"
 
     def _refusal(self, changes: Changes) -> str | None:
         return refusal(self.kernel.build(rngs=ax.Rngs(0)), dataclasses.replace(self.request, **changes))

@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.typing import ArrayLike
 
 import axcore as ax
 from axcore import nn
 from axcore.config import Config, has_field
 from axcore.infer import Decoder, Step, generate
-from axcore.module import Rngs, Tree, abstract, functional
+from axcore.module import Layer, Rngs, Tree, abstract, functional
 from axcore.nn import Attention, Causal, LatentAttention, Mask, Normal, SameSegment, SlidingWindow, for_decoding
 from axcore.plugin import KVCacheOffer
 from axcore.testing.attention_cases import Slopes
@@ -59,6 +58,7 @@ class KVCacheSuite(OfferSuite):
     exact: ClassVar[float] = 2e-5
     keeps: ClassVar[int | None] = None
     lossy: ClassVar[float] = 0.0
+    row_axis: ClassVar[str] = "batch"
     _made: ClassVar[CompiledDecoder]
 
     def model(self) -> Config:
@@ -101,7 +101,7 @@ class KVCacheSuite(OfferSuite):
     def test_rows_may_have_different_lengths(self) -> None:
         """The second row is two tokens shorter, so its first step ends with two tokens of padding."""
         step, params, state = self._decoder()
-        ids, expected = _ids(), self._recomputed()
+        ids, expected = tokens(), self._recomputed()
         behind = jnp.stack([ids[0, :5], jnp.concatenate([ids[1, :3], ids[1, :2]])])
         first = Step(behind, jnp.zeros(2, jnp.int32), lengths=jnp.asarray([5, 3]), logits_at=jnp.asarray([[4], [2]]))
         logits, state = step(params, state, first)
@@ -113,7 +113,7 @@ class KVCacheSuite(OfferSuite):
     def test_a_step_may_contain_some_of_the_rows(self) -> None:
         """Row 0 of the step is slot 1, which advances while slot 0 waits."""
         step, params, state = self._decoder()
-        ids, expected = _ids(), self._recomputed()
+        ids, expected = tokens(), self._recomputed()
         _, state = step(params, state, Step(ids[:, :3], jnp.zeros(2, jnp.int32)))
         logits, state = step(params, state, Step(ids[1:, 3:5], jnp.asarray([3]), slots=jnp.asarray([1])))
         self._check(logits, expected[1:, 3:5], start=3)
@@ -126,7 +126,7 @@ class KVCacheSuite(OfferSuite):
         if not self.rollback:
             pytest.skip("rollback is 0")
         step, params, state = self._decoder()
-        ids, expected, start = _ids(), self._recomputed(), jnp.full((2,), LENGTH - self.rollback, jnp.int32)
+        ids, expected, start = tokens(), self._recomputed(), jnp.full((2,), LENGTH - self.rollback, jnp.int32)
         wrong = (ids + 1) % VOCAB_SIZE
         _, state = step(params, state, Step(ids[:, : LENGTH - self.rollback], jnp.zeros(2, jnp.int32)))
         _, state = step(params, state, Step(wrong[:, LENGTH - self.rollback :], start))
@@ -135,13 +135,13 @@ class KVCacheSuite(OfferSuite):
 
     def test_a_row_can_start_again(self) -> None:
         step, params, state = self._decoder()
-        _, state = step(params, state, Step(_ids()[:, ::-1], jnp.zeros(2, jnp.int32)))
-        logits, _ = step(params, state, Step(_ids(), jnp.zeros(2, jnp.int32)))
+        _, state = step(params, state, Step(tokens()[:, ::-1], jnp.zeros(2, jnp.int32)))
+        logits, _ = step(params, state, Step(tokens(), jnp.zeros(2, jnp.int32)))
         self._check(logits, self._recomputed())
 
     def test_rows_are_independent(self) -> None:
         step, params, state = self._decoder()
-        ids, expected = _ids(), self._recomputed()
+        ids, expected = tokens(), self._recomputed()
         for kept, changed in ((0, 1), (1, 0)):
             other = ids.at[changed].set((ids[changed] + 1) % VOCAB_SIZE)
             logits, _ = step(params, state, Step(other, jnp.zeros(2, jnp.int32)))
@@ -164,15 +164,18 @@ class KVCacheSuite(OfferSuite):
         cfg = ax.select(self.model(), Attention).map(lambda _, __: attention)
         self._check(self._decoded((3, 1, 3), cfg=cfg), self._recomputed(cfg=cfg))
 
-    def test_decoding_does_not_change_parameter_paths(self) -> None:
+    def test_decoding_does_not_change_parameterlogical_axes(self) -> None:
         cfg = for_decoding(self.model(), batch_size=2, max_len=self.max_len, cache=self._cache())
         before, after = (set(by_path(abstract(each)[1])) for each in (self.model(), cfg))
         assert after == before, f"a KV cache must not have parameters: {sorted(after ^ before)}"
 
-    def test_state_has_a_batch_axis(self) -> None:
+    def test_state_has_logical_axes(self) -> None:
         decoder, _, state = Decoder.of(self._model(), cache=self._cache(), batch_size=3, max_len=self.max_len)
-        axes = _paths(decoder.state_axes["model"])
-        assert any("batch" in names for names in axes.values()), f"give DecodingState its logical axes; found: {axes}"
+        assert (decoder.paging is None) == (self.row_axis == "batch"), "PagedCacheSuite is for caches with pages"
+        axes = logical_axes(decoder.state_axes["model"])
+        assert any(self.row_axis in names for names in axes.values()), (
+            f"give DecodingState its logical axes, such as {self.row_axis}; found: {axes}"
+        )
         for path, array in by_path(state["model"]).items():
             named = [size for size, name in zip(array.shape, axes[path], strict=True) if name == "batch"]
             assert all(size == 3 for size in named), f"{path} {array.shape} with axes {axes[path]}"
@@ -185,7 +188,7 @@ class KVCacheSuite(OfferSuite):
         self._check(self._decoded((3, 4), cfg=cfg), self._recomputed(), exact=0.15)
 
     def test_greedy_generation_equals_recomputation(self) -> None:
-        model, prompt = self._model(), _ids()[0, :4]
+        model, prompt = self._model(), tokens()[0, :4]
         greedy = functools.partial(
             generate,
             model,
@@ -234,8 +237,8 @@ class KVCacheSuite(OfferSuite):
         assert isinstance(cfg, nn.KVCache.Config)
         return cfg
 
-    def _model(self, cfg: Config | None = None) -> nnx.Module:
-        model: nnx.Module = (self.model() if cfg is None else cfg).build(rngs=Rngs(0))
+    def _model(self, cfg: Config | None = None) -> Layer:
+        model: Layer = (self.model() if cfg is None else cfg).build(rngs=Rngs(0))
         return model
 
     def _decoder(self, cfg: Config | None = None, unstack: bool = True) -> CompiledDecoder:
@@ -253,23 +256,25 @@ class KVCacheSuite(OfferSuite):
         self, sizes: tuple[int, ...], length: int = LENGTH, cfg: Config | None = None, unstack: bool = True
     ) -> np.ndarray:
         step, params, state = self._decoder(cfg, unstack)
-        logits, start, ids = [], 0, _ids(length)
+        logits, start, ids = [], 0, tokens(length)
         for size in sizes:
             each, state = step(params, state, Step(ids[:, start : start + size], jnp.full((2,), start, jnp.int32)))
             logits.append(each)
             start += size
         return np.concatenate(logits, axis=1)
 
-    def _recomputed(self, length: int = LENGTH, cfg: Config | None = None) -> np.ndarray:
+    def _recomputed(self, length: int = LENGTH, cfg: Config | None = None, ids: jax.Array | None = None) -> np.ndarray:
         fn, params, state = functional(self._model(cfg))
-        return np.asarray(jax.jit(lambda ids: fn(params, state, ids)[0][0])(_ids(length)))
+        ids = tokens(length) if ids is None else ids
+        return np.asarray(jax.jit(lambda ids: fn(params, state, ids)[0][0])(ids))
 
 
 def _rms(error: np.ndarray) -> float:
     return float(np.sqrt(np.mean(error**2))) if error.size else 0.0
 
 
-def _ids(length: int = LENGTH) -> jax.Array:
+def tokens(length: int = LENGTH) -> jax.Array:
+    """The first tokens of the two rows of all checks."""
     return jax.random.randint(jax.random.key(4), (2, 32), 0, VOCAB_SIZE)[:, :length]
 
 
@@ -282,6 +287,7 @@ def _compositions(total: int) -> Iterator[tuple[int, ...]]:
         yield tuple(sizes)
 
 
-def _paths(axes: Tree) -> dict[str, tuple[str | None, ...]]:
+def logical_axes(axes: Tree) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes of decoding state by path."""
     leaves = jax.tree.leaves_with_path(axes, is_leaf=lambda node: isinstance(node, tuple))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -89,7 +89,7 @@ class Exchange(Dispatch):
             if not self.dropless:
                 raise ax.ConfigError(f'{where} drops nothing, so dropless=False requires transport="padded"')
             if platform == "cpu":
-                raise ax.ConfigError(f'{where} requires a GPU or TPU, and this is a CPU. Set transport="auto"')
+                raise ax.ConfigError(f'{where} requires a GPU or TPU, got a CPU. Set transport="auto"')
         return self.transport == "ragged" or (self.transport == "auto" and self.dropless and platform == "tpu")
 
     def _local(

@@ -64,7 +64,7 @@ class CudnnFp8Kernel(AttentionKernel):
     def supports(self, request: KernelRequest) -> str | None:
         """See `axcore.nn.AttentionKernel`."""
         if request.platform != "gpu":
-            return f"requires an NVIDIA GPU, and this is {request.platform}"
+            return f"requires an NVIDIA GPU, got {request.platform}"
         if is_before_hopper(request.device_kind):
             return f"requires a Hopper GPU or a later one for FP8 attention, got {request.device_kind}"
         if request.dtype not in (jnp.bfloat16, jnp.float16):

@@ -49,7 +49,7 @@ class CudnnKernel(FusedKernel):
     def supports(self, request: KernelRequest) -> str | None:
         """See `axcore.nn.AttentionKernel`."""
         if request.platform != "gpu":
-            return f"requires an NVIDIA GPU, and this is {request.platform}"
+            return f"requires an NVIDIA GPU, got {request.platform}"
         if request.dtype not in (jnp.bfloat16, jnp.float16):
             return f"computes in bfloat16 or float16, not {request.dtype} (the model's dtypes.compute)"
         return _shapes(request) or (_masked(request) if _needs_bias(request) else _packed(request))

@@ -87,8 +87,7 @@ class MosaicGrouped(GroupedMatmul):
         platform, kind = target_device()
         if platform != "gpu" or not _HOPPER.search(kind):
             raise ConfigError(
-                f"matmul=MosaicGrouped() requires a Hopper GPU (H100, H200), and this is {kind or platform}. "
-                f"Use Blocks()"
+                f"matmul=MosaicGrouped() requires a Hopper GPU (H100, H200), got {kind or platform}. Use Blocks()"
             )
         if x.dtype not in (jnp.bfloat16, jnp.float16):
             raise ConfigError(f"matmul=MosaicGrouped() requires bfloat16 or float16, got {x.dtype}. Use Blocks()")

@@ -30,7 +30,7 @@ class NkiKernel(FusedKernel):
     def supports(self, request: KernelRequest) -> str | None:
         """See `axcore.nn.AttentionKernel`."""
         if request.platform != "neuron":
-            return f"requires AWS Trainium (the platform neuron), and this is {request.platform}"
+            return f"requires AWS Trainium (the platform neuron), got {request.platform}"
         if request.device_kind.startswith(_FIRST_GENERATION):
             return f"requires Trainium2 or later, got {request.device_kind}"
         if request.dtype != jnp.bfloat16:

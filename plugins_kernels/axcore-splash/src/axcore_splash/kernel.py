@@ -73,9 +73,9 @@ class SplashKernel(FusedKernel, TunableKernel):
     def supports(self, request: KernelRequest) -> str | None:
         """See `axcore.nn.AttentionKernel`."""
         if self.config.interpret and request.platform != "cpu":
-            return f"interpret=True is for tests on a CPU, and this is {request.platform}"
+            return f"interpret=True is for tests on a CPU, got {request.platform}"
         if not self.config.interpret and request.platform != "tpu":
-            return f"requires a TPU, and this is {request.platform}"
+            return f"requires a TPU, got {request.platform}"
         if request.dtype not in (jnp.bfloat16, jnp.float32):
             return f"computes in bfloat16 or float32, not {request.dtype} (the model's dtypes.compute)"
         return mask_refusal(request, windows="any", documents="any")

@@ -10,6 +10,7 @@ from axcore.config import REQUIRED, Config, ConfigError, has_field
 from axcore.config.tree import REMOVED, transform
 from axcore.module import ContextError, Layer
 from axcore.nn.attention.inputs import AttentionInputs, Heads
+from axcore.nn.kv.paging import Paging
 from axcore.nn.tokens import CachedRows
 
 
@@ -22,6 +23,11 @@ class KVCache(Layer):
     class Config(Layer.Config):
         """The config of a cache. Attention passes `input_dim`, `num_heads`, `num_kv_heads`, `head_dim` and `value_dim`
         to it if it declares these fields."""
+
+        @property
+        def paging(self) -> Paging | None:
+            """The pool of pages of the cache in a model for decoding; None if it has no pages."""
+            return None
 
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs | Heads:
         """Stores the keys and values of this call, and returns a view of all stored keys and values.

@@ -1,0 +1,1 @@
+"""A KV cache for sliding-window attention, for axcore."""
