@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
 import axcore as ax
 from axcore.module import invoke, overwrite_with_gradient, to_fm32
 from axcore.nn import Attention, Causal, Full, SlidingWindow
 from axcore.testing import RequestSuite, tiny_model, training_request
 from axcore.testing.attention_cases import Case, arrays_of, formula
-from axcore_cudnn import fp8
+from axcore_cudnn import fp8, fp8_calls
 from axcore_cudnn.fp8 import Form, Histories, fp8_attention
 from axcore_cudnn.fp8_calls import PROBABILITY_SCALE, Amaxes
 from axcore_cudnn.fp8_kernel import CudnnFp8Kernel
@@ -88,6 +89,26 @@ def backward(scale, causal, q, k, v, heads, lse, heads_grad, scales, made):
 def calls(monkeypatch):
     monkeypatch.setattr(fp8, "forward", forward)
     monkeypatch.setattr(fp8, "backward", backward)
+
+
+def test_scales_are_passed_in_the_order_of_jax(monkeypatch):
+    """The names are those of the arguments of jax's function: codes = numbers * scale, numbers = codes * descale."""
+    found = []
+
+    def call(primitive, *arrays, **params):
+        found.append([float(x.reshape(())) for x in arrays if x.size == 1])
+        return [jnp.zeros((1, 1, 1, 1))] * 7 if len(arrays) > 9 else [jnp.zeros((1, 1, 1, 1))] * 4
+
+    monkeypatch.setattr(fp8_calls, "call", call)
+    scales, made = fp8_calls.InputScales(2.0, 4.0, 8.0, 16.0), fp8_calls.GradientScales(32.0, 64.0, 128.0, 256.0, 512.0)
+    codes, lse = jnp.zeros((1, 2, 1, 4), E4M3), jnp.zeros((1, 1, 2))
+    fp8_calls.forward(0.1, True, codes, codes, codes, scales)
+    fp8_calls.backward(0.1, True, codes, codes, codes, codes, lse, codes, scales, made)
+    of = {"q": 2.0, "k": 4.0, "v": 8.0, "o": 16.0, "s": PROBABILITY_SCALE}
+    of |= {"dO": 32.0, "dP": 64.0, "dQ": 128.0, "dK": 256.0, "dV": 512.0}
+    for values, names in zip(found, (jax_cudnn.fp8_params_keys_fwd, jax_cudnn.fp8_params_keys_bwd), strict=True):
+        expected = {name: of[name.split("_")[1]] ** (-1 if name.startswith("scale") else 1) for name in names}
+        assert dict(zip(names, values, strict=True)) == expected
 
 
 def empty(delayed=False):
