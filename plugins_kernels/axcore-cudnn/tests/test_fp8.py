@@ -9,6 +9,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 
 import axcore as ax
+from axcore.aot.flops import count_flops
 from axcore.module import invoke, overwrite_with_gradient, to_fm32
 from axcore.nn import Attention, Causal, Full, SlidingWindow
 from axcore.testing import RequestSuite, tiny_model, training_request
@@ -109,6 +110,19 @@ def test_scales_are_passed_in_the_order_of_jax(monkeypatch):
     for values, names in zip(found, (jax_cudnn.fp8_params_keys_fwd, jax_cudnn.fp8_params_keys_bwd), strict=True):
         expected = {name: of[name.split("_")[1]] ** (-1 if name.startswith("scale") else 1) for name in names}
         assert dict(zip(names, values, strict=True)) == expected
+
+
+def test_flops_of_both_passes_are_counted_as_fp8(monkeypatch):
+    monkeypatch.setattr(fp8, "forward", fp8_calls.forward)
+    monkeypatch.setattr(fp8, "backward", fp8_calls.backward)
+    x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
+
+    def loss(*x):
+        return fp8_attention(Form(0.1, True), *x, empty())[0].astype(jnp.float32).sum()
+
+    found = count_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x))
+    assert found.total == (2 + 5) * 2 * 2 * 256 * 128 * 128  # a causal query sees half of the keys
+    assert set(found.by_dtype) == {"float8"}
 
 
 def empty(delayed=False):

@@ -186,7 +186,7 @@ def test_flops_leave_out_the_blocks_that_are_skipped(causal, window):
     product = 2 * heads * dim * block**2 * blocks
 
     def total(q, k, v):
-        layer = jax.checkpoint(lambda q: attention(q, k, v, form)[0])
+        layer = jax.checkpoint(lambda q: attention(form, q, k, v)[0])
         return jax.lax.scan(lambda q, _: (layer(q), None), q, None, length=3)[0].sum()
 
     x = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)

@@ -101,7 +101,7 @@ def backward(
     Float[Array, "batch kv_seq kv_head head_dim"],
     Float[Array, "batch kv_seq kv_head value_dim"],
 ]:
-    """Gradients of q, k and v, as in `fused.attention_backward`. `heads` and `lse` may include keys not in `k`."""
+    """Gradients of q, k and v, as in `axcore.nn.FusedAttention`. `heads` and `lse` may include keys not in `k`."""
     if q.shape[1] == k.shape[1] == 1:
         lse, grad = jnp.pad(lse, ((0, 0), (0, 0), (0, 1))), _two(heads_grad)
         dq, dk, dv = backward(form, _two(q), _two(k), _two(v), _two(heads), lse, grad, lengths=_ones(q))
