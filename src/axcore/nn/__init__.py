@@ -7,10 +7,12 @@ from axcore.nn.attention.base import BaseAttention
 from axcore.nn.attention.choice import ChooseKernel, attend, put_kernel, use_kernels
 from axcore.nn.attention.context.all_to_all import AllToAll
 from axcore.nn.attention.context.ring import RingAttention
+from axcore.nn.attention.fused import FusedAttention, FusedKernel
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Heads
 from axcore.nn.attention.kernel import AttentionKernel, TunableKernel, refusal
 from axcore.nn.attention.latent import LatentAttention
+from axcore.nn.attention.mask_form import MaskForm, mask_refusal
 from axcore.nn.attention.masks import And, Causal, Full, Mask, Or, Prefix, SameSegment, SlidingWindow, visible
 from axcore.nn.attention.merging import attend_in_parts, merge_by_lse
 from axcore.nn.attention.reference import ReferenceKernel
@@ -88,6 +90,8 @@ __all__ = [
     "ForEach",
     "Full",
     "FullWidthNorm",
+    "FusedAttention",
+    "FusedKernel",
     "Gating",
     "Grouped",
     "GroupedLinear",
@@ -104,6 +108,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "Mask",
+    "MaskForm",
     "MultiTokenPrediction",
     "Normal",
     "Numerics",
@@ -151,6 +156,7 @@ __all__ = [
     "for_decoding",
     "grouped_each",
     "layers_of",
+    "mask_refusal",
     "merge_by_lse",
     "put_kernel",
     "put_numerics",

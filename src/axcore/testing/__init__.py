@@ -10,6 +10,7 @@ pytest.register_assert_rewrite(*(f"axcore.testing.{module.name}" for module in p
 from axcore.testing.feature import FeatureSuite  # noqa: E402
 from axcore.testing.grouped_matmul import GroupedMatmulSuite  # noqa: E402
 from axcore.testing.kernel import KernelSuite  # noqa: E402
+from axcore.testing.kernel_requests import RequestSuite, training_request  # noqa: E402
 from axcore.testing.kv_cache import KVCacheSuite  # noqa: E402
 from axcore.testing.layer import LayerSuite  # noqa: E402
 from axcore.testing.models import tiny_batch, tiny_model  # noqa: E402
@@ -32,8 +33,10 @@ __all__ = [
     "PagedCacheSuite",
     "ParallelismSuite",
     "RecipeSuite",
+    "RequestSuite",
     "tiny_batch",
     "tiny_model",
+    "training_request",
 ]
 
 
