@@ -26,9 +26,7 @@ from axcore_fp8.quantize import E4M3, amax_of, quantize
 class TestRequests(RequestSuite):
     name = "cudnn-fp8"
     kernel = CudnnFp8Kernel.Config(head_dim=128)
-    request = training_request(
-        "gpu", "NVIDIA H100 80GB HBM3", query_len=256, key_len=256, packed=False, training=False
-    )
+    request = training_request("gpu", "NVIDIA H100 80GB HBM3", query_len=256, key_len=256, packed=False, training=False)
     supported = [
         {"mask": Causal()},
         {"mask": Causal(), "packed": True},
@@ -40,7 +38,7 @@ class TestRequests(RequestSuite):
     refused = [
         ({"platform": "tpu"}, "requires an NVIDIA GPU, got tpu"),
         ({"device_kind": "NVIDIA L40S"}, "a Hopper GPU or a later one for FP8 attention, got NVIDIA L40S"),
-        ({"training": True}, "gradients of the values were 8 to 11 times their size"),
+        ({"training": True}, "gradients of the values had up to 17 times their size"),
         ({"dtype": np.dtype(np.float32)}, "rounds bfloat16 or float16 to FP8, not float32"),
         ({"head_dim": 64, "value_dim": 64}, "requires head_dim=128 and value_dim=128, got 64 and 64"),
         ({"query_len": 200, "key_len": 200}, "multiples of 128, got 200 and 200"),

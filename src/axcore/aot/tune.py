@@ -167,9 +167,7 @@ def example(request: KernelRequest) -> AttentionInputs:
         index = jnp.arange(length, dtype=jnp.int32)[None]
         segments = jnp.broadcast_to(1 + index * DOCUMENTS // length, (request.batch, length))
         valid = jnp.ones((1, length), bool) if request.partial else None
-        return TokenInfo(
-            index, index, segments if request.packed else None, valid, valid_first=request.valid_first
-        )
+        return TokenInfo(index, index, segments if request.packed else None, valid, valid_first=request.valid_first)
 
     key = tokens(request.key_len)
     sizes = {
