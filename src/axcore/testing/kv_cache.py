@@ -50,6 +50,7 @@ class KVCacheSuite(OfferSuite):
             those of later tokens a root mean square error of at most `lossy`. None: the cache keeps all visible keys.
         lossy: see `keeps`. Both bounds must reject a cache that keeps no keys; see
             `test_the_bounds_reject_a_cache_that_keeps_nothing`.
+        row_axis: the logical axis of the arrays that store rows. `PagedCacheSuite`, for caches with pages, sets it.
     """
 
     kind = KVCacheOffer
