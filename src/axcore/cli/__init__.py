@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from axcore import __version__
 from axcore.cli import (
     aot,
+    bench,
     doctor,
     explain,
     generate,
@@ -95,7 +96,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Commands]:
     parser = argparse.ArgumentParser(prog="axcore", description="Compose, train and inspect large models.")
     parser.add_argument("--version", action="version", version=f"axcore {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run, shown = (train, launch, generate, aot, plan, tune), (inspect, explain, golden, listing, rules)
+    run, shown = (train, launch, generate, aot, plan, tune, bench), (inspect, explain, golden, listing, rules)
     for builtin in (*run, *shown, new_plugin, doctor):
         builtin.add(commands)
     return parser, commands

@@ -1,10 +1,26 @@
-"""Inference: incremental decoding and text generation."""
+"""Inference: incremental decoding, an engine for many requests, and text generation."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.infer.decoder import Decoder, Step
+from axcore.infer.engine import Engine, EngineStats
 from axcore.infer.generate import Generator, generate
+from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions, TokenLogprob
+from axcore.infer.streams import Stream
 
-__all__ = ["Decoder", "Generator", "Step", "generate"]
+__all__ = [
+    "Decoder",
+    "Engine",
+    "EngineStats",
+    "FinishReason",
+    "Generator",
+    "Piece",
+    "Request",
+    "SamplingOptions",
+    "Step",
+    "Stream",
+    "TokenLogprob",
+    "generate",
+]
 
 
 def __dir__() -> list[str]:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Int, PRNGKeyArray
 from numpy.typing import ArrayLike
 
 from axcore.config import AxcoreError
-from axcore.infer.decoder import Decoder, Step
-from axcore.module import Tree, functional
+from axcore.infer.engine import Engine
+from axcore.infer.requests import Request, SamplingOptions
+from axcore.module import Layer, Tree, functional
 from axcore.nn import KVCache
-
-SMALLEST_BUCKET = 16
-"""With a cache, prompts are padded to a power of two, at least this many tokens, which limits the number of
-compilations."""
 
 
 class Generator:
     """Continues prompts with a causal language model, one prompt at a time. Lengths are padded to powers of two, and
     each padded length compiles once.
 
-    With a cache, a row that grows beyond a length in `Decoder.recompute_above` is computed once more.
+    With a cache, it is an `Engine` of one row. A row that grows beyond a length in `Decoder.recompute_above` is
+    computed once more.
 
     Args:
         model: a model with the call signature of `axcore.nn.CausalLM`.
@@ -38,7 +36,7 @@ class Generator:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Layer,
         *,
         context: int,
         temperature: float = 1.0,
@@ -50,14 +48,17 @@ class Generator:
         if context < 1:
             raise AxcoreError(f"context must be at least 1, not {context}")
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
-        self._end_ids = jnp.asarray(sorted(end_ids), jnp.int32)
+        self._end_ids = frozenset(end_ids)
         self._fn, self._params, self._state = functional(model)
         row = jax.ShapeDtypeStruct((1, context), jnp.int32)  # raises here if the model does not support this length
         logits = jax.eval_shape(lambda ids: self._fn(self._params, self._state, ids)[0][0], row)
         self.vocab_size = logits.shape[-1]
-        if cache is not None:
-            self._decoder, self._params, self._state = Decoder.of(model, cache=cache, batch_size=1, max_len=context)
-        self._sample = jax.jit(self._cached if self.is_cached else self._recomputed, static_argnums=3)
+        if cache is None:
+            self._sample = jax.jit(self._recomputed)
+        else:
+            cfg = Engine.Config(cache=cache, max_rows=1, max_len=context + 1, step_tokens=context + 1)
+            self._engine = cfg.build(model, end_ids=self._end_ids)
+            weakref.finalize(self, self._engine.close)
 
     def __call__(
         self, prompt: Int[ArrayLike, " prompt"], *, num_tokens: int, key: PRNGKeyArray
@@ -88,40 +89,30 @@ class Generator:
             )
         if num_tokens == 0:
             return np.zeros((0,), np.int32)
+        if self.is_cached:
+            return self._with_cache(prompt, num_tokens, key)
         start, stop = prompt.size, prompt.size + num_tokens
-        row = np.zeros((self.context if self.is_cached else max(1 << (stop - 1).bit_length(), self.context),), np.int32)
+        row = np.zeros((max(1 << (stop - 1).bit_length(), self.context),), np.int32)
         row[:start] = prompt
-        limits = self._decoder.recompute_above if self.is_cached else ()
-        cuts = [limit + 1 for limit in limits if start <= limit < stop - 1]
-        end = start
-        for cut in (*cuts, stop):  # after a cut, the row so far is a new prompt
-            bucket = min(max(SMALLEST_BUCKET, 1 << (end - 1).bit_length()), self.context) if self.is_cached else 0
-            bounds = jnp.int32(end), jnp.int32(cut)
-            new, reached = self._sample(self._params, self._state, row, bucket, *bounds, key)
-            row, end = np.asarray(new), int(reached)
-            if row[end - 1] in self._end_ids:
-                break
-        return row[start:end]
+        new, end = self._sample(self._params, self._state, row, jnp.int32(start), jnp.int32(stop), key)
+        return np.asarray(new)[start : int(end)]
 
-    def _cached(
-        self, params: Tree, state: Tree, row: jax.Array, bucket: int, start: jax.Array, stop: jax.Array, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        first = jnp.zeros((1,), jnp.int32)
-        prompt = Step(row[None, :bucket], first, lengths=start[None], logits_at=start[None, None] - 1)
-        logits, state = self._decoder(params, state, prompt)
-        row = row.at[start].set(self._pick(logits[0, 0], start, key))
-
-        def extend(carry: tuple[Tree, jax.Array, jax.Array]) -> tuple[Tree, jax.Array, jax.Array]:
-            state, row, at = carry
-            token = jax.lax.dynamic_slice(row, (at - 1,), (1,))
-            logits, state = self._decoder(params, state, Step(token[None], at[None] - 1))
-            return state, row.at[at].set(self._pick(logits[0, 0], at, key)), at + 1
-
-        carry = state, row, start + 1
-        return jax.lax.while_loop(lambda carry: self._goes_on(carry[1], carry[2], stop), extend, carry)[1:]
+    def _with_cache(self, prompt: np.ndarray, num_tokens: int, key: PRNGKeyArray) -> np.ndarray:
+        words = np.asarray(jax.random.key_data(key)).tobytes()
+        ids, stop, piece = tuple(prompt.tolist()), prompt.size + num_tokens, None
+        while piece is None or (piece.finish == "length" and len(ids) < stop):
+            cuts = [limit + 1 for limit in self._engine.recompute_above if len(ids) <= limit]  # a new prompt each
+            options = SamplingOptions(
+                temperature=self.temperature,
+                seed=int.from_bytes(words),
+                max_tokens=min((stop, *cuts)) - len(ids),
+            )
+            piece = self._engine.stream(Request(ids, options)).whole()
+            ids += piece.ids
+        return np.asarray(ids[prompt.size :], np.int32)
 
     def _recomputed(
-        self, params: Tree, state: Tree, row: jax.Array, bucket: int, start: jax.Array, stop: jax.Array, key: jax.Array
+        self, params: Tree, state: Tree, row: jax.Array, start: jax.Array, stop: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         def extend(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             row, at = carry
@@ -136,7 +127,7 @@ class Generator:
 
     def _goes_on(self, row: jax.Array, at: jax.Array, stop: jax.Array) -> jax.Array:
         """Whether a token is sampled at position `at`."""
-        return (at < stop) & ~jnp.any(row[at - 1] == self._end_ids)
+        return (at < stop) & ~jnp.any(row[at - 1] == jnp.asarray(sorted(self._end_ids), jnp.int32))
 
     def _pick(self, logits: jax.Array, at: jax.Array, key: jax.Array) -> jax.Array:
         """Samples the token at position `at` from its logits [vocab]."""
@@ -147,7 +138,7 @@ class Generator:
 
 
 def generate(
-    model: nnx.Module,
+    model: Layer,
     prompt: Int[ArrayLike, " prompt"],
     *,
     num_tokens: int,

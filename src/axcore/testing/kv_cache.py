@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.typing import ArrayLike
 
 import axcore as ax
 from axcore import nn
 from axcore.config import Config, has_field
 from axcore.infer import Decoder, Step, generate
-from axcore.module import Rngs, Tree, abstract, functional
+from axcore.module import Layer, Rngs, Tree, abstract, functional
 from axcore.nn import Attention, Causal, LatentAttention, Mask, Normal, SameSegment, SlidingWindow, for_decoding
 from axcore.plugin import KVCacheOffer
 from axcore.testing.attention_cases import Slopes
@@ -239,8 +238,8 @@ class KVCacheSuite(OfferSuite):
         assert isinstance(cfg, nn.KVCache.Config)
         return cfg
 
-    def _model(self, cfg: Config | None = None) -> nnx.Module:
-        model: nnx.Module = (self.model() if cfg is None else cfg).build(rngs=Rngs(0))
+    def _model(self, cfg: Config | None = None) -> Layer:
+        model: Layer = (self.model() if cfg is None else cfg).build(rngs=Rngs(0))
         return model
 
     def _decoder(self, cfg: Config | None = None, unstack: bool = True) -> CompiledDecoder:

@@ -14,7 +14,7 @@ def byte_level_files() -> dict[str, bytes]:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     end = ByteTokenizer.separator_id
-    tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(_characters())}, []))
+    tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(characters())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(SEPARATOR, special=True, normalized=False)])
@@ -33,7 +33,7 @@ def byte_level_files() -> dict[str, bytes]:
     }
 
 
-def _characters() -> list[str]:
+def characters() -> list[str]:
     """The character that stands for each byte in byte-level vocabularies, as in GPT-2's `bytes_to_unicode`."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     rest = iter(range(256, 512))

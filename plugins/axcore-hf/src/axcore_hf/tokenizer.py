@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from axcore.config import AxcoreError, ConfigError, NonNegativeInt
 from axcore.train.data import Tokenizer
+from axcore_hf.token_bytes import bytes_decoder
 
 FILE = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -80,6 +81,7 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if bad := [number for number in cfg.end_ids if not 0 <= number < self.vocab_size]:
             raise ConfigError(f"end_ids={bad} are not in the vocabulary of {cfg.file}, which has {self.vocab_size} ids")
+        self._decoded = bytes_decoder(self._tokenizer)
         self._end_ids = cfg.end_ids
         self._separator_id = cfg.end_ids[0] if cfg.end_ids else None
 
@@ -104,6 +106,4 @@ class HFTokenizer(Tokenizer):
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: NDArray[np.integer]) -> bytes:
-        known = [int(each) for each in np.asarray(ids) if 0 <= each < self.vocab_size]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=True)
-        return text.encode()
+        return self._decoded([int(each) for each in np.asarray(ids) if 0 <= each < self.vocab_size])

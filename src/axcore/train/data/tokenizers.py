@@ -40,7 +40,9 @@ class Tokenizer(config.Configurable, abc.ABC):
 
     @abc.abstractmethod
     def decode(self, ids: NDArray[np.integer]) -> bytes:
-        """The bytes of `[tokens]` ids. The separator and unused ids decode to nothing."""
+        """The bytes of `[tokens]` ids, also those of incomplete characters. The separator and unused ids decode to
+        nothing. More tokens only append bytes. Those of a token depend on itself and on the last token before it that
+        has bytes, so that text can be streamed."""
 
 
 class ByteTokenizer(Tokenizer):

@@ -1,0 +1,70 @@
+"""The arguments of commands that run a model with its weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from axcore.cli.compose import add_edits, compose, is_folder
+from axcore.config import AxcoreError
+from axcore.plugin import KVCacheOffer, PluginError, offered, registry
+
+if TYPE_CHECKING:
+    from axcore.infer.loading import Loaded
+    from axcore.nn import KVCache
+
+
+def add_model(parser: argparse.ArgumentParser, *, without: str = "") -> None:
+    """Adds the model, `--dtype`, `--cache`, `--use` and `--set`.
+
+    Args:
+        without: what `--cache none` does, for a command that supports it.
+    """
+    parser.add_argument("model", help="a folder, or a recipe that `axcore recipes` lists")
+    parser.add_argument("--dtype", help="dtype of parameters and activations, such as bfloat16 (default: the model's)")
+    parser.add_argument(
+        "--cache",
+        metavar="CACHE[:KEY=VALUE,...]",
+        help=f"KV cache of every layer: one that `axcore plugins` lists{without} (default: the caches of the model, "
+        f"and contiguous in layers without one)",
+    )
+    add_edits(parser, target=False)
+
+
+def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:
+    """The config of the cache for `--cache`, which fills empty slots."""
+    from axcore.nn import ContiguousCache
+
+    if arguments.cache is None:
+        return ContiguousCache.Config()
+    return cast("KVCache.Config", offered(KVCacheOffer, arguments.cache))
+
+
+def loaded_model(arguments: argparse.Namespace, *, weights: bool = True) -> Loaded:
+    """The model with its weights, and its tokenizer.
+
+    Args:
+        weights: whether a recipe without weights is an error. If not, they are random.
+    """
+    from axcore.infer.loading import load
+
+    name, dtype, keep_caches = arguments.model, arguments.dtype, arguments.cache is None
+    if is_folder(name):
+        if arguments.edits:
+            raise AxcoreError(_not_editable(name, arguments.edits))
+        return load(name, dtype=dtype, keep_caches=keep_caches)
+    try:
+        trainer = compose(name, arguments.edits)
+    except PluginError as error:
+        raise PluginError(f"{name!r} is not a model folder and cannot be composed as a recipe: {error}") from error
+    return load(trainer, name=name, dtype=dtype, keep_caches=keep_caches, weights=weights)
+
+
+def _not_editable(folder: str, edits: Sequence[tuple[str, str]]) -> str:
+    """Why the model in a folder takes no edits, and how to choose a KV cache."""
+    given = ", ".join(f"--{kind} {text}" for kind, text in edits)
+    message = f"{folder}: {given} would edit a recipe, but the model in a folder is used as it is."
+    names = {offer.name for _, offer in registry().offers(KVCacheOffer)}
+    caches = [text for kind, text in edits if kind == "use" and text.partition(":")[0] in names]
+    return f"{message} To choose a KV cache: --cache {caches[0]}" if caches else f"{message} Omit it."

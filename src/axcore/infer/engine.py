@@ -1,0 +1,362 @@
+"""Continuous batching: one thread that plans steps, runs them on the device and delivers what they sample."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from axcore import config
+from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
+from axcore.infer.decoder import Decoder
+from axcore.infer.pages import PagePool, PageUsage
+from axcore.infer.programs import Buckets, Programs
+from axcore.infer.requests import Piece, Request, SamplingOptions
+from axcore.infer.runner import Flight, Next, Runner, Seed
+from axcore.infer.sampling import Method, seed_words
+from axcore.infer.scheduler import Limits, Scheduler
+from axcore.infer.sequences import Plan, Sequence
+from axcore.infer.streams import Deliver, Stream, pieces_of
+from axcore.infer.text import TextStream
+from axcore.module import Layer
+from axcore.nn import ContiguousCache, KVCache
+from axcore.parallel import Layout
+
+if TYPE_CHECKING:
+    from axcore.train.data.tokenizers import Tokenizer
+
+
+class EngineStats(NamedTuple):
+    """Counters of an engine.
+
+    Attributes:
+        running, waiting: samples with and without a row.
+        preempted: how often a sample lost its row to another.
+        steps: steps so far.
+        tokens: tokens sampled so far.
+        prompt_tokens: tokens of the prompts so far.
+        cached_tokens: those of them that were found in the cache.
+        compiled: programs compiled so far.
+        pages: the pages of the caches; None: they have none.
+    """
+
+    running: int
+    waiting: int
+    preempted: int
+    steps: int
+    tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    compiled: int
+    pages: PageUsage | None
+
+
+class Engine(config.Configurable):
+    """Answers many requests with one model. Each step continues the rows of several requests.
+
+    ```python
+    with Engine.Config(max_len=1024).build(model) as engine:
+        for piece in engine.stream(Request(ids=(1, 2, 3))):
+            print(piece.ids)
+    ```
+
+    A thread of its own owns the device. While the device runs a step, the thread plans and dispatches the next: the
+    token that a row sampled last stays on the device, and results are read one step late. Sizes are padded to buckets,
+    so nothing compiles after `warm_up`.
+
+    Args:
+        model: a model with the call signature of `axcore.nn.CausalLM`.
+        tokenizer: converts text to tokens and back; None: requests and pieces have no text.
+        end_ids: the tokens that end a sample.
+        layout: the mesh and rules; None: a single device.
+    """
+
+    class Config(config.Config):
+        cache: KVCache.Config = ContiguousCache.Config()
+        """Fills every empty cache slot of the model."""
+        max_rows: PositiveInt = 8
+        """The largest number of rows that decode together."""
+        max_len: PositiveInt = REQUIRED
+        """The largest number of tokens of a row, its prompt included."""
+        step_tokens: PositiveInt = 512
+        """The largest number of tokens of a step. A longer prompt takes several steps."""
+        prefix_caching: bool | None = None
+        """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
+
+    config: Config
+
+    def __init__(
+        self,
+        cfg: Config,
+        model: Layer,
+        tokenizer: Tokenizer | None = None,
+        *,
+        end_ids: Iterable[int] = (),
+        layout: Layout | None = None,
+    ):
+        decoder, params, state = Decoder.of(
+            model, cache=cfg.cache, batch_size=cfg.max_rows, max_len=cfg.max_len, layout=layout
+        )
+        _check(cfg, decoder)
+        self.config, self.tokenizer, self.end_ids = cfg, tokenizer, tuple(end_ids)
+        self._programs = Programs(decoder, params, state, getattr(model.config, "vocab_size", None))
+        self._pool = None
+        if decoder.paging is not None:
+            shares = decoder.shares_prefixes and cfg.prefix_caching is not False
+            self._pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
+        pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
+        buckets = Buckets.of(cfg.max_rows, cfg.step_tokens, pages_per_row)
+        self._runner = Runner(self._programs, buckets, self.end_ids)
+        self._scheduler = Scheduler(Limits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
+        self._samples: dict[int, _Sample] = {}
+        self._numbers = itertools.count()
+        self._steps = self._tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="axcore-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids of the model."""
+        return self._programs.vocab_size
+
+    @property
+    def recompute_above(self) -> tuple[int, ...]:
+        """See `Decoder`. A request may not pass such a length."""
+        return self._programs.decoder.recompute_above
+
+    @property
+    def stats(self) -> EngineStats:
+        """The counters now."""
+        scheduler, pool = self._scheduler, self._pool
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            preempted=scheduler.num_preempted,
+            steps=self._steps,
+            tokens=self._tokens,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            compiled=self._programs.num_traced,
+            pages=None if pool is None else pool.usage,
+        )
+
+    def request(self, prompt: str, options: SamplingOptions | None = None) -> Request:
+        """A request for a text.
+
+        Raises:
+            ConfigError: the engine has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("engine.request requires a tokenizer. Give the engine one, or create a Request of ids")
+        ids = self.tokenizer.prompt(prompt.encode("utf-8", "surrogateescape"))
+        return Request(tuple(ids.tolist()), options or SamplingOptions())
+
+    def submit(self, request: Request, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
+        """Queues a request.
+
+        Args:
+            request: the prompt and the options.
+            deliver: receives the pieces of the sample, the last of which has a `finish`, or an error.
+            sample: the index of the sample, if a request has several: it changes what a seed draws.
+
+        Returns:
+            A function that cancels the request. It may be called at any time, from any thread.
+
+        Raises:
+            ConfigError: a token id is not in the vocabulary, or a stop string requires a tokenizer.
+            AxcoreError: the engine is closed.
+        """
+        request.check(self.vocab_size)
+        options = request.options
+        if options.stop and self.tokenizer is None:
+            raise ConfigError(
+                f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_ids"
+            )
+        if self._is_closed:
+            raise AxcoreError("the engine is closed") from self._failure
+        for limit in self.recompute_above:
+            longest = limit + 1 - len(request.ids)
+            if longest > 0 and (options.max_tokens is None or options.max_tokens > longest):
+                raise ConfigError(
+                    f"sampling.max_tokens={options.max_tokens}: the keys of a row change when it passes {limit} "
+                    f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
+                )
+        sequence = Sequence(next(self._numbers), request, self.end_ids)
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream(self.tokenizer, prompt=request.ids, stop=options.stop)
+        new = _Sample(sequence, deliver, seed_words(options.seed, sample), text)
+        self._inbox.put(functools.partial(self._add, new))
+        return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
+
+    def stream(self, request: Request, *, sample: int = 0) -> Stream:
+        """Submits a request. Returns an iterator over the pieces of the sample; for errors see `submit`."""
+        return Stream(functools.partial(self.submit, request, sample=sample))
+
+    def astream(self, request: Request, *, sample: int = 0) -> AsyncIterator[Piece]:
+        """`stream` for asyncio. A consumer that stops early cancels the request."""
+        return pieces_of(functools.partial(self.submit, request, sample=sample))
+
+    def generate(self, requests: Iterable[Request]) -> list[Piece]:
+        """Computes the samples of several requests together, each as one piece.
+
+        Raises:
+            AxcoreError: a request does not fit, or the engine failed.
+        """
+        streams = [self.stream(request) for request in requests]
+        try:
+            return [stream.whole() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    def warm_up(self, methods: Iterable[Method] = ("greedy", "plain", "full")) -> None:
+        """Compiles the programs of every bucket. Later requests compile only for many logit edits or log-probabilities.
+
+        Args:
+            methods: the sampling methods to compile.
+        """
+        self._in_thread(functools.partial(self._runner.warm_up, tuple(methods)))
+
+    def close(self) -> None:
+        """Ends the engine. Unfinished samples get an error."""
+        self._is_closed = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        """Runs `work` in the engine's thread, and waits for it."""
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                done.put(error)
+            else:
+                done.put(None)
+
+        if self._is_closed:
+            raise AxcoreError("the engine is closed") from self._failure
+        self._inbox.put(run)
+        if (error := done.get()) is not None:
+            raise error
+
+    # What follows runs in the engine's thread.
+
+    def _serve(self) -> None:
+        flight: Flight | None = None
+        try:
+            while not self._is_closed:
+                self._read_inbox(wait=flight is None and self._scheduler.is_idle)
+                plan = self._scheduler.plan()
+                started = None if plan is None else self._start(plan)
+                if flight is not None:
+                    self._collect(flight)
+                flight = started
+        except BaseException as error:
+            self._failure = error
+            self._is_closed = True
+        reason = "was closed" if self._failure is None else f"failed: {type(self._failure).__name__}: {self._failure}"
+        self._read_inbox(wait=False)
+        for sample in self._samples.values():
+            ended = AxcoreError(f"the engine {reason}")
+            ended.__cause__ = self._failure
+            sample.deliver(ended)
+
+    def _read_inbox(self, *, wait: bool) -> None:
+        if wait:
+            self._inbox.get()()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    def _add(self, sample: _Sample) -> None:
+        try:
+            self._scheduler.add(sample.sequence)
+        except ConfigError as error:
+            sample.deliver(error)
+            return
+        self._samples[sample.sequence.id] = sample
+        self._prompt_tokens += len(sample.sequence.request.ids)
+
+    def _cancel(self, number: int) -> None:
+        if self._scheduler.cancel(number):
+            self._samples.pop(number).deliver(Piece((), finish="cancelled"))
+
+    def _start(self, plan: Plan) -> Flight:
+        self._steps += 1
+        return self._runner.start(
+            plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks}
+        )
+
+    def _collect(self, flight: Flight) -> None:
+        """Reads the results of a step, and delivers them."""
+        found = self._runner.read(flight)
+        for number, each in found.items():
+            if each.token is None and self._scheduler.cancel(number):
+                self._samples.pop(number).deliver(AxcoreError(_NO_TOKEN))
+        for sequence in self._scheduler.record(flight.plan, {number: each.token for number, each in found.items()}):
+            self._tokens += 1
+            self._deliver(self._samples[sequence.id], found[sequence.id])
+
+    def _deliver(self, sample: _Sample, new: Next) -> None:
+        """Delivers a new token, and forgets a sample that ends."""
+        sequence, stream, text = sample.sequence, sample.text, ""
+        if len(sequence.output) == 1:
+            self._cached_tokens += sequence.num_cached or 0
+        if stream is not None:
+            text = stream.add(sequence.tokens[-1:])
+            if stream.stopped is not None and sequence.finish != "stop":
+                self._scheduler.cancel(sequence.id, "stop")
+                sequence.finish = "stop"
+            elif sequence.finish is not None:
+                text += stream.finish()
+        logprobs = None if new.logprob is None else (new.logprob,)
+        if sequence.finish is not None:
+            del self._samples[sequence.id]
+        sample.deliver(Piece((sequence.tokens[-1],), text, logprobs, sequence.finish))
+
+
+_NO_TOKEN = (
+    "no token can be sampled: the logits are not finite, or logit_bias and the grammar exclude every token. Check the "
+    "weights and the sampling options"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """A sample that has not ended."""
+
+    sequence: Sequence
+    deliver: Deliver
+    seed: Seed
+    text: TextStream | None
+
+
+def _check(cfg: Engine.Config, decoder: Decoder) -> None:
+    limit = min(decoder.recompute_above, default=cfg.max_len)
+    if cfg.max_len > limit and (cfg.max_rows > 1 or cfg.step_tokens < cfg.max_len):
+        raise ConfigError(
+            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, so a longer prompt "
+            f"must be computed in one step. Set max_len to at most {limit}, or max_rows=1 and step_tokens={cfg.max_len}"
+        )
+    if cfg.prefix_caching and not decoder.shares_prefixes:
+        raise ConfigError(
+            "engine.prefix_caching=True requires pages in every layer that keeps decoding state, as in "
+            "axcore-paged-kv. Choose such a cache, or leave prefix_caching out"
+        )

@@ -1,0 +1,159 @@
+"""The compiled programs of an engine: the model on some rows, and the sampling of their next tokens."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from axcore.infer.decoder import Decoder, Step
+from axcore.infer.sampling import Counts, Sampled, SamplingRows, sample
+from axcore.module import Tree
+from axcore.nn import Phase
+
+
+class Rows(NamedTuple):
+    """The rows of one call of the model, padded to a bucket.
+
+    The arrays are new for each call: JAX on CPU may read NumPy memory after the call returns.
+
+    Attributes:
+        ids: the new tokens of each row.
+        facts: for each row the start, the number of new tokens, the slot, and 1 if the first new token is the one that
+            was sampled last in this slot, else 0. A padding row has no new tokens, and a slot that is out of range.
+        pages: the page table of each row; None if the caches have no pages.
+    """
+
+    ids: Int[np.ndarray, "rows width"]
+    facts: Int[np.ndarray, "rows 4"]
+    pages: Int[np.ndarray, "rows pages_per_row"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The sizes to which calls are padded, ascending.
+
+    Attributes:
+        rows: rows that decode one token each.
+        widths: new tokens of a prompt.
+        pages: pages of a row in the page table; empty if the caches have no pages.
+    """
+
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    pages: tuple[int, ...]
+
+    @classmethod
+    def of(cls, max_rows: int, step_tokens: int, pages_per_row: int | None) -> Buckets:
+        """Powers of two from 16 up to the largest sizes. Without pages, every decoding call has all rows, so that
+        caches are read in place."""
+        widths = _powers(16, step_tokens)
+        if pages_per_row is None:
+            return cls((max_rows,), widths, ())
+        return cls(_powers(1, max_rows), widths, _powers(4, pages_per_row, 4))
+
+
+def _powers(size: int, largest: int, factor: int = 2) -> tuple[int, ...]:
+    """size, factor * size, ... below `largest`, and `largest`."""
+    sizes = []
+    while size < largest:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, largest)
+
+
+def bucket(sizes: Sequence[int], size: int) -> int:
+    """The smallest of the ascending `sizes` that is at least `size`."""
+    return sizes[bisect.bisect_left(sizes, size)]
+
+
+class Programs:
+    """The model and the sampler, compiled once for each bucket, and the device state that they update in place.
+
+    Args:
+        vocab_size: the number of token ids; None: the size of the logits, which may have more columns as padding.
+
+    Attributes:
+        num_traced: the number of programs that were compiled.
+    """
+
+    def __init__(self, decoder: Decoder, params: Tree, state: Tree, vocab_size: int | None):
+        self.decoder, self.num_traced = decoder, 0
+        self._params, self._state = params, state
+        row, table = jnp.zeros((1,), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+        one = Step(table, start=row, lengths=row, slots=row, pages=None if decoder.paging is None else table)
+        columns = jax.eval_shape(decoder, params, state, one)[0].shape[-1]
+        self.vocab_size = columns if vocab_size is None else vocab_size
+        self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
+        self._counts = Counts.zeros(decoder.batch_size, columns)
+        self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames=("phase", "whole"))
+        self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
+        self._counter = jax.jit(self._trace_counter, donate_argnums=0)
+
+    def logits(self, rows: Rows, phase: Phase, *, whole: bool = False) -> Float[Array, "rows vocab"]:
+        """Runs the model.
+
+        Args:
+            rows: the rows.
+            phase: prefill or decode.
+            whole: whether row i has slot i, for all slots. Then caches without pages are read in place.
+
+        Returns:
+            The logits of the last new token of each row; NaN in padding rows.
+        """
+        logits, self._state = self._model(self._params, self._state, self._last, rows, phase=phase, whole=whole)
+        return logits
+
+    def sampled(
+        self, logits: Float[Array, "rows vocab"], slots: Int[np.ndarray, " rows"], rows: SamplingRows
+    ) -> Sampled:
+        """Samples the next token of each row, and keeps it as the last one of its slot."""
+        found, self._last, self._counts = self._sampler(logits, self._last, self._counts, slots, rows)
+        return found
+
+    def count(self, slot: int, tokens: Sequence[int], num_prompt: int) -> None:
+        """Counts the known tokens of a slot, for the penalties of its next tokens."""
+        ids = np.zeros((1, self.decoder.max_len), np.int32)
+        ids[0, : len(tokens)] = tokens
+        self._counts = self._counter(self._counts, ids, np.array([[slot, num_prompt, len(tokens)]], np.int32))
+
+    def _trace_model(
+        self, params: Tree, state: Tree, last: jax.Array, rows: Rows, *, phase: Phase, whole: bool
+    ) -> tuple[jax.Array, Tree]:
+        self.num_traced += 1
+        start, lengths, slots, continues = jnp.moveaxis(jnp.asarray(rows.facts), 1, 0)
+        if whole:  # a slot without new tokens keeps its row
+            start = jnp.where(lengths > 0, start, state["lengths"])
+        sampled = last.at[slots].get(mode="fill", fill_value=0)
+        ids = jnp.where((continues == 1)[:, None] & (jnp.arange(rows.ids.shape[1]) == 0), sampled[:, None], rows.ids)
+        step = Step(
+            ids=ids,
+            start=start,
+            lengths=lengths,
+            slots=None if whole else slots,
+            logits_at=jnp.maximum(lengths - 1, 0)[:, None],
+            pages=rows.pages if rows.pages is None else jnp.asarray(rows.pages),
+            phase=phase,
+        )
+        logits, state = self.decoder(params, state, step)
+        return logits[:, 0], state
+
+    def _trace_sampler(
+        self, logits: jax.Array, last: jax.Array, counts: Counts, slots: jax.Array, rows: SamplingRows
+    ) -> tuple[Sampled, jax.Array, Counts]:
+        self.num_traced += 1
+        found = sample(logits, rows, counts)
+        if rows.method == "full":
+            counts = counts.plus(slots, found.tokens)
+        return found, last.at[slots].set(found.tokens, mode="drop"), counts
+
+    def _trace_counter(self, counts: Counts, ids: jax.Array, facts: jax.Array) -> Counts:
+        self.num_traced += 1
+        slots, prompt_lengths, lengths = jnp.moveaxis(facts, 1, 0)
+        return counts.restarted(slots, ids, prompt_lengths=prompt_lengths, lengths=lengths)

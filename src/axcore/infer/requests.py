@@ -1,0 +1,215 @@
+"""What callers ask of an engine, and what they get back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from axcore.config import ConfigError, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
+from axcore.config.frozen import frozen
+from axcore.config.types import conforms, hints, required, widened
+
+type FinishReason = Literal["stop", "length", "cancelled"]
+"""Why a sample ended: an end token, stop token or stop string; the maximum length; or a call of `cancel`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the tokens of one request are chosen.
+
+    Attributes:
+        temperature: divides the logits; 0 selects the most likely token.
+        top_k: the number of most likely tokens to choose from; None: all.
+        top_p: chooses from the most likely tokens whose probabilities sum to at least `top_p`.
+        min_p: chooses from tokens that are at least `min_p` times as likely as the most likely one.
+        frequency_penalty: subtracted from the logit of a token for each time that it occurs in the output.
+        presence_penalty: subtracted from the logit of a token that occurs in the output.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt or output.
+        logit_bias: added to the logits, by token id.
+        seed: makes the sample reproducible, whichever requests run beside it; None: chosen at random.
+        max_tokens: the maximum number of output tokens; None: up to the length of the context.
+        min_tokens: end and stop tokens are not sampled before this many output tokens. Stop strings end earlier, too.
+        stop: strings that end the sample. The output excludes them.
+        stop_ids: tokens that end the sample, besides the model's end tokens.
+        ignore_end: whether the model's end tokens do not end the sample.
+        logprobs: the number of most likely tokens whose log-probabilities are returned besides that of the sampled
+            token; None: no log-probabilities.
+
+    Raises:
+        ConfigError: a value is outside of its range, or not finite.
+    """
+
+    temperature: NonNegativeFloat = 1.0
+    top_k: PositiveInt | None = None
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
+    min_p: Annotated[float, Range(at_least=0, at_most=1)] = 0.0
+    frequency_penalty: FiniteFloat = 0.0
+    presence_penalty: FiniteFloat = 0.0
+    repetition_penalty: Annotated[float, Range(above=0)] = 1.0
+    logit_bias: Mapping[int, FiniteFloat] = dataclasses.field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: PositiveInt | None = None
+    min_tokens: NonNegativeInt = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[NonNegativeInt, ...] = ()
+    ignore_end: bool = False
+    logprobs: NonNegativeInt | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "sampling")
+        for token in self.logit_bias:
+            if not conforms(token, NonNegativeInt):
+                raise ConfigError(
+                    f"sampling.logit_bias={dict(self.logit_bias)!r}: {token!r} is not a token id, an "
+                    f"int of at least 0. Convert the keys of JSON objects with int()"
+                )
+        if "" in self.stop:
+            raise ConfigError(
+                f"sampling.stop={self.stop!r}: a stop string must have at least one character. Remove the empty string"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"sampling.min_tokens={self.min_tokens} must be at most sampling.max_tokens={self.max_tokens}. "
+                f"Reduce min_tokens or raise max_tokens"
+            )
+
+    def check(self, vocab_size: int) -> None:
+        """Checks the token ids against the vocabulary.
+
+        Raises:
+            ConfigError: a token id is not in [0, vocab_size), or `logprobs` exceeds the vocabulary.
+        """
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_ids", self.stop_ids)):
+            _check_ids(f"sampling.{name}", ids, vocab_size)
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise ConfigError(
+                f"sampling.logprobs={self.logprobs} must be at most {vocab_size}, the size of the vocabulary. "
+                f"Reduce logprobs"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to continue.
+
+    Attributes:
+        ids: the tokens of the prompt.
+        options: how the output is sampled.
+        priority: requests with a smaller number run first; equal ones in the order of arrival.
+        salt: requests with different salts share no cached prefix, so that one tenant cannot probe another's prompts.
+        adapter: the name and version of the adapter to run with; None: the model alone.
+
+    Raises:
+        ConfigError: `ids` is empty or has other values than token ids, or another field has the wrong type.
+    """
+
+    ids: tuple[int, ...]
+    options: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
+    priority: int = 0
+    salt: str = ""
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "request")
+        object.__setattr__(self, "ids", tuple(self.ids))
+        if not self.ids:
+            raise ConfigError("request.ids=() must have at least one token. Start the prompt with the BOS token")
+        for token in self.ids:
+            if type(token) is not int or token < 0:
+                raise ConfigError(
+                    f"request.ids: {token!r} is not a token id, an int of at least 0. Use the ids of the tokenizer, "
+                    f"and ids.tolist() of an array"
+                )
+
+    def check(self, vocab_size: int) -> None:
+        """Checks the token ids against the vocabulary.
+
+        Raises:
+            ConfigError: a token id of the prompt or of the options is not in [0, vocab_size).
+        """
+        _check_ids("request.ids", self.ids, vocab_size)
+        self.options.check(vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of a sampled token.
+
+    Attributes:
+        id: the token.
+        logprob: its natural log-probability.
+        rank: the number of tokens that were more likely.
+        top: the most likely tokens and their log-probabilities, the most likely first.
+    """
+
+    id: int
+    logprob: float
+    rank: int = 0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New tokens of one sample.
+
+    Attributes:
+        ids: the tokens, at least one unless the sample was cancelled.
+        text: their text; empty without a tokenizer.
+        logprobs: one for each token; None if the request asks for none.
+        finish: why the sample ends with these tokens; None: more will follow.
+    """
+
+    ids: tuple[int, ...]
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: FinishReason | None = None
+
+
+_REMEDIES = {
+    "temperature": "Use 0 to select the most likely token",
+    "top_k": "Use None to choose from all tokens",
+    "top_p": "Use 1 to choose from all tokens",
+    "min_p": "Use 0 to choose from all tokens",
+    "frequency_penalty": "Use 0 for no penalty",
+    "presence_penalty": "Use 0 for no penalty",
+    "repetition_penalty": "Use 1 for no penalty",
+    "logit_bias": "Map token ids to finite numbers; a bias of -100 practically excludes a token",
+    "seed": "Use None for a random seed",
+    "max_tokens": "Use None for samples up to the length of the context, and Engine.score to sample nothing",
+    "min_tokens": "Use 0 for no minimum",
+    "stop": "Write one string as ('text',)",
+    "stop_ids": "Use the ids of the tokenizer, as in (2,)",
+    "ignore_end": "Use True or False",
+    "logprobs": "Use None for no log-probabilities, and 0 for those of the sampled tokens only",
+    "options": "Use SamplingOptions()",
+    "priority": "Use 0 for the default",
+    "salt": "Use '' to share prefixes with every request",
+    "adapter": "Use None for the model without an adapter",
+}
+
+
+def _check_fields(owner: SamplingOptions | Request, path: str) -> None:
+    """Checks the fields but `ids` against their annotations, and stores them in an immutable form."""
+    for name, hint in hints(type(owner)).items():
+        if name == "ids":  # a prompt has too many items for the general check
+            continue
+        value = frozen(getattr(owner, name))
+        if not conforms(value, hint):
+            raise ConfigError(f"{path}.{name} must be {required(value, hint)}, not {_shown(value)}. {_REMEDIES[name]}")
+        object.__setattr__(owner, name, widened(value, hint))
+
+
+def _check_ids(path: str, ids: Mapping[int, float] | tuple[int, ...], vocab_size: int) -> None:
+    """Checks token ids, since embeddings and scatters clamp or drop wrong ones silently."""
+    if ids and not max(ids) < vocab_size:
+        raise ConfigError(
+            f"{path}: token id {max(ids)} is not below {vocab_size}, the size of the vocabulary. Use the tokenizer of "
+            f"the model"
+        )
+
+
+def _shown(value: object) -> str:
+    """The value for a message, shortened, because prompts are long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

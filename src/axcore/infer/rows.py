@@ -1,0 +1,102 @@
+"""The sequences that run, with their slots and pages."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from axcore.infer.pages import PagePool, PrefixKey
+from axcore.infer.sequences import Sequence
+
+
+class Rows:
+    """The sequences that run. Each has a slot, and pages for all of its tokens.
+
+    Args:
+        max_rows: the number of slots.
+        pool: the pages.
+        watermark: the share of the pages that starting sequences leave to those that run.
+    """
+
+    def __init__(self, max_rows: int, pool: PagePool, watermark: float):
+        self.pool = pool
+        self._watermark = int(watermark * pool.num_pages)
+        self._slots = list(range(max_rows))  # a heap, so that the slots in use are low
+        self._running: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(list(self._running.values()))
+
+    @property
+    def num_free(self) -> int:
+        """The number of slots that no sequence has."""
+        return len(self._slots)
+
+    @property
+    def last(self) -> Sequence:
+        """The running sequence that is the last in rank: the newest of the lowest priority."""
+        return max(self._running.values(), key=Sequence.rank)
+
+    def lookup(self, sequence: Sequence) -> tuple[list[int], PrefixKey | None]:
+        """The cached pages of a sequence that does not run, and the key of the full page after them.
+
+        Both leave out the last token, which must be computed for its logits.
+        """
+        if sequence.epoch != self.pool.epoch:
+            sequence.keys, sequence.epoch = [], self.pool.epoch
+        self._extend_keys(sequence)
+        keys = sequence.keys[: (len(sequence.tokens) - 1) // self.pool.page_size]
+        cached = self.pool.match(keys)
+        return cached, keys[len(cached)] if len(cached) < len(keys) else None
+
+    def start(self, sequence: Sequence, cached: list[int]) -> bool:
+        """Gives a sequence a slot and pages, if enough are free.
+
+        Alone, every sequence fits. Otherwise, it leaves the watermark to the others.
+        """
+        self.pool.retain(cached)
+        missing = self.pool.pages_for(sequence.length) - len(cached)
+        if not self._slots or missing + (self._watermark if self._running else 0) > self.pool.num_available:
+            self.pool.release(cached)
+            return False
+        sequence.slot = heapq.heappop(self._slots)
+        sequence.pages = cached + self.pool.allocate(missing)
+        sequence.num_published = len(cached)
+        sequence.num_computed = len(cached) * self.pool.page_size
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+        self._running[sequence.id] = sequence
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Gives a running sequence the pages for its next token, if enough are free."""
+        missing = self.pool.pages_for(sequence.length) - len(sequence.pages)
+        if missing > self.pool.num_available:
+            return False
+        sequence.pages += self.pool.allocate(missing)
+        return True
+
+    def publish(self, sequence: Sequence) -> None:
+        """Publishes pages whose tokens are known and computed by dispatched steps, unless the weights have changed."""
+        if sequence.epoch != self.pool.epoch:
+            return
+        self._extend_keys(sequence)
+        num_full = min(sequence.num_computed // self.pool.page_size, len(sequence.keys))
+        for at in range(sequence.num_published, num_full):
+            self.pool.publish(sequence.pages[at], sequence.keys[at])
+        sequence.num_published = max(sequence.num_published, num_full)
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes slot and pages from a running sequence."""
+        assert sequence.slot is not None, f"sequence {sequence.id} does not run"
+        del self._running[sequence.id]
+        heapq.heappush(self._slots, sequence.slot)
+        self.pool.release(sequence.pages)
+        sequence.slot, sequence.pages = None, []
+
+    def _extend_keys(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self.pool.extend(sequence.keys, sequence.tokens, salt=request.salt, adapter=request.adapter)

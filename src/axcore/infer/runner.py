@@ -1,0 +1,185 @@
+"""Runs the plans of a scheduler on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from axcore.infer.programs import Buckets, Programs, Rows, bucket
+from axcore.infer.requests import SamplingOptions, TokenLogprob
+from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
+from axcore.infer.sampling.rows import NO_SLOT
+from axcore.infer.sequences import Chunk, Plan
+
+Seed = tuple[int, int]
+"""The words of a seed; see `seed_words`."""
+
+PADDING = NextToken(SamplingOptions(temperature=0.0), (0, 0), position=0, num_output=0, slot=NO_SLOT)
+"""What a padding row samples."""
+
+
+class Next(NamedTuple):
+    """A sampled token.
+
+    Attributes:
+        token: the token; None: every token is excluded, or the logits are not finite.
+        logprob: its log-probability, if the request asks for it.
+    """
+
+    token: int | None
+    logprob: TokenLogprob | None
+
+
+class Call(NamedTuple):
+    """A call of the sampler: the chunk of each row that is no padding, and the result, which is on the device."""
+
+    rows: Mapping[int, Chunk]
+    sampled: Sampled
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """A step that was started, and whose results were not read yet."""
+
+    plan: Plan
+    calls: list[Call]
+
+
+class Runner:
+    """Runs steps: packs chunks into rows, calls the programs, and reads what they sampled.
+
+    Args:
+        programs: the programs.
+        buckets: the sizes to which rows are padded.
+        end_ids: the tokens that `min_tokens` excludes.
+    """
+
+    def __init__(self, programs: Programs, buckets: Buckets, end_ids: Collection[int]):
+        self._programs, self._buckets, self._end_ids = programs, buckets, end_ids
+        self._decoder = programs.decoder
+        self._is_paged = self._decoder.paging is not None
+
+    def start(self, plan: Plan, seeds: Mapping[int, Seed]) -> Flight:
+        """Starts a step, without waiting for the device.
+
+        Args:
+            plan: the newest plan of the scheduler.
+            seeds: the seed of each sequence, by id.
+        """
+        calls = []
+        if plan.decode:
+            rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
+            logits = self._logits_of_decoding(rows, bucket(self._buckets.rows, len(rows)))
+            calls.append(self._sampled(rows, logits, seeds))
+        for chunk in plan.prefill:
+            logits = self._logits_of_prompt({0: chunk}, bucket(self._buckets.widths, chunk.count))
+            if chunk.is_last:
+                self._count(chunk)
+                calls.append(self._sampled({0: chunk}, logits, seeds))
+        return Flight(plan, calls)
+
+    def read(self, flight: Flight) -> dict[int, Next]:
+        """Waits for a step. Returns what each sequence sampled, by id."""
+        found: dict[int, Next] = {}
+        for rows, on_device in flight.calls:
+            sampled: Sampled = jax.device_get(on_device)
+            for row, chunk in rows.items():
+                token = int(sampled.tokens[row]) if sampled.valid[row] else None
+                count, logprob = chunk.sequence.request.options.logprobs, None
+                if token is not None and count is not None and sampled.logprobs is not None:
+                    logprob = _logprob(sampled.logprobs, row, token, count)
+                found[chunk.sequence.id] = Next(token, logprob)
+        return found
+
+    def warm_up(self, methods: Iterable[Method]) -> None:
+        """Compiles the programs of every bucket, by running padding. The state does not change.
+
+        Args:
+            methods: the sampling methods to compile.
+        """
+        logits: dict[int, Float[Array, "rows vocab"]] = {}
+        tables = self._buckets.pages or (0,)
+        for size, pages in itertools.product(self._buckets.rows, tables):
+            logits[size] = self._logits_of_decoding({}, size, pages)
+        for width, pages in itertools.product(self._buckets.widths, tables):
+            if not self._is_paged or pages >= self._pages_for(width):
+                logits[1] = self._logits_of_prompt({}, width, pages)
+        for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
+            padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
+            self._sample(of_size, [padding] * size, method)
+        self._programs.count(self._decoder.batch_size, (), 0)
+
+    def _row(self, row: int, chunk: Chunk) -> int:
+        """The row of a chunk that decodes: without pages its slot, because caches of all slots are read in place."""
+        slot = chunk.sequence.slot
+        assert slot is not None
+        return row if self._is_paged else slot
+
+    def _logits_of_decoding(self, rows: Mapping[int, Chunk], size: int, pages: int = 1) -> Float[Array, "rows vocab"]:
+        return self._programs.logits(self._packed(rows, size, 1, pages), "decode", whole=not self._is_paged)
+
+    def _logits_of_prompt(self, rows: Mapping[int, Chunk], width: int, pages: int = 1) -> Float[Array, "1 vocab"]:
+        return self._programs.logits(self._packed(rows, 1, width, pages), "prefill")
+
+    def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Rows:
+        """The chunks in `size` rows of `width` tokens, with page tables of the bucket of at least `pages`."""
+        ids, facts, table = np.zeros((size, width), np.int32), np.zeros((size, 4), np.int32), None
+        facts[:, 2] = self._decoder.batch_size  # out of range
+        if (paging := self._decoder.paging) is not None:
+            longest = max((len(chunk.sequence.pages) for chunk in rows.values()), default=0)
+            pages = bucket(self._buckets.pages, max(pages, longest))
+            table = np.full((size, pages), paging.num_pages, np.int32)  # out of range
+        for row, chunk in rows.items():
+            sequence = chunk.sequence
+            ids[row, : len(chunk.ids)] = chunk.ids
+            assert sequence.slot is not None
+            facts[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids)
+            if table is not None:
+                table[row, : len(sequence.pages)] = sequence.pages
+        return Rows(ids, facts, table)
+
+    def _pages_for(self, num_tokens: int) -> int:
+        paging = self._decoder.paging
+        assert paging is not None
+        return -(-num_tokens // paging.page_size)
+
+    def _sampled(
+        self, rows: Mapping[int, Chunk], logits: Float[Array, "rows vocab"], seeds: Mapping[int, Seed]
+    ) -> Call:
+        tokens = [PADDING] * logits.shape[0]
+        for row, chunk in rows.items():
+            sequence = chunk.sequence
+            position = chunk.start + chunk.count
+            num_output = position - len(sequence.request.ids)
+            slot = sequence.slot
+            assert slot is not None
+            tokens[row] = NextToken(sequence.request.options, seeds[sequence.id], position, num_output, slot)
+        found = self._sample(logits, tokens, None)
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        return Call(rows, found)
+
+    def _sample(
+        self, logits: Float[Array, "rows vocab"], tokens: Sequence[NextToken], method: Method | None
+    ) -> Sampled:
+        packed = SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, end_ids=self._end_ids, method=method)
+        slots = np.array([token.slot for token in tokens], np.int32)
+        return self._programs.sampled(logits, slots, packed)
+
+    def _count(self, chunk: Chunk) -> None:
+        """Counts the tokens of a row that starts to sample, if it has penalties."""
+        sequence, options = chunk.sequence, chunk.sequence.request.options
+        if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
+            assert sequence.slot is not None
+            self._programs.count(sequence.slot, sequence.tokens, len(sequence.request.ids))
+
+
+def _logprob(found: LogProbs, row: int, token: int, count: int) -> TokenLogprob:
+    top = zip(found.top_ids[row, :count].tolist(), found.top[row, :count].tolist(), strict=True)
+    return TokenLogprob(token, float(found.token[row]), int(found.rank[row]), tuple(top))

@@ -1,0 +1,212 @@
+"""The sampling options of the rows of one step, packed into few arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from axcore.config import ConfigError
+from axcore.infer.requests import SamplingOptions
+
+Method = Literal["greedy", "plain", "full"]
+"""How much a program computes: the most likely tokens; also samples at a temperature; or every option."""
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this select the most likely token."""
+
+NO_SLOT = np.iinfo(np.int32).max
+"""The slot of padding rows, which is out of range."""
+
+LOGPROB_SIZES = (20,)
+"""Numbers of most likely tokens whose log-probabilities programs return. Larger numbers are rounded up to powers of
+two."""
+
+SMALLEST_EDITS = 16
+"""The smallest number of edited logits per row in a program. Larger ones are multiplied by four."""
+
+MAX_VOCAB_SIZE = 2**19 - 1
+"""The largest vocabulary for which sums over tokens are exact."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken:
+    """What the host knows about the token to sample in one row.
+
+    Attributes:
+        options: the options of the request.
+        seed: the words of the row's seed; see `seed_words`.
+        position: the position of the token in its row. With the seed, it determines the random numbers.
+        num_output: the number of output tokens before it.
+        slot: the slot of the row in `Counts`.
+        grammar: bit i % 32 of word i // 32 allows token i; None: all tokens are allowed.
+    """
+
+    options: SamplingOptions
+    seed: tuple[int, int]
+    position: int
+    num_output: int
+    slot: int
+    grammar: Int32[np.ndarray, " words"] | None = None
+
+    @property
+    def method(self) -> Method:
+        """The cheapest method that covers the options."""
+        options = self.options
+        neutral = (
+            self.grammar is None
+            and self.num_output >= options.min_tokens
+            and not options.logit_bias
+            and not options.frequency_penalty
+            and not options.presence_penalty
+            and options.repetition_penalty == 1
+        )
+        if neutral and options.temperature < GREEDY_BELOW:
+            return "greedy"
+        return "plain" if neutral and options.top_k is None and options.top_p == 1 and not options.min_p else "full"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingRows:
+    """The options of each row, as arrays.
+
+    Attributes:
+        facts: for each row the two words of the seed, the position of the token, its slot and top_k.
+        numbers: for each row temperature, top_p, log(min_p), and the frequency, presence and repetition penalty.
+        edit_ids: token ids whose logits are edited. The size of the vocabulary stands for none.
+        edits: added to these logits; -inf excludes a token.
+        grammar: bit masks of allowed tokens; see `NextToken`.
+        method: the options that have an effect. The arrays that a method ignores are None.
+        vocab_size: the number of real tokens. Later columns of the logits are padding, and never sampled.
+        num_logprobs: the number of most likely tokens whose log-probabilities are returned beside that of the sampled
+            token; None: no log-probabilities.
+        processed: whether log-probabilities are those after all options, instead of those of softmax(logits).
+    """
+
+    facts: Int32[Array | np.ndarray, "rows 5"] | None
+    numbers: Float32[Array | np.ndarray, "rows 6"] | None
+    edit_ids: Int32[Array | np.ndarray, "rows edits"] | None
+    edits: Float32[Array | np.ndarray, "rows edits"] | None
+    grammar: Int32[Array | np.ndarray, "rows words"] | None
+    method: Method = dataclasses.field(metadata={"static": True})
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+    num_logprobs: int | None = dataclasses.field(metadata={"static": True})
+    processed: bool = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[NextToken],
+        *,
+        vocab_size: int,
+        size: int | None = None,
+        end_ids: Collection[int] = (),
+        method: Method | None = None,
+        logprobs: Literal["raw", "processed"] = "raw",
+    ) -> SamplingRows:
+        """Packs the options of some rows into new NumPy arrays.
+
+        Args:
+            tokens: the token to sample in each row. Their ids must be in the vocabulary: see `SamplingOptions.check`.
+            vocab_size: the number of real tokens.
+            size: the number of rows after padding; None: no padding.
+            end_ids: the tokens that end a text, which `min_tokens` excludes.
+            method: at least the method of every row; None: the cheapest that covers all rows.
+            logprobs: `raw` returns log(softmax(logits)); `processed` the log-probabilities after penalties, bias,
+                masks, temperature and truncation. At temperature 0, these are those after penalties, bias and masks.
+
+        Raises:
+            ConfigError: a grammar mask has the wrong size, a row needs a method that computes more, the vocabulary has
+                2**19 tokens or more, or there are more rows than `size`.
+        """
+        size = len(tokens) if size is None else size
+        if len(tokens) > size:
+            raise ConfigError(f"{len(tokens)} rows do not fit into size={size}. Use a larger bucket")
+        if not 0 < vocab_size <= MAX_VOCAB_SIZE:
+            raise ConfigError(f"vocab_size={vocab_size} must be from 1 to {MAX_VOCAB_SIZE}, for sums to be exact")
+        order: tuple[Method, ...] = ("greedy", "plain", "full")
+        needed = max([order[0], *(token.method for token in tokens)], key=order.index)
+        if method is None:
+            method = needed
+        elif order.index(method) < order.index(needed):
+            raise ConfigError(f"method={method!r} ignores options of a row that needs {needed!r}. Use {needed!r}")
+        asked = [token.options.logprobs for token in tokens if token.options.logprobs is not None]
+        num_logprobs = min(_logprob_size(max(asked)), vocab_size) if asked else None
+        facts = numbers = edit_ids = edits = grammar = None
+        if method != "greedy":
+            facts, numbers = _facts(tokens, size, vocab_size), _numbers(tokens, size)
+        if method == "full":
+            edit_ids, edits = _edits(tokens, size, vocab_size, end_ids)
+            if any(token.grammar is not None for token in tokens):
+                grammar = _grammar(tokens, size, vocab_size)
+        return cls(facts, numbers, edit_ids, edits, grammar, method, vocab_size, num_logprobs, logprobs == "processed")
+
+
+def _logprob_size(count: int) -> int:
+    return next((size for size in LOGPROB_SIZES if size >= count), 1 << (count - 1).bit_length())
+
+
+def _facts(tokens: Sequence[NextToken], size: int, vocab_size: int) -> Int32[np.ndarray, "rows 5"]:
+    facts = np.zeros((size, 5), np.uint32)
+    facts[:, 3:] = NO_SLOT, vocab_size
+    for row, token in enumerate(tokens):
+        top_k = vocab_size if token.options.top_k is None else min(token.options.top_k, vocab_size)
+        facts[row] = *token.seed, token.position, token.slot, top_k
+    return facts.view(np.int32)
+
+
+def _numbers(tokens: Sequence[NextToken], size: int) -> Float32[np.ndarray, "rows 6"]:
+    numbers = np.zeros((size, 6))
+    numbers[:] = 0, 1, -np.inf, 0, 0, 1
+    for row, token in enumerate(tokens):
+        options = token.options
+        penalties = options.frequency_penalty, options.presence_penalty, options.repetition_penalty
+        numbers[row, 3:] = np.clip(penalties, *_FINITE)
+        if options.temperature >= GREEDY_BELOW:
+            log_min_p = np.log(options.min_p) if options.min_p else -np.inf
+            numbers[row, :3] = min(options.temperature, _FINITE[1]), options.top_p, log_min_p
+    numbers[:, 5] = np.maximum(numbers[:, 5], np.finfo(np.float32).tiny)
+    return numbers.astype(np.float32)
+
+
+_FINITE = float(np.finfo(np.float32).min), float(np.finfo(np.float32).max)
+
+
+def _edits(
+    tokens: Sequence[NextToken], size: int, vocab_size: int, end_ids: Collection[int]
+) -> tuple[Int32[np.ndarray, "rows edits"], Float32[np.ndarray, "rows edits"]]:
+    rows: list[list[tuple[int, float]]] = []
+    for token in tokens:
+        options = token.options
+        excluded = {*end_ids, *options.stop_ids} if token.num_output < options.min_tokens else set()
+        bias = [(id, value) for id, value in options.logit_bias.items() if id not in excluded]
+        rows.append([*bias, *((id, -np.inf) for id in sorted(excluded))])
+    width, longest = SMALLEST_EDITS, max(map(len, rows), default=0)
+    while width < longest:
+        width *= 4
+    ids, values = np.full((size, width), vocab_size, np.int32), np.zeros((size, width), np.float32)
+    for row, edits in enumerate(rows):
+        for column, (id, value) in enumerate(edits):
+            ids[row, column] = id
+            values[row, column] = value if value == -np.inf else np.clip(value, *_FINITE)
+    return ids, values
+
+
+def _grammar(tokens: Sequence[NextToken], size: int, vocab_size: int) -> Int32[np.ndarray, "rows words"]:
+    words = -(-vocab_size // 32)
+    masks = np.full((size, words), -1, np.int32)
+    for row, token in enumerate(tokens):
+        if token.grammar is None:
+            continue
+        if token.grammar.shape != (words,) or token.grammar.dtype != np.int32:
+            raise ConfigError(
+                f"grammar of row {row} must be int32 [{words}], one bit for each of {vocab_size} tokens, got "
+                f"{token.grammar.dtype} {list(token.grammar.shape)}"
+            )
+        masks[row] = token.grammar
+    return masks

@@ -1,0 +1,271 @@
+"""Continuous batching: which tokens of which sequences the next step computes."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping
+
+from axcore.config import ConfigError
+from axcore.infer.pages import PagePool
+from axcore.infer.requests import FinishReason
+from axcore.infer.rows import Rows
+from axcore.infer.sequences import Chunk, Plan, Sequence
+
+__all__ = ["Chunk", "Limits", "Plan", "Scheduler", "Sequence"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The size of the decoding state and of a step.
+
+    Attributes:
+        max_rows: the number of sequences that run at the same time.
+        max_len: the maximum number of tokens of a sequence, prompt and output together.
+        step_tokens: the maximum number of tokens of a step, at least `max_rows`. More tokens make prompts faster and
+            the time between tokens of other sequences longer.
+        watermark: the share of the pages that admission leaves to the growth of running sequences.
+    """
+
+    max_rows: int
+    max_len: int
+    step_tokens: int
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_rows", 1), ("max_len", 2), ("step_tokens", self.max_rows)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"limits.{name} must be at least {least}, not {getattr(self, name)}. Raise {name}")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"limits.watermark must be at least 0 and below 1, not {self.watermark}. Use 0.01")
+
+
+class Scheduler:
+    """Plans the steps of a device, and records their results, up to one step late.
+
+    ```python
+    while not scheduler.is_idle:
+        plan = scheduler.plan()
+        step = dispatch(plan) if plan else None     # does not wait for the device
+        if last:
+            ended = scheduler.record(last.plan, fetch(last))
+        last = step
+    ```
+
+    The device runs steps in the order of dispatch, and each plan is dispatched before the next call of any method.
+    Therefore slots and pages are free for another sequence as soon as the host releases them: a step that still uses
+    them runs before any step of the next owner.
+
+    Running sequences come first: those that decode, then those whose prompt is partly computed. The rest of the step
+    admits waiting sequences. Both go by priority and then by arrival, and a sequence is admitted only if its whole
+    prompt fits. If the pool has no page for a running sequence, the last one in this order loses its pages and waits to
+    be computed again. A waiting sequence takes the place of running ones only if its priority is higher.
+
+    Args:
+        limits: the size of the decoding state and of a step.
+        pool: the pages of the cache; None: each slot has room for `max_len` tokens.
+    """
+
+    def __init__(self, limits: Limits, pool: PagePool | None = None):
+        self.limits = limits
+        self.max_len = limits.max_len if pool is None else min(limits.max_len, pool.num_pages * pool.page_size)
+        self.num_preempted = 0
+        if pool is None:  # a slot is a page that holds a whole row
+            self._rows = Rows(limits.max_rows, PagePool(limits.max_rows, limits.max_len, shares_prefixes=False), 0)
+        else:
+            self._rows = Rows(limits.max_rows, pool, limits.watermark)
+        self._alive: dict[int, Sequence] = {}
+        self._waiting: list[Sequence] = []  # sorted by rank
+        self._num_arrived = self._num_planned = self._num_recorded = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every sequence has ended. Steps may still be in flight."""
+        return not self._alive
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence.
+
+        Raises:
+            ConfigError: the sequence cannot fit, even alone.
+        """
+        num_prompt, options = len(sequence.request.ids), sequence.request.options
+        room = self.max_len - num_prompt
+        cause = "max_len" if self.max_len == self.limits.max_len else "the size of the page pool"
+        limit = f"{self.max_len} tokens ({cause})"
+        if room < 1:
+            raise ConfigError(
+                f"request.ids: a prompt of {num_prompt} tokens leaves no room for output within {limit}. Shorten the "
+                f"prompt to at most {self.max_len - 1} tokens"
+            )
+        for name, value in (("max_tokens", options.max_tokens), ("min_tokens", options.min_tokens)):
+            if value is not None and value > room:
+                raise ConfigError(
+                    f"sampling.{name}={value} and a prompt of {num_prompt} tokens exceed {limit}. Use at most {room}"
+                )
+        assert sequence.id not in self._alive, f"two sequences have the id {sequence.id}"
+        sequence.max_len = self.max_len if options.max_tokens is None else num_prompt + options.max_tokens
+        sequence.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._alive[sequence.id] = sequence
+        bisect.insort(self._waiting, sequence, key=Sequence.rank)
+
+    def cancel(self, id: int, finish: FinishReason = "cancelled") -> bool:
+        """Ends a sequence in any state. Tokens of it that are in flight are dropped.
+
+        Args:
+            id: the id of the sequence.
+            finish: why it ends, such as "stop" after a stop string.
+
+        Returns:
+            Whether the sequence had not ended before.
+        """
+        sequence = self._alive.get(id)
+        if sequence is None:
+            return False
+        sequence.finish = finish
+        self._end(sequence)
+        return True
+
+    def flush(self) -> None:
+        """The weights changed: forgets cached pages, and computes the tokens of running sequences again."""
+        self._rows.pool.flush()
+        for sequence in self._rows:
+            self._preempt(sequence)
+
+    def plan(self) -> Plan | None:
+        """The next step; None: nothing can run before results are recorded or a sequence is added."""
+        self._settle()
+        num_preempted = self.num_preempted
+        self._grow()
+        step = _Step(self.limits.step_tokens)
+        for sequence in sorted(self._rows, key=lambda each: (not each.is_decoding, each.rank())):
+            step.take(sequence)
+        self._admit(step, num_preempted)
+        if not step.counts:
+            return None
+        chunks = [_chunk(sequence, count) for sequence, count in step.counts.items()]
+        prefill = tuple(chunk for chunk in chunks if not chunk.is_decode)
+        decode = tuple(chunk for chunk in chunks if chunk.is_decode)
+        self._num_planned += 1
+        return Plan(prefill, decode, self._num_planned - 1)
+
+    def record(self, plan: Plan, tokens: Mapping[int, int | None]) -> list[Sequence]:
+        """Takes the results of a step. Plans are recorded in their order, including those that sample nothing.
+
+        Args:
+            plan: the plan of the step.
+            tokens: the sampled token of each sequence whose chunk is the last, by id. Sequences that have ended may be
+                missing or None.
+
+        Returns:
+            The sequences that have a new token.
+        """
+        assert plan.number == self._num_recorded, f"plan {plan.number} recorded instead of {self._num_recorded}"
+        self._num_recorded += 1
+        changed = []
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            if not chunk.is_last or sequence.finish is not None:
+                continue
+            token = tokens[sequence.id]
+            assert token is not None, f"sequence {sequence.id} has no token"
+            sequence.append(token)
+            changed.append(sequence)
+            if sequence.finish is not None:
+                self._end(sequence)
+        return changed
+
+    def _settle(self) -> None:
+        """Publishes what the last step computes, and releases what sequences that surely end no longer need."""
+        for sequence in self._rows:
+            self._rows.publish(sequence)
+            if sequence.is_complete:
+                self._rows.release(sequence)
+
+    def _grow(self) -> None:
+        """Gives each running sequence the pages for its next token, if necessary those of the last in rank."""
+        for sequence in sorted(self._rows, key=Sequence.rank):
+            while sequence.slot is not None and not self._rows.grow(sequence):
+                self._preempt(self._rows.last)
+
+    def _admit(self, step: _Step, num_preempted: int) -> None:
+        """Starts waiting sequences in their order, until one does not fit or the step has preempted another."""
+        promised = {key for sequence in self._rows for key in sequence.keys[sequence.num_published :]}
+        num_passed = 0  # a sequence that is passed keeps its claim to a slot
+        while step.num_left and num_passed < min(len(self._waiting), max(1, self._rows.num_free)):
+            sequence = self._waiting[num_passed]
+            if sequence.num_pending or self.num_preempted != num_preempted:
+                return  # a preempted sequence waits until its tokens in flight are known
+            cached, next_key = self._rows.lookup(sequence)
+            if next_key in promised:  # a running sequence computes this page, and a later step can share it
+                num_passed += 1
+            elif self._start(sequence, cached, step):
+                del self._waiting[num_passed]
+                step.take(sequence)
+                promised.update(sequence.keys[sequence.num_published :])
+            else:
+                return
+
+    def _start(self, sequence: Sequence, cached: list[int], step: _Step) -> bool:
+        """Starts a sequence if it fits, if necessary in place of sequences of lower priority."""
+        while not self._rows.start(sequence, cached):
+            last = self._rows.last
+            if last.request.priority <= sequence.request.priority:
+                return False
+            step.drop(last)
+            self._preempt(last)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes slot and pages from a running sequence, which waits to be computed again."""
+        self._rows.release(sequence)
+        if not sequence.is_complete:
+            sequence.num_computed = 0
+            self.num_preempted += 1
+            bisect.insort(self._waiting, sequence, key=Sequence.rank)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended in any state."""
+        del self._alive[sequence.id]
+        if sequence.slot is not None:
+            self._rows.publish(sequence)
+            self._rows.release(sequence)
+        elif not sequence.is_complete:  # otherwise, it was released after its last step
+            del self._waiting[bisect.bisect_left(self._waiting, sequence.rank(), key=Sequence.rank)]
+
+
+@dataclasses.dataclass
+class _Step:
+    """A step under construction: the number of tokens of each sequence, and how many more the step may have."""
+
+    num_left: int
+    counts: dict[Sequence, int] = dataclasses.field(default_factory=dict)
+
+    def take(self, sequence: Sequence) -> None:
+        """Adds as many tokens of a sequence as there is room for."""
+        if count := min(sequence.length - sequence.num_computed, self.num_left):
+            self.counts[sequence] = count
+            self.num_left -= count
+
+    def drop(self, sequence: Sequence) -> None:
+        """Removes a sequence, if it is part of the step."""
+        self.num_left += self.counts.pop(sequence, 0)
+
+
+def _chunk(sequence: Sequence, count: int) -> Chunk:
+    """The next tokens of a sequence, which count as computed from now on."""
+    start = sequence.num_computed
+    sequence.num_computed += count
+    is_last = sequence.num_computed == sequence.length
+    ids = tuple(sequence.tokens[start : sequence.num_computed])
+    sequence.num_pending += is_last
+    return Chunk(sequence, start, count, is_last, ids)

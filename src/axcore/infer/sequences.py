@@ -1,0 +1,127 @@
+"""The state of a sample between steps, and the tokens of it that a step computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from axcore.infer.pages import PrefixKey
+from axcore.infer.requests import FinishReason, Request
+
+
+class Sequence:
+    """One sample of a request. The scheduler changes it; others only read it.
+
+    Args:
+        id: a number that no other sequence of the scheduler has.
+        request: what the caller asks for.
+        end_ids: the tokens that end a sample of the model.
+
+    Attributes:
+        tokens: the prompt and the output that is known, including an end token.
+        num_computed: the number of tokens that steps have computed or were given to compute.
+        num_pending: the number of tokens that steps will sample and whose ids are unknown.
+        num_cached: the number of tokens that were in the cache when the sequence was first admitted; None: it was not.
+        slot: its slot in the decoding state, while it runs.
+        pages: its page table, while it runs and pages are in use.
+        keys: the keys of its known full pages, for the weights of `epoch`.
+        num_published: the number of its pages that were published, or are not published because others are.
+        max_len: the number of tokens at which it ends; set by `Scheduler.add`.
+        arrival: its number in the order of `Scheduler.add`.
+        finish: why it ended; None: it has not.
+    """
+
+    def __init__(self, id: int, request: Request, end_ids: Collection[int] = ()):
+        self.id, self.request = id, request
+        self.tokens = list(request.ids)
+        self.num_computed = self.num_pending = 0
+        self.num_cached: int | None = None
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.keys: list[PrefixKey] = []
+        self.num_published = self.epoch = 0
+        self.max_len = self.arrival = 0
+        self.finish: FinishReason | None = None
+        self._stop_ids = frozenset(request.options.stop_ids).union(() if request.options.ignore_end else end_ids)
+
+    @property
+    def output(self) -> list[int]:
+        """The known output, including an end token."""
+        return self.tokens[len(self.request.ids) :]
+
+    @property
+    def num_output(self) -> int:
+        """The number of known output tokens."""
+        return len(self.tokens) - len(self.request.ids)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens, including those whose ids are unknown."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its last token is being sampled, so that no step needs to compute more of it."""
+        return self.length >= self.max_len
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all of its tokens but the last are computed."""
+        return 0 < self.num_computed == self.length - 1
+
+    def rank(self) -> tuple[int, int]:
+        """Sequences of a smaller rank run first."""
+        return self.request.priority, self.arrival
+
+    def append(self, token: int) -> None:
+        """Adds a sampled token, and sets `finish` if the sequence ends with it."""
+        may_stop = self.num_output >= self.request.options.min_tokens
+        self.num_pending -= 1
+        self.tokens.append(token)
+        if may_stop and token in self._stop_ids:
+            self.finish = "stop"
+        elif len(self.tokens) >= self.max_len:
+            self.finish = "length"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of a sequence that one step computes.
+
+    Attributes:
+        sequence: the sequence. Its slot and pages are valid until the scheduler is called again.
+        start: the position of the first token.
+        count: the number of tokens.
+        is_last: whether the chunk ends with the last token of the sequence, so that the step samples the next one.
+        ids: the tokens; empty if the chunk is the one token that the previous step samples.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    is_last: bool
+    ids: tuple[int, ...]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the chunk is only the last token of a sequence whose other tokens are computed."""
+        return self.start > 0 and self.count == 1 and self.is_last
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The work of one step.
+
+    Attributes:
+        prefill: chunks of prompts, and of sequences that are computed again.
+        decode: the last tokens of sequences whose other tokens are computed.
+        number: the number of plans before this one.
+    """
+
+    prefill: tuple[Chunk, ...]
+    decode: tuple[Chunk, ...]
+    number: int
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.decode + self.prefill

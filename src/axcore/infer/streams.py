@@ -1,0 +1,88 @@
+"""The pieces of a sample, for a thread or a coroutine that waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+
+from axcore.config import AxcoreError
+from axcore.infer.requests import Piece
+
+Deliver = Callable[[Piece | AxcoreError], None]
+"""Receives each piece of a sample, or the error that ends it. It runs in the thread of the engine, so it must return
+soon."""
+
+Submit = Callable[[Deliver], Callable[[], None]]
+"""Submits a request. Returns a function that cancels it."""
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of a sample, the last of which has a `finish`.
+
+    ```python
+    for piece in engine.stream(request):
+        print(piece.text, end="")
+    ```
+
+    Attributes:
+        cancel: ends the sample, from any thread. The last piece then has `finish="cancelled"`.
+    """
+
+    def __init__(self, submit: Submit):
+        self._pieces: queue.SimpleQueue[Piece | AxcoreError] = queue.SimpleQueue()
+        self._has_ended = False
+        self.cancel = submit(self._pieces.put)
+
+    def __next__(self) -> Piece:
+        """Waits for the next piece.
+
+        Raises:
+            AxcoreError: the request does not fit, its logits are not finite, or the engine failed.
+        """
+        if self._has_ended:
+            raise StopIteration
+        piece = self._pieces.get()
+        self._has_ended = isinstance(piece, AxcoreError) or piece.finish is not None
+        if isinstance(piece, AxcoreError):
+            raise piece
+        return piece
+
+    def whole(self) -> Piece:
+        """Waits for the remaining pieces. Returns them as one."""
+        return joined(list(self))
+
+
+def joined(pieces: Iterable[Piece]) -> Piece:
+    """Consecutive pieces of a sample as one."""
+    pieces = list(pieces)
+    logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    return Piece(
+        ids=tuple(id for piece in pieces for id in piece.ids),
+        text="".join(piece.text for piece in pieces),
+        logprobs=tuple(each for some in logprobs for each in some) if logprobs else None,
+        finish=pieces[-1].finish,
+    )
+
+
+async def pieces_of(submit: Submit) -> AsyncIterator[Piece]:
+    """`Stream` for asyncio. A consumer that stops early cancels the sample."""
+    loop = asyncio.get_running_loop()
+    pieces: asyncio.Queue[Piece | AxcoreError] = asyncio.Queue()
+
+    def deliver(piece: Piece | AxcoreError) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody waits
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+    cancel = submit(deliver)
+    try:
+        while True:
+            piece = await pieces.get()
+            if isinstance(piece, AxcoreError):
+                raise piece
+            yield piece
+            if piece.finish is not None:
+                return
+    finally:
+        cancel()

@@ -1,0 +1,285 @@
+"""A device that completes steps only when told, and a driver that checks every step of a scheduler against it."""
+
+import collections
+import dataclasses
+import zlib
+
+from axcore.infer.pages import PagePool
+from axcore.infer.requests import Request
+from axcore.infer.rows import Rows
+from axcore.infer.scheduler import Limits, Scheduler, Sequence
+
+END = 0
+VOCAB = 24
+
+
+def ends(request):
+    """The tokens that end a sample."""
+    return {*request.options.stop_ids, *(() if request.options.ignore_end else (END,))}
+
+
+def next_token(request, tokens):
+    """The token that the model samples after `tokens`: a function of all of them."""
+    token = zlib.crc32(bytes(tokens)) % VOCAB
+    is_masked = token in ends(request) and len(tokens) - len(request.ids) < request.options.min_tokens
+    return VOCAB if is_masked else token
+
+
+def expected(sequence):
+    """The output and the finish reason of a sequence, if it is not cancelled."""
+    request, tokens, finish = sequence.request, list(sequence.request.ids), "length"
+    while finish == "length" and len(tokens) < sequence.max_len:
+        tokens.append(next_token(request, tokens))
+        if tokens[-1] in ends(request):
+            finish = "stop"
+    return tokens[len(request.ids) :], finish
+
+
+@dataclasses.dataclass
+class Row:
+    """A chunk as it was dispatched."""
+
+    request: Request
+    id: int
+    slot: int
+    pages: tuple[int, ...]
+    start: int
+    count: int
+    is_last: bool
+    ids: tuple[int, ...]
+
+
+class FakeDevice:
+    """Runs steps in the order of dispatch. Instead of keys and values, its cache holds all that they depend on.
+
+    What a row reads and writes depends on its page table (or slot), not on the tokens that the scheduler knows, so a
+    page that is shared or reused wrongly is noticed. A row reads the cache of the previous step and its own writes, but
+    not what other rows write in the same step.
+    """
+
+    def __init__(self, page_size):
+        self.page_size = page_size  # None: slots
+        self.cache = {}  # (page, offset) -> (token, hash of all tokens so far)
+        self.last = {}  # the token sampled last, by slot
+        self.weights = 0
+        self.queue = collections.deque()
+        self.num_sampled = collections.Counter()
+
+    def dispatch(self, plan):
+        rows = [
+            Row(seq.request, seq.id, seq.slot, tuple(seq.pages), chunk.start, chunk.count, chunk.is_last, chunk.ids)
+            for chunk in plan.chunks
+            for seq in [chunk.sequence]
+        ]
+        self.queue.append(rows)
+        return rows
+
+    def swap_weights(self):
+        self.queue.append(None)
+
+    def complete(self):
+        """Runs the oldest step, and returns its tokens."""
+        while (rows := self.queue.popleft()) is None:
+            self.weights += 1
+        tokens, writes, last = {}, {}, {}
+        for row in rows:
+            ids = row.ids or (self.last[row.slot],)
+            assert len(ids) == row.count
+            seen, content = [], hash((self.weights, row.request.salt, row.request.adapter))
+            for position in range(row.start + row.count):
+                cell = self.cell(row, position)
+                if position < row.start:
+                    token, found = self.cache[cell]
+                    content = hash((content, token))
+                    assert found == content, "a row reads what was computed for another"
+                else:
+                    token = ids[position - row.start]
+                    content = hash((content, token))
+                    assert cell not in writes, "two rows write the same place"
+                    writes[cell] = token, content
+                seen.append(token)
+            if row.is_last:
+                last[row.slot] = tokens[row.id] = next_token(row.request, seen)
+                self.num_sampled[row.id] += 1
+        self.cache |= writes
+        self.last |= last
+        return tokens
+
+    def cell(self, row, position):
+        if self.page_size is None:
+            return row.slot, position
+        return row.pages[position // self.page_size], position % self.page_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request, and when it comes and goes, in steps."""
+
+    at: int
+    request: Request
+    cancel_at: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    limits: Limits
+    arrivals: tuple[Arrival, ...]
+    num_pages: int | None = None  # None: slots only
+    page_size: int = 4
+    is_ahead: bool = True  # whether the host plans a step before it records the previous one
+    flush_at: frozenset[int] = frozenset()
+    scheduler: type[Scheduler] = Scheduler
+    rows: type[Rows] = Rows
+    pool: type[PagePool] = PagePool
+
+
+class Simulation:
+    """Runs a scenario to its end and checks every step.
+
+    Attributes:
+        trace: what was dispatched: for each plan, its rows.
+        sequences: every sequence that was added, by id.
+    """
+
+    def __init__(self, scenario, max_steps=5000):
+        self.scenario = scenario
+        pool = None if scenario.num_pages is None else scenario.pool(scenario.num_pages, scenario.page_size)
+        self.pool = pool
+        self.scheduler = scenario.scheduler(scenario.limits, pool)
+        self.scheduler._rows.__class__ = scenario.rows
+        self.device = FakeDevice(None if pool is None else scenario.page_size)
+        self.trace, self.sequences, self.in_flight = [], {}, collections.deque()
+        self.tick, self.max_steps = 0, max_steps
+        self.num_tokens_at_cancel = {}
+        self.arrivals = collections.deque(sorted(enumerate(scenario.arrivals), key=lambda each: each[1].at))
+        self.cancels = collections.defaultdict(list)
+        for id, arrival in enumerate(scenario.arrivals):
+            if arrival.cancel_at is not None:
+                self.cancels[max(arrival.at, arrival.cancel_at)].append(id)
+
+    def run(self):
+        while self.arrivals or self.in_flight or not self.scheduler.is_idle:
+            assert self.tick < self.max_steps, "no progress"
+            self.step()
+        for sequence in self.sequences.values():
+            self.check_output(sequence)
+        self.check_pool()
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        if self.pool is not None:
+            assert self.pool.usage.live == 0 and self.pool.num_available == self.pool.num_pages
+        return self
+
+    def step(self):
+        while self.arrivals and self.arrivals[0][1].at <= self.tick:
+            id, arrival = self.arrivals.popleft()
+            self.sequences[id] = Sequence(id, arrival.request, end_ids=[END])
+            self.scheduler.add(self.sequences[id])
+        if self.tick in self.scenario.flush_at:
+            self.scheduler.flush()
+            self.device.swap_weights()
+            self.check_pool()
+        cancels = self.cancels.pop(self.tick, [])
+        for id in cancels[::2]:
+            self.cancel(id)
+        before, num_preempted = self.running(), self.scheduler.num_preempted
+        plan = self.scheduler.plan()
+        self.check_order(before, self.scheduler.num_preempted - num_preempted)
+        if plan is not None:
+            self.check_plan(plan)
+            self.trace.append(self.device.dispatch(plan))
+        else:
+            assert self.in_flight or self.scheduler.is_idle, "nothing runs although sequences wait"
+        self.check_pool()
+        for id in cancels[1::2]:  # between dispatch and record
+            self.cancel(id)
+        if plan is not None:
+            self.in_flight.append(plan)
+        if self.in_flight and (plan is None or len(self.in_flight) > self.scenario.is_ahead):
+            self.record()
+        self.tick += 1
+
+    def record(self):
+        plan = self.in_flight.popleft()
+        changed = self.scheduler.record(plan, self.device.complete())
+        assert all(sequence.tokens for sequence in changed)
+        self.check_pool()
+
+    def cancel(self, id):
+        was_alive = self.sequences[id].finish is None
+        assert self.scheduler.cancel(id) == was_alive
+        assert not self.scheduler.cancel(id)
+        self.num_tokens_at_cancel.setdefault(id, len(self.sequences[id].tokens))
+        self.check_pool()
+
+    def check_plan(self, plan):
+        limits, chunks = self.scenario.limits, plan.chunks
+        assert plan.number == len(self.trace)
+        assert 0 < sum(chunk.count for chunk in chunks) <= limits.step_tokens
+        assert 0 < len(chunks) <= limits.max_rows
+        assert len({chunk.sequence.id for chunk in chunks}) == len(chunks)
+        planned = {chunk.sequence.id for chunk in chunks}
+        for sequence in self.running():
+            if sequence.num_computed + 1 == sequence.length or sequence.is_complete:
+                assert sequence.id in planned, "a sequence that decodes lost a step"
+        for chunk in chunks:
+            sequence = chunk.sequence
+            assert sequence.finish is None and sequence.slot is not None
+            assert chunk.count > 0 and len(chunk.ids) in (0, chunk.count) and (chunk.ids or chunk.count == 1)
+            assert sequence.length <= sequence.max_len, "a step is wasted beyond the maximum length"
+            if self.pool is not None:
+                self.check_writes(chunk)
+
+    def check_order(self, before, num_preempted):
+        """The last in rank are preempted and the first are admitted, except those that wait for a prefix."""
+        preempted = [each for each in before if each.slot is None and not each.is_complete]
+        kept = [each for each in before if each.slot is not None]
+        admitted = [each for each in self.running() if each not in before]
+        waiting = [
+            each for each in self.sequences.values() if not each.finish and each.slot is None and not each.is_complete
+        ]
+        assert len(preempted) == num_preempted, "a sequence is preempted and admitted in one step"
+        assert not preempted or kept or admitted, "the only sequence is preempted"
+        assert all(left.rank() < right.rank() for left in kept for right in preempted)
+        assert all(left.request.priority < right.request.priority for left in admitted for right in preempted)
+        prefixes = [self.first_page(each) for each in self.running()]
+        passed = [each for each in waiting if self.pool is not None and self.first_page(each) in prefixes]
+        assert all(left.rank() < right.rank() for left in admitted for right in waiting if right not in passed)
+
+    def first_page(self, sequence):
+        return sequence.request.salt, sequence.tokens[: self.scenario.page_size]
+
+    def check_writes(self, chunk):
+        """Pages to be written have one owner and are not offered to others."""
+        size, end = self.pool.page_size, chunk.start + chunk.count
+        assert end <= len(chunk.sequence.pages) * size
+        for page in chunk.sequence.pages[chunk.start // size : (end - 1) // size + 1]:
+            assert self.pool._users[page] == 1, "a row writes a page of two rows"
+            assert self.pool._keys[page] is None, "a row writes a published page"
+
+    def check_pool(self):
+        slots = [*self.scheduler._rows._slots, *(sequence.slot for sequence in self.running())]
+        assert sorted(slots) == list(range(self.scenario.limits.max_rows)), "slots are lost or used twice"
+        pool = self.pool
+        if pool is None:
+            return
+        users = collections.Counter(page for sequence in self.running() for page in sequence.pages)
+        assert pool._users == [users[page] for page in range(pool.num_pages)], "pages leak"
+        usage = pool.usage
+        assert sum(usage) == pool.num_pages and usage.live == len(users)
+        states = [*users, *pool._unused, *pool._free]
+        assert sorted(states) == list(range(pool.num_pages)), "a page is in two states or in none"
+        assert all(pool._keys[page] == key for key, page in pool._published.items())
+        assert sum(key is not None for key in pool._keys) == len(pool._published)
+
+    def running(self):
+        return [sequence for sequence in self.sequences.values() if sequence.slot is not None]
+
+    def check_output(self, sequence):
+        output, finish = expected(sequence)
+        if sequence.finish == "cancelled":
+            assert sequence.output == output[: len(sequence.output)]
+            assert len(sequence.tokens) == self.num_tokens_at_cancel[sequence.id], "tokens after the cancellation"
+            return
+        assert (sequence.output, sequence.finish) == (output, finish)
+        num_wasted = self.device.num_sampled[sequence.id] - len(output)
+        assert num_wasted <= (finish == "stop" and self.scenario.is_ahead), "rows are wasted"

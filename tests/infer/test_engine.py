@@ -1,0 +1,201 @@
+"""An engine gives the tokens of full recomputation, whatever runs beside a request."""
+
+import asyncio
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import axcore as ax
+from axcore.config import AxcoreError, ConfigError
+from axcore.infer import Engine, Request, SamplingOptions
+from axcore.infer.runner import Runner
+from axcore.module import functional
+from axcore.testing.models import VOCAB_SIZE, tiny_model
+from axcore_paged_kv.cache import PagedCache
+
+MAX_LEN = 48
+GREEDY = SamplingOptions(temperature=0.0, max_tokens=9)
+CACHES = {"contiguous": {}, "paged": {"cache": PagedCache.Config(page_size=4, num_pages=24)}}
+
+
+@pytest.fixture(scope="module")
+def model():
+    cfg = ax.select(tiny_model(), "embedding").set(init=ax.nn.Normal(stddev=1.0))
+    return ax.pipe(cfg, ax.use("rope")).build(rngs=ax.Rngs(0))
+
+
+@pytest.fixture(scope="module", params=CACHES)
+def engine(request, model):
+    cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, **CACHES[request.param])
+    with cfg.build(model, end_ids=(5,)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def recomputed(model):
+    """Greedy tokens by recomputing the whole row for each token."""
+    fn, params, state = functional(model)
+    logits = jax.jit(lambda row, at: fn(params, state, row[None])[0][0][0, at])
+
+    def sample(ids, options):
+        row, tokens = np.zeros(MAX_LEN, np.int32), list(ids)
+        for _ in range(options.max_tokens):
+            row[: len(tokens)] = tokens
+            tokens.append(int(np.argmax(logits(row, len(tokens) - 1))))
+            if tokens[-1] == 5 and not options.ignore_end:
+                break
+        return tuple(tokens[len(ids) :])
+
+    return sample
+
+
+def prompts(lengths, seed=0):
+    random = np.random.default_rng(seed)
+    return [tuple(random.integers(6, VOCAB_SIZE, length).tolist()) for length in lengths]
+
+
+@pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5), (3, 4, 8, 9, 19, 20, 21, 38), (38, 1, 38, 1, 38)])
+def test_mixed_rows_get_the_tokens_of_full_recomputation(engine, recomputed, lengths):
+    asked = [Request(ids, GREEDY) for ids in prompts(lengths)]
+    for request, found in zip(asked, engine.generate(asked), strict=True):
+        expected = recomputed(request.ids, GREEDY)
+        assert found.ids == expected
+        assert found.finish == ("stop" if expected[-1] == 5 else "length")
+
+
+@pytest.mark.long
+def test_cached_prefixes_change_nothing(engine, recomputed):
+    (base,) = prompts((17,), seed=1)
+    asked = [Request((*base, end), GREEDY) for end in (6, 7, 6)]
+    found = [engine.generate([request])[0].ids for request in asked]
+    assert found == [recomputed(request.ids, GREEDY) for request in asked]
+    assert engine.stats.pages is None or engine.stats.cached_tokens >= 2 * 16
+
+
+@pytest.mark.long
+def test_requests_that_arrive_and_leave_meanwhile_change_nothing(engine, recomputed):
+    first, *others = prompts((6, 11, 2, 30, 7, 5), seed=2)
+    stream = engine.stream(Request(first, GREEDY))
+    tokens = list(next(stream).ids)
+    cancelled = [engine.stream(Request(ids, GREEDY)) for ids in others]
+    next(cancelled[0])
+    for each in cancelled:
+        each.cancel()
+    tokens += [id for piece in stream for id in piece.ids]
+    assert tuple(tokens) == recomputed(first, GREEDY)
+    assert all(each.whole().finish in ("cancelled", "length", "stop") for each in cancelled)
+    assert engine.stats.running == engine.stats.waiting == 0
+
+
+@pytest.mark.long
+def test_a_seed_gives_the_same_sample_beside_other_requests(engine):
+    ids, *others = prompts((7, 3, 12, 25), seed=3)
+    options = SamplingOptions(seed=11, top_k=8, top_p=0.9, repetition_penalty=1.2, max_tokens=12, ignore_end=True)
+    alone = engine.generate([Request(ids, options)])[0]
+    beside = engine.generate(
+        [Request(each, SamplingOptions(max_tokens=20)) for each in others] + [Request(ids, options)]
+    )
+    assert beside[-1].ids == alone.ids
+    assert engine.stream(Request(ids, options), sample=1).whole().ids != alone.ids
+
+
+@pytest.mark.long
+def test_penalties_count_the_tokens_of_the_row(engine):
+    (ids,) = prompts((5,), seed=4)
+    options = SamplingOptions(temperature=0.0, presence_penalty=1e4, max_tokens=12, ignore_end=True)
+    tokens = engine.generate([Request(ids, options)])[0].ids
+    assert len(set(tokens)) == len(tokens)
+
+
+@pytest.mark.long
+def test_log_probabilities_are_those_of_the_logits(engine, model):
+    (ids,) = prompts((5,), seed=5)
+    options = SamplingOptions(temperature=0.0, max_tokens=3, logprobs=4, ignore_end=True)
+    found = engine.generate([Request(ids, options)])[0]
+    fn, params, state = functional(model)
+    logits = np.asarray(fn(params, state, np.array([ids + found.ids]))[0][0])[0].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for at, (token, each) in enumerate(zip(found.ids, found.logprobs, strict=True), len(ids) - 1):
+        assert each.id == token and each.rank == 0 and len(each.top) == 4
+        np.testing.assert_allclose(each.logprob, expected[at, token], atol=1e-5)
+        np.testing.assert_allclose([value for _, value in each.top], np.sort(expected[at])[::-1][:4], atol=1e-5)
+
+
+@pytest.mark.long
+def test_min_tokens_excludes_end_and_stop_tokens(engine, recomputed):
+    (ids,) = prompts((9,), seed=6)
+    first = recomputed(ids, GREEDY)[0]
+    options = SamplingOptions(temperature=0.0, max_tokens=6, stop_ids=(first,), min_tokens=3)
+    tokens = engine.generate([Request(ids, options)])[0].ids
+    assert first not in tokens[:3] and 5 not in tokens[:3]
+    assert engine.generate([Request(ids, SamplingOptions(temperature=0.0, stop_ids=(first,)))])[0].ids == (first,)
+
+
+def test_asyncio_consumers_get_the_same_pieces(engine, recomputed):
+    asked = [Request(ids, GREEDY) for ids in prompts((4, 13), seed=7)]
+
+    async def whole(request):
+        return tuple([id async for piece in engine.astream(request) for id in piece.ids])
+
+    async def both():
+        return await asyncio.gather(*map(whole, asked))
+
+    assert asyncio.run(both()) == [recomputed(request.ids, GREEDY) for request in asked]
+
+
+def test_requests_that_cannot_run_raise(engine):
+    with pytest.raises(ConfigError, match=r"request.ids: a prompt of 48 tokens leaves no room .* 48 tokens"):
+        engine.generate([Request((6,) * 48)])
+    with pytest.raises(ConfigError, match=rf"request.ids: token id {VOCAB_SIZE} is not below {VOCAB_SIZE}"):
+        engine.generate([Request((VOCAB_SIZE,))])
+    excluded = {id: -3e38 for id in range(VOCAB_SIZE)}
+    engine.generate([Request((6,), SamplingOptions(logit_bias=excluded, max_tokens=1))])  # still finite
+
+
+@pytest.mark.long
+def test_nothing_compiles_after_the_warm_up(model):
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: events.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    cfg = Engine.Config(max_len=32, max_rows=2, step_tokens=16, **CACHES["paged"])
+    with cfg.build(model) as engine:
+        engine.warm_up()
+        compiled = engine.stats.compiled
+        events.clear()
+        options = [
+            GREEDY,
+            SamplingOptions(max_tokens=8),
+            SamplingOptions(max_tokens=8, top_p=0.5, frequency_penalty=0.1, logprobs=3),
+        ]
+        engine.generate([Request(ids, options[at % 3]) for at, ids in enumerate(prompts((1, 5, 9, 16, 17, 20)))])
+        assert engine.stats.compiled == compiled and not events
+
+
+def test_a_failing_step_ends_every_sample_with_the_cause(model, monkeypatch):
+    with Engine.Config(max_len=32, max_rows=2, step_tokens=16).build(model) as engine:
+        streams = [engine.stream(Request(ids, SamplingOptions())) for ids in prompts((3, 4, 5))]
+        next(streams[0])
+        monkeypatch.setattr(Runner, "read", lambda *_: 1 / 0)
+        for stream in streams:
+            with pytest.raises(AxcoreError, match="the engine failed: ZeroDivisionError"):
+                stream.whole()
+        with pytest.raises(AxcoreError, match="the engine is closed"):
+            engine.stream(Request((6,)))
+
+
+def test_close_ends_samples_and_the_thread(model):
+    engine = Engine.Config(max_len=32, max_rows=2, step_tokens=16).build(model)
+    stream = engine.stream(Request((6, 7)))
+    next(stream)
+    engine.close()
+    with pytest.raises(AxcoreError, match="the engine was closed"):
+        stream.whole()
+    assert "axcore-engine" not in {thread.name for thread in threading.enumerate() if thread is engine._thread}
+
+
+def test_prefix_caching_requires_pages(model):
+    with pytest.raises(ConfigError, match=r"engine\.prefix_caching=True requires pages in every layer"):
+        Engine.Config(max_len=32, prefix_caching=True).build(model)

@@ -1,0 +1,304 @@
+"""The scheduler against a device that completes steps only when told, whatever arrives, ends or is cancelled when."""
+
+import collections
+import random
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from axcore.config import ConfigError
+from axcore.infer.pages import PagePool
+from axcore.infer.scheduler import Limits, Scheduler, Sequence
+
+from .fake_device import END, Arrival, Scenario, Simulation
+from .scenarios import random_request, random_scenario, request
+
+
+def started(limits, requests, num_pages=None, page_size=4, **changes):
+    """A simulation in which all requests have just arrived."""
+    arrivals = tuple(Arrival(0, each) for each in requests)
+    return Simulation(Scenario(limits, arrivals, num_pages, page_size, **changes))
+
+
+def dispatched(simulation, at=-1):
+    """The number of tokens of each sequence in a step."""
+    return {row.id: row.count for row in simulation.trace[at]}
+
+
+@given(st.randoms(use_true_random=False))
+def test_every_sequence_gets_the_tokens_of_the_model(rng):
+    Simulation(random_scenario(rng)).run()
+
+
+def test_many_scenarios_that_preempt_share_and_cancel():
+    total = collections.Counter()
+    for seed in range(80):
+        simulation = Simulation(random_scenario(random.Random(seed))).run()
+        sequences = simulation.sequences.values()
+        total["preempted"] += simulation.scheduler.num_preempted
+        total["shared"] += sum((sequence.num_cached or 0) > 0 for sequence in sequences)
+        total.update(sequence.finish for sequence in sequences)
+    assert min(total.values()) > 40 and total.keys() == {"preempted", "shared", "stop", "length", "cancelled"}, total
+
+
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False))
+def test_two_runs_have_equal_plans(rng):
+    scenario = random_scenario(rng)
+    assert Simulation(scenario).run().trace == Simulation(scenario).run().trace
+
+
+def test_a_step_has_decodes_first_and_then_chunks_of_several_prompts():
+    simulation = started(Limits(4, 100, 12), [request(1, 9, ignore_end=True), request(10, 9), request(9, 9)])
+    for _ in range(3):
+        simulation.step()
+    assert [dispatched(simulation, at) for at in range(3)] == [
+        {0: 1, 1: 10, 2: 1},
+        {0: 1, 1: 1, 2: 8},
+        {0: 1, 1: 1, 2: 1},
+    ]
+    assert [row.id for row in simulation.trace[1]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_the_last_token_is_known_ahead_and_wastes_no_row(is_ahead):
+    simulation = started(Limits(2, 100, 50), [request(5, 7, ignore_end=True)], num_pages=9, is_ahead=is_ahead).run()
+    assert sum(len(rows) for rows in simulation.trace) == 7  # one for the prompt, six for the output but the last token
+
+
+def test_slot_and_pages_are_reused_in_the_step_after_the_last():
+    simulation = started(Limits(1, 8, 8), [request(4, 2), request(4, 2, salt="other")], num_pages=2).run()
+    assert [[row.id for row in rows] for rows in simulation.trace] == [[0], [0], [1], [1]]
+
+
+def test_end_tokens_stop_a_sequence_after_min_tokens():
+    limits = Limits(2, 200, 50)
+    plain, ignoring, stopping = (
+        next(iter(started(limits, [each]).run().sequences.values()))
+        for each in (request(3), request(3, ignore_end=True), request(3, min_tokens=40))
+    )
+    assert (plain.finish, plain.output[-1]) == ("stop", END) and len(plain.output) < 40
+    assert (
+        ignoring.finish == "length"
+        and len(ignoring.tokens) == 200
+        and ignoring.output[: len(plain.output)] == plain.output
+    )
+    assert stopping.finish == "stop" and len(stopping.output) > 40 and END not in stopping.output[:40]
+
+
+def test_stop_ids_end_a_sequence():
+    free = next(iter(started(Limits(1, 60, 9), [request(3, ignore_end=True)]).run().sequences.values()))
+    token = free.output[4]
+    sequence = Sequence(0, request(3, ignore_end=True, stop_ids=(token,)))
+    sequence.max_len, sequence.num_pending = 60, 5
+    for each in free.output[:5]:
+        assert sequence.finish is None
+        sequence.append(each)
+    assert sequence.finish == "stop"
+
+
+def test_sequences_of_one_request_share_the_pages_of_its_prompt():
+    simulation = started(Limits(8, 100, 64), [request(41, 8, ignore_end=True)] * 5, num_pages=40)
+    simulation.step()
+    assert dispatched(simulation) == {0: 41}  # the others wait for its pages
+    simulation.step()
+    assert dispatched(simulation) == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}
+    assert simulation.pool.usage.live == 10 + 5
+    simulation.run()
+    assert [sequence.num_cached for sequence in simulation.sequences.values()] == [0, 40, 40, 40, 40]
+
+
+def test_prefixes_are_shared_up_to_the_page_before_the_last_token():
+    for length, cached in ((8, 4), (9, 8), (10, 8)):
+        pair = [Arrival(0, request(length, 3)), Arrival(9, request(length, 3))]
+        simulation = Simulation(Scenario(Limits(1, 40, 40), tuple(pair), num_pages=20)).run()
+        assert simulation.sequences[1].num_cached == cached
+
+
+def test_outputs_are_shared_as_prefixes_of_the_next_turn():
+    first = next(iter(started(Limits(1, 60, 40), [request(6, 11, ignore_end=True)]).run().sequences.values()))
+    turn = request([*first.tokens, 5, 6], 3)
+    scenario = Scenario(Limits(1, 60, 40), (Arrival(0, first.request), Arrival(30, turn)), num_pages=20)
+    assert Simulation(scenario).run().sequences[1].num_cached == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "flush_at", "cached"),
+    [({}, set(), 12), ({"salt": "b"}, set(), 0), ({"adapter": "b"}, set(), 0), ({}, {20}, 0)],
+)
+def test_other_salts_adapters_and_weights_share_nothing(changes, flush_at, cached):
+    first, second = (request(13, 3, **{"salt": "a", "adapter": "a"} | each) for each in ({}, changes))
+    arrivals = (Arrival(0, first), Arrival(30, second))
+    scenario = Scenario(Limits(1, 40, 40), arrivals, num_pages=20, flush_at=frozenset(flush_at))
+    assert Simulation(scenario).run().sequences[1].num_cached == cached
+
+
+def test_the_newest_of_the_lowest_priority_is_preempted_and_nobody_admitted():
+    requests = [
+        request([at] * 4, 12, priority=priority, ignore_end=True) for at, priority in ((1, 0), (2, 1), (3, 1), (4, 0))
+    ]
+    simulation = started(Limits(5, 16, 40), requests, num_pages=4)
+    simulation.arrivals.append((4, Arrival(1, request([5], 2, priority=-1))))
+    running = []
+    for _ in range(3):
+        simulation.step()
+        running.append((simulation.scheduler.num_preempted, set(dispatched(simulation))))
+    # In the second step, each needs a second page, and the request that arrives has the highest priority.
+    assert running == [(0, {0, 1, 2, 3}), (2, {0, 3}), (3, {0, 4})]
+    simulation.run()
+
+
+def test_a_sequence_alone_may_use_the_whole_pool():
+    simulation = started(Limits(2, 100, 60, watermark=0.5), [request(4, 36, ignore_end=True)] * 2, num_pages=10).run()
+    assert max(len(rows[0].pages) for rows in simulation.trace) == 10
+
+
+@pytest.mark.parametrize("num_pages", [None, 10])
+def test_a_higher_priority_takes_the_place_of_a_lower_one(num_pages):
+    low, high = request([1] * 30, 9, priority=1, ignore_end=True), request([2] * 20, 2, priority=0)
+    arrivals = (Arrival(0, low), Arrival(3, high), Arrival(3, high))
+    simulation = Simulation(Scenario(Limits(1, 40, 40), arrivals, num_pages))
+    for _ in range(4):
+        simulation.step()
+    assert dispatched(simulation) == {1: 20} and simulation.scheduler.num_preempted == 1
+    simulation.run()
+
+
+def test_an_equal_priority_waits():
+    arrivals = (Arrival(0, request(30, 9, ignore_end=True)), Arrival(1, request([2], 2)))
+    simulation = Simulation(Scenario(Limits(1, 40, 40), arrivals, num_pages=10)).run()
+    assert simulation.scheduler.num_preempted == 0 and len(simulation.trace) == 9 + 2
+
+
+@pytest.mark.parametrize("state", ["waiting", "partly computed", "in flight", "sampled", "last in flight", "preempted"])
+def test_cancelling_in_every_state_returns_the_pages(state):
+    lengths = {"waiting": (30, 9), "partly computed": (30, 9), "last in flight": (4, 1)}.get(state, (4, 30))
+    simulation = started(
+        Limits(1 if state == "waiting" else 4, 48, 16), [request(8, 39, ignore_end=True)] * 2, num_pages=12
+    )
+    simulation.arrivals.append((2, Arrival(1, request([3] * lengths[0], lengths[1], ignore_end=True))))
+    simulation.step()
+    simulation.step()
+    sequence = simulation.sequences[2]
+    if state == "sampled":
+        simulation.step()
+    while state == "preempted" and (sequence.slot is not None or sequence.num_pending):
+        simulation.step()
+    is_waiting = sequence in simulation.scheduler._waiting
+    assert is_waiting == (state in ("waiting", "preempted"))
+    assert sequence.is_complete == (state == "last in flight")
+    assert state != "partly computed" or 0 < sequence.num_computed < 30
+    simulation.cancel(2)
+    simulation.run()
+    assert sequence.finish == "cancelled"
+
+
+def test_a_stop_string_ends_a_sequence_with_its_own_reason():
+    simulation = started(Limits(1, 40, 40), [request(4, 30, ignore_end=True)], num_pages=10)
+    for _ in range(4):
+        simulation.step()
+    assert simulation.scheduler.cancel(0, "stop")
+    assert simulation.scheduler.is_idle
+    while simulation.in_flight:
+        simulation.record()
+    assert simulation.sequences[0].finish == "stop" and len(simulation.sequences[0].output) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "given_request", "message"),
+    [
+        (None, request(32), r"request.ids: a prompt of 32 tokens .* within 32 tokens \(max_len\). .* at most 31"),
+        (
+            5,
+            request(20),
+            r"request.ids: a prompt of 20 tokens .* within 20 tokens \(the size of the page pool\). .* 19",
+        ),
+        (None, request(30, 3), r"sampling.max_tokens=3 and a prompt of 30 tokens exceed 32 .* Use at most 2"),
+        (5, request(18, 3), r"sampling.max_tokens=3 .* exceed 20 tokens \(the size of the page pool\). Use at most 2"),
+        (None, request(30, min_tokens=3), r"sampling.min_tokens=3 and a prompt of 30 tokens exceed 32 .* at most 2"),
+    ],
+)
+def test_requests_that_never_fit_are_refused_and_others_unharmed(num_pages, given_request, message):
+    simulation = started(Limits(2, 32, 16), [request(6, 4)], num_pages)
+    simulation.step()
+    with pytest.raises(ConfigError, match=message):
+        simulation.scheduler.add(Sequence(7, given_request))
+    simulation.run()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0, 8, 8), "limits.max_rows must be at least 1, not 0"),
+        ((2, 1, 8), "limits.max_len must be at least 2, not 1"),
+        ((8, 8, 7), "limits.step_tokens must be at least 8, not 7"),
+        ((2, 8, 8, 1.0), "limits.watermark must be at least 0 and below 1, not 1.0"),
+        ((2, 8, 8, float("nan")), "limits.watermark must be .* not nan"),
+    ],
+)
+def test_impossible_limits_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Limits(*values)
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_nearly_all_of_the_pool_holds_tokens_before_a_request_waits(page_size):
+    rng, num_pages = random.Random(0), 2**17 // page_size
+    scheduler = Scheduler(Limits(1024, 4096, 2**18), PagePool(num_pages, page_size))
+    sequences = [
+        Sequence(id, request([1 + id % 20, *range(20)] * rng.randint(4, 80), 64, salt=str(id))) for id in range(400)
+    ]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    scheduler.plan()
+    assert scheduler.num_waiting > 0
+    num_tokens = sum(sequence.num_computed for sequence in sequences)
+    assert num_tokens >= 0.96 * num_pages * page_size, num_tokens / (num_pages * page_size)
+
+
+def test_nearly_all_of_the_pool_holds_tokens_before_a_sequence_is_preempted():
+    rng, page_size, num_pages = random.Random(0), 16, 1024
+    requests = [request([1 + id % 20] * rng.randint(16, 1500), 400, ignore_end=True, salt=str(id)) for id in range(30)]
+    simulation = started(Limits(64, 4096, 2**16), requests, num_pages, page_size)
+    while not simulation.scheduler.num_preempted:
+        used = sum(sequence.num_computed for sequence in simulation.running())
+        simulation.step()
+    assert used >= 0.96 * num_pages * page_size, used / (num_pages * page_size)
+
+
+@pytest.mark.parametrize("num_pages", [None, 12])
+def test_newcomers_do_not_starve_older_requests(num_pages):
+    rng = random.Random(0)
+    arrivals = [Arrival(at, request([rng.randrange(20) for _ in range(rng.randint(1, 20))], 8)) for at in range(300)]
+    arrivals[50] = Arrival(50, request([3] * 39, 9, ignore_end=True))  # the whole pool
+    simulation = Simulation(Scenario(Limits(4, 48, 12), tuple(arrivals), num_pages))
+    starts = {}
+    while simulation.arrivals or not simulation.scheduler.is_idle:
+        simulation.step()
+        for sequence in simulation.running():
+            starts.setdefault(sequence.id, simulation.tick)
+    assert sorted(starts, key=lambda id: (starts[id], id)) == sorted(starts)  # first come, first served
+    simulation.run()
+
+
+@pytest.mark.long
+def test_no_page_is_lost_after_ten_thousand_requests():
+    rng = random.Random(0)
+    shared = [rng.randrange(20) for _ in range(64)]
+    arrivals = []
+    for at in range(10_000):
+        cancel_at = at // 2 + rng.randint(0, 40) if rng.random() < 0.2 else None
+        arrivals.append(Arrival(at // 2, random_request(rng, 48, shared), cancel_at))
+    scenario = Scenario(Limits(24, 48, 96), tuple(arrivals), num_pages=160, flush_at=frozenset([700, 3100]))
+    simulation = Simulation(scenario, max_steps=200_000).run()
+    usage = simulation.pool.usage
+    assert usage.live == 0 and usage.cached + usage.free == 160
+    finishes = collections.Counter(sequence.finish for sequence in simulation.sequences.values())
+    assert min(finishes.values()) > 500 and len(finishes) == 3
+    assert simulation.scheduler.num_preempted > 100
+
+
+@pytest.mark.long
+def test_many_more_scenarios():
+    for seed in range(1000, 1600):
+        Simulation(random_scenario(random.Random(seed), max_requests=40)).run()
