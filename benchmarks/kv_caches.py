@@ -1,7 +1,8 @@
 """Decoding steps with each KV cache: the milliseconds of a step of one token per row, and the bytes of the caches.
 
 The model has the shape of some layers of Llama 3 8B and random bfloat16 weights. Rows have `--length` tokens. Pages are
-in random order, with as many pages as the rows need. Prints one JSON object per cache as soon as it is measured, then a
+in random order, with as many pages as the rows need. "by slot" reads blocks of the rows' slots in place, as an engine's
+prompts do. Prints one JSON object per cache as soon as it is measured, then a
 list of all of them.
 """
 
@@ -35,6 +36,7 @@ def main() -> None:
     pages = {"page_size": given.page_size}
     caches: dict[str, tuple[Any, KVCache.Config]] = {
         "contiguous": (model, ContiguousCache.Config()),
+        "contiguous, by slot": (model, ContiguousCache.Config()),
         "contiguous int8": (model, ContiguousCache.Config(dtype="int8")),
         "paged": (model, PagedCache.Config(**pages)),
         "paged int8": (model, PagedCache.Config(**pages, dtype="int8")),
@@ -44,7 +46,7 @@ def main() -> None:
     }
     found = []
     for name, (each, cache) in caches.items():
-        found.append({"cache": name} | measured(each, cache, given))
+        found.append({"cache": name} | measured(each, cache, given, by_slot="slot" in name))
         print(json.dumps(found[-1]), flush=True)
     print(json.dumps({"card": jax.devices()[0].device_kind, "jax": jax.__version__, "caches": found}), flush=True)
 
@@ -62,7 +64,7 @@ def built(given: Any, *features: Any) -> Any:
     return ax.pipe(cfg, ax.use("rope"), *features).build(rngs=ax.Rngs(0))
 
 
-def measured(model: Any, cache: KVCache.Config, given: Any) -> dict[str, Any]:
+def measured(model: Any, cache: KVCache.Config, given: Any, by_slot: bool) -> dict[str, Any]:
     max_len = given.length + 2 * STEPS + 1
     decoder, params, state = Decoder.of(model, cache=cache, batch_size=given.rows, max_len=max_len)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -72,13 +74,15 @@ def measured(model: Any, cache: KVCache.Config, given: Any) -> dict[str, Any]:
         tables = jnp.asarray(order.reshape(given.rows, -1), jnp.int32)
     run = jax.jit(decoder.__call__, donate_argnums=1)
     ids = jnp.ones((given.rows, 1), jnp.int32)
+    slots = jnp.arange(given.rows) if by_slot else None
     # Lengths of rows are the only arrays of one dimension. Keys and values stay zero.
     state = jax.tree.map(lambda x: jnp.full_like(x, given.length) if x.ndim == 1 else x, state)
 
     def steps(state: Any, first: int) -> tuple[float, Any]:
         began = time.perf_counter()
         for at in range(first, first + STEPS):
-            logits, state = run(params, state, Step(ids, jnp.full((given.rows,), at, jnp.int32), pages=tables))
+            start = jnp.full((given.rows,), at, jnp.int32)
+            logits, state = run(params, state, Step(ids, start, slots=slots, pages=tables))
         jax.block_until_ready(logits)
         return time.perf_counter() - began, state
 
