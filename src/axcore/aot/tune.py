@@ -189,5 +189,6 @@ def example(request: KernelRequest) -> AttentionInputs:
         mask=request.mask,
         softcap=30.0 if "softcap" in request.options else None,
         phase=request.phase,
+        training=request.training,
         return_lse="lse" in request.options,
     )
