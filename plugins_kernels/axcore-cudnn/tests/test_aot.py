@@ -9,8 +9,10 @@ import pytest
 
 import axcore as ax
 from axcore.aot import Target
-from axcore.nn import Causal, Full, KernelRequest, Prefix, SameSegment, refusal
+from axcore.infer import Decoder, Step
+from axcore.nn import Attention, Causal, ContiguousCache, Full, KernelRequest, Prefix, SameSegment, refusal
 from axcore.parallel import Mesh
+from axcore.testing import tiny_model
 from axcore.testing.attention_cases import Case, arrays_of, inputs_of
 from axcore_cudnn.fp8_kernel import CudnnFp8Kernel
 from axcore_cudnn.kernel import CudnnKernel
@@ -99,3 +101,24 @@ def test_a_decoded_token_has_neither_a_bias_nor_a_copy_of_keys():
     assert re.findall(r'custom_call_target="__cudnn\$(\w+)"', text) == ["fmhaSoftmax"]
     keys = re.findall(r"%(\S+) = bf16\[2,4096,8,128\]\S* (\w+)\(", text)
     assert {kind for _, kind in keys} == {"parameter"}
+
+
+def test_a_decoding_step_of_all_slots_reads_and_writes_its_caches_in_place():
+    """Each cache is an argument, and the result of the scatter that writes the new tokens; nothing else is as large."""
+    cfg = ax.pipe(tiny_model(), ax.use("cudnn")).set(dtypes=ax.DTypes(compute=jnp.bfloat16))
+    cfg = ax.select(cfg, Attention).set(num_heads=8, num_kv_heads=2, head_dim=128)
+    decoder, params, state = Decoder.of(
+        cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=8, max_len=1024
+    )
+    layout = Mesh(shape={"data": 1}, rules={}).make([Target.of("gpu-h100-1").devices()[0]])
+    sharding = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
+    step = Step(jnp.zeros((8, 1), jnp.int32), start=jnp.zeros(8, jnp.int32), lengths=jnp.ones(8, jnp.int32))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (params, state, step))
+    with layout.active():
+        lowered = jax.jit(decoder, donate_argnums=1).lower(*shapes)
+        text = lowered.compile({"xla_gpu_enable_triton_gemm": False}).as_text()
+    entry = text[text.index("ENTRY") :]
+    assert re.findall(r'custom_call_target="__cudnn\$(\w+)"', entry) == ["fmhaSoftmax"] * 2
+    whole = re.findall(r"%(\w+)\S* = bf16\[8,1024,2,128\]\S* (\w+)\(", entry)
+    assert sorted(kind for _, kind in whole) == ["fusion"] * 4 + ["parameter"] * 4
+    assert all("scatter" in name for name, kind in whole if kind == "fusion")
