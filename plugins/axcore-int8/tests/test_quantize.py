@@ -91,6 +91,21 @@ def test_only_numerics_of_a_float_model_are_accepted(trained, tmp_path):
         quantize([str(tmp_path / "small"), str(tmp_path / "smaller"), "--use", "int8"])
 
 
+@pytest.mark.parametrize("trained_with", ["int8", "fp8"])
+def test_numerics_of_the_training_are_replaced(trained_with, trained, tmp_path):
+    """The folder equals that of a run with the same parameters and no numerics."""
+    found = ModelFolder.open(trained)
+    model = ax.use(trained_with, where="decoder.**")(found.model)
+    _, params, state = abstract(model)
+    arrays, missing, _ = found.load(model, flat(params), flat(state))
+    save_model(tmp_path / "run", model, like(params, arrays), like(state, arrays), tokenizer=found.tokenizer)
+    for source, folder in ((trained, "plain"), (tmp_path / "run", "small")):
+        quantize([str(source), str(tmp_path / folder), "--use", "int4"])
+    assert ModelFolder.open(tmp_path / "small").model == ModelFolder.open(tmp_path / "plain").model
+    expected, codes = (logits(tmp_path / folder) for folder in ("plain", "small"))
+    np.testing.assert_array_equal(codes[0], expected[0])
+
+
 @pytest.mark.long
 def test_stored_weights_are_not_exported(trained, tmp_path, capfd):
     """A published family has no such numerics."""

@@ -269,16 +269,21 @@ def _candidates(
             yield Candidate(offer.name, _name(plugin), f"no: {error}")
             continue
         named.add(node_type)
-        yield Candidate(offer.name, _name(plugin), _verdict(node_type, offer.name, held, choice))
+        yield Candidate(offer.name, _name(plugin), _verdict(node_type, offer, held, choice))
     for node_type in sorted(held - named, key=type_name):
         owner = registry().owner(node_type.__module__)
         label = type_name(node_type).rpartition(".")[2]
-        yield Candidate(label, _name(owner), _verdict(node_type, "", held, choice))
+        yield Candidate(label, _name(owner), _verdict(node_type, None, held, choice))
 
 
-def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: Choice | GroupedChoice | None) -> str:
+def _verdict(
+    node_type: type[Config], offer: Offer | None, held: Iterable[type], choice: Choice | GroupedChoice | None
+) -> str:
+    name = "" if offer is None else offer.name
     if choice is None:
-        return "chosen" if node_type in held else f'not attached; use("{name}")'
+        if node_type in held or offer is None:
+            return "chosen"
+        return f"not attached; {offer.usage.format(name=name)}"
     if isinstance(choice, GroupedChoice):
         return _grouped_verdict(node_type, name, held, choice)
     if choice.kernel is not None and isinstance(choice.kernel, node_type.target):

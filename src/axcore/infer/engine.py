@@ -224,17 +224,21 @@ class Engine(config.Configurable):
             for stream in streams:
                 stream.cancel()
 
-    def score(self, prompts: Iterable[Many[int]]) -> list[tuple[TokenLogprob, ...]]:
+    def score(self, prompts: Iterable[str | Many[int]]) -> list[tuple[TokenLogprob, ...]]:
         """The log-probability of each token of some rows but the first, given the tokens before it.
 
         Args:
-            prompts: the token ids of each row, fewer than `max_len`.
+            prompts: the text or the token ids of each row, fewer tokens than `max_len`.
 
         Raises:
             AxcoreError: a row does not fit, or the engine failed.
+            ConfigError: a prompt is a text, and the engine has no tokenizer.
         """
         options = SamplingOptions(temperature=0.0, max_tokens=1, prompt_logprobs=True)
-        pieces = self.generate(Request(tuple(map(int, ids)), options) for ids in prompts)
+        pieces = self.generate(
+            self.request(prompt, options) if isinstance(prompt, str) else Request(tuple(map(int, prompt)), options)
+            for prompt in prompts
+        )
         return [piece.prompt_logprobs or () for piece in pieces]
 
     def warm_up(self, methods: Iterable[Method] = ("greedy", "plain", "full")) -> None:

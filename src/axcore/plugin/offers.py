@@ -27,6 +27,8 @@ class Offer:
     """The config field that `axcore.use` fills; empty for kinds that fill none."""
     keyed: ClassVar[bool] = False
     """Whether the slot is a mapping. `axcore.use` then adds an entry under the name of the offer."""
+    usage: ClassVar[str] = 'use("{name}")'
+    """The call that attaches an offer, for listings."""
     name: str
     target: str
     summary: str
@@ -66,12 +68,14 @@ class ContextParallelismOffer(Offer):
     """A subclass of `axcore.parallel.ContextParallelism`, for the slot `context` of the mesh."""
 
     hook, kind, slot = "axcore_context_parallelism", "context parallelism", "context"
+    usage = 'use("context", size=2, strategy="{name}")'
 
 
 class PipelineScheduleOffer(Offer):
     """A subclass of `axcore.parallel.PipelineSchedule`, for the slot `pipeline` of the mesh."""
 
     hook, kind, slot = "axcore_pipeline_schedules", "pipeline schedule", "pipeline"
+    usage = 'use("pipeline", size=2, schedule="{name}")'
 
 
 class OptimizerOffer(Offer):
