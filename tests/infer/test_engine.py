@@ -13,6 +13,7 @@ from axcore.infer import Engine, Request, SamplingOptions
 from axcore.infer.runner import Runner
 from axcore.module import functional
 from axcore.testing.models import VOCAB_SIZE, tiny_model
+from axcore.train.data import ByteTokenizer
 from axcore_paged_kv.cache import PagedCache
 
 MAX_LEN = 48
@@ -199,6 +200,28 @@ def test_close_ends_samples_and_the_thread(model):
 def test_prefix_caching_requires_pages(model):
     with pytest.raises(ConfigError, match=r"engine\.prefix_caching=True requires pages in every layer"):
         Engine.Config(max_len=32, prefix_caching=True).build(model)
+
+
+@pytest.mark.long
+def test_texts_are_scored_as_their_tokens():
+    tokenizer = ByteTokenizer.Config().build()
+    text_model = tiny_model().set(vocab_size=tokenizer.vocab_size).build(rngs=ax.Rngs(0))
+    with Engine.Config(max_len=32, max_rows=2).build(text_model, tokenizer) as engine:
+        ids = engine.request("def é").ids
+        (text, exact) = engine.score(["def é", ids])
+    assert [each.id for each in text] == list(ids[1:])
+    np.testing.assert_allclose([each.logprob for each in text], [each.logprob for each in exact], atol=1e-5)
+
+
+@pytest.mark.parametrize("given", ["def ", (1, 2)])
+def test_a_prompt_without_a_request_raises(engine, given):
+    with pytest.raises(ConfigError, match=r"is not a Request\. Use engine\.request\(text"):
+        engine.generate([given])
+
+
+def test_a_text_requires_a_tokenizer(engine):
+    with pytest.raises(ConfigError, match=r"engine\.request requires a tokenizer"):
+        engine.score(["def "])
 
 
 @pytest.mark.long

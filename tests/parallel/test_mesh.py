@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from axcore.config import ConfigError
+from axcore.nn import RingAttention
 from axcore.parallel import STANDARD_RULES, Layout, Mesh, constrain, is_sharded
+from axcore.parallel.pipeline import GPipe
 from axcore.train.step.data_shards import shard_of_process
 
 EIGHT = jax.devices()[:1] * 8  # no array is placed on them
@@ -230,3 +232,20 @@ def test_processes_with_the_same_rows_read_the_same_shard(blocks, shards):
 def test_rows_that_are_not_consecutive_in_a_process_raise(blocks):
     with pytest.raises(ConfigError, match=r"mesh: of the 4 blocks of rows .* the devices of process"):
         shard_of_process(blocks, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (
+            {"pipeline": GPipe.Config()},
+            r"mesh\.pipeline: GPipe has no effect, .* no axis pipeline\. Attach it with use",
+        ),
+        ({"context": RingAttention.Config()}, r"mesh\.context: RingAttention has no effect, .* no axis context\."),
+    ],
+)
+def test_a_strategy_requires_its_axis(strategy, message):
+    with pytest.raises(ConfigError, match=message):
+        Mesh(shape={"data": 2, "fsdp": 4}, **strategy).make(EIGHT)
+    (axis,) = strategy
+    Mesh(shape={"fsdp": 4, axis: 2}, **strategy).make(EIGHT)

@@ -177,9 +177,14 @@ class Engine(config.Configurable):
             A function that cancels the request. It may be called at any time, from any thread.
 
         Raises:
-            ConfigError: a token id is not in the vocabulary, or a stop string requires a tokenizer.
+            ConfigError: `request` is not a `Request`, a token id is not in the vocabulary, or a stop string requires a
+                tokenizer.
             AxcoreError: the engine is closed.
         """
+        if not isinstance(request, Request):
+            raise ConfigError(
+                f"{request!r} is not a Request. Use engine.request(text, SamplingOptions(...)), or Request(ids=...)"
+            )
         request.check(self.vocab_size)
         options = request.options
         if options.stop and self.tokenizer is None:

@@ -106,9 +106,23 @@ class Mesh(Config):
                     f"mesh.dcn: {axis}={factor} is not a divisor of the size of this axis, {sizes.get(axis, 1)}"
                 )
         _check(self.rules, "mesh.rules", sizes)
+        self._check_strategies(sizes)
         for pattern, rules in self.parameters.items():
             _check(rules, f"mesh.parameters[{pattern!r}]", sizes)
         return sizes
+
+    def _check_strategies(self, sizes: Iterable[str]) -> None:
+        """Refuses a strategy without an axis that it applies to."""
+        for field, strategy, axes, option in (
+            ("pipeline", self.pipeline, ("pipeline",), "schedule"),
+            ("context", self.context, group_of(self.rules.get("seq")), "strategy"),
+        ):
+            if strategy is not None and not set(axes) & set(sizes):
+                raise ConfigError(
+                    f"mesh.{field}: {type(strategy).target.__name__} has no effect, since mesh.shape has no axis "
+                    f"{' or '.join(axes)}. Attach it with use({field!r}, size=..., {option}=...), which adds the axis, "
+                    f"or set mesh.{field} to None"
+                )
 
 
 def _check(rules: Mapping[str, MeshAxes], where: str, sizes: Iterable[str]) -> None:
