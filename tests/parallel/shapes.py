@@ -119,7 +119,7 @@ def case_of(draw: Draw) -> Case:
         zero=draw.zero,
         optimizer_memory="host" if draw.host else "device",
         context=STRATEGIES[draw.strategy],
-        pipeline=SCHEDULES[draw.schedule].Config(chunks=draw.chunks),
+        pipeline=SCHEDULES[draw.schedule].Config(chunks=draw.chunks) if "pipeline" in draw.shape else None,
     )
     return Case(cfg.set(mesh=Mesh(shape={"data": 1})), cfg.set(mesh=mesh), batch_of(draw), COUNT)
 
