@@ -210,7 +210,7 @@ def test_required_is_one_object_and_cannot_be_used_as_a_truth_value():
 
 
 def test_build_names_the_fields_that_are_still_required():
-    with pytest.raises(ConfigError, match=r"width is REQUIRED \(.*Engine\)"):
+    with pytest.raises(ConfigError, match=r"width is REQUIRED \(.*Engine\) but not set\. Pass width=\.\.\. to"):
         Engine.Config().build()
 
 

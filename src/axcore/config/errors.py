@@ -33,7 +33,11 @@ class MissingError(ConfigError):
     def __init__(self, names: Sequence[str], kind: str, path: str = ""):
         self.names, self.kind, self.path = names, kind, path
         where = ", ".join(f"{path}.{name}" if path else name for name in names)
-        super().__init__(f"{where} is REQUIRED ({kind}) but not set")
+        options = ",".join(f"{name}=..." for name in names)
+        super().__init__(
+            f"{where} is REQUIRED ({kind}) but not set. Pass {options} to its Config, or set it on the command line "
+            f"with NAME:{options} or --set"
+        )
 
     def below(self, path: str) -> MissingError:
         """The same error with `path` prepended to its path."""
