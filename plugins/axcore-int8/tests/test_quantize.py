@@ -118,7 +118,7 @@ def test_histories_of_training_are_not_required(length, trained, tmp_path):
 def test_stored_weights_replace_the_number_format_of_training(trained_with, trained, tmp_path, capfd):
     pytest.importorskip("axcore_fp8")
     found = ModelFolder.open(trained)
-    fn, *shapes = abstract(found.model)
+    shapes = abstract(found.model)[1:]
     arrays = found.load(found.model, *map(flat, shapes))[0]
     # Stacked like the trained model, so that its arrays are used as they are.
     cfg = ax.use(trained_with, where="decoder.**")(found.model)
