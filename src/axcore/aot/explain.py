@@ -252,6 +252,8 @@ def _candidates(
     entries = value.values() if isinstance(value, Mapping) else (value,)
     order = value.order if isinstance(value, ChooseKernel.Config) else entries
     held = {type(node) for node in order if isinstance(node, Config)}
+    cached = value.cached if isinstance(value, ChooseKernel.Config) else ()
+    places = {type(node): place for place, node in enumerate(cached, 1)}
     named: set[type] = set()
     for plugin, offer in registry().offers(kind):
         try:
@@ -260,7 +262,10 @@ def _candidates(
             yield Candidate(offer.name, _name(plugin), f"no: {error}")
             continue
         named.add(node_type)
-        yield Candidate(offer.name, _name(plugin), _verdict(node_type, offer.name, held, choice))
+        verdict = _verdict(node_type, offer.name, held, choice)
+        if node_type in places:
+            verdict += f"; with a KV cache: kernel {places[node_type]} of {len(places)}"
+        yield Candidate(offer.name, _name(plugin), verdict)
     for node_type in sorted(held - named, key=type_name):
         owner = registry().owner(node_type.__module__)
         label = type_name(node_type).rpartition(".")[2]

@@ -14,15 +14,18 @@ from axcore.plugin import AttentionKernelOffer, registry
 from axcore.train import Trainer
 
 
-def with_kernel(cfg: Trainer.Config, name: str, dtypes: Collection[Any]) -> Trainer.Config:
+def with_kernel(
+    cfg: Trainer.Config, name: str, dtypes: Collection[Any], cached: tuple[str, ...] = ()
+) -> Trainer.Config:
     """The config with a fused kernel in every attention that has the default kernel and computes in one of `dtypes`.
 
     Args:
-        name: name of the kernel. The package `axcore-NAME` offers it.
+        name: name of the kernel. The package `axcore-NAME` offers it, or the core.
         dtypes: the dtypes that the kernel supports. Attentions of other dtypes keep the default kernel.
+        cached: names of the kernels for prefill and decoding; empty: the same kernel.
 
     Raises:
-        ConfigError: no installed plugin offers the kernel.
+        ConfigError: no installed plugin offers one of the kernels.
     """
 
     def wants_kernel(path: str, node: Config) -> bool:
@@ -32,13 +35,14 @@ def with_kernel(cfg: Trainer.Config, name: str, dtypes: Collection[Any]) -> Trai
     path = next((path for path, node in walk(cfg) if wants_kernel(path, node)), None)
     if path is None:
         return cfg
-    if registry.find(AttentionKernelOffer, name) is None:
-        raise ConfigError(
-            f"{path}.kernel: the mesh rule for this target requires the kernel {name!r}, which no installed plugin "
-            f"offers. Install axcore-{name}, or allow the slower reference kernel: --use kernels:order=(reference,) "
-            f"before --target"
-        )
-    return ax.pipe(cfg, ax.use("kernels", order=(name,), where=wants_kernel))
+    for each in (name, *cached):
+        if registry.find(AttentionKernelOffer, each) is None:
+            raise ConfigError(
+                f"{path}.kernel: the mesh rule for this target requires the kernel {each!r}, which no installed plugin "
+                f"offers. Install axcore-{each}, or allow the slower reference kernel: --use kernels:order=(reference,) "
+                f"before --target"
+            )
+    return ax.pipe(cfg, ax.use("kernels", order=(name,), cached=cached, where=wants_kernel))
 
 
 def _compute_dtype(cfg: Config, path: str) -> Any:

@@ -16,15 +16,18 @@ MAX_COMBINED_BYTES = 2**30
 CUDNN_KINDS = ("h100", "h200", "b200")
 """GPUs on which cuDNN attention supports packed rows."""
 CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
-"""The dtypes that cuDNN attention supports."""
+"""The dtypes that cuDNN attention supports. Attention layers of other dtypes keep the default kernel."""
+CACHED = ("paged-attention", "reference")
+"""The kernels for KV caches: the first for decoding, the second for prefill, which cuDNN attention does not support."""
 
 
 def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     """FSDP over as few hosts as the state requires, remat and microbatches that fit, and compiler options. On the
-    GPUs in `CUDNN_KINDS`, attention layers of 16-bit dtypes without an explicit kernel get the cuDNN kernel.
+    GPUs in `CUDNN_KINDS`, attention layers of 16-bit dtypes without an explicit kernel get the cuDNN kernel. On all of
+    these GPUs, they decode with the kernel `paged-attention`.
 
     Raises:
-        ConfigError: no installed plugin offers the cuDNN kernel.
+        ConfigError: no installed plugin offers one of the kernels.
     """
     kind = accelerator.kind.partition("-")[0]
     sizes = Sizes.of(cfg)
@@ -32,7 +35,7 @@ def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     policies = (UNROLLED, *SCANNED) if accelerator.hosts == 1 and kind in CUDNN_KINDS else SCANNED
     cfg = fitted(cfg, accelerator, sizes, memory(accelerator), policies)
     cfg = cfg.set(compiler_options={**cfg.compiler_options, **options(kind, accelerator.count, sizes)})
-    return with_kernel(cfg, "cudnn", CUDNN_DTYPES) if kind in CUDNN_KINDS else cfg
+    return with_kernel(cfg, "cudnn" if kind in CUDNN_KINDS else "reference", CUDNN_DTYPES, CACHED)
 
 
 def options(kind: str, devices: int, sizes: Sizes | None) -> dict[str, Value]:

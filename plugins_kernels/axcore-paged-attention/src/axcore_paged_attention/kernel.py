@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any  # a config of any attention
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 import axcore as ax
+from axcore.config import has_field
 from axcore.nn import (
     LSE,
     Attention,
@@ -22,9 +24,9 @@ from axcore.nn import (
     KVView,
     Paged,
     TunableKernel,
-    put_kernel,
     visible,
 )
+from axcore.parallel import target_device
 from axcore_paged_attention.decode import Form, Pool, decode_attention, rows_of
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -131,7 +133,14 @@ class PagedAttention(TunableKernel):
                     f"{self.frame.path}: the cache stores {x.size} numbers of {name} of type {x.dtype} in one array, "
                     f"and the kernel requires at most 2**31 or more than 2**32. Change num_pages, batch_size or max_len"
                 )
-        form = Form(inputs.scale, inputs.softcap, **settings, interpret=self.config.interpret)
+        platform, device_kind = target_device()
+        form = Form(
+            inputs.scale,
+            inputs.softcap,
+            **settings,
+            interpret=self.config.interpret,
+            device_kind=device_kind if platform == "gpu" and jax.default_backend() != "gpu" else None,
+        )
         heads, lse = decode_attention(form, inputs.q, pool, _allowed(inputs), inputs.sinks)
         return heads, lse if inputs.return_lse else None
 
@@ -145,12 +154,18 @@ def use_paged_attention(
         max_queries, interpret: see `PagedAttention.Config`.
         where: selects attentions.
     """
-    kernel = PagedAttention.Config(max_queries=max_queries, interpret=interpret)
-    for path, node in ax.select(cfg, where):
-        before = node.kernel
-        order = before.order if isinstance(before, ChooseKernel.Config) else (before,)
-        cfg = put_kernel(cfg, ChooseKernel.Config(order=(kernel, *order)), lambda at, _, path=path: at == path)
-    return cfg
+    paged = PagedAttention.Config(max_queries=max_queries, interpret=interpret)
+
+    def put(_: str, attention: Any) -> ax.Config:
+        before = attention.kernel
+        while has_field(before, "kernel"):  # a kernel that wraps another
+            before = before.kernel
+        chosen = before if isinstance(before, ChooseKernel.Config) else ChooseKernel.Config(order=(before,))
+        others = [each for each in chosen.cached or chosen.order if not isinstance(each, PagedAttention.Config)]
+        edited: ax.Config = attention.put(kernel=chosen.set(cached=(paged, *others)))
+        return edited
+
+    return ax.select(cfg, where).map(put)
 
 
 def pool_of(view: KVView) -> Pool:
