@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Num
 ROWS = 64
 """Largest number of queries of a kv head in one program."""
 DOT_ROWS = 16
-"""Rows of the smallest operand of a product on tensor cores."""
+"""Size of the smallest operand of a product on tensor cores."""
 LOW = -1e30
 """The logit of a key that is not seen. It is finite, since the difference of two infinities is NaN."""
 
@@ -198,7 +198,7 @@ def _kernel(
     row = tile * rows + jnp.arange(rows)
     query, head = jax.lax.div(row, group), kv_head * group + jax.lax.rem(row, group)
     exists = (row < queries * group)[:, None]
-    dims, value_dims = (jnp.arange(pl.next_power_of_2(size)) for size in (head_dim, value_dim))
+    dims, value_dims = (jnp.arange(max(DOT_ROWS, pl.next_power_of_2(size))) for size in (head_dim, value_dim))
     q_mask = exists & (dims < head_dim)[None]
     q = triton.load(q_ref.at[batch, query[:, None], head[:, None], dims[None]], mask=q_mask, other=0)
     layer = layer_ref[0]

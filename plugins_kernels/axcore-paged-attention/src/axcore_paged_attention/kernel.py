@@ -210,8 +210,8 @@ def _numbers(request: KernelRequest) -> str | None:
     if request.codes not in (None, jnp.int8, jnp.float8_e4m3fn):
         return f"reads int8 and float8_e4m3fn codes, not {request.codes}"
     for name, width in (("head_dim", request.head_dim), ("value_dim", request.value_dim)):
-        if not 16 <= width <= LARGEST_HEAD_DIM:
-            return f"requires a {name} from 16 to {LARGEST_HEAD_DIM}, got {width}"
+        if not 0 < width <= LARGEST_HEAD_DIM:
+            return f"requires a {name} from 1 to {LARGEST_HEAD_DIM}, got {width}"
     return None
 
 
