@@ -102,9 +102,7 @@ def inputs(case: Case, layers: int, layer: int = 0) -> AttentionInputs:
         None if scales is None else jnp.bfloat16,
     )
     place = end[:, None] - 1
-    return AttentionInputs(
-        q, view, TokenInfo(place, place), scale=case.head_dim**-0.5, mask=Causal(), phase="decode"
-    )
+    return AttentionInputs(q, view, TokenInfo(place, place), scale=case.head_dim**-0.5, mask=Causal(), phase="decode")
 
 
 def kernel(**fields: Any) -> PagedAttention:

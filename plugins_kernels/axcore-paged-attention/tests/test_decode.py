@@ -139,16 +139,17 @@ SHORT = (1, 4)
 @pytest.mark.parametrize(
     "call",
     [call if index in SHORT else pytest.param(call, marks=pytest.mark.long) for index, call in enumerate(CALLS)],
-    ids=lambda call: ", ".join(
-        f"{field.name}={getattr(call, field.name)}"
-        for field in dataclasses.fields(Call)
-        if getattr(call, field.name) != field.default
-    )
-    or "default",
+    ids=lambda call: (
+        ", ".join(
+            f"{field.name}={getattr(call, field.name)}"
+            for field in dataclasses.fields(Call)
+            if getattr(call, field.name) != field.default
+        )
+        or "default"
+    ),
 )
 def test_heads_and_lse_equal_float64(call: Call) -> None:
     check(call)
-
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,9 @@ def test_codes_that_triton_addresses_wrongly_raise():
 
     def call(k, v, scale):
         tokens = ax.nn.TokenInfo.of(jnp.zeros((1, 16)))
-        view = Paged(k, v, jnp.zeros((1, 1), jnp.int32), tokens, jnp.ones(1, jnp.int32), (), (scale, scale), jnp.float32)
+        view = Paged(
+            k, v, jnp.zeros((1, 1), jnp.int32), tokens, jnp.ones(1, jnp.int32), (), (scale, scale), jnp.float32
+        )
         query = ax.nn.TokenInfo.of(jnp.zeros((1, 1)))
         q = jnp.zeros((1, 1, 8, 128))
         with ax.module.root(kernel, key=None, training=False):
@@ -189,7 +191,9 @@ def chosen(cfg, queries: int, cache, target="NVIDIA H200") -> set[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cache", [PagedCache.Config(page_size=4), ContiguousCache.Config()], ids=lambda each: str(type(each)))
+@pytest.mark.parametrize(
+    "cache", [PagedCache.Config(page_size=4), ContiguousCache.Config()], ids=lambda each: str(type(each))
+)
 @pytest.mark.parametrize("target", ["gpu-h100-1", "gpu-h200-1", "gpu-a100-1", "gpu-b200-1"])
 def test_mesh_rules_decode_with_the_kernel(cache, target):
     cfg = ax.pipe(ax.recipe("llama-1b"), ax.target(target)).model
@@ -258,9 +262,7 @@ def test_a_model_compiles_for_gpus(target, codes):
         return decoder(params, state, Step(ids, start, pages=pages))
 
     whole = jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec())
-    ids, start, pages = (
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in ((4, 1), (4,), (4, 16))
-    )
+    ids, start, pages = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in ((4, 1), (4,), (4, 16)))
     with layout.active():
         text = jax.jit(step).lower(params, state, ids, start, pages).compile().as_text()
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2

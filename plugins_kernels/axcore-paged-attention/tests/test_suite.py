@@ -16,7 +16,6 @@ class TestPagedAttention(KernelSuite):
     dtypes = ("float32", "bfloat16", "float16")
 
 
-
 SOME = ("one decoded token", "rows at different positions", "sinks while decoding", "prefill chunk in a window")
 
 

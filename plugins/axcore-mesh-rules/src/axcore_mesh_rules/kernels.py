@@ -38,9 +38,9 @@ def with_kernel(
     for each in (name, *cached):
         if registry.find(AttentionKernelOffer, each) is None:
             raise ConfigError(
-                f"{path}.kernel: the mesh rule for this target requires the kernel {each!r}, which no installed plugin "
-                f"offers. Install axcore-{each}, or allow the slower reference kernel: --use kernels:order=(reference,) "
-                f"before --target"
+                f"{path}.kernel: the mesh rule for this target requires the kernel {each!r}, which no installed "
+                f"plugin offers. Install axcore-{each}, or allow the slower reference kernel: "
+                f"--use kernels:order=(reference,) before --target"
             )
     return ax.pipe(cfg, ax.use("kernels", order=(name,), cached=cached, where=wants_kernel))
 

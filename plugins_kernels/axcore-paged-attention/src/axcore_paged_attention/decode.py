@@ -57,7 +57,7 @@ class Form:
         dot_rows: smallest number of queries of a kv head that are multiplied on tensor cores.
         num_warps, num_stages: parameters of Triton.
         interpret: whether the Pallas interpreter runs the kernel.
-        device_kind: the kind of GPU that the program is compiled for, if it is not the default device.
+        device_kind: the kind of GPU that the program is compiled for; None: the default device.
     """
 
     scale: float
@@ -141,10 +141,11 @@ def _parts(
 @contextlib.contextmanager
 def _compiled_for(device_kind: str | None) -> Iterator[None]:
     """Names the GPU that Pallas compiles for, which is the default device otherwise."""
-    if device_kind is None:
+    mesh = jax.sharding.get_abstract_mesh()
+    known = jax.devices()[0] if mesh.abstract_device is None else mesh.abstract_device
+    if device_kind in (None, known.device_kind):
         yield
         return
-    mesh = jax.sharding.get_abstract_mesh()
     device = AbstractDevice(device_kind=device_kind, num_cores=None, platform="gpu")
     mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -139,7 +139,7 @@ class PagedAttention(TunableKernel):
             inputs.softcap,
             **settings,
             interpret=self.config.interpret,
-            device_kind=device_kind if platform == "gpu" and jax.default_backend() != "gpu" else None,
+            device_kind=device_kind if platform == "gpu" else None,
         )
         heads, lse = decode_attention(form, inputs.q, pool, _allowed(inputs), inputs.sinks)
         return heads, lse if inputs.return_lse else None
