@@ -118,7 +118,15 @@ def _parts(
     group = num_heads // kv_heads
     rows = rows_of(queries, group, form.dot_rows)
     tiles = -(-queries * group // rows)
-    operands = (pool.layer, pool.table, _bounds(allowed), allowed.astype(jnp.int8), q, pool.k, pool.v)
+    operands: tuple[Array, ...] = (
+        pool.layer,
+        pool.table,
+        _bounds(allowed),
+        allowed.astype(jnp.int8),
+        q,
+        pool.k,
+        pool.v,
+    )
     operands += () if pool.scales is None else pool.scales
     whole = pl.BlockSpec(memory_space=pl.ANY)
     shape = (form.splits, batch, queries, num_heads)
