@@ -169,13 +169,13 @@ def test_codes_that_triton_addresses_wrongly_raise():
 def test_the_feature_keeps_the_kernels_of_other_calls():
     cfg = ax.pipe(tiny_model(), ax.use("paged-attention"))
     (node,) = (each for _, each in ax.select(cfg, Attention))
-    assert node.kernel == ChooseKernel.Config(cached=(PagedAttention.Config(), ReferenceKernel.Config()))
+    assert node.kernel == ChooseKernel.Config(order=(PagedAttention.Config(), ReferenceKernel.Config()))
     again = ax.pipe(cfg, ax.use("paged-attention", max_queries=4))
     (node,) = (each for _, each in ax.select(again, Attention))
-    assert node.kernel.cached == (PagedAttention.Config(max_queries=4), ReferenceKernel.Config())
+    assert node.kernel.order == (PagedAttention.Config(max_queries=4), ReferenceKernel.Config())
     wrapped = ax.pipe(tiny_model(), ax.use("diff-attention"), ax.use("paged-attention"))
     (node,) = (each for _, each in ax.select(wrapped, Attention))
-    assert node.kernel.kernel.cached[0] == PagedAttention.Config()
+    assert node.kernel.kernel.order[0] == PagedAttention.Config()
 
 
 def chosen(cfg, queries: int, cache, target="NVIDIA H200") -> set[str]:
@@ -199,7 +199,7 @@ def test_mesh_rules_decode_with_the_kernel(cache, target):
     cfg = ax.pipe(ax.recipe("llama-1b"), ax.target(target)).model
     cfg = ax.select(cfg, "decoder").set(num_layers=1)
     assert chosen(cfg, 1, cache) == chosen(cfg, 8, cache) == {"PagedAttention"}
-    assert chosen(cfg, 16, cache) == {"ReferenceKernel"}
+    assert chosen(cfg, 16, cache) == {"ReferenceKernel" if target == "gpu-a100-1" else "CudnnKernel"}
 
 
 IDS = jax.random.randint(jax.random.key(4), (2, 9), 0, 32)

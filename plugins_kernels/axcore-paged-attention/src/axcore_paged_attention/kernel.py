@@ -148,7 +148,7 @@ class PagedAttention(TunableKernel):
 def use_paged_attention(
     cfg: ax.Config, max_queries: int = 8, interpret: bool = False, where: ax.Where = Attention
 ) -> ax.Config:
-    """Lets every selected attention decode with `PagedAttention`. Other calls run the kernel that it had before.
+    """Lets every selected attention decode with `PagedAttention`. Other calls run the kernels that it had before.
 
     Args:
         max_queries, interpret: see `PagedAttention.Config`.
@@ -160,9 +160,9 @@ def use_paged_attention(
         before = attention.kernel
         while has_field(before, "kernel"):  # a kernel that wraps another
             before = before.kernel
-        chosen = before if isinstance(before, ChooseKernel.Config) else ChooseKernel.Config(order=(before,))
-        others = [each for each in chosen.cached or chosen.order if not isinstance(each, PagedAttention.Config)]
-        edited: ax.Config = attention.put(kernel=chosen.set(cached=(paged, *others)))
+        order = before.order if isinstance(before, ChooseKernel.Config) else (before,)
+        others = (each for each in order if not isinstance(each, PagedAttention.Config))
+        edited: ax.Config = attention.put(kernel=ChooseKernel.Config(order=(paged, *others)))
         return edited
 
     return ax.select(cfg, where).map(put)

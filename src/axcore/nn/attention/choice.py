@@ -19,7 +19,6 @@ from axcore.nn.attention.reference import ReferenceKernel
 from axcore.nn.attention.request import OPTIONS, KernelRequest
 from axcore.nn.attention.sharded import Shards, readable, wraps
 from axcore.nn.kv.views import KVView
-from axcore.nn.tokens import Phase
 from axcore.plugin import AttentionKernelOffer as Offer, PluginError, registry, resolve
 
 
@@ -81,9 +80,9 @@ def recording() -> Iterator[list[Choice]]:
 
 
 class ChooseKernel(AttentionKernel):
-    """Runs the first kernel of `order` that supports the call, or of `cached` if the call has a KV cache.
+    """Runs the first kernel of `order` that supports the call.
 
-    A call that no kernel supports raises. There is no fallback to a kernel outside the list.
+    A call that no kernel supports raises. There is no fallback to a kernel outside `order`.
     """
 
     class Config(AttentionKernel.Config):
@@ -91,8 +90,6 @@ class ChooseKernel(AttentionKernel):
         num_heads: PositiveInt | None = None
         num_kv_heads: PositiveInt | None = None
         order: tuple[AttentionKernel.Config, ...] = (ReferenceKernel.Config(),)
-        cached: tuple[AttentionKernel.Config, ...] = ()
-        """Kernels of calls with a KV cache, which are prefill and decoding; empty: those of `order`."""
 
     takes = frozenset(OPTIONS)
     views = (KVView,)
@@ -105,28 +102,24 @@ class ChooseKernel(AttentionKernel):
             raise ConfigError("order is empty; it must name at least one kernel")
         widths = {name: getattr(cfg, name) for name in ("input_dim", "num_heads", "num_kv_heads", "head_dim")}
         self.order = self.children("order", cfg.order, rngs, **widths)
-        self.cached = self.children("cached", cfg.cached, rngs, **widths)
 
     def supports(self, request: KernelRequest) -> str | None:
-        refused = [(kernel, refusal(kernel, request)) for kernel in self._kernels(request.phase)]
+        refused = [(kernel, refusal(kernel, request)) for kernel in self.order]
         if any(reason is None for _, reason in refused):
             return None
         return "; ".join(f"{type(kernel).__name__}: {reason}" for kernel, reason in refused)
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
         """See `AttentionKernel`."""
-        return _first(self._kernels(inputs.phase), self.frame.path, inputs)
+        return _first(tuple(self.order), self.frame.path, inputs)
 
     def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
-        """Calls `backward` of the kernel that ran: the first that supports the call."""
-        for kernel in self._kernels(inputs.phase):
+        """Calls `backward` of the kernel that ran: the first of `order` that supports the call."""
+        for kernel in self.order:
             if refusal(kernel, KernelRequest.of(readable(kernel, inputs))) is None:
                 gradients: AttentionInputs = kernel.backward(inputs, heads, lse, heads_grad)
                 return gradients
         raise ConfigError(f"{self.frame.path}: no kernel in order supports the call ({KernelRequest.of(inputs)})")
-
-    def _kernels(self, phase: Phase) -> tuple[AttentionKernel, ...]:
-        return tuple(self.cached if phase != "train" and self.config.cached else self.order)
 
 
 def attend(kernel: AttentionKernel, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
@@ -204,33 +197,24 @@ def _zeros(inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
     return jnp.zeros((*shape, inputs.keys.value_dim), inputs.q.dtype), lse
 
 
-def use_kernels(
-    cfg: Config, order: tuple[str, ...], cached: tuple[str, ...] = (), where: Where | None = None
-) -> Config:
+def use_kernels(cfg: Config, order: tuple[str, ...], where: Where | None = None) -> Config:
     """Makes every selected attention run, for each call, the first kernel of `order` that supports the call.
 
     Args:
         order: names of attention kernels that plugins offer. The kernel `reference` of the core supports every call.
-        cached: the names for calls with a KV cache, which are prefill and decoding; empty: those of `order`.
         where: selects attention layers; None: every node with a kernel slot.
 
     Raises:
         PluginError: no installed plugin offers a kernel of one of these names.
     """
-    kernel = ChooseKernel.Config(order=_offered(order), cached=_offered(cached))
-    return put_kernel(cfg, kernel, where)
-
-
-def _offered(names: tuple[str, ...]) -> tuple[AttentionKernel.Config, ...]:
-    """The kernels of these names, with their default settings."""
     found = []
-    for name in names:
+    for name in order:
         offer = registry.find(Offer, name)
         if offer is None:
             known = ", ".join(sorted(each.name for _, each in registry().offers(Offer)))
             raise PluginError(f"no installed plugin offers the attention kernel {name!r}; known: {known}")
         found.append(resolve(*offer).Config())
-    return tuple(found)
+    return put_kernel(cfg, ChooseKernel.Config(order=tuple(found)), where)
 
 
 def put_kernel(cfg: Config, kernel: AttentionKernel.Config, where: Where | None = None) -> Config:
