@@ -133,12 +133,18 @@ CALLS = [
     *(Call(codes=codes, heads=heads, splits=2) for codes in ("int8", "float8_e4m3fn") for heads in (2, 4)),
     *(Call(dtype=dtype, codes="int8", heads=4) for dtype in ("bfloat16", "float16")),
 ]
-SHORT = (1, 4)
+SHORT, IN_CI = (1, 4), (5, 11, 12, 15, 18, 21)
+
+
+def marked(index: int, call: Call):
+    if index in SHORT:
+        return call
+    return pytest.param(call, marks=pytest.mark.long if index in IN_CI else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     "call",
-    [call if index in SHORT else pytest.param(call, marks=pytest.mark.long) for index, call in enumerate(CALLS)],
+    [marked(index, call) for index, call in enumerate(CALLS)],
     ids=lambda call: (
         ", ".join(
             f"{field.name}={getattr(call, field.name)}"
@@ -152,6 +158,7 @@ def test_heads_and_lse_equal_float64(call: Call) -> None:
     check(call)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "wrong", "call"),
     [
@@ -173,6 +180,7 @@ def test_wrong_kernels_are_noticed(name, wrong, call, monkeypatch: pytest.Monkey
         check(call)
 
 
+@pytest.mark.long
 def test_merging_ignores_parts_without_keys() -> None:
     """More parts than blocks of keys give bitwise the result of as many parts as blocks."""
     call = Call(lengths=(37, 5, 16))

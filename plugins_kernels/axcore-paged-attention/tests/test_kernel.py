@@ -206,14 +206,13 @@ IDS = jax.random.randint(jax.random.key(4), (2, 9), 0, 32)
 TABLES = jnp.asarray([[6, 1, 4, 8], [0, 7, 3, 8]])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("cache", "unstack"),
     [
-        (PagedCache.Config(page_size=4, num_pages=8), True),
-        (PagedCache.Config(page_size=4, num_pages=8), False),
-        (ContiguousCache.Config(), True),
-        (ContiguousCache.Config(), False),
+        pytest.param(PagedCache.Config(page_size=4, num_pages=8), True, marks=pytest.mark.slow),
+        pytest.param(PagedCache.Config(page_size=4, num_pages=8), False, marks=pytest.mark.long),
+        pytest.param(ContiguousCache.Config(), True, marks=pytest.mark.slow),
+        pytest.param(ContiguousCache.Config(), False, marks=pytest.mark.slow),
     ],
     ids=str,
 )

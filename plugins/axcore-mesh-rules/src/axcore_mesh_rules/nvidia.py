@@ -18,7 +18,7 @@ CUDNN_KINDS = ("h100", "h200", "b200")
 HOPPER = ("h100", "h200")
 """GPUs for which axcore-mosaic-gpu has a grouped product."""
 HALF = (jnp.bfloat16, jnp.float16)
-"""The dtypes that cuDNN attention and this grouped product support. Attention of other dtypes keeps the default kernel."""
+"""The dtypes that cuDNN attention and this grouped product support. Attention of other dtypes keeps its kernel."""
 
 
 def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:

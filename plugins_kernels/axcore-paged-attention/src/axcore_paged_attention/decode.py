@@ -236,7 +236,8 @@ def _kernel(
         key = first + index * form.block + jnp.arange(form.block)
         allowed = seen_by(key)
         seen = allowed[0] if allowed.shape[0] == 1 else allowed.astype(jnp.int32).max(0) > 0
-        page = triton.load(table_ref.at[batch, jax.lax.div(key, page_size)], mask=seen, other=0)
+        # Pages of keys that no query sees are also read, so that this does not wait for `allowed`.
+        page = triton.load(table_ref.at[batch, jax.lax.div(key, page_size)], mask=key < end, other=0)
         at = jnp.clip(page, 0, num_pages - 1), jax.lax.rem(key, page_size)
         k = read(k_ref, at, dims, head_dim, seen)
         v = read(v_ref, at, value_dims, value_dim, seen)
