@@ -90,7 +90,7 @@ class PagedAttention(TunableKernel):
         if not self.config.interpret and request.platform != "gpu":
             return f"requires an NVIDIA GPU, got {request.platform}"
         if request.phase == "train":
-            return "has no backward pass, so it supports prefill and decoding, not training"
+            return "has no backward pass for training"
         if request.query_len > self.config.max_queries:
             return f"supports max_queries={self.config.max_queries} queries per row, got {request.query_len}"
         return _numbers(request)
