@@ -207,7 +207,7 @@ def main() -> None:
 
     @functools.cache
     def prepared(case: Case) -> tuple[AttentionInputs, int]:
-        layers = 2 if arguments.interpret else int(np.clip(2e9 // case.bytes, 4, 32))
+        layers = 2 if arguments.interpret else int(np.clip(2e9 // case.bytes, 4, 16))
         return inputs(case, layers), layers
 
     for case in cases:
