@@ -72,6 +72,7 @@ from axcore_moe.layer import MoE
 from axcore_moe.router import ExpertChoice, TopK
 from axcore_mosaic_gpu.grouped import MosaicGrouped
 from axcore_nki.kernel import NkiKernel
+from axcore_paged_attention.kernel import PagedAttention
 from axcore_paged_kv.cache import PagedCache
 from axcore_recipes.short_conv import ConvTransformerLayer
 from axcore_ring_kv.cache import RingCache
@@ -354,6 +355,11 @@ def stacks():
     ):
         yield Host(stack, backward, fields=("remat",))
         yield Host(stack, TOKENS)
+    measured = {"prefill float32 4:4x2:1x4:4 Causal() & SameSegment() partial InCache": {"splits": 3}}
+    tuning = Tuning(device_kind="", settings=measured)
+    attention = inner.attention.set(kernel=PagedAttention.Config(interpret=True, tuning=tuning))
+    decoder = Repeat.Config(num_layers=2, layers=inner.set(attention=attention))
+    yield Host(model(decoder=decoder), decoded, at="decoder.layers.attention.kernel")
     shared = [inner.set(attention=each(inner.attention, "kv")) for each in (sharing, borrowing)]
     yield Host(Sequence.Config(input_dim=DIM, layers=tuple(shared)), TOKENS)
     yield Host(model(position=LearnedPositions.Config(max_len=SEQ), dropout=0.1, softcap=2.0), traced(IDS))
@@ -372,6 +378,11 @@ def decoding():
     yield Host(RingCache.Config(window=2, spare=1), lambda cfg: decoded(model(decoder=window), cfg))
     for attention in (inner.attention.set(cache=cache), latent, Mamba2.Config(head_dim=4, batch_size=ROWS)):
         yield Host(model(decoder=Repeat.Config(num_layers=2, layers=inner.set(attention=attention))), decoded)
+    measured = {"prefill float32 4:4x2:1x4:4 Causal() & SameSegment() partial InCache": {"splits": 3}}
+    tuning = Tuning(device_kind="", settings=measured)
+    attention = inner.attention.set(kernel=PagedAttention.Config(interpret=True, tuning=tuning))
+    decoder = Repeat.Config(num_layers=2, layers=inner.set(attention=attention))
+    yield Host(model(decoder=decoder), decoded, at="decoder.layers.attention.kernel")
     shared = [inner.set(attention=each(inner.attention, "kv")) for each in (sharing, borrowing)]
     held = shared[0].attention.cache.set(cache=cache)
     first = shared[0].set(attention=shared[0].attention.set(cache=held))
