@@ -23,13 +23,14 @@ from axcore.nn.grouped_linear import GroupedLinear
 from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, RaggedDot
 from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Zeros
 from axcore.nn.kv.arrays import ArrayCache
+from axcore.nn.fusing import Fusion, fused
 from axcore.nn.kv.cache import KVCache, for_decoding, sized, without_caches
 from axcore.nn.kv.contiguous import ContiguousCache
 from axcore.nn.kv.paging import Paging
 from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent, Paged
 from axcore.nn.layer_stack import Place, Stack
 from axcore.nn.linear import Linear
-from axcore.nn.matmul import Plain, Transposed
+from axcore.nn.matmul import Matmul, Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
 from axcore.nn.norm import FullWidthNorm, LayerNorm, PerHeadNorm, RMSNorm, Scale
 from axcore.nn.put_numerics import put_numerics
@@ -86,6 +87,7 @@ __all__ = [
     "ForEach",
     "Full",
     "FullWidthNorm",
+    "Fusion",
     "Gating",
     "Grouped",
     "GroupedLinear",
@@ -101,6 +103,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "Mask",
+    "Matmul",
     "MultiTokenPrediction",
     "Normal",
     "Numerics",
@@ -146,6 +149,7 @@ __all__ = [
     "exact_gelu",
     "ffn_arguments",
     "for_decoding",
+    "fused",
     "layers_of",
     "merge_by_lse",
     "put_kernel",
