@@ -29,9 +29,10 @@ class Tiling:
     Attributes:
         columns: columns of a tile, a power of two.
         inputs: inputs of a tile, a power of two.
-        loads: number of tiles that are loaded at once, for one row. For more rows, the number of pipeline stages.
+        loads: number of tiles that are loaded at once; with tensor cores, the number of pipeline stages.
         splits: number of programs that divide the inputs of the same columns.
         warps: warps of a program, a power of two.
+        tensor_cores: whether tensor cores multiply, which more than one row require.
     """
 
     columns: int
@@ -39,10 +40,12 @@ class Tiling:
     loads: int
     splits: int
     warps: int
+    tensor_cores: bool
 
     @property
-    def name(self) -> str:
-        return "x".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+    def chunk(self) -> int:
+        """The inputs of one step of the loop over inputs."""
+        return self.inputs if self.tensor_cores else self.inputs * self.loads
 
 
 def partial_products(
@@ -54,17 +57,17 @@ def partial_products(
 ) -> Float[Array, "splits rows output_dim"]:
     """Partial sums, in float32, of `x @ weight`. They add up to the product.
 
-    One row is multiplied element by element, since its product is bound by the memory; more rows by tensor cores, in
-    the dtype of x.
+    Without tensor cores, each thread keeps several loads of 16 bytes in flight, in registers. Tensor cores multiply
+    tiles of 16 rows that are copied to shared memory ahead of their use.
 
     Args:
         weight: its elements are converted to the dtype of x after loading, such as int8 codes.
     """
     rows, depth = x.shape
     columns = weight.shape[1]
-    steps = pl.cdiv(depth, _chunk(rows, tiling))
+    steps = pl.cdiv(depth, tiling.chunk)
     per_split = pl.cdiv(steps, tiling.splits)
-    one = rows == 1
+    one = not tiling.tensor_cores
     x = x[0] if one else jnp.pad(x, ((0, DOT_ROWS - rows), (0, 0)))
     shape = (tiling.splits, columns) if one else (tiling.splits, rows, columns)
     kernel = pl.pallas_call(
@@ -83,11 +86,6 @@ def partial_products(
         name="gemv",
     )
     return kernel(x, weight).reshape(tiling.splits, rows, columns)
-
-
-def _chunk(rows: int, tiling: Tiling) -> int:
-    """The inputs of one step."""
-    return tiling.inputs * tiling.loads if rows == 1 else tiling.inputs
 
 
 def _one_row(x_ref: Any, weight_ref: Any, out_ref: Any, *, tiling: Tiling, steps: int, per_split: int) -> None:
@@ -188,18 +186,26 @@ def _zero(ref: Any, live: Any, inside: Any) -> Any:
     return None if live is None and inside is None else jnp.zeros((), ref.dtype)
 
 
-def default_tiling(rows: int, depth: int, columns: int, itemsize: int, multiprocessors: int) -> Tiling:
-    """A tiling that gives each multiprocessor an almost equal number of bytes, in few partial sums."""
+def default_tiling(
+    rows: int, depth: int, columns: int, itemsize: int, multiprocessors: int, tensor_cores: bool | None = None
+) -> Tiling:
+    """A tiling that gives each multiprocessor an almost equal number of bytes, in few partial sums.
+
+    Args:
+        itemsize: bytes of an element of the matrix.
+        tensor_cores: whether tensor cores multiply one row, too; None: they do not.
+    """
+    tensor_cores = rows > 1 or bool(tensor_cores)
     width = 128 // itemsize if itemsize < 4 else 32  # 128 bytes of each row of the matrix
-    inputs, loads = (32, 8) if rows == 1 else (128, 4)
-    chunk = inputs * loads if rows == 1 else inputs
+    inputs, loads, warps = (128, 4, 4) if tensor_cores else (32, 8, 8)
+    chunk = inputs if tensor_cores else inputs * loads
     tiles, steps = math.ceil(columns / width), math.ceil(depth / chunk)
 
     def cost(splits: int) -> float:
         programs = tiles * splits
         longest = math.ceil(programs / multiprocessors) * math.ceil(steps / splits)
-        idle = 0.1 if programs < 2 * multiprocessors else 0.0  # one program alone does not hide the memory's latency
+        idle = 0.1 * max(0.0, 1 - programs / (4 * multiprocessors))  # few programs do not hide the memory's latency
         return longest * multiprocessors / (tiles * steps) + idle + 0.01 * splits
 
     splits = min(range(1, min(8, steps) + 1), key=cost)
-    return Tiling(width, inputs, loads, splits, 8 if rows == 1 else 4)
+    return Tiling(width, inputs, loads, splits, warps, tensor_cores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -36,6 +37,8 @@ class Gemv(Matmul):
     """Number of programs that divide the inputs of the same columns."""
     warps: PositiveInt | None = None
     """Warps of a program, a power of two."""
+    tensor_cores: bool | None = None
+    """Whether tensor cores multiply, which more than one row require. None: only for more than one row."""
 
     def __call__(
         self,
@@ -65,8 +68,12 @@ class Gemv(Matmul):
     def tiling(self, rows: int, weight: jax.Array, multiprocessors: int) -> Tiling:
         """How the kernel divides a product."""
         depth, columns = weight.shape
-        chosen = default_tiling(rows, depth, columns, weight.dtype.itemsize, multiprocessors)
-        fields = {name: getattr(self, name) or getattr(chosen, name) for name in Tiling.__dataclass_fields__}
+        if rows > 1 and self.tensor_cores is False:
+            raise ConfigError(f"matmul=Gemv: tensor_cores=False computes one row, not {rows}. Set max_rows=1")
+        itemsize = weight.dtype.itemsize
+        chosen = default_tiling(rows, depth, columns, itemsize, multiprocessors, self.tensor_cores)
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Tiling)}
+        fields = dataclasses.asdict(chosen) | {name: value for name, value in given.items() if value is not None}
         for name, least in (("columns", 16), ("inputs", 16), ("warps", 1)):
             value = fields[name]
             if value < least or value & (value - 1):
