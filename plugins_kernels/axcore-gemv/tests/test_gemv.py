@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import axcore as ax

@@ -19,11 +19,11 @@ from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
+from axcore.nn.fusing import Fusion, fused
 from axcore.nn.grouped_linear import GroupedLinear
 from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, RaggedDot
 from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Zeros
 from axcore.nn.kv.arrays import ArrayCache
-from axcore.nn.fusing import Fusion, fused
 from axcore.nn.kv.cache import KVCache, for_decoding, sized, without_caches
 from axcore.nn.kv.contiguous import ContiguousCache
 from axcore.nn.kv.paging import Paging

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from axcore.config import Config
-from axcore.config.tree import NESTING, join, parts, rebuild
+from axcore.config.tree import NESTING, parts, rebuild
 from axcore.module import Tree
 from axcore.nn.linear import Linear
 
