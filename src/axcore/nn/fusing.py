@@ -59,7 +59,7 @@ def fused[C: Config](cfg: C, params: Tree, state: Tree) -> tuple[C, Tree]:
     changes: dict[str, Any] = {}
     new: dict[Any, Any] = dict(params)
     for name, part in parts(cfg):
-        key = int(name) if name.isdigit() else name
+        key: Any = int(name) if name.isdigit() else name  # elements of lists have integer keys
         if isinstance(part, NESTING) and isinstance(below := params.get(key), dict):
             made, new[key] = fused(cast(Config, part), below, state.get(key, {}))
             if made is not part:
