@@ -199,3 +199,15 @@ def test_close_ends_samples_and_the_thread(model):
 def test_prefix_caching_requires_pages(model):
     with pytest.raises(ConfigError, match=r"engine\.prefix_caching=True requires pages in every layer"):
         Engine.Config(max_len=32, prefix_caching=True).build(model)
+
+
+@pytest.mark.long
+def test_scores_are_the_log_probabilities_of_the_model(engine, model):
+    """Prompts that take one step, several steps, and share cached pages with earlier ones."""
+    rows = [*prompts((2, 9, 21, 45), seed=8), *prompts((45,), seed=8)]
+    fn, params, state = functional(model)
+    for ids, found in zip(rows, engine.score(rows), strict=True):
+        logits = np.asarray(fn(params, state, np.array([ids]))[0][0])[0].astype(np.float64)
+        expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        assert [each.id for each in found] == list(ids[1:])
+        np.testing.assert_allclose([each.logprob for each in found], expected[range(len(ids) - 1), ids[1:]], atol=1e-5)

@@ -25,7 +25,11 @@ _KERNELS = ("pallas_call", "mpmd_map")
 """The primitives of `pallas_call` and of `pl.kernel`."""
 _BLOCK_MASK = {"splash_mha": 1}
 """Start of the name of a kernel -> the operand that tells which blocks of the grid it computes (not 0) or skips."""
-_CUDNN_MATMULS = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 5}
+_CUDNN_MATMULS = {
+    f"dot_product_attention_{kind}": count
+    for precision in ("", "fp8_")
+    for kind, count in ((f"{precision}fwd", 2), (f"{precision}bwd", 5))
+}
 """Number of matrix products in jax's cuDNN attention. The forward pass computes logits and heads; the backward pass
 computes four gradients and recomputes the logits."""
 
@@ -244,7 +248,7 @@ def _attention(eqn: JaxprEqn, matmuls: int) -> float:
     """cuDNN attention. A causal mask leaves half of the keys, and a window as many keys as its width."""
     q, k = (_shape(var) for var in eqn.invars[:2])
     (batch, queries, heads, features), keys = q, k[1]
-    causal = "CAUSAL" in str(eqn.params.get("mask_type", "")).upper()
+    causal = "CAUSAL" in str(eqn.params.get("mask_type", "")).upper() or eqn.params.get("use_causal_mask", False)
     seen = keys / 2 if causal else float(keys)
     window = eqn.params.get("sliding_window_length") or 0
     seen = min(seen, float(window)) if window > 0 else seen

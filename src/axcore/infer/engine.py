@@ -8,7 +8,7 @@ import functools
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Many
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from axcore import config
@@ -16,7 +16,7 @@ from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
 from axcore.infer.decoder import Decoder
 from axcore.infer.pages import PagePool, PageUsage
 from axcore.infer.programs import Buckets, Programs
-from axcore.infer.requests import Piece, Request, SamplingOptions
+from axcore.infer.requests import Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.runner import Flight, Next, Runner, Seed
 from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Limits, Scheduler
@@ -224,6 +224,19 @@ class Engine(config.Configurable):
             for stream in streams:
                 stream.cancel()
 
+    def score(self, prompts: Iterable[Many[int]]) -> list[tuple[TokenLogprob, ...]]:
+        """The log-probability of each token of some rows but the first, given the tokens before it.
+
+        Args:
+            prompts: the token ids of each row, fewer than `max_len`.
+
+        Raises:
+            AxcoreError: a row does not fit, or the engine failed.
+        """
+        options = SamplingOptions(temperature=0.0, max_tokens=1, prompt_logprobs=True)
+        pieces = self.generate(Request(tuple(map(int, ids)), options) for ids in prompts)
+        return [piece.prompt_logprobs or () for piece in pieces]
+
     def warm_up(self, methods: Iterable[Method] = ("greedy", "plain", "full")) -> None:
         """Compiles the programs of every bucket. Later requests compile only for many logit edits or log-probabilities.
 
@@ -307,6 +320,9 @@ class Engine(config.Configurable):
     def _collect(self, flight: Flight) -> None:
         """Reads the results of a step, and delivers them."""
         found = self._runner.read(flight)
+        for number, position, score in self._runner.read_scores(flight):
+            if number in self._samples:
+                self._samples[number].scores[position] = score
         for number, each in found.items():
             if each.token is None and self._scheduler.cancel(number):
                 self._samples.pop(number).deliver(AxcoreError(_NO_TOKEN))
@@ -317,7 +333,7 @@ class Engine(config.Configurable):
     def _deliver(self, sample: _Sample, new: Next) -> None:
         """Delivers a new token, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
-        if len(sequence.output) == 1:
+        if sequence.num_output == 1:
             self._cached_tokens += sequence.num_cached or 0
         if stream is not None:
             text = stream.add(sequence.tokens[-1:])
@@ -329,7 +345,10 @@ class Engine(config.Configurable):
         logprobs = None if new.logprob is None else (new.logprob,)
         if sequence.finish is not None:
             del self._samples[sequence.id]
-        sample.deliver(Piece((sequence.tokens[-1],), text, logprobs, sequence.finish))
+        scores = None
+        if sequence.num_output == 1 and sequence.request.options.prompt_logprobs:
+            scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
+        sample.deliver(Piece((sequence.tokens[-1],), text, logprobs, sequence.finish, scores))
 
 
 _NO_TOKEN = (
@@ -346,6 +365,8 @@ class _Sample:
     deliver: Deliver
     seed: Seed
     text: TextStream | None
+    scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
+    """The log-probabilities of the prompt so far, by position."""
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:

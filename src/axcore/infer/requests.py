@@ -35,6 +35,8 @@ class SamplingOptions:
         ignore_end: whether the model's end tokens do not end the sample.
         logprobs: the number of most likely tokens whose log-probabilities are returned besides that of the sampled
             token; None: no log-probabilities.
+        prompt_logprobs: whether the first piece has the log-probabilities of the prompt, with the number of most likely
+            tokens in `logprobs`.
 
     Raises:
         ConfigError: a value is outside of its range, or not finite.
@@ -55,6 +57,7 @@ class SamplingOptions:
     stop_ids: tuple[NonNegativeInt, ...] = ()
     ignore_end: bool = False
     logprobs: NonNegativeInt | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _check_fields(self, "sampling")
@@ -134,7 +137,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a sampled token.
+    """The log-probability of a token, given those before it.
 
     Attributes:
         id: the token.
@@ -158,12 +161,15 @@ class Piece:
         text: their text; empty without a tokenizer.
         logprobs: one for each token; None if the request asks for none.
         finish: why the sample ends with these tokens; None: more will follow.
+        prompt_logprobs: in the first piece, one for each token of the prompt but the first; None if the request does
+            not ask for them.
     """
 
     ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 _REMEDIES = {
@@ -181,6 +187,7 @@ _REMEDIES = {
     "stop": "Write one string as ('text',)",
     "stop_ids": "Use the ids of the tokenizer, as in (2,)",
     "ignore_end": "Use True or False",
+    "prompt_logprobs": "Use True or False",
     "logprobs": "Use None for no log-probabilities, and 0 for those of the sampled tokens only",
     "options": "Use SamplingOptions()",
     "priority": "Use 0 for the default",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from axcore.infer.programs import Buckets, Programs, Rows, bucket
+from axcore.infer.programs import Batch, Buckets, Programs, bucket
 from axcore.infer.requests import SamplingOptions, TokenLogprob
 from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
 from axcore.infer.sampling.rows import NO_SLOT
@@ -49,6 +49,8 @@ class Flight:
 
     plan: Plan
     calls: list[Call]
+    scores: list[tuple[Chunk, LogProbs]]
+    """The log-probabilities of the token after each token of a chunk, for requests that ask for those of the prompt."""
 
 
 class Runner:
@@ -72,17 +74,23 @@ class Runner:
             plan: the newest plan of the scheduler.
             seeds: the seed of each sequence, by id.
         """
-        calls = []
+        calls, scores = [], []
         if plan.decode:
             rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
             logits = self._logits_of_decoding(rows, bucket(self._buckets.rows, len(rows)))
             calls.append(self._sampled(rows, logits, seeds))
         for chunk in plan.prefill:
-            logits = self._logits_of_prompt({0: chunk}, bucket(self._buckets.widths, chunk.count))
+            width = bucket(self._buckets.widths, chunk.count)
+            if chunk.sequence.request.options.prompt_logprobs:
+                logits, found = self._scored(chunk, width)
+                scores.append((chunk, found))
+            else:
+                logits = self._logits_of_prompt({0: chunk}, width)
             if chunk.is_last:
                 self._count(chunk)
                 calls.append(self._sampled({0: chunk}, logits, seeds))
-        return Flight(plan, calls)
+        jax.tree.map(lambda x: x.copy_to_host_async(), [found for _, found in scores])
+        return Flight(plan, calls, scores)
 
     def read(self, flight: Flight) -> dict[int, Next]:
         """Waits for a step. Returns what each sequence sampled, by id."""
@@ -96,6 +104,16 @@ class Runner:
                     logprob = _logprob(sampled.logprobs, row, token, count)
                 found[chunk.sequence.id] = Next(token, logprob)
         return found
+
+    def read_scores(self, flight: Flight) -> Iterator[tuple[int, int, TokenLogprob]]:
+        """Waits for a step. Yields (id of the sequence, position, log-probability) of each token of a prompt that
+        follows a token of the step."""
+        for chunk, on_device in flight.scores:
+            found: LogProbs = jax.device_get(on_device)
+            sequence = chunk.sequence
+            ids, count = sequence.request.ids, sequence.request.options.logprobs or 0
+            for row, position in enumerate(range(chunk.start + 1, min(chunk.start + chunk.count + 1, len(ids)))):
+                yield sequence.id, position, _logprob(found, row, ids[position], count)
 
     def warm_up(self, methods: Iterable[Method]) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
@@ -127,7 +145,13 @@ class Runner:
     def _logits_of_prompt(self, rows: Mapping[int, Chunk], width: int, pages: int = 1) -> Float[Array, "1 vocab"]:
         return self._programs.logits(self._packed(rows, 1, width, pages), "prefill")
 
-    def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Rows:
+    def _scored(self, chunk: Chunk, width: int) -> tuple[Float[Array, "1 vocab"], LogProbs]:
+        targets = np.zeros((1, width), np.int32)
+        after = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
+        targets[0, : len(after)] = after
+        return self._programs.scored(self._packed({0: chunk}, 1, width, 1), targets)
+
+    def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Batch:
         """The chunks in `size` rows of `width` tokens, with page tables of the bucket of at least `pages`."""
         ids, facts, table = np.zeros((size, width), np.int32), np.zeros((size, 4), np.int32), None
         facts[:, 2] = self._decoder.batch_size  # out of range
@@ -142,7 +166,7 @@ class Runner:
             facts[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids)
             if table is not None:
                 table[row, : len(sequence.pages)] = sequence.pages
-        return Rows(ids, facts, table)
+        return Batch(ids, facts, table)
 
     def _pages_for(self, num_tokens: int) -> int:
         paging = self._decoder.paging

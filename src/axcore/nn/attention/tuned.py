@@ -39,16 +39,30 @@ class TuningFile:
         """
         try:
             found = json.loads(pathlib.Path(path).read_text())
-            read = cls(found.pop("device_kind"), found.pop("kernels"), tuple(found.pop("order")))
-            for kernel in read.kernels.values():
-                Tuning(device_kind=read.device_kind, settings=kernel)
         except OSError as error:
             raise ConfigError(
                 f"cannot read the tuning file {path}: {error.strerror}. Write it with `axcore tune RECIPE --out {path}`"
             ) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise ConfigError(f"{path} is not a file that `axcore tune` wrote: {error}") from error
-        return read
+        if problem := _problem(found):
+            raise ConfigError(f"{path} is not a file that `axcore tune` wrote: {problem}")
+        for kernel in found["kernels"].values():
+            Tuning(device_kind=found["device_kind"], settings=kernel)
+        return cls(found["device_kind"], found["kernels"], tuple(found["order"]))
+
+
+def _problem(found: object) -> str:
+    """What is wrong with the content of a tuning file, apart from the settings; empty if nothing is."""
+    names = [field.name for field in dataclasses.fields(TuningFile)]
+    if not isinstance(found, dict) or set(found) != set(names):
+        return f"it must be an object with {', '.join(names)}"
+    kernels, order = found["kernels"], found["order"]
+    if not isinstance(kernels, dict) or not all(isinstance(each, dict) for each in kernels.values()):
+        return "kernels must be an object with an object of settings for each kernel"
+    if not isinstance(order, list) or not all(isinstance(each, str) for each in order) or len({*order}) < len(order):
+        return f"order must be a list of different names, not {json.dumps(order)}"
+    return ""
 
 
 def kernel_name(cfg: AttentionKernel.Config) -> str:
