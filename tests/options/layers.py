@@ -309,11 +309,11 @@ def attention():
     gpu = traced(x, tokens=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100"))
     half = ax.DTypes(compute="bfloat16")
     yield Host(heads(head_dim=16, kernel=CudnnKernel.Config(), dtypes=half), gpu)
-    training = traced(
-        lambda cfg: x(cfg, 1, 128), tokens=True, gradient=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100")
+    evaluation = traced(
+        lambda cfg: x(cfg, 1, 128), tokens=True, training=False, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100")
     )
     kernel = CudnnFp8Kernel.Config()
-    yield Host(heads(head_dim=128, mask=Causal(), kernel=kernel, dtypes=half), training, at="kernel")
+    yield Host(heads(head_dim=128, mask=Causal(), kernel=kernel, dtypes=half), evaluation, at="kernel")
     tpu = traced(lambda cfg: x(cfg, 1, 512), tokens=True, gradient=True, mesh=Mesh().abstract(1, "tpu"))
     for blocks in ({"block_kv": 256, "block_kv_dkv": 256}, {}):
         yield Host(heads(head_dim=16, kernel=SplashKernel.Config(**blocks)), tpu, at="kernel")
