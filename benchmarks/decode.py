@@ -72,6 +72,7 @@ def cases(given: Any) -> Iterator[tuple[str, Callable[[], Figures]]]:
     floats = Shared(given, int8=False)
     yield "axcore, fused", functools.partial(floats.measured, lambda cfg: cfg)
     yield "axcore, fused, gemv", functools.partial(floats.measured, use_gemv)
+    yield "axcore, fused, gemv, cudnn", functools.partial(floats.measured, lambda cfg: ax.use("cudnn")(use_gemv(cfg)))
     on_tensor_cores = functools.partial(floats.measured, lambda cfg: with_matmul(cfg, Gemv(tensor_cores=True)))
     yield "axcore, fused, gemv on tensor cores", on_tensor_cores
     yield "release", floats.clear
