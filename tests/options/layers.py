@@ -60,6 +60,7 @@ from axcore_cudnn.fp8_kernel import CudnnFp8Kernel
 from axcore_cudnn.kernel import CudnnKernel
 from axcore_diff_attention.kernel import DiffAttention
 from axcore_fp8.fp8 import Fp8
+from axcore_gemv.matmul import Gemv
 from axcore_int8.int4 import Int4
 from axcore_int8.int8 import Int8
 from axcore_lora.layer import DoRA, LoRA
@@ -246,6 +247,8 @@ def blocks():
     plain = traced(x)
     linear = {"input_dim": DIM, "output_dim": 6, "use_bias": True, "axes": ("embed", "mlp"), "init": FanIn()}
     yield Host(Linear.Config(**linear, dtypes=DTYPES), plain)
+    hopper = Mesh().abstract(1, "gpu", "NVIDIA H100")
+    yield Host(Linear.Config(**linear, matmul=Gemv()), traced(x, mesh=hopper), "matmul")
     yield Host(Linear.Config(**linear, numerics=Rounded.Config()), plain)
     yield Host(Linear.Config(**linear, numerics=Fp8.Config()), plain, "numerics")
     delayed = Fp8.Config(scaling="delayed", amax_history_len=4)
@@ -283,6 +286,7 @@ def attention():
     yield Host(heads(position=Rotary.Config(), output=Halved.Config(), **filled), TOKENS)
     yield Host(heads(query_norm=RMSNorm.Config(), key_norm=RMSNorm.Config()), TOKENS)
     yield Host(heads(query=None, key=None, value=None, qkv=Linear.Config()), TOKENS)
+    yield Host(ffn(input_dim=DIM, gate=None, up=None, gate_up=Linear.Config()), traced(x))
     kernel = DiffAttention.Config(num_heads=ax.REQUIRED)
     yield Host(heads(num_kv_heads=2, kernel=ChooseKernel.Config(order=(ReferenceKernel.Config(), kernel))), TOKENS)
     yield Host(heads(num_kv_heads=2, kernel=kernel), TOKENS)
