@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from axcore.config import AxcoreError, select, walk
+from axcore.config import AxcoreError, walk
 
 if TYPE_CHECKING:
-    from axcore.config import Config
     from axcore.module import Tree
     from axcore.train import ModelFolder
 
@@ -20,7 +19,7 @@ def quantize(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="axcore quantize",
         description="Rounds the weights of a trained model and writes them to a model folder, which `axcore generate` "
-        "reads. Numerics that the model was trained with, such as fp8, are replaced.",
+        "reads.",
     )
     parser.add_argument("model", help="a run folder or a model folder with float weights")
     parser.add_argument("folder", help="the model folder to write; it must not exist")
@@ -39,6 +38,7 @@ def quantize(arguments: Sequence[str]) -> int:
     import jax
 
     from axcore.module import abstract, initializer
+    from axcore.nn import without_numerics
     from axcore.numerics import calibrated, require_calibrated, stored
     from axcore.plugin.features import use_text
     from axcore.train import ModelFolder, save_model
@@ -48,7 +48,8 @@ def quantize(arguments: Sequence[str]) -> int:
     folder = new_folder(given.folder)
     found = ModelFolder.open(given.model)
     _check_float(found)
-    model = use_text(given.use)(_without_numerics(found.model))
+    in_floats = without_numerics(found.model)
+    model = use_text(given.use)(in_floats)
     rows = _rows(found, given.text, given.tokens, given.seq_len) if given.text is not None else []
     params = _params(found, model, given.step, given.use)
     small, codes = stored(model, params)
@@ -65,7 +66,8 @@ def quantize(arguments: Sequence[str]) -> int:
     if hasattr(tokenizer, "packed"):
         tokenizer, files = tokenizer.packed()
     save_model(folder, small, codes, state, tokenizer=tokenizer, files=files)
-    print(f"quantized {given.model} -> {given.folder}")
+    replaced = "" if in_floats == found.model else f"; {given.use} replaces the number formats of training"
+    print(f"quantized {given.model} -> {given.folder}{replaced}")
     return 0
 
 
@@ -75,12 +77,6 @@ def _check_float(found: ModelFolder) -> None:
             raise AxcoreError(
                 f"{found.folder} is quantized already (model.{path}). Quantize the folder with float weights instead"
             )
-
-
-def _without_numerics(model: Config) -> Config:
-    """The model with floats in all products, also if it was trained with numerics."""
-    filled = {f"{path}.numerics" for path, node in walk(model) if getattr(node, "numerics", None) is not None}
-    return select(model, lambda path, _: path in filled).remove() if filled else model
 
 
 def _rows(found: ModelFolder, text: Path, tokens: int, seq_len: int) -> list[Any]:
