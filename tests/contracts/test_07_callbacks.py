@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.train import BitsPerByte, Callback, Checkpointer, Evaluation, Evaluator, JsonlWriter, Request, Saving
+from axcore.train import (
+    BitsPerByte,
+    Callback,
+    CallbackRequest,
+    Checkpointer,
+    Evaluation,
+    Evaluator,
+    JsonlWriter,
+    Saving,
+)
 from axcore.train.callbacks.writers import read_jsonl
 from axcore_callbacks.early_stopping import EarlyStopping
 from axcore_callbacks.ema import EMA
@@ -86,7 +95,9 @@ class Ask(Callback):
 
     def due(self, step):
         cfg = self.config
-        return Request(evaluate=step == cfg.evaluate, save=step == cfg.save, stop=step == cfg.stop, reason="asked")
+        return CallbackRequest(
+            evaluate=step == cfg.evaluate, save=step == cfg.save, stop=step == cfg.stop, reason="asked"
+        )
 
 
 @pytest.fixture

@@ -382,10 +382,10 @@ def test_grammar_and_min_tokens_that_exclude_every_token():
 
 def test_extreme_options_stay_finite():
     limits = [
-        SamplingOptions(frequency_penalty=1e300, temperature=1e300),
-        SamplingOptions(presence_penalty=-1e300, temperature=1e-300),
-        SamplingOptions(repetition_penalty=1e-300, top_p=1e-300),
-        SamplingOptions(logit_bias={1: 1e300}, temperature=1e-5, min_p=1e-300),
+        SamplingOptions(frequency_penalty=3e38, temperature=3e38),
+        SamplingOptions(presence_penalty=-3e38, temperature=1e-30),
+        SamplingOptions(repetition_penalty=1e-30, top_p=1e-30),
+        SamplingOptions(logit_bias={1: 3e38}, temperature=1e-5, min_p=1e-30),
     ]
     tokens = [token(options, slot=4) for options in limits]
     rows = SamplingRows.of(tokens, vocab_size=VOCAB)

@@ -18,8 +18,10 @@ import numpy as np
 import axcore as ax
 import axcore.train.data.rows
 import axcore_recipes.text_reports
+from axcore.infer import Engine, Request, SamplingOptions
 from axcore.module import abstract, functional
 from axcore.nn import FeedForward, LayerNorm, Repeat
+from axcore.testing.models import tiny_model
 from axcore.train import (
     BitsPerByte,
     Callback,
@@ -53,6 +55,7 @@ from axcore_hf.initial import FromHF
 from axcore_hf.tokenizer import HFTokenizer
 from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.upcycling import Upcycled
+from axcore_paged_kv.cache import PagedCache
 from axcore_recipes.corpus import StandardLibrary
 from axcore_recipes.text_reports import CompressionReport, LossPlot, SampleReport
 from axcore_rope.learned import LearnedPositions
@@ -84,8 +87,21 @@ def hosts(folder, patch):
     yield from callbacks(folder, patch)
     yield Host(Checkpointer.Config(keep_every=2), saved(folder, patch))
     yield from initials(folder)
+    yield Host(Engine.Config(cache=PagedCache.Config(page_size=2), max_rows=2, max_len=8, step_tokens=4), served())
     fields = ("input", "steps", "minutes", "initial", "seed", "checkpointer", "callbacks")
     yield Host(trainer(**run_fields(folder)), trained(folder), fields=fields)
+
+
+def served():
+    """Two requests with a common prefix, one after another."""
+    built = tiny_model().build(rngs=ax.Rngs(0))
+    asked = [Request((1, 2, 3, 4, last), SamplingOptions(temperature=0.0)) for last in (5, 6)]
+
+    def observe(cfg):
+        with cfg.build(built) as engine:
+            return [engine.generate([request]) for request in asked], engine.stats
+
+    return observe
 
 
 def corpus(folder):

@@ -1,6 +1,7 @@
 """Each flag of each `axcore` command changes what the command does, or is refused."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import pathlib
@@ -17,6 +18,7 @@ import axcore_loc.report
 from axcore import aot, infer, train
 from axcore.config import Config
 from axcore.doctor.findings import Finding
+from axcore.infer import load_test
 from axcore.module import Layer, functional
 from axcore.plugin import Command, registry, resolve
 from axcore.train import Trainer, save_model
@@ -34,6 +36,7 @@ pytestmark = pytest.mark.long
 
 COMMANDS = {
     "aot": ["aot", "tiny"],
+    "bench serve": ["bench", "serve", "tiny"],
     "convert": ["convert", "hf:{here}/hf", "new"],
     "diff": ["diff", "tiny", "tiny"],
     "doctor": ["doctor"],
@@ -73,6 +76,15 @@ VALUES = {
     "aot --html": "page.html",
     "aot --json": "report.json",
     "aot --program": "decode",
+    "bench serve --cache": "contiguous:max_len=9",
+    "bench serve --concurrency": "2",
+    "bench serve --dtype": "bfloat16",
+    "bench serve --input": "3",
+    "bench serve --output": "5",
+    "bench serve --requests": "2",
+    "bench serve --set": "model.softcap=3",
+    "bench serve --step-tokens": "32",
+    "bench serve --use": "alibi",
     "convert --dtype": "bfloat16",
     "convert --tokenizer": "{here}/tokenizer.json",
     "doctor --json": None,
@@ -219,6 +231,9 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
+    engine = SimpleNamespace(warm_up=lambda _: None, stats=SimpleNamespace(compiled=0))
+    replace(infer.Engine.Config, "build", contextlib.nullcontext(engine))
+    replace(load_test, "measure", load_test.Figures(*[0.0] * 7))
     replace(train, "save_model", None)
     replace(exporting, "write", None)
     for name in ("measure.measure", "check.check", "peers.run"):

@@ -6,7 +6,7 @@ import sys
 import axcore as ax
 from axcore import runtime
 from axcore.runtime import failures
-from axcore.train import Callback, Evaluation, JsonlWriter, Request, ValidationLoss
+from axcore.train import Callback, CallbackRequest, Evaluation, JsonlWriter, ValidationLoss
 
 
 class SaveOnFirst(Callback):
@@ -18,7 +18,7 @@ class SaveOnFirst(Callback):
     first_process_only = True
 
     def due(self, step):
-        return Request(save=True) if step == self.config.at else None
+        return CallbackRequest(save=True) if step == self.config.at else None
 
 
 class StopAt(Callback):
@@ -30,7 +30,7 @@ class StopAt(Callback):
 
     def step(self, info):
         if info.step == self.config.at:
-            return Request(stop=True, save=self.config.save, deterministic=True)
+            return CallbackRequest(stop=True, save=self.config.save, deterministic=True)
 
 
 class Unreadable(ValidationLoss):

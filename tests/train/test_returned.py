@@ -60,7 +60,7 @@ def outcome(callbacks, method):
 @pytest.mark.parametrize(
     ("method", "value", "message"),
     [
-        ("step", "text", r"callbacks\.bad: step must return a Request or None, got 'hello'"),
+        ("step", "text", r"callbacks\.bad: step must return a CallbackRequest or None, got 'hello'"),
         ("evaluate", "none", "evaluate must return a mapping from metric names to numbers, got None"),
         ("evaluate", "words", r"evaluate must return numbers, got x='1\.5'"),
         ("evaluate", "array", r"evaluate must return numbers, got x=array\(\[1"),

@@ -1,6 +1,6 @@
 """Training: the trainer, the learner, input, checkpoints and callbacks."""
 
-from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
+from axcore.train.callbacks.base import Callback, CallbackRequest, FinishedRun, RunInfo, StepInfo
 from axcore.train.callbacks.evaluation import BitsPerByte, Evaluation, Evaluator, ValidationLoss
 from axcore.train.callbacks.progress import Progress
 from axcore.train.callbacks.saving import Saving
@@ -20,6 +20,7 @@ __all__ = [
     "AdamW",
     "BitsPerByte",
     "Callback",
+    "CallbackRequest",
     "Checkpointer",
     "CrossEntropy",
     "Evaluation",
@@ -33,7 +34,6 @@ __all__ = [
     "Objective",
     "Optimizer",
     "Progress",
-    "Request",
     "RunInfo",
     "RunStopped",
     "Saving",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from axcore.config import ConfigError, NonNegativeFloat, PositiveInt
-from axcore.train import Callback, Request, RunInfo
+from axcore.train import Callback, CallbackRequest, RunInfo
 
 
 class EarlyStopping(Callback):
@@ -28,7 +28,7 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> Request | None:
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> CallbackRequest | None:
         cfg = self.config
         if cfg.metric not in metrics:
             raise ConfigError(f"metric={cfg.metric!r} is not a metric of this run. Choose one of: {', '.join(metrics)}")
@@ -39,14 +39,14 @@ class EarlyStopping(Callback):
         self.waited += 1
         return self._verdict()
 
-    def start(self, run: RunInfo) -> Request | None:
+    def start(self, run: RunInfo) -> CallbackRequest | None:
         return self._verdict()  # a resumed run stops again, unless `patience` was increased
 
-    def _verdict(self) -> Request | None:
+    def _verdict(self) -> CallbackRequest | None:
         if self.waited < self.config.patience:
             return None
         reason = f"{self.config.metric} has not improved in {self.waited} evaluations"
-        return Request(stop=True, reason=reason, deterministic=True)
+        return CallbackRequest(stop=True, reason=reason, deterministic=True)
 
     def state(self) -> Mapping[str, float | int | None]:
         return {"best": self.best, "waited": self.waited}

@@ -9,6 +9,9 @@ import axcore as ax
 from axcore.nn import ArrayCache, AttentionInputs, Contiguous, DecodingState, InCache, KVCache, KVView, TokenInfo
 from axcore_ring_kv.reach import reach
 
+LOST = 2**30
+"""The end of a row that was rolled back further than its ring reaches."""
+
 
 class RingCache(ArrayCache):
     """Keeps the last `window + spare` tokens of each row. The token at `index` is in the place `index % size`.
@@ -48,14 +51,15 @@ class RingCache(ArrayCache):
         start = jnp.broadcast_to(inputs.query.index[:, 0], rows.lengths.shape)
         stop = jnp.minimum(rows.lengths, rows.tokens.index.shape[1])  # tokens beyond `max_len` are not stored
         written = jnp.where(start == 0, 0, rows.take(self.end))
-        follows = start <= written  # a row with a gap is invalid, and must not overwrite tokens before the gap
+        follows = start <= written  # a row with a gap is invalid
         oldest = jnp.maximum(start - self.config.window + 1, 0)
         is_lost = written - size > oldest  # rolled back further than the ring reaches
 
         slots, place = self.places(inputs, -1)
-        kept = (place >= 0) & (place < stop[:, None]) & (place >= stop[:, None] - size) & follows[:, None]
+        is_stored = follows & ~is_lost  # an invalid row must not overwrite tokens, nor store NaN
+        kept = (place >= 0) & (place < stop[:, None]) & (place >= stop[:, None] - size) & is_stored[:, None]
         at = slots, jnp.where(kept, place % size, size)  # `size` is out of range, so the write is dropped
-        rows.put(self.end, jnp.where(follows, jnp.maximum(written, stop), written))
+        rows.put(self.end, jnp.where(is_lost, LOST, jnp.where(is_stored, jnp.maximum(written, stop), written)))
         if width <= self.config.spare + 1:
             self.write(at, inputs.plain)
             view = self._ring(inputs, stop, written, start)
@@ -82,7 +86,7 @@ class RingCache(ArrayCache):
         tokens = TokenInfo(index, index, valid=valid)
         k, v, layer, scales, read_as = self.arrays
         if rows.slots is None and not layer and scales is None:
-            return Contiguous(k, v, tokens)
+            return Contiguous(k, jnp.where(valid[..., None, None], v, 0), tokens)  # NaN would pass through the mask
         return InCache(k, v, tokens, layer, rows.slots, scales, read_as)
 
     def _check(self, inputs: AttentionInputs) -> None:

@@ -36,6 +36,8 @@ class KernelRequest:
         phase: training, prefill or decoding.
         options: the members of `OPTIONS` that the call uses.
         view: type of the KV view.
+        codes: dtype of the codes in the view; None if keys and values are not quantized.
+        page_size: tokens in a page of the view; None if it has no pages.
     """
 
     platform: str
@@ -56,6 +58,8 @@ class KernelRequest:
     phase: Phase
     options: tuple[str, ...]
     view: type[KVView]
+    codes: np.dtype[np.generic] | None = None
+    page_size: int | None = None
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> KernelRequest:
@@ -89,6 +93,8 @@ class KernelRequest:
             phase=inputs.phase,
             options=tuple(name for name in OPTIONS if used[name]),
             view=type(kv),
+            codes=None if kv.codes is None else np.dtype(kv.codes),
+            page_size=kv.page_size,
         )
 
     @property
@@ -98,6 +104,7 @@ class KernelRequest:
         facts = [self.phase, str(self.dtype), f"{self.query_len}:{self.key_len}x{heads}", repr(self.mask)]
         facts += [word for word, holds in (("packed", self.packed), ("partial", self.partial)) if holds]
         facts += [] if self.view is Contiguous else [self.view.__name__]
+        facts += [str(each) for each in (self.codes, self.page_size) if each is not None]
         return " ".join([*facts, *self.options])
 
     def __str__(self) -> str:

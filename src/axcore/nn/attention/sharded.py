@@ -93,6 +93,7 @@ class Shards:
         kv_heads = whole.num_kv_heads // num_shards(self.kv_head)
         if self.selects_kv_heads:
             kv_heads = _num_selected_kv_heads(whole.num_heads // whole.num_kv_heads, heads)
+        is_plain = self.context is not None or self.selects_kv_heads
         return dataclasses.replace(
             whole,
             batch=whole.batch // num_shards(self.batch),
@@ -101,7 +102,9 @@ class Shards:
             num_heads=heads,
             num_kv_heads=kv_heads,
             aligned=whole.aligned and (self.context is not None or num_shards(self.seq) == 1),
-            view=whole.view if self.context is None and not self.selects_kv_heads else Contiguous,
+            view=Contiguous if is_plain else whole.view,
+            codes=None if is_plain else whole.codes,
+            page_size=None if is_plain else whole.page_size,
         )
 
     def run(self, kernel: AttentionKernel, inputs: AttentionInputs, path: str) -> tuple[Heads, LSE | None]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from axcore.nn.kv.codes import Scales, decoded
 from axcore.nn.tokens import TokenInfo
@@ -45,6 +45,11 @@ class KVView:
     @property
     def codes(self) -> DTypeLike | None:
         """Dtype of the stored codes; None if keys and values are not quantized."""
+        return None
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens in a page; None if keys and values are not in pages."""
         return None
 
     def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
@@ -100,7 +105,8 @@ class Contiguous(KVView):
 class InCache(KVView):
     """Rows of cache arrays that also contain other layers of a scanned stack, or other rows.
 
-    Slicing out one layer would copy its whole cache; `block` copies one block.
+    Slicing out one layer would copy its whole cache; `block` copies one block. It returns zeros for keys that are not
+    valid, so it never returns NaN that an earlier row left in a slot.
 
     Attributes:
         k, v: the arrays of the cache, or codes; leading axes run over stacked layers.
@@ -136,15 +142,18 @@ class InCache(KVView):
         return None if self.scales is None else self.k.dtype
 
     def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
+        tokens = self.tokens.part(start, size)
+
         def cut(x: jax.Array) -> jax.Array:
             lead = len(self.layer)
             first = (*self.layer, 0, start, *(0,) * (x.ndim - lead - 2))
             sizes = (*(1,) * lead, x.shape[lead], size, *x.shape[lead + 2 :])
             found = jax.lax.dynamic_slice(x, first, sizes).reshape(sizes[lead:])
-            return found if self.slots is None else found[self.slots]
+            found = found if self.slots is None else found[self.slots]
+            return found if tokens.valid is None else _where(tokens.valid, found)
 
         k, v = decoded((cut(self.k), cut(self.v)), jax.tree.map(cut, self.scales), self.dtype)
-        return Contiguous(k, v, self.tokens.part(start, size))
+        return Contiguous(k, v, tokens)
 
     def axes(self) -> InCache:
         names = (*(None,) * len(self.layer), "batch", "kv_seq", "kv_head")
@@ -183,7 +192,6 @@ class Paged(KVView):
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page."""
         return self.k.shape[-3]
 
     @property
@@ -215,7 +223,7 @@ class Paged(KVView):
             own = len(self.layer) + 2  # the axes that describe a token
             found = x.at[(*self.layer, pages)].get(mode="clip").reshape(batch, count * page_size, *x.shape[own:])
             found = jax.lax.dynamic_slice_in_dim(found, start - first * page_size, size, axis=1)
-            return jnp.where(jnp.expand_dims(valid, range(2, found.ndim)), found, 0)
+            return _where(valid, found)
 
         k, v = decoded((read(self.k), read(self.v)), jax.tree.map(read, self.scales), self.dtype)
         return Contiguous(k, v, self.tokens.part(start, size))
@@ -261,6 +269,10 @@ class Latent(KVView):
     def codes(self) -> DTypeLike | None:
         return self.keys.codes
 
+    @property
+    def page_size(self) -> int | None:
+        return self.keys.page_size
+
     def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
         found = self.keys.block(start, size)
         return Contiguous(found.k, found.k[..., : self.rank], found.tokens)
@@ -276,6 +288,13 @@ def token_axes(tokens: TokenInfo, seq: str) -> TokenInfo:
         return PartitionSpec("batch" if x.shape[0] > 1 else None, seq, *(None,) * (x.ndim - 2))
 
     return jax.tree.map(names, dataclasses.replace(tokens, cached=None))
+
+
+def _where(
+    valid: Bool[Array, "batch_or_1 kv_seq"], x: Num[Array, "batch kv_seq ..."]
+) -> Num[Array, "batch kv_seq ..."]:
+    """`x` with zeros for keys that are not valid."""
+    return jnp.where(jnp.expand_dims(valid, range(2, x.ndim)), x, 0)
 
 
 def _spec(*axes: str | None) -> Any:

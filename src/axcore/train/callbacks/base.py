@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class CallbackRequest:
     """Actions that a callback requests. They run before the next step, in the order evaluate, save, stop.
 
     Attributes:
@@ -114,7 +114,7 @@ class Callback(config.Configurable):
 
         def step(self, info):
             if info.metrics["loss"] < self.config.loss:
-                return Request(stop=True, reason="the loss is low enough", deterministic=True)
+                return CallbackRequest(stop=True, reason="the loss is low enough", deterministic=True)
     ```
     """
 
@@ -133,20 +133,20 @@ class Callback(config.Configurable):
         """Must not touch files, since validating a config builds its callbacks."""
         self.config = cfg
 
-    def start(self, run: RunInfo) -> Request | None:
+    def start(self, run: RunInfo) -> CallbackRequest | None:
         """Called before the first step. In a resumed run, `set_state` has already been called."""
 
-    def due(self, step: int) -> Request | None:
+    def due(self, step: int) -> CallbackRequest | None:
         """Called after each step is dispatched, before its metrics are available. Must be fast."""
 
-    def step(self, info: StepInfo) -> Request | None:
+    def step(self, info: StepInfo) -> CallbackRequest | None:
         """Receives the metrics of a step. The next step may already be dispatched, to keep the device busy."""
 
     def evaluate(self, model: Snapshot) -> Mapping[str, float]:
         """Computes metrics of the model during an evaluation."""
         return {}
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> Request | None:
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> CallbackRequest | None:
         """Receives the metrics that all callbacks computed in an evaluation."""
 
     def checkpoint(self, step: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from axcore import config
 from axcore.config import ConfigError, FrozenDict, under
 from axcore.train.callbacks import returned
-from axcore.train.callbacks.base import Callback, Request, RunInfo
+from axcore.train.callbacks.base import Callback, CallbackRequest, RunInfo
 from axcore.train.callbacks.snapshot import Snapshot
 from axcore.train.errors import TrainingError
 
@@ -108,9 +108,9 @@ class Evaluation(Callback):
             with under(f"evaluators.{name}"):
                 evaluator.start(run)
 
-    def due(self, step: int) -> Request | None:
+    def due(self, step: int) -> CallbackRequest | None:
         every = self.config.every_steps
-        return Request(evaluate=True, deterministic=True) if every and step % every == 0 else None
+        return CallbackRequest(evaluate=True, deterministic=True) if every and step % every == 0 else None
 
     def evaluate(self, model: Snapshot) -> Mapping[str, float]:
         return {

@@ -15,7 +15,7 @@ from axcore.plugin import attributed
 from axcore.plugin.registry import described_supplier
 from axcore.runtime import signals
 from axcore.train.callbacks import returned
-from axcore.train.callbacks.base import Callback, FinishedRun, Request, RunInfo, StepInfo
+from axcore.train.callbacks.base import Callback, CallbackRequest, FinishedRun, RunInfo, StepInfo
 from axcore.train.callbacks.snapshot import EvaluationAbandoned, Snapshot
 from axcore.train.errors import TrainingError
 from axcore.train.files import Json
@@ -61,13 +61,13 @@ class Callbacks:
         own = Callback.device_init
         return {name: each for name, each in self._callbacks.items() if type(each).device_init is not own}
 
-    def start(self, run: RunInfo) -> list[tuple[str, Request]]:
+    def start(self, run: RunInfo) -> list[tuple[str, CallbackRequest]]:
         return self._requests("start", lambda callback: callback.start(run))
 
-    def due(self, step: int) -> list[tuple[str, Request]]:
+    def due(self, step: int) -> list[tuple[str, CallbackRequest]]:
         return self._requests("due", lambda callback: callback.due(step))
 
-    def step(self, info: StepInfo) -> list[tuple[str, Request]]:
+    def step(self, info: StepInfo) -> list[tuple[str, CallbackRequest]]:
         return self._requests("step", lambda callback: callback.step(info))
 
     def evaluate(self, model: Snapshot) -> dict[str, float]:
@@ -83,7 +83,7 @@ class Callbacks:
         self._each(add, collective=True)
         return found
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, Request]]:
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> list[tuple[str, CallbackRequest]]:
         return self._requests("evaluation", lambda callback: callback.evaluation(step, metrics))
 
     def checkpoint(self, step: int) -> None:
@@ -122,7 +122,7 @@ class Callbacks:
             if state and name not in states and jax.process_index() == 0:
                 print(f"callbacks.{name}: starts without state, since the checkpoint has none", file=sys.stderr)
 
-    def _requests(self, method: str, call: Callable[[Callback], object]) -> list[tuple[str, Request]]:
+    def _requests(self, method: str, call: Callable[[Callback], object]) -> list[tuple[str, CallbackRequest]]:
         asked = self._each(lambda callback: returned.request(call(callback), method))
         found = [(name, request) for name, request in asked if request is not None]
         return [

@@ -7,19 +7,19 @@ from collections.abc import Collection, Mapping
 from typing import cast
 
 from axcore.config import ConfigError
-from axcore.train.callbacks.base import Request
+from axcore.train.callbacks.base import CallbackRequest
 from axcore.train.files import Json
 
 
-def request(value: object, method: str) -> Request | None:
+def request(value: object, method: str) -> CallbackRequest | None:
     """A request to the trainer.
 
     Raises:
         ConfigError: the value is neither a request nor None.
     """
-    if value is None or isinstance(value, Request):
+    if value is None or isinstance(value, CallbackRequest):
         return value
-    raise ConfigError(f"{method} must return a Request or None, got {_shown(value)}")
+    raise ConfigError(f"{method} must return a CallbackRequest or None, got {_shown(value)}")
 
 
 def metrics(value: object, method: str) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from axcore.config import PositiveFloat, PositiveInt
-from axcore.train.callbacks.base import Callback, Request, RunInfo
+from axcore.train.callbacks.base import Callback, CallbackRequest, RunInfo
 
 
 class Saving(Callback):
@@ -28,12 +28,12 @@ class Saving(Callback):
     def start(self, run: RunInfo) -> None:
         self._since = time.monotonic()
 
-    def due(self, step: int) -> Request | None:
+    def due(self, step: int) -> CallbackRequest | None:
         steps, minutes = self.config.every_steps, self.config.every_minutes
         if steps and step % steps == 0:
             self._since = time.monotonic()
-            return Request(save=True, deterministic=True)
+            return CallbackRequest(save=True, deterministic=True)
         if minutes and time.monotonic() - self._since >= 60 * minutes:
             self._since = time.monotonic()
-            return Request(save=True)
+            return CallbackRequest(save=True)
         return None

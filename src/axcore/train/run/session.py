@@ -24,7 +24,7 @@ from axcore.config import AxcoreError
 from axcore.module import Tree
 from axcore.plugin import contributors
 from axcore.runtime import signals
-from axcore.train.callbacks.base import FinishedRun, Request, RunInfo, StepInfo
+from axcore.train.callbacks.base import CallbackRequest, FinishedRun, RunInfo, StepInfo
 from axcore.train.callbacks.group import Callbacks
 from axcore.train.callbacks.snapshot import EvaluationAbandoned, Snapshot
 from axcore.train.checkpoint import model_folder
@@ -70,7 +70,7 @@ class Session:
         self.checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
         self.is_first = jax.process_index() == 0
         self.requests = runtime.Requests()
-        self.asked: list[tuple[str, Request]] = []
+        self.asked: list[tuple[str, CallbackRequest]] = []
         self.due: set[str] = set()
         """Requests that became due during an evaluation."""
         self.compiled_before = compilations("train_step")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import axcore as ax
-from axcore.train import Callback, Request
+from axcore.train import Callback, CallbackRequest
 
 
 class Patience(Callback):
@@ -21,14 +21,14 @@ class Patience(Callback):
         super().__init__(cfg)
         self.values: list[float] = []
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> Request | None:
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> CallbackRequest | None:
         """See `Callback.evaluation`."""
         cfg = self.config
         self.values.append(metrics[cfg.metric])
         if len(self.values) - 1 - self.values.index(min(self.values)) < cfg.evaluations:
             return None
         reason = f"{cfg.metric} has not improved in {cfg.evaluations} evaluations"
-        return Request(stop=True, reason=reason, deterministic=True)
+        return CallbackRequest(stop=True, reason=reason, deterministic=True)
 
     def state(self) -> dict[str, list[float]]:
         """See `Callback.state`."""
