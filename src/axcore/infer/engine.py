@@ -16,7 +16,7 @@ from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
 from axcore.infer.decoder import Decoder
 from axcore.infer.pages import PagePool, PageUsage
 from axcore.infer.programs import Buckets, Programs
-from axcore.infer.requests import Piece, Request, SamplingOptions
+from axcore.infer.requests import Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.runner import Flight, Next, Runner, Seed
 from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Limits, Scheduler
@@ -245,13 +245,16 @@ class Engine(config.Configurable):
             for stream in streams:
                 stream.cancel()
 
-    def warm_up(self, methods: Iterable[Method] = ("greedy", "plain", "full")) -> None:
+    def warm_up(
+        self, methods: Iterable[Method] = ("greedy", "plain", "full"), *, prompt_logprobs: bool = False
+    ) -> None:
         """Compiles the programs of every bucket. Later requests compile only for many logit edits or log-probabilities.
 
         Args:
             methods: the sampling methods to compile.
+            prompt_logprobs: whether requests will ask for log-probabilities of prompts.
         """
-        self._in_thread(functools.partial(self._runner.warm_up, tuple(methods)))
+        self._in_thread(functools.partial(self._runner.warm_up, tuple(methods), prompt_logprobs=prompt_logprobs))
 
     def close(self) -> None:
         """Ends the engine. Unfinished samples get an error."""
@@ -324,6 +327,9 @@ class Engine(config.Configurable):
     def _collect(self, flight: Flight) -> None:
         """Reads the results of a step, and delivers them."""
         found = self._runner.read(flight)
+        for number, position, score in self._runner.read_scores(flight):
+            if number in self._samples:
+                self._samples[number].scores[position] = score
         for number, each in found.items():
             if each.token is None and self._scheduler.cancel(number):
                 self._samples.pop(number).deliver(AxcoreError(_NO_TOKEN))
@@ -334,8 +340,11 @@ class Engine(config.Configurable):
     def _deliver(self, sample: _Sample, new: Next) -> None:
         """Delivers a new token, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
-        if len(sequence.output) == 1:
+        scores = None
+        if sequence.num_output == 1:
             self._cached_tokens += sequence.num_cached or 0
+            if sequence.request.options.prompt_logprobs is not None:
+                scores = tuple(sample.scores[position] for position in range(1, len(sequence.request.ids)))
         if stream is not None:
             text = stream.add(sequence.tokens[-1:])
             if stream.stopped is not None and sequence.finish != "stop":
@@ -346,7 +355,7 @@ class Engine(config.Configurable):
         logprobs = None if new.logprob is None else (new.logprob,)
         if sequence.finish is not None:
             del self._samples[sequence.id]
-        sample.deliver(Piece((sequence.tokens[-1],), text, logprobs, sequence.finish))
+        sample.deliver(Piece((sequence.tokens[-1],), text, logprobs, sequence.finish, scores))
 
 
 _NO_TOKEN = (
@@ -357,12 +366,17 @@ _NO_TOKEN = (
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """A sample that has not ended."""
+    """A sample that has not ended.
+
+    Attributes:
+        scores: the log-probabilities of its prompt so far, by position.
+    """
 
     sequence: Sequence
     deliver: Deliver
     seed: Seed
     text: TextStream | None
+    scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:

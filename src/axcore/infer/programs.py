@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.decoder import Decoder, Step
-from axcore.infer.sampling import Counts, Sampled, SamplingRows, sample
+from axcore.infer.sampling import Counts, LogProbs, Sampled, SamplingRows, logprobs, sample
 from axcore.module import Tree
 from axcore.nn import Phase
 
@@ -93,6 +93,7 @@ class Programs:
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, columns)
         self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames=("phase", "whole"))
+        self._scorer = jax.jit(self._trace_scorer, donate_argnums=1, static_argnames="num_top")
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jax.jit(self._trace_counter, donate_argnums=0)
 
@@ -109,6 +110,24 @@ class Programs:
         """
         logits, self._state = self._model(self._params, self._state, self._last, rows, phase=phase, whole=whole)
         return logits
+
+    def scored(
+        self, rows: Rows, targets: Int[np.ndarray, " width"], num_top: int
+    ) -> tuple[Float[Array, "1 vocab"], LogProbs]:
+        """Runs the model on one row of a prompt, and compares the logits of every token with the next token.
+
+        Args:
+            rows: the row.
+            targets: the token after each token of the row.
+            num_top: the number of most likely tokens to return.
+
+        Returns:
+            The logits of the last new token, and the log-probabilities of the targets.
+        """
+        logits, scores, self._state = self._scorer(
+            self._params, self._state, self._last, rows, targets, num_top=num_top
+        )
+        return logits, scores
 
     def sampled(
         self, logits: Float[Array, "rows vocab"], slots: Int[np.ndarray, " rows"], rows: SamplingRows
@@ -127,22 +146,35 @@ class Programs:
         self, params: Tree, state: Tree, last: jax.Array, rows: Rows, *, phase: Phase, whole: bool
     ) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
+        step = self._step(state, last, rows, phase=phase, whole=whole)
+        at = jnp.maximum(rows.facts[:, 1] - 1, 0)[:, None]
+        logits, state = self.decoder(params, state, dataclasses.replace(step, logits_at=at))
+        return logits[:, 0], state
+
+    def _trace_scorer(
+        self, params: Tree, state: Tree, last: jax.Array, rows: Rows, targets: jax.Array, *, num_top: int
+    ) -> tuple[jax.Array, LogProbs, Tree]:
+        self.num_traced += 1
+        step = self._step(state, last, rows, phase="prefill", whole=False)
+        logits, state = self.decoder(params, state, step)
+        at = jnp.maximum(rows.facts[0, 1] - 1, 0)
+        return logits[:, at], logprobs(logits[0], targets, num_top, self.vocab_size), state
+
+    def _step(self, state: Tree, last: jax.Array, rows: Rows, *, phase: Phase, whole: bool) -> Step:
+        """The step of some rows. It has the logits of every token."""
         start, lengths, slots, continues = jnp.moveaxis(jnp.asarray(rows.facts), 1, 0)
         if whole:  # a slot without new tokens keeps its row
             start = jnp.where(lengths > 0, start, state["lengths"])
         sampled = last.at[slots].get(mode="fill", fill_value=0)
         ids = jnp.where((continues == 1)[:, None] & (jnp.arange(rows.ids.shape[1]) == 0), sampled[:, None], rows.ids)
-        step = Step(
+        return Step(
             ids=ids,
             start=start,
             lengths=lengths,
             slots=None if whole else slots,
-            logits_at=jnp.maximum(lengths - 1, 0)[:, None],
             pages=rows.pages if rows.pages is None else jnp.asarray(rows.pages),
             phase=phase,
         )
-        logits, state = self.decoder(params, state, step)
-        return logits[:, 0], state
 
     def _trace_sampler(
         self, logits: jax.Array, last: jax.Array, counts: Counts, slots: jax.Array, rows: SamplingRows

@@ -49,6 +49,8 @@ class Rows:
             sequence.keys, sequence.epoch = [], self.pool.epoch
         self._extend_keys(sequence)
         keys = sequence.keys[: (len(sequence.tokens) - 1) // self.pool.page_size]
+        if sequence.needs_scores:  # every token is computed
+            return [], None
         cached = self.pool.match(keys)
         return cached, keys[len(cached)] if len(cached) < len(keys) else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from axcore.infer.programs import Buckets, Programs, Rows, bucket
 from axcore.infer.requests import SamplingOptions, TokenLogprob
 from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
-from axcore.infer.sampling.rows import NO_SLOT
+from axcore.infer.sampling.rows import NO_SLOT, logprob_size
 from axcore.infer.sequences import Chunk, Plan
 
 Seed = tuple[int, int]
@@ -45,10 +45,17 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """A step that was started, and whose results were not read yet."""
+    """A step that was started, and whose results were not read yet.
+
+    Attributes:
+        plan: what the step computes.
+        calls: the calls of the sampler.
+        scores: chunks of prompts, and the log-probabilities of the token after each of their tokens.
+    """
 
     plan: Plan
     calls: list[Call]
+    scores: list[tuple[Chunk, LogProbs]]
 
 
 class Runner:
@@ -72,17 +79,22 @@ class Runner:
             plan: the newest plan of the scheduler.
             seeds: the seed of each sequence, by id.
         """
-        calls = []
+        calls, scores = [], []
         if plan.decode:
             rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
             logits = self._logits_of_decoding(rows, bucket(self._buckets.rows, len(rows)))
             calls.append(self._sampled(rows, logits, seeds))
         for chunk in plan.prefill:
-            logits = self._logits_of_prompt({0: chunk}, bucket(self._buckets.widths, chunk.count))
+            width = bucket(self._buckets.widths, chunk.count)
+            if chunk.sequence.needs_scores:
+                logits, found = self._scored(chunk, width)
+                scores.append((chunk, found))
+            else:
+                logits = self._logits_of_prompt({0: chunk}, width)
             if chunk.is_last:
                 self._count(chunk)
                 calls.append(self._sampled({0: chunk}, logits, seeds))
-        return Flight(plan, calls)
+        return Flight(plan, calls, scores)
 
     def read(self, flight: Flight) -> dict[int, Next]:
         """Waits for a step. Returns what each sequence sampled, by id."""
@@ -97,11 +109,22 @@ class Runner:
                 found[chunk.sequence.id] = Next(token, logprob)
         return found
 
-    def warm_up(self, methods: Iterable[Method]) -> None:
+    def read_scores(self, flight: Flight) -> Iterator[tuple[int, int, TokenLogprob]]:
+        """Waits for a step. Yields the id of a sequence, a position in its prompt, and its token's log-probability."""
+        for chunk, on_device in flight.scores:
+            found: LogProbs = jax.device_get(on_device)
+            request = chunk.sequence.request
+            count = request.options.prompt_logprobs
+            assert count is not None
+            for row, token in enumerate(_targets(chunk)):
+                yield chunk.sequence.id, chunk.start + row + 1, _logprob(found, row, token, count)
+
+    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
             methods: the sampling methods to compile.
+            prompt_logprobs: whether to compile the programs for log-probabilities of prompts.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         tables = self._buckets.pages or (0,)
@@ -110,6 +133,9 @@ class Runner:
         for width, pages in itertools.product(self._buckets.widths, tables):
             if not self._is_paged or pages >= self._pages_for(width):
                 logits[1] = self._logits_of_prompt({}, width, pages)
+                if prompt_logprobs:
+                    targets = np.zeros((width,), np.int32)
+                    self._programs.scored(self._packed({}, 1, width, pages), targets, self._num_top(0))
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)
@@ -126,6 +152,21 @@ class Runner:
 
     def _logits_of_prompt(self, rows: Mapping[int, Chunk], width: int, pages: int = 1) -> Float[Array, "1 vocab"]:
         return self._programs.logits(self._packed(rows, 1, width, pages), "prefill")
+
+    def _scored(self, chunk: Chunk, width: int) -> tuple[Float[Array, "1 vocab"], LogProbs]:
+        """The logits of the last token of a chunk, and the log-probabilities of the token after each of its tokens."""
+        targets = np.zeros((width,), np.int32)
+        known = _targets(chunk)
+        targets[: len(known)] = known
+        count = chunk.sequence.request.options.prompt_logprobs
+        assert count is not None
+        logits, found = self._programs.scored(self._packed({0: chunk}, 1, width, 1), targets, self._num_top(count))
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        return logits, found
+
+    def _num_top(self, count: int) -> int:
+        return logprob_size(count, self._programs.vocab_size)
 
     def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Rows:
         """The chunks in `size` rows of `width` tokens, with page tables of the bucket of at least `pages`."""
@@ -178,6 +219,11 @@ class Runner:
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
             assert sequence.slot is not None
             self._programs.count(sequence.slot, sequence.tokens, len(sequence.request.ids))
+
+
+def _targets(chunk: Chunk) -> tuple[int, ...]:
+    """The token of the prompt after each token of a chunk."""
+    return chunk.sequence.request.ids[chunk.start + 1 : chunk.start + chunk.count + 1]
 
 
 def _logprob(found: LogProbs, row: int, token: int, count: int) -> TokenLogprob:

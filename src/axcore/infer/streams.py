@@ -63,6 +63,7 @@ def joined(pieces: Iterable[Piece]) -> Piece:
         text="".join(piece.text for piece in pieces),
         logprobs=tuple(each for some in logprobs for each in some) if logprobs else None,
         finish=pieces[-1].finish,
+        prompt_logprobs=pieces[0].prompt_logprobs,
     )
 
 

@@ -53,7 +53,8 @@ class Answer(abc.ABC):
 
     def __init__(self, body: Body, wanted: Sequence[Wanted], samples: Sequence[Sample], num_prompt: int):
         self.wanted, self.is_stream = tuple(wanted), body.stream
-        self._samples, self._includes_usage, self._num_prompt, self._num_output = samples, body.includes_usage, num_prompt, 0
+        self._samples, self._includes_usage = samples, body.includes_usage
+        self._num_prompt, self._num_output = num_prompt, 0
         self._facts = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
 
     def start(self) -> Iterator[Json]:

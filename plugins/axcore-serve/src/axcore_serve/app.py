@@ -44,6 +44,7 @@ class Service:
         limits: the limits.
         keys: the API keys; empty: every request is accepted.
         template: the chat template; None: chats are refused.
+        scores_prompts: whether the log-probabilities of prompts are available.
 
     Attributes:
         app: the application, for a server such as uvicorn.
@@ -58,10 +59,12 @@ class Service:
         *,
         keys: Collection[str] = (),
         template: ChatTemplate | None = None,
+        scores_prompts: bool = False,
     ):
         assert engine.tokenizer is not None, "a server requires a tokenizer"
         self.gate = Gate(limits)
-        self._engine, self._name, self._limits, self._template = engine, name, limits, template
+        self._engine, self._name, self._limits = engine, name, limits
+        self._template, self._scores_prompts = template, scores_prompts
         self._keys, self._tokens = Keys(keys), TokenText(engine.tokenizer)
         self._metrics = Metrics(engine, self.gate)
         self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "axcore"}
@@ -109,11 +112,14 @@ class Service:
         return JSONResponse(self._model)
 
     async def _embeddings(self, request: Request) -> Response:
-        raise ApiError(400, "embeddings are not available: the model returns logits, not hidden states", code="unsupported")
+        reason = "the engine computes logits, and returns no hidden states"
+        raise ApiError(400, f"embeddings are not available: {reason}", code="unsupported")
 
     async def _completions(self, request: Request) -> Response:
         return await self._answered(
-            request, CompletionBody, lambda body: CompletionAnswer(self._engine, body, self._tokens)
+            request,
+            CompletionBody,
+            lambda body: CompletionAnswer(self._engine, body, self._tokens, scores_prompts=self._scores_prompts),
         )
 
     async def _chats(self, request: Request) -> Response:

@@ -38,6 +38,9 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
+    parser.add_argument(
+        "--prompt-logprobs", action="store_true", help="offer completions with both echo and logprobs (slower start)"
+    )
     parser.add_argument("--no-warm-up", action="store_true", help="compile when a request needs a program, not before")
     return parser
 
@@ -76,8 +79,10 @@ def main(arguments: Sequence[str]) -> int:
         name = given.name or pathlib.PurePath(given.model).name
         with cfg.build(model, tokenizer, end_ids=tokenizer.end_ids) as engine:
             if not given.no_warm_up:
-                engine.warm_up()
-            service = Service(engine, name, limits, keys=keys, template=template)
+                engine.warm_up(prompt_logprobs=given.prompt_logprobs)
+            service = Service(
+                engine, name, limits, keys=keys, template=template, scores_prompts=given.prompt_logprobs
+            )
             host, port = listener.getsockname()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             seconds = time.monotonic() - started

@@ -21,6 +21,7 @@ class CompletionAnswer(Answer):
         engine: the engine.
         body: the request.
         tokens: the text of tokens.
+        scores_prompts: whether the log-probabilities of prompts are available.
 
     Raises:
         ApiError: the request is not valid for the engine.
@@ -29,7 +30,7 @@ class CompletionAnswer(Answer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, engine: Engine, body: CompletionBody, tokens: TokenText):
+    def __init__(self, engine: Engine, body: CompletionBody, tokens: TokenText, *, scores_prompts: bool):
         prompts = [encoded(engine, each, "prompt") if isinstance(each, str) else each for each in body.prompt]
         longest = max(map(len, prompts))
         asked = "max_tokens" in body.model_fields_set
@@ -37,19 +38,26 @@ class CompletionAnswer(Answer):
         scores = body.echo and body.logprobs is not None
         if max_tokens == 0 and not body.echo:
             raise ApiError(400, "max_tokens=0: must be at least 1 unless echo=true", param="max_tokens")
+        if scores and not scores_prompts:
+            raise ApiError(
+                400,
+                "echo=true with logprobs requires a server that was started with --prompt-logprobs. Omit one of them",
+                param="echo",
+            )
         # A prompt is scored by the step that samples its next token, which an answer of no tokens leaves out.
         wanted = requests_of(
             engine,
             prompts,
             body,
-            {"ids": "prompt"},
+            {"ids": "prompt", "prompt_logprobs": "logprobs"},
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if scores else None,
         )
         samples = [
-            CompletionSample(at * body.n + each, tokens, _shown(engine, prompt, ids) if body.echo else "", max_tokens > 0)
+            CompletionSample(at * body.n + each, tokens, ids, echo, has_output=max_tokens > 0)
             for at, (prompt, ids) in enumerate(zip(body.prompt, prompts, strict=True))
+            for echo in [_shown(engine, prompt, ids) if body.echo else ""]
             for each in range(body.n)
         ]
         super().__init__(body, wanted, samples, sum(map(len, prompts)))
@@ -65,12 +73,14 @@ class CompletionSample(Sample):
     Args:
         index: the index of the choice.
         tokens: the text of tokens.
+        prompt: the tokens of the prompt.
         echo: what precedes the text of the sample: the prompt, or nothing.
         has_output: whether the text of the sample is part of the choice.
     """
 
-    def __init__(self, index: int, tokens: TokenText, echo: str, has_output: bool):
-        self._index, self._tokens, self._echo, self._has_output = index, tokens, echo, has_output
+    def __init__(self, index: int, tokens: TokenText, prompt: Sequence[int], echo: str, *, has_output: bool):
+        self._index, self._tokens, self._has_output = index, tokens, has_output
+        self._prompt, self._echo = prompt, echo
         self._choices: list[Json] = []
         self._offset = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -83,7 +93,7 @@ class CompletionSample(Sample):
         text = (self._echo if is_first else "") + (piece.text if self._has_output else "")
         logprobs = None
         if piece.prompt_logprobs is not None:
-            logprobs = self._logprobs(piece.prompt_logprobs)
+            logprobs = self._logprobs([TokenLogprob(self._prompt[0], 0.0), *piece.prompt_logprobs])
             logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
         elif is_first:
             self._offset = len(self._echo)

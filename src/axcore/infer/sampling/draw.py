@@ -85,6 +85,20 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, counts: Count
     return Sampled(tokens, valid, _logprobs(described, tokens, valid, rows.num_logprobs))
 
 
+def logprobs(
+    logits: Float[Array, "rows vocab"], tokens: Int32[Array, " rows"], num_top: int, vocab_size: int
+) -> LogProbs:
+    """The log-probabilities of given tokens, and of the most likely ones.
+
+    Args:
+        logits: float logits; columns from `vocab_size` on are padding.
+        tokens: a token for each row.
+        num_top: the number of most likely tokens.
+    """
+    raw = jnp.where(jnp.arange(logits.shape[1]) < vocab_size, logits.astype(jnp.float32), -jnp.inf)
+    return _logprobs(raw, tokens, jnp.isfinite(jnp.max(raw, axis=-1)), num_top)
+
+
 def _edited(
     logits: Float32[Array, "rows vocab"], rows: SamplingRows, counts: Counts | None
 ) -> Float32[Array, "rows vocab"]:

@@ -136,7 +136,7 @@ class SamplingRows:
         elif order.index(method) < order.index(needed):
             raise ConfigError(f"method={method!r} ignores options of a row that needs {needed!r}. Use {needed!r}")
         asked = [token.options.logprobs for token in tokens if token.options.logprobs is not None]
-        num_logprobs = min(_logprob_size(max(asked)), vocab_size) if asked else None
+        num_logprobs = logprob_size(max(asked), vocab_size) if asked else None
         facts = numbers = edit_ids = edits = grammar = None
         if method != "greedy":
             facts, numbers = _facts(tokens, size, vocab_size), _numbers(tokens, size)
@@ -147,8 +147,9 @@ class SamplingRows:
         return cls(facts, numbers, edit_ids, edits, grammar, method, vocab_size, num_logprobs, logprobs == "processed")
 
 
-def _logprob_size(count: int) -> int:
-    return next((size for size in LOGPROB_SIZES if size >= count), 1 << (count - 1).bit_length())
+def logprob_size(count: int, vocab_size: int) -> int:
+    """The number of most likely tokens whose log-probabilities a program returns, if `count` are asked for."""
+    return min(next((size for size in LOGPROB_SIZES if size >= count), 1 << (count - 1).bit_length()), vocab_size)
 
 
 def _facts(tokens: Sequence[NextToken], size: int, vocab_size: int) -> Int32[np.ndarray, "rows 5"]:
