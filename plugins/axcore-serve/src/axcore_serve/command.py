@@ -6,7 +6,6 @@ import argparse
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Sequence
 
 from axcore.config import AxcoreError
@@ -63,7 +62,6 @@ def main(arguments: Sequence[str]) -> int:
     from axcore_serve.templates import ChatTemplate
 
     with listening(given.host, given.port) as listener:
-        started = time.monotonic()
         model, tokenizer = loaded_model(given)
         text = text if text is not None else tokenizer.chat_template
         template = None if text is None else ChatTemplate(text, tokenizer.special_tokens)
@@ -85,8 +83,7 @@ def main(arguments: Sequence[str]) -> int:
             )
             host, port = listener.getsockname()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            seconds = time.monotonic() - started
-            print(f"serving {name} at http://{address}/v1 after {seconds:.1f} s", file=sys.stderr, flush=True)
+            print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
             DrainingServer(service).run(sockets=[listener])
     return 0
 
