@@ -253,7 +253,7 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
-    engine = SimpleNamespace(stats=SimpleNamespace(compiled=0))
+    engine = SimpleNamespace(warm_up=None, stats=SimpleNamespace(compiled=0))
     replace(engine, "warm_up", None)
     replace(infer.Engine.Config, "build", contextlib.nullcontext(engine))
     listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000))

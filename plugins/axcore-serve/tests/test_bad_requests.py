@@ -107,7 +107,7 @@ def test_case_bodies_that_are_not_json_objects_are_refused(running, body):
 
 
 def test_unknown_models_paths_and_methods(running, client):
-    with pytest.raises(openai.NotFoundError, match="the model 'gpt' does not exist. Use 'tiny'") as caught:
+    with pytest.raises(openai.NotFoundError, match=r"the model 'gpt' does not exist\. Use 'tiny'") as caught:
         client.completions.create(model="gpt", prompt="a")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError):

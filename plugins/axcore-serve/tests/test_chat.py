@@ -111,9 +111,7 @@ def test_case_tool_calls_are_separated_from_text(running, client, output, text, 
     assert whole.message.content is not None or names
     got, calls, reason = streamed(client, tools=TOOLS)
     assert (got, reason) == (text, finish) and [call["name"] for call in calls] == names
-    assert [call["arguments"] for call in calls] == [
-        call.function.arguments for call in whole.message.tool_calls or ()
-    ]
+    assert [call["arguments"] for call in calls] == [call.function.arguments for call in whole.message.tool_calls or ()]
     assert all(call["id"] for call in calls) and len({call["id"] for call in calls}) == len(calls)
 
 

@@ -96,7 +96,12 @@ def test_samples_of_prompts_are_numbered_by_prompt(running):
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [("hi", [(256, 104, 105)]), ([104, 105], [(104, 105)]), (["a", "b"], [(256, 97), (256, 98)]), ([[1], [2, 3]], [(1,), (2, 3)])],
+    [
+        ("hi", [(256, 104, 105)]),
+        ([104, 105], [(104, 105)]),
+        (["a", "b"], [(256, 97), (256, 98)]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+    ],
 )
 def test_case_prompts_are_texts_or_token_ids(running, prompt, expected):
     running.engine.jobs = []

@@ -144,9 +144,8 @@ def test_requests_that_take_too_long_end():
     with serving(Scripted(b"ab", holds=True), Limits(max_samples=4, request_s=0.3)) as running:
         status, found = posted(running, GOOD)
         assert (status, found["error"]["code"]) == (504, "timeout") and running.engine.jobs[0].is_cancelled
-        with running.client() as client:
-            with pytest.raises(openai.APIError, match=r"longer than 0\.3 s"):
-                list(client.completions.create(**GOOD, stream=True))
+        with running.client() as client, pytest.raises(openai.APIError, match=r"longer than 0\.3 s"):
+            list(client.completions.create(**GOOD, stream=True))
         wait_until(lambda: running.engine.jobs[1].is_cancelled)
 
 

@@ -79,8 +79,9 @@ class ChatSample(Sample):
     def add(self, piece: Piece) -> Iterator[Json]:
         logprobs = None
         if piece.logprobs is not None:
-            logprobs = {"content": [self._logprob(each) for each in piece.logprobs], "refusal": None}
-            self._logprobs = (self._logprobs or []) + logprobs["content"]
+            found = [self._logprob(each) for each in piece.logprobs]
+            self._logprobs = (self._logprobs or []) + found
+            logprobs = {"content": found, "refusal": None}
         deltas = [delta for part in self._parts(piece) for delta in self._deltas(part)]
         if logprobs is not None and not deltas:
             deltas = [{}]
@@ -117,7 +118,12 @@ class ChatSample(Sample):
                 yield {"content": part}
             return
         self._calls.append(part)
-        head = {"index": part.index, "id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
+        head = {
+            "index": part.index,
+            "id": part.id,
+            "type": "function",
+            "function": {"name": part.name, "arguments": ""},
+        }
         yield {"tool_calls": [head]}
         yield {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
 

@@ -78,9 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         with cfg.build(model, tokenizer, end_ids=tokenizer.end_ids) as engine:
             if not given.no_warm_up:
                 engine.warm_up(prompt_logprobs=given.prompt_logprobs)
-            service = Service(
-                engine, name, limits, keys=keys, template=template, scores_prompts=given.prompt_logprobs
-            )
+            service = Service(engine, name, limits, keys=keys, template=template, scores_prompts=given.prompt_logprobs)
             host, port = listener.getsockname()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
