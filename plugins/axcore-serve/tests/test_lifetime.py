@@ -212,3 +212,14 @@ def test_the_page_names_the_model_and_needs_no_other_host():
     assert status == 200 and headers["content-type"].startswith("text/html")
     assert "MODEL_NAME" not in page and "</script><b>" not in page and '"\\u003c/script>\\u003cb>"' in page
     assert "http://" not in page and "https://" not in page
+
+
+def test_an_unexpected_exception_is_an_error_of_one_request(monkeypatch):
+    with serving(Scripted(b"abcd")) as running:
+        with monkeypatch.context() as patch:
+            patch.setattr(running.engine, "check", lambda _: 1 / 0)
+            status, found = posted(running, GOOD)
+            assert (status, found["error"]["type"]) == (500, "server_error")
+            assert "ZeroDivisionError" in found["error"]["message"]
+        assert posted(running, GOOD)[1]["choices"][0]["text"] == "abcd"
+        assert running.service.gate.num_requests == 0
