@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib.resources
 import json
 import time
@@ -75,11 +74,11 @@ class Service:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics_page),
                 Route("/stats", self._stats),
-                Route("/v1/models", self._guarded(self._models)),
-                Route("/v1/models/{name:path}", self._guarded(self._one_model)),
-                Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
-                Route("/v1/chat/completions", self._guarded(self._chats), methods=["POST"]),
-                Route("/v1/embeddings", self._guarded(self._embeddings), methods=["POST"]),
+                self._guarded("GET", "/v1/models", self._models),
+                self._guarded("GET", "/v1/models/{name:path}", self._one_model),
+                self._guarded("POST", "/v1/completions", self._completions),
+                self._guarded("POST", "/v1/chat/completions", self._chats),
+                self._guarded("POST", "/v1/embeddings", self._embeddings),
             ],
             exception_handlers={HTTPException: _http_error, Exception: _failure},
         )
@@ -176,10 +175,9 @@ class Service:
             raise ApiError(408, f"the body did not arrive within {self._limits.body_s:g} s", code="timeout") from error
         return bytes(content)
 
-    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """An endpoint that requires a key, whose errors have the form of the API, and whose responses are counted."""
+    def _guarded(self, method: str, path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
+        """A route that requires a key, whose errors have the form of the API, and whose responses are counted."""
 
-        @functools.wraps(endpoint)
         async def guarded(request: Request) -> Response:
             status = 500
             try:
@@ -192,10 +190,10 @@ class Service:
                 self._metrics.disconnected.inc()
                 response, status = Response(status_code=CLIENT_LEFT), CLIENT_LEFT
             finally:
-                self._metrics.responses.labels(request.scope["route"].path, status).inc()
+                self._metrics.responses.labels(path, status).inc()
             return response
 
-        return guarded
+        return Route(path, guarded, methods=[method])
 
 
 class EventStream(Response):
