@@ -17,7 +17,7 @@ import numpy as np
 
 import axcore as ax
 from axcore.nn import Attention, TokenInfo
-from axcore_cudnn.fused import attention
+from axcore_cudnn.fused import Operands, attention
 from axcore_cudnn.primitives import Form
 
 
@@ -54,7 +54,7 @@ def compared(given: argparse.Namespace, seq: int) -> dict[str, Any]:
             (flat @ params[name]["weight"].astype(x.dtype)).reshape(*shape, -1, head_dim)
             for name in ("query", "key", "value")
         )
-        heads = attention(q, k, v, Form(head_dim**-0.5), segment_ids=segment_ids)[0]
+        heads = attention(Form(head_dim**-0.5), q, k, v, Operands(segment_ids))[0]
         return (heads.reshape(-1, given.dim) @ params["projection"]["weight"].astype(x.dtype)).reshape(x.shape)
 
     runs = [both(each, params, x, grad) for each in (layer, bare)]

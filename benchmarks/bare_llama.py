@@ -109,10 +109,10 @@ def loss(shape: Shape, params: dict[str, Any], batch: dict[str, jax.Array]) -> j
 def _attend(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
     """Causal attention within documents, by cuDNN or in plain JAX (`reference`)."""
     if shape.attention == "cudnn":
-        from axcore_cudnn.fused import attention
+        from axcore_cudnn.fused import Operands, attention
         from axcore_cudnn.primitives import Form
 
-        return attention(q, k, v, Form(scale=1 / math.sqrt(shape.head_dim)), segment_ids=segment_ids)[0]
+        return attention(Form(scale=1 / math.sqrt(shape.head_dim)), q, k, v, Operands(segment_ids))[0]
     batch_size, seq, _, head_dim = q.shape
     rows = q.reshape(batch_size, seq, shape.num_kv_heads, -1, head_dim)
     rows = rows.transpose(0, 2, 3, 1, 4).reshape(batch_size, shape.num_kv_heads, -1, head_dim)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axcore_cudnn.fused import attention
+from axcore_cudnn.fused import Operands, attention
 from axcore_cudnn.primitives import Form
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     for name, ids in rows.items():
 
         def forward(q: Any, k: Any, v: Any, ids: Any) -> Any:
-            return attention(q, k, v, form, segment_ids=ids)[0]
+            return attention(form, q, k, v, Operands(ids))[0]
 
         def both(q: Any, k: Any, v: Any, ids: Any, grad: Any) -> Any:
             out, pull = jax.vjp(lambda *x: forward(*x, ids), q, k, v)

@@ -1,14 +1,24 @@
 """Training throughput of a Llama with FSDP over all local devices, on a packed batch of the trainer.
 
 Prints a JSON object with tokens/s per device, and the MFU at a peak of 989 TFLOP/s, counting attention without the
-causal mask.
+causal mask. `--case` compares variants: each is a process with these arguments in addition to the others, and the JSON
+objects of all cases are printed last, with the speed relative to the first. For example, FP8 in layers of Llama2-7B:
+
+    python benchmarks/throughput.py --layers 8 --batch 4 --option xla_gpu_enable_triton_gemm=false --case "" \
+        --case "--use fp8:where=decoder.layers.**" --case "--use fp8:scaling=delayed,where=decoder.layers.**"
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +36,6 @@ PEAK = 989e12
 
 
 def main() -> None:
-    started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__)
     sizes = {"dim": 4096, "layers": 32, "heads": 32, "kv-heads": 32, "hidden": 11008, "batch": 2, "seq": 4096}
     for name, default in sizes.items():
@@ -43,7 +52,46 @@ def main() -> None:
     )
     parser.add_argument("--option", action="append", default=[], help="a compiler option, NAME=VALUE; may be repeated")
     parser.add_argument("--trace", action="store_true", help="also print the device time by kind of kernel")
+    parser.add_argument("--case", action="append", default=[], help="arguments of a variant; may be repeated")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds for each case")
+    parser.add_argument(
+        "--cache", default=Path(__file__).parents[1] / ".cache" / "throughput", help="folder of compiled programs"
+    )
     given = parser.parse_args()
+    if given.case:
+        compare(given.case, given.limit)
+    else:
+        print(json.dumps(measured(given)), flush=True)
+
+
+def compare(cases: list[str], limit: float) -> None:
+    """Runs this script for each case with the arguments of this process, except `--case`."""
+    shared = argparse.ArgumentParser(allow_abbrev=False)
+    shared.add_argument("--case", action="append")
+    common = shared.parse_known_args()[1]
+    found: list[dict[str, Any]] = []
+    for case in cases:
+        command = [sys.executable, __file__, *common, *shlex.split(case)]
+        try:
+            run = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit, text=True, check=True)
+            result = json.loads(run.stdout.splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            result = {"error": f"more than {limit:.0f} s"}
+        except subprocess.CalledProcessError as error:
+            result = {"error": f"exit status {error.returncode}"}
+        found.append({"case": case} | result)
+        print(found[-1], file=sys.stderr, flush=True)
+    base = found[0].get("tokens_per_s_device")
+    for result in found:
+        speed = result.get("tokens_per_s_device")
+        relative = {"relative_speed": round(speed / base, 4)} if speed and base else {}
+        print(json.dumps(result | relative), flush=True)
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one case."""
+    started = time.perf_counter()
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(given.cache)))
     layer = TransformerLayer.Config(
         attention=Attention.Config(num_heads=given.heads, num_kv_heads=given.kv_heads),
         ffn=FeedForward.Config(hidden_dim=given.hidden),
@@ -104,7 +152,8 @@ def main() -> None:
         "card": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-    print(json.dumps(vars(given) | figures | trace), flush=True)
+    arguments = {name: value for name, value in vars(given).items() if name not in ("case", "limit", "cache")}
+    return arguments | figures | trace
 
 
 if __name__ == "__main__":

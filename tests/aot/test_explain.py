@@ -9,7 +9,7 @@ import pytest
 import axcore as ax
 from axcore.aot import explain
 from axcore.module import abstract
-from axcore.nn import Attention, SlidingWindow
+from axcore.nn import Attention, Causal, SlidingWindow
 from axcore.testing import tiny_model
 from axcore.train.data.form import batch_form
 
@@ -38,7 +38,7 @@ def test_the_kernel_slot_lists_every_candidate_with_a_verdict():
         in found.request
     )
     assert verdicts["reference"] == "chosen"
-    assert verdicts["cudnn"] == "no: requires an NVIDIA GPU, and this is cpu"
+    assert verdicts["cudnn"] == "no: requires an NVIDIA GPU, got cpu"
 
 
 def test_the_request_has_the_rows_of_a_microbatch_on_one_device():
@@ -53,7 +53,7 @@ def test_the_request_has_the_rows_of_a_microbatch_on_one_device():
     ("target", "kernel", "chosen", "other"),
     [
         ("gpu-h100-8", "cudnn", "cudnn", "not needed"),
-        ("tpu-v5p-512", "cudnn", "reference", "no: requires an NVIDIA GPU, and this is tpu"),
+        ("tpu-v5p-512", "cudnn", "reference", "no: requires an NVIDIA GPU, got tpu"),
         ("trn2-16", "nki", "nki", "not needed"),
         ("trn1-16", "nki", "reference", "no: requires Trainium2 or later, got trn1"),
     ],
@@ -90,7 +90,24 @@ def test_case_a_kernel_that_is_not_supported_names_the_mesh_rule_that_set_it():
     assert explain(cfg, "gpu-h100-8").problems == ()
     (problem,) = explain(cfg).problems
     rule = r"target:gpu-h100-8 of axcore-mesh-rules [^ ]+\(rule='gpu-h100'\)"
-    assert re.search(rf"CudnnKernel: requires an NVIDIA GPU, and this is cpu \(set by {rule}\)\.", problem), problem
+    assert re.search(rf"CudnnKernel: requires an NVIDIA GPU, got cpu \(set by {rule}\)\.", problem), problem
+
+
+def test_the_call_has_its_mask_and_options():
+    cfg = ax.select(tiny_model(), Attention).set(mask=SlidingWindow(size=3) & Causal(), softcap=2.0)
+    found, _ = slot(explain(cfg), "attention kernel")
+    assert found.request.endswith("head_dim=4, mask=SlidingWindow(size=3) & Causal(), softcap")
+
+
+@pytest.mark.parametrize("target", ["gpu-h200-8", "tpu-v5p-8"])
+def test_the_text_is_wrapped_and_the_chosen_kernel_is_first(target):
+    shown = str(explain(ax.pipe(ax.recipe("llama2-7b"), ax.target(target)), target))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 120
+    start = next(index for index, line in enumerate(lines) if line.startswith("attention kernel:"))
+    assert lines[start + 2].strip() == "mask=Causal() & SameSegment(), packed rows"
+    assert "  chosen" in lines[start + 3]
+    assert "use:rope(theta=10000.0)" in shown and "model.decoder.layers.ffn.gate" in shown.partition("adapter")[2]
 
 
 def test_slots_with_equal_verdicts_are_grouped():

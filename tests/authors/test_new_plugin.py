@@ -26,7 +26,7 @@ def test_every_placeholder_is_replaced(axcore, tmp_path, kind):
     written = [path for path in (tmp_path / "my-2nd-thing").rglob("*") if path.is_file()]
     assert len(written) == len([path for path in template if path.suffix != ".pyc"])
     for path in written:
-        placeholders = "|".join(KINDS).replace("kv_cache", "kv[-_]cache")
+        placeholders = "|".join(KINDS).replace("_", "[-_]")
         assert not re.findall(rf"new[-_](?:{placeholders})", str(path) + path.read_text())
     project = (tmp_path / "my-2nd-thing/pyproject.toml").read_text()
     assert 'name = "axcore-my-2nd-thing"' in project

@@ -29,6 +29,18 @@ def test_the_rule_its_changes_the_mesh_and_the_options_are_shown(axcore):
     assert "xla_gpu_enable_triton_gemm" in found["compiler"] and "accepted by the compiler" in found["compiler"]
 
 
+def test_only_values_that_the_rule_sets_are_changes(axcore):
+    out = axcore("rules", "llama2-7b", "--target", "gpu-h200-8").out
+    kernel, unroll = (
+        out.index("attention.kernel.order.0: axcore_cudnn.kernel.CudnnKernel"),
+        out.index("unroll: 1 -> 32"),
+    )
+    assert kernel < unroll
+    assert "~ model.decoder.remat: axcore.parallel.remat.ByTag -> None" in out and "remat.save" not in out
+    assert "kernel.chunk" not in out and "order.0.documents" not in out and "kernel.num_heads" not in out
+    assert max(map(len, sections(out)["changes by the rule:"].splitlines())) <= 120
+
+
 def test_edits_after_the_target_are_part_of_the_mesh_and_not_of_the_changes_by_the_rule(axcore):
     out = axcore(
         "rules", "quickstart", "--target", "cpu-8", "--set", "mesh.shape.data=8", "--set", "mesh.shape.fsdp=1"

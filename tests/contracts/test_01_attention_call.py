@@ -134,7 +134,8 @@ def test_an_unsupported_call_names_path_request_and_reason():
         return jax.eval_shape(lambda ids: fn(params, state, ids), tiny_batch()["inputs"])
 
     request = (
-        r"\(cpu, train, float32, batch=2, query_len=8, key_len=8, num_heads=4, num_kv_heads=2, head_dim=4, Contiguous\)"
+        r"\(cpu, train, float32, batch=2, query_len=8, key_len=8, num_heads=4, num_kv_heads=2, head_dim=4, "
+        r"mask=Causal\(\) & SameSegment\(\)\)"
     )
     reason = r"Narrow: requires head_dim=64, got 4"
     with pytest.raises(ax.ConfigError, match=rf"attention\.kernel: no kernel supports the call {request}\. {reason}"):

@@ -41,7 +41,7 @@ def test_ragged_arrays_are_sent_on_tpus_or_if_asked_for():
     assert "ragged_all_to_all" in lowered("gpu", transport="ragged")
     with pytest.raises(ax.ConfigError, match=r'transport="ragged" drops nothing, so dropless=False requires'):
         lowered("tpu", transport="ragged", dropless=False)
-    with pytest.raises(ax.ConfigError, match=r'requires a GPU or TPU, and this is a CPU\. Set transport="auto"'):
+    with pytest.raises(ax.ConfigError, match=r'requires a GPU or TPU, got a CPU\. Set transport="auto"'):
         lowered("cpu", transport="ragged")
 
 

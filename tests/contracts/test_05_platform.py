@@ -27,7 +27,7 @@ class TpuKernel(AttentionKernel):
 
     def supports(self, request):
         if request.platform != "tpu":
-            return f"requires a TPU, and this is {request.platform}"
+            return f"requires a TPU, got {request.platform}"
         assert (request.batch, request.num_heads, request.num_kv_heads) == (2, 2, 1), "the request is for one shard"
         return None
 
@@ -54,7 +54,7 @@ def test_a_tpu_only_kernel_is_in_the_step_lowered_for_a_tpu():
 def test_kernels_that_the_target_does_not_support_are_rejected():
     class CpuKernel(ReferenceKernel):
         def supports(self, request):
-            return None if request.platform == "cpu" else f"requires a CPU, and this is {request.platform}"
+            return None if request.platform == "cpu" else f"requires a CPU, got {request.platform}"
 
     request = r"\(tpu, .* batch=2, .* num_heads=2, num_kv_heads=1, head_dim=4.*\)"
     told = rf"attention\.kernel: no kernel supports the call {request}\. CpuKernel: requires a CPU"

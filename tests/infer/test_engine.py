@@ -124,23 +124,6 @@ def test_log_probabilities_are_those_of_the_logits(engine, model):
 
 
 @pytest.mark.long
-def test_prompts_are_scored_in_chunks_and_without_cached_pages(engine, model):
-    (ids,) = prompts((38,), seed=5)
-    fn, params, state = functional(model)
-    logits = np.asarray(fn(params, state, np.array([ids]))[0][0])[0].astype(np.float64)
-    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    options = SamplingOptions(temperature=0.0, max_tokens=2, ignore_end=True, prompt_logprobs=3)
-    beside = Request(ids[:5], SamplingOptions(temperature=0.0, max_tokens=30, ignore_end=True))
-    for _ in range(2):  # the second time, the pages are in the cache
-        found = engine.generate([beside, Request(ids, options)])[1]
-        assert found.logprobs is None and [each.id for each in found.prompt_logprobs] == list(ids[1:])
-        for at, each in enumerate(found.prompt_logprobs):
-            np.testing.assert_allclose(each.logprob, expected[at, ids[at + 1]], atol=1e-5)
-            np.testing.assert_allclose([value for _, value in each.top], np.sort(expected[at])[::-1][:3], atol=1e-5)
-            assert each.rank == np.sum(expected[at] > expected[at, ids[at + 1]])
-
-
-@pytest.mark.long
 def test_min_tokens_excludes_end_and_stop_tokens(engine, recomputed):
     (ids,) = prompts((9,), seed=6)
     first = recomputed(ids, GREEDY)[0]
@@ -185,7 +168,7 @@ def test_nothing_compiles_after_the_warm_up(model):
         options = [
             GREEDY,
             SamplingOptions(max_tokens=8),
-            SamplingOptions(max_tokens=8, top_p=0.5, frequency_penalty=0.1, logprobs=3, prompt_logprobs=2),
+            SamplingOptions(max_tokens=8, top_p=0.5, frequency_penalty=0.1, logprobs=3, prompt_logprobs=True),
         ]
         engine.generate([Request(ids, options[at % 3]) for at, ids in enumerate(prompts((1, 5, 9, 16, 17, 20)))])
         assert engine.stats.compiled == compiled and not events
@@ -216,3 +199,15 @@ def test_close_ends_samples_and_the_thread(model):
 def test_prefix_caching_requires_pages(model):
     with pytest.raises(ConfigError, match=r"engine\.prefix_caching=True requires pages in every layer"):
         Engine.Config(max_len=32, prefix_caching=True).build(model)
+
+
+@pytest.mark.long
+def test_scores_are_the_log_probabilities_of_the_model(engine, model):
+    """Prompts that take one step, several steps, and share cached pages with earlier ones."""
+    rows = [*prompts((2, 9, 21, 45), seed=8), *prompts((45,), seed=8)]
+    fn, params, state = functional(model)
+    for ids, found in zip(rows, engine.score(rows), strict=True):
+        logits = np.asarray(fn(params, state, np.array([ids]))[0][0])[0].astype(np.float64)
+        expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        assert [each.id for each in found] == list(ids[1:])
+        np.testing.assert_allclose([each.logprob for each in found], expected[range(len(ids) - 1), ids[1:]], atol=1e-5)

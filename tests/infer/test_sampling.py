@@ -188,7 +188,7 @@ def bits(found, row):
     return [np.asarray(leaf)[row].tobytes() for leaf in jax.tree.leaves(found)]
 
 
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=5)
 @hypothesis.given(st.lists(token_sets, min_size=5, max_size=5), st.integers(0, 99), st.permutations(range(5)))
 def test_row_is_independent_of_its_batch(tokens, seed, order):
     """Alone, permuted with other slots, and among padding."""
@@ -356,8 +356,9 @@ def test_seeds():
     assert seed_words(5) == seed_words(5) != seed_words(5, sample=1)
     assert seed_words(None) != seed_words(None)
     assert all(0 <= word < 2**32 for pair in words.values() for word in pair)
-    first, second = noise([0, 2**40], [3, 3])
-    assert not np.array_equal(first, second)
+    pairs = jnp.asarray([(1, 2), (1, 3), (0, 2), seed_words(0), seed_words(2**40)], jnp.uint32)
+    drawn = np.asarray(gumbel_noise(pairs, jnp.full((5,), 3), 8))
+    assert len({row.tobytes() for row in drawn}) == 5  # both words count
 
 
 @pytest.mark.parametrize("method", ["greedy", "plain", "full"])

@@ -140,6 +140,12 @@ def test_stop_strings_of_other_tokenizers(sample, stop):
     assert (text, stream.stopped) == first_stop(whole(tokenizer, ids), stop)
 
 
+@pytest.mark.parametrize("bytes_in_prompt", [1, 2, 3])
+def test_character_that_begins_in_the_prompt(bytes_in_prompt):
+    prompt, output = "a😀".encode()[: 1 + bytes_in_prompt], "😀b".encode()[bytes_in_prompt:]
+    assert streamed(KINDS["bytes"][0], list(output), prompt=list(prompt))[0] == "😀b"
+
+
 def test_stop_strings_are_not_searched_in_the_prompt():
     stream = TextStream(KINDS["bytes"][0], prompt=list(b"one\n"), stop=("\n\n",))
     assert stream.add(b"\ntwo\n") + stream.finish() == "\ntwo\n" and stream.stopped is None

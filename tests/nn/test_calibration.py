@@ -7,9 +7,11 @@ import pytest
 from flax import nnx
 
 import axcore as ax
+from axcore import nn
+from axcore.infer import Decoder, Generator
 from axcore.module import functional, invoke
 from axcore.nn import Linear, Repeat, Weighted
-from axcore.numerics import CalibrationState, Numerics, calibrated, stored
+from axcore.numerics import CalibrationState, Numerics, calibrated, require_calibrated, stored
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch, tiny_model
 from axcore.testing.models import by_path
@@ -107,7 +109,7 @@ def test_layers_without_products_and_other_state_keep_their_state():
     state["head"]["numerics"]["count"] = jnp.asarray(3.0)
     found = calibrated(cfg, params, state, batches(1))
     assert found["head"]["numerics"]["count"] == 3
-    assert np.isnan(found["embedding"]["numerics"]["amax"])  # only looks up rows
+    assert found["embedding"]["numerics"]["amax"] == 0  # only looks up rows
     del state["head"]
     with pytest.raises(ax.AxcoreError, match=r"the state has no entry at head\.numerics\.count"):
         calibrated(cfg, params, state, batches(1))
@@ -120,3 +122,32 @@ def test_numerics_without_statistics_are_refused():
             calibrated(cfg, params, state, batches())
     with pytest.raises(ax.ConfigError, match="batches is empty"):
         calibrated(numerics(tiny_model(), Static.Config()), params, state, [])
+
+
+def test_a_model_that_is_not_calibrated_raises():
+    cfg = numerics(tiny_model(), Static.Config(), Linear)
+    model = cfg.build(rngs=ax.Rngs(0))
+    with pytest.raises(
+        ax.ConfigError, match=r"^decoder\.layers\.[a-z._]+\.numerics: amax is not measured \(nor that of 7 "
+    ):
+        require_calibrated(model)
+    with pytest.raises(ax.ConfigError, match="amax is not measured"):
+        Generator(model, context=8)
+    with pytest.raises(ax.ConfigError, match="amax is not measured"):
+        Decoder.of(model, cache=nn.ContiguousCache.Config(), batch_size=1, max_len=8)
+    fn, params, state = functional(model)
+    require_calibrated(fn.bind(params, calibrated(cfg, params, state, batches(1))))
+
+
+@pytest.mark.long
+def test_training_that_is_not_calibrated_raises_before_the_folder_is_created(tmp_path):
+    recipe = ax.recipe("quickstart")
+    cfg = recipe.set(
+        model=numerics(tiny_model().set(vocab_size=300), Static.Config(), Linear),
+        input=recipe.input.set(batch_size=8, seq_len=8),
+        steps=1,
+        minutes=None,
+    )
+    with pytest.raises(ax.ConfigError, match=r"^model\.decoder\.layers\.[a-z._]+\.numerics: amax is not"):
+        ax.fit(cfg, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

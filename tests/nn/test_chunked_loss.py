@@ -1,5 +1,7 @@
 """Chunked cross-entropy: equal results without an array of all logits."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import axcore as ax
-from axcore.module import ContextError, GradientState, overwrite_with_gradient, to_fm32
+from axcore.module import ContextError, GradientState, LossSum, Reduce, overwrite_with_gradient, to_fm32
 from axcore.nn import CausalLM, Linear, Sequence
 from axcore.parallel import Remat
 from axcore.testing import tiny_batch, tiny_model
@@ -201,11 +203,51 @@ def reporting(what):
 
 
 @pytest.mark.parametrize(
-    "what",
-    [lambda layer, y: layer.add_summary("mean", y.mean()), lambda layer, y: layer.add_loss("size", jnp.sum(y * y), 1)],
-    ids=["summary", "loss"],
+    ("rule", "value", "expected"),
+    [
+        ("sum", lambda y: jnp.ones(()), 4.0),
+        ("max", lambda y: y.max(), None),
+        ("min", lambda y: y.min(), None),
+        ("mean", lambda y: jnp.float32(3.0), 3.0),
+    ],
 )
-def test_a_report_inside_a_piece_raises(what):
-    cfg = reporting(what)
-    with pytest.raises(ContextError, match=r"the body of chunked_sum reports .*set chunk=None, .*return the values"):
+def test_summaries_are_reduced_over_the_chunks_by_their_rule(rule, value, expected):
+    """With and without gradients, in four chunks."""
+    cfg = reporting(lambda layer, y: layer.add_summary("watched", value(y), Reduce(rule)))
+    fn, params = shapes(cfg)[0], parameters(cfg)
+
+    def watched(params, chunk):
+        (loss, collections), _ = fn(params, {}, BATCH, method=CrossEntropy.Config(chunk=chunk).build())
+        return loss.mean(), collections.summaries["head.adapter.watched"].value
+
+    if expected is None:
+        expected = watched(params, None)[1]
+    np.testing.assert_allclose(watched(params, 4)[1], expected, rtol=1e-6)
+    (_, found), gradients = jax.value_and_grad(watched, has_aux=True)(params, 4)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    plain = jax.grad(watched, has_aux=True)(params, None)[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradients, plain)
+
+
+def test_a_loss_inside_a_chunk_raises():
+    cfg = reporting(lambda layer, y: layer.add_loss("size", jnp.sum(y * y), 1))
+    with pytest.raises(
+        ContextError, match=r"the body of chunked_sum reports head.adapter.size.*set chunk=None, .*return the values"
+    ):
         run(cfg, parameters(cfg), chunk=2)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-42])
+def test_gradients_of_a_prediction_of_weight_zero_are_zero(weight):
+    """1e-42 is subnormal, which devices flush to 0."""
+
+    class Weightless(CrossEntropy):
+        def __call__(self, model, batch):
+            (main,) = model.predictions(batch)
+            main = dataclasses.replace(main, loss_weight=weight)
+            return LossSum(weight * self._sums(model, main, {})["loss"], main.weights.sum())
+
+    cfg = model()
+    fn, objective = shapes(cfg)[0], Weightless.Config(chunk=3).build()
+    gradients = jax.grad(lambda params: fn(params, {}, BATCH, method=objective)[0][0].mean())(parameters(cfg))
+    jax.tree.map(lambda g: np.testing.assert_allclose(g, 0, atol=1e-40), gradients)

@@ -1,11 +1,14 @@
 """The products that the gradient of each product consists of, for floats and for integers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axcore.nn import Batched, Blocks, Grouped, Plain, RaggedDot, Transposed
+import axcore as ax
+from axcore.nn import Batched, Blocks, Grouped, GroupedLinear, Plain, RaggedDot, Transposed, grouped_each
 
 IN, OUT, ROWS = 5, 3, 24
 SIZES = (8, 0, 16)
@@ -60,3 +63,79 @@ def test_largest_is_the_maximum_over_the_rows_of_each_matrix(kind):
         expected[0], expected[2] = values[:8].max(0), values[8:].max(0)
     np.testing.assert_array_equal(found, expected)
     assert (np.broadcast_to(product.broadcast(found), shape) >= values).all()
+
+
+class Bump(ax.Layer):
+    """An adapter that is not linear in x."""
+
+    class Config(ax.Layer.Config):
+        groups: int | None = None
+
+    def __init__(self, cfg, *, rngs):
+        pass
+
+    def __call__(self, x, y, weight, product):
+        return y + jnp.tanh(product(x, weight))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_scaled_rows_of_a_grouped_layer_equal_scaled_results(adapted):
+    """Also with a bias; with an adapter the result is scaled instead of the input."""
+    adapter = Bump.Config() if adapted else None
+    cfg = GroupedLinear.Config(groups=3, input_dim=IN, output_dim=OUT, use_bias=True, adapter=adapter)
+    fn, params, state = ax.functional(cfg.build(rngs=ax.Rngs(0)))
+    params["bias"] = jnp.arange(9.0).reshape(3, 3)
+    x, scale = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in ((1, (ROWS, IN)), (2, (ROWS,))))
+    groups = Grouped.of(jnp.asarray(SIZES, jnp.int32), ROWS)
+
+    def scaled(params, x, scale):
+        return fn(params, state, x, groups, scale, method="grouped")[0][0]
+
+    def after(params, x, scale):
+        return fn(params, state, x, groups, method="grouped")[0][0] * scale[:, None]
+
+    y_bar = jax.random.normal(jax.random.key(3), (ROWS, OUT))
+    (found, pull), (expected, pull_expected) = (jax.vjp(each, params, x, scale) for each in (scaled, after))
+    for mine, theirs in zip(
+        jax.tree.leaves((found, pull(y_bar))), jax.tree.leaves((expected, pull_expected(y_bar))), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+class Counted(RaggedDot):
+    """Computes a single product only if the stacks of matrices come alone."""
+
+    def each(self, x, several, sizes, group, accumulate=None):
+        CALLS.append(len(several))
+        return super().each(x, several, sizes, group, accumulate)
+
+
+CALLS: list[int] = []
+
+
+@pytest.mark.parametrize("change", ["none", "adapter", "dtype"])
+def test_equal_plain_layers_are_computed_together(change):
+    adapter, dtypes = Bump.Config() if change == "adapter" else None, ax.DTypes()
+    other = ax.DTypes(compute="bfloat16") if change == "dtype" else dtypes
+
+    class Two(ax.Layer):
+        class Config(ax.Layer.Config):
+            pass
+
+        def __init__(self, cfg, *, rngs):
+            linear = GroupedLinear.Config(groups=3, input_dim=IN, output_dim=OUT, use_bias=True)
+            self.a = self.child("a", linear.set(dtypes=dtypes), rngs)
+            self.b = self.child("b", linear.set(dtypes=other, adapter=adapter), rngs)
+
+        def __call__(self, x, groups):
+            return grouped_each([self.a, self.b], x, groups), [self.a.grouped(x, groups), self.b.grouped(x, groups)]
+
+    CALLS.clear()
+    fn, params, state = ax.functional(Two.Config().build(rngs=ax.Rngs(0)))
+    params["a"]["bias"] = jnp.arange(9.0).reshape(3, 3)
+    groups = dataclasses.replace(Grouped.of(jnp.asarray(SIZES, jnp.int32), ROWS), matmul=Counted())
+    together, alone = fn(params, state, jax.random.normal(jax.random.key(0), (ROWS, IN)), groups)[0][0]
+    expected = [2] if change == "none" else []
+    assert expected == CALLS
+    for mine, theirs in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(mine, theirs)

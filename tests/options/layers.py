@@ -15,6 +15,7 @@ from axcore.module import functional
 from axcore.nn import (
     And,
     Attention,
+    Blocks,
     Causal,
     CausalLM,
     ChooseKernel,
@@ -22,6 +23,7 @@ from axcore.nn import (
     ContiguousCache,
     Embedding,
     FeedForward,
+    FirstSupported,
     FullWidthNorm,
     GroupedLinear,
     KernelRequest,
@@ -54,6 +56,7 @@ from axcore.numerics import Numerics
 from axcore.parallel import ByKind, ByTag, Mesh, Remat
 from axcore.train import CrossEntropy
 from axcore_cross_layer_kv.caches import borrowing, sharing
+from axcore_cudnn.fp8_kernel import CudnnFp8Kernel
 from axcore_cudnn.kernel import CudnnKernel
 from axcore_diff_attention.kernel import DiffAttention
 from axcore_fp8.fp8 import Fp8
@@ -301,6 +304,11 @@ def attention():
     gpu = traced(x, tokens=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100"))
     half = ax.DTypes(compute="bfloat16")
     yield Host(heads(head_dim=16, kernel=CudnnKernel.Config(), dtypes=half), gpu)
+    training = traced(
+        lambda cfg: x(cfg, 1, 128), tokens=True, gradient=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100")
+    )
+    kernel = CudnnFp8Kernel.Config()
+    yield Host(heads(head_dim=128, mask=Causal(), kernel=kernel, dtypes=half), training, at="kernel")
     tpu = traced(lambda cfg: x(cfg, 1, 512), tokens=True, gradient=True, mesh=Mesh().abstract(1, "tpu"))
     for blocks in ({"block_kv": 256, "block_kv_dkv": 256}, {}):
         yield Host(heads(head_dim=16, kernel=SplashKernel.Config(**blocks)), tpu, at="kernel")
@@ -313,6 +321,7 @@ def attention():
 def mixtures():
     for dispatch in (Dropless(), Dense(), Capacity()):
         yield Host(moe(dispatch=dispatch), TOKENS)
+    yield Host(moe(dispatch=Dropless(matmul=FirstSupported(order=(Blocks(size=2), Blocks())))), TOKENS)
     tpu = Mesh(shape={"expert": 4}).abstract(4, "tpu")
     yield Host(moe(dispatch=Exchange()), traced(x, tokens=True, mesh=tpu))
     hopper = traced(x, tokens=True, gradient=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100"))

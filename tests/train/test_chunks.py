@@ -1,5 +1,6 @@
 """The rule of the chunked loss: formulas in float64, the number of products, memory, and collectives."""
 
+import math
 import re
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.module import abstract
+from axcore.module import Reduce, abstract
 from axcore.nn import CausalLM, Linear, Prediction, Repeat, Sequence
 from axcore.parallel import Mesh, Remat
 from axcore.testing import tiny_batch, tiny_model
@@ -187,6 +188,35 @@ def test_no_loop_gathers_the_head_or_reduces_its_gradient():
         found = loops(text)
         assert found
         assert not any(found.values()), found
+
+
+class Watching(ax.Layer):
+    """An adapter that reports the number of its calls and its largest result."""
+
+    def __call__(self, x, y, weight, product):
+        self.add_summary("calls", jnp.float32(1), Reduce.SUM)
+        self.add_summary("largest", y.max(), Reduce.MAX)
+        return y
+
+
+def watched_on(meshes):
+    """The summaries of the head in a training step."""
+    batch = jax.tree.map(np.asarray, tiny_batch(rows=8))
+    cfg = tiny_model().set(head=Linear.Config(adapter=Watching.Config()))
+    found = []
+    for mesh in meshes:
+        layout = mesh.make(jax.devices()[: math.prod(mesh.shape.values())])
+        made = program(cfg, Learner.Config(), layout, CrossEntropy.Config(chunk=4))
+        data = jax.device_put(batch, jax.tree.map(lambda leaf: leaf.sharding, made.batch_shapes(batch)))
+        _, metrics = made.compile_train(batch)(made.init(jnp.uint32(0)), data)
+        found.append([float(metrics[f"head.adapter.{name}"]) for name in ("calls", "largest")])
+    return batch["inputs"].size, found
+
+
+def test_summaries_are_reduced_over_chunks_and_devices():
+    tokens, (one, many) = on_devices(watched_on, [Mesh(shape={"data": 1}), Mesh(shape={"data": 2, "fsdp": 4})])
+    assert one[0] == many[0] == tokens / 4
+    np.testing.assert_allclose(many[1], one[1], rtol=1e-5)
 
 
 @pytest.mark.slow

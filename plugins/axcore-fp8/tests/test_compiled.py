@@ -49,9 +49,22 @@ def fp8_calls(text):
     return text.count('custom_call_target="__cublas$lt$matmul$f8"')
 
 
+def stored(text):
+    """The types of the arrays that kernels write to memory: those of all instructions outside of fusions."""
+    bodies = re.split(r"\n(?=\S)", text)
+    outside = [body for body in bodies if "fused" not in body.split("(")[0]]
+    return [m[1] for body in outside for m in re.finditer(r" = (.*?) [\w\-]+\(", body)]
+
+
 @pytest.mark.parametrize("options", [{}, {"scaling": "delayed", "amax_history_len": 4}], ids=["current", "delayed"])
 def test_each_linear_map_becomes_three_fp8_products(options):
-    assert fp8_calls(compiled("gpu-h100-1", {"data": 1}, **options)) == 3 * LINEARS
+    text = compiled("gpu-h100-1", {"data": 1}, **options)
+    assert fp8_calls(text) == 3 * LINEARS
+    arrays = stored(text)
+    assert any(re.search(r"f8e4m3fn\[(128,\d*,?192|192,\d*,?128)\]", each) for each in arrays)
+    assert not any(re.search(r"pred\[(128,\d*,?192|192,\d*,?128)\]", each) for each in arrays)  # no mask
+    if options:  # the largest value of an input is found by the kernel that rounds it
+        assert any(re.search(r"\(.*f8e4m3fn\[.*bf16\[|\(.*bf16\[.*f8e4m3fn\[", each) for each in arrays)
 
 
 def test_fsdp_gathers_fp8_weights():
@@ -62,6 +75,8 @@ def test_fsdp_gathers_fp8_weights():
     in_scan = [line for line in gathers if "f8e4m3fn" in line]
     assert [line.split(" all-gather")[0].count("f8e4m3fn") // 2 for line in in_scan] == [LINEARS] * len(in_scan)
     assert len(in_scan) == 2 and not [line for line in in_scan if "bf16" in line]
+    scatters = [line for line in text.splitlines() if re.search(r" reduce-scatter(-start)?\(", line)]
+    assert scatters and not [line for line in scatters if re.search(r"f32\[\d+,", line.split(" reduce-scatter")[0])]
 
 
 def test_consecutive_linear_maps_compile():

@@ -71,6 +71,16 @@ def test_overflow_of_the_gradient_is_reported_one_step_later(factor, overflows):
     assert numerics(state)["gradient_overflow"] == 0
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_gradients_that_are_not_finite_are_not_masked(bad):
+    fn, params, state = layer()
+    g = jnp.ones((4, 8)).at[1, 2].set(bad)
+    of_params, of_x = jax.grad(lambda params, x: (fn(params, state, x)[0][0] * g).sum(), (0, 1))(
+        params, jnp.ones((4, 16))
+    )
+    assert not np.isfinite(of_params["weight"][:, 2]).any() and not np.isfinite(of_x[1]).any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_state_does_not_depend_on_layout_microbatches_or_remat(name):

@@ -40,10 +40,24 @@ def test_codes_are_the_nearest_numbers(dtype):
     assert np.abs(made.codes.astype(jnp.float32)).max() > 224  # the range is used
 
 
-def test_numbers_out_of_range_saturate_and_infinities_stay_visible():
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("exponent", [-126, -60, 0, 60, 110])
+def test_scaling_is_exact(dtype, exponent):
+    """For scales from the smallest normal number to that of the largest floats."""
+    codes = jnp.arange(256, dtype=jnp.uint8).view(dtype).astype(jnp.float32)
+    codes, scale = codes[jnp.isfinite(codes)], jnp.float32(2.0**exponent)
+    x = jnp.asarray(np.asarray(codes, np.float64) * 2.0**exponent, jnp.float32)
+    is_normal = np.abs(np.asarray(x)) >= np.finfo(np.float32).tiny  # devices flush the others to 0
+    found = quantize(x, dtype, scale).codes.astype(jnp.float32)
+    np.testing.assert_array_equal(np.asarray(found)[is_normal], np.asarray(codes)[is_normal])
+
+
+def test_numbers_out_of_range_saturate_and_nan_remains():
+    """A scale that is NaN makes infinities visible."""
     x = jnp.asarray([1.0, 1000.0, -1000.0, np.inf, -np.inf, np.nan])
     found = quantize(x, E4M3, jnp.float32(1.0)).dequantized(jnp.float32)
-    np.testing.assert_array_equal(found, [1.0, 448.0, -448.0, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(found, [1.0, 448.0, -448.0, 448.0, -448.0, np.nan])
+    assert np.isnan(quantize(x, E4M3, scale_of(amax_of(x), E4M3)).dequantized(jnp.float32)).all()
 
 
 @pytest.mark.parametrize(("amax", "out"), [(448.0, False), (449.0, True), (np.inf, True), (np.nan, True)])

@@ -77,7 +77,7 @@ def test_products_are_those_of_codes(kind, weight_gradient):
 
     def call(x, weight):
         codes, scales = quantized(jax.lax.stop_gradient(weight), axis)
-        options = Options(jnp.float32, axis, weight_gradient)
+        options = Options(jnp.float32, axis, weight_gradient, "layer")
         return int8_product(options, x, weight, codes, scales.squeeze(axis), None, product, None)
 
     found, pull = jax.vjp(call, jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32))
@@ -112,7 +112,9 @@ def test_every_row_and_element_draws_its_own_bits():
 
     def rows(key):
         def call(x):
-            return int8_product(Options(jnp.float32, -2, "float"), x, None, codes, scales[0], None, product, key)
+            return int8_product(
+                Options(jnp.float32, -2, "float", "layer"), x, None, codes, scales[0], None, product, key
+            )
 
         return jax.vjp(call, jnp.ones((32, 16)))[1](y_bar / scales)[0]
 
@@ -126,22 +128,22 @@ def test_every_row_and_element_draws_its_own_bits():
 def test_non_finite_numbers_reach_the_result(bad):
     codes, scales = quantized(jnp.ones((4, 3)), -2)
     x = jnp.ones((2, 4)).at[0, 1].set(bad)
-    y = int8_product(Options(jnp.float32, -2, "float"), x, None, codes, scales[0], None, Plain(), None)
+    y = int8_product(Options(jnp.float32, -2, "float", "layer"), x, None, codes, scales[0], None, Plain(), None)
     assert not np.isfinite(y[0]).any() and np.isfinite(y[1]).all()
 
 
 def test_sums_that_could_overflow_are_refused():
     x = jnp.ones((MAX_TERMS + 1, 1))
     codes, scales = quantized(jnp.ones((1, 1)), -2)
-    options = Options(jnp.float32, -2, "int8")
+    options = Options(jnp.float32, -2, "int8", "layer")
 
     def total(weight):
         return int8_product(options, x, weight, codes, scales[0], None, Plain(), None).sum()
 
-    with pytest.raises(ax.ConfigError, match=f"sums over {MAX_TERMS + 1} rows .*; set weight_gradient to 'float'"):
+    with pytest.raises(ax.ConfigError, match=f"^layer: .* over {MAX_TERMS + 1} rows .* set weight_gradient='float'"):
         jax.eval_shape(jax.grad(total), jnp.ones((1, 1)))
     wide = jax.ShapeDtypeStruct((1, MAX_TERMS + 1), jnp.float32)
-    with pytest.raises(ax.ConfigError, match=r"sums over \d+ inputs .*; exclude the layer"):
+    with pytest.raises(ax.ConfigError, match=r"over \d+ inputs .* Exclude the layer"):
         jax.eval_shape(
             lambda x, codes: int8_product(options, x, None, codes, scales[0], None, Plain(), None),
             wide,
@@ -152,8 +154,14 @@ def test_sums_that_could_overflow_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activation_scales": None, "rounding": "stochastic"}, "rounding='stochastic' .* have no effect on float"),
-        ({"activation_scales": None, "weight_gradient": "int8"}, "weight_gradient='int8' have no effect on float"),
+        (
+            {"activation_scales": None, "rounding": "stochastic"},
+            "rounding='stochastic' has no effect with",
+        ),
+        (
+            {"activation_scales": None, "weight_gradient": "int8"},
+            "weight_gradient='int8' has no effect with",
+        ),
         ({"percentile": 99.9}, "percentile=99.9 has no effect with activation_scales='dynamic'"),
         ({"percentile": 0.0}, "percentile must be above 0"),
     ],

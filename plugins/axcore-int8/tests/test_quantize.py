@@ -66,15 +66,29 @@ def test_a_quantized_folder_generates(numerics, trained, tmp_path, capfd):
 
 def test_static_scales_require_a_text(trained, tmp_path):
     arguments = [str(trained), str(tmp_path / "small"), "--use", "int8:activation_scales=static"]
-    with pytest.raises(AxcoreError, match="must be measured; pass --text FILE"):
+    with pytest.raises(ax.ConfigError, match=r"^model\..*numerics: input_amax is not measured .*--text FILE"):
         quantize(arguments)
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    with pytest.raises(AxcoreError, match=r"short\.txt has 9 tokens, fewer than --seq-len 512"):
-        quantize([*arguments, "--text", str(short)])
+    for options, message in (
+        (["--text", str(short)], r"short\.txt has 9 tokens, fewer than --seq-len 512"),
+        (["--text", str(short), "--tokens", "8"], "--seq-len 512 must be from 1 to --tokens 8"),
+        (["--text", str(short), "--seq-len", "0"], "--seq-len 0 must be from 1"),
+        (["--text", str(tmp_path / "none.txt")], r"cannot read --text .*none\.txt: No such file"),
+    ):
+        with pytest.raises(AxcoreError, match=message):
+            quantize([*arguments, *options])
     with pytest.raises(ax.ConfigError, match="no numerics in the config are calibrated"):
         quantize([*arguments[:3], "int4", "--text", str(short), "--seq-len", "4"])
     assert not (tmp_path / "small").exists()
+
+
+def test_only_numerics_of_a_float_model_are_accepted(trained, tmp_path):
+    with pytest.raises(AxcoreError, match=r"--use lora adds parameters .*It must name numerics"):
+        quantize([str(trained), str(tmp_path / "small"), "--use", "lora"])
+    quantize([str(trained), str(tmp_path / "small"), "--use", "int4"])
+    with pytest.raises(AxcoreError, match=r"small is quantized already \(model\.decoder.*numerics\)"):
+        quantize([str(tmp_path / "small"), str(tmp_path / "smaller"), "--use", "int8"])
 
 
 @pytest.mark.long
@@ -86,7 +100,14 @@ def test_stored_weights_are_not_exported(trained, tmp_path, capfd):
 
 
 @pytest.mark.long
-def test_histories_of_training_are_not_required(trained, tmp_path):
+@pytest.mark.parametrize("length", [None, 4], ids=["float", "another length"])
+def test_histories_of_training_are_not_required(length, trained, tmp_path):
     pytest.importorskip("axcore_fp8")
-    quantize([str(trained), str(tmp_path / "small"), "--use", "fp8:scaling=delayed"])
+    folder = trained
+    if length is not None:
+        folder, found = tmp_path / "delayed", ModelFolder.open(trained)
+        cfg = ax.use("fp8", scaling="delayed", amax_history_len=length)(found.model)
+        _, params, state = functional(cfg.build(rngs=ax.Rngs(0)))
+        save_model(folder, cfg, params, state, tokenizer=found.tokenizer)
+    quantize([str(folder), str(tmp_path / "small"), "--use", "fp8:scaling=delayed"])
     assert np.isfinite(logits(tmp_path / "small")[0]).all()

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import axcore as ax
 from axcore.module import initializer
-from axcore.nn import Blocks, Linear, RaggedDot
+from axcore.nn import Blocks, FirstSupported, Linear, RaggedDot
 from axcore.parallel import Mesh
 from axcore_moe.dispatch import Capacity, Dense, Dropless
 from axcore_moe.matmul import Tokamax
@@ -106,8 +106,41 @@ def test_expert_init_uses_the_fan_in_of_one_expert():
 def test_missing_tokamax_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     cfg = mixture(dispatch=Dropless(matmul=Tokamax()))
-    with pytest.raises(ax.ConfigError, match=r"Tokamax requires the package tokamax \(pip install tokamax\)"):
+    with pytest.raises(
+        ax.ConfigError, match=r"dispatch\.matmul: .* Tokamax: requires the package tokamax \(pip install tokamax\)"
+    ):
         call(cfg, parameters(cfg), tokens(3))
+
+
+class NoRows(Blocks):
+    def supports(self, request):
+        return f"multiplies no {request.dtype} rows"
+
+
+def test_the_first_supported_grouped_product_of_an_order_is_used():
+    cfg = mixture(dispatch=Dropless(matmul=FirstSupported(order=(NoRows(), Blocks(size=3)))))
+    params, x = parameters(cfg), tokens(7)
+    found = call(cfg, params, x)[0]
+    np.testing.assert_array_equal(found, call(mixture(dispatch=DISPATCHES["blocks of 3"]), params, x)[0])
+    nested = FirstSupported(order=(FirstSupported(order=(NoRows(),)), Blocks(size=3)))
+    np.testing.assert_array_equal(found, call(mixture(dispatch=Dropless(matmul=nested)), params, x)[0])
+    for order in ((NoRows(),), ()):
+        cfg = mixture(dispatch=Dropless(matmul=FirstSupported(order=order)))
+        reason = "NoRows: multiplies no float32 rows" if order else "order is empty"
+        with pytest.raises(ax.ConfigError, match=rf"^dispatch\.matmul: no grouped product .*{reason}\. Use Blocks"):
+            call(cfg, params, x)
+
+
+def test_the_backward_pass_keeps_tokens_instead_of_their_rows():
+    """Each token has `top_k` rows, and the rows of a group are padded. Only gate, up and hidden features are kept."""
+    cfg = mixture(8, router=TopK.Config(top_k=4), dispatch=Dropless(matmul=Blocks(size=8)))
+    params, x = parameters(cfg), tokens(64)
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes(cfg)[2])
+    kept = jax.eval_shape(lambda x: jax.vjp(lambda x: compiled(cfg, False)(params, state, x, None)[0][0], x)[1], x)
+    rows = 64 * 4 + 8 * 8
+    sizes = [leaf.shape for leaf in jax.tree.leaves(kept)]
+    assert (rows, HIDDEN) in sizes
+    assert not [shape for shape in sizes if shape[-1:] == (DIM,) and np.prod(shape) >= 64 * 4 * DIM]
 
 
 @pytest.mark.parametrize("dispatch", [Dropless(), Capacity()], ids=["dropless", "capacity"])

@@ -37,8 +37,8 @@ class Job:
             asked, logprobs, scores = options.logprobs, None, None
             if asked is not None:
                 logprobs = (_logprob(token, asked),)
-            if options.prompt_logprobs is not None and self._at == 1:
-                scores = tuple(_logprob(id, options.prompt_logprobs) for id in self.request.ids[1:])
+            if options.prompt_logprobs and self._at == 1:
+                scores = tuple(_logprob(id, asked or 0) for id in self.request.ids[1:])
             self.has_ended = finish is not None
             self._deliver(Piece((token,), text, logprobs, finish, scores))
 

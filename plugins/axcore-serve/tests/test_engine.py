@@ -57,7 +57,7 @@ def test_eight_streams_at_once_equal_their_whole_answers(served, engine):
 def test_greedy_text_and_scores_are_those_of_the_engine(served, engine):
     body = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 12, "logprobs": 2, "echo": True}
     choice = posted(served, body)[1]["choices"][0]
-    options = SamplingOptions(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=2)
+    options = SamplingOptions(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=True)
     expected = engine.generate([engine.request("hello", options)])[0]
     assert choice["text"] == "hello" + expected.text
     found = choice["logprobs"]["token_logprobs"]

@@ -10,54 +10,30 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.module import abstract
 from axcore.nn import (
     Attention,
     AttentionInputs,
     Causal,
     Contiguous,
     Full,
-    KernelRequest,
-    ReferenceKernel,
+    Prefix,
     SameSegment,
     SlidingWindow,
     TokenInfo,
     attend_in_parts,
-    refusal,
-    use_kernels,
 )
-from axcore.nn.attention.choice import recording
-from axcore.testing import KernelSuite, tiny_model
+from axcore.testing import KernelSuite, RequestSuite, tiny_model, training_request
 from axcore_cudnn import primitives
 from axcore_cudnn.kernel import CudnnKernel
 
-WELL = KernelRequest(
-    platform="gpu",
-    device_kind="NVIDIA H100 80GB HBM3",
-    dtype=np.dtype(jnp.bfloat16),
-    batch=2,
-    query_len=64,
-    key_len=64,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    value_dim=128,
-    scale=0.1,
-    mask=Causal() & SameSegment(),
-    packed=True,
-    partial=False,
-    aligned=True,
-    phase="train",
-    options=(),
-    view=Contiguous,
-)
 KERNEL = CudnnKernel.Config(head_dim=128).build(rngs=ax.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
+class TestRequests(RequestSuite):
+    name = "cudnn"
+    kernel = CudnnKernel.Config(head_dim=128)
+    request = training_request("gpu", "NVIDIA H100 80GB HBM3")
+    supported = [
         {"packed": False},
         {"mask": Full() & SameSegment()},
         {"mask": Causal() & SlidingWindow(size=4)},
@@ -74,36 +50,40 @@ KERNEL = CudnnKernel.Config(head_dim=128).build(rngs=ax.Rngs(0))
         {"device_kind": "NVIDIA A100-SXM4-80GB", "packed": False},
         {"device_kind": ""},
         {"batch": 2**15},
-    ],
-    ids=str,
-)
-def test_supported_requests(changes):
-    assert refusal(KERNEL, dataclasses.replace(WELL, **changes)) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"platform": "tpu"}, "requires an NVIDIA GPU, and this is tpu"),
+        {"query_len": 2**20, "key_len": 2**20, "num_heads": 8, "packed": False},
+        {"partial": True, "query_len": 1, "aligned": False, "packed": False, "phase": "decode"},
+        {"partial": True, "query_len": 512, "key_len": 32_768, "aligned": False, "phase": "prefill"},
+        {"query_len": 32, "aligned": False},
+        {"mask": SlidingWindow(size=4)},
+        {"mask": (Causal() | Prefix(size=4)) & SameSegment()},
+        {"mask": Causal() | SameSegment(), "device_kind": "NVIDIA A100-SXM4-80GB"},
+    ]
+    refused = [
+        ({"platform": "tpu"}, "requires an NVIDIA GPU, got tpu"),
         ({"dtype": np.dtype(np.float32)}, "bfloat16 or float16, not float32"),
         ({"head_dim": 100}, "a head_dim that is a multiple of 8 up to 256, got 100"),
         ({"head_dim": 264}, "a head_dim that is a multiple of 8 up to 256, got 264"),
         ({"value_dim": 60}, "a value_dim that is a multiple of 8 up to 256, got 60"),
         ({"value_dim": 256}, "no wider than keys, got value_dim=256 and head_dim=128"),
         ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "for packed rows, got NVIDIA A100-SXM4-80GB"),
-        ({"device_kind": "NVIDIA A100-SXM4-80GB", "packed": False, "head_dim": 256}, "for head_dim=256, value_dim=128"),
-        ({"partial": True}, "requires all keys to exist"),
-        ({"query_len": 32, "aligned": False}, "got 32 queries and 64 keys of different tokens"),
-        ({"mask": SlidingWindow(size=4)}, "causal masks and causal windows"),
-        ({"mask": Causal() | SameSegment()}, "causal masks and causal windows"),
+        (
+            {"device_kind": "NVIDIA A100-SXM4-80GB", "packed": False, "head_dim": 256},
+            "for head_dim=256, value_dim=128",
+        ),
+        ({"query_len": 2**21, "key_len": 2**21}, "per packed row, got 2147483648"),
+        (
+            {"mask": SlidingWindow(size=4), "query_len": 2**15, "key_len": 2**15},
+            "at most 2**30 pairs of queries and keys for SlidingWindow(size=4)",
+        ),
+        ({"partial": True, "query_len": 2**15, "key_len": 2**16, "batch": 1}, "takes a bias, got 2147483648"),
         ({"options": ("softcap", "sinks")}, "does not take softcap"),
         ({"options": ("bias", "dropout")}, "does not take bias and dropout"),
-        ({"query_len": 2**21, "key_len": 2**21}, "per packed row, got 2147483648"),
-    ],
-    ids=lambda value: None if isinstance(value, str) else str(value),
-)
-def test_unsupported_requests_have_a_reason(changes, reason):
-    assert reason in refusal(KERNEL, dataclasses.replace(WELL, **changes))
+    ]
+
+
+def test_documents_of_the_feature_reach_every_attention():
+    cfg = ax.pipe(tiny_model(), ax.use("cudnn", documents=4))
+    assert all(node.kernel == CudnnKernel.Config(documents=4) for _, node in ax.select(cfg, Attention))
 
 
 def test_documents_must_be_positive():
@@ -113,34 +93,8 @@ def test_documents_must_be_positive():
 
 def test_unsupported_jax_version_names_what_is_missing(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(MaskType=None))
-    with pytest.raises(ImportError, match=r"requires _dot_product_attention_fwd_p, .* Install jax 0\.11\.2"):
-        primitives._private()
-
-
-def trace(cfg):
-    fn, params, state = abstract(cfg)
-    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    jax.eval_shape(lambda params, ids: fn(params, state, ids)[0][0], params, ids)
-
-
-on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests the behaviour on a CPU")
-
-
-@on_cpu
-def test_cudnn_alone_raises_on_a_cpu():
-    cfg = ax.pipe(tiny_model(), ax.use("cudnn", documents=4))
-    assert all(node.kernel == CudnnKernel.Config(documents=4) for _, node in ax.select(cfg, Attention))
-    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: .*CudnnKernel: .* this is cpu"):
-        trace(cfg)
-
-
-@on_cpu
-def test_next_kernel_of_an_order_is_used_on_a_cpu():
-    cfg = use_kernels(tiny_model(), ("cudnn", "reference")).set(dtypes=ax.DTypes(compute=jnp.bfloat16))
-    with recording() as found:
-        trace(cfg)
-    assert isinstance(found[0].kernel, ReferenceKernel)
-    assert [(type(kernel), "this is cpu" in reason) for kernel, reason in found[0].refused] == [(CudnnKernel, True)]
+    with pytest.raises(ImportError, match=r"requires _dot_product_attention_fwd_p in .* Install jax 0\.11\.2"):
+        primitives.private("_dot_product_attention_fwd_p", "MaskType")
 
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="requires an NVIDIA GPU")
@@ -213,7 +167,7 @@ class TestCudnn(KernelSuite):
     name = "cudnn"
     platform = "gpu"
     dtypes = ("bfloat16", "float16")
-    lacks = frozenset({"any_mask", "bias", "decoding", "dropout", "prefix", "softcap"})
+    lacks = frozenset({"bias", "dropout", "softcap"})
 
     def model(self):
         return ax.select(super().model(), Attention).set(head_dim=16)

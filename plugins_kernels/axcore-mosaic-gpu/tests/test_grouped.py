@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import axcore as ax
 from axcore.aot.targets import Target
+from axcore.testing import GroupedMatmulSuite
 from axcore_mosaic_gpu import grouped
 from axcore_mosaic_gpu.grouped import MosaicGrouped, Tiles
 
@@ -21,7 +23,7 @@ ROWS, INNER, OUTER = 512, 128, 192  # the last 128 rows belong to no group
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, kind: str = "NVIDIA H200") -> None:
-    monkeypatch.setattr(grouped, "target_device", lambda: ("gpu", kind))
+    monkeypatch.setattr("axcore.nn.grouped_matmul.target_device", lambda: ("gpu", kind))
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,30 +43,81 @@ def inputs(dtype: jnp.dtype, inner: int = INNER, outer: int = OUTER) -> tuple[ja
     return jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(SIZES, jnp.int32), group
 
 
+class TestConformance(GroupedMatmulSuite):
+    """On other machines than a Hopper GPU, only what the product supports."""
+
+    name = "mosaic-gpu"
+    dtypes = ("bfloat16", "float16")
+    multiple = 64
+    local = True
+    platform = "gpu"
+    device_kind = "NVIDIA H100 80GB HBM3"
+    refused_devices = (("gpu", "NVIDIA A100-SXM4-80GB"), ("gpu", "NVIDIA B200"), ("tpu", "TPU v5p"), ("cpu", "cpu"))
+
+
+class Interpreted(TestConformance):
+    __test__ = False
+    options: ClassVar = {
+        name: Tiles(columns=128, stages=2) for name in ("forward", "input_gradient", "weight_gradient")
+    }
+
+    def runs(self) -> bool:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("check", "arguments"),
+    [
+        ("test_products_equal_float64", ("no rows",)),
+        ("test_gradients_equal_float64", ("uneven groups",)),
+        ("test_gradients_equal_float64", ("empty groups",)),
+        ("test_several_stacks_of_matrices_add_up_the_gradients_of_x", ()),
+        ("test_features_that_do_not_divide_are_refused_with_their_number", ()),
+    ],
+)
+def test_the_interpreted_kernels_pass_the_suite(
+    check: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Remat is left out: the interpreter has effects, which `jax.checkpoint` does not support."""
+    interpreted(monkeypatch)
+    getattr(Interpreted(), check)(*arguments)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("accumulate", [None, jnp.float32])
+@pytest.mark.parametrize(("accumulate", "count"), [(None, 2), (jnp.float32, 1)])
 def test_products_and_gradients(
-    dtype: jnp.dtype, accumulate: jnp.dtype | None, monkeypatch: pytest.MonkeyPatch
+    dtype: jnp.dtype, accumulate: jnp.dtype | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpreted(monkeypatch)
     x, w, sizes, group = inputs(dtype)
+    several = tuple(w[:, :, ::sign] for sign in (1, -1)[:count])
     tiles = Tiles(columns=128, stages=2)
     matmul = MosaicGrouped(forward=tiles, input_gradient=tiles, weight_gradient=tiles)
-    out, pull = jax.vjp(lambda x, w: matmul(x, w, sizes, group, accumulate), x, w)
-    g = jnp.asarray(np.random.default_rng(1).normal(size=out.shape), out.dtype)
-    dx, dw = pull(g)
-    assert (out.dtype, dx.dtype, dw.dtype) == (accumulate or dtype, dtype, dtype)
-    x64, w64, g64 = (np.asarray(value, np.float64) for value in (x, w, g.astype(dtype)))
-    expected = np.zeros(out.shape), np.zeros(x.shape), np.zeros(w.shape)
-    for index, (start, size) in enumerate(zip(np.cumsum(SIZES) - SIZES, SIZES, strict=True)):
-        rows = slice(start, start + size)
-        expected[0][rows], expected[1][rows] = x64[rows] @ w64[index], g64[rows] @ w64[index].T
-        expected[2][index] = x64[rows].T @ g64[rows]
-    for value, right in zip((out, dx, dw), expected, strict=True):
-        eps = float(jnp.finfo(value.dtype).eps)
-        np.testing.assert_allclose(np.asarray(value, np.float64), right, rtol=eps, atol=2e-5)
-    assert not np.asarray(dw[0]).any() and not np.asarray(dw[3]).any()
+    outs, pull = jax.vjp(lambda x, several: matmul.each(x, several, sizes, group, accumulate), x, several)
+    random = np.random.default_rng(1)
+    gs = tuple(jnp.asarray(random.normal(size=out.shape), out.dtype) for out in outs)
+    dx, dws = pull(gs)
+    x64, expected = np.asarray(x, np.float64), np.zeros(x.shape)
+    for out, w, g, dw in zip(outs, several, gs, dws, strict=True):
+        assert (out.dtype, dx.dtype, dw.dtype) == (accumulate or dtype, dtype, dtype)
+        w64, g64 = (np.asarray(value, np.float64) for value in (w, g.astype(dtype)))
+        products, sums = np.zeros(out.shape), np.zeros(w.shape)
+        for index, (start, size) in enumerate(zip(np.cumsum(SIZES) - SIZES, SIZES, strict=True)):
+            rows = slice(start, start + size)
+            products[rows], sums[index] = x64[rows] @ w64[index], x64[rows].T @ g64[rows]
+            expected[rows] += g64[rows] @ w64[index].T
+        close(out, products)
+        close(dw, sums)
+        assert not np.asarray(dw[0]).any() and not np.asarray(dw[3]).any()
+    close(dx, expected)
+
+
+def close(value: jax.Array, expected: np.ndarray) -> None:
+    """Float32 sums, rounded once."""
+    eps = float(jnp.finfo(value.dtype).eps)
+    np.testing.assert_allclose(np.asarray(value, np.float64), expected, rtol=eps, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +132,7 @@ def test_products_and_gradients(
     ],
 )
 def test_refuses_other_devices(platform: str, kind: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "target_device", lambda: (platform, kind))
+    monkeypatch.setattr("axcore.nn.grouped_matmul.target_device", lambda: (platform, kind))
     if works:
         jax.eval_shape(lambda *args: MosaicGrouped()(*args), *inputs(jnp.bfloat16))
         return

@@ -3,7 +3,6 @@
 The kernels have not run on Trainium. See `contract.py` for what stands for them elsewhere.
 """
 
-import dataclasses
 import pathlib
 import sys
 
@@ -13,51 +12,18 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.nn import (
-    Attention,
-    Causal,
-    Contiguous,
-    Full,
-    KernelRequest,
-    ReferenceKernel,
-    SameSegment,
-    SlidingWindow,
-    refusal,
-    use_kernels,
-)
-from axcore.nn.attention.choice import recording
-from axcore.testing import KernelSuite, tiny_model
+from axcore.nn import Causal, Full, SameSegment, SlidingWindow
+from axcore.testing import KernelSuite, RequestSuite, tiny_model, training_request
 from axcore.testing.devices import on_devices
 from axcore.train import CrossEntropy
 from axcore_nki.kernel import NkiKernel
 
-WELL = KernelRequest(
-    platform="neuron",
-    device_kind="NC_v3d",
-    dtype=np.dtype(jnp.bfloat16),
-    batch=2,
-    query_len=2048,
-    key_len=2048,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    value_dim=128,
-    scale=0.1,
-    mask=Causal() & SameSegment(),
-    packed=True,
-    partial=False,
-    aligned=True,
-    phase="train",
-    options=(),
-    view=Contiguous,
-)
-KERNEL = NkiKernel.Config(head_dim=128).build(rngs=ax.Rngs(0))
 
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
+class TestRequests(RequestSuite):
+    name = "nki"
+    kernel = NkiKernel.Config(head_dim=128)
+    request = training_request("neuron", "NC_v3d", query_len=2048, key_len=2048)
+    supported = [
         {"packed": False},
         {"mask": Full() & SameSegment()},
         {"mask": Causal() & SlidingWindow(size=4)},
@@ -70,17 +36,9 @@ KERNEL = NkiKernel.Config(head_dim=128).build(rngs=ax.Rngs(0))
         {"device_kind": "trn2"},
         {"device_kind": ""},
         {"batch": 2048},
-    ],
-    ids=str,
-)
-def test_supported_requests(changes):
-    assert refusal(KERNEL, dataclasses.replace(WELL, **changes)) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"platform": "gpu"}, "requires AWS Trainium (the platform neuron), and this is gpu"),
+    ]
+    refused = [
+        ({"platform": "gpu"}, "requires AWS Trainium (the platform neuron), got gpu"),
         ({"device_kind": "NC_v2"}, "requires Trainium2 or later, got NC_v2"),
         ({"device_kind": "trn1"}, "requires Trainium2 or later, got trn1"),
         ({"dtype": np.dtype(np.float32)}, "multiplies in bfloat16, got float32"),
@@ -91,15 +49,12 @@ def test_supported_requests(changes):
         ({"num_heads": 520}, "at most 512 heads per device, got 520"),
         ({"query_len": 131_073, "key_len": 131_073}, "at most 131072 tokens per row, got 131584"),
         ({"query_len": 32, "aligned": False}, "got 32 queries and 2048 keys of different tokens"),
-        ({"mask": SlidingWindow(size=4)}, "causal masks and causal windows"),
-        ({"mask": Causal() | SameSegment()}, "causal masks and causal windows"),
+        ({"mask": SlidingWindow(size=4)}, "causal masks, causal windows and documents, not SlidingWindow(size=4)"),
+        ({"mask": Causal() | SameSegment()}, "causal masks, causal windows and documents"),
         ({"options": ("softcap", "sinks")}, "does not take softcap"),
         ({"options": ("bias", "dropout")}, "does not take bias and dropout"),
-    ],
-    ids=lambda value: None if isinstance(value, str) else str(value),
-)
-def test_unsupported_requests_have_a_reason(changes, reason):
-    assert reason in refusal(KERNEL, dataclasses.replace(WELL, **changes))
+    ]
+    elsewhere = "requires AWS Trainium"
 
 
 def trace(cfg):
@@ -108,29 +63,8 @@ def trace(cfg):
     jax.eval_shape(lambda params, ids: fn(params, state, ids)[0][0], params, ids)
 
 
-elsewhere = pytest.mark.skipif(jax.default_backend() == "neuron", reason="tests the behaviour on other platforms")
-
-
 def half(cfg):
     return cfg.set(dtypes=ax.DTypes(compute=jnp.bfloat16))
-
-
-@elsewhere
-def test_nki_alone_raises_on_another_platform():
-    cfg = ax.pipe(tiny_model(), ax.use("nki"))
-    assert all(node.kernel == NkiKernel.Config() for _, node in ax.select(cfg, Attention))
-    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: .*NkiKernel: .* this is"):
-        trace(half(cfg))
-
-
-@elsewhere
-def test_next_kernel_of_an_order_is_used_on_another_platform():
-    with recording() as found:
-        trace(half(use_kernels(tiny_model(), ("nki", "reference"))))
-    assert isinstance(found[0].kernel, ReferenceKernel)
-    assert [(type(kernel), "requires AWS Trainium" in reason) for kernel, reason in found[0].refused] == [
-        (NkiKernel, True)
-    ]
 
 
 def test_missing_library_is_named(stand_in, monkeypatch):

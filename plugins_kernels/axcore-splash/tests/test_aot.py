@@ -41,7 +41,7 @@ def kernels(topology, form, seq=1024, head_dim=128, value_dim=None, dtype="bfloa
 
     def loss(q, k, v, sinks, ids):
         def heads(q, k, v):
-            return attention(q, k, v, form, segments=(ids, ids), sinks=sinks)[0]
+            return attention(form, q, k, v, (ids, ids), sinks)[0]
 
         if keep is not None:
             heads = jax.checkpoint(heads, policy=jax.checkpoint_policies.save_only_these_names(*keep))

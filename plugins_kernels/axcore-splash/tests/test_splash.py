@@ -13,7 +13,6 @@ import pytest
 
 import axcore as ax
 from axcore.aot.flops import count_flops
-from axcore.module import abstract
 from axcore.nn import (
     Attention,
     AttentionInputs,
@@ -30,7 +29,7 @@ from axcore.nn import (
 )
 from axcore.nn.attention.context.ring import RingAttention
 from axcore.parallel import Mesh
-from axcore.testing import KernelSuite, tiny_model
+from axcore.testing import KernelSuite, RequestSuite, tiny_model, training_request
 from axcore.testing.devices import steps
 from axcore.testing.models import tiny_batch
 from axcore_splash import primitives
@@ -39,36 +38,18 @@ from axcore_splash.fused import attention
 from axcore_splash.kernel import SplashKernel
 from axcore_splash.primitives import Form
 
-WELL = KernelRequest(
-    platform="tpu",
-    device_kind="TPU v5",
-    dtype=np.dtype(jnp.bfloat16),
-    batch=2,
-    query_len=64,
-    key_len=64,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    value_dim=128,
-    scale=0.1,
-    mask=Causal() & SameSegment(),
-    packed=True,
-    partial=False,
-    aligned=True,
-    phase="train",
-    options=(),
-    view=Contiguous,
-)
+WELL = training_request("tpu", "TPU v5")
 
 
 def built(**fields):
     return SplashKernel.Config(head_dim=64, **fields).build(rngs=ax.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
+class TestRequests(RequestSuite):
+    name = "splash"
+    kernel = SplashKernel.Config(head_dim=64)
+    request = WELL
+    supported = [
         {"device_kind": ""},
         {"dtype": np.dtype(np.float32)},
         {"head_dim": 192, "value_dim": 128},
@@ -77,11 +58,16 @@ def built(**fields):
         {"mask": SlidingWindow(size=4)},
         {"mask": Full(), "aligned": False, "key_len": 100},
         {"partial": True},
-    ],
-    ids=str,
-)
-def test_supported_requests(changes):
-    assert refusal(built(), dataclasses.replace(WELL, **changes)) is None
+    ]
+    refused = [
+        ({"platform": "cpu"}, "requires a TPU, got cpu"),
+        ({"platform": "gpu"}, "requires a TPU, got gpu"),
+        ({"dtype": np.dtype(np.float16)}, "bfloat16 or float32, not float16"),
+        ({"query_len": 32, "aligned": False}, "got 32 queries and 64 keys of different tokens"),
+        ({"mask": Causal() | SameSegment()}, "supports full attention, causal masks, windows and documents"),
+        ({"options": ("bias", "dropout")}, "does not take bias and dropout"),
+    ]
+    elsewhere = "got cpu"
 
 
 def test_blocks_are_tunable():
@@ -98,26 +84,10 @@ def test_blocks_are_tunable():
     assert built(tuning=tuning, block_q=128).settings(request) == others[0] | {"block_q": 128}
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"platform": "cpu"}, "requires a TPU, and this is cpu"),
-        ({"platform": "gpu"}, "requires a TPU, and this is gpu"),
-        ({"dtype": np.dtype(np.float16)}, "bfloat16 or float32, not float16"),
-        ({"query_len": 32, "aligned": False}, "got 32 queries and 64 keys of different tokens"),
-        ({"mask": Causal() | SameSegment()}, "supports full attention, causal masks, windows and documents"),
-        ({"options": ("bias", "dropout")}, "does not take bias and dropout"),
-    ],
-    ids=lambda value: None if isinstance(value, str) else str(value),
-)
-def test_unsupported_requests_have_a_reason(changes, reason):
-    assert reason in refusal(built(), dataclasses.replace(WELL, **changes))
-
-
 def test_the_interpreter_runs_only_on_cpus():
     kernel = built(interpret=True)
     assert refusal(kernel, dataclasses.replace(WELL, platform="cpu")) is None
-    assert refusal(kernel, WELL) == "interpret=True is for tests on a CPU, and this is tpu"
+    assert refusal(kernel, WELL) == "interpret=True is for tests on a CPU, got tpu"
 
 
 @pytest.mark.parametrize(
@@ -165,13 +135,9 @@ def test_unsupported_jax_version_names_what_is_missing(monkeypatch):
         primitives._private()
 
 
-def test_splash_alone_raises_on_a_cpu():
+def test_options_of_the_feature_reach_every_attention():
     cfg = ax.pipe(tiny_model(), ax.use("splash", fused_backward=True))
     assert all(node.kernel == SplashKernel.Config(fused_backward=True) for _, node in ax.select(cfg, Attention))
-    fn, params, state = abstract(cfg)
-    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    with pytest.raises(ax.ConfigError, match=r"decoder\.layers\.\*\.attention\.kernel: .*SplashKernel: .* this is cpu"):
-        jax.eval_shape(lambda params, ids: fn(params, state, ids)[0][0], params, ids)
 
 
 class TestSplash(KernelSuite):
@@ -206,6 +172,27 @@ def test_some_cases_equal_the_formula(name):
     suite.test_outputs_equal_the_formula(name)
     suite.test_lse_equals_the_formula(name)
     suite.test_gradients_equal_the_formula(name)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 300), (False, 300)])
+def test_flops_leave_out_the_blocks_that_are_skipped(causal, window):
+    """Also in scanned layers with remat. The forward kernel computes 2 products, the backward kernels 4 and 3."""
+    length, block, heads, dim = 1024, 128, 2, 64
+    sizes = {f"block_{kind}": block for kind in ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")}
+    form = Form(1.0, causal=causal, window=window, blocks=Blocks(**sizes))
+    q, k = np.mgrid[:length, :length]
+    seen = (k <= q if causal else np.full(q.shape, True)) & (abs(q - k) < (window or length))
+    blocks = seen.reshape(length // block, block, length // block, block).any((1, 3)).sum()
+    product = 2 * heads * dim * block**2 * blocks
+
+    def total(q, k, v):
+        layer = jax.checkpoint(lambda q: attention(form, q, k, v)[0])
+        return jax.lax.scan(lambda q, _: (layer(q), None), q, None, length=3)[0].sum()
+
+    x = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)
+    assert count_flops(jax.make_jaxpr(total)(x, x, x)).total == 3 * 2 * product
+    gradient = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(x, x, x)
+    assert count_flops(gradient).total == 3 * (2 + 2 + 4 + 3) * product
 
 
 def random_inputs(seq=24, key_len=None, heads=4, kv_heads=2, dim=32, dtype=jnp.float32, valid=None, **more):
@@ -300,7 +287,7 @@ def test_flops_leave_out_a_forward_pass_that_xla_removes():
 
     def flops(wrap, fused=False):
         form = Form(scale=0.1, blocks=Blocks(fused_backward=fused))
-        heads = wrap(lambda *x: attention(*x, form)[0])
+        heads = wrap(lambda *x: attention(form, *x)[0])
         loss = jax.value_and_grad(lambda *x: heads(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
         return count_flops(jax.make_jaxpr(loss)(shape, shape, shape)).total
 

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +22,9 @@ from axcore.config.node import fields
 from axcore.config.tree import get, join
 from axcore.config.types import conforms, hints
 from axcore.module import Layer, Rngs, abstract
-from axcore.nn import AttentionKernel, KernelRequest, Repeat, TunableKernel, refusal
+from axcore.nn import AttentionKernel, GroupedMatmul, KernelRequest, Repeat, TunableKernel, refusal
 from axcore.nn.attention.choice import Choice, ChooseKernel, recording
+from axcore.nn.grouped_choice import FirstSupported, GroupedChoice, recording_grouped
 from axcore.parallel import Layout, Mesh
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, recipe_of, registry, supplier
 from axcore.plugin.offers import OFFERS
@@ -30,6 +33,10 @@ from axcore.train import CrossEntropy
 from axcore.train.data.form import batch_form
 
 CORE = f"axcore {axcore.__version__}"
+WIDTH, MIN_COLUMN = 120, 40
+"""Columns of the text, and the smallest width of its last column."""
+_SUPPLIER = re.compile(r" of [\w-]+ [\w.+-]+(?=\(|$)")
+"""The distribution in the description of an edit, such as ` of axcore-rope 0.1.0`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Slot:
     Attributes:
         kind: The kind of the offers.
         paths: The config paths of the fields.
-        request: The request that a kernel must support; empty for other kinds of slots.
+        request: The request that a kernel or grouped product must support; empty for other kinds of slots.
         layers: The number of layers with this request; 0 for other kinds of slots.
     """
 
@@ -87,7 +94,8 @@ class Explanation:
     Attributes:
         target: The accelerator and its mesh rule; empty for this machine.
         empty: The paths of empty fields that features may fill.
-        problems: An error message for each attention that no kernel supports. Training would raise it.
+        problems: An error message for each attention that no kernel supports, and for each mixture of experts that no
+            grouped product supports. Training would raise it.
     """
 
     platform: str
@@ -104,17 +112,34 @@ class Explanation:
     def __str__(self) -> str:
         plugins = ", ".join(self.plugins.values()) or "none"
         lines = [f"platform: {self.platform}{self.target and f' ({self.target})'}", f"active plugins: {plugins}", ""]
-        rows = [(node.path or "(root)", node.kind, node.supplier, node.by) for node in self.nodes]
+        # Versions are in the line of plugins, and the supplier of a feature is that of the node or of the mesh rule.
+        rows = [
+            (node.path or "(root)", node.kind, node.supplier.partition(" ")[0], _SUPPLIER.sub("", node.by))
+            for node in self.nodes
+        ]
         lines += _table(("node", "builds", "from", "set by"), rows)
         for slot in self.slots:
-            where = slot.paths[0] if len(slot.paths) == 1 else f"{slot.paths[0]} and {len(slot.paths) - 1} more"
-            where += f", {slot.layers} layer{'s' * (slot.layers > 1)}" if slot.layers else ""
-            lines += ["", f"{slot.kind}: {where}" + (f"  ({slot.request})" if slot.request else "")]
-            listed = [(f"  {each.name}", each.supplier, each.verdict) for each in slot.candidates]
-            lines += _table((), listed) or ["  (no installed plugin offers one)"]
+            lines += ["", *_lines(slot)]
         if self.empty:
-            lines += ["", f"slots that features may fill: {', '.join(self.empty)}"]
+            parents: dict[str, list[str]] = {}
+            for path in self.empty:
+                parent, _, name = path.rpartition(".")
+                parents.setdefault(name, []).append(parent or "(root)")
+            lines += ["", "empty slots, which features may fill:"]
+            lines += _table((), [(f"  {name}", ", ".join(found)) for name, found in parents.items()])
         return "\n".join(lines)
+
+
+def _lines(slot: Slot) -> Iterator[str]:
+    """A slot as text: its path, the request, and its candidates with the chosen one first."""
+    where = slot.paths[0] if len(slot.paths) == 1 else f"{slot.paths[0]} and {len(slot.paths) - 1} more"
+    where += f", {slot.layers} layer{'s' * (slot.layers > 1)}" if slot.layers else ""
+    yield f"{slot.kind}: {where}"
+    if slot.request:
+        yield from _table((), [("  call:", slot.request)])
+    listed = sorted(slot.candidates, key=lambda each: not each.verdict.startswith("chosen"))
+    rows = [(f"  {each.name}", each.supplier, each.verdict) for each in listed]
+    yield from _table((), rows) or ["  (no installed plugin offers one)"]
 
 
 def explain(cfg: Config, target: str | None = None) -> Explanation:
@@ -132,7 +157,7 @@ def explain(cfg: Config, target: str | None = None) -> Explanation:
         platform = accelerator.backend
         rules = mesh_rules(accelerator, recipe_of(cfg))
         rule = target + "".join(f", mesh rule {rule.name} of {plugin}" for plugin, rule in rules[:1])
-    choices = kernel_choices(cfg, layout)
+    choices = _choices(cfg, layout)
     nodes = [_node(path, node) for path, node in walk(cfg) if node.target is not None]
     slots = [slot for kind in OFFERS.values() if kind.slot for slot in _slots(cfg, kind, choices)]
     listed = {path for slot in slots for path in slot.paths}
@@ -161,6 +186,11 @@ def layout_for(cfg: Config, target: str | None) -> Layout | None:
 
 def kernel_choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:  # Any: the config of a trainer or of a model
     """The choice of each kernel slot, by its path in the config."""
+    return {path: choice for path, choice in _choices(cfg, layout).items() if isinstance(choice, Choice)}
+
+
+def _choices(cfg: Any, layout: Layout | None) -> dict[str, Choice | GroupedChoice]:
+    """The choice of each slot for a kernel or a grouped product, by its path in the config."""
     whole = has_field(cfg, "model")
     model, prefix = (cfg.model, "model") if whole else (cfg, "")
     if not hasattr(model.target, "predictions"):
@@ -180,9 +210,11 @@ def kernel_choices(cfg: Any, layout: Layout | None) -> dict[str, Choice]:  # Any
         return objective.value(fn, params, state, batch, key=key, training=True)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with layout.active() if layout is not None else contextlib.nullcontext(), recording() as found:
+    active_layout = layout.active() if layout is not None else contextlib.nullcontext()
+    with active_layout, recording() as kernels, recording_grouped() as products:
         jax.eval_shape(loss, params, state, batch, key)
-    return {_config_path(choice.path, prefix): choice for choice in found}
+    choices: list[Choice | GroupedChoice] = [*kernels, *products]
+    return {_config_path(choice.path, prefix): choice for choice in choices}
 
 
 def _config_path(path: str, prefix: str) -> str:
@@ -200,7 +232,7 @@ def _node(path: str, node: Config) -> Node:
     return Node(path, type_name(type(node)).rpartition(".")[2], _name(supplier(node)), "" if by == "python" else by)
 
 
-def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice]) -> Iterator[Slot]:
+def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice | GroupedChoice]) -> Iterator[Slot]:
     """The slots for one kind of offers, grouped by their verdicts."""
     groups: dict[tuple[str, tuple[Candidate, ...]], list[str]] = {}
     for path, node in walk(cfg):
@@ -224,10 +256,10 @@ def _layers(cfg: Config, path: str) -> int:
 
 
 def _candidates(
-    kind: type[Offer], value: Config | Mapping[str, object] | None, choice: Choice | None
+    kind: type[Offer], value: Config | Mapping[str, object] | None, choice: Choice | GroupedChoice | None
 ) -> Iterator[Candidate]:
     entries = value.values() if isinstance(value, Mapping) else (value,)
-    order = value.order if isinstance(value, ChooseKernel.Config) else entries
+    order = value.order if isinstance(value, ChooseKernel.Config | FirstSupported) else entries
     held = {type(node) for node in order if isinstance(node, Config)}
     named: set[type] = set()
     for plugin, offer in registry().offers(kind):
@@ -244,9 +276,11 @@ def _candidates(
         yield Candidate(label, _name(owner), _verdict(node_type, "", held, choice))
 
 
-def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: Choice | None) -> str:
+def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: Choice | GroupedChoice | None) -> str:
     if choice is None:
         return "chosen" if node_type in held else f'not attached; use("{name}")'
+    if isinstance(choice, GroupedChoice):
+        return _grouped_verdict(node_type, name, held, choice)
     if choice.kernel is not None and isinstance(choice.kernel, node_type.target):
         return "; ".join(dict.fromkeys(["chosen", *_settings(choice)]))
     refused = {type(kernel): reason for kernel, reason in choice.refused}
@@ -256,6 +290,20 @@ def _verdict(node_type: type[Config], name: str, held: Iterable[type], choice: C
         return "not needed: an earlier kernel in the order is chosen"
     reason = _refusal(node_type, choice.requests)
     return f"no: {reason}" if reason else f'possible; use("kernels", order=("{name}",))'
+
+
+def _grouped_verdict(node_type: type[Config], name: str, held: Iterable[type], choice: GroupedChoice) -> str:
+    if type(choice.matmul) is node_type:
+        return "chosen"
+    refused = {type(matmul): reason for matmul, reason in choice.refused}
+    if node_type in refused:
+        return f"no: {refused[node_type]}"
+    if node_type in held:
+        return "not needed: an earlier grouped product in the order is chosen"
+    matmul = node_type()
+    assert isinstance(matmul, GroupedMatmul)
+    reason = next((reason for request in choice.requests if (reason := matmul.supports(request)) is not None), None)
+    return f"no: {reason}" if reason else f'possible; use("{name}")'
 
 
 def _settings(choice: Choice) -> Iterator[str]:
@@ -294,6 +342,13 @@ def _name(plugin: Plugin | None) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows in columns. The last column is wrapped at `WIDTH`."""
     every = [head, *rows] if head else rows
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in every]
+    indent = sum(widths[:-1]) + 2 * len(widths[:-1])
+    lines: list[str] = []
+    for row in every:
+        start = "".join(cell.ljust(width + 2) for cell, width in zip(row[:-1], widths, strict=False))
+        wrapped = textwrap.wrap(row[-1], max(MIN_COLUMN, WIDTH - indent), break_on_hyphens=False) or [""]
+        lines += [f"{start}{wrapped[0]}".rstrip(), *(" " * indent + rest for rest in wrapped[1:])]
+    return lines

@@ -23,9 +23,19 @@ from axcore.parallel.pipeline import Op, Table
 _UNCOUNTED = ("custom_call", "ffi_call", "pure_callback", "io_callback")
 _KERNELS = ("pallas_call", "mpmd_map")
 """The primitives of `pallas_call` and of `pl.kernel`."""
-_CUDNN_MATMULS = {"dot_product_attention_fwd": 2, "dot_product_attention_bwd": 5}
+_BLOCK_MASK = {"splash_mha": 1}
+"""Start of the name of a kernel -> the operand that tells which blocks of the grid it computes (not 0) or skips."""
+_CUDNN_MATMULS = {
+    f"dot_product_attention_{kind}": count
+    for precision in ("", "fp8_")
+    for kind, count in ((f"{precision}fwd", 2), (f"{precision}bwd", 5))
+}
 """Number of matrix products in jax's cuDNN attention. The forward pass computes logits and heads; the backward pass
 computes four gradients and recomputes the logits."""
+
+
+Known = Mapping[Any, Any]  # Any: variables of a jaxpr, and arrays
+"""The constants of a jaxpr: variable -> value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +69,7 @@ def count_flops(jaxpr: ClosedJaxpr, table: Table | None = None) -> Flops:
     """
     used, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     counter = _Counter(table)
-    return Flops(dict(counter.of(used)), dict(counter.uncounted))
+    return Flops(dict(counter.of(used, _known(jaxpr))), dict(counter.uncounted))
 
 
 class _Counter:
@@ -67,7 +77,8 @@ class _Counter:
         self.uncounted: Counter[str] = Counter()
         self._table = table
 
-    def of(self, jaxpr: Jaxpr) -> Counter[str]:
+    def of(self, jaxpr: Jaxpr, known: Known) -> Counter[str]:
+        """The operations of a jaxpr whose variables `known` are constants."""
         total: Counter[str] = Counter()
         used = {var for var in jaxpr.outvars if isinstance(var, Var)}
         for eqn in reversed(jaxpr.eqns):
@@ -75,40 +86,40 @@ class _Counter:
             if eqn.primitive.name in _KERNELS and not eqn.effects and used.isdisjoint(eqn.outvars):
                 continue
             used.update(var for var in eqn.invars if isinstance(var, Var))
-            total.update(self._one(eqn))
+            total.update(self._one(eqn, known))
         return total
 
-    def _ticks(self, table: Table, jaxpr: Jaxpr) -> Counter[str]:
+    def _ticks(self, table: Table, jaxpr: Jaxpr, known: Known) -> Counter[str]:
         """All iterations of the loop over the ticks of a schedule."""
         total: Counter[str] = Counter()
         for eqn in jaxpr.eqns:
             if _is_task(eqn):
-                found = [self.of(branch.jaxpr) for branch in eqn.params["branches"]]
+                found = [self.of(branch, inside) for branch, inside in _inner(eqn, known)]
                 for ops, count in table.together.items():
                     largest = max((found[op] for op in ops), key=lambda each: each.total())
                     total.update({dtype: count * each for dtype, each in largest.items()})
             else:
-                total.update({dtype: table.ticks * each for dtype, each in self._one(eqn).items()})
+                total.update({dtype: table.ticks * each for dtype, each in self._one(eqn, known).items()})
         return total
 
-    def _one(self, eqn: JaxprEqn) -> Counter[str]:
+    def _one(self, eqn: JaxprEqn, known: Known) -> Counter[str]:
         name, params = eqn.primitive.name, eqn.params
         if (count := _COUNTS.get(name)) is not None:
             return Counter({_dtype(eqn): count(eqn)})
         if name in _KERNELS:
-            return self._kernel(eqn)
+            return self._kernel(eqn, known)
         if (matmuls := _cudnn(name)) is not None:
             return Counter({_dtype(eqn): _attention(eqn, matmuls)})
         if name in ("cond", "platform_index"):
-            return max((self.of(branch.jaxpr) for branch in params["branches"]), key=lambda found: found.total())
+            return max((self.of(*branch) for branch in _inner(eqn, known)), key=lambda found: found.total())
         if any(word in name for word in _UNCOUNTED):
             self.uncounted[str(params.get("target_name", name))] += 1
             return Counter()
         if self._table is not None and _is_loop_over(self._table, eqn):
-            return self._ticks(self._table, params["jaxpr"].jaxpr)
+            return self._ticks(self._table, *next(_inner(eqn, known)))
         inner: Counter[str] = Counter()
-        for below in _inner(params):
-            inner.update(self.of(below))
+        for below in _inner(eqn, known):
+            inner.update(self.of(*below))
         times = 1
         match name:
             case "scan":
@@ -120,9 +131,9 @@ class _Counter:
                 times = math.prod(sizes[axis] for axis in params[_manual_axes(params)])
         return Counter({dtype: count * times for dtype, count in inner.items()})
 
-    def _kernel(self, eqn: JaxprEqn) -> Counter[str]:
-        """A Pallas kernel: its `cost_estimate`, or the operations of its body times the size of the grid. A kernel on
-        a mesh of cores, whose loops depend on its data, is not counted without an estimate."""
+    def _kernel(self, eqn: JaxprEqn, known: Known) -> Counter[str]:
+        """A Pallas kernel: its `cost_estimate`, or the operations of its body times the number of blocks that it
+        computes. A kernel on a mesh of cores, whose loops depend on its data, is not counted without an estimate."""
         estimate = eqn.params.get("cost_estimate")
         if estimate is not None:
             return Counter({_dtype(eqn): estimate.flops})
@@ -130,7 +141,8 @@ class _Counter:
             self.uncounted[eqn.params["name"]] += 1
             return Counter()
         grid = math.prod(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
-        return Counter({dtype: count * grid for dtype, count in self.of(eqn.params["jaxpr"]).items()})
+        blocks = grid * _computed(eqn, known)
+        return Counter({dtype: count * blocks for dtype, count in self.of(eqn.params["jaxpr"], {}).items()})
 
 
 def _is_loop_over(table: Table, eqn: JaxprEqn) -> bool:
@@ -150,14 +162,34 @@ def _manual_axes(params: Mapping[str, Any]) -> str:
     return next(name for name in ("newly_manual_axes", "manual_axes") if name in params)
 
 
-def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-    """The jaxprs in the parameters of an equation."""
+def _known(jaxpr: ClosedJaxpr) -> Known:
+    return dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+
+
+def _inner(eqn: JaxprEqn, known: Known) -> Iterator[tuple[Jaxpr, Known]]:
+    """The jaxprs in the parameters of an equation, each with the constants that it receives."""
+    params, given = eqn.params, eqn.invars
+    match eqn.primitive.name:
+        case "cond":
+            given = given[1:]  # after the index of the branch
+        case "while":
+            given = []  # its condition and its body receive different ones
     for value in params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, ClosedJaxpr):
-                yield each.jaxpr
-            elif isinstance(each, Jaxpr):
-                yield each
+            if not isinstance(each, ClosedJaxpr | Jaxpr):
+                continue
+            inner, constants = (each.jaxpr, _known(each)) if isinstance(each, ClosedJaxpr) else (each, {})
+            received = zip(inner.invars, given, strict=False)
+            passed = {var: known[outer] for var, outer in received if isinstance(outer, Var) and outer in known}
+            yield inner, {**constants, **passed}
+
+
+def _computed(eqn: JaxprEqn, known: Known) -> float:
+    """The share of the blocks of a kernel's grid that it computes; 1 if that is not known."""
+    name = str(eqn.params.get("name") or "")
+    operand = next((operand for start, operand in _BLOCK_MASK.items() if name.startswith(start)), None)
+    mask = None if operand is None else known.get(eqn.invars[operand])
+    return 1.0 if mask is None else np.count_nonzero(mask) / np.size(mask)
 
 
 def _dtype(eqn: JaxprEqn) -> str:
@@ -216,7 +248,7 @@ def _attention(eqn: JaxprEqn, matmuls: int) -> float:
     """cuDNN attention. A causal mask leaves half of the keys, and a window as many keys as its width."""
     q, k = (_shape(var) for var in eqn.invars[:2])
     (batch, queries, heads, features), keys = q, k[1]
-    causal = "CAUSAL" in str(eqn.params.get("mask_type", "")).upper()
+    causal = "CAUSAL" in str(eqn.params.get("mask_type", "")).upper() or eqn.params.get("use_causal_mask", False)
     seen = keys / 2 if causal else float(keys)
     window = eqn.params.get("sliding_window_length") or 0
     seen = min(seen, float(window)) if window > 0 else seen

@@ -18,6 +18,7 @@ TEMPLATES = Path(__file__).parent.parent / "templates"
 KINDS = (
     "layer",
     "attention",
+    "grouped_matmul",
     "kv_cache",
     "parallelism",
     "numerics",

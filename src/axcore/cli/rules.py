@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from axcore.cli.compose import RECIPE_OR_FOLDER, Commands, add_edits, compose, edited
 from axcore.cli.listing import table
-from axcore.config import ConfigError
+from axcore.config import ConfigError, walk
+from axcore.config.text import flatten
 from axcore.plugin import Accelerator, MeshRule, mesh_rule, recipe_of, registry
 
 if TYPE_CHECKING:
@@ -73,9 +75,9 @@ def show_rule(name: str, before: list[tuple[str, str]], target: str, after: list
     print(f"{target}: {accelerator.count} devices{over}")
     print(f"rule {rule.name} of {plugin}: {rule.summary}\n")
     table(("mesh rule", "accelerators", "only for", "from", "verdict"), _candidates(accelerator, recipe, rule), "")
-    print("\nchanges by the rule:", *str(adapted.diff(recipe)).splitlines(), sep="\n  ")
+    print("\nchanges by the rule:", *_changes(recipe, adapted), sep="\n")
     if after:
-        print("\nchanges by the edits after --target:", *str(cfg.diff(adapted)).splitlines(), sep="\n  ")
+        print("\nchanges by the edits after --target:", *_changes(adapted, cfg), sep="\n")
     sizes = dict(layout.mesh.shape)
     print("\nmesh: " + ", ".join(f"{axis}={size}" for axis, size in sizes.items()))
     if accelerator.hosts > 1:
@@ -88,6 +90,34 @@ def show_rule(name: str, before: list[tuple[str, str]], target: str, after: list
         print()
         rows = [(option.name, str(option.value), option.note) for option in options]
         table(("compiler option", "value", "check"), rows, "")
+
+
+def _changes(old: Any, new: Any) -> Iterator[str]:
+    """The changes of values that were set, in the order of the config. Leaves out the defaults of new nodes, and the
+    fields of replaced nodes."""
+    before, after = dict(walk(old)), dict(walk(new))
+    replaced = [path for path in {**before, **after} if type(before.get(path)) is not type(after.get(path))]
+    defaults = {path: flatten(type(after[path])()) for path in replaced if path in after}
+    places = {path: place for place, path in enumerate({**flatten(new), **flatten(old)})}
+    found = False
+    for change in sorted(new.diff(old), key=lambda change: places.get(change.path, -1)):
+        above = [path for path in replaced if change.path.startswith(f"{path}.")]
+        defaulted = any(
+            path in defaults and defaults[path].get(change.path[len(path) + 1 :]) == change.new for path in above
+        )
+        if above and (change.new is None or defaulted):
+            continue
+        found = True
+        yield textwrap.fill(
+            str(change),
+            120,
+            initial_indent="  ",
+            subsequent_indent=" " * 6,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    if not found:
+        yield "  none"
 
 
 def _compiling(accelerator: Accelerator) -> Layout | None:

@@ -15,6 +15,7 @@ from axcore.config import Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
 from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, for_decoding, unstack_arrays, unstacked
 from axcore.nn.attention.heads import check_heads
+from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
 
 
@@ -138,8 +139,9 @@ class Decoder:
             The decoder, the parameters and the initial state.
 
         Raises:
-            ConfigError: `model` was not built from a config, none of its layers has decoding state, its heads are not
-                divisible by their shards, or its paged caches differ in the size of their pools.
+            ConfigError: `model` was not built from a config or is not calibrated, none of its layers has decoding
+                state, its heads are not divisible by their shards, or its paged caches differ in the size of their
+                pools.
         """
         if not isinstance(model, Layer):
             raise ConfigError(f"Decoder.of requires a model that was built from a config, got {type(model).__name__}")
@@ -147,6 +149,7 @@ class Decoder:
             raise ConfigError(
                 f"cache must be the Config of a KV cache, such as ContiguousCache.Config(), not {cache!r}"
             )
+        require_calibrated(model)
         cfg = model.config
         params = functional(model)[1]
         # State other than caches, such as a router's bias. The caches are created below.

@@ -8,7 +8,7 @@ import functools
 import itertools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Many
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from axcore import config
@@ -245,6 +245,19 @@ class Engine(config.Configurable):
             for stream in streams:
                 stream.cancel()
 
+    def score(self, prompts: Iterable[Many[int]]) -> list[tuple[TokenLogprob, ...]]:
+        """The log-probability of each token of some rows but the first, given the tokens before it.
+
+        Args:
+            prompts: the token ids of each row, fewer than `max_len`.
+
+        Raises:
+            AxcoreError: a row does not fit, or the engine failed.
+        """
+        options = SamplingOptions(temperature=0.0, max_tokens=1, prompt_logprobs=True)
+        pieces = self.generate(Request(tuple(map(int, ids)), options) for ids in prompts)
+        return [piece.prompt_logprobs or () for piece in pieces]
+
     def warm_up(
         self, methods: Iterable[Method] = ("greedy", "plain", "full"), *, prompt_logprobs: bool = False
     ) -> None:
@@ -252,7 +265,7 @@ class Engine(config.Configurable):
 
         Args:
             methods: the sampling methods to compile.
-            prompt_logprobs: whether requests will ask for log-probabilities of prompts.
+            prompt_logprobs: whether to compile the programs that score prompts.
         """
         self._in_thread(functools.partial(self._runner.warm_up, tuple(methods), prompt_logprobs=prompt_logprobs))
 
@@ -340,11 +353,8 @@ class Engine(config.Configurable):
     def _deliver(self, sample: _Sample, new: Next) -> None:
         """Delivers a new token, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
-        scores = None
         if sequence.num_output == 1:
             self._cached_tokens += sequence.num_cached or 0
-            if sequence.request.options.prompt_logprobs is not None:
-                scores = tuple(sample.scores[position] for position in range(1, len(sequence.request.ids)))
         if stream is not None:
             text = stream.add(sequence.tokens[-1:])
             if stream.stopped is not None and sequence.finish != "stop":
@@ -355,6 +365,9 @@ class Engine(config.Configurable):
         logprobs = None if new.logprob is None else (new.logprob,)
         if sequence.finish is not None:
             del self._samples[sequence.id]
+        scores = None
+        if sequence.num_output == 1 and sequence.request.options.prompt_logprobs:
+            scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
         sample.deliver(Piece((sequence.tokens[-1],), text, logprobs, sequence.finish, scores))
 
 
@@ -366,17 +379,14 @@ _NO_TOKEN = (
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """A sample that has not ended.
-
-    Attributes:
-        scores: the log-probabilities of its prompt so far, by position.
-    """
+    """A sample that has not ended."""
 
     sequence: Sequence
     deliver: Deliver
     seed: Seed
     text: TextStream | None
     scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
+    """The log-probabilities of the prompt so far, by position."""
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:

@@ -16,6 +16,7 @@ from axcore.infer.engine import Engine
 from axcore.infer.requests import Request, SamplingOptions
 from axcore.module import Layer, Tree, functional
 from axcore.nn import KVCache
+from axcore.numerics import require_calibrated
 
 
 class Generator:
@@ -47,6 +48,7 @@ class Generator:
             raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
         if context < 1:
             raise AxcoreError(f"context must be at least 1, not {context}")
+        require_calibrated(model)
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._end_ids = frozenset(end_ids)
         self._fn, self._params, self._state = functional(model)

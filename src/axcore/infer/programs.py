@@ -13,12 +13,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.decoder import Decoder, Step
-from axcore.infer.sampling import Counts, LogProbs, Sampled, SamplingRows, logprobs, sample
+from axcore.infer.sampling import Counts, LogProbs, Sampled, SamplingRows, log_probabilities, sample
+from axcore.infer.sampling.rows import USUAL_LOGPROBS
 from axcore.module import Tree
 from axcore.nn import Phase
 
 
-class Rows(NamedTuple):
+class Batch(NamedTuple):
     """The rows of one call of the model, padded to a bucket.
 
     The arrays are new for each call: JAX on CPU may read NumPy memory after the call returns.
@@ -93,11 +94,11 @@ class Programs:
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, columns)
         self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames=("phase", "whole"))
-        self._scorer = jax.jit(self._trace_scorer, donate_argnums=1, static_argnames="num_top")
+        self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jax.jit(self._trace_counter, donate_argnums=0)
 
-    def logits(self, rows: Rows, phase: Phase, *, whole: bool = False) -> Float[Array, "rows vocab"]:
+    def logits(self, rows: Batch, phase: Phase, *, whole: bool = False) -> Float[Array, "rows vocab"]:
         """Runs the model.
 
         Args:
@@ -111,23 +112,18 @@ class Programs:
         logits, self._state = self._model(self._params, self._state, self._last, rows, phase=phase, whole=whole)
         return logits
 
-    def scored(
-        self, rows: Rows, targets: Int[np.ndarray, " width"], num_top: int
-    ) -> tuple[Float[Array, "1 vocab"], LogProbs]:
-        """Runs the model on one row of a prompt, and compares the logits of every token with the next token.
+    def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
+        """Runs the model on a part of a prompt.
 
         Args:
-            rows: the row.
-            targets: the token after each token of the row.
-            num_top: the number of most likely tokens to return.
+            rows: one row.
+            targets: the token after each new token.
 
         Returns:
-            The logits of the last new token, and the log-probabilities of the targets.
+            The logits of the last new token, and the log-probabilities [width] of the targets.
         """
-        logits, scores, self._state = self._scorer(
-            self._params, self._state, self._last, rows, targets, num_top=num_top
-        )
-        return logits, scores
+        logits, found, self._state = self._scorer(self._params, self._state, self._last, rows, targets)
+        return logits, found
 
     def sampled(
         self, logits: Float[Array, "rows vocab"], slots: Int[np.ndarray, " rows"], rows: SamplingRows
@@ -143,25 +139,29 @@ class Programs:
         self._counts = self._counter(self._counts, ids, np.array([[slot, num_prompt, len(tokens)]], np.int32))
 
     def _trace_model(
-        self, params: Tree, state: Tree, last: jax.Array, rows: Rows, *, phase: Phase, whole: bool
+        self, params: Tree, state: Tree, last: jax.Array, rows: Batch, *, phase: Phase, whole: bool
     ) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
-        step = self._step(state, last, rows, phase=phase, whole=whole)
-        at = jnp.maximum(rows.facts[:, 1] - 1, 0)[:, None]
+        step = self._step(state, last, rows, phase, whole)
+        assert step.lengths is not None
+        at = jnp.maximum(step.lengths - 1, 0)[:, None]
         logits, state = self.decoder(params, state, dataclasses.replace(step, logits_at=at))
         return logits[:, 0], state
 
     def _trace_scorer(
-        self, params: Tree, state: Tree, last: jax.Array, rows: Rows, targets: jax.Array, *, num_top: int
+        self, params: Tree, state: Tree, last: jax.Array, rows: Batch, targets: jax.Array
     ) -> tuple[jax.Array, LogProbs, Tree]:
         self.num_traced += 1
-        step = self._step(state, last, rows, phase="prefill", whole=False)
+        step = self._step(state, last, rows, "prefill", False)
+        assert step.lengths is not None
         logits, state = self.decoder(params, state, step)
-        at = jnp.maximum(rows.facts[0, 1] - 1, 0)
-        return logits[:, at], logprobs(logits[0], targets, num_top, self.vocab_size), state
+        real = jnp.arange(logits.shape[-1]) < self.vocab_size
+        all_logits = jnp.where(real, logits[0], -jnp.inf)
+        valid = jnp.isfinite(logits[0].max(axis=-1))
+        found = log_probabilities(all_logits, jnp.asarray(targets)[0], valid, min(USUAL_LOGPROBS, self.vocab_size))
+        return logits[:, jnp.maximum(step.lengths[0] - 1, 0)], found, state
 
-    def _step(self, state: Tree, last: jax.Array, rows: Rows, *, phase: Phase, whole: bool) -> Step:
-        """The step of some rows. It has the logits of every token."""
+    def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase, whole: bool) -> Step:
         start, lengths, slots, continues = jnp.moveaxis(jnp.asarray(rows.facts), 1, 0)
         if whole:  # a slot without new tokens keeps its row
             start = jnp.where(lengths > 0, start, state["lengths"])

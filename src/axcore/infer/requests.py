@@ -35,8 +35,8 @@ class SamplingOptions:
         ignore_end: whether the model's end tokens do not end the sample.
         logprobs: the number of most likely tokens whose log-probabilities are returned besides that of the sampled
             token; None: no log-probabilities.
-        prompt_logprobs: the same for the tokens of the prompt after the first. They are computed again, even if they
-            are in the cache.
+        prompt_logprobs: whether the first piece has the log-probabilities of the prompt, with the number of most likely
+            tokens in `logprobs`.
 
     Raises:
         ConfigError: a value is outside of its range, or not finite.
@@ -57,7 +57,7 @@ class SamplingOptions:
     stop_ids: tuple[NonNegativeInt, ...] = ()
     ignore_end: bool = False
     logprobs: NonNegativeInt | None = None
-    prompt_logprobs: NonNegativeInt | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _check_fields(self, "sampling")
@@ -81,16 +81,15 @@ class SamplingOptions:
         """Checks the token ids against the vocabulary.
 
         Raises:
-            ConfigError: a token id is not in [0, vocab_size), or `logprobs` or `prompt_logprobs` exceeds the
-                vocabulary.
+            ConfigError: a token id is not in [0, vocab_size), or `logprobs` exceeds the vocabulary.
         """
         for name, ids in (("logit_bias", self.logit_bias), ("stop_ids", self.stop_ids)):
             _check_ids(f"sampling.{name}", ids, vocab_size)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None and count > vocab_size:
-                raise ConfigError(
-                    f"sampling.{name}={count} must be at most {vocab_size}, the size of the vocabulary. Reduce {name}"
-                )
+        if self.logprobs is not None and self.logprobs > vocab_size:
+            raise ConfigError(
+                f"sampling.logprobs={self.logprobs} must be at most {vocab_size}, the size of the vocabulary. "
+                f"Reduce logprobs"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a token that was sampled, or of the prompt.
+    """The log-probability of a token, given those before it.
 
     Attributes:
         id: the token.
@@ -162,8 +161,8 @@ class Piece:
         text: their text; empty without a tokenizer.
         logprobs: one for each token; None if the request asks for none.
         finish: why the sample ends with these tokens; None: more will follow.
-        prompt_logprobs: in the first piece, one for each token of the prompt after the first; None: the request asks
-            for none.
+        prompt_logprobs: in the first piece, one for each token of the prompt but the first; None if the request does
+            not ask for them.
     """
 
     ids: tuple[int, ...]
@@ -183,13 +182,13 @@ _REMEDIES = {
     "repetition_penalty": "Use 1 for no penalty",
     "logit_bias": "Map token ids to finite numbers; a bias of -100 practically excludes a token",
     "seed": "Use None for a random seed",
-    "max_tokens": "Use None for samples up to the length of the context, and prompt_logprobs to score a text",
+    "max_tokens": "Use None for samples up to the length of the context, and Engine.score to sample nothing",
     "min_tokens": "Use 0 for no minimum",
     "stop": "Write one string as ('text',)",
     "stop_ids": "Use the ids of the tokenizer, as in (2,)",
     "ignore_end": "Use True or False",
+    "prompt_logprobs": "Use True or False",
     "logprobs": "Use None for no log-probabilities, and 0 for those of the sampled tokens only",
-    "prompt_logprobs": "Use None for no log-probabilities, and 0 for those of the tokens of the prompt only",
     "options": "Use SamplingOptions()",
     "priority": "Use 0 for the default",
     "salt": "Use '' to share prefixes with every request",

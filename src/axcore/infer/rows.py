@@ -43,14 +43,15 @@ class Rows:
     def lookup(self, sequence: Sequence) -> tuple[list[int], PrefixKey | None]:
         """The cached pages of a sequence that does not run, and the key of the full page after them.
 
-        Both leave out the last token, which must be computed for its logits.
+        Both leave out the last token, which must be computed for its logits. A sequence whose request asks for the
+        log-probabilities of the prompt uses no cached pages, since it needs all logits.
         """
+        if sequence.request.options.prompt_logprobs:
+            return [], None
         if sequence.epoch != self.pool.epoch:
             sequence.keys, sequence.epoch = [], self.pool.epoch
         self._extend_keys(sequence)
         keys = sequence.keys[: (len(sequence.tokens) - 1) // self.pool.page_size]
-        if sequence.needs_scores:  # every token is computed
-            return [], None
         cached = self.pool.match(keys)
         return cached, keys[len(cached)] if len(cached) < len(keys) else None
 

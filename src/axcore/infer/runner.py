@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from axcore.infer.programs import Buckets, Programs, Rows, bucket
+from axcore.infer.programs import Batch, Buckets, Programs, bucket
 from axcore.infer.requests import SamplingOptions, TokenLogprob
 from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
-from axcore.infer.sampling.rows import NO_SLOT, logprob_size
+from axcore.infer.sampling.rows import NO_SLOT
 from axcore.infer.sequences import Chunk, Plan
 
 Seed = tuple[int, int]
@@ -45,17 +45,12 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Flight:
-    """A step that was started, and whose results were not read yet.
-
-    Attributes:
-        plan: what the step computes.
-        calls: the calls of the sampler.
-        scores: chunks of prompts, and the log-probabilities of the token after each of their tokens.
-    """
+    """A step that was started, and whose results were not read yet."""
 
     plan: Plan
     calls: list[Call]
     scores: list[tuple[Chunk, LogProbs]]
+    """The log-probabilities of the token after each token of a chunk, for requests that ask for those of the prompt."""
 
 
 class Runner:
@@ -86,7 +81,7 @@ class Runner:
             calls.append(self._sampled(rows, logits, seeds))
         for chunk in plan.prefill:
             width = bucket(self._buckets.widths, chunk.count)
-            if chunk.sequence.needs_scores:
+            if chunk.sequence.request.options.prompt_logprobs:
                 logits, found = self._scored(chunk, width)
                 scores.append((chunk, found))
             else:
@@ -94,6 +89,7 @@ class Runner:
             if chunk.is_last:
                 self._count(chunk)
                 calls.append(self._sampled({0: chunk}, logits, seeds))
+        jax.tree.map(lambda x: x.copy_to_host_async(), [found for _, found in scores])
         return Flight(plan, calls, scores)
 
     def read(self, flight: Flight) -> dict[int, Next]:
@@ -110,21 +106,21 @@ class Runner:
         return found
 
     def read_scores(self, flight: Flight) -> Iterator[tuple[int, int, TokenLogprob]]:
-        """Waits for a step. Yields the id of a sequence, a position in its prompt, and its token's log-probability."""
+        """Waits for a step. Yields (id of the sequence, position, log-probability) of each token of a prompt that
+        follows a token of the step."""
         for chunk, on_device in flight.scores:
             found: LogProbs = jax.device_get(on_device)
-            request = chunk.sequence.request
-            count = request.options.prompt_logprobs
-            assert count is not None
-            for row, token in enumerate(_targets(chunk)):
-                yield chunk.sequence.id, chunk.start + row + 1, _logprob(found, row, token, count)
+            sequence = chunk.sequence
+            ids, count = sequence.request.ids, sequence.request.options.logprobs or 0
+            for row, position in enumerate(range(chunk.start + 1, min(chunk.start + chunk.count + 1, len(ids)))):
+                yield sequence.id, position, _logprob(found, row, ids[position], count)
 
     def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
             methods: the sampling methods to compile.
-            prompt_logprobs: whether to compile the programs for log-probabilities of prompts.
+            prompt_logprobs: whether to compile the programs that score prompts.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         tables = self._buckets.pages or (0,)
@@ -134,8 +130,7 @@ class Runner:
             if not self._is_paged or pages >= self._pages_for(width):
                 logits[1] = self._logits_of_prompt({}, width, pages)
                 if prompt_logprobs:
-                    targets = np.zeros((width,), np.int32)
-                    self._programs.scored(self._packed({}, 1, width, pages), targets, self._num_top(0))
+                    self._programs.scored(self._packed({}, 1, width, pages), np.zeros((1, width), np.int32))
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)
@@ -154,21 +149,12 @@ class Runner:
         return self._programs.logits(self._packed(rows, 1, width, pages), "prefill")
 
     def _scored(self, chunk: Chunk, width: int) -> tuple[Float[Array, "1 vocab"], LogProbs]:
-        """The logits of the last token of a chunk, and the log-probabilities of the token after each of its tokens."""
-        targets = np.zeros((width,), np.int32)
-        known = _targets(chunk)
-        targets[: len(known)] = known
-        count = chunk.sequence.request.options.prompt_logprobs
-        assert count is not None
-        logits, found = self._programs.scored(self._packed({0: chunk}, 1, width, 1), targets, self._num_top(count))
-        for array in jax.tree.leaves(found):
-            array.copy_to_host_async()
-        return logits, found
+        targets = np.zeros((1, width), np.int32)
+        after = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
+        targets[0, : len(after)] = after
+        return self._programs.scored(self._packed({0: chunk}, 1, width, 1), targets)
 
-    def _num_top(self, count: int) -> int:
-        return logprob_size(count, self._programs.vocab_size)
-
-    def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Rows:
+    def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Batch:
         """The chunks in `size` rows of `width` tokens, with page tables of the bucket of at least `pages`."""
         ids, facts, table = np.zeros((size, width), np.int32), np.zeros((size, 4), np.int32), None
         facts[:, 2] = self._decoder.batch_size  # out of range
@@ -183,7 +169,7 @@ class Runner:
             facts[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids)
             if table is not None:
                 table[row, : len(sequence.pages)] = sequence.pages
-        return Rows(ids, facts, table)
+        return Batch(ids, facts, table)
 
     def _pages_for(self, num_tokens: int) -> int:
         paging = self._decoder.paging
@@ -219,11 +205,6 @@ class Runner:
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
             assert sequence.slot is not None
             self._programs.count(sequence.slot, sequence.tokens, len(sequence.request.ids))
-
-
-def _targets(chunk: Chunk) -> tuple[int, ...]:
-    """The token of the prompt after each token of a chunk."""
-    return chunk.sequence.request.ids[chunk.start + 1 : chunk.start + chunk.count + 1]
 
 
 def _logprob(found: LogProbs, row: int, token: int, count: int) -> TokenLogprob:

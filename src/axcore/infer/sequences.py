@@ -55,11 +55,6 @@ class Sequence:
         return len(self.tokens) - len(self.request.ids)
 
     @property
-    def needs_scores(self) -> bool:
-        """Whether steps compute log-probabilities of the prompt."""
-        return self.request.options.prompt_logprobs is not None and not self.num_output
-
-    @property
     def length(self) -> int:
         """The number of tokens, including those whose ids are unknown."""
         return len(self.tokens) + self.num_pending

@@ -7,10 +7,12 @@ from axcore.nn.attention.base import BaseAttention
 from axcore.nn.attention.choice import ChooseKernel, attend, put_kernel, use_kernels
 from axcore.nn.attention.context.all_to_all import AllToAll
 from axcore.nn.attention.context.ring import RingAttention
+from axcore.nn.attention.fused import FusedAttention, FusedKernel
 from axcore.nn.attention.grouped_query import Attention
 from axcore.nn.attention.inputs import LSE, AttentionInputs, Bias, Dropout, Heads
 from axcore.nn.attention.kernel import AttentionKernel, TunableKernel, refusal
 from axcore.nn.attention.latent import LatentAttention
+from axcore.nn.attention.mask_form import MaskForm, mask_refusal
 from axcore.nn.attention.masks import And, Causal, Full, Mask, Or, Prefix, SameSegment, SlidingWindow, visible
 from axcore.nn.attention.merging import attend_in_parts, merge_by_lse
 from axcore.nn.attention.reference import ReferenceKernel
@@ -19,8 +21,9 @@ from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
-from axcore.nn.grouped_linear import GroupedLinear
-from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, RaggedDot
+from axcore.nn.grouped_choice import FirstSupported
+from axcore.nn.grouped_linear import GroupedLinear, grouped_each
+from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, GroupedRequest, RaggedDot
 from axcore.nn.initializers import FanIn, ForEach, Initializer, Normal, Ones, Zeros
 from axcore.nn.kv.arrays import ArrayCache
 from axcore.nn.kv.cache import KVCache, for_decoding, sized, without_caches
@@ -83,13 +86,17 @@ __all__ = [
     "Embedding",
     "FanIn",
     "FeedForward",
+    "FirstSupported",
     "ForEach",
     "Full",
     "FullWidthNorm",
+    "FusedAttention",
+    "FusedKernel",
     "Gating",
     "Grouped",
     "GroupedLinear",
     "GroupedMatmul",
+    "GroupedRequest",
     "Heads",
     "InCache",
     "Initializer",
@@ -101,6 +108,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "Mask",
+    "MaskForm",
     "MultiTokenPrediction",
     "Normal",
     "Numerics",
@@ -146,7 +154,9 @@ __all__ = [
     "exact_gelu",
     "ffn_arguments",
     "for_decoding",
+    "grouped_each",
     "layers_of",
+    "mask_refusal",
     "merge_by_lse",
     "put_kernel",
     "put_numerics",

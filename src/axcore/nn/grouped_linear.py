@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -76,10 +78,37 @@ class GroupedLinear(Weighted):
         widths = {"groups": cfg.groups, "input_dim": cfg.input_dim, "output_dim": cfg.output_dim, "axes": axes}
         self.adapter = self.child("adapter", cfg.adapter, rngs, **widths)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the layer only multiplies by its float weight, without numerics and adapter."""
+        return self.numerics is None and self.adapter is None
+
     @method
-    def grouped(self, x: Float[Array, "rows input_dim"], groups: Grouped) -> Float[Array, "rows output_dim"]:
-        """Maps each row with the weight of its group."""
-        return self._mapped(x, groups)
+    def grouped(
+        self, x: Float[Array, "rows input_dim"], groups: Grouped, scale: Float[Array, " rows"] | None = None
+    ) -> Float[Array, "rows output_dim"]:
+        """Maps each row with the weight of its group.
+
+        Args:
+            scale: a factor of each row of the result. If the layer is plain, x is scaled instead, so that the gradient
+                of the scale needs x and its gradient, but not the result.
+        """
+        if scale is None:
+            return self._mapped(x, groups)
+        if not self.plain:
+            y = self._mapped(x, groups)
+            return y * scale[:, None].astype(y.dtype)
+        types = self.dtypes
+        scale = scale[:, None].astype(types.compute)
+        y = self.multiply(x.astype(types.compute) * scale, groups)
+        if self.bias is not None:
+            y = y + groups.broadcast(self.bias[...].astype(y.dtype)) * scale.astype(y.dtype)
+        return y.astype(types.output or types.compute)
+
+    @method
+    def finished(self, y: Float[Array, "rows output_dim"], groups: Grouped) -> Float[Array, "rows output_dim"]:
+        """The result of a plain layer, from the product of its input and weight."""
+        return self._finished(y, groups)
 
     @method
     def batched(self, x: Float[Array, "group rows input_dim"]) -> Float[Array, "group rows output_dim"]:
@@ -92,9 +121,12 @@ class GroupedLinear(Weighted):
         y = self.multiply(x, product)
         if self.adapter is not None:
             y = self.adapter(x, y, self.base_matrix, product)
+        return self._finished(y, product)
+
+    def _finished(self, y: jax.Array, product: Product) -> jax.Array:
         if self.bias is not None:
             y = y + product.broadcast(self.bias[...].astype(y.dtype))
-        return y.astype(types.output or types.compute)
+        return y.astype(self.dtypes.output or self.dtypes.compute)
 
     @method
     def matrix(self) -> Float[Array, "group input_dim output_dim"]:
@@ -104,3 +136,16 @@ class GroupedLinear(Weighted):
             return weight
         eye = jnp.eye(self.config.input_dim, dtype=self.dtypes.compute)
         return self.adapter(jnp.broadcast_to(eye, (weight.shape[0], *eye.shape)), weight, weight, Batched())
+
+
+def grouped_each(
+    layers: Sequence[GroupedLinear], x: Float[Array, "rows input_dim"], groups: Grouped
+) -> list[Float[Array, "rows output_dim"]]:
+    """`layer.grouped(x, groups)` for each layer. Plain layers of equal sizes and dtypes are computed together, which
+    lets the grouped product add up their gradients of x."""
+    forms = {(layer.float_weight.shape, layer.dtypes) if layer.plain else None for layer in layers}
+    if len(layers) < 2 or len(forms) > 1 or None in forms:
+        return [layer.grouped(x, groups) for layer in layers]
+    types = layers[0].dtypes
+    products = groups.each(x.astype(types.compute), [layer.float_weight for layer in layers], types.accumulate)
+    return [layer.finished(y, groups) for layer, y in zip(layers, products, strict=True)]

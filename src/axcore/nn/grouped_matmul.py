@@ -4,18 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from axcore.config import Config, PositiveInt
 from axcore.numerics import Product
+from axcore.parallel import active_layout, target_device
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedRequest:
+    """A grouped product, or all products of one grouped linear layer. All fields are known at trace time.
+
+    Attributes:
+        platform: "cpu", "gpu", "tpu" or another platform of JAX: that of the active layout, or of this process.
+        device_kind: the kind of device as JAX names it, such as "NVIDIA H100 80GB HBM3"; empty if unknown.
+        dtype: dtype of the rows.
+        input_dim, output_dim: sizes of a matrix.
+        sharded: the mesh axes over which the compiler may shard the rows; empty inside a `shard_map` over all axes.
+        plain: whether the layer only multiplies by its float weight. Numerics and adapters compute further products, of
+            other dtypes or sizes.
+    """
+
+    platform: str
+    device_kind: str
+    dtype: np.dtype[np.generic]
+    input_dim: int
+    output_dim: int
+    sharded: tuple[str, ...] = ()
+    plain: bool = True
+
+    @classmethod
+    def of(cls, dtype: DTypeLike, input_dim: int, output_dim: int, *, plain: bool = True) -> GroupedRequest:
+        """The request of a product of these sizes under the active layout."""
+        layout = active_layout()
+        sharded = () if layout is None else tuple(axis for axis in layout.automatic if layout.mesh.shape[axis] > 1)
+        return cls(*target_device(), jnp.dtype(dtype), input_dim, output_dim, sharded, plain)
+
+    def __str__(self) -> str:
+        facts = [self.platform, str(self.dtype), f"input_dim={self.input_dim}", f"output_dim={self.output_dim}"]
+        facts += [f"rows sharded over {' and '.join(self.sharded)}"] if self.sharded else []
+        return ", ".join(facts + ([] if self.plain else ["with numerics or an adapter"]))
 
 
 class GroupedMatmul(Config):
-    """Base of the implementations of grouped matrix products."""
+    """Base of the implementations of grouped matrix products.
+
+    Subclasses implement `__call__`, which must be differentiable in x and the matrices. It may be called by `jax.vmap`,
+    in a scan, and again in the backward pass.
+    """
+
+    def supports(self, request: GroupedRequest) -> str | None:
+        """None if the request is supported, otherwise the reason, of at least three words."""
+        return None
 
     def align(self, rows: int, groups: int) -> int:
         """Each group is padded with rows of zeros to a multiple of this number.
@@ -39,12 +85,25 @@ class GroupedMatmul(Config):
         Args:
             x: the rows, sorted by group.
             matrices: one matrix for each group, in the dtype of x.
-            sizes: int32, the number of rows of each group, a multiple of `align`. They add up to `rows` if `align` is
-                1; otherwise x may have more rows, which are zeros.
-            group: int32, the group of each block of `align` rows.
+            sizes: int32, the number of rows of each group, a multiple of `align`. x may have more rows at the end,
+                which are zeros and whose result is zeros.
+            group: int32, the group of each block of `align` rows, in ascending order. Blocks at the end without a group
+                have the last one.
             accumulate: dtype of the sums and of the result; None: the dtype of x.
         """
         raise NotImplementedError
+
+    def each(
+        self,
+        x: Float[Array, "rows input_dim"],
+        several: Sequence[Float[Array, "group input_dim output_dim"]],
+        sizes: Int[Array, " group"],
+        group: Int[Array, " blocks"],
+        accumulate: DTypeLike | None = None,
+    ) -> tuple[Float[Array, "rows output_dim"], ...]:
+        """The products of the same rows with several stacks of matrices of equal shape. An implementation may override
+        it to add up their gradients of x in one product."""
+        return tuple(self(x, matrices, sizes, group, accumulate) for matrices in several)
 
     def outer(
         self,
@@ -215,6 +274,15 @@ class Grouped(Product):
         accumulate: DTypeLike | None = None,
     ) -> Float[Array, "rows output_dim"]:
         return self.matmul(x, weight.astype(x.dtype), self.sizes, self.group, accumulate)
+
+    def each(
+        self,
+        x: Float[Array, "rows input_dim"],
+        several: Sequence[Float[Array, "group input_dim output_dim"]],
+        accumulate: DTypeLike | None = None,
+    ) -> tuple[Float[Array, "rows output_dim"], ...]:
+        """The products of the same rows with several weights of equal shape."""
+        return self.matmul.each(x, [weight.astype(x.dtype) for weight in several], self.sizes, self.group, accumulate)
 
     def input_gradient(
         self,

@@ -36,6 +36,12 @@ def put_numerics[C: Config](cfg: C, numerics: Numerics.Config, where: Where | No
         ConfigError: the selected nodes have no such slot; the model has no stack of layers; a stack has fewer than
             three layers; or a stack cannot run layers that differ.
     """
+    for path, node in walk(cfg):
+        if isinstance(node, Numerics.Config) and node.stored:
+            raise ConfigError(
+                f"{path} is {type(node).__qualname__} with stored weights, whose number format cannot change. Start "
+                f"from the model with float weights"
+            )
     if where is None:
         return _in_inner_layers(cfg, numerics)
     chosen = {path for path, node in select(cfg, where) if has_field(node, "numerics")}

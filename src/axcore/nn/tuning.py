@@ -40,27 +40,32 @@ class Tuning(Config):
         """
         if call.device_kind != self.device_kind:
             raise ConfigError(
-                f"tuned for {self.device_kind!r}, and this is {call.device_kind!r}. Measure again with "
-                f"`axcore tune RECIPE --out FILE`, or set tuning=None for the default settings"
+                f"tuning was measured on {self.device_kind!r}, but the call runs on {call.device_kind!r}. Measure it "
+                f"there with `axcore tune RECIPE --out FILE`, or set tuning=None for the default settings"
             )
         return self.settings.get(call.signature)
 
 
-def tuned_settings(cfg: Config, call: MeasuredCall, candidates: Iterable[Settings]) -> dict[str, int]:
-    """The settings that a call runs with: the fields of `cfg` that are set, then those of `cfg.tuning`, then those of
-    the first candidate.
+def tuned_settings(
+    cfg: Config, tuning: Tuning | None, call: MeasuredCall, candidates: Iterable[Settings]
+) -> dict[str, int]:
+    """The settings that a call runs with: the fields of `cfg` that are set, then those of `tuning`, then those of the
+    first candidate.
 
     Args:
-        cfg: a config with a field `tuning: Tuning | None`, and a field for each setting whose default is None.
+        cfg: a config with a field for each setting, whose default is None.
+        tuning: the measured settings; None: not measured.
         candidates: the settings that are worth measuring for the call. The first are its defaults.
 
     Raises:
-        ConfigError: `cfg.tuning` was measured on another kind of device, or has other fields.
+        ConfigError: `tuning` was measured on another kind of device, or has other fields.
     """
     found = dict(next(iter(candidates)))
-    tuning: Tuning | None = getattr(cfg, "tuning")  # noqa: B009  since Config declares no such field
     measured = {} if tuning is None else dict(tuning.find(call) or {})
     if unknown := sorted(measured.keys() - found.keys()):
-        raise ConfigError(f"tuning sets {', '.join(unknown)}, but the settings are {', '.join(found)}; measure again")
+        raise ConfigError(
+            f"tuning sets {', '.join(unknown)}, but the settings are {', '.join(found)}. Measure again with "
+            f"`axcore tune RECIPE --out FILE`"
+        )
     given = {name: getattr(cfg, name) for name in found}
     return found | measured | {name: value for name, value in given.items() if value is not None}

@@ -39,8 +39,8 @@ def stored(cfg: Config, params: Tree) -> StoredModel:
     chosen = {path for path, node in walk(cfg) if _can_store(node)}
     if not chosen:
         raise ConfigError(
-            "no numerics in the config can be converted to stored weights; add numerics that have a stored "
-            "representation with axcore.use(NAME)"
+            "no numerics in the config can be converted to stored weights. Add numerics with a stored representation, "
+            "such as int8 or fp8"
         )
     fn, shapes, state = abstract(cfg)
     for path, module in nnx.iter_modules(fn.bind(shapes, state)):

@@ -95,6 +95,7 @@ SUGGESTED = (
     "xla_gpu_enable_while_loop_double_buffering",
     "xla_gpu_enable_while_loop_unrolling",
     "xla_gpu_exhaustive_tiling_search",
+    "xla_gpu_experimental_enable_fusion_autotuner",
     "xla_gpu_experimental_parallel_collective_overlap_limit",
     "xla_gpu_experimental_use_ragged_dot_fusion",
     "xla_gpu_memory_limit_slop_factor",

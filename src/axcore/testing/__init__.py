@@ -8,7 +8,9 @@ import pytest
 pytest.register_assert_rewrite(*(f"axcore.testing.{module.name}" for module in pkgutil.iter_modules(__path__)))
 
 from axcore.testing.feature import FeatureSuite  # noqa: E402
+from axcore.testing.grouped_matmul import GroupedMatmulSuite  # noqa: E402
 from axcore.testing.kernel import KernelSuite  # noqa: E402
+from axcore.testing.kernel_requests import RequestSuite, training_request  # noqa: E402
 from axcore.testing.kv_cache import KVCacheSuite  # noqa: E402
 from axcore.testing.layer import LayerSuite  # noqa: E402
 from axcore.testing.models import tiny_batch, tiny_model  # noqa: E402
@@ -21,6 +23,7 @@ from axcore.testing.recipe import RecipeSuite  # noqa: E402
 
 __all__ = [
     "FeatureSuite",
+    "GroupedMatmulSuite",
     "KVCacheSuite",
     "KernelSuite",
     "LayerSuite",
@@ -30,8 +33,10 @@ __all__ = [
     "PagedCacheSuite",
     "ParallelismSuite",
     "RecipeSuite",
+    "RequestSuite",
     "tiny_batch",
     "tiny_model",
+    "training_request",
 ]
 
 

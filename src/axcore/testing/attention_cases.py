@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -244,24 +245,51 @@ def formula(case: Case, arrays: Arrays, heads_grad: np.ndarray | None = None) ->
         kept = np.asarray(dropout.keep(*_tokens(case), (BATCH, case.heads))) / (1 - DROPOUT)
     heads = np.einsum("bhst,bthd->bshd", weights * kept, v)
     heads_rounding = np.sqrt(np.einsum("bhst,bthd->bshd", (weights * kept) ** 2, v**2) + heads**2)
-    grads: dict[str, np.ndarray] = {}
-    roundings: dict[str, np.ndarray] = {}
+    grads, roundings = dict[str, np.ndarray](), dict[str, np.ndarray]()
     if heads_grad is not None:
-        of_weights = np.einsum("bshd,bthd->bhst", heads_grad, v) * kept
-        along = (heads * heads_grad).sum(-1).transpose(0, 2, 1)[..., None]
-        of_logits = weights * (of_weights - along) * slope * case.scale
-        of_values = weights * kept
-        grads = _products(case, q, k, of_logits, of_values, heads_grad)
-        # The difference of `of_weights` and `along` cancels, but their errors do not.
-        of_heads = (heads**2 * heads_grad**2).sum(-1).transpose(0, 2, 1)[..., None]
-        terms = of_weights**2 + of_heads
-        squares = _products(case, q**2, k**2, (weights * slope * case.scale) ** 2 * terms, of_values**2, heads_grad**2)
-        if "sinks" in arrays:
-            weights_of_sinks = np.exp(sinks - lse)
-            grads["sinks"] = -(weights_of_sinks * along).sum((0, 2, 3))
-            squares["sinks"] = (weights_of_sinks**2 * of_heads).sum((0, 2, 3))
-        roundings = {name: np.sqrt(by_head(each).sum(1)) for name, each in squares.items()}
+        sink_weights = np.exp(sinks - lse) if "sinks" in arrays else None
+        forward = _Forward(q, k, v, weights, kept, slope * case.scale, heads, sink_weights)
+        grads, roundings = _gradients(case, forward, heads_grad)
     return Expected(heads, lse[..., 0].transpose(0, 2, 1), grads, heads_rounding, roundings, arithmetic)
+
+
+class _Forward(NamedTuple):
+    """Values of the forward pass; keys and values are repeated for each head.
+
+    Attributes:
+        weights: the softmax.
+        kept: the factors of dropout.
+        slope: the derivative of the logits by the products of queries and keys.
+        sink_weights: the softmax weights of the sinks.
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    weights: np.ndarray
+    kept: np.ndarray
+    slope: np.ndarray
+    heads: np.ndarray
+    sink_weights: np.ndarray | None
+
+
+def _gradients(
+    case: Case, forward: _Forward, heads_grad: np.ndarray
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """`Expected.grads` and `Expected.roundings`."""
+    q, k, v, weights, kept, slope, heads, sink_weights = forward
+    of_weights = np.einsum("bshd,bthd->bhst", heads_grad, v) * kept
+    along = (heads * heads_grad).sum(-1).transpose(0, 2, 1)[..., None]
+    of_logits, of_values = weights * (of_weights - along) * slope, weights * kept
+    grads = _products(case, q, k, of_logits, of_values, heads_grad)
+    # The difference of `of_weights` and `along` cancels, but their errors do not.
+    of_heads = (heads**2 * heads_grad**2).sum(-1).transpose(0, 2, 1)[..., None]
+    terms = (weights * slope) ** 2 * (of_weights**2 + of_heads)
+    squares = _products(case, q**2, k**2, terms, of_values**2, heads_grad**2)
+    if sink_weights is not None:
+        grads["sinks"] = -(sink_weights * along).sum((0, 2, 3))
+        squares["sinks"] = (sink_weights**2 * of_heads).sum((0, 2, 3))
+    return grads, {name: np.sqrt(by_head(each).sum(1)) for name, each in squares.items()}
 
 
 def by_head(grad: np.ndarray) -> Float[np.ndarray, "head elements"]:

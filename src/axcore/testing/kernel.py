@@ -15,7 +15,7 @@ import axcore as ax
 from axcore import nn
 from axcore.config import Config
 from axcore.module import Rngs
-from axcore.nn import Contiguous, KernelRequest, attend_in_parts, refusal
+from axcore.nn import KernelRequest, attend_in_parts, refusal
 from axcore.nn.attention.sharded import readable
 from axcore.parallel import Mesh
 from axcore.plugin import AttentionKernelOffer, use
@@ -146,8 +146,7 @@ class KernelSuite(OfferSuite):
             def call(arrays: Arrays, kernel: nn.AttentionKernel = kernel, case: Case = case) -> jax.Array:
                 inputs = inputs_of(case, arrays)
                 kv, half = inputs.plain, case.key_len // 2
-                parts = [Contiguous(kv.k[:, at], kv.v[:, at], jax.tree.map(lambda x, at=at: x[:, at], kv.tokens))
-                         for at in (slice(half), slice(half, None))]  # fmt: skip
+                parts = [jax.tree.map(lambda x, at=at: x[:, at], kv) for at in (slice(half), slice(half, None))]
                 with ax.module.root(kernel, key=None, training=True):
                     return attend_in_parts(kernel, inputs, parts)[0]
 
@@ -209,11 +208,9 @@ class KernelSuite(OfferSuite):
                 grads, (heads, lse) = {}, jax.jit(call)(arrays)[1]
             else:
                 grads, (heads, lse) = jax.jit(jax.grad(call, has_aux=True))(arrays)
-            for name, found in {
-                "heads": heads,
-                **{f"the gradient of {name}": grad for name, grad in grads.items()},
-            }.items():
-                assert np.isfinite(np.asarray(found, np.float32)).all(), f"{name} in {dtype} is not finite"
+            for name, found in {"heads": heads, **grads}.items():
+                which = name if name == "heads" else f"the gradient of {name}"
+                assert np.isfinite(np.asarray(found, np.float32)).all(), f"{which} in {dtype} is not finite"
             if lse is not None:
                 assert (np.asarray(lse)[1] < -1e30).all(), (
                     f"the lse of a query without keys must be very low, got {lse[1]}"
@@ -310,7 +307,7 @@ class KernelSuite(OfferSuite):
         if lacking := set(case.needs) & set(self.lacks):
             pytest.skip(f"lacks contains {', '.join(sorted(lacking))}")
         if self.platform != jax.default_backend():
-            pytest.skip(f"the kernel runs on {self.platform}; this is {jax.default_backend()}")
+            pytest.skip(f"the kernel requires {self.platform}, got {jax.default_backend()}")
         return case
 
     def _call(self, case: Case, dtype: str) -> tuple[Arrays, Callable[[Arrays], jax.Array]]:

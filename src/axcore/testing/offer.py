@@ -13,16 +13,25 @@ from typing import ClassVar
 
 from axcore.config import Config, ConfigError, content_hash, from_json, has_field, parse_text, text, to_json
 from axcore.plugin import Offer, Plugin, State, registry, resolve
+from axcore.plugin.offers import OFFERS
 from axcore.plugin.slots import config_type
 
 _PROBE = """
-import json, sys
+import importlib, json, sys
 import axcore.plugin
-import {module}
+importlib.import_module({module!r})
 heavy = [name for name in ("jax", "flax") if name in sys.modules]
-import {target}
 from jax._src import xla_bridge
-print(json.dumps([heavy, xla_bridge.backends_are_initialized()]))
+problems = {{}}
+for target in {targets!r}:
+    before = xla_bridge.backends_are_initialized()
+    try:
+        importlib.import_module(target)
+    except Exception as error:
+        problems[target] = repr(error)
+    if xla_bridge.backends_are_initialized() and not before:
+        problems[target] = "it starts a JAX backend; do not compute at import"
+print(json.dumps([heavy, problems]))
 """
 
 
@@ -57,9 +66,11 @@ class OfferSuite:
 
     def test_plugin_imports_no_jax_and_starts_no_backend(self) -> None:
         plugin, offer = self.found()
-        heavy, started = _probe(plugin.module, offer.target.partition(":")[0])
+        offers = (each for kind in OFFERS.values() for owner, each in registry().offers(kind) if owner == plugin)
+        heavy, problems = _probe(plugin.module, frozenset(each.target.partition(":")[0] for each in offers))
         assert heavy == [], f"{plugin.module} imports {heavy}; import it in the module of the target instead"
-        assert not started, f"importing {offer.target} starts a JAX backend; do not compute at import"
+        problem = problems.get(offer.target.partition(":")[0])
+        assert problem is None, f"importing {offer.target}: {problem}"
 
     def test_reloading_does_not_change_the_offer(self) -> None:
         plugin, offer = self.found()
@@ -90,14 +101,19 @@ class OfferSuite:
             raise AssertionError("the Config accepts an option that does not exist")
 
 
-@functools.cache
-def _probe(module: str, target: str) -> tuple[list[str], bool]:
-    """(which of jax and flax the plugin imports, whether importing the target starts a backend)."""
-    code = _PROBE.format(module=module, target=target)
+@functools.cache  # one process for all suites of a plugin
+def _probe(module: str, targets: frozenset[str]) -> tuple[list[str], dict[str, str]]:
+    """Imports a plugin, and then the modules of its offers, in a new process.
+
+    Returns:
+        Which of jax and flax the plugin imports, and module -> problem for those that cannot be imported or start a
+        backend.
+    """
+    code = _PROBE.format(module=module, targets=sorted(targets))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    heavy, started = json.loads(done.stdout)
-    return heavy, started
+    heavy, problems = json.loads(done.stdout.splitlines()[-1])
+    return heavy, problems
 
 
 def offered_config(suite: OfferSuite, **widths: object) -> Config:

@@ -11,7 +11,8 @@ from axcore.train import Callback
 
 
 class EMA(Callback):
-    """Keeps `average = decay * average + (1 - decay) * parameter` for each parameter, in float32 or wider.
+    """Keeps `average = decay * average + (1 - decay) * parameter` for each parameter, in float32 or wider. Parameters
+    that are codes of a number format, such as integers and 8-bit floats, are copied.
 
     With `warmup`, the decay at step `t` is at most `(1 + t) / (10 + t)`, so that the initial parameters lose their
     weight quickly.
@@ -35,7 +36,7 @@ class EMA(Callback):
             decay = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
 
         def moved(average: jax.Array, param: jax.Array) -> jax.Array:
-            if not jnp.issubdtype(param.dtype, jnp.inexact):
+            if _is_code(param):
                 return param
             return decay.astype(average.dtype) * average + (1 - decay).astype(average.dtype) * param
 
@@ -43,6 +44,10 @@ class EMA(Callback):
 
 
 def _wide(param: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(param.dtype, jnp.inexact):
+    if _is_code(param):
         return param
     return param.astype(jnp.promote_types(param.dtype, jnp.float32))
+
+
+def _is_code(param: jax.Array) -> bool:
+    return not jnp.issubdtype(param.dtype, jnp.inexact) or param.dtype.itemsize == 1

@@ -44,7 +44,7 @@ def backward(
     y_bar: Quantized,
     dtypes: tuple[DTypeLike, DTypeLike, DTypeLike],
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of x and of the weight.
+    """The gradients of x and of the weight, which is rounded to the dtype of x first, as without FP8.
 
     Args:
         dtypes: the dtypes of x (and its gradient), of the weight (and its gradient), and of the product.
@@ -65,7 +65,7 @@ def backward(
         case Batched():
             return (
                 _dot(y_bar.codes, weight.codes, (2, 2), of_x, scale_x, batch=True, exact=True),
-                _dot(x.codes, y_bar.codes, (1, 1), of_weight, scale_weight, batch=True, exact=True),
+                _dot(x.codes, y_bar.codes, (1, 1), of_x, scale_weight, batch=True, exact=True).astype(of_weight),
             )
         case _:
             is_transposed = type(product) is Transposed
@@ -73,7 +73,7 @@ def backward(
             pair = (y_bar.codes, x.codes) if is_transposed else (x.codes, y_bar.codes)
             return (
                 _dot(y_bar.codes, weight.codes, (last, 0 if is_transposed else 1), of_x, scale_x, exact=True),
-                _dot(*pair, (rows, rows), of_weight, scale_weight, exact=True),
+                _dot(*pair, (rows, rows), of_x, scale_weight, exact=True).astype(of_weight),
             )
 
 

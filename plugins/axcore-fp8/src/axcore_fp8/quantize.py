@@ -67,12 +67,15 @@ def amax_of(x: Float[Array, ...]) -> Float[Array, ""]:
 
 
 def quantize(x: Float[Array, "*shape"], dtype: DTypeLike, scale: Float[Array, ""]) -> Quantized:
-    """Rounds `x / scale` to the dtype. Numbers out of range saturate; infinities become NaN.
+    """Rounds `x / scale` to the dtype. Numbers out of range saturate, infinities too, and NaN remains.
 
     The computation is in float32: in bfloat16, XLA for GPUs would fuse it into an FP8 product that depends on its own
     scale, and fail to compile.
+
+    Args:
+        scale: a power of two, so that multiplication by its inverse is exact.
     """
-    return Quantized(_rounded(x.astype(jnp.float32) / scale, dtype), scale)
+    return Quantized(_rounded(x.astype(jnp.float32) * (1 / scale), dtype), scale)
 
 
 def quantize_blocks(x: Float[Array, "*shape"], dtype: DTypeLike, dims: int) -> Quantized:
@@ -98,8 +101,7 @@ def overflows(amax: Float[Array, ""], scale: Float[Array, ""], dtype: DTypeLike)
 
 def _rounded(x: Float[Array, "*shape"], dtype: DTypeLike) -> Array:
     largest = float(jnp.finfo(dtype).max)
-    # The conversion does not saturate, and clipping would hide infinities.
-    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), jnp.nan).astype(dtype)
+    return jnp.clip(x, -largest, largest).astype(dtype)  # the conversion does not saturate
 
 
 def _split(size: int, blocked: bool) -> tuple[int, ...]:

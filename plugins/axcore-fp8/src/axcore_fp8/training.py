@@ -122,5 +122,11 @@ def _quantized(
         scale = scale_of(amax, dtype)
         return quantize(x, dtype, scale), None, overflows(amax, scale, dtype)
     scale = scale_of(history.max(), dtype)
-    seen = jnp.where(jnp.isfinite(amax), amax, 0.0)
-    return quantize(x, dtype, scale), jnp.roll(history, 1).at[0].set(seen), overflows(amax, scale, dtype)
+    is_finite = jnp.isfinite(amax)
+    made = quantize(x, dtype, scale)
+    if block_dims == 1:  # not a weight, which XLA rounds and transposes in one kernel
+        # The barrier makes one kernel round x and find its amax. Otherwise XLA finds it at the end of the step.
+        made = dataclasses.replace(made, codes=jax.lax.optimization_barrier(made.codes))
+    made = dataclasses.replace(made, scale=jnp.where(is_finite, scale, jnp.nan))  # infinities saturate
+    new = jnp.roll(history, 1).at[0].set(jnp.where(is_finite, amax, 0.0))
+    return made, new, overflows(amax, scale, dtype)

@@ -42,11 +42,13 @@ class Int8(StraightThrough):
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
         super().__init__(cfg, rngs=rngs)
-        if cfg.activation_scales is None and (cfg.rounding, cfg.weight_gradient) != ("nearest", "float"):
-            raise ax.ConfigError(
-                f"rounding={cfg.rounding!r} and weight_gradient={cfg.weight_gradient!r} have no effect on float "
-                f"activations, whose gradients are floats; remove both, or set activation_scales to 'dynamic'"
-            )
+        if cfg.activation_scales is None:
+            for name, default in (("rounding", "nearest"), ("weight_gradient", "float")):
+                if (value := getattr(cfg, name)) != default:
+                    raise ax.ConfigError(
+                        f"{name}={value!r} has no effect with activation_scales=None, since gradients are computed in "
+                        f"floats; remove {name}, or set activation_scales to 'dynamic'"
+                    )
         if cfg.activation_scales == "static":
             self.input_amax = CalibrationState(jnp.full((), jnp.nan), axes=())
         elif cfg.percentile != 100:
@@ -70,15 +72,14 @@ class Int8(StraightThrough):
         self, x: Float[Array, "*rows input_dim"], weight: Weight, product: Product
     ) -> Float[Array, "*rows output_dim"]:
         cfg, dtype = self.config, self.dtypes.accumulate or x.dtype
-        stored = isinstance(weight, Mapping)
-        if cfg.activation_scales is None and not stored:
-            return super().__call__(x, weight, product)
+        trained = None if isinstance(weight, Mapping) else weight
+        if cfg.activation_scales is None and trained is not None:
+            return super().__call__(x, trained, product)
         form = weight if isinstance(weight, Mapping) else self.encode(jax.lax.stop_gradient(weight))
         codes, scales = form["codes"], form["scales"].squeeze(cfg.input_axis)
         if cfg.activation_scales is None:
-            sums = product(x, codes, jnp.float32)
-            return (sums * product.broadcast(scales)).astype(dtype)
+            return (product(x, codes, jnp.float32) * product.broadcast(scales)).astype(dtype)
         input_scale = scale_of(self.input_amax[...]) if cfg.activation_scales == "static" else None
         key = self.rng("rounding") if cfg.rounding == "stochastic" and self.training else None
-        options = Options(dtype, cfg.input_axis, cfg.weight_gradient)
-        return int8_product(options, x, None if stored else weight, codes, scales, input_scale, product, key)
+        options = Options(dtype, cfg.input_axis, cfg.weight_gradient, self.frame.path)
+        return int8_product(options, x, trained, codes, scales, input_scale, product, key)

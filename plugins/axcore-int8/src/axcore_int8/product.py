@@ -25,6 +25,8 @@ class Options(NamedTuple):
     input_axis: int
     """The axis of the weight that products sum over."""
     weight_gradient: WeightGradient
+    path: str
+    """Path of the layer, for error messages."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -64,7 +66,7 @@ def _forward(
     product: Product,
     key: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    _check_terms(codes.shape[options.input_axis], "inputs")
+    _check_terms(options, codes.shape[options.input_axis], "inputs")
     if input_scale is None:
         x_codes, x_scales = quantized(x, -1)
     else:
@@ -79,7 +81,7 @@ def _forward(
 
 def _backward(options: Options, residuals: Any, y_bar: jax.Array) -> tuple[Any, ...]:
     (x_form, weight_form), kept, codes, scales, product, key = residuals
-    _check_terms(y_bar.shape[-1], "outputs")
+    _check_terms(options, y_bar.shape[-1], "outputs")
     keys = (None, None) if key is None else jax.random.split(key)
     wide = y_bar.astype(jnp.float32)
     y_codes, y_scales = quantized(wide * product.broadcast(scales), -1, keys[0])
@@ -96,7 +98,7 @@ def _weight_gradient(
     if options.weight_gradient == "float":
         return product.weight_gradient(kept, y_bar.astype(kept.dtype), jnp.float32)
     x_codes, x_scales = kept
-    _check_terms(y_bar.size // y_bar.shape[-1], "rows")
+    _check_terms(options, y_bar.size // y_bar.shape[-1], "rows")
     y_bar = y_bar * x_scales
     scales = scale_of(product.largest(jnp.abs(y_bar)))
     y_codes = rounded(y_bar / product.broadcast(scales), key)
@@ -107,10 +109,14 @@ def _weight_gradient(
 int8_product.defvjp(_forward, _backward)
 
 
-def _check_terms(count: int, what: str) -> None:
+def _check_terms(options: Options, count: int, what: str) -> None:
     if count > MAX_TERMS:
-        option = "set weight_gradient to 'float'" if what == "rows" else "exclude the layer with where="
+        remedy = {
+            "inputs": "Exclude the layer with where=",
+            "outputs": "Exclude the layer with where=",
+            "rows": "Increase microbatches, or set weight_gradient='float'",
+        }
         raise ConfigError(
-            f"a product of int8 codes that sums over {count} {what} could overflow int32, which holds the sum of "
-            f"{MAX_TERMS}; {option}"
+            f"{options.path}: an int8 product over {count} {what} could overflow int32, which holds the sum of "
+            f"{MAX_TERMS} terms. {remedy[what]}"
         )

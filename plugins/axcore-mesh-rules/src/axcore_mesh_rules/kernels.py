@@ -1,4 +1,4 @@
-"""Fused attention kernels for layers that have the default kernel."""
+"""Kernels for attention and for mixtures of experts that have the default kernel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import axcore as ax
 from axcore.config import Config, ConfigError, has_field, walk
 from axcore.config.tree import get
 from axcore.module.layer import DEFAULT_DTYPES
-from axcore.nn import ReferenceKernel
-from axcore.plugin import AttentionKernelOffer, registry
+from axcore.nn import Blocks, FirstSupported, ReferenceKernel
+from axcore.plugin import AttentionKernelOffer, GroupedMatmulOffer, registry, resolve
 from axcore.train import Trainer
 
 
@@ -39,6 +39,36 @@ def with_kernel(cfg: Trainer.Config, name: str, dtypes: Collection[Any]) -> Trai
             f"before --target"
         )
     return ax.pipe(cfg, ax.use("kernels", order=(name,), where=wants_kernel))
+
+
+def with_grouped_matmul(cfg: Trainer.Config, name: str, dtypes: Collection[Any]) -> Trainer.Config:
+    """The config with a grouped product in every mixture of experts that has the default `Blocks()` and computes in one
+    of `dtypes`. Mixtures that the product does not support, such as those with numerics, use `Blocks()`.
+
+    Args:
+        name: name of the grouped product. The package `axcore-NAME` offers it.
+
+    Raises:
+        ConfigError: no installed plugin offers the grouped product.
+    """
+    slots = [
+        path
+        for path, node in walk(cfg)
+        if has_field(node, "matmul")
+        and getattr(node, "matmul", None) == Blocks()
+        and _compute_dtype(cfg, path) in dtypes
+    ]
+    if not slots:
+        return cfg
+    found = registry.find(GroupedMatmulOffer, name)
+    if found is None:
+        raise ConfigError(
+            f"{slots[0]}.matmul: the mesh rule for this target requires the grouped matmul {name!r}, which no "
+            f"installed plugin offers. Install axcore-{name}, or choose the slower blocks of a fixed size: --use "
+            f"blocks:size=512 before --target"
+        )
+    order = FirstSupported(order=(resolve(*found)(), Blocks()))
+    return ax.select(cfg, lambda path, _: path in slots).set(matmul=order)
 
 
 def _compute_dtype(cfg: Config, path: str) -> Any:

@@ -8,23 +8,26 @@ from axcore.parallel.compiler_options import Value
 from axcore.plugin import Accelerator
 from axcore.train import Trainer
 from axcore_mesh_rules.fit import SCANNED, UNROLLED, fitted
-from axcore_mesh_rules.kernels import with_kernel
+from axcore_mesh_rules.kernels import with_grouped_matmul, with_kernel
 from axcore_mesh_rules.sizes import Sizes, memory
 
 MAX_COMBINED_BYTES = 2**30
 """Upper limit of the size of a combined collective."""
 CUDNN_KINDS = ("h100", "h200", "b200")
 """GPUs on which cuDNN attention supports packed rows."""
-CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
-"""The dtypes that cuDNN attention supports."""
+HOPPER = ("h100", "h200")
+"""GPUs for which axcore-mosaic-gpu has a grouped product."""
+HALF = (jnp.bfloat16, jnp.float16)
+"""The dtypes that cuDNN attention and this grouped product support."""
 
 
 def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     """FSDP over as few hosts as the state requires, remat and microbatches that fit, and compiler options. On the
-    GPUs in `CUDNN_KINDS`, attention layers of 16-bit dtypes without an explicit kernel get the cuDNN kernel.
+    GPUs in `CUDNN_KINDS`, attention layers of 16-bit dtypes without an explicit kernel get the cuDNN kernel. On those
+    in `HOPPER`, mixtures of experts get the grouped product `mosaic-gpu`; see `with_grouped_matmul`.
 
     Raises:
-        ConfigError: no installed plugin offers the cuDNN kernel.
+        ConfigError: no installed plugin offers the kernel or the grouped product.
     """
     kind = accelerator.kind.partition("-")[0]
     sizes = Sizes.of(cfg)
@@ -32,7 +35,9 @@ def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     policies = (UNROLLED, *SCANNED) if accelerator.hosts == 1 and kind in CUDNN_KINDS else SCANNED
     cfg = fitted(cfg, accelerator, sizes, memory(accelerator), policies)
     cfg = cfg.set(compiler_options={**cfg.compiler_options, **options(kind, accelerator.count, sizes)})
-    return with_kernel(cfg, "cudnn", CUDNN_DTYPES) if kind in CUDNN_KINDS else cfg
+    if kind in HOPPER:
+        cfg = with_grouped_matmul(cfg, "mosaic-gpu", HALF)
+    return with_kernel(cfg, "cudnn", HALF) if kind in CUDNN_KINDS else cfg
 
 
 def options(kind: str, devices: int, sizes: Sizes | None) -> dict[str, Value]:

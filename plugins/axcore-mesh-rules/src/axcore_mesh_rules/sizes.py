@@ -11,21 +11,21 @@ import jax
 from axcore.aot.chips import CHIPS, XLA_GPU_FRACTION
 from axcore.config import Config, has_field, walk
 from axcore.module import abstract
-from axcore.nn import CausalLM, layers_of
+from axcore.nn import CausalLM, GroupedMatmul, layers_of
 from axcore.plugin import Accelerator
 from axcore.train import Trainer
 
 MEMORY = re.compile(r"(\d+)gb")
-ACTIVATION_BYTES, LOGIT_BYTES = 2, 4
-"""Bytes of an activation in bfloat16, and of a logit and its gradient."""
+ACTIVATION_BYTES, LOGIT_BYTES, SUM_BYTES = 2, 4, 4
+"""Bytes of an activation or a gathered weight in bfloat16, of a logit and its gradient, and of a float32 sum."""
 ALL_VALUES_FACTOR = 1.4
 """Bytes of all intermediate values of a layer, divided by the bytes of its inputs and tagged values: measured 1.4 for
 Llama 1.1B and 1.3 for Llama2-7B, unrolled, on one and two H200s."""
-GATHERED_EXPERT_BYTES = 16
-"""Bytes for each parameter of the experts of one layer beyond bfloat16: a mixture gathers them in float32, and the
-experts and gradients of two layers exist at once. Qwen3 30B needs 20 bytes on 512 v5p (one compiled step)."""
 ROUTED_COPIES = 4
 """Arrays with a row for each expert of each token in one layer: inputs and results of the experts, and gradients."""
+ROUTED_TOKENS = 8192
+"""Tokens of a microbatch for which the padding of grouped products is estimated. The default, blocks of about half an
+average group, pads by 25% to 50% for every number of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Sizes:
         parameters: bytes of the parameters.
         layer: bytes of the parameters of one layer in bfloat16.
         experts: number of parameters of the experts of one layer.
+        head: number of parameters of the head.
         layers: number of layers.
         dim: features of the residual stream.
         tagged: features per token with one of the tags query, key, value, heads, gate and up, in all layers.
@@ -49,6 +50,7 @@ class Sizes:
     parameters: int
     layer: int
     experts: int
+    head: int
     layers: int
     dim: int
     tagged: int
@@ -74,6 +76,7 @@ class Sizes:
             parameters=size,
             layer=max(0, count - embeddings) // max(1, len(layers)) * ACTIVATION_BYTES,
             experts=experts // max(1, len(layers)),
+            head=model.vocab_size * model.dim,
             layers=len(layers),
             dim=model.dim,
             tagged=sum(_tagged(place.config, model.dim) for place in layers),
@@ -88,8 +91,10 @@ class Sizes:
 
     @property
     def gathered(self) -> float:
-        """Bytes of the parameters that FSDP gathers on one device: those of two layers."""
-        return 2 * self.layer + GATHERED_EXPERT_BYTES * self.experts
+        """Bytes of the parameters that FSDP gathers on one device (those of two layers and of the head), and of
+        gradients before they are reduced: those of the head and of the experts of one layer, summed in float32."""
+        head_gradient = ACTIVATION_BYTES if self.chunk is None else SUM_BYTES
+        return 2 * self.layer + SUM_BYTES * self.experts + (ACTIVATION_BYTES + head_gradient) * self.head
 
     def activations(self, rows: int, kept: float) -> float:
         """Bytes of activations on one device during a microbatch.
@@ -134,12 +139,27 @@ def _top_k(layer: Config) -> int:
     return next((getattr(node, "top_k", 0) for _, node in walk(layer) if has_field(node, "top_k")), 0)
 
 
+def _routed_rows(layer: Config) -> float:
+    """The rows of grouped products for each token of a layer, with padding; 1 without a mixture."""
+    top_k = max(1, _top_k(layer))
+    for _, node in walk(layer):
+        matmul, count = getattr(node, "matmul", None), _num_experts(layer)
+        if isinstance(matmul, GroupedMatmul) and count:
+            align = matmul.align(ROUTED_TOKENS * top_k, count)
+            return top_k + (align * count / ROUTED_TOKENS if align > 1 else 0)
+    return top_k
+
+
+def _num_experts(layer: Config) -> int:
+    return next((getattr(node, "num_experts", 0) for _, node in walk(layer) if has_field(node, "num_experts")), 0)
+
+
 def _tagged(layer: Config, dim: int) -> int:
     """Features per token of a layer that have one of the tags of the core."""
-    top_k, found = max(1, _top_k(layer)), 0
+    routed, found = _routed_rows(layer), 0
     for path, node in walk(layer):
         if isinstance(hidden := getattr(node, "hidden_dim", None), int):
-            found += 2 * hidden * (top_k if "experts" in path.split(".") else 1)
+            found += round(2 * hidden * (routed if "experts" in path.split(".") else 1))
         if isinstance(heads := getattr(node, "num_heads", None), int):
             features = getattr(node, "head_dim", None) or getattr(node, "value_dim", None) or dim // heads
             found += 2 * features * (heads + (getattr(node, "num_kv_heads", None) or heads))

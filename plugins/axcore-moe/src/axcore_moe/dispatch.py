@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 import axcore as ax
 from axcore.config import Config
+from axcore.module import current
 from axcore.nn import Blocks, GroupedMatmul
+from axcore.nn.grouped_choice import choose
 from axcore.parallel import check_gathers
 from axcore_moe.experts import Experts
 from axcore_moe.routing import Routing, RowAssignment, counts
@@ -50,16 +52,34 @@ class Dropless(Dispatch):
 
     def __call__(self, experts: Experts, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
         check_gathers("a mixture of experts with this dispatch", _ADVICE)
-        y = by_expert(experts, routing.gather(x), routing.expert, routing.num_experts, self.matmul)
-        return routing.combine(y), jnp.zeros(())
+        tokens = routing.gather(x) if routing.choices is None else x
+        y = by_expert(experts, tokens, routing.expert, routing.num_experts, self.matmul, routing.weight)
+        return routing.total(y), jnp.zeros(())
 
 
-def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: int, matmul: GroupedMatmul) -> jax.Array:
-    """Applies the expert of each row to that row: [rows, input_dim] -> the same shape. Rows may be in any order.
+def by_expert(
+    experts: Experts,
+    x: jax.Array,
+    expert: jax.Array,
+    num_experts: int,
+    matmul: GroupedMatmul,
+    weight: jax.Array | None = None,
+) -> jax.Array:
+    """Applies the expert of each pair to its token.
 
     Args:
-        expert: int32 [rows]; `num_experts` for rows without an expert, whose result is zeros.
+        x: [tokens, input_dim]; see `RowAssignment.permute` for the order of the pairs.
+        expert: int32 [pairs]; `num_experts` for pairs without an expert, whose result is zeros.
+        matmul: see `axcore.nn.FirstSupported` for several in order.
+        weight: float32 [pairs], a factor of each result; None: 1.
+
+    Returns:
+        [pairs, input_dim].
+
+    Raises:
+        ConfigError: `matmul` does not support the products.
     """
+    matmul = choose(matmul, experts.requests(), f"{current().path}.dispatch.matmul".removeprefix("."))
     rows = expert.size
     align = matmul.align(rows, num_experts)
     sizes = -(-counts(expert, num_experts) // align) * align
@@ -68,7 +88,7 @@ def by_expert(experts: Experts, x: jax.Array, expert: jax.Array, num_experts: in
     assignment = RowAssignment.of(expert, ends - sizes, blocks * align)
     of_block = jnp.searchsorted(ends, align * jnp.arange(blocks), side="right")
     group = jnp.minimum(of_block, num_experts - 1).astype(jnp.int32)  # unused blocks at the end need a valid group
-    return assignment.unpermute(experts.grouped(assignment.permute(x), group, sizes, matmul))
+    return assignment.unpermute(experts.grouped(x, assignment, group, sizes, matmul, weight))
 
 
 class Capacity(Dispatch):

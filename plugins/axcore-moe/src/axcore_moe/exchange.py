@@ -89,7 +89,7 @@ class Exchange(Dispatch):
             if not self.dropless:
                 raise ax.ConfigError(f'{where} drops nothing, so dropless=False requires transport="padded"')
             if platform == "cpu":
-                raise ax.ConfigError(f'{where} requires a GPU or TPU, and this is a CPU. Set transport="auto"')
+                raise ax.ConfigError(f'{where} requires a GPU or TPU, got a CPU. Set transport="auto"')
         return self.transport == "ragged" or (self.transport == "auto" and self.dropless and platform == "tpu")
 
     def _local(
@@ -120,15 +120,10 @@ class Exchange(Dispatch):
             devices, a float32 scalar.
         """
         choices, tokens = expert.shape
-        pairs = jnp.broadcast_to(x, (choices, *x.shape)).reshape(-1, x.shape[1])
-
-        def combine(y: jax.Array) -> jax.Array:
-            y = y.reshape(choices, tokens, -1)
-            return (y * weight[..., None].astype(y.dtype)).sum(axis=0)
-
         lost = jnp.zeros((), jnp.float32)
         if num_shards == 1:
-            return combine(by_expert(experts, pairs, expert.reshape(-1), num_experts, self.matmul)), lost
+            y = by_expert(experts, x, expert.reshape(-1), num_experts, self.matmul, weight.reshape(-1))
+            return y.reshape(choices, tokens, -1).sum(axis=0), lost
         num_local_experts = num_experts // num_shards
         max_capacity = tokens * min(choices, num_local_experts)
         capacity = min(max_capacity, math.ceil(self.factor * choices * tokens / num_shards))
@@ -148,7 +143,8 @@ class Exchange(Dispatch):
             run = with_capacity(capacity)
         if not self.dropless:
             lost = jax.lax.psum(jnp.maximum(needed - capacity, 0).sum().astype(jnp.float32), all_axes)
-        return combine(run(experts, pairs, expert.reshape(-1))), lost
+        y = run(experts, x, expert.reshape(-1)).reshape(choices, tokens, -1)
+        return (y * weight[..., None].astype(y.dtype)).sum(axis=0), lost
 
 
 def _padded_exchange(

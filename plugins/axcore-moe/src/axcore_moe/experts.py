@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,8 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import axcore as ax
-from axcore.nn import FeedForward, Grouped, GroupedLinear, GroupedMatmul, Linear, combined
+from axcore.module import remat
+from axcore.nn import FeedForward, Grouped, GroupedLinear, GroupedMatmul, GroupedRequest, Linear, combined, grouped_each
 from axcore.parallel import constrain
+from axcore_moe.routing import RowAssignment
 
 
 class Experts(ax.Layer):
@@ -45,31 +46,59 @@ class Experts(ax.Layer):
         sizes = {"groups": self.config.num_experts, "input_dim": widths[0], "output_dim": widths[1]}
         return self.child(name, cfg, rngs, axes=axes, **sizes)
 
+    def requests(self) -> tuple[GroupedRequest, ...]:
+        """The grouped products of `grouped`."""
+        return tuple(
+            GroupedRequest.of(
+                linear.dtypes.compute, linear.config.input_dim, linear.config.output_dim, plain=linear.plain
+            )
+            for linear in (self.gate, self.up, self.down)
+            if linear is not None
+        )
+
     @ax.method
-    def grouped(self, x: jax.Array, expert: jax.Array, sizes: jax.Array, matmul: GroupedMatmul) -> jax.Array:
+    def grouped(
+        self,
+        x: jax.Array,
+        assignment: RowAssignment,
+        expert: jax.Array,
+        sizes: jax.Array,
+        matmul: GroupedMatmul,
+        weight: jax.Array | None = None,
+    ) -> jax.Array:
         """Applies the expert of each row to that row.
 
+        The backward pass permutes x again, since its rows take more memory than x and the hidden features together.
+
         Args:
-            x: [rows, input_dim], sorted by expert.
+            x: [tokens, input_dim].
+            assignment: the row of each pair of a token and an expert. Rows are sorted by expert.
             expert: int32 [blocks], in ascending order: the expert of each block of `rows / blocks` rows.
             sizes: int32 [experts], number of rows of each expert.
             matmul: computes the grouped products.
+            weight: float32 [pairs], a factor of each pair's output; None: 1.
 
         Returns:
             [rows, input_dim].
         """
-        groups = Grouped(sizes, expert, x.shape[0], matmul)
-        return self._block(x, lambda linear, x: linear.grouped(x, groups))
+        groups = Grouped(sizes, expert, assignment.pair.size, matmul)
+
+        def into(self: Experts, x: jax.Array, assignment: RowAssignment, groups: Grouped) -> list[jax.Array]:
+            linears = [linear for linear in (self.gate, self.up) if linear is not None]
+            return grouped_each(linears, assignment.permute(x), groups)
+
+        *gate, up = remat(into)(self, x, assignment, groups)
+        scale = None if weight is None else assignment.permute(weight[:, None])[:, 0]
+        return self.down.grouped(self._hidden(gate[0] if gate else None, up), groups, scale)
 
     @ax.method
     def batched(self, x: jax.Array) -> jax.Array:
         """Applies each expert to the same number of rows: [expert, rows, input_dim] -> the same shape."""
-        return self._block(x, lambda linear, x: linear.batched(x))
+        gate = None if self.gate is None else self.gate.batched(x)
+        return self.down.batched(self._hidden(gate, self.up.batched(x)))
 
-    def _block(self, x: jax.Array, mapped: Callable[[GroupedLinear, jax.Array], jax.Array]) -> jax.Array:
-        gate = None if self.gate is None else checkpoint_name(mapped(self.gate, x), "gate")
-        up = checkpoint_name(mapped(self.up, x), "up")
-        hidden = combined(self.config.block, gate, up)
+    def _hidden(self, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+        gate = None if gate is None else checkpoint_name(gate, "gate")
+        hidden = combined(self.config.block, gate, checkpoint_name(up, "up"))
         rows = PartitionSpec.UNCONSTRAINED  # the dispatch decides how rows are sharded
-        hidden = constrain(hidden, *("expert",)[: hidden.ndim - 2], rows, "mlp")
-        return mapped(self.down, hidden)
+        return constrain(hidden, *("expert",)[: hidden.ndim - 2], rows, "mlp")

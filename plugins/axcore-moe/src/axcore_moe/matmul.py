@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import jax
 from jax.typing import DTypeLike
 
-import axcore as ax
-from axcore.nn import GroupedMatmul
+from axcore.nn import GroupedMatmul, GroupedRequest
 
 
 class Tokamax(GroupedMatmul):
     """`tokamax.ragged_dot`: kernels for GPUs and TPUs, with tokamax's fallback elsewhere."""
+
+    def supports(self, request: GroupedRequest) -> str | None:
+        try:
+            installed = importlib.util.find_spec("tokamax") is not None
+        except ValueError:  # an entry without a spec in sys.modules
+            installed = False
+        return None if installed else "requires the package tokamax (pip install tokamax)"
 
     def __call__(
         self,
@@ -20,8 +28,6 @@ class Tokamax(GroupedMatmul):
         group: jax.Array,
         accumulate: DTypeLike | None = None,
     ) -> jax.Array:
-        try:
-            import tokamax  # type: ignore[import-not-found, unused-ignore]
-        except ImportError as error:
-            raise ax.ConfigError(f"Tokamax requires the package tokamax (pip install tokamax): {error}") from error
+        import tokamax  # type: ignore[import-not-found, unused-ignore]
+
         return tokamax.ragged_dot(x, matrices, sizes, preferred_element_type=accumulate)

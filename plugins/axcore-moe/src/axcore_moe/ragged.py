@@ -33,10 +33,11 @@ class ExpertShards(NamedTuple):
 def ragged_exchange(
     experts: Experts, x: jax.Array, expert: jax.Array, *, shards: ExpertShards, capacity: int
 ) -> jax.Array:
-    """The output of each pair's expert, whichever device has it: [pairs, input_dim] -> the same shape.
+    """The output of each pair's expert, whichever device has it: [pairs, input_dim].
 
     Args:
         experts: the experts of this device.
+        x: [tokens, input_dim]; see `RowAssignment.permute` for the order of the pairs.
         expert: int32 [pairs]; `num_shards * num_local_experts` for a pair without an expert.
         capacity: number of pairs that a device may receive, divided by the number of shards.
     """

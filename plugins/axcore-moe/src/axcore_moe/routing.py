@@ -62,10 +62,13 @@ class Routing:
 
     def combine(self, y: jax.Array) -> jax.Array:
         """The weighted sum of each token's outputs: [pairs, features] -> [tokens, features]."""
-        weighted = y * self.weight[:, None].astype(y.dtype)
+        return self.total(y * self.weight[:, None].astype(y.dtype))
+
+    def total(self, y: jax.Array) -> jax.Array:
+        """The sum of each token's outputs: [pairs, features] -> [tokens, features]."""
         if self.choices is None:
-            return jnp.zeros((self.probs.shape[0], y.shape[1]), y.dtype).at[self.token].add(weighted)
-        return weighted.reshape(self.choices, -1, y.shape[1]).sum(axis=0)
+            return jnp.zeros((self.probs.shape[0], y.shape[1]), y.dtype).at[self.token].add(y)
+        return y.reshape(self.choices, -1, y.shape[1]).sum(axis=0)
 
 
 def counts(expert: jax.Array, num_experts: int) -> jax.Array:
@@ -98,6 +101,7 @@ def _backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax
 permute_rows.defvjp(_forward, _backward)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowAssignment:
     """The assignment of (token, expert) pairs to rows that are grouped by expert.
@@ -132,9 +136,12 @@ class RowAssignment:
         pair = jnp.full((rows,), pairs, jnp.int32).at[row].set(np.arange(pairs, dtype=np.int32), mode="drop")
         return cls(pair, row)
 
-    def permute(self, pairs: jax.Array) -> jax.Array:
-        """[pairs, features] -> [rows, features]."""
-        return permute_rows(pairs, self.pair, self.row)
+    def permute(self, x: jax.Array) -> jax.Array:
+        """[pairs, features] -> [rows, features]. With fewer tokens than pairs, [tokens, features], the pairs are the
+        first choices of all tokens, then the second choices, and so on."""
+        if x.shape[0] != self.row.size:
+            x = jnp.broadcast_to(x, (self.row.size // x.shape[0], *x.shape)).reshape(-1, x.shape[1])
+        return permute_rows(x, self.pair, self.row)
 
     def unpermute(self, rows: jax.Array) -> jax.Array:
         """[rows, features] -> [pairs, features]."""

@@ -49,10 +49,10 @@ class CompletionAnswer(Answer):
             engine,
             prompts,
             body,
-            {"ids": "prompt", "prompt_logprobs": "logprobs"},
+            {"ids": "prompt"},
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if scores else None,
+            prompt_logprobs=scores,
         )
         samples = [
             CompletionSample(at * body.n + each, tokens, ids, echo, has_output=max_tokens > 0)

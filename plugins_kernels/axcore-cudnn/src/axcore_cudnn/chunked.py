@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from axcore_cudnn.masked import bias_of
 from axcore_cudnn.primitives import Form, backward, forward
 
 CHUNK = 512
@@ -138,8 +139,7 @@ def _levels(number: Array, count: int) -> list[Halves]:
 
 def _bias(number: Array, count: int, dtype: Any) -> Array:
     number = _rows(number, count)
-    forbidden = max(-(2.0**41), float(jnp.finfo(dtype).min) / 2)  # finite: inf - inf in the softmax is NaN
-    return jnp.where(number[:, :, None] == number[:, None, :], 0.0, forbidden).astype(dtype)[:, None]
+    return bias_of(number[:, :, None] == number[:, None, :], dtype)
 
 
 def _even(x: Array, value: int = 0) -> Array:

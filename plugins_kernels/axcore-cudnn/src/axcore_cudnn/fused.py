@@ -1,108 +1,76 @@
-"""cuDNN attention with packed rows, sinks, the log-sum-exp and a gradient, as functions of arrays."""
+"""cuDNN attention with packed rows, sinks and any mask, as a differentiable function of arrays."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
+from axcore.nn import FusedAttention
+from axcore_cudnn.masked import Visible, masked_backward, masked_forward
 from axcore_cudnn.packed import packed_backward, packed_forward
 from axcore_cudnn.primitives import Form, backward, forward
 
-HEADS, LSE = "heads", "lse"
-"""The names of the results of `attention` for remat policies."""
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What limits the keys of a query besides `Form`; at most one is given.
+
+    Attributes:
+        segment_ids: for packed rows. Tokens attend within runs of equal ids. Requires `kv_seq == seq`.
+        visible: the keys that each query sees, in place of the mask of `Form`.
+    """
+
+    segment_ids: Int[Array, "batch seq"] | None = None
+    visible: Visible | None = None
 
 
-def attention(
+def forward_pass(
+    form: Form,
     q: Float[Array, "batch seq head head_dim"],
     k: Float[Array, "batch kv_seq kv_head head_dim"],
     v: Float[Array, "batch kv_seq kv_head value_dim"],
-    form: Form,
-    *,
-    segment_ids: Int[Array, "batch seq"] | None = None,
+    operands: Operands | None = None,
     sinks: Float[Array, " head"] | None = None,
 ) -> tuple[Float[Array, "batch seq head value_dim"], Float32[Array, "batch head seq"]]:
-    """softmax(scale q k^T) v, and the logarithm of the softmax's denominator.
-
-    The gradient is computed from the heads and the lse. Both are tagged for remat policies ("heads", "lse"); with a
-    policy that saves both, the backward pass does not rerun the forward kernel.
-
-    Args:
-        q, k, v: bfloat16 or float16; each kv head serves `head / kv_head` consecutive heads.
-        segment_ids: given for packed rows. Tokens attend within runs of equal ids. Requires `kv_seq == seq`.
-        sinks: the logit of an additional key per head, whose value is zero (arXiv 2309.17453).
-
-    Returns:
-        The heads in the dtype of q, and the lse, which includes `sinks` and carries no gradient. To differentiate
-        heads that are merged by lse, call `attention_backward` with the merged results.
-    """
-    heads, lse = _attention(form, q, k, v, segment_ids, sinks)
-    return heads, jax.lax.stop_gradient(lse)
+    """See `axcore.nn.FusedAttention`. q, k and v are bfloat16 or float16."""
+    operands = operands or Operands()
+    if operands.visible is not None:
+        heads, lse = masked_forward(form, q, k, v, operands.visible)
+    elif operands.segment_ids is not None:
+        heads, lse = packed_forward(form, q, k, v, operands.segment_ids)
+    else:
+        heads, lse = forward(form, q, k, v)
+    if sinks is None:
+        return heads, lse
+    total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
+    return (heads * jnp.exp(lse - total).transpose(0, 2, 1)[..., None]).astype(heads.dtype), total
 
 
-def attention_backward(
+def backward_pass(
+    form: Form,
     q: Float[Array, "batch seq head head_dim"],
     k: Float[Array, "batch kv_seq kv_head head_dim"],
     v: Float[Array, "batch kv_seq kv_head value_dim"],
+    operands: Operands | None,
     heads: Float[Array, "batch seq head value_dim"],
     lse: Float32[Array, "batch head seq"],
     heads_grad: Float[Array, "batch seq head value_dim"],
-    form: Form,
-    *,
-    segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> tuple[
     Float[Array, "batch seq head head_dim"],
     Float[Array, "batch kv_seq kv_head head_dim"],
     Float[Array, "batch kv_seq kv_head value_dim"],
 ]:
-    """Gradients of q, k and v. `heads` and `lse` may include keys that are not in `k`.
-
-    Returns the gradients of the given keys and values, and their contribution to the gradient of q:
-    `p = exp(logits - lse)`, `dlogits = p * (heads_grad v^T - sum(heads * heads_grad))`.
-    """
-    if segment_ids is None:
-        return backward(form, q, k, v, heads, lse, heads_grad)
-    return packed_backward(form, q, k, v, heads, lse, heads_grad, segment_ids)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    form: Form, q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None
-) -> tuple[Array, Array]:
-    return _attention_fwd(form, q, k, v, segment_ids, sinks)[0]
+    """See `axcore.nn.FusedAttention`."""
+    operands = operands or Operands()
+    if operands.visible is not None:
+        return masked_backward(form, q, k, v, heads, lse, heads_grad, operands.visible)
+    if operands.segment_ids is not None:
+        return packed_backward(form, q, k, v, heads, lse, heads_grad, operands.segment_ids)
+    return backward(form, q, k, v, heads, lse, heads_grad)
 
 
-def _attention_fwd(form: Form, q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None) -> Any:
-    if segment_ids is None:
-        heads, lse = forward(form, q, k, v)
-    else:
-        heads, lse = packed_forward(form, q, k, v, segment_ids)
-    if sinks is not None:
-        total = jnp.logaddexp(lse, sinks.astype(jnp.float32)[:, None])
-        heads = (heads * jnp.exp(lse - total).transpose(0, 2, 1)[..., None]).astype(heads.dtype)
-        lse = total
-    # Tagged as [batch, seq, features], the shape that the output projection reads, so that the array is saved once.
-    flat = checkpoint_name(heads.reshape(*heads.shape[:2], -1), HEADS)
-    lse = checkpoint_name(lse, LSE)
-    heads = flat.reshape(heads.shape)
-    return (heads, lse), (q, k, v, segment_ids, sinks, flat, lse)
-
-
-def _attention_bwd(form: Form, saved: Any, grads: tuple[Array, Array]) -> tuple[Array | None, ...]:
-    q, k, v, segment_ids, sinks, flat, lse = saved
-    heads_grad = grads[0]
-    heads = flat.reshape(heads_grad.shape)
-    dq, dk, dv = attention_backward(q, k, v, heads, lse, heads_grad, form, segment_ids=segment_ids)
-    if sinks is None:
-        return dq, dk, dv, None, None
-    # A sink is a key whose value is zero: its gradient is p * (0 - sum(heads * heads_grad)).
-    weight = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse)
-    delta = jnp.sum(heads.astype(jnp.float32) * heads_grad.astype(jnp.float32), axis=-1).transpose(0, 2, 1)
-    return dq, dk, dv, None, -jnp.sum(weight * delta, axis=(0, 2)).astype(sinks.dtype)
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
+attention = FusedAttention(forward_pass, backward_pass)

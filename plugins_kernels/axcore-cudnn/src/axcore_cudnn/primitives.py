@@ -16,15 +16,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
-_NAMES = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p", "MaskType", "AttentionLayout")
 
 
-def _private() -> Any:  # a module of jax without type hints
+def private(*names: str) -> Any:  # a module of jax without type hints
+    """The module, with these names.
+
+    Raises:
+        ImportError: it lacks one of them.
+    """
     try:
         module = importlib.import_module(_MODULE)
     except ImportError as error:
         raise ImportError(f"axcore-cudnn requires {_MODULE}, which jax {jax.__version__} lacks") from error
-    missing = [name for name in _NAMES if not hasattr(module, name)]
+    missing = [name for name in names if not hasattr(module, name)]
     if missing:
         raise ImportError(
             f"axcore-cudnn requires {', '.join(missing)} in {_MODULE}, which jax {jax.__version__} lacks. "
@@ -33,7 +37,7 @@ def _private() -> Any:  # a module of jax without type hints
     return module
 
 
-_cudnn = _private()
+_cudnn = private("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p", "MaskType", "AttentionLayout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +80,7 @@ def forward(
         heads, lse = forward(form, _two(q), _two(k), _two(v), lengths=_ones(q))
         return heads[:, :1], lse[:, :, :1]
     operands, params = _arguments(form, q, k, bias, lengths, documents)
-    heads, lse = _call(_cudnn._dot_product_attention_fwd_p, q, k, v, *operands, is_training=True, **params)
+    heads, lse = call(_cudnn._dot_product_attention_fwd_p, q, k, v, *operands, is_training=True, **params)
     return heads, lse
 
 
@@ -97,14 +101,14 @@ def backward(
     Float[Array, "batch kv_seq kv_head head_dim"],
     Float[Array, "batch kv_seq kv_head value_dim"],
 ]:
-    """Gradients of q, k and v, as in `fused.attention_backward`. `heads` and `lse` may include keys not in `k`."""
+    """Gradients of q, k and v, as in `axcore.nn.FusedAttention`. `heads` and `lse` may include keys not in `k`."""
     if q.shape[1] == k.shape[1] == 1:
         lse, grad = jnp.pad(lse, ((0, 0), (0, 0), (0, 1))), _two(heads_grad)
         dq, dk, dv = backward(form, _two(q), _two(k), _two(v), _two(heads), lse, grad, lengths=_ones(q))
         return dq[:, :1], dk[:, :1], dv[:, :1]
     operands, params = _arguments(form, q, k, bias, lengths, documents)
     arrays = (q, k, v, *operands, lse, heads, heads_grad)
-    dq, dk, dv = _call(_cudnn._dot_product_attention_bwd_p, *arrays, **params)
+    dq, dk, dv = call(_cudnn._dot_product_attention_bwd_p, *arrays, **params)
     return dq, dk, dv
 
 
@@ -117,7 +121,7 @@ def _ones(q: Array) -> tuple[Array, Array]:
     return jnp.ones(q.shape[0], jnp.int32), jnp.ones(q.shape[0], jnp.int32)
 
 
-def _call(primitive: Any, *arrays: Array, **params: Any) -> Any:
+def call(primitive: Any, *arrays: Array, **params: Any) -> Any:
     """Binds a primitive, sequentially under `jax.vmap`, for which the primitives have no rule."""
     return jax.custom_batching.sequential_vmap(lambda *arrays: tuple(primitive.bind(*arrays, **params)))(*arrays)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from axcore.config import Config, ConfigError, PositiveInt
-from axcore.nn import GroupedMatmul
-from axcore.parallel import target_device
+from axcore.nn import GroupedMatmul, GroupedRequest
 from axcore_mosaic_gpu.kernels import SHARED_MEMORY, Tiling, groups_product, rows_product
 
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
@@ -64,6 +65,22 @@ class MosaicGrouped(GroupedMatmul):
     def align(self, rows: int, groups: int) -> int:
         return 128
 
+    def supports(self, request: GroupedRequest) -> str | None:
+        if request.platform != "gpu" or not _HOPPER.search(request.device_kind):
+            return f"requires a Hopper GPU (H100, H200), got {request.device_kind or request.platform}"
+        if request.sharded:
+            return (
+                f"runs on the rows of one device, and XLA would gather those of the mesh axes "
+                f"{', '.join(request.sharded)}; dispatch=Exchange() computes on each device's own rows"
+            )
+        if not request.plain:
+            return "does not multiply by numerics or adapters, which have other dtypes or sizes"
+        if request.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"requires bfloat16 or float16, got {request.dtype}"
+        if request.input_dim % 64 or request.output_dim % 64:
+            return f"requires multiples of 64 features, got {request.input_dim} and {request.output_dim}"
+        return None
+
     def __call__(
         self,
         x: Float[Array, "rows input_dim"],
@@ -77,41 +94,45 @@ class MosaicGrouped(GroupedMatmul):
         Raises:
             ConfigError: the device, the dtype or the number of features is not supported.
         """
-        self._check(x, matrices)
+        return self.each(x, (matrices,), sizes, group, accumulate)[0]
+
+    def each(
+        self,
+        x: Float[Array, "rows input_dim"],
+        several: Sequence[Float[Array, "group input_dim output_dim"]],
+        sizes: Int[Array, " group"],
+        group: Int[Array, " blocks"],
+        accumulate: DTypeLike | None = None,
+    ) -> tuple[Float[Array, "rows output_dim"], ...]:
+        """See `GroupedMatmul`. One kernel computes the gradient of x, with float32 sums over all matrices.
+
+        Raises:
+            ConfigError: the device, the dtype or the number of features is not supported.
+        """
+        if (reason := self.supports(GroupedRequest.of(x.dtype, *several[0].shape[1:]))) is not None:
+            raise ConfigError(f"matmul=MosaicGrouped() {reason}. Use Blocks()")
         ends = jnp.cumsum(sizes, dtype=jnp.int32)
         unused = 128 * jnp.arange(group.size, dtype=jnp.int32) >= ends[-1]
         group = jnp.where(unused, sizes.size, group).astype(jnp.int32)
-        return _product(self, accumulate, x, matrices, group, ends)
-
-    def _check(self, x: jax.Array, matrices: jax.Array) -> None:
-        platform, kind = target_device()
-        if platform != "gpu" or not _HOPPER.search(kind):
-            raise ConfigError(
-                f"matmul=MosaicGrouped() requires a Hopper GPU (H100, H200), and this is {kind or platform}. "
-                f"Use Blocks()"
-            )
-        if x.dtype not in (jnp.bfloat16, jnp.float16):
-            raise ConfigError(f"matmul=MosaicGrouped() requires bfloat16 or float16, got {x.dtype}. Use Blocks()")
-        _, inner, outer = matrices.shape
-        if inner % 64 or outer % 64:
-            raise ConfigError(
-                f"matmul=MosaicGrouped() requires multiples of 64 features, got {inner} and {outer}. Use Blocks()"
-            )
+        return _products(self, accumulate, x, tuple(several), group, ends)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(
+def _products(
     cfg: MosaicGrouped,
     accumulate: DTypeLike | None,
     x: jax.Array,
-    matrices: jax.Array,
+    several: tuple[jax.Array, ...],
     group: jax.Array,
     ends: jax.Array,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     dtype = x.dtype if accumulate is None else accumulate
-    tiling = cfg.forward.of(128, matrices.shape[2], x.dtype, dtype)
-    return rows_product(
-        x, matrices, group, tiling=tiling, transposed=False, dtype=dtype, multiprocessors=_MULTIPROCESSORS
+    tiling = cfg.forward.of(128, several[0].shape[2], x.dtype, dtype)
+    return tuple(
+        rows_product(
+            [(x, matrices)], group, tiling=tiling, transposed=False, dtype=dtype, multiprocessors=_MULTIPROCESSORS
+        )
+        for matrices in several
     )
 
 
@@ -119,25 +140,33 @@ def _forward(
     cfg: MosaicGrouped,
     accumulate: DTypeLike | None,
     x: jax.Array,
-    matrices: jax.Array,
+    several: tuple[jax.Array, ...],
     group: jax.Array,
     ends: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _product(cfg, accumulate, x, matrices, group, ends), (x, matrices, group, ends)
+) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+    return _products(cfg, accumulate, x, several, group, ends), (x, several, group, ends)
 
 
 def _backward(
-    cfg: MosaicGrouped, accumulate: DTypeLike | None, kept: tuple[jax.Array, ...], g: jax.Array
-) -> tuple[jax.Array, jax.Array, None, None]:
-    x, matrices, group, ends = kept
-    g = g.astype(x.dtype)
-    of_rows = cfg.input_gradient.of(128, matrices.shape[1], x.dtype, x.dtype)
-    of_groups = cfg.weight_gradient.of(128, matrices.shape[2], x.dtype, matrices.dtype)
+    cfg: MosaicGrouped, accumulate: DTypeLike | None, kept: tuple[Any, ...], gradients: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, ...], None, None]:
+    x, several, group, ends = kept
+    gradients = tuple(g.astype(x.dtype) for g in gradients)
+    of_rows = cfg.input_gradient.of(128, several[0].shape[1], x.dtype, x.dtype)
+    of_groups = cfg.weight_gradient.of(128, several[0].shape[2], x.dtype, several[0].dtype)
     dx = rows_product(
-        g, matrices, group, tiling=of_rows, transposed=True, dtype=x.dtype, multiprocessors=_MULTIPROCESSORS
+        list(zip(gradients, several, strict=True)),
+        group,
+        tiling=of_rows,
+        transposed=True,
+        dtype=x.dtype,
+        multiprocessors=_MULTIPROCESSORS,
     )
-    total = groups_product(x, g, ends, tiling=of_groups, dtype=matrices.dtype, multiprocessors=_MULTIPROCESSORS)
-    return dx, total, None, None
+    totals = tuple(
+        groups_product(x, g, ends, tiling=of_groups, dtype=several[0].dtype, multiprocessors=_MULTIPROCESSORS)
+        for g in gradients
+    )
+    return dx, totals, None, None
 
 
-_product.defvjp(_forward, _backward)
+_products.defvjp(_forward, _backward)

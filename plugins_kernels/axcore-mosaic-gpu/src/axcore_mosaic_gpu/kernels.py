@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -66,8 +66,7 @@ class Tiling:
 
 
 def rows_product(
-    x: Float[Array, "rows k"],
-    matrices: Float[Array, "group k n"] | Float[Array, "group n k"],
+    terms: Sequence[tuple[Float[Array, "rows k"], Float[Array, "group k n"] | Float[Array, "group n k"]]],
     group: Int[Array, " blocks"],
     *,
     tiling: Tiling,
@@ -76,13 +75,14 @@ def rows_product(
     multiprocessors: int,
     interpret: Any = False,
 ) -> Float[Array, "rows n"]:
-    """Multiplies each block of `tiling.m` rows by the matrix of its group.
+    """Multiplies each block of `tiling.m` rows by the matrix of its group, and adds up the terms.
 
     Args:
-        matrices: [group, n, k] if `transposed`.
+        terms: rows and matrices, of the same sizes in each term. The matrices are [group, n, k] if `transposed`.
         group: int32, the group of each block; the number of groups for a block whose result is zeros.
         dtype: dtype of the result. Sums are in float32.
     """
+    x, matrices = terms[0]
     rows, depth = x.shape
     columns = matrices.shape[1 if transposed else 2]
     blocks, across, steps = rows // tiling.m, pl.cdiv(columns, tiling.n), pl.cdiv(depth, tiling.k)
@@ -91,11 +91,19 @@ def rows_product(
     def tile(index: Any, group_ref: Any) -> tuple[Any, Any, Any, Any]:
         row, column = tiling.position(index, (blocks, across))
         owner = group_ref[row]
-        return row, column, owner, jnp.where(owner < groups, jnp.int32(steps), jnp.int32(0))
+        return row, column, owner, jnp.where(owner < groups, jnp.int32(len(terms) * steps), jnp.int32(0))
 
     def load(at: Any, step: Any, refs: Any, buffers: Any, barrier: Any) -> None:
+        for term in range(len(terms)):
+            copy = functools.partial(load_term, at, step - term * steps, refs[2 * term : 2 * term + 2])
+            if len(terms) == 1:
+                copy(buffers, barrier)
+            else:
+                pl.when((step >= term * steps) & (step < (term + 1) * steps))(functools.partial(copy, buffers, barrier))
+
+    def load_term(at: Any, step: Any, refs: Any, buffers: Any, barrier: Any) -> None:
         row, column, owner, _ = at
-        x_ref, matrices_ref, _ = refs
+        x_ref, matrices_ref = refs
         inner, outer = pl.ds(step * tiling.k, tiling.k), pl.ds(column * tiling.n, tiling.n)
         plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(row * tiling.m, tiling.m), inner], buffers[0], barrier)
         part = (owner, outer, inner) if transposed else (owner, inner, outer)
@@ -109,22 +117,23 @@ def rows_product(
     def target(at: Any, out_ref: Any) -> Any:
         return out_ref.at[pl.ds(at[0] * tiling.m, tiling.m), pl.ds(at[1] * tiling.n, tiling.n)]
 
+    read = [operand for term in terms for operand in term]
     kernel = _persistent(
         tiling,
         tiles=blocks * across,
         shapes=((tiling.m, tiling.k), (tiling.n, tiling.k) if transposed else (tiling.k, tiling.n)),
         operand=x.dtype,
         result=jax.ShapeDtypeStruct((rows, columns), dtype),
-        tile=lambda index, refs: tile(index, refs[2]),
+        tile=lambda index, refs: tile(index, refs[-1]),
         load=load,
         multiply=multiply,
         target=target,
         multiprocessors=multiprocessors,
         interpret=interpret,
-        cost=_cost(rows, columns, depth, x, matrices, dtype, rows * columns),
+        cost=_cost(rows, columns, len(terms) * depth, read, dtype, rows * columns),
         name="grouped_rows_transposed" if transposed else "grouped_rows",
     )
-    return kernel(x, matrices, group)
+    return kernel(*read, group)
 
 
 def groups_product(
@@ -178,7 +187,7 @@ def groups_product(
         target=target,
         multiprocessors=multiprocessors,
         interpret=interpret,
-        cost=_cost(x.shape[0], x.shape[1], y.shape[1], x, y, dtype, groups * x.shape[1] * y.shape[1]),
+        cost=_cost(x.shape[0], x.shape[1], y.shape[1], (x, y), dtype, groups * x.shape[1] * y.shape[1]),
         name="grouped_sums",
     )
     return kernel(x, y, first, steps)
@@ -323,15 +332,15 @@ def _persistent(
 
 
 def _cost(
-    rows: int, inner: int, outer: int, left: jax.Array, right: jax.Array, dtype: DTypeLike, size: int
+    rows: int, inner: int, outer: int, operands: Sequence[jax.Array], dtype: DTypeLike, size: int
 ) -> pl.CostEstimate:
     """The cost of multiplying each row, with the padding of its group, by one matrix.
 
     Args:
-        left, right: the operands, each read once.
+        operands: the operands, each read once.
         size: number of elements of the result.
     """
-    read = left.size * left.dtype.itemsize + right.size * right.dtype.itemsize
+    read = sum(operand.size * operand.dtype.itemsize for operand in operands)
     return pl.CostEstimate(
         flops=2 * rows * inner * outer,
         bytes_accessed=read + size * jnp.dtype(dtype).itemsize,

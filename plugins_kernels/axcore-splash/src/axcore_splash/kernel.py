@@ -6,36 +6,29 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 
 import axcore as ax
 from axcore.nn import (
-    LSE,
-    And,
     Attention,
     AttentionInputs,
-    Causal,
-    Contiguous,
-    Full,
-    Heads,
+    FusedKernel,
     KernelRequest,
-    Mask,
-    SameSegment,
+    MaskForm,
     Settings,
-    SlidingWindow,
     TunableKernel,
+    mask_refusal,
     put_kernel,
 )
 from axcore_splash.blocks import LANES, Blocks, default_block, padded
-from axcore_splash.fused import attention, attention_backward
+from axcore_splash.fused import attention
 from axcore_splash.primitives import Form, Segments
 
 MEASURED_BLOCKS = (256, 512, 1024, 2048)
 """The sizes of blocks that `axcore tune` tries, where they do not exceed the padded sequence."""
 
 
-class SplashKernel(TunableKernel):
+class SplashKernel(FusedKernel, TunableKernel):
     """Splash attention on TPUs (`jax.experimental.pallas.ops.tpu.splash_attention`), in bfloat16 and float32.
 
     It supports full attention, causal masks, sliding windows, packed rows, softcap, sinks and the log-sum-exp. Blocks
@@ -68,9 +61,8 @@ class SplashKernel(TunableKernel):
         interpret: bool = False
         """Whether the Pallas interpreter runs the kernels on a CPU, which is slow. For tests."""
 
+    attention = attention
     takes = frozenset({"softcap", "sinks", "lse"})
-    tags_heads = True
-    uses_dtypes = False
 
     config: Config
 
@@ -81,12 +73,12 @@ class SplashKernel(TunableKernel):
     def supports(self, request: KernelRequest) -> str | None:
         """See `axcore.nn.AttentionKernel`."""
         if self.config.interpret and request.platform != "cpu":
-            return f"interpret=True is for tests on a CPU, and this is {request.platform}"
+            return f"interpret=True is for tests on a CPU, got {request.platform}"
         if not self.config.interpret and request.platform != "tpu":
-            return f"requires a TPU, and this is {request.platform}"
+            return f"requires a TPU, got {request.platform}"
         if request.dtype not in (jnp.bfloat16, jnp.float32):
             return f"computes in bfloat16 or float32, not {request.dtype} (the model's dtypes.compute)"
-        return _mask(request)
+        return mask_refusal(request, windows="any", documents="any")
 
     def candidates(self, request: KernelRequest) -> Iterator[dict[str, int]]:
         """See `axcore.nn.TunableKernel`: all blocks of queries have one size, and all blocks of keys another."""
@@ -100,41 +92,30 @@ class SplashKernel(TunableKernel):
         sizes = ([size for size in MEASURED_BLOCKS if size <= padded(length, LANES)] for length in lengths)
         yield from (settings(q, kv) for q, kv in itertools.product(*sizes))
 
-    def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
-        """See `AttentionKernel`."""
-        kv = inputs.plain
-        heads, lse = attention(inputs.q, kv.k, kv.v, self._form(inputs), segments=_segments(inputs), sinks=inputs.sinks)
-        return heads, lse.transpose(0, 2, 1) if inputs.return_lse else None
-
-    def backward(self, inputs: AttentionInputs, heads: Heads, lse: LSE, heads_grad: Heads) -> AttentionInputs:
-        """See `AttentionKernel`."""
-        kv = inputs.plain
-        dq, dk, dv = attention_backward(
-            inputs.q,
-            kv.k,
-            kv.v,
-            heads,
-            lse.transpose(0, 2, 1),
-            heads_grad.astype(heads.dtype),
-            self._form(inputs),
-            segments=_segments(inputs),
-        )
-        nothing = jax.tree.map(lambda _: None, dataclasses.replace(inputs, kv=kv))
-        # The merge computes the gradient of the sinks, which belong to no part of the keys.
-        sinks = None if inputs.sinks is None else jnp.zeros_like(inputs.sinks)
-        return nothing.replace(q=dq, kv=Contiguous(dk, dv, nothing.plain.tokens), sinks=sinks)
-
-    def _form(self, inputs: AttentionInputs) -> Form:
-        arms = _arms(inputs.mask)
-        windows = [arm.size for arm in arms if isinstance(arm, SlidingWindow)]
+    def form(self, inputs: AttentionInputs) -> Form:
+        """See `FusedKernel`."""
+        mask = _form_of(inputs)
         return Form(
             scale=inputs.scale,
-            causal=any(isinstance(arm, Causal) for arm in arms),
-            window=min(windows, default=None),
+            causal=mask.causal,
+            window=mask.window,
             softcap=inputs.softcap,
             blocks=_blocks(self.config, self.settings(KernelRequest.of(inputs))),
             interpret=self.config.interpret,
         )
+
+    def operands(self, inputs: AttentionInputs) -> Segments | None:
+        """Segment ids that separate documents and hide invalid keys; None if neither is needed."""
+        query, key = inputs.query, inputs.keys.tokens
+        of_queries, of_keys = (query.segment_ids, key.segment_ids) if _form_of(inputs).documents else (None, None)
+        if of_queries is None or of_keys is None:  # as in `SameSegment`, tokens without segment ids are not separated
+            if key.valid is None:
+                return None
+            of_queries = jnp.zeros(inputs.q.shape[:2], jnp.int32)
+            of_keys = jnp.zeros((inputs.q.shape[0], inputs.keys.shape[1]), jnp.int32)
+        if key.valid is not None:
+            of_keys = jnp.where(key.valid, of_keys, -1)
+        return of_queries, of_keys
 
 
 def use_splash(
@@ -153,33 +134,7 @@ def _blocks(cfg: SplashKernel.Config, settings: Settings) -> Blocks:
     return Blocks(**{**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(Blocks)}, **settings})
 
 
-def _mask(request: KernelRequest) -> str | None:
-    """Why the kernel does not support this mask; None if it does."""
-    arms = _arms(request.mask)
-    if not all(isinstance(arm, SameSegment | Causal | Full | SlidingWindow) for arm in arms):
-        return f"supports full attention, causal masks, windows and documents, not {request.mask!r}"
-    if not request.aligned and any(isinstance(arm, Causal | SlidingWindow) for arm in arms):
-        return (
-            f"requires queries and keys of the same tokens for {request.mask!r}, since blocks are chosen when the "
-            f"program is traced, got {request.query_len} queries and {request.key_len} keys of different tokens"
-        )
-    return None
-
-
-def _segments(inputs: AttentionInputs) -> Segments | None:
-    """Segment ids that separate documents and hide invalid keys; None if neither is needed."""
-    query, key = inputs.query, inputs.keys.tokens
-    separate = any(isinstance(arm, SameSegment) for arm in _arms(inputs.mask))
-    of_queries, of_keys = (query.segment_ids, key.segment_ids) if separate else (None, None)
-    if of_queries is None or of_keys is None:  # as in `SameSegment`, tokens without segment ids are not separated
-        if key.valid is None:
-            return None
-        of_queries = jnp.zeros(inputs.q.shape[:2], jnp.int32)
-        of_keys = jnp.zeros((inputs.q.shape[0], inputs.keys.shape[1]), jnp.int32)
-    if key.valid is not None:
-        of_keys = jnp.where(key.valid, of_keys, -1)
-    return of_queries, of_keys
-
-
-def _arms(mask: Mask) -> tuple[Mask, ...]:
-    return mask.masks if isinstance(mask, And) else (mask,)
+def _form_of(inputs: AttentionInputs) -> MaskForm:
+    mask = MaskForm.of(inputs.mask)
+    assert mask is not None  # see `SplashKernel.supports`
+    return mask

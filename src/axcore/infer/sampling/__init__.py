@@ -1,11 +1,21 @@
 """Sampling on the device: the options of every row as arrays, penalties, masks and log-probabilities."""
 
 from axcore.infer.sampling.counts import Counts
-from axcore.infer.sampling.draw import LogProbs, Sampled, logprobs, sample
+from axcore.infer.sampling.draw import LogProbs, Sampled, log_probabilities, sample
 from axcore.infer.sampling.rows import Method, NextToken, SamplingRows
 from axcore.infer.sampling.seeds import seed_words
 
-__all__ = ["Counts", "LogProbs", "Method", "NextToken", "Sampled", "SamplingRows", "logprobs", "sample", "seed_words"]
+__all__ = [
+    "Counts",
+    "LogProbs",
+    "Method",
+    "NextToken",
+    "Sampled",
+    "SamplingRows",
+    "log_probabilities",
+    "sample",
+    "seed_words",
+]
 
 
 def __dir__() -> list[str]:

@@ -82,21 +82,7 @@ def sample(logits: Float[Array, "rows vocab"], rows: SamplingRows, counts: Count
     if rows.num_logprobs is None:
         return Sampled(tokens, valid, None)
     described = processed if rows.processed else raw
-    return Sampled(tokens, valid, _logprobs(described, tokens, valid, rows.num_logprobs))
-
-
-def logprobs(
-    logits: Float[Array, "rows vocab"], tokens: Int32[Array, " rows"], num_top: int, vocab_size: int
-) -> LogProbs:
-    """The log-probabilities of given tokens, and of the most likely ones.
-
-    Args:
-        logits: float logits; columns from `vocab_size` on are padding.
-        tokens: a token for each row.
-        num_top: the number of most likely tokens.
-    """
-    raw = jnp.where(jnp.arange(logits.shape[1]) < vocab_size, logits.astype(jnp.float32), -jnp.inf)
-    return _logprobs(raw, tokens, jnp.isfinite(jnp.max(raw, axis=-1)), num_top)
+    return Sampled(tokens, valid, log_probabilities(described, tokens, valid, rows.num_logprobs))
 
 
 def _edited(
@@ -146,10 +132,17 @@ def _drawn(
     return jnp.argmax(jnp.where(greedy, logits, scaled + noise), axis=-1), processed
 
 
-def _logprobs(
+def log_probabilities(
     logits: Float32[Array, "rows vocab"], tokens: Int32[Array, " rows"], valid: Bool[Array, " rows"], num_top: int
 ) -> LogProbs:
-    """The log-probabilities of softmax(logits)."""
+    """The log-probabilities of softmax(logits).
+
+    Args:
+        logits: -inf excludes a token.
+        tokens: the token of each row whose log-probability is returned.
+        valid: false in rows whose logits are undefined.
+        num_top: the number of most likely tokens to return.
+    """
     best = jnp.max(logits, axis=-1, keepdims=True)
     shifted = logits - jnp.where(jnp.isfinite(best), best, 0)
     log_sum = jnp.log(exact_sum(jnp.exp(shifted)))

@@ -22,9 +22,9 @@ GREEDY_BELOW = 1e-5
 NO_SLOT = np.iinfo(np.int32).max
 """The slot of padding rows, which is out of range."""
 
-LOGPROB_SIZES = (20,)
-"""Numbers of most likely tokens whose log-probabilities programs return. Larger numbers are rounded up to powers of
-two."""
+USUAL_LOGPROBS = 20
+"""The number of most likely tokens whose log-probabilities programs return, if a request asks for any. Larger numbers
+are rounded up to powers of two."""
 
 SMALLEST_EDITS = 16
 """The smallest number of edited logits per row in a program. Larger ones are multiplied by four."""
@@ -136,7 +136,7 @@ class SamplingRows:
         elif order.index(method) < order.index(needed):
             raise ConfigError(f"method={method!r} ignores options of a row that needs {needed!r}. Use {needed!r}")
         asked = [token.options.logprobs for token in tokens if token.options.logprobs is not None]
-        num_logprobs = logprob_size(max(asked), vocab_size) if asked else None
+        num_logprobs = min(_logprob_size(max(asked)), vocab_size) if asked else None
         facts = numbers = edit_ids = edits = grammar = None
         if method != "greedy":
             facts, numbers = _facts(tokens, size, vocab_size), _numbers(tokens, size)
@@ -147,30 +147,36 @@ class SamplingRows:
         return cls(facts, numbers, edit_ids, edits, grammar, method, vocab_size, num_logprobs, logprobs == "processed")
 
 
-def logprob_size(count: int, vocab_size: int) -> int:
-    """The number of most likely tokens whose log-probabilities a program returns, if `count` are asked for."""
-    return min(next((size for size in LOGPROB_SIZES if size >= count), 1 << (count - 1).bit_length()), vocab_size)
+def _logprob_size(count: int) -> int:
+    return USUAL_LOGPROBS if count <= USUAL_LOGPROBS else 1 << (count - 1).bit_length()
 
 
 def _facts(tokens: Sequence[NextToken], size: int, vocab_size: int) -> Int32[np.ndarray, "rows 5"]:
-    facts = np.zeros((size, 5), np.uint32)
-    facts[:, 3:] = NO_SLOT, vocab_size
-    for row, token in enumerate(tokens):
-        top_k = vocab_size if token.options.top_k is None else min(token.options.top_k, vocab_size)
-        facts[row] = *token.seed, token.position, token.slot, top_k
-    return facts.view(np.int32)
+    rows = [
+        (*token.seed, token.position, token.slot, min(token.options.top_k or vocab_size, vocab_size))
+        for token in tokens
+    ]
+    padding = (0, 0, 0, NO_SLOT, vocab_size)
+    return np.array(rows + [padding] * (size - len(rows)), np.uint32).view(np.int32)
 
 
 def _numbers(tokens: Sequence[NextToken], size: int) -> Float32[np.ndarray, "rows 6"]:
-    numbers = np.zeros((size, 6))
-    numbers[:] = 0, 1, -np.inf, 0, 0, 1
-    for row, token in enumerate(tokens):
+    rows = []
+    for token in tokens:
         options = token.options
-        penalties = options.frequency_penalty, options.presence_penalty, options.repetition_penalty
-        numbers[row, 3:] = np.clip(penalties, *_FINITE)
-        if options.temperature >= GREEDY_BELOW:
-            log_min_p = np.log(options.min_p) if options.min_p else -np.inf
-            numbers[row, :3] = min(options.temperature, _FINITE[1]), options.top_p, log_min_p
+        greedy = options.temperature < GREEDY_BELOW
+        rows.append(
+            (
+                *((0.0, 1.0, 0.0) if greedy else (options.temperature, options.top_p, options.min_p)),
+                options.frequency_penalty,
+                options.presence_penalty,
+                options.repetition_penalty,
+            )
+        )
+    padding = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+    numbers = np.clip(np.array(rows + [padding] * (size - len(rows))), *_FINITE)
+    with np.errstate(divide="ignore"):
+        numbers[:, 2] = np.log(numbers[:, 2])
     numbers[:, 5] = np.maximum(numbers[:, 5], np.finfo(np.float32).tiny)
     return numbers.astype(np.float32)
 
@@ -192,9 +198,9 @@ def _edits(
         width *= 4
     ids, values = np.full((size, width), vocab_size, np.int32), np.zeros((size, width), np.float32)
     for row, edits in enumerate(rows):
-        for column, (id, value) in enumerate(edits):
-            ids[row, column] = id
-            values[row, column] = value if value == -np.inf else np.clip(value, *_FINITE)
+        if edits:
+            ids[row, : len(edits)], given = zip(*edits, strict=True)
+            values[row, : len(edits)] = np.where(np.isinf(given), given, np.clip(given, *_FINITE))
     return ids, values
 
 

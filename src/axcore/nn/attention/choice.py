@@ -162,10 +162,11 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
             result = kernel(kernel_inputs)
         heads, lse = checked(kernel, path, kernel_inputs, result)
         return heads if tagged else checkpoint_name(heads, "heads"), lse
-    if (choices := _choices.get()) is not None:
-        choices.append(Choice(path, requests, None, tuple(refused)))
-        return _zeros(inputs)
-    raise ConfigError(Choice(path, requests, None, tuple(refused)).problem())
+    choice = Choice(path, requests, None, tuple(refused))
+    if (choices := _choices.get()) is None:
+        raise ConfigError(choice.problem())
+    choices.append(choice)
+    return _zeros(inputs)
 
 
 def _settings(kernel: AttentionKernel, path: str, requests: tuple[KernelRequest, ...]) -> tuple[Mapping[str, int], ...]:

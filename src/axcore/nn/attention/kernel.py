@@ -96,7 +96,7 @@ class TunableKernel(AttentionKernel):
 
     def settings(self, request: KernelRequest) -> dict[str, int]:
         """The settings of a call; see `tuned_settings`."""
-        return tuned_settings(self.config, request, self.candidates(request))
+        return tuned_settings(self.config, self.config.tuning, request, self.candidates(request))
 
 
 def refusal(kernel: AttentionKernel, *requests: KernelRequest) -> str | None:

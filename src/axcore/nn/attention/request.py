@@ -111,5 +111,7 @@ class KernelRequest:
         names = ["batch", "query_len", "key_len", "num_heads", "num_kv_heads", "head_dim"]
         names += ["value_dim"] if self.value_dim != self.head_dim else []
         facts = [self.platform, self.phase, str(self.dtype), *(f"{name}={getattr(self, name)}" for name in names)]
+        facts += [f"mask={self.mask!r}"]
         facts += [word for word, holds in (("packed rows", self.packed), ("invalid keys", self.partial)) if holds]
-        return ", ".join([*facts, *self.options, self.view.__name__])
+        facts += [] if self.view is Contiguous else [self.view.__name__]
+        return ", ".join([*facts, *self.options])

@@ -110,8 +110,9 @@ class Shards:
     def run(self, kernel: AttentionKernel, inputs: AttentionInputs, path: str) -> tuple[Heads, LSE | None]:
         """Runs the kernel under `shard_map`, on each device's rows, heads and queries. Without a strategy of context
         parallelism, each device has all keys of its rows."""
-        context, aligned = self.context, inputs.query is inputs.keys.tokens
-        batch, _, num_heads, _ = inputs.q.shape
+        context, num_shards = self.context, self.layout.size_of(self.seq)
+        aligned = inputs.query is inputs.keys.tokens and (context is not None or num_shards == 1)
+        axes, (batch, _, num_heads, _) = group_of(self.seq), inputs.q.shape
         head_indices = jnp.arange(num_heads, dtype=jnp.int32)
         group = num_heads // inputs.keys.shape[2]
         if inputs.bias is not None:
@@ -125,11 +126,8 @@ class Shards:
         def body(kernel: AttentionKernel, inputs: AttentionInputs, head_indices: jax.Array) -> tuple[jax.Array, ...]:
             if self.selects_kv_heads:
                 inputs = inputs.replace(kv=_select_kv_heads(inputs.plain, head_indices, group))
-            if context is None:
-                found = kernel(inputs)
-            else:
-                inputs = inputs.replace(query=inputs.keys.tokens) if aligned else inputs  # shard_map makes copies
-                found = context.attend(kernel, inputs, group_of(self.seq), self.layout.size_of(self.seq))
+            inputs = inputs.replace(query=inputs.keys.tokens) if aligned else inputs  # shard_map makes copies
+            found = kernel(inputs) if context is None else context.attend(kernel, inputs, axes, num_shards)
             heads, lse = checked(kernel, path, inputs, found)
             return (heads,) if lse is None else (heads, lse)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self, cast
 
 from axcore.config import Config, ConfigError, FrozenDict, select, walk
@@ -39,14 +39,30 @@ class TuningFile:
         """
         try:
             found = json.loads(pathlib.Path(path).read_text())
-            read = cls(found.pop("device_kind"), found.pop("kernels"), tuple(found.pop("order")))
-            for kernel in read.kernels.values():
-                Tuning(device_kind=read.device_kind, settings=kernel)
         except OSError as error:
-            raise ConfigError(f"cannot read the tuning file {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"cannot read the tuning file {path}: {error.strerror}. Write it with `axcore tune RECIPE --out {path}`"
+            ) from error
+        except ValueError as error:
             raise ConfigError(f"{path} is not a file that `axcore tune` wrote: {error}") from error
-        return read
+        if problem := _problem(found):
+            raise ConfigError(f"{path} is not a file that `axcore tune` wrote: {problem}")
+        for kernel in found["kernels"].values():
+            Tuning(device_kind=found["device_kind"], settings=kernel)
+        return cls(found["device_kind"], found["kernels"], tuple(found["order"]))
+
+
+def _problem(found: object) -> str:
+    """What is wrong with the content of a tuning file, apart from the settings; empty if nothing is."""
+    names = [field.name for field in dataclasses.fields(TuningFile)]
+    if not isinstance(found, dict) or set(found) != set(names):
+        return f"it must be an object with {', '.join(names)}"
+    kernels, order = found["kernels"], found["order"]
+    if not isinstance(kernels, dict) or not all(isinstance(each, dict) for each in kernels.values()):
+        return "kernels must be an object with an object of settings for each kernel"
+    if not isinstance(order, list) or not all(isinstance(each, str) for each in order) or len({*order}) < len(order):
+        return f"order must be a list of different names, not {json.dumps(order)}"
+    return ""
 
 
 def kernel_name(cfg: AttentionKernel.Config) -> str:
@@ -66,31 +82,42 @@ def use_tuned(cfg: Config, file: str, order: bool = False) -> Config:
         order: whether the kernels of each order are also sorted by their measured time.
 
     Raises:
-        ConfigError: no kernel of the config is in the file.
+        ConfigError: the file has nothing about the kernels of the config.
     """
     found = TuningFile.read(file)
-    used: set[str] = set()
-
-    def tuned(_: str, node: Config) -> Config:
-        name = kernel_name(cast(AttentionKernel.Config, node))
-        if name not in found.kernels:
-            return node
-        used.add(name)
-        return node.set(tuning=Tuning(device_kind=found.device_kind, settings=FrozenDict(found.kernels[name])))
-
-    def sorted_by_time(_: str, node: Config) -> Config:
-        kernels = cast(ChooseKernel.Config, node).order
-        names = {each: kernel_name(each) for each in kernels}
-        used.update(set(names.values()) & set(found.order))
-        rank = {name: place for place, name in enumerate(found.order)}
-        return node.set(order=tuple(sorted(kernels, key=lambda each: rank.get(names[each], len(rank)))))
-
-    kinds = {type(node) for _, node in walk(cfg)}
-    if any(issubclass(kind, TunableKernel.Config) for kind in kinds):
-        cfg = select(cfg, TunableKernel).map(tuned)
-    if order and any(issubclass(kind, ChooseKernel.Config) for kind in kinds):
-        cfg = select(cfg, ChooseKernel).map(sorted_by_time)
-    if not used:
-        measured = ", ".join(dict.fromkeys((*found.kernels, *found.order))) or "no kernel"
-        raise ConfigError(f"{file} is about {measured}, and the config has none of these that can be tuned")
+    nodes = [node for _, node in walk(cfg) if isinstance(node, AttentionKernel.Config)]
+    kernels = {kernel_name(node): node for node in nodes if not isinstance(node, ChooseKernel.Config)}
+    tunable = {name for name, node in kernels.items() if isinstance(node, TunableKernel.Config)} & found.kernels.keys()
+    sortable = order and bool(kernels.keys() & set(found.order))
+    if not tunable and not sortable:
+        raise ConfigError(_nothing_to_apply(file, found, kernels.keys(), order))
+    if tunable:
+        cfg = select(cfg, TunableKernel).map(lambda _, node: _tuned(node, found))
+    if sortable and any(isinstance(node, ChooseKernel.Config) for node in nodes):
+        cfg = select(cfg, ChooseKernel).map(lambda _, node: _sorted(node, found.order))
     return cfg
+
+
+def _tuned(node: Config, found: TuningFile) -> Config:
+    settings = found.kernels.get(kernel_name(cast(AttentionKernel.Config, node)))
+    if settings is None:
+        return node
+    return node.set(tuning=Tuning(device_kind=found.device_kind, settings=FrozenDict(settings)))
+
+
+def _sorted(node: Config, order: Sequence[str]) -> Config:
+    """The kernels by their place in `order`; those that it lacks come last."""
+    rank = {name: place for place, name in enumerate(order)}
+    kernels = cast(ChooseKernel.Config, node).order
+    return node.set(order=tuple(sorted(kernels, key=lambda each: rank.get(kernel_name(each), len(rank)))))
+
+
+def _nothing_to_apply(file: str, found: TuningFile, kernels: Iterable[str], order: bool) -> str:
+    """The error message for a file that is about other kernels."""
+    if not found.kernels and not order:
+        return f"{file} has no block sizes, only an order of kernels. Apply it with order=True"
+    measured = ", ".join(dict.fromkeys((*found.kernels, *found.order)))
+    return (
+        f"{file} was measured with the kernels {measured}, but the config has {', '.join(kernels) or 'none'}. Run "
+        f"`axcore tune` with the edits of this config"
+    )

@@ -63,7 +63,10 @@ class Initial(config.Configurable):
 
 
 class FromRun(Initial):
-    """The parameters of another run or of a folder from `axcore convert`, whose layers may be stacked differently."""
+    """The parameters of another run or of a folder from `axcore convert`, whose layers may be stacked differently.
+
+    Its other Variables are loaded, too, except for a `GradientState` of another shape, which starts anew.
+    """
 
     class Config(Initial.Config):
         folder: str = REQUIRED

@@ -101,6 +101,9 @@ class ModelFolder:
     ) -> tuple[dict[str, jax.Array], list[str], list[str]]:
         """Loads arrays for `model`, whose layers may be stacked differently, in its dtypes and shardings.
 
+        A `GradientState` of another shape, such as an amax history of another length, is not loaded: the next steps
+        compute it again.
+
         Args:
             model: the config of the model to load for.
             params, state: the parameters and the other Variables to load.
@@ -110,17 +113,20 @@ class ModelFolder:
             The arrays found, by path; the names (see `by_layer`) of requested parameters that are not stored; and the
             names of stored parameters that were not requested.
         """
-        own_params, own_state = (flat(each) for each in abstract(self.model)[1:])
+        fn, *trees = abstract(self.model)
+        own_params, own_state = map(flat, trees)
         names = by_layer(self.model, [*own_params, *own_state])
         wanted = by_layer(model, [*params, *state])
         forms, own = {**state, **params}, {**own_state, **own_params}
-        misshaped = [
-            f"{name}: the model in {self.folder.name} has {held}, expected {asked}"
+        misshaped = {
+            name: f"{name}: the model in {self.folder.name} has {held}, expected {asked}"
             for name in wanted.keys() & names.keys()
             if (held := _part(own, names[name])) != (asked := _part(forms, wanted[name]))
-        ]
-        if misshaped:
-            raise AxcoreError(f"the model in {self.folder} does not fit:{listed(sorted(misshaped))}")
+        }
+        of_steps = {path for path, is_gradient_state in flat(fn.gradient_state).items() if is_gradient_state}
+        if wrong := [text for name, text in misshaped.items() if names[name][0] not in of_steps]:
+            raise AxcoreError(f"the model in {self.folder} does not fit:{listed(sorted(wrong))}")
+        names = {name: place for name, place in names.items() if name not in misshaped}
         missing = [name for name, (path, _) in wanted.items() if path in params and name not in names]
         extra = [name for name, (path, _) in names.items() if path in own_params and name not in wanted]
         whole = {path for path in forms if all(name in names for name, (of, _) in wanted.items() if of == path)}

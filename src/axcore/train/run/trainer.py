@@ -24,6 +24,7 @@ from axcore.config import (
     parse_text,
     under,
 )
+from axcore.numerics import require_calibrated
 from axcore.parallel import CompilerOptions, Mesh
 from axcore.runtime import signals
 from axcore.train import files
@@ -165,9 +166,13 @@ class Trainer(config.Configurable):
         """The first state of a run that starts from given weights."""
         cfg = self.config
         checkpointer: Checkpointer = cfg.checkpointer.build(folder / model_folder.CHECKPOINTS)
-        if cfg.initial is None or (resume and checkpointer.latest() is not None):
+        if resume and checkpointer.latest() is not None:
             return None
-        return begin(cfg.initial, cfg.model, program, np.array(cfg.seed, np.uint32))
+        seed = np.array(cfg.seed, np.uint32)
+        first = None if cfg.initial is None else begin(cfg.initial, cfg.model, program, seed)
+        state = first or program.state
+        require_calibrated(program.fn.bind(state.params, state.model_state), "model")
+        return first
 
     def _take_over(self, folder: Path, resume: bool, stack: contextlib.ExitStack) -> None:
         """Moves an earlier run out of the way, then locks the folder and writes the config."""

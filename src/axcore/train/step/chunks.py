@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from axcore.module import ContextError, GradientState, to_fm32
+from axcore.module import Collections, ContextError, GradientState, Reduce, Summary, to_fm32
 from axcore.module.lifted import Lifted
 from axcore.module.pure import axes_of
 from axcore.parallel import Layout, active_layout
@@ -39,16 +39,17 @@ def chunked_sum[M: nnx.Module](
     Args:
         fn: maps the module and arrays [1, tokens, ...] to `(total, parts)`, a scalar and a pytree of scalars, each of
             which is a sum over the tokens. Tokens that fill up the last chunk are 0 in all arrays and must add nothing.
-            Each chunk draws different random numbers.
+            Each chunk draws different random numbers. Summaries that layers add are reduced over the chunks and
+            devices by their rule; they include the tokens that fill up the last chunk, and have no gradients.
         size: number of tokens.
 
     Returns:
         A function of the module, the expected cotangent of `total` and arrays [batch, seq, ...], which returns
         `(total, parts)`. Gradients are exact for every cotangent; those of 16 bits have the range that the expected one
-        gives them. `parts` have no gradients.
+        gives them, or 1 if it is 0. `parts` have no gradients.
 
     Raises:
-        ContextError: `fn` adds a summary, loss or output, or writes a Variable.
+        ContextError: `fn` adds a loss or a captured output, or writes a Variable.
     """
 
     def wrapped(
@@ -62,15 +63,16 @@ def chunked_sum[M: nnx.Module](
             params, state = jax.tree.unflatten(structure, values)
             output, _, collections = lifted.call(fn, params, state, *args, number=number, key=key)
             lifted.refuse_written("chunked_sum")
-            if collections is not None:
-                reports = {**collections.summaries, **collections.losses, **collections.outputs}
-                if reports:
-                    raise ContextError(
-                        f"{lifted.caller.describe()}: the body of chunked_sum reports {', '.join(sorted(reports))}, "
-                        f"but only what it returns is kept. With CrossEntropy, set chunk=None, or remove the layers "
-                        f"that report from the head; elsewhere, return the values, and report them after chunked_sum"
-                    )
-            return output
+            if collections is None:
+                return output, {}
+            if refused := {**collections.losses, **collections.outputs}:
+                raise ContextError(
+                    f"{lifted.caller.describe()}: the body of chunked_sum reports {', '.join(sorted(refused))}, but "
+                    f"only summaries and what it returns are kept. With CrossEntropy, set chunk=None, or remove the "
+                    f"layers that add losses or outputs from the head; elsewhere, return the values, and report them "
+                    f"after chunked_sum"
+                )
+            return output, collections.summaries
 
         cut = _Cut.of(shards.local(args[0].shape), size)
         key = lifted.caller.key
@@ -79,6 +81,7 @@ def chunked_sum[M: nnx.Module](
             made, result = jax.make_jaxpr(body, return_shape=True)(
                 forms[0], tuple(cut.form(x) for x in args), forms[2], _as_state(forms[3], is_state)
             )
+        summaries: dict[str, Summary] = result[1]
         hoisted = Hoisted.of(made.jaxpr, 1 + len(args))
         given = [*made.consts, *jax.tree.leaves(key), *values]
         others = len(given) - len(values)
@@ -87,12 +90,14 @@ def chunked_sum[M: nnx.Module](
             hoisted,
             cut,
             shards,
+            [each.reduce for each in jax.tree.leaves(summaries, is_leaf=lambda node: isinstance(node, Summary))],
             [n is not None and is_state[n] for n in variables],
             [PartitionSpec() if n is None else shards.of_variable(axes[n], values[n].shape) for n in variables],
         )
-        total, parts = jax.tree.unflatten(
-            jax.tree.structure(result), rule.function()(expected, hoisted.hoist(given), list(args))
-        )
+        expected = jnp.where(expected == 0, 1.0, expected)
+        found = rule.function()(expected, hoisted.hoist(given), list(args))
+        (total, parts), summaries = jax.tree.unflatten(jax.tree.structure(result), found)
+        lifted.caller.absorb(Collections(summaries))
         return total, parts
 
     return wrapped
@@ -178,6 +183,10 @@ class _Shards:
         rest = tuple(axis for axis in self.axes if axis not in sharded)
         return jax.lax.psum(x, rest) if rest else x
 
+    def reduced(self, x: jax.Array, rule: Reduce) -> jax.Array:
+        """The reduction of x over all devices, on each of them."""
+        return rule.over(jax.lax.all_gather(x, self.axes)) if self.axes else x
+
     def largest(self, x: jax.Array) -> jax.Array:
         return jax.lax.pmax(x, self.axes) if self.axes else x
 
@@ -217,15 +226,18 @@ class _Cut:
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """The sum and its custom derivative, as a function of `expected`, `fixed` and `args`.
+    """The outputs of the body, sums and then summaries, and the custom derivative of the first sum, as a function of
+    `expected`, `fixed` and `args`.
 
     Attributes:
+        reports: how each summary is reduced.
         largest: for each array in `fixed`, whether it is a `GradientState`, whose cotangents are reduced by maximum.
     """
 
     body: Hoisted
     cut: _Cut
     shards: _Shards
+    reports: list[Reduce]
     largest: list[bool]
     specs: list[PartitionSpec]
     """How the gradients of the arrays in `fixed` are sharded."""
@@ -253,21 +265,22 @@ class _Rule:
     def _sums(self, expected: jax.Array, fixed: Leaves, args: Leaves) -> Leaves:
         fixed = _as_state(fixed, self.largest)
 
-        def step(sums: Leaves, inputs: tuple[jax.Array, ...]) -> tuple[Leaves, None]:
-            return _added(sums, self.body.loop(fixed, inputs)), None
+        def step(sums: Leaves, inputs: tuple[jax.Array, ...]) -> tuple[Leaves, Leaves]:
+            return self._split(sums, self.body.loop(fixed, inputs))
 
-        sums, _ = jax.lax.scan(step, self._zeros(), self._inputs(args))
-        return self.shards.summed(sums)
+        return self._over_devices(*jax.lax.scan(step, self._zeros(), self._inputs(args)))
 
     def _sums_and_gradients(
         self, expected: jax.Array, fixed: Leaves, args: Leaves
     ) -> tuple[Leaves, Gradients, Gradients]:
-        """(sums, gradients of fixed, gradients of args)."""
+        """(outputs, gradients of fixed, gradients of args)."""
         state = _as_state(fixed, self.largest)
         has_gradient = [_is_float(x) or largest for x, largest in zip(fixed, self.largest, strict=True)]
         is_float = [_is_float(x) for x in args]
 
-        def step(carry: tuple[Leaves, Leaves], inputs: tuple[jax.Array, ...]) -> tuple[tuple[Leaves, Leaves], Leaves]:
+        def step(
+            carry: tuple[Leaves, Leaves], inputs: tuple[jax.Array, ...]
+        ) -> tuple[tuple[Leaves, Leaves], tuple[Leaves, Leaves]]:
             number, *chunk = inputs
             sums, gradients = carry
             sinks = _merged(has_gradient, gradients, state)
@@ -277,20 +290,21 @@ class _Rule:
                 given = _merged(has_gradient, read, state)
                 wide = {n: given[n] for n, product in enumerate(self.body.products) if product}
                 values = [state[n] if n in wide else each for n, each in enumerate(given)]
-                sums = self.body.loop(values, varying, wide)
-                return sums[0], sums
+                outputs = self.body.loop(values, varying, wide)
+                return outputs[0], outputs
 
             read = [sink if product else x for sink, x, product in zip(sinks, state, self.body.products, strict=True)]
-            found, pull, parts = jax.vjp(total, _where(has_gradient, read), _where(is_float, chunk), has_aux=True)
+            found, pull, outputs = jax.vjp(total, _where(has_gradient, read), _where(is_float, chunk), has_aux=True)
             of_fixed, of_chunk = pull(expected.astype(found.dtype))
-            return (_added(sums, parts), self._accumulated(gradients, of_fixed, has_gradient)), of_chunk
+            sums, reports = self._split(sums, outputs)
+            return (sums, self._accumulated(gradients, of_fixed, has_gradient)), (reports, of_chunk)
 
         start = [
             jnp.full(x.shape, -jnp.inf if largest else 0.0, jnp.promote_types(x.dtype, jnp.float32))
             for x, largest in zip(fixed, self.largest, strict=True)
             if _is_float(x) or largest
         ]
-        (sums, of_fixed), of_args = jax.lax.scan(step, (self._zeros(), start), self._inputs(args))
+        (sums, of_fixed), (reports, of_args) = jax.lax.scan(step, (self._zeros(), start), self._inputs(args))
         flags, specs = _where(has_gradient, self.largest), _where(has_gradient, self.specs)
         reduced = [
             self.shards.largest(g) if largest else self.shards.scattered(g, spec).astype(x.dtype)
@@ -298,7 +312,7 @@ class _Rule:
         ]
         nothing: list[Any] = [None] * len(fixed)
         return (
-            self.shards.summed(sums),
+            self._over_devices(sums, reports),
             _merged(has_gradient, reduced, nothing),
             _merged(is_float, [self.cut.joined(g) for g in of_args], [None] * len(args)),
         )
@@ -312,8 +326,18 @@ class _Rule:
         flags = _where(has_gradient, self.largest)
         return [added(*each) for each in zip(sums, gradients, flags, strict=True)]
 
+    def _split(self, sums: Leaves, outputs: Leaves) -> tuple[Leaves, Leaves]:
+        """(`sums` with those of a chunk, the summaries of the chunk)."""
+        return [x + y for x, y in zip(sums, outputs, strict=False)], outputs[len(sums) :]
+
+    def _over_devices(self, sums: Leaves, reports: Leaves) -> Leaves:
+        """The outputs over all devices, from the sums and the summaries [count, ...] of a device."""
+        pairs = zip(reports, self.reports, strict=True)
+        return [*self.shards.summed(sums), *(self.shards.reduced(rule.over(x), rule) for x, rule in pairs)]
+
     def _zeros(self) -> Leaves:
-        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.body.outputs]
+        sums = self.body.outputs[: len(self.body.outputs) - len(self.reports)]
+        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in sums]
 
     def _inputs(self, args: Leaves) -> tuple[jax.Array, ...]:
         numbers = self.shards.index() * self.cut.count + jnp.arange(self.cut.count, dtype=jnp.int32)
@@ -353,10 +377,6 @@ def _form(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _added(a: Leaves, b: Leaves) -> Leaves:
-    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 def _where[T](flags: list[bool], values: Sequence[T]) -> list[T]:

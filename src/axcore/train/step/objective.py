@@ -139,7 +139,7 @@ class CrossEntropy(Objective):
         if self.config.chunk is None:
             return sums(model, hidden, targets, weights)
         count = weights.astype(jnp.float32).sum()
-        expected = jax.lax.stop_gradient(prediction.loss_weight / jnp.where(count == 0, 1.0, count))
+        expected = jax.lax.stop_gradient((prediction.loss_weight or 1.0) / jnp.where(count == 0, 1.0, count))
         total, found = chunked_sum(minimized, self.config.chunk)(model, expected, hidden, targets, weights)
         found = jax.lax.stop_gradient(found)
         return {**found, "loss": found["loss"] + (total - jax.lax.stop_gradient(total))}

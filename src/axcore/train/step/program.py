@@ -260,6 +260,18 @@ def _fewer(batch_size: int, shards: int, microbatches: int) -> str:
     return f", or set microbatches={max(n for n in range(1, microbatches) if most % n == 0)}"
 
 
+def _check_trainable(trained: Tree) -> None:
+    """Raises unless every trained parameter has a dtype with gradients. Codes of stored weights have none."""
+    leaves = jax.tree.leaves_with_path(trained)
+    forms = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.dtype for path, leaf in leaves}
+    codes = [path for path, dtype in forms.items() if not jnp.issubdtype(dtype, jnp.inexact) or dtype.itemsize == 1]
+    if codes:
+        raise ConfigError(
+            f"model.{codes[0]}: {forms[codes[0]]} parameters, such as stored weights, cannot be trained. Train the "
+            f"model with float weights, or freeze the stored ones with learner.rates={{'**.weight.*': 0.0}}"
+        )
+
+
 def program(
     model: Config,
     learner: Config,
@@ -290,6 +302,7 @@ def program(
     options = checked_options(compiler_options or {}, layout)
     stack = pipelined_stack(model, layout, microbatches)
     built_learner: Learner = learner.build(fn.axes)
+    _check_trainable(built_learner.trained(params))
     with under("objective"):
         built_objective: Objective = objective.build()
     init_model = initializer(model)

@@ -1,0 +1,105 @@
+"""An engine under load: throughput and latency at batch 1 and with 64 concurrent requests.
+
+The model has the shape of Llama 2 7B and random bfloat16 weights. Requests have 512 tokens in and 256 out, greedy. Each
+case prints a line of JSON: the figures of `axcore.infer.load_test`, the seconds until the first token of a fresh
+engine, and the share of the bound that the copy bandwidth of the card, measured in the same call, sets for one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import axcore as ax
+from axcore.infer import Engine
+from axcore.infer.load_test import Load, measure
+from axcore.nn import Attention, CausalLM, FeedForward, KVCache, Linear, Repeat, TransformerLayer
+from axcore.plugin import KVCacheOffer, offered
+
+BFLOAT16 = jnp.bfloat16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"dim": 4096, "layers": 32, "heads": 32, "hidden": 11008, "vocab": 32_000}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in {"input": 512, "output": 256, "requests": 256, "step-tokens": 1024}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64], help="concurrent requests of each case")
+    parser.add_argument("--cache", action="append", help="a KV cache, such as paged-kv:page_size=64; repeatable")
+    parser.add_argument("--use", action="append", default=[], help="a feature or other offer; repeatable")
+    given = parser.parse_args()
+    model = decoding_model(given)
+    bound = copy_bandwidth() / weight_bytes(model)
+    facts = {"card": jax.devices()[0].device_kind, "jax": jax.__version__, "bound_tokens_per_s": round(bound, 1)}
+    lines = []
+    for cache in given.cache or ["contiguous"]:
+        for rows in given.rows:
+            try:
+                found = case(model, offered(KVCacheOffer, cache), rows, given)
+                found["share_of_bound"] = found["decode_tokens_per_s"] / bound
+            except Exception as error:
+                traceback.print_exc()
+                found = {"error": f"{type(error).__name__}: {error}"[:300]}
+            shown = {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
+            lines.append(json.dumps({"cache": cache, "rows": rows, **shown, **facts}))
+            print(lines[-1], flush=True)
+    print("\n".join(["results:", *lines]), flush=True)
+
+
+def decoding_model(given: Any) -> ax.Layer:
+    layer = TransformerLayer.Config(
+        attention=Attention.Config(num_heads=given.heads), ffn=FeedForward.Config(hidden_dim=given.hidden)
+    )
+    cfg = CausalLM.Config(
+        vocab_size=given.vocab,
+        dim=given.dim,
+        dtypes=ax.DTypes(param=BFLOAT16, compute=BFLOAT16),
+        decoder=Repeat.Config(num_layers=given.layers, layers=layer),
+        head=Linear.Config(),
+    )
+    model: ax.Layer = ax.pipe(cfg, ax.use("rope"), *map(ax.use, given.use)).build(rngs=ax.Rngs(0))
+    return model
+
+
+def case(model: ax.Layer, cache: KVCache.Config, rows: int, given: Any) -> dict[str, Any]:
+    cfg = Engine.Config(
+        cache=cache, max_rows=rows, max_len=given.input + given.output, step_tokens=max(given.step_tokens, rows)
+    )
+    began = time.perf_counter()
+    with cfg.build(model) as engine:
+        engine.warm_up(("greedy",))
+        measure(engine, Load(1, 1, given.input, 2))
+        start = time.perf_counter() - began
+        compiled = engine.stats.compiled
+        requests = 5 if rows == 1 else given.requests
+        figures = measure(engine, Load(requests, rows, given.input, given.output), seed=1)
+        late = engine.stats.compiled - compiled
+    return {"start_s": start, "compiled": compiled, "compiled_late": late, **figures._asdict()}
+
+
+def weight_bytes(model: ax.Layer) -> int:
+    """Bytes of the weights that every token reads: all but the embedding."""
+    _, params, _ = ax.functional(model)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return sum(leaf.nbytes for path, leaf in leaves if "embedding" not in jax.tree_util.keystr(path))
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by copies of 4 GiB; on other devices than GPUs of 32 MiB."""
+    array = jnp.zeros((2**31 if jax.default_backend() == "gpu" else 2**24,), BFLOAT16)
+    copies = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, each: -each, x), donate_argnums=0)
+    array = jax.block_until_ready(copies(array))
+    began = time.perf_counter()
+    array = jax.block_until_ready(copies(array))
+    return 20 * 2 * array.nbytes / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()

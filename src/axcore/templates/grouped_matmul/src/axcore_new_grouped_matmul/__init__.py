@@ -1,0 +1,1 @@
+"""Grouped matrix products of one block of rows after another, for axcore."""
