@@ -125,7 +125,8 @@ def test_embeddings_are_refused_with_the_reason(client):
 
 def test_a_key_is_required():
     with serving(Scripted(), keys=["sk-other", KEY]) as running:
-        for headers in ({}, {"Authorization": "Bearer sk-wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer "}):
+        wrong = ("Bearer sk-wrong", KEY, "Bearer ", f"Basic {KEY}", f"Bearer {KEY}x")
+        for headers in ({}, *({"Authorization": value} for value in wrong)):
             for path, method, body in (("/v1/models", "GET", None), ("/v1/completions", "POST", b"{}")):
                 status, found, content = raw(running, body, path=path, method=method, headers=headers)
                 assert (status, found["www-authenticate"]) == (401, "Bearer")

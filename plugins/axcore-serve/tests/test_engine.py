@@ -97,7 +97,7 @@ def test_clients_that_leave_give_their_pages_back(served, engine):
 
 
 def test_nothing_compiles_after_the_warm_up():
-    with tiny_engine(max_rows=2, max_len=64, step_tokens=16) as engine:
+    with tiny_engine(max_rows=2, max_len=32, step_tokens=16) as engine:
         engine.warm_up(prompt_logprobs=True)
         compiled = engine.stats.compiled
         with serving(engine, scores_prompts=True) as running:

@@ -10,6 +10,7 @@ import threading
 import openai
 import pytest
 
+from axcore_serve import app
 from axcore_serve.gate import Limits
 
 from .scripted import Scripted
@@ -147,6 +148,18 @@ def test_requests_that_take_too_long_end():
         with running.client() as client, pytest.raises(openai.APIError, match=r"longer than 0\.3 s"):
             list(client.completions.create(**GOOD, stream=True))
         wait_until(lambda: running.engine.jobs[1].is_cancelled)
+
+
+@pytest.mark.long
+def test_a_client_that_does_not_read_counts_as_gone(monkeypatch):
+    monkeypatch.setattr(app, "SEND_S", 0.5)
+    name = "x" * 4000  # is in every chunk, so the chunks exceed all buffers
+    with serving(Scripted(b"a", max_len=10_000), Limits(max_samples=4, request_s=1.0), name=name) as running:
+        with send(running, {**GOOD, "model": name, "stream": True, "max_tokens": 5000}):
+            wait_until(lambda: running.service.gate.num_samples == 1)
+            wait_until(lambda: running.service.gate.num_samples == 0)
+        running.engine.ids = list(b"abcd")
+        assert posted(running, {**GOOD, "model": name})[1]["choices"][0]["text"] == "abcd"
 
 
 def test_an_engine_that_fails_answers_with_an_error(held):

@@ -33,6 +33,9 @@ from axcore_serve.token_text import TokenText
 CLIENT_LEFT = 499
 """The status in metrics if nobody waits for the answer."""
 
+SEND_S = 10.0
+"""Seconds that a client has to read a stream after its samples must have ended."""
+
 
 class Service:
     """The endpoints.
@@ -135,7 +138,8 @@ class Service:
             samples = Samples(self._engine, answer.wanted, self._metrics, self._limits.request_s)
             held.callback(samples.close)
             if answer.is_stream:
-                return EventStream(_events(answer, samples), held.pop_all(), self._metrics.disconnected.inc)
+                limit = self._limits.request_s + SEND_S
+                return EventStream(_events(answer, samples), held.pop_all(), limit, self._metrics.disconnected.inc)
             return JSONResponse(await unless_gone(request.receive, _whole(answer, samples)))
 
     def _understood[B: Body](self, content: bytes, form: type[B], answer_of: Callable[[B], Answer]) -> Answer:
@@ -202,27 +206,36 @@ class EventStream(Response):
     Args:
         events: the events.
         held: closed at the end, or when the client leaves.
+        timeout_s: seconds after which a client that does not read counts as gone.
         on_gone: called if the client leaves.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], held: contextlib.ExitStack, on_gone: Callable[[], None]):
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        held: contextlib.ExitStack,
+        timeout_s: float,
+        on_gone: Callable[[], None],
+    ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._held, self._on_gone = events, held, on_gone
+        self._events, self._held, self._timeout_s, self._on_gone = events, held, timeout_s, on_gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
             try:
-                await unless_gone(receive, self._send(send))
-            except ClientDisconnect:
+                async with asyncio.timeout(self._timeout_s):
+                    await unless_gone(receive, self._send(send))
+            except (ClientDisconnect, TimeoutError):
                 self._on_gone()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
+            await asyncio.sleep(0)  # others run between the events of pieces that have piled up
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -240,7 +253,6 @@ async def unless_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     task, watch = asyncio.create_task(work), asyncio.create_task(gone())
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.sleep(0)  # the end of a response counts as a disconnect, too
         if not task.done():
             raise ClientDisconnect
         return task.result()
