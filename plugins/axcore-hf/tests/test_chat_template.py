@@ -7,6 +7,7 @@ import pytest
 from axcore.config import AxcoreError
 from axcore.train.data import ByteTokenizer
 from axcore_hf.byte_level import byte_level_files
+from axcore_hf.feature import PublishedTokenizer
 from axcore_hf.tokenizer import HFTokenizer, read_files
 
 NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
@@ -45,6 +46,14 @@ def test_case_templates_are_read_from_published_files(built, files, template, sp
 def test_case_a_damaged_description_is_named(built, content):
     with pytest.raises(AxcoreError, match=r"tokenizer_config\.json is not a JSON object"):
         built(described=content)
+
+
+def test_the_tokenizer_of_a_checkpoint_has_its_template(built, tmp_path, monkeypatch):
+    built(template="text", described={"bos_token": "<s>"})
+    packed = HFTokenizer.Config(file="tokenizer.json", end_ids=(256,)), read_files(tmp_path)
+    monkeypatch.setattr(PublishedTokenizer.Config, "packed", lambda _: packed)
+    tokenizer = PublishedTokenizer.Config(source="hf:somewhere").build()
+    assert (tokenizer.chat_template, tokenizer.special_tokens) == ("text", {"bos_token": "<s>"})
 
 
 def test_special_tokens_in_a_prompt_are_tokens(built):

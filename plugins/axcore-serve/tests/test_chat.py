@@ -179,6 +179,12 @@ def test_case_what_is_not_supported_is_refused(running, change, param):
     assert param is None or found["error"]["param"] == param
 
 
+def test_numbers_that_json_lacks_are_refused_wherever_they_are(running):
+    function = {"type": "function", "function": {"name": "f", "parameters": {"maximum": float("nan")}}}
+    status, found = posted(running, {**HELLO, "tools": [function]}, PATH)
+    assert (status, found["error"]["code"]) == (400, "invalid_json")
+
+
 def test_a_model_without_a_template_refuses_chats():
     with serving(Scripted(), template=None) as running:
         status, found = posted(running, HELLO, PATH)
