@@ -134,8 +134,11 @@ def test_text_is_held_back_only_while_it_may_be_a_call():
 
 
 def test_tools_reach_the_template_and_earlier_calls_are_objects(running, client):
-    client.chat.completions.create(**HELLO, tools=TOOLS)
-    assert prompt_of(running).startswith('tools: [{"type": "function", "function": {"name": "weather"')
+    described = {"type": "function", "function": {"name": "f", "description": "für <b>"}}
+    client.chat.completions.create(**HELLO, tools=[described])
+    assert prompt_of(running).startswith(
+        'tools: [{"type": "function", "function": {"name": "f", "description": "für <b>"}}] as'
+    )
     client.chat.completions.create(**HELLO, tools=TOOLS, tool_choice="none")
     assert "tools:" not in prompt_of(running)
     template = "{%- for message in messages %}{% for call in message.tool_calls %}{{ call.function.arguments.city }}"

@@ -138,6 +138,20 @@ def test_echo_without_tokens_scores_the_prompt(running):
     assert status == 400 and error["error"]["param"] == "max_tokens"
 
 
+def test_echo_and_its_scores_are_in_the_first_chunk(running):
+    running.engine.ids = list(b"xy")
+    body = {"model": "tiny", "prompt": ["ab", "c"], "max_tokens": 2, "echo": True, "logprobs": 2, "n": 2}
+    _, whole = posted(running, body)
+    data = [chunk["choices"][0] for chunk in events(running, body)]
+    for choice in whole["choices"]:
+        own = [each for each in data if each["index"] == choice["index"]]
+        assert [each["text"] for each in own] == [choice["text"][:-1], choice["text"][-1]]
+        found = choice["logprobs"]
+        assert {name: [each for one in own for each in one["logprobs"][name]] for name in found} == found
+        assert found["text_offset"] == [0, *range(len(choice["text"]))]
+        assert len(found["tokens"]) == len(own[0]["logprobs"]["tokens"]) + 1
+
+
 def test_logprobs_name_every_token(running):
     running.engine.ids = [*"é".encode(), *b"x"]
     body = {"model": "tiny", "prompt": "ab", "max_tokens": 3, "logprobs": 5}

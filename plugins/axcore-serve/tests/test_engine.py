@@ -70,6 +70,17 @@ def test_greedy_text_and_scores_are_those_of_the_engine(served, engine):
     assert scored["logprobs"]["token_logprobs"][1:] == pytest.approx(found[1:], abs=1e-4)
 
 
+def test_a_stop_token_with_text_is_in_the_text(served, engine):
+    body = {"model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": 12}
+    ids = engine.generate([engine.request("hello", SamplingOptions(temperature=0.0, max_tokens=12))])[0].ids
+    stop = next(id for id in ids if id < 128)
+    text = posted(served, body)[1]["choices"][0]["text"]
+    whole = posted(served, {**body, "stop_token_ids": [stop]})[1]
+    choice = whole["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(chr(stop)) + 1], "stop")
+    assert whole["usage"]["completion_tokens"] == ids.index(stop) + 1
+
+
 def test_samples_of_a_seed_differ_and_can_be_repeated(served):
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 12, "n": 3, "seed": 5}
     texts = [choice["text"] for choice in posted(served, body)[1]["choices"]]

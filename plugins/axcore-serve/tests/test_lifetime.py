@@ -124,6 +124,7 @@ def test_a_signal_drains(held):
         raw(held, None, path="/health", method="GET")
 
 
+@pytest.mark.long
 def test_draining_ends_after_its_time():
     with serving(Scripted(holds=True), Limits(max_samples=1, drain_s=0.2)) as running, send(running, GOOD):
         wait_until(lambda: running.engine.jobs)
@@ -132,6 +133,7 @@ def test_draining_ends_after_its_time():
         assert not running.thread.is_alive() and running.engine.jobs[0].is_cancelled
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_at_once(held):
     with send(held, GOOD):
         wait_until(lambda: held.engine.jobs)
