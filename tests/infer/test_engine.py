@@ -155,7 +155,11 @@ def test_requests_that_cannot_run_raise(engine):
 
 
 @pytest.mark.long
-def test_nothing_compiles_after_the_warm_up(model):
+@pytest.mark.parametrize("is_committed", [False, True], ids=["new", "loaded"])
+def test_nothing_compiles_after_the_warm_up(model, is_committed):
+    if is_committed:  # to a device, as weights from a folder are
+        fn, params, state = ax.functional(model)
+        model = fn.bind(jax.device_put(params, jax.devices()[0]), state)
     events = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: events.append(name) if name.endswith("backend_compile_duration") else None

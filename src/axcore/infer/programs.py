@@ -93,10 +93,19 @@ class Programs:
         self.vocab_size = columns if vocab_size is None else vocab_size
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, columns)
+        self._commit()
         self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames=("phase", "whole"))
         self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jax.jit(self._trace_counter, donate_argnums=0)
+
+    def _commit(self) -> None:
+        """Commits all arrays to the device of the parameters. Otherwise jax compiles a program again when the results
+        of earlier calls, which are committed if the parameters are, replace the first arrays."""
+        homes = {leaf.sharding for leaf in jax.tree.leaves(self._params)}
+        if len(homes) == 1 and isinstance(home := homes.pop(), jax.sharding.SingleDeviceSharding):
+            held = self._params, self._state, self._last, self._counts
+            self._params, self._state, self._last, self._counts = jax.device_put(held, home)
 
     def logits(self, rows: Batch, phase: Phase, *, whole: bool = False) -> Float[Array, "rows vocab"]:
         """Runs the model.

@@ -35,7 +35,7 @@ from axcore.nn.linear import Linear
 from axcore.nn.matmul import Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
 from axcore.nn.norm import FullWidthNorm, LayerNorm, PerHeadNorm, RMSNorm, Scale
-from axcore.nn.put_numerics import put_numerics
+from axcore.nn.put_numerics import put_numerics, without_numerics
 from axcore.nn.stacks import (
     by_layer,
     edit_layers,
@@ -173,6 +173,7 @@ __all__ = [
     "use_unroll",
     "visible",
     "without_caches",
+    "without_numerics",
 ]
 
 
