@@ -117,7 +117,8 @@ def test_nothing_compiles_after_the_warm_up():
                 {"n": 2, "top_p": 0.9, "frequency_penalty": 1, "logprobs": 5},
                 {"echo": True, "logprobs": 1, "prompt": "long enough for chunks"},
             ):
-                assert posted(running, {"model": "tiny", "prompt": "a", "max_tokens": 8, **body})[0] == 200
+                whole = {"model": "tiny", "prompt": "a", "max_tokens": 8, "ignore_eos": True, **body}
+                assert posted(running, whole)[0] == 200
             stats = json.loads(raw(running, None, path="/stats", method="GET")[2])
     assert stats["compiled"] == compiled > 0
     assert stats["tokens"] >= 4 * 8 and sum(stats["pages"].values()) == 80
