@@ -228,7 +228,7 @@ def _node(path: str, node: Config) -> Node:
     made = next((event.actor for event in events if event.action == "made"), "python")
     outer, _, inner = made.rpartition(" > ")
     # A mesh rule says more than the features that it uses, unlike a recipe.
-    by = outer.partition(" > ")[0] if outer.startswith("target:") else inner
+    by = outer.partition(" > ")[0].partition("(")[0] if outer.startswith("target:") else inner
     return Node(path, type_name(type(node)).rpartition(".")[2], _name(supplier(node)), "" if by == "python" else by)
 
 
