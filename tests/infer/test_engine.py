@@ -167,13 +167,13 @@ def test_nothing_compiles_after_the_warm_up(model, is_committed):
     )
     cfg = Engine.Config(max_len=32, max_rows=2, step_tokens=16, **CACHES["paged"])
     with cfg.build(model) as engine:
-        engine.warm_up()
+        engine.warm_up(prompt_logprobs=True)
         compiled = engine.stats.compiled
         events.clear()
         options = [
             GREEDY,
             SamplingOptions(max_tokens=8),
-            SamplingOptions(max_tokens=8, top_p=0.5, frequency_penalty=0.1, logprobs=3),
+            SamplingOptions(max_tokens=8, top_p=0.5, frequency_penalty=0.1, logprobs=3, prompt_logprobs=True),
         ]
         engine.generate([Request(ids, options[at % 3]) for at, ids in enumerate(prompts((1, 5, 9, 16, 17, 20)))])
         assert engine.stats.compiled == compiled and not events

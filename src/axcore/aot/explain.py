@@ -28,7 +28,7 @@ from axcore.nn.grouped_choice import FirstSupported, GroupedChoice, recording_gr
 from axcore.parallel import Layout, Mesh
 from axcore.plugin import Accelerator, Offer, Plugin, active, mesh_rules, recipe_of, registry, supplier
 from axcore.plugin.offers import OFFERS
-from axcore.plugin.slots import config_type
+from axcore.plugin.slots import accepts, config_type
 from axcore.train import CrossEntropy
 from axcore.train.data.form import batch_form
 
@@ -238,6 +238,8 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice | Groupe
     for path, node in walk(cfg):
         if not has_field(node, kind.slot) or not isinstance(value := getattr(node, kind.slot), Config | Mapping | None):
             continue
+        if not _takes(node, kind):  # a field of the same name with another type
+            continue
         where = join(path, kind.slot)
         choice = choices.get(where)
         candidates = tuple(_candidates(kind, value, choice))
@@ -246,6 +248,17 @@ def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice | Groupe
     for (request, candidates), paths in groups.items():
         layers = sum(_layers(cfg, path) for path in paths) if request else 0
         yield Slot(kind.kind, tuple(paths), request, candidates, layers)
+
+
+def _takes(node: Config, kind: type[Offer]) -> bool:
+    for plugin, offer in registry().offers(kind):
+        try:
+            new = config_type(plugin, offer)()
+        except Exception:  # a broken offer may be for this slot
+            return True
+        if accepts(node, kind.slot, {offer.name: new} if kind.keyed else new):
+            return True
+    return False
 
 
 def _layers(cfg: Config, path: str) -> int:

@@ -134,6 +134,16 @@ class Engine(config.Configurable):
         return self._programs.vocab_size
 
     @property
+    def max_len(self) -> int:
+        """The largest number of tokens of a row, its prompt included, that the config and the page pool allow."""
+        return self._scheduler.max_len
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine was closed or has failed, so that it takes no more requests."""
+        return self._is_closed
+
+    @property
     def recompute_above(self) -> tuple[int, ...]:
         """See `Decoder`. A request may not pass such a length."""
         return self._programs.decoder.recompute_above
@@ -165,6 +175,32 @@ class Engine(config.Configurable):
         ids = self.tokenizer.prompt(prompt.encode("utf-8", "surrogateescape"))
         return Request(tuple(ids.tolist()), options or SamplingOptions())
 
+    def check(self, request: Request) -> None:
+        """Checks a request without queueing it. May be called from any thread.
+
+        Raises:
+            ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, or a stop
+                string requires a tokenizer.
+        """
+        if not isinstance(request, Request):
+            raise ConfigError(
+                f"{request!r} is not a Request. Use engine.request(text, SamplingOptions(...)), or Request(ids=...)"
+            )
+        request.check(self.vocab_size)
+        options = request.options
+        if options.stop and self.tokenizer is None:
+            raise ConfigError(
+                f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_ids"
+            )
+        for limit in self.recompute_above:
+            longest = limit + 1 - len(request.ids)
+            if longest > 0 and (options.max_tokens is None or options.max_tokens > longest):
+                raise ConfigError(
+                    f"sampling.max_tokens={options.max_tokens}: the keys of a row change when it passes {limit} "
+                    f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
+                )
+        self._scheduler.check(request)
+
     def submit(self, request: Request, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
         """Queues a request.
 
@@ -177,29 +213,13 @@ class Engine(config.Configurable):
             A function that cancels the request. It may be called at any time, from any thread.
 
         Raises:
-            ConfigError: `request` is not a `Request`, a token id is not in the vocabulary, or a stop string requires a
-                tokenizer.
+            ConfigError: see `check`.
             AxcoreError: the engine is closed.
         """
-        if not isinstance(request, Request):
-            raise ConfigError(
-                f"{request!r} is not a Request. Use engine.request(text, SamplingOptions(...)), or Request(ids=...)"
-            )
-        request.check(self.vocab_size)
-        options = request.options
-        if options.stop and self.tokenizer is None:
-            raise ConfigError(
-                f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_ids"
-            )
+        self.check(request)
         if self._is_closed:
             raise AxcoreError("the engine is closed") from self._failure
-        for limit in self.recompute_above:
-            longest = limit + 1 - len(request.ids)
-            if longest > 0 and (options.max_tokens is None or options.max_tokens > longest):
-                raise ConfigError(
-                    f"sampling.max_tokens={options.max_tokens}: the keys of a row change when it passes {limit} "
-                    f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
-                )
+        options = request.options
         sequence = Sequence(next(self._numbers), request, self.end_ids)
         text = None
         if self.tokenizer is not None:
@@ -246,13 +266,16 @@ class Engine(config.Configurable):
         )
         return [piece.prompt_logprobs or () for piece in pieces]
 
-    def warm_up(self, methods: Iterable[Method] = ("greedy", "plain", "full")) -> None:
+    def warm_up(
+        self, methods: Iterable[Method] = ("greedy", "plain", "full"), *, prompt_logprobs: bool = False
+    ) -> None:
         """Compiles the programs of every bucket. Later requests compile only for many logit edits or log-probabilities.
 
         Args:
             methods: the sampling methods to compile.
+            prompt_logprobs: whether to compile the programs that score prompts.
         """
-        self._in_thread(functools.partial(self._runner.warm_up, tuple(methods)))
+        self._in_thread(functools.partial(self._runner.warm_up, tuple(methods), prompt_logprobs=prompt_logprobs))
 
     def close(self) -> None:
         """Ends the engine. Unfinished samples get an error."""
@@ -308,11 +331,7 @@ class Engine(config.Configurable):
                 self._inbox.get_nowait()()
 
     def _add(self, sample: _Sample) -> None:
-        try:
-            self._scheduler.add(sample.sequence)
-        except ConfigError as error:
-            sample.deliver(error)
-            return
+        self._scheduler.add(sample.sequence)
         self._samples[sample.sequence.id] = sample
         self._prompt_tokens += len(sample.sequence.request.ids)
 

@@ -46,7 +46,7 @@ def filler(plugin: Plugin, offer: Offer) -> Callable[..., Config]:
         nodes = walk(cfg) if where is None else select(cfg, where)
         has_slot = [(path, node) for path, node in nodes if has_field(node, slot)]
         # Without `where`, fields of the same name and another type are skipped.
-        chosen = {path for path, node in has_slot if where is not None or conforms(value, _hint(node, slot))}
+        chosen = {path for path, node in has_slot if where is not None or accepts(node, slot, value)}
         if not chosen:
             among = "of the config" if where is None else f"that where={where!r} selects"
             raise ConfigError(
@@ -79,6 +79,11 @@ def _add(path: str, node: Config, slot: str, key: str, new: Config) -> Config:
             f"axcore.select(cfg, {where!r}).remove()"
         )
     return node.set(**{slot: {**entries, key: new}})
+
+
+def accepts(node: Config, field: str, value: object) -> bool:
+    """Whether a value has the type of this field of a node."""
+    return conforms(value, _hint(node, field))
 
 
 def _hint(node: Config, field: str) -> object:
