@@ -113,7 +113,8 @@ class Engine(config.Configurable):
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
             self._pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
         pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
-        buckets = Buckets.of(cfg.max_rows, cfg.step_tokens, pages_per_row, cfg.page_tables)
+        widest = min(cfg.step_tokens, cfg.max_len)
+        buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
         self._runner = Runner(self._programs, buckets, self.end_ids)
         self._scheduler = Scheduler(Limits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
         self._samples: dict[int, _Sample] = {}

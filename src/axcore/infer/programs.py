@@ -51,15 +51,15 @@ class Buckets:
     pages: tuple[int, ...]
 
     @classmethod
-    def of(cls, max_rows: int, step_tokens: int, pages_per_row: int | None, tables: int) -> Buckets:
+    def of(cls, max_rows: int, max_width: int, pages_per_row: int | None, tables: int) -> Buckets:
         """Powers of two up to the largest sizes; prompts have at least 16 tokens. Without pages, every decoding call
         has all rows, so that caches are read in place.
 
         Args:
-            max_rows, step_tokens, pages_per_row: the largest sizes; `pages_per_row=None`: the caches have no pages.
+            max_rows, max_width, pages_per_row: the largest sizes; `pages_per_row=None`: the caches have no pages.
             tables: the number of sizes of page tables. Each is a quarter of the next.
         """
-        widths = _powers(16, step_tokens)
+        widths = _powers(16, max_width)
         if pages_per_row is None:
             return cls((max_rows,), widths, ())
         pages = {-(-pages_per_row // 4**quarter) for quarter in range(tables)}
