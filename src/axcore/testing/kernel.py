@@ -216,8 +216,8 @@ class KernelSuite(OfferSuite):
                 assert np.isfinite(np.asarray(found, np.float32)).all(), f"{which} in {dtype} is not finite"
             if lse is not None:
                 assert (np.asarray(lse)[1] < -1e30).all(), (
-                    f"the lse of a query without keys must be below -1e30, so that merged parts ignore it, got {lse[1]}. Use "
-                    f"jnp.finfo(jnp.float32).min for the logits of masked keys"
+                    f"the lse of a query without keys must be below -1e30, as merges ignore it then, got {lse[1]}. "
+                    "Use jnp.finfo(jnp.float32).min for the logits of masked keys"
                 )
 
     def test_vmap_scan_and_remat_do_not_change_results(self) -> None:
