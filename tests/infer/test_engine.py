@@ -1,6 +1,7 @@
 """An engine gives the tokens of full recomputation, whatever runs beside a request."""
 
 import asyncio
+import concurrent.futures
 import gc
 import queue
 import subprocess
@@ -272,29 +273,23 @@ def test_a_callback_may_submit_and_close_but_not_wait(short_lived):
     assert isinstance(found.get(timeout=60), AxcoreError)
 
 
-def test_every_accepted_request_ends_when_the_engine_is_closed(short_lived):
-    ends, accepted = queue.Queue(), queue.Queue()
+def test_a_request_that_is_submitted_while_the_engine_closes_is_refused(model):
+    reached, closed = threading.Event(), threading.Event()
 
-    def deliver(piece):
-        if isinstance(piece, AxcoreError) or piece.finish is not None:
-            ends.put(piece)
+    class SlowTokenizer:
+        def decode(self, ids):
+            reached.set()
+            closed.wait(60)
+            return b""
 
-    def submit():
-        try:
-            while True:
-                short_lived.submit(Request((6,), SamplingOptions(max_tokens=1)), deliver)
-                accepted.put(None)
-        except AxcoreError:
-            pass
-
-    threads = [threading.Thread(target=submit) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    ends.get(timeout=60)
-    short_lived.close()
-    for thread in threads:
-        thread.join()
-    assert ends.qsize() + 1 == accepted.qsize()
+    engine = Engine.Config(max_len=32, max_rows=2, step_tokens=16).build(model, SlowTokenizer())
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        submitted = pool.submit(engine.submit, Request((6,)), print)
+        assert reached.wait(60)
+        engine.close()
+        closed.set()
+        with pytest.raises(AxcoreError, match="the engine is closed"):
+            submitted.result(60)
 
 
 def test_a_stream_that_is_deleted_cancels_its_sample(short_lived):
