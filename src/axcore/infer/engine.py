@@ -183,10 +183,13 @@ class Engine(config.Configurable):
             A function that cancels the request. It may be called at any time, from any thread.
 
         Raises:
-            ConfigError: a token id is not in the vocabulary, or a stop string requires a tokenizer.
+            ConfigError: a token id is not in the vocabulary, a stop string requires a tokenizer, or the request names
+                an adapter.
             AxcoreError: the engine is closed.
         """
         request.check(self.vocab_size)
+        if request.adapter is not None:
+            raise ConfigError(f"request.adapter={request.adapter!r}: the engine has no adapters. Use None")
         options = request.options
         if options.stop and self.tokenizer is None:
             raise ConfigError(
@@ -212,7 +215,7 @@ class Engine(config.Configurable):
         return Stream(functools.partial(self.submit, request, sample=sample))
 
     def astream(self, request: Request, *, sample: int = 0) -> AsyncIterator[Piece]:
-        """`stream` for asyncio. A consumer that stops early cancels the request."""
+        """`stream` for asyncio. It submits when the first piece is awaited. A consumer that stops early cancels."""
         return pieces_of(functools.partial(self.submit, request, sample=sample))
 
     def generate(self, requests: Iterable[Request]) -> list[Piece]:

@@ -57,8 +57,10 @@ class Stream(Iterator[Piece]):
 
 
 def joined(pieces: Iterable[Piece]) -> Piece:
-    """Consecutive pieces of a sample as one."""
+    """Consecutive pieces of a sample as one; empty if there are none."""
     pieces = list(pieces)
+    if not pieces:
+        return Piece(())
     logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     return Piece(
         ids=tuple(id for piece in pieces for id in piece.ids),
