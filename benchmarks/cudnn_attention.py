@@ -23,10 +23,11 @@ import axcore as ax
 from axcore.nn import AttentionInputs, Causal, Contiguous, Full, ReferenceKernel, TokenInfo
 from axcore.testing.attention_cases import CASES, Case, arrays_of, by_head, formula, inputs_of
 from axcore.testing.kernel import unit_error
-from axcore_cudnn.fp8 import Form as Fp8Form, Histories, fp8_attention
+from axcore_cudnn.fp8 import fp8_attention
+from axcore_cudnn.fp8_calls import Form as Fp8Form
 from axcore_cudnn.fused import attention
 from axcore_cudnn.kernel import CudnnKernel
-from axcore_cudnn.primitives import Form, forward
+from axcore_cudnn.primitives import Form
 
 HEADS, HEAD_DIM = 32, 128
 """Those of Llama2-7B."""
@@ -51,7 +52,7 @@ Result = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seq", type=int, nargs="+", default=[4096, 16_384])
-    parser.add_argument("--tokens", type=int, default=32_768, help="of a timed training call")
+    parser.add_argument("--tokens", type=int, default=32_768, help="of a timed call without a cache")
     given = parser.parse_args()
     results = [{"card": jax.devices()[0].device_kind, "jax": jax.__version__}]
     for name, case in cases(given):
@@ -68,17 +69,17 @@ def main() -> None:
 
 def cases(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Result]]]:
     for name, case in FP8.items():
-        for delayed in (False, True):
-            yield f"fp8, {'delayed' if delayed else 'current'}, {name}", lambda c=case, d=delayed: fp8_errors(c, d)
+        yield f"fp8, {name}", lambda c=case: fp8_errors(c)
+    yield "stale keys and values that are NaN, one decoded token", lambda: stale_nan(CACHED)
     for name, case in MASKED.items():
-        yield f"bias, {name}", lambda c=case: masked_errors(c)
+        yield f"lengths or bias, {name}", lambda c=case: masked_errors(c)
     for seq in given.seq:
-        yield f"time of attention, {seq} tokens", lambda s=seq: training_times(given.tokens // s, s)
+        yield f"time of attention, {seq} tokens", lambda s=seq: times(given.tokens // s, s)
     yield "time of one decoded token, 32 rows, 4096 keys, half of them valid", lambda: decoding_times(32, 4096)
 
 
 def masked_errors(case: Case) -> Result:
-    """The largest errors of a call with a bias; a correct kernel has at most 4 everywhere."""
+    """The largest errors of a call with lengths or a bias; a correct kernel has at most 4 everywhere."""
     kernel = CudnnKernel.Config(head_dim=case.head_dim).build(rngs=ax.Rngs(0))
     arrays = arrays_of(case, "bfloat16")
     grad = np.asarray(gradient(case), np.float64)
@@ -99,37 +100,25 @@ def masked_errors(case: Case) -> Result:
     return {"errors": {name: round(each, 2) for name, each in errors.items()}}
 
 
-def fp8_errors(case: Case, delayed: bool, steps: int = 3) -> Result:
-    """Relative errors in the first and in the last step, the sizes along the exact results, and overflow."""
-    arrays, grad = arrays_of(case, "bfloat16"), gradient(case)
+def fp8_errors(case: Case) -> Result:
+    """The relative error of the heads, their size along the exact ones, and overflow."""
+    arrays = arrays_of(case, "bfloat16")
     form = Fp8Form(case.scale, isinstance(case.mask, Causal))
-    expected = formula(case, arrays, np.asarray(grad, np.float64))
+    heads, overflow = jax.jit(lambda *x: fp8_attention(form, *x))(*(arrays[name] for name in "qkv"))
+    found, exact = np.asarray(heads, np.float64), formula(case, arrays).heads
+    error, along = np.linalg.norm(found - exact) / np.linalg.norm(exact), (found * exact).sum() / (exact * exact).sum()
+    return {"error": round(float(error), 4), "size": round(float(along), 4), "overflow": float(overflow)}
 
-    @jax.jit
-    def step(arrays: Any, histories: Histories) -> Any:
-        (heads, overflow), pull = jax.vjp(lambda *x: fp8_attention(form, *x), *arrays, histories)
-        return heads, overflow, *pull((grad, jnp.zeros_like(overflow)))
 
-    zeros = jnp.zeros((4, 4))
-    histories, found = Histories(zeros if delayed else None, zeros, jnp.zeros(())), []
-    for _ in range(steps):
-        heads, overflow, *grads, histories = step([arrays[name] for name in "qkv"], histories)
-        found.append((dict(zip(("heads", "q", "k", "v"), (heads, *grads), strict=True)), float(overflow)))
-    exact = {"heads": expected.heads, **expected.grads}
-
-    def compared(which: dict[str, Any]) -> Result:
-        wide = {name: np.asarray(each, np.float64) for name, each in which.items()}
-        errors = {name: np.linalg.norm(wide[name] - each) / np.linalg.norm(each) for name, each in exact.items()}
-        along = {name: (wide[name] * each).sum() / (each * each).sum() for name, each in exact.items()}
-        return {name: [round(float(errors[name]), 4), round(float(along[name]), 4)] for name in exact}
-
-    return {
-        "first step (error, size)": compared(found[0][0]),
-        "last step (error, size)": compared(found[-1][0]),
-        "overflow": [each[1] for each in found],
-        "gradient_overflow": float(histories.overflow),
-        "amaxes of logits, q, k, v": np.asarray(histories.gradients[:, 0]).round(5).tolist(),
-    }
+def stale_nan(case: Case) -> Result:
+    """Whether the heads are finite if the cache has NaN after the last valid key of each row."""
+    kernel = CudnnKernel.Config(head_dim=case.head_dim).build(rngs=ax.Rngs(0))
+    arrays = arrays_of(case, "bfloat16")
+    valid = inputs_of(case, arrays).keys.tokens.valid
+    assert valid is not None
+    stale = {name: jnp.where(valid[..., None, None], arrays[name], jnp.nan) for name in "kv"}
+    heads = jax.jit(lambda arrays: kernel(inputs_of(case, arrays))[0])(arrays | stale)
+    return {"finite": bool(jnp.isfinite(heads).all())}
 
 
 def gradient(case: Case) -> jax.Array:
@@ -138,75 +127,56 @@ def gradient(case: Case) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
 
 
-def training_times(batch: int, seq: int) -> Result:
-    """Causal attention in bfloat16 and in FP8, which includes the rounding of its operands."""
+def times(batch: int, seq: int) -> Result:
+    """Causal attention in bfloat16, and its heads in FP8, which include the rounding of the operands."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, grad = (jax.random.normal(key, (batch, seq, HEADS, HEAD_DIM), jnp.bfloat16) for key in keys)
-    scale, history = HEAD_DIM**-0.5, jnp.zeros((4, 16))
+    scale = HEAD_DIM**-0.5
 
     def wide(q: Any, k: Any, v: Any) -> Any:
         return attention(Form(scale), q, k, v)[0]
 
-    def narrow(histories: Histories) -> Any:
-        return lambda q, k, v: fp8_attention(Fp8Form(scale, True), q, k, v, histories)[0]
+    def both(q: Any, k: Any, v: Any, grad: Any) -> Any:
+        heads, pull = jax.vjp(wide, q, k, v)
+        return heads, *pull(grad)
 
-    def both(fn: Any) -> Any:
-        def run(q: Any, k: Any, v: Any, grad: Any) -> Any:
-            heads, pull = jax.vjp(fn, q, k, v)
-            return heads, *pull(grad)
-
-        return run
-
-    current = Histories(None, history + 0.1, jnp.zeros(()))
-    kinds = {
-        "bf16": wide,
-        "fp8": narrow(current),
-        "fp8 delayed": narrow(dataclasses.replace(current, inputs=history + 8)),
+    found = {
+        "bf16": guarded(wide, q, k, v),
+        "fp8": guarded(lambda *x: fp8_attention(Fp8Form(scale, True), *x)[0], q, k, v),
+        "bf16, forward and backward": guarded(both, q, k, v, grad),
     }
-    found = {name: [guarded(fn, q, k, v), guarded(both(fn), q, k, v, grad)] for name, fn in kinds.items()}
     flops = 4 * batch * HEADS * seq * seq * HEAD_DIM / 2
-    bare = found["bf16"]
-    speed = {
-        name: round(bare[1] / times[1], 3)
-        for name, times in found.items()
-        if isinstance(times[1], float) and isinstance(bare[1], float)
-    }
     rates = {
-        name: [round(flops * factor / ms / 1e9) for factor, ms in zip((1, 3.5), times, strict=True)]
-        for name, times in found.items()
-        if all(isinstance(ms, float) for ms in times)
+        name: round(flops * (3.5 if "backward" in name else 1) / ms / 1e9)
+        for name, ms in found.items()
+        if isinstance(ms, float)
     }
-    return {"rows": batch, "ms (forward, both)": found, "TFLOP/s (forward, both)": rates, "speed of both": speed}
+    return {"rows": batch, "ms": found, "TFLOP/s": rates}
 
 
 def decoding_times(batch: int, length: int) -> Result:
-    """One query against a KV cache: the kernel, the call without a bias, and the reference kernel."""
+    """One query against a KV cache: the kernel, the kernel with a bias, and the reference kernel."""
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, 1, HEADS, HEAD_DIM), jnp.bfloat16)
     k, v = (jax.random.normal(key, (batch, length, 8, HEAD_DIM), jnp.bfloat16) for key in keys[1:])
     index, lengths = jnp.arange(length)[None], jnp.full(batch, length // 2)
-    key_tokens = TokenInfo(index, index, None, index < lengths[:, None])
+    key_tokens = TokenInfo(index, index, None, index < lengths[:, None], valid_first=True)
     at = lengths[:, None] - 1
 
-    def run(kernel: Any) -> Any:
+    def run(kind: Any, tokens: TokenInfo) -> Any:
+        kernel = kind.Config(head_dim=HEAD_DIM).build(rngs=ax.Rngs(0))
+
         def call(q: Any, k: Any, v: Any) -> Any:
-            kv = Contiguous(k, v, key_tokens)
-            return kernel(
-                AttentionInputs(q, kv, TokenInfo(at, at), scale=HEAD_DIM**-0.5, mask=Causal(), phase="decode")
-            )[0]
+            kv, query = Contiguous(k, v, tokens), TokenInfo(at, at)
+            return kernel(AttentionInputs(q, kv, query, scale=HEAD_DIM**-0.5, mask=Causal(), phase="decode"))[0]
 
         return call
 
-    def by_lengths(q: Any, k: Any, v: Any) -> Any:
-        form = Form(HEAD_DIM**-0.5, causal=False)
-        return forward(form, q, k, v, lengths=(jnp.ones(batch, jnp.int32), lengths.astype(jnp.int32)))[0]
-
-    kernels = {"cudnn": CudnnKernel, "reference": ReferenceKernel}
     found = {
-        name: guarded(run(kind.Config(head_dim=HEAD_DIM).build(rngs=ax.Rngs(0))), q, k, v)
-        for name, kind in kernels.items()
+        "cudnn": guarded(run(CudnnKernel, key_tokens), q, k, v),
+        "cudnn with a bias": guarded(run(CudnnKernel, dataclasses.replace(key_tokens, valid_first=False)), q, k, v),
+        "reference": guarded(run(ReferenceKernel, key_tokens), q, k, v),
     }
-    found["cudnn, lengths without a bias"] = guarded(by_lengths, q, k, v)
     gigabytes = 2 * batch * length // 2 * 8 * HEAD_DIM * 2 / 1e9
     speeds = {name: round(gigabytes / ms, 2) for name, ms in found.items() if isinstance(ms, float)}
     return {"ms": found, "TB/s of valid keys and values": speeds}

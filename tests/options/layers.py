@@ -74,6 +74,7 @@ from axcore_mosaic_gpu.grouped import MosaicGrouped
 from axcore_nki.kernel import NkiKernel
 from axcore_paged_kv.cache import PagedCache
 from axcore_recipes.short_conv import ConvTransformerLayer
+from axcore_ring_kv.cache import RingCache
 from axcore_rope import scaling
 from axcore_rope.alibi import Alibi
 from axcore_rope.learned import LearnedPositions
@@ -304,11 +305,11 @@ def attention():
     gpu = traced(x, tokens=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100"))
     half = ax.DTypes(compute="bfloat16")
     yield Host(heads(head_dim=16, kernel=CudnnKernel.Config(), dtypes=half), gpu)
-    training = traced(
-        lambda cfg: x(cfg, 1, 128), tokens=True, gradient=True, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100")
+    evaluation = traced(
+        lambda cfg: x(cfg, 1, 128), tokens=True, training=False, mesh=Mesh().abstract(1, "gpu", "NVIDIA H100")
     )
     kernel = CudnnFp8Kernel.Config()
-    yield Host(heads(head_dim=128, mask=Causal(), kernel=kernel, dtypes=half), training, at="kernel")
+    yield Host(heads(head_dim=128, mask=Causal(), kernel=kernel, dtypes=half), evaluation, at="kernel")
     tpu = traced(lambda cfg: x(cfg, 1, 512), tokens=True, gradient=True, mesh=Mesh().abstract(1, "tpu"))
     for blocks in ({"block_kv": 256, "block_kv_dkv": 256}, {}):
         yield Host(heads(head_dim=16, kernel=SplashKernel.Config(**blocks)), tpu, at="kernel")
@@ -367,6 +368,8 @@ def decoding():
     )
     for each in (CACHE, PagedCache.Config(page_size=2), PagedCache.Config(page_size=2, num_pages=6)):
         yield Host(each, caching)
+    window = layer(input_dim=ax.REQUIRED, attention=heads(input_dim=ax.REQUIRED, mask=Causal() & SlidingWindow(size=2)))
+    yield Host(RingCache.Config(window=2, spare=1), lambda cfg: decoded(model(decoder=window), cfg))
     for attention in (inner.attention.set(cache=cache), latent, Mamba2.Config(head_dim=4, batch_size=ROWS)):
         yield Host(model(decoder=Repeat.Config(num_layers=2, layers=inner.set(attention=attention))), decoded)
     shared = [inner.set(attention=each(inner.attention, "kv")) for each in (sharing, borrowing)]

@@ -53,6 +53,16 @@ class TestRequests(RequestSuite):
         {"query_len": 2**20, "key_len": 2**20, "num_heads": 8, "packed": False},
         {"partial": True, "query_len": 1, "aligned": False, "packed": False, "phase": "decode"},
         {"partial": True, "query_len": 512, "key_len": 32_768, "aligned": False, "phase": "prefill"},
+        {
+            "partial": True,
+            "query_len": 1,
+            "key_len": 2**20,
+            "batch": 2**11,
+            "aligned": False,
+            "valid_first": True,
+            "packed": False,
+            "phase": "decode",
+        },
         {"query_len": 32, "aligned": False},
         {"mask": SlidingWindow(size=4)},
         {"mask": (Causal() | Prefix(size=4)) & SameSegment()},
@@ -76,6 +86,10 @@ class TestRequests(RequestSuite):
             "at most 2**30 pairs of queries and keys for SlidingWindow(size=4)",
         ),
         ({"partial": True, "query_len": 2**15, "key_len": 2**16, "batch": 1}, "takes a bias, got 2147483648"),
+        (
+            {"partial": True, "query_len": 1, "key_len": 2**20, "batch": 2**11, "aligned": False, "packed": False},
+            "takes a bias, got 2147483648",
+        ),
         ({"options": ("softcap", "sinks")}, "does not take softcap"),
         ({"options": ("bias", "dropout")}, "does not take bias and dropout"),
     ]

@@ -150,7 +150,7 @@ def _seconds(kernel: AttentionKernel, request: KernelRequest, repeats: int) -> f
         heads, pull = jax.vjp(run, *arrays)
         return heads, pull(jnp.ones_like(heads))
 
-    compiled = jax.jit(both if request.phase == "train" else run)
+    compiled = jax.jit(both if request.training else run)
     arrays = inputs.q, kv.k, kv.v
     times = []
     for _ in range(repeats + 1):
@@ -167,7 +167,7 @@ def example(request: KernelRequest) -> AttentionInputs:
         index = jnp.arange(length, dtype=jnp.int32)[None]
         segments = jnp.broadcast_to(1 + index * DOCUMENTS // length, (request.batch, length))
         valid = jnp.ones((1, length), bool) if request.partial else None
-        return TokenInfo(index, index, segments if request.packed else None, valid)
+        return TokenInfo(index, index, segments if request.packed else None, valid, valid_first=request.valid_first)
 
     key = tokens(request.key_len)
     sizes = {
@@ -189,5 +189,6 @@ def example(request: KernelRequest) -> AttentionInputs:
         mask=request.mask,
         softcap=30.0 if "softcap" in request.options else None,
         phase=request.phase,
+        training=request.training,
         return_lse="lse" in request.options,
     )

@@ -266,7 +266,7 @@ class Decoder:
         index = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         places = jnp.arange(self.max_len, dtype=jnp.int32)[None]
         cached = CachedRows(
-            tokens=TokenInfo(places, places, valid=places < end[:, None]),
+            tokens=TokenInfo(places, places, valid=places < end[:, None], valid_first=True),
             lengths=end,
             slots=slots,
             pages=table,

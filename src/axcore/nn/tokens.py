@@ -60,6 +60,8 @@ class TokenInfo:
             documents from 1, and padding is 0.
         valid: false at padding; None if there is no padding.
         cached: the cached rows that these tokens continue; None unless decoding.
+        valid_first: whether the valid tokens of each row come first, in ascending order of `index`, as in most KV
+            caches.
     """
 
     index: Int[Array, "batch_or_1 seq"]
@@ -67,6 +69,7 @@ class TokenInfo:
     segment_ids: Int[Array, "batch seq"] | None = None
     valid: Bool[Array, "batch_or_1 seq"] | None = None
     cached: CachedRows | None = None
+    valid_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of(

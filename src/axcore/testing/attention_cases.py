@@ -345,7 +345,8 @@ def _tokens(case: Case) -> tuple[TokenInfo, TokenInfo]:
     index = jnp.arange(case.key_len, dtype=jnp.int32)[None]
     segments, places = segments_of(case), _query_index(case)
     written = None if case.written is None else jnp.asarray(_valid(case))
-    key = TokenInfo(index, index, jnp.asarray(segments, jnp.int32) if case.segments else None, written)
+    key_segments = jnp.asarray(segments, jnp.int32) if case.segments else None
+    key = TokenInfo(index, index, key_segments, written, valid_first=written is not None)
     if (case.start, case.behind, case.written, case.query_len) == (0, 0, None, case.key_len):
         return key, key
     query_segments = jnp.asarray(np.take_along_axis(segments, places, axis=1), jnp.int32) if case.segments else None

@@ -50,6 +50,7 @@ def training_request(platform: str, device_kind: str, **changes: Any) -> KernelR
         phase="train",
         options=(),
         view=Contiguous,
+        training=True,
     )
     return dataclasses.replace(usual, **changes)
 

@@ -49,6 +49,7 @@ class KVCacheSuite(OfferSuite):
             those of later tokens a root mean square error of at most `lossy`. None: the cache keeps all visible keys.
         lossy: see `keeps`. Both bounds must reject a cache that keeps no keys; see
             `test_the_bounds_reject_a_cache_that_keeps_nothing`.
+        row_axis: the logical axis of the arrays that store rows. `PagedCacheSuite`, for caches with pages, sets it.
     """
 
     kind = KVCacheOffer
@@ -164,7 +165,7 @@ class KVCacheSuite(OfferSuite):
         cfg = ax.select(self.model(), Attention).map(lambda _, __: attention)
         self._check(self._decoded((3, 1, 3), cfg=cfg), self._recomputed(cfg=cfg))
 
-    def test_decoding_does_not_change_parameterlogical_axes(self) -> None:
+    def test_decoding_does_not_change_parameter_paths(self) -> None:
         cfg = for_decoding(self.model(), batch_size=2, max_len=self.max_len, cache=self._cache())
         before, after = (set(by_path(abstract(each)[1])) for each in (self.model(), cfg))
         assert after == before, f"a KV cache must not have parameters: {sorted(after ^ before)}"

@@ -62,7 +62,7 @@ class RingCache(ArrayCache):
         rows.put(self.end, jnp.where(is_lost, LOST, jnp.where(is_stored, jnp.maximum(written, stop), written)))
         if width <= self.config.spare + 1:
             self.write(at, inputs.plain)
-            view = self._ring(inputs, stop, written, start)
+            view: KVView = self._ring(inputs, stop, written, start)
         else:
             old, new = self._ring(inputs, start, written, start).gathered(), self.stored(inputs.plain)
             self.write(at, inputs.plain)
@@ -76,7 +76,7 @@ class RingCache(ArrayCache):
         stop: Int[Array, " batch"],
         written: Int[Array, " batch"],
         start: Int[Array, " batch"],
-    ) -> KVView:
+    ) -> InCache:
         """A view of the ring when its rows have `stop` tokens, of which those from `start` on are written last."""
         size, rows = self.config.window + self.config.spare, self.rows(inputs)
         last = stop[:, None] - 1
@@ -85,8 +85,6 @@ class RingCache(ArrayCache):
         valid = (index >= 0) & (is_new | (index + size >= written[:, None]))
         tokens = TokenInfo(index, index, valid=valid)
         k, v, layer, scales, read_as = self.arrays
-        if rows.slots is None and not layer and scales is None:
-            return Contiguous(k, jnp.where(valid[..., None, None], v, 0), tokens)  # NaN would pass through the mask
         return InCache(k, v, tokens, layer, rows.slots, scales, read_as)
 
     def _check(self, inputs: AttentionInputs) -> None:

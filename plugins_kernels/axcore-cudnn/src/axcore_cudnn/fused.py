@@ -6,9 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from axcore.nn import FusedAttention
+from axcore_cudnn.decoded import decoded_backward, decoded_forward
 from axcore_cudnn.masked import Visible, masked_backward, masked_forward
 from axcore_cudnn.packed import packed_backward, packed_forward
 from axcore_cudnn.primitives import Form, backward, forward
@@ -22,10 +23,13 @@ class Operands:
     Attributes:
         segment_ids: for packed rows. Tokens attend within runs of equal ids. Requires `kv_seq == seq`.
         visible: the keys that each query sees, in place of the mask of `Form`.
+        num_keys: the number of keys that the only query of each row sees, which are the first of the row, in place of
+            the mask of `Form`.
     """
 
     segment_ids: Int[Array, "batch seq"] | None = None
     visible: Visible | None = None
+    num_keys: Int32[Array, " batch"] | None = None
 
 
 def forward_pass(
@@ -40,6 +44,8 @@ def forward_pass(
     operands = operands or Operands()
     if operands.visible is not None:
         heads, lse = masked_forward(form, q, k, v, operands.visible)
+    elif operands.num_keys is not None:
+        heads, lse = decoded_forward(form, q, k, v, operands.num_keys)
     elif operands.segment_ids is not None:
         heads, lse = packed_forward(form, q, k, v, operands.segment_ids)
     else:
@@ -68,6 +74,8 @@ def backward_pass(
     operands = operands or Operands()
     if operands.visible is not None:
         return masked_backward(form, q, k, v, heads, lse, heads_grad, operands.visible)
+    if operands.num_keys is not None:
+        return decoded_backward(form, q, k, v, heads, lse, heads_grad, operands.num_keys)
     if operands.segment_ids is not None:
         return packed_backward(form, q, k, v, heads, lse, heads_grad, operands.segment_ids)
     return backward(form, q, k, v, heads, lse, heads_grad)

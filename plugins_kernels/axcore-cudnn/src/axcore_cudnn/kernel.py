@@ -30,7 +30,8 @@ class CudnnKernel(FusedKernel):
     It supports full attention, causal masks, causal sliding windows and packed rows without a mask array. Documents of
     packed rows must be runs of equal segment ids, as in the trainer's batches. Other masks, queries and keys of
     different tokens, and keys that may be invalid, as in a KV cache, take a bias with an element for each query and key
-    of a row. It supports sinks and the log-sum-exp. The values `heads` and `lse` are tagged for remat policies; a
+    of a row, except that a single query of a row that sees its first keys, as in decoding, takes their number instead.
+    It supports sinks and the log-sum-exp. The values `heads` and `lse` are tagged for remat policies; a
     policy that saves both avoids rerunning the kernel in the backward pass.
     """
 
@@ -52,7 +53,11 @@ class CudnnKernel(FusedKernel):
             return f"requires an NVIDIA GPU, got {request.platform}"
         if request.dtype not in (jnp.bfloat16, jnp.float16):
             return f"computes in bfloat16 or float16, not {request.dtype} (the model's dtypes.compute)"
-        return _shapes(request) or (_masked(request) if _needs_bias(request) else _packed(request))
+        if reason := _shapes(request):
+            return reason
+        if _is_decoding(request):
+            return None
+        return _masked(request) if _needs_bias(request) else _packed(request)
 
     def form(self, inputs: AttentionInputs) -> Form:
         """See `FusedKernel`."""
@@ -61,9 +66,13 @@ class CudnnKernel(FusedKernel):
 
     def operands(self, inputs: AttentionInputs) -> Operands:
         """See `FusedKernel`."""
-        mask, keys = MaskForm.of(inputs.mask), inputs.keys.tokens
-        if mask is None or _needs_bias(KernelRequest.of(inputs)):
-            return Operands(visible=visible(inputs.mask, inputs.query, keys))
+        mask, request = MaskForm.of(inputs.mask), KernelRequest.of(inputs)
+        if _is_decoding(request):
+            seen = visible(inputs.mask, inputs.query, inputs.keys.tokens)
+            seen = jnp.broadcast_to(seen[:, 0], (request.batch, request.key_len))
+            return Operands(num_keys=seen.sum(1, dtype=jnp.int32))
+        if mask is None or _needs_bias(request):
+            return Operands(visible=visible(inputs.mask, inputs.query, inputs.keys.tokens))
         return Operands(segment_ids=inputs.query.segment_ids if mask.documents else None)
 
 
@@ -91,6 +100,15 @@ def _shapes(request: KernelRequest) -> str | None:
             f"got {request.device_kind}"
         )
     return None
+
+
+def _is_decoding(request: KernelRequest) -> bool:
+    """Whether there is one query per row, and the keys that it sees are the first of the row."""
+    mask = MaskForm.of(request.mask)
+    if mask is None or not request.valid_first or request.query_len != 1:
+        return False
+    has_window = mask.window is not None and mask.window < request.key_len
+    return not has_window and not (mask.documents and request.packed)
 
 
 def _needs_bias(request: KernelRequest) -> bool:

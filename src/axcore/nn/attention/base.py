@@ -130,6 +130,7 @@ class BaseAttention(Layer):
             scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
             mask=cfg.mask,
             softcap=cfg.softcap,
+            training=self.frame.mode is True,
             phase="train" if tokens.cached is None else tokens.cached.phase,
         )
 

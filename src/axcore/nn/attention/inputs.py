@@ -104,7 +104,8 @@ class AttentionInputs:
         scale: multiplies the logits.
         mask: which of the valid keys a query sees.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118, section 2).
-        phase: training, prefill or decoding.
+        phase: without a KV cache, prefill or decoding.
+        training: whether the call is part of a training step.
         return_lse: whether the kernel returns the log-sum-exp of each query's logits.
     """
 
@@ -119,6 +120,7 @@ class AttentionInputs:
     mask: Mask = dataclasses.field(kw_only=True, metadata=_STATIC)
     softcap: float | None = dataclasses.field(default=None, kw_only=True, metadata=_STATIC)
     phase: Phase = dataclasses.field(default="train", kw_only=True, metadata=_STATIC)
+    training: bool = dataclasses.field(default=False, kw_only=True, metadata=_STATIC)
     return_lse: bool = dataclasses.field(default=False, kw_only=True, metadata=_STATIC)
 
     @property

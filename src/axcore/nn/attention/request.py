@@ -33,11 +33,13 @@ class KernelRequest:
         packed: whether tokens have segment ids.
         partial: whether some keys may be invalid (`TokenInfo.valid` is given).
         aligned: whether query i and key i are the same token, as without a KV cache.
-        phase: training, prefill or decoding.
+        phase: without a KV cache, prefill or decoding.
         options: the members of `OPTIONS` that the call uses.
         view: type of the KV view.
         codes: dtype of the codes in the view; None if keys and values are not quantized.
         page_size: tokens in a page of the view; None if it has no pages.
+        valid_first: whether the valid keys of each row come first (`TokenInfo.valid_first`).
+        training: whether the call is part of a training step.
     """
 
     platform: str
@@ -60,6 +62,8 @@ class KernelRequest:
     view: type[KVView]
     codes: np.dtype[np.generic] | None = None
     page_size: int | None = None
+    valid_first: bool = False
+    training: bool = False
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> KernelRequest:
@@ -95,6 +99,8 @@ class KernelRequest:
             view=type(kv),
             codes=None if kv.codes is None else np.dtype(kv.codes),
             page_size=kv.page_size,
+            valid_first=kv.tokens.valid_first,
+            training=inputs.training,
         )
 
     @property

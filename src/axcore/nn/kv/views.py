@@ -146,10 +146,18 @@ class InCache(KVView):
 
         def cut(x: jax.Array) -> jax.Array:
             lead = len(self.layer)
-            first = (*self.layer, 0, start, *(0,) * (x.ndim - lead - 2))
-            sizes = (*(1,) * lead, x.shape[lead], size, *x.shape[lead + 2 :])
-            found = jax.lax.dynamic_slice(x, first, sizes).reshape(sizes[lead:])
-            found = found if self.slots is None else found[self.slots]
+            tail = x.shape[lead + 2 :]
+
+            def of_row(x: jax.Array, slot: tuple[jax.Array, ...], first: jax.Array) -> jax.Array:
+                at: list[jax.Array | int] = [*self.layer, *slot, first, *(0 for _ in tail)]
+                return jax.lax.dynamic_slice(x, at, (*(1,) * (lead + len(slot)), size, *tail)).reshape(size, *tail)
+
+            # This is a gather. If all rows were one slice, XLA would copy the whole cache into another memory layout.
+            firsts = jnp.full(self.shape[:1], start, jnp.int32)
+            if self.slots is None:
+                found = jax.vmap(of_row, in_axes=(lead, None, 0))(x, (), firsts)
+            else:
+                found = jax.vmap(of_row, in_axes=(None, 0, 0))(x, (self.slots,), firsts)
             return found if tokens.valid is None else _where(tokens.valid, found)
 
         k, v = decoded((cut(self.k), cut(self.v)), jax.tree.map(cut, self.scales), self.dtype)
