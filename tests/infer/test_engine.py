@@ -18,6 +18,8 @@ from axcore.config import AxcoreError, ConfigError
 from axcore.infer import Engine, Request, SamplingOptions, Stream
 from axcore.infer.runner import Runner
 from axcore.module import functional
+from axcore.parallel import Mesh
+from axcore.testing.devices import on_devices
 from axcore.testing.models import VOCAB_SIZE, tiny_model
 from axcore_paged_kv.cache import PagedCache
 
@@ -188,22 +190,43 @@ def test_logits_that_are_not_finite_end_only_their_sample(model, recomputed):
 @pytest.mark.long
 @pytest.mark.parametrize("cache", CACHES)
 def test_nothing_compiles_after_the_warm_up(model, cache):
+    cfg = Engine.Config(max_len=32, max_rows=2, step_tokens=16, **CACHES[cache])
+    assert compiled_late(cfg, model, None)[1:] == (0, 0)
+
+
+def compiled_late(cfg, model, layout):
+    """The output of some requests, and the programs that were traced and compiled after the warm-up."""
     events = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: events.append(name) if name.endswith("backend_compile_duration") else None
     )
-    cfg = Engine.Config(max_len=32, max_rows=2, step_tokens=16, **CACHES[cache])
-    with cfg.build(model) as engine:
+    with cfg.build(model, layout=layout) as engine:
         engine.warm_up()
         compiled = engine.stats.compiled
+        assert events
         events.clear()
         options = [
             GREEDY,
-            SamplingOptions(max_tokens=8),
-            SamplingOptions(max_tokens=8, top_p=0.5, frequency_penalty=0.1, logprobs=3),
+            SamplingOptions(max_tokens=8, seed=0),
+            SamplingOptions(max_tokens=8, seed=0, top_p=0.5, frequency_penalty=0.1, logprobs=3),
         ]
-        engine.generate([Request(ids, options[at % 3]) for at, ids in enumerate(prompts((1, 5, 9, 16, 17, 20)))])
-        assert engine.stats.compiled == compiled and not events
+        asked = [Request(ids, options[at % 3]) for at, ids in enumerate(prompts((1, 5, 9, 16, 17, 20)))]
+        found = [piece.ids for piece in engine.generate(asked)]
+        return found, engine.stats.compiled - compiled, len(events)
+
+
+def on_eight_devices_and_one():
+    model = tiny_model().build(rngs=ax.Rngs(0))
+    rules = {"batch": "data", "head": "tensor", "kv_head": "tensor", "embed": "data", "vocab": "tensor"}
+    layout = Mesh(shape={"data": 4, "tensor": 2}, rules=rules).make()
+    cfg = Engine.Config(max_len=32, max_rows=4, step_tokens=16)
+    return compiled_late(cfg, model, layout), compiled_late(cfg, model, None)
+
+
+@pytest.mark.long
+def test_an_engine_on_eight_devices():
+    eight, one = on_devices(on_eight_devices_and_one)
+    assert eight == one and one[1:] == (0, 0)
 
 
 @pytest.fixture

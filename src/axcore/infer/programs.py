@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.decoder import Decoder, Step
@@ -93,6 +94,9 @@ class Programs:
         self.vocab_size = columns if vocab_size is None else vocab_size
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, columns)
+        if decoder.layout is not None:  # as the programs return them, so that nothing compiles twice
+            everywhere = NamedSharding(decoder.layout.mesh, PartitionSpec())
+            self._last, self._counts = jax.device_put((self._last, self._counts), everywhere)
         self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames=("phase", "whole"))
         self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))

@@ -122,11 +122,11 @@ class Runner:
             methods: the sampling methods to compile.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
-        tables = self._buckets.pages or (0,)
+        tables, paging = self._buckets.pages or (0,), self._decoder.paging
         for size, pages in itertools.product(self._buckets.rows, tables):
             logits[size] = self._logits_of_decoding({}, size, pages)
         for width, pages in itertools.product(self._buckets.widths, tables):
-            if not self._is_paged or pages >= self._pages_for(width):
+            if paging is None or pages >= paging.pages_for(width):
                 logits[1] = self._logits_of_prompt({}, width, pages)
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
@@ -168,11 +168,6 @@ class Runner:
             if table is not None:
                 table[row, : len(sequence.pages)] = sequence.pages
         return Batch(ids, ints, table)
-
-    def _pages_for(self, num_tokens: int) -> int:
-        paging = self._decoder.paging
-        assert paging is not None
-        return -(-num_tokens // paging.page_size)
 
     def _sampled(
         self, rows: Mapping[int, Chunk], logits: Float[Array, "rows vocab"], seeds: Mapping[int, Seed]
