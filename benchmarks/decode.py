@@ -1,7 +1,11 @@
-"""Decoding of one row: axcore's `Generator` with a contiguous cache, compared with the same computation in bare JAX.
+"""Decoding of one row on one GPU: axcore's `Decoder` in several variants, and the same computation in bare JAX.
 
-The model has the shape of Llama 2 7B and random bfloat16 weights. It gets a prompt of 512 tokens and generates 256,
-greedily. Prints a JSON object with tokens/s and the milliseconds until the first token.
+The model has the shape of Llama 2 7B and random weights, in bfloat16 or with int8 codes. Each figure is the time of
+one step with 512 tokens in a contiguous cache of 1,024, as the difference of two loops on the device. Prints one JSON
+object per case as it finishes, and all of them again at the end, with the share of the bound: the bytes of all weights
+but the embedding, read at the copy bandwidth of the card, which the same call measures.
+
+    python benchmarks/decode.py --seconds 190
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import argparse
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,63 +22,227 @@ import jax.numpy as jnp
 import numpy as np
 
 import axcore as ax
-from axcore.infer import Generator
+from axcore.infer import Decoder, Step
 from axcore.nn import Attention, CausalLM, ContiguousCache, FeedForward, Linear, Repeat, TransformerLayer
+from axcore_gemv.feature import use_gemv
+from axcore_gemv.matmul import Gemv
 
-PROMPT, SAMPLED, CONTEXT = 512, 256, 1024
+CACHED, STEPS, CONTEXT = 512, 64, 1024
 BFLOAT16 = jnp.bfloat16
+CACHE = {"cache": ContiguousCache.Config(), "batch_size": 1, "max_len": CONTEXT}
+Figures = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {"dim": 4096, "layers": 32, "heads": 32, "hidden": 11008, "vocab": 32_000}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", choices=("axcore", "bare"))
+    parser.add_argument("--seconds", type=float, default=190, help="no case starts later than this")
+    parser.add_argument("--only", default="", help="runs only cases whose names contain this, and the bandwidth")
     given = parser.parse_args()
-    figures: dict[str, Any] = {}
-    if given.only != "bare":
-        figures |= measured("axcore", axcore_sampler(given))
-    if given.only != "axcore":
-        figures |= measured("bare", bare_sampler(given))
-    print(json.dumps(figures | {"card": jax.devices()[0].device_kind, "jax": jax.__version__}), flush=True)
+    began, results = time.perf_counter(), []
+    for name, case in cases(given):
+        if given.only not in name and name not in ("copy bandwidth", "release"):
+            continue
+        if time.perf_counter() - began > given.seconds:
+            results.append({"case": name, "skipped": "out of time"})
+            continue
+        start = time.perf_counter()
+        try:
+            figures = case()
+        except Exception as error:  # the other cases still run
+            figures = {"error": f"{type(error).__name__}: {error}"[:400]}
+        if name == "release":
+            continue
+        results.append({"case": name, **figures, "case_s": round(time.perf_counter() - start, 1)})
+        print(json.dumps(results[-1]), flush=True)
+    bandwidth = next((each["copy_gb_per_s"] for each in results if "copy_gb_per_s" in each), None)
+    print("--- results", jax.devices()[0].device_kind, "jax", jax.__version__)
+    for each in results:
+        if bandwidth and "step_ms" in each:
+            each["share_of_bound"] = round(each["gb"] / bandwidth * 1e3 / each["step_ms"], 3)
+        if bandwidth and "gb_per_s" in each:
+            each["share_of_copy"] = round(each["gb_per_s"] / bandwidth, 3)
+        print(json.dumps(each))
 
 
-def measured(name: str, sample: Callable[[int], Any]) -> dict[str, Any]:
-    """Times a function that generates a given number of tokens."""
+def cases(given: Any) -> Iterator[tuple[str, Callable[[], Figures]]]:
+    yield "copy bandwidth", copy_bandwidth
+    yield "numerics", functools.partial(check, given)
+    floats = Shared(given, int8=False)
+    yield "axcore, fused", functools.partial(floats.measured, lambda cfg: cfg)
+    yield "axcore, fused, gemv", functools.partial(floats.measured, use_gemv)
+    yield "axcore, fused, gemv, cudnn", functools.partial(floats.measured, lambda cfg: ax.use("cudnn")(use_gemv(cfg)))
+    on_tensor_cores = functools.partial(floats.measured, lambda cfg: with_matmul(cfg, Gemv(tensor_cores=True)))
+    yield "axcore, fused, gemv on tensor cores", on_tensor_cores
+    yield "release", floats.clear
+    codes = Shared(given, int8=True)
+    yield "axcore, fused, int8, gemv", functools.partial(codes.measured, use_gemv)
+    yield "release", codes.clear
+    yield "bare JAX", functools.partial(bare, given)
+    apart = Shared(given, int8=False, fuse=False)
+    yield "axcore, not fused", functools.partial(apart.measured, lambda cfg: cfg)
+    yield "release", apart.clear
+    codes = Shared(given, int8=True)
+    yield "axcore, fused, int8", functools.partial(codes.measured, lambda cfg: cfg)
+    yield "release", codes.clear
+    for shape in ((given.dim, 3 * given.dim), (given.dim, given.dim), (given.hidden, given.dim)):
+        yield f"products {shape}", functools.partial(products, *shape)
+    yield f"products {given.dim, 2 * given.hidden}", functools.partial(products, given.dim, 2 * given.hidden)
 
-    def seconds(count: int) -> float:
+
+def with_matmul(cfg: Any, matmul: Gemv) -> Any:
+    return ax.select(cfg, Linear).set(matmul=matmul)
+
+
+def seconds(run: Callable[[int], Any], few: int, many: int) -> float:
+    """Seconds of one of the operations that `run` performs a given number of times."""
+
+    def once(count: int) -> float:
         began = time.perf_counter()
-        jax.block_until_ready(sample(count))
+        jax.block_until_ready(run(count))
         return time.perf_counter() - began
 
-    first = seconds(SAMPLED)
-    seconds(1)
-    one, full = (min(seconds(count) for _ in range(3)) for count in (1, SAMPLED))
-    return {
-        f"{name}_tokens_per_s": round((SAMPLED - 1) / (full - one), 1),
-        f"{name}_first_token_ms": round(1e3 * one, 1),
-        f"{name}_compile_s": round(first - full, 1),
-    }
+    once(few)
+    short, long = (min(once(count) for _ in range(3)) for count in (few, many))
+    return (long - short) / (many - few)
 
 
-def axcore_sampler(given: Any) -> Callable[[int], Any]:
-    layer = TransformerLayer.Config(
-        attention=Attention.Config(num_heads=given.heads), ffn=FeedForward.Config(hidden_dim=given.hidden)
-    )
-    cfg = CausalLM.Config(
-        vocab_size=given.vocab,
-        dim=given.dim,
-        dtypes=ax.DTypes(param=BFLOAT16, compute=BFLOAT16),
-        decoder=Repeat.Config(num_layers=given.layers, layers=layer),
-        head=Linear.Config(),
-    )
-    model = ax.pipe(cfg, ax.use("rope")).build(rngs=ax.Rngs(0))
-    generator = Generator(model, context=CONTEXT, cache=ContiguousCache.Config(), temperature=0.0)
-    prompt = np.random.default_rng(0).integers(3, given.vocab, PROMPT)
-    return lambda count: generator(prompt, num_tokens=count, key=jax.random.key(0))
+def copy_bandwidth() -> Figures:
+    x = jnp.zeros((1 << 30,), jnp.int8)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def add(x: jax.Array) -> jax.Array:
+        return x + jnp.int8(1)
+
+    def run(count: int) -> jax.Array:
+        nonlocal x
+        for _ in range(count):
+            x = add(x)
+        return x
+
+    return {"copy_gb_per_s": round(2 * x.size / seconds(run, 5, 55) / 1e9)}
 
 
-def bare_sampler(given: Any) -> Callable[[int], Any]:
+def check(given: Any) -> Figures:
+    """The largest error of the kernel relative to float64, in units of the largest product."""
+    rng, found = np.random.default_rng(0), {}
+    w = rng.integers(-127, 128, (given.dim, 1024))
+    for name, matmul in {"": Gemv(), ", tensor cores": Gemv(tensor_cores=True)}.items():
+        for rows in (1, 4, 16):
+            for dtype in (BFLOAT16, jnp.int8, jnp.float8_e4m3fn):
+                x = jnp.asarray(rng.normal(size=(rows, given.dim)), BFLOAT16)
+                weight = jnp.asarray(w, jnp.float32).astype(dtype)
+                right = np.asarray(x, np.float64) @ np.asarray(weight.astype(jnp.float32), np.float64)
+                made = jax.jit(lambda x, weight, matmul=matmul: matmul(x, weight, jnp.float32))(x, weight)
+                error = np.abs(np.asarray(made, np.float64) - right).max() / np.abs(right).max()
+                if not error < 1e-4:
+                    raise AssertionError(f"{dtype.__name__}, {rows} rows{name}: error {error}")
+                found[f"{dtype.__name__} {rows}{name}"] = float(f"{error:.1e}")
+    return {"errors": found}
+
+
+def products(depth: int, columns: int) -> Figures:
+    """Time of one product in each dtype, as the kernel and XLA compute it, with one small operation after it. The
+    weights exceed the L2 cache."""
+    found: Figures = {}
+    for dtype in (BFLOAT16, jnp.int8):
+        copies = max(3, int(3e8 / (depth * columns * dtype(0).dtype.itemsize)))
+        weights = [jnp.ones((depth, columns), dtype) for _ in range(copies)]
+        variants: dict[str, Any] = {
+            "gemv": Gemv(),
+            "gemv splits=2": Gemv(splits=2),
+            "gemv splits=8": Gemv(splits=8),
+            "gemv inputs=64": Gemv(inputs=64),
+            "tensor cores": Gemv(tensor_cores=True),
+            "tensor cores, 256 inputs": Gemv(tensor_cores=True, inputs=256, loads=3),
+        }
+        if dtype == BFLOAT16:
+            variants["xla"] = lambda x, w, _: x @ w
+        for name, matmul in variants.items():
+
+            @functools.partial(jax.jit, static_argnames="matmul")
+            def loop(x: jax.Array, weights: Any, count: jax.Array, matmul: Any = matmul) -> jax.Array:
+                def all_of_them(_: jax.Array, x: jax.Array) -> jax.Array:
+                    for weight in weights:  # each product waits for the one before it
+                        y = matmul(x, weight, jnp.float32)
+                        x = x + (y[:, :1] * 1e-9).astype(x.dtype)
+                    return x
+
+                return jax.lax.fori_loop(0, count, all_of_them, x)
+
+            x = jnp.ones((1, depth), BFLOAT16)
+            try:
+                each = seconds(lambda count, loop=loop, x=x, w=weights: loop(x, w, jnp.int32(count)), 1, 17) / copies
+                rate = depth * columns * weights[0].dtype.itemsize / each / 1e9
+                found[f"{dtype.__name__} {name}"] = {"us": round(1e6 * each, 1), "gb_per_s": round(rate)}
+            except Exception as error:
+                found[f"{dtype.__name__} {name}"] = f"{type(error).__name__}: {error}"[:200]
+    return found
+
+
+class Shared:
+    """Variants of a model that have the same parameters."""
+
+    def __init__(self, given: Any, *, int8: bool, fuse: bool = True):
+        layer = TransformerLayer.Config(
+            attention=Attention.Config(num_heads=given.heads), ffn=FeedForward.Config(hidden_dim=given.hidden)
+        )
+        cfg: Any = CausalLM.Config(
+            vocab_size=given.vocab,
+            dim=given.dim,
+            dtypes=ax.DTypes(param=BFLOAT16, compute=BFLOAT16),
+            decoder=Repeat.Config(num_layers=given.layers, layers=layer),
+            head=Linear.Config(),
+        )
+        cfg = ax.pipe(cfg, ax.use("rope"))
+        if int8:
+            cfg = ax.use("int8", activation_scales=None)(cfg)
+            cfg = ax.select(cfg, lambda _, node: hasattr(node, "stored")).set(stored=True)
+        self.cfg, self.fuse, self.params, self.first = cfg, fuse, None, None
+
+    def clear(self) -> Figures:
+        self.params = self.first = None
+        return {}
+
+    def measured(self, edit: Callable[[Any], Any]) -> Figures:
+        if self.params is None:
+            model = self.cfg.build(rngs=ax.Rngs(0))
+            self.params = Decoder.of(model, **CACHE, fuse=self.fuse)[1]
+            del model
+        vocab_size = self.cfg.vocab_size
+        decoder, _, forms = Decoder.abstract(edit(self.cfg), **CACHE, fuse=self.fuse)
+        read = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        read -= sum(leaf.nbytes for leaf in jax.tree.leaves(self.params["embedding"]))
+
+        @jax.jit
+        def loop(params: Any, state: Any, count: jax.Array) -> Any:
+            def one(number: jax.Array, carry: Any) -> Any:
+                ids, state, _ = carry
+                step = Step(ids, start=(CACHED + number)[None], phase="decode")
+                logits, state = decoder(params, state, step)
+                return jnp.argmax(logits[:, 0], -1).astype(jnp.int32)[:, None], state, logits
+
+            logits = jnp.zeros((1, 1, vocab_size), jnp.float32)
+            return jax.lax.fori_loop(0, count, one, (jnp.ones((1, 1), jnp.int32), state, logits))[::2]
+
+        def run(count: int) -> Any:
+            state = jax.tree.map(lambda form: jnp.zeros(form.shape, form.dtype), forms)
+            state["lengths"] = jnp.full((1,), CACHED, jnp.int32)
+            return loop(self.params, state, jnp.int32(count))
+
+        began = time.perf_counter()
+        logits = np.asarray(run(1)[1])
+        compiled = time.perf_counter() - began
+        step = seconds(run, 1, STEPS)
+        figures = {"step_ms": round(1e3 * step, 3), "tokens_per_s": round(1 / step, 1), "gb": round(read / 1e9, 3)}
+        if self.first is None:
+            self.first = logits
+        error = float(np.abs(logits - self.first).max() / np.abs(self.first).max())
+        return {**figures, "compile_s": round(compiled, 1), "logits_differ_by": round(error, 5)}
+
+
+def bare(given: Any) -> Figures:
     """The same decoding in bare JAX, with separate arrays for each layer and donated caches."""
     dim, hidden, heads, head_dim = given.dim, given.hidden, given.heads, given.dim // given.heads
     keys = iter(jax.random.split(jax.random.key(0), 7 * given.layers + 2))
@@ -114,26 +282,22 @@ def bare_sampler(given: Any) -> Callable[[int], Any]:
             new.append((held_k, held_v))
         return jnp.argmax(norm(x[-1]) @ weights["head"]), new
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def sample(weights: Any, caches: Any, prompt: jax.Array, count: jax.Array) -> Any:
-        token, caches = forward(weights, caches, prompt, jnp.int32(0))
-
+    @jax.jit
+    def loop(weights: Any, caches: Any, count: jax.Array) -> Any:
         def one(number: jax.Array, carry: Any) -> Any:
-            token, caches, out = carry
-            token, caches = forward(weights, caches, token[None], PROMPT + number)
-            return token, caches, out.at[number].set(token)
+            token, caches = carry
+            return forward(weights, caches, token[None], CACHED + number)
 
-        out = jnp.zeros((SAMPLED,), token.dtype)
-        return jax.lax.fori_loop(0, count - 1, one, (token, caches, out))
-
-    prompt = jax.random.randint(jax.random.key(1), (PROMPT,), 3, given.vocab)
+        return jax.lax.fori_loop(0, count, one, (jnp.int32(1), caches))[0]
 
     def run(count: int) -> Any:
         shape = (CONTEXT, heads, head_dim)
         caches = [(jnp.zeros(shape, BFLOAT16), jnp.zeros(shape, BFLOAT16)) for _ in range(given.layers)]
-        return sample(weights, caches, prompt, jnp.int32(count))[0]
+        return loop(weights, caches, jnp.int32(count))
 
-    return run
+    step = seconds(run, 1, STEPS)
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves((weights["layers"], weights["head"])))
+    return {"step_ms": round(1e3 * step, 3), "tokens_per_s": round(1 / step, 1), "gb": round(read / 1e9, 3)}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Measuring block sizes, and applying them: a kernel whose large blocks are slow."""
 
 import json
-import time
+import re
+import warnings
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 import axcore as ax
+import axcore.aot.tune
 from axcore.aot import explain
 from axcore.aot.tune import example, tune
 from axcore.nn import Attention, ChooseKernel, KernelRequest, ReferenceKernel, TunableKernel, Tuning
@@ -17,11 +20,13 @@ from axcore.nn.attention.tuned import TuningFile
 from axcore.testing import tiny_model
 
 CALLED = []
+NOW = [0.0]
+"""Time, which only slow kernels advance, so that the load of the machine does not matter."""
 
 
 def slow(x, milliseconds):
     def wait(x):
-        time.sleep(milliseconds / 1e3)
+        NOW[0] += milliseconds / 1e3
         return np.asarray(x)
 
     return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -54,7 +59,9 @@ def model(**fields):
 
 @pytest.fixture(scope="module")
 def measured():
-    return tune(model(), repeats=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(axcore.aot.tune, "time", SimpleNamespace(perf_counter=lambda: NOW[0]))
+        return tune(model(), repeats=3)
 
 
 def test_tune_measures_every_candidate_of_every_kernel(measured):
@@ -94,7 +101,38 @@ def test_a_field_comes_before_the_measured_settings_and_those_before_the_default
     assert blocks_used(model()) == {40}
     assert blocks_used(model(tuning=tuning)) == {4}
     assert blocks_used(model(tuning=tuning, block=10)) == {10}
-    assert blocks_used(model(tuning=tuning.set(settings={}))) == {40}
+
+
+def test_default_settings_in_place_of_measured_ones_are_reported(measured):
+    file = measured.file()
+    ((signature, settings),) = file.kernels["Blocks"].items()
+    other = Tuning(device_kind=file.device_kind, settings={signature.replace("128", "64"): settings})
+    told = rf"^Blocks: its tuning has no settings for the call '{re.escape(signature)}', .* the defaults block=40"
+    with pytest.warns(UserWarning, match=told):
+        assert blocks_used(model(tuning=other)) == {40}
+    (slot,) = [each for each in explain(model(tuning=other)).slots if each.kind == "attention kernel"]
+    expected = f"chosen; block=40 (defaults: the tuning has no settings for the call {signature!r})"
+    assert expected in [each.verdict for each in slot.candidates]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blocks_used(model(tuning=other, block=10))
+        blocks_used(model(tuning=other.set(settings=file.kernels["Blocks"])))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "names", "told"),
+    [
+        (model(), ["splash"], "has the order splash, but the config has an order of"),
+        (ax.select(tiny_model(), Attention).set(kernel=Blocks.Config()), ["Blocks"], "has no order of kernels"),
+    ],
+    ids=["other kernels", "no order"],
+)
+def test_an_order_without_effect_is_refused(cfg, names, told, tmp_path):
+    kernels = {"Blocks": {"call": {"block": 4}}}
+    TuningFile("cpu", kernels, tuple(names)).write(tmp_path / "tuning.json")
+    ax.use("tuned", file=str(tmp_path / "tuning.json"))(cfg)
+    with pytest.raises(ax.ConfigError, match=f"order=True has no effect: .*{told}"):
+        ax.use("tuned", file=str(tmp_path / "tuning.json"), order=True)(cfg)
 
 
 def test_explain_shows_the_settings(measured):
@@ -139,7 +177,11 @@ def test_settings_with_unknown_fields_are_refused(measured):
         ('{"device_kind": "cpu", "kernels": {"reference": {}}, "order": [1]}', "order must be a list"),
         ('{"device_kind": "cpu", "kernels": {}, "order": ["reference", "reference"]}', "order must be a list"),
         ('{"device_kind": "cpu", "kernels": {"a": {"b": 1}}, "order": []}', "not a file that `axcore tune` wrote|b"),
-        ('{"device_kind": "cpu", "kernels": {"splash": {}}, "order": []}', "kernels splash, but .* Blocks, reference"),
+        (
+            '{"device_kind": "cpu", "kernels": {"splash": {"s": {}}}, "order": []}',
+            "kernels splash, but .* Blocks",
+        ),
+        ('{"device_kind": "cpu", "kernels": {"Blocks": {}}, "order": []}', "has no block sizes"),
         ('{"device_kind": "cpu", "kernels": {}, "order": ["reference"]}', "only an order .* Apply it with order=True"),
     ],
 )

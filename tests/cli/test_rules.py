@@ -32,12 +32,12 @@ def test_the_rule_its_changes_the_mesh_and_the_options_are_shown(axcore):
 def test_only_values_that_the_rule_sets_are_changes(axcore):
     out = axcore("rules", "llama2-7b", "--target", "gpu-h200-8").out
     kernel, unroll = (
-        out.index("attention.kernel.order.0: axcore_cudnn.kernel.CudnnKernel"),
+        out.index("attention.kernel.order.1: axcore_cudnn.kernel.CudnnKernel"),
         out.index("unroll: 1 -> 32"),
     )
     assert kernel < unroll
     assert "~ model.decoder.remat: axcore.parallel.remat.ByTag -> None" in out and "remat.save" not in out
-    assert "kernel.chunk" not in out and "order.0.documents" not in out and "kernel.num_heads" not in out
+    assert "kernel.chunk" not in out and "order.1.documents" not in out and "kernel.num_heads" not in out
     assert max(map(len, sections(out)["changes by the rule:"].splitlines())) <= 120
 
 

@@ -188,8 +188,12 @@ def test_logits_that_are_not_finite_end_only_their_sample(model, recomputed):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("is_committed", [False, True], ids=["new", "loaded"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_nothing_compiles_after_the_warm_up(model, cache):
+def test_nothing_compiles_after_the_warm_up(model, cache, is_committed):
+    if is_committed:  # to a device, as weights from a folder are
+        fn, params, state = ax.functional(model)
+        model = fn.bind(jax.device_put(params, jax.devices()[0]), state)
     cfg = Engine.Config(max_len=32, max_rows=2, step_tokens=16, **CACHES[cache])
     assert compiled_late(cfg, model, None)[1:] == (0, 0)
 

@@ -21,6 +21,7 @@ from axcore.nn import (
     layers_of,
     put_numerics,
     unstacked,
+    without_numerics,
 )
 from axcore.numerics import Numerics
 from axcore.testing import tiny_model
@@ -125,6 +126,15 @@ def test_too_few_layers_raise_and_name_the_option(count):
 def test_nothing_to_fill_raises(cfg, where, message):
     with pytest.raises(ax.ConfigError, match=message):
         put_numerics(cfg, ROUNDED, where)
+
+
+def test_numerics_with_float_weights_are_removed():
+    cfg = put_numerics(model(), ROUNDED, where="decoder.**")
+    assert without_numerics(cfg) == model() == without_numerics(model())
+    layers = layers_of(without_numerics(put_numerics(model(), ROUNDED)).decoder)
+    assert [place.config for place in layers] == 5 * [LAYER]
+    kept = put_numerics(model(), ROUNDED.set(stored=True), where="decoder.**.up")
+    assert without_numerics(kept) == kept
 
 
 @pytest.mark.long

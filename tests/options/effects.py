@@ -57,6 +57,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     "axcore.nn.third_party.Stock.module": (nnx.RMSNorm,),
     "axcore.parallel.mesh.Mesh.dcn": ({"data": 3},),
     "axcore.parallel.mesh.Mesh.shape": ({}, {"data": -1}, {"data": 2, "fsdp": -1}),
+    "axcore_paged_attention.kernel.PagedAttention.max_queries": (2,),
     "axcore.train.run.trainer.Trainer.callbacks": ({"metrics": JsonlWriter.Config()},),
     "axcore.train.run.trainer.Trainer.compiler_options": ({"xla_cpu_enable_fast_min_max": True},),
     "axcore.train.run.trainer.Trainer.initial": (FromRun.Config(folder="missing"),),

@@ -60,6 +60,7 @@ from axcore_cudnn.fp8_kernel import CudnnFp8Kernel
 from axcore_cudnn.kernel import CudnnKernel
 from axcore_diff_attention.kernel import DiffAttention
 from axcore_fp8.fp8 import Fp8
+from axcore_gemv.matmul import Gemv
 from axcore_int8.int4 import Int4
 from axcore_int8.int8 import Int8
 from axcore_lora.layer import DoRA, LoRA
@@ -72,6 +73,7 @@ from axcore_moe.layer import MoE
 from axcore_moe.router import ExpertChoice, TopK
 from axcore_mosaic_gpu.grouped import MosaicGrouped
 from axcore_nki.kernel import NkiKernel
+from axcore_paged_attention.kernel import PagedAttention
 from axcore_paged_kv.cache import PagedCache
 from axcore_recipes.short_conv import ConvTransformerLayer
 from axcore_ring_kv.cache import RingCache
@@ -245,6 +247,8 @@ def blocks():
     plain = traced(x)
     linear = {"input_dim": DIM, "output_dim": 6, "use_bias": True, "axes": ("embed", "mlp"), "init": FanIn()}
     yield Host(Linear.Config(**linear, dtypes=DTYPES), plain)
+    hopper = Mesh().abstract(1, "gpu", "NVIDIA H100")
+    yield Host(Linear.Config(**linear, matmul=Gemv()), traced(x, mesh=hopper), "matmul")
     yield Host(Linear.Config(**linear, numerics=Rounded.Config()), plain)
     yield Host(Linear.Config(**linear, numerics=Fp8.Config()), plain, "numerics")
     delayed = Fp8.Config(scaling="delayed", amax_history_len=4)
@@ -282,6 +286,7 @@ def attention():
     yield Host(heads(position=Rotary.Config(), output=Halved.Config(), **filled), TOKENS)
     yield Host(heads(query_norm=RMSNorm.Config(), key_norm=RMSNorm.Config()), TOKENS)
     yield Host(heads(query=None, key=None, value=None, qkv=Linear.Config()), TOKENS)
+    yield Host(ffn(input_dim=DIM, gate=None, up=None, gate_up=Linear.Config()), traced(x))
     kernel = DiffAttention.Config(num_heads=ax.REQUIRED)
     yield Host(heads(num_kv_heads=2, kernel=ChooseKernel.Config(order=(ReferenceKernel.Config(), kernel))), TOKENS)
     yield Host(heads(num_kv_heads=2, kernel=kernel), TOKENS)
@@ -354,6 +359,11 @@ def stacks():
     ):
         yield Host(stack, backward, fields=("remat",))
         yield Host(stack, TOKENS)
+    measured = {"prefill float32 4:4x2:1x4:4 Causal() & SameSegment() partial InCache": {"splits": 3}}
+    tuning = Tuning(device_kind="", settings=measured)
+    attention = inner.attention.set(kernel=PagedAttention.Config(interpret=True, tuning=tuning))
+    decoder = Repeat.Config(num_layers=2, layers=inner.set(attention=attention))
+    yield Host(model(decoder=decoder), decoded, at="decoder.layers.attention.kernel")
     shared = [inner.set(attention=each(inner.attention, "kv")) for each in (sharing, borrowing)]
     yield Host(Sequence.Config(input_dim=DIM, layers=tuple(shared)), TOKENS)
     yield Host(model(position=LearnedPositions.Config(max_len=SEQ), dropout=0.1, softcap=2.0), traced(IDS))
@@ -372,6 +382,11 @@ def decoding():
     yield Host(RingCache.Config(window=2, spare=1), lambda cfg: decoded(model(decoder=window), cfg))
     for attention in (inner.attention.set(cache=cache), latent, Mamba2.Config(head_dim=4, batch_size=ROWS)):
         yield Host(model(decoder=Repeat.Config(num_layers=2, layers=inner.set(attention=attention))), decoded)
+    measured = {"prefill float32 4:4x2:1x4:4 Causal() & SameSegment() partial InCache": {"splits": 3}}
+    tuning = Tuning(device_kind="", settings=measured)
+    attention = inner.attention.set(kernel=PagedAttention.Config(interpret=True, tuning=tuning))
+    decoder = Repeat.Config(num_layers=2, layers=inner.set(attention=attention))
+    yield Host(model(decoder=decoder), decoded, at="decoder.layers.attention.kernel")
     shared = [inner.set(attention=each(inner.attention, "kv")) for each in (sharing, borrowing)]
     held = shared[0].attention.cache.set(cache=cache)
     first = shared[0].set(attention=shared[0].attention.set(cache=held))

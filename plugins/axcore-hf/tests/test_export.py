@@ -261,6 +261,24 @@ def test_case_a_run_that_was_never_converted_is_exported_with_its_config_and_tok
     assert tokenizer.decode(bytes_.prompt(text)) == text and tokenizer.end_ids == bytes_.end_ids
 
 
+@pytest.mark.long
+def test_case_a_run_with_number_formats_is_exported_with_its_float_weights(tmp_path, capfd):
+    cfg = run_of().model
+    _, params, _ = ax.functional(cfg.build(rngs=ax.Rngs(0)))
+    save_model(tmp_path / "plain", cfg, params)
+    export([str(tmp_path / "plain"), str(tmp_path / "expected")])
+    assert "number formats" not in capfd.readouterr().err
+    for name, options in {"fp8": {"scaling": "delayed"}, "int8": {}}.items():
+        rounded = ax.use(name, where="decoder.**", **options)(cfg)
+        _, params, state = ax.functional(rounded.build(rngs=ax.Rngs(0)))
+        save_model(tmp_path / name, rounded, params, state)
+        export([str(tmp_path / name), str(tmp_path / f"{name} out")])
+        assert "left out the number formats of training" in capfd.readouterr().err
+        assert described(tmp_path / f"{name} out") == described(tmp_path / "expected")
+        for each, tensor in tensors(tmp_path / "expected").items():
+            np.testing.assert_array_equal(tensors(tmp_path / f"{name} out")[each], tensor, err_msg=each)
+
+
 def test_case_a_model_without_a_published_counterpart_is_refused_by_name():
     with pytest.raises(AxcoreError) as refused:
         describing.described(run_of(softcap=5.0).model)

@@ -111,3 +111,22 @@ def test_histories_of_training_are_not_required(length, trained, tmp_path):
         save_model(folder, cfg, params, state, tokenizer=found.tokenizer)
     quantize([str(folder), str(tmp_path / "small"), "--use", "fp8:scaling=delayed"])
     assert np.isfinite(logits(tmp_path / "small")[0]).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("trained_with", ["fp8", "int8"])
+def test_stored_weights_replace_the_number_format_of_training(trained_with, trained, tmp_path, capfd):
+    pytest.importorskip("axcore_fp8")
+    found = ModelFolder.open(trained)
+    shapes = abstract(found.model)[1:]
+    arrays = found.load(found.model, *map(flat, shapes))[0]
+    # Stacked like the trained model, so that its arrays are used as they are.
+    cfg = ax.use(trained_with, where="decoder.**")(found.model)
+    save_model(tmp_path / "run", cfg, like(shapes[0], arrays), tokenizer=found.tokenizer)
+    for use in ("int4", "int8:activation_scales=None"):
+        quantize([str(trained), str(tmp_path / f"expected {use}"), "--use", use])
+        assert "replaces" not in capfd.readouterr().out
+        quantize([str(tmp_path / "run"), str(tmp_path / use), "--use", use])
+        assert f"; {use} replaces the number formats of training" in capfd.readouterr().out
+        assert ModelFolder.open(tmp_path / use).model == ModelFolder.open(tmp_path / f"expected {use}").model
+        np.testing.assert_array_equal(logits(tmp_path / use)[0], logits(tmp_path / f"expected {use}")[0])

@@ -188,10 +188,13 @@ def kernels(cfg):
     return [node.kernel for _, node in ax.select(cfg, Attention)]
 
 
-@pytest.fixture(params=[("cudnn", "gpu-h100-8"), ("splash", "tpu-v5p-8")], ids=lambda param: param[0])
+KERNELS = [("cudnn", "gpu-h100-8"), ("paged-attention", "gpu-a100-8"), ("splash", "tpu-v5p-8")]
+
+
+@pytest.fixture(params=KERNELS, ids=lambda param: param[0])
 def without_kernel(request, monkeypatch):
     """The name of a kernel whose plugin is disabled, and a target whose rule requires it."""
-    pytest.importorskip(f"axcore_{request.param[0]}")
+    pytest.importorskip(f"axcore_{request.param[0].replace('-', '_')}")
     monkeypatch.setenv("AXCORE_DISABLE", request.param[0])
     registry.cache_clear()
     yield request.param
@@ -202,10 +205,12 @@ def without_kernel(request, monkeypatch):
 def test_h100_attention_uses_only_cudnn():
     """A fallback kernel would be slow without notice."""
     pytest.importorskip("axcore_cudnn")
+    pytest.importorskip("axcore_paged_attention")
     recipe = ax.recipe("llama2-7b")
     (kernel,) = kernels(ax.pipe(recipe, ax.target("gpu-h100-8")))
-    assert [type(each).__qualname__ for each in kernel.order] == ["CudnnKernel.Config"]
-    assert kernels(ax.pipe(recipe, ax.target("gpu-a100-8"))) == kernels(recipe)
+    assert [type(each).__qualname__ for each in kernel.order] == ["PagedAttention.Config", "CudnnKernel.Config"]
+    (older,) = kernels(ax.pipe(recipe, ax.target("gpu-a100-8")))
+    assert older.order == (kernel.order[0], ReferenceKernel.Config())  # the kernel of the recipe
     own = ax.select(recipe, Attention).set(kernel=kernel.order[0])
     assert kernels(ax.pipe(own, ax.target("gpu-h100-8"))) == [kernel.order[0]]  # an explicit kernel is kept
 
@@ -226,7 +231,7 @@ def test_a_rule_requires_its_kernel_or_an_explicit_reference_kernel(without_kern
     allow = re.search(r"--use (\S+) before --target", str(refused.value))
     (kernel,) = kernels(ax.pipe(recipe, use_text(allow[1]), ax.target(target)))
     assert kernel.order == (ReferenceKernel.Config(),)
-    if name == "cudnn":  # which does not support float32
+    if name != "splash":  # float32 keeps the default kernel
         ax.pipe(ax.recipe("quickstart"), ax.target(target))
 
 
@@ -258,7 +263,9 @@ def test_cudnn_supports_the_packed_rows_of_a_recipe():
     cfg = ax.pipe(ax.recipe("llama2-7b"), ax.target("gpu-h100-8"))
     (found,) = [each for each in explain(cfg, "gpu-h100-8").slots if each.kind == "attention kernel"]
     assert "packed rows" in found.request
-    assert {each.name: each.verdict for each in found.candidates}["cudnn"] == "chosen"
+    verdicts = {each.name: each.verdict for each in found.candidates}
+    assert verdicts["cudnn"] == "chosen"
+    assert verdicts["paged-attention"] == "no: has no backward pass for training"
 
 
 def mixture(**options):

@@ -84,6 +84,20 @@ def test_blocks_are_tunable():
     assert built(tuning=tuning, block_q=128).settings(request) == others[0] | {"block_q": 128}
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"block_q": 100}, r"tuning: block_q=100 is not a multiple of 128"),
+        ({"block_kv": 0}, "block_kv must be at least 1"),
+    ],
+    ids=["not a multiple", "zero"],
+)
+def test_measured_blocks_are_checked(settings, told):
+    tuning = Tuning(device_kind=WELL.device_kind, settings={WELL.signature: settings})
+    with pytest.raises(ax.ConfigError, match=rf"{told}.*axcore tune"):
+        built(tuning=tuning).settings(WELL)
+
+
 def test_the_interpreter_runs_only_on_cpus():
     kernel = built(interpret=True)
     assert refusal(kernel, dataclasses.replace(WELL, platform="cpu")) is None

@@ -228,7 +228,7 @@ def _node(path: str, node: Config) -> Node:
     made = next((event.actor for event in events if event.action == "made"), "python")
     outer, _, inner = made.rpartition(" > ")
     # A mesh rule says more than the features that it uses, unlike a recipe.
-    by = outer.partition(" > ")[0] if outer.startswith("target:") else inner
+    by = outer.partition(" > ")[0].partition("(")[0] if outer.startswith("target:") else inner
     return Node(path, type_name(type(node)).rpartition(".")[2], _name(supplier(node)), "" if by == "python" else by)
 
 
@@ -310,7 +310,9 @@ def _settings(choice: Choice) -> Iterator[str]:
     """The settings of the chosen kernel for each request, and whether they were measured."""
     for request, settings in zip(choice.requests, choice.settings, strict=False):
         tuning = choice.kernel.config.tuning if isinstance(choice.kernel, TunableKernel) else None
-        origin = "measured" if tuning is not None and tuning.find(request) is not None else "not measured"
+        origin = "not measured" if tuning is None else "measured"
+        if tuning is not None and tuning.find(request) is None:
+            origin = f"defaults: the tuning has no settings for the call {request.signature!r}"
         yield ", ".join(f"{name}={value}" for name, value in settings.items()) + f" ({origin})"
 
 

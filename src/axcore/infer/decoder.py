@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
-from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, for_decoding, unstack_arrays, unstacked
+from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, for_decoding, fused, unstack_arrays, unstacked
 from axcore.nn.attention.heads import check_heads
 from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
@@ -123,6 +123,7 @@ class Decoder:
         max_len: int,
         layout: Layout | None = None,
         unstack: bool = True,
+        fuse: bool = True,
     ) -> tuple[Decoder, Tree, Tree]:
         """Converts a model that was built for training.
 
@@ -134,6 +135,9 @@ class Decoder:
             layout: the mesh and rules for the state and the parameters; None: a single device.
             unstack: whether to split the arrays of scanned stacks into one array per layer, which copies them once. A
                 scanned stack compiles faster but decodes slower, because each token copies every layer's weights.
+            fuse: whether a single device computes the products of one input as one product, such as queries, keys and
+                values, or gate and up (see `axcore.nn.fused`). This copies their weights once. On several devices they
+                stay apart, since each array is divided between the devices.
 
         Returns:
             The decoder, the parameters and the initial state.
@@ -157,6 +161,8 @@ class Decoder:
         if unstack:
             params, held = unstack_arrays(cfg, params), unstack_arrays(cfg, held)
             cfg = unstacked(cfg)
+        if fuse and _is_single(layout):
+            cfg, params = fused(cfg, params, held)
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, state = _empty(cfg, type(model).__name__, batch_size, layout)
         state["model"] = _merged(state["model"], held)
@@ -175,6 +181,7 @@ class Decoder:
         max_len: int,
         layout: Layout | None = None,
         unstack: bool = True,
+        fuse: bool = True,
     ) -> tuple[Decoder, Tree, Tree]:
         """`of` without arrays: the decoder, and the shapes and shardings of the parameters and of the initial state.
 
@@ -186,7 +193,11 @@ class Decoder:
             ConfigError: a dimension or the heads are not divisible by their shards, or the paged caches differ in the
                 size of their pools.
         """
-        cfg = for_decoding(unstacked(cfg) if unstack else cfg, batch_size=batch_size, max_len=max_len, cache=cache)
+        cfg = unstacked(cfg) if unstack else cfg
+        if fuse and _is_single(layout):
+            _, params, held = abstract(cfg)
+            cfg, _ = fused(cfg, params, held)
+        cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, params, held = abstract(cfg)
         state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}
         decoder = cls._of(fn, cfg, params, state, batch_size, max_len, layout)
@@ -318,6 +329,10 @@ class Decoder:
         if not any(isinstance(each, jax.core.Tracer) for each in (table, step.start, lengths)):
             paging.check(table, step.start, np.broadcast_to(lengths, step.start.shape))
         return table.astype(jnp.int32)
+
+
+def _is_single(layout: Layout | None) -> bool:
+    return layout is None or layout.mesh.size == 1
 
 
 def _paging(cfg: Config) -> Paging | None:

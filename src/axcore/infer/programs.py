@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.decoder import Decoder, Step
@@ -94,14 +94,24 @@ class Programs:
         self.vocab_size = columns if vocab_size is None else vocab_size
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, columns)
-        if decoder.layout is not None:  # as the programs return them, so that nothing compiles twice
-            everywhere = NamedSharding(decoder.layout.mesh, PartitionSpec())
-            self._last, self._counts = jax.device_put((self._last, self._counts), everywhere)
+        self._commit()
         self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames=("phase", "whole"))
         self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jax.jit(self._trace_counter, donate_argnums=0)
         self._eraser = jax.jit(self._trace_eraser, donate_argnums=0)
+
+    def _commit(self) -> None:
+        """Puts all arrays where the programs return them. Otherwise jax compiles a program again when the results of
+        earlier calls replace the first arrays."""
+        if self.decoder.layout is not None:
+            everywhere = NamedSharding(self.decoder.layout.mesh, PartitionSpec())
+            self._last, self._counts = jax.device_put((self._last, self._counts), everywhere)
+            return
+        homes = {leaf.sharding for leaf in jax.tree.leaves(self._params)}
+        if len(homes) == 1 and isinstance(home := homes.pop(), SingleDeviceSharding):
+            held = self._params, self._state, self._last, self._counts
+            self._params, self._state, self._last, self._counts = jax.device_put(held, home)
 
     def logits(self, rows: Batch, phase: Phase, *, whole: bool = False) -> Float[Array, "rows vocab"]:
         """Runs the model.

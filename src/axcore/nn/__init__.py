@@ -21,6 +21,7 @@ from axcore.nn.causal_lm import MASKED_LOGIT, CausalLM, Prediction
 from axcore.nn.dropout import dropout
 from axcore.nn.embedding import Embedding
 from axcore.nn.feed_forward import ClampedSwiGLU, FeedForward, Gating, combined
+from axcore.nn.fusing import Fusion, fused
 from axcore.nn.grouped_choice import FirstSupported
 from axcore.nn.grouped_linear import GroupedLinear, grouped_each
 from axcore.nn.grouped_matmul import Batched, Blocks, Grouped, GroupedMatmul, GroupedRequest, RaggedDot
@@ -32,10 +33,10 @@ from axcore.nn.kv.paging import Paging
 from axcore.nn.kv.views import Contiguous, InCache, KVView, Latent, Paged
 from axcore.nn.layer_stack import Place, Stack
 from axcore.nn.linear import Linear
-from axcore.nn.matmul import Plain, Transposed
+from axcore.nn.matmul import Matmul, Plain, Transposed
 from axcore.nn.multi_token import MultiTokenPrediction
 from axcore.nn.norm import FullWidthNorm, LayerNorm, PerHeadNorm, RMSNorm, Scale
-from axcore.nn.put_numerics import put_numerics
+from axcore.nn.put_numerics import put_numerics, without_numerics
 from axcore.nn.stacks import (
     by_layer,
     edit_layers,
@@ -92,6 +93,7 @@ __all__ = [
     "FullWidthNorm",
     "FusedAttention",
     "FusedKernel",
+    "Fusion",
     "Gating",
     "Grouped",
     "GroupedLinear",
@@ -109,6 +111,7 @@ __all__ = [
     "Linear",
     "Mask",
     "MaskForm",
+    "Matmul",
     "MultiTokenPrediction",
     "Normal",
     "Numerics",
@@ -154,6 +157,7 @@ __all__ = [
     "exact_gelu",
     "ffn_arguments",
     "for_decoding",
+    "fused",
     "grouped_each",
     "layers_of",
     "mask_refusal",
@@ -173,6 +177,7 @@ __all__ = [
     "use_unroll",
     "visible",
     "without_caches",
+    "without_numerics",
 ]
 
 

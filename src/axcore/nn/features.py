@@ -60,9 +60,9 @@ def use_fused_qkv(cfg: Config, where: Where = Attention) -> Config:
         attention = cast(Attention.Config, node)
         if attention.qkv is not None:
             raise ConfigError("qkv is already set: queries, keys and values are computed in one product")
-        if attention.query is None or not attention.query == attention.key == attention.value:
+        if (fusion := attention.fusion()) is None:
             raise ConfigError("query, key and value must be set and equal to be fused into qkv")
-        return attention.set(qkv=attention.query, query=None, key=None, value=None)
+        return fusion.config
 
     return select(cfg, where).map(fused)
 

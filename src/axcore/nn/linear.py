@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from axcore.config import REQUIRED, PositiveInt
 from axcore.module import Layer, Rngs, method
 from axcore.nn.initializers import FanIn, Initializer, Zeros
-from axcore.nn.matmul import Plain
+from axcore.nn.matmul import Matmul, Plain
 from axcore.nn.weighted import Weighted
 
 
@@ -33,6 +33,8 @@ class Linear(Weighted):
         axes: tuple[str | None, str | None] | None = None
         """Logical axes of the weight; None: the parent's, or replicated."""
         adapter: Layer.Config | None = None
+        matmul: Matmul = Matmul()
+        """Computes the product, in the number format of `numerics`. Groups of a `GroupedLinear` do not use it."""
 
     config: Config
 
@@ -48,7 +50,7 @@ class Linear(Weighted):
     def __call__(self, x: Float[Array, "*shape input_dim"]) -> Float[Array, "*shape output_dim"]:
         """The result, in the output dtype."""
         types = self.dtypes
-        x, product = x.astype(types.compute), Plain()
+        x, product = x.astype(types.compute), Plain(self.config.matmul)
         y = self.multiply(x, product)
         if self.adapter is not None:
             y = self.adapter(x, y, self.base_matrix, product)

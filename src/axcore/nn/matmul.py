@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from axcore.config import Config
 from axcore.numerics import Product
 from axcore.parallel import is_sharded
 
@@ -41,10 +42,35 @@ def _outer(x: jax.Array, y: jax.Array, accumulate: DTypeLike | None) -> jax.Arra
     return jax.lax.dot_general(x, y, ((over, over), ((), ())), preferred_element_type=accumulate)
 
 
+class Matmul(Config):
+    """Base of the implementations of `x @ weight` with a single matrix. The base itself is XLA's product."""
+
+    def __call__(
+        self,
+        x: Float[Array, "*shape input_dim"],
+        weight: Shaped[Array, "input_dim output_dim"],
+        accumulate: DTypeLike | None = None,
+    ) -> Float[Array, "*shape output_dim"]:
+        """The product.
+
+        Args:
+            x: activations.
+            weight: the matrix in any dtype, such as int8 codes; its values count as they are.
+            accumulate: dtype of the sums and of the result; None: the dtype of x.
+        """
+        return matmul(x, weight, accumulate)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plain(Product):
-    """`x @ weight` with a single matrix [in, out], as in a `Linear`."""
+    """`x @ weight` with a single matrix [in, out], as in a `Linear`.
+
+    Attributes:
+        matmul: the implementation. The gradients are products of XLA.
+    """
+
+    matmul: Matmul = dataclasses.field(default=Matmul(), metadata={"static": True})
 
     def __call__(
         self,
@@ -52,7 +78,7 @@ class Plain(Product):
         weight: Float[Array, "input_dim output_dim"],
         accumulate: DTypeLike | None = None,
     ) -> Float[Array, "*shape output_dim"]:
-        return matmul(x, weight, accumulate)
+        return self.matmul(x, weight, accumulate)
 
     def input_gradient(
         self,

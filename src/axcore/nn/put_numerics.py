@@ -1,10 +1,11 @@
-"""Fills the slot `numerics` of the layers of a model that number formats usually apply to."""
+"""Fills and empties the slots `numerics` of a model."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
 from axcore.config import Config, ConfigError, Where, has_field, select, walk
+from axcore.config.tree import REMOVED, transform
 from axcore.nn.grouped_linear import GroupedLinear
 from axcore.nn.layer_stack import Stack
 from axcore.nn.linear import Linear
@@ -50,6 +51,19 @@ def put_numerics[C: Config](cfg: C, numerics: Numerics.Config, where: Where | No
             f"no node that where={where!r} selects has a slot 'numerics'; select Linear or Embedding nodes"
         )
     return select(cfg, lambda path, _: path in chosen).put(numerics=numerics)
+
+
+def without_numerics[C: Config](cfg: C) -> C:
+    """The config with empty slots in place of numerics whose weights are floats, as after training.
+
+    Parameters keep their names (see `by_layer`). Numerics with stored weights stay.
+    """
+
+    def emptied(_: str, node: Config) -> object:
+        return REMOVED if isinstance(node, Numerics.Config) and not node.stored else node
+
+    new: C = transform(cfg, emptied)
+    return new
 
 
 def _in_inner_layers[C: Config](cfg: C, numerics: Numerics.Config) -> C:

@@ -58,7 +58,8 @@ def tuned_settings(
         candidates: the settings that are worth measuring for the call. The first are its defaults.
 
     Raises:
-        ConfigError: `tuning` was measured on another kind of device, or has other fields.
+        ConfigError: `tuning` was measured on another kind of device, or has other fields or values that the fields do
+            not accept.
     """
     found = dict(next(iter(candidates)))
     measured = {} if tuning is None else dict(tuning.find(call) or {})
@@ -67,5 +68,9 @@ def tuned_settings(
             f"tuning sets {', '.join(unknown)}, but the settings are {', '.join(found)}. Measure again with "
             f"`axcore tune RECIPE --out FILE`"
         )
+    try:
+        cfg.set(**measured)
+    except ConfigError as error:
+        raise ConfigError(f"tuning: {error}. Measure again with `axcore tune RECIPE --out FILE`") from error
     given = {name: getattr(cfg, name) for name in found}
     return found | measured | {name: value for name, value in given.items() if value is not None}

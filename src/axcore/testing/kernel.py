@@ -17,6 +17,7 @@ from axcore.config import Config
 from axcore.module import Rngs
 from axcore.nn import KernelRequest, attend_in_parts, refusal
 from axcore.nn.attention.sharded import readable
+from axcore.nn.tokens import Phase
 from axcore.parallel import Mesh
 from axcore.plugin import AttentionKernelOffer, use
 from axcore.testing.attention_cases import (
@@ -76,12 +77,14 @@ class KernelSuite(OfferSuite):
         lacks: the members of `CAPABILITIES` that the kernel does not have.
         dtypes: the dtypes of q, k and v that the kernel supports.
         platform: the platform that the kernel runs on. On other platforms the suite only checks `supports`.
+        phase: the phase of the calls. With another phase than `train`, no model is trained with the kernel.
     """
 
     kind = AttentionKernelOffer
     lacks: ClassVar[frozenset[str] | set[str]] = frozenset()
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     platform: ClassVar[str] = "cpu"
+    phase: ClassVar[Phase] = "train"
 
     def model(self) -> Config:
         """A model whose attention calls the kernel supports."""
@@ -130,7 +133,7 @@ class KernelSuite(OfferSuite):
         case = self._runnable(self._with_lse(CASES[name]))
         for dtype in self.dtypes:
             arrays, kernel = arrays_of(case, dtype), self._kernel(case)
-            inputs = inputs_of(case, arrays, return_lse=True)
+            inputs = self._inputs(case, arrays, return_lse=True)
             heads, lse = jax.jit(kernel.__call__)(inputs)
             expected = formula(case, arrays)
             assert lse.dtype == jnp.float32, "lse must be float32: merging in bfloat16 loses precision"
@@ -144,7 +147,7 @@ class KernelSuite(OfferSuite):
             arrays, kernel = arrays_of(case, dtype), self._kernel(case)
 
             def call(arrays: Arrays, kernel: nn.AttentionKernel = kernel, case: Case = case) -> jax.Array:
-                inputs = inputs_of(case, arrays)
+                inputs = self._inputs(case, arrays)
                 kv, half = inputs.plain, case.key_len // 2
                 parts = [jax.tree.map(lambda x, at=at: x[:, at], kv) for at in (slice(half), slice(half, None))]
                 with ax.module.root(kernel, key=None, training=True):
@@ -162,7 +165,7 @@ class KernelSuite(OfferSuite):
         kernel = self._kernel(case)
         for dtype in self.dtypes:
             arrays = arrays_of(case, dtype)
-            inputs = inputs_of(case, arrays)
+            inputs = self._inputs(case, arrays)
             inputs = readable(kernel, inputs.replace(kv=VIEWS[view](inputs.plain)))
             reason = refusal(kernel, dataclasses.replace(KernelRequest.of(inputs), platform=self.platform))
             assert reason is None, f"the kernel must support a {type(inputs.kv).__name__}; it returns: {reason}"
@@ -201,7 +204,7 @@ class KernelSuite(OfferSuite):
             def call(
                 arrays: Arrays, kernel: nn.AttentionKernel = kernel
             ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-                heads, lse = kernel(inputs_of(case, arrays, return_lse))
+                heads, lse = kernel(self._inputs(case, arrays, return_lse))
                 return heads.astype(jnp.float32).sum(), (heads, lse)
 
             if "gradients" in self.lacks:
@@ -228,6 +231,7 @@ class KernelSuite(OfferSuite):
             np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(plain, np.float32), rtol=0, atol=atol)
 
     def test_model_loss_equals_the_reference_kernel(self) -> None:
+        self._skip_unless_trained()
         self._runnable(CASES["causal"])
         models = [cfg.set(dtypes=ax.DTypes(compute=self.dtypes[0])) for cfg in (self.config(), self.model())]
         (loss, _), (expected, _) = (loss_and_grads(cfg, tiny_batch) for cfg in models)
@@ -236,6 +240,7 @@ class KernelSuite(OfferSuite):
     def test_eight_devices_agree_with_one(self) -> None:
         """On a 2 x 2 x 2 mesh over rows, queries and heads. A kernel that lacks `decoding` may require equal numbers of
         queries and keys, so its mesh is 4 x 2 over rows and heads."""
+        self._skip_unless_trained()
         self._runnable(CASES["causal"])
         if self.platform != "cpu":
             pytest.skip("the eight devices are CPU devices")
@@ -297,8 +302,15 @@ class KernelSuite(OfferSuite):
         return kernel
 
     def _request(self, case: Case, dtype: str) -> KernelRequest:
-        request = KernelRequest.of(inputs_of(case, arrays_of(case, dtype)))
+        request = KernelRequest.of(self._inputs(case, arrays_of(case, dtype)))
         return dataclasses.replace(request, platform=self.platform)
+
+    def _inputs(self, case: Case, arrays: Arrays, return_lse: bool = False) -> nn.AttentionInputs:
+        return inputs_of(case, arrays, return_lse).replace(phase=self.phase)
+
+    def _skip_unless_trained(self) -> None:
+        if self.phase != "train":
+            pytest.skip(f"the kernel supports {self.phase}, not training")
 
     def _with_lse(self, case: Case, *needs: str) -> Case:
         return dataclasses.replace(case, needs=(*case.needs, "lse", *needs))
@@ -312,4 +324,4 @@ class KernelSuite(OfferSuite):
 
     def _call(self, case: Case, dtype: str) -> tuple[Arrays, Callable[[Arrays], jax.Array]]:
         kernel = self._kernel(case)
-        return arrays_of(case, dtype), lambda arrays: kernel(inputs_of(case, arrays))[0]
+        return arrays_of(case, dtype), lambda arrays: kernel(self._inputs(case, arrays))[0]

@@ -112,13 +112,13 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _language_model(model: Any, folder: str) -> Any:
-    """The config of the model without modules that only training uses.
+    """The config of the model without modules and number formats that only training uses.
 
     Raises:
         AxcoreError: it is not a CausalLM, or it has adapters.
     """
     from axcore.config import type_name, walk
-    from axcore.nn import CausalLM
+    from axcore.nn import CausalLM, without_numerics
 
     if not isinstance(model, CausalLM.Config):
         raise AxcoreError(f"{folder}: export requires a CausalLM, got {type(model).__qualname__}")
@@ -130,7 +130,11 @@ def _language_model(model: Any, folder: str) -> Any:
                 f"{folder}: model.{path}.adapter is {type_name(type(adapter))}, but no published family has adapters. "
                 f"Merge them into the weights first (axcore merge {folder} MERGED), then export MERGED."
             )
-    return model.set(future=())
+    model = model.set(future=())
+    in_floats = without_numerics(model)
+    if in_floats != model:
+        print("left out the number formats of training: the checkpoint has the float weights", file=sys.stderr)
+    return in_floats
 
 
 def _description(found: Any, model: Any, given: str | None) -> tuple[dict[str, Any], str]:

@@ -38,6 +38,7 @@ def quantize(arguments: Sequence[str]) -> int:
     import jax
 
     from axcore.module import abstract, initializer
+    from axcore.nn import without_numerics
     from axcore.numerics import calibrated, require_calibrated, stored
     from axcore.plugin.features import use_text
     from axcore.train import ModelFolder, save_model
@@ -47,7 +48,8 @@ def quantize(arguments: Sequence[str]) -> int:
     folder = new_folder(given.folder)
     found = ModelFolder.open(given.model)
     _check_float(found)
-    model = use_text(given.use)(found.model)
+    in_floats = without_numerics(found.model)
+    model = use_text(given.use)(in_floats)
     rows = _rows(found, given.text, given.tokens, given.seq_len) if given.text is not None else []
     params = _params(found, model, given.step, given.use)
     small, codes = stored(model, params)
@@ -64,7 +66,8 @@ def quantize(arguments: Sequence[str]) -> int:
     if hasattr(tokenizer, "packed"):
         tokenizer, files = tokenizer.packed()
     save_model(folder, small, codes, state, tokenizer=tokenizer, files=files)
-    print(f"quantized {given.model} -> {given.folder}")
+    replaced = "" if in_floats == found.model else f"; {given.use} replaces the number formats of training"
+    print(f"quantized {given.model} -> {given.folder}{replaced}")
     return 0
 
 

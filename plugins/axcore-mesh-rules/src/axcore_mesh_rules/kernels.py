@@ -14,15 +14,16 @@ from axcore.plugin import AttentionKernelOffer, GroupedMatmulOffer, registry, re
 from axcore.train import Trainer
 
 
-def with_kernel(cfg: Trainer.Config, name: str, dtypes: Collection[Any]) -> Trainer.Config:
-    """The config with a fused kernel in every attention that has the default kernel and computes in one of `dtypes`.
+def with_kernel(cfg: Trainer.Config, order: tuple[str, ...], dtypes: Collection[Any]) -> Trainer.Config:
+    """The config with fused kernels in every attention that has the default kernel and computes in one of `dtypes`.
 
     Args:
-        name: name of the kernel. The package `axcore-NAME` offers it.
-        dtypes: the dtypes that the kernel supports. Attentions of other dtypes keep the default kernel.
+        order: names of kernels. Each call runs the first that supports it. The package `axcore-NAME` offers a kernel,
+            or the core.
+        dtypes: the dtypes that the kernels support. Attentions of other dtypes keep the default kernel.
 
     Raises:
-        ConfigError: no installed plugin offers the kernel.
+        ConfigError: no installed plugin offers one of the kernels.
     """
 
     def wants_kernel(path: str, node: Config) -> bool:
@@ -32,13 +33,14 @@ def with_kernel(cfg: Trainer.Config, name: str, dtypes: Collection[Any]) -> Trai
     path = next((path for path, node in walk(cfg) if wants_kernel(path, node)), None)
     if path is None:
         return cfg
-    if registry.find(AttentionKernelOffer, name) is None:
-        raise ConfigError(
-            f"{path}.kernel: the mesh rule for this target requires the kernel {name!r}, which no installed plugin "
-            f"offers. Install axcore-{name}, or allow the slower reference kernel: --use kernels:order=(reference,) "
-            f"before --target"
-        )
-    return ax.pipe(cfg, ax.use("kernels", order=(name,), where=wants_kernel))
+    for each in order:
+        if registry.find(AttentionKernelOffer, each) is None:
+            raise ConfigError(
+                f"{path}.kernel: the mesh rule for this target requires the kernel {each!r}, which no installed "
+                f"plugin offers. Install axcore-{each}, or allow the slower reference kernel: "
+                f"--use kernels:order=(reference,) before --target"
+            )
+    return ax.pipe(cfg, ax.use("kernels", order=order, where=wants_kernel))
 
 
 def with_grouped_matmul(cfg: Trainer.Config, name: str, dtypes: Collection[Any]) -> Trainer.Config:

@@ -18,16 +18,17 @@ CUDNN_KINDS = ("h100", "h200", "b200")
 HOPPER = ("h100", "h200")
 """GPUs for which axcore-mosaic-gpu has a grouped product."""
 HALF = (jnp.bfloat16, jnp.float16)
-"""The dtypes that cuDNN attention and this grouped product support."""
+"""The dtypes that cuDNN attention and this grouped product support. Attention of other dtypes keeps its kernel."""
 
 
 def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     """FSDP over as few hosts as the state requires, remat and microbatches that fit, and compiler options. On the
-    GPUs in `CUDNN_KINDS`, attention layers of 16-bit dtypes without an explicit kernel get the cuDNN kernel. On those
-    in `HOPPER`, mixtures of experts get the grouped product `mosaic-gpu`; see `with_grouped_matmul`.
+    GPUs in `CUDNN_KINDS`, attention layers of 16-bit dtypes without an explicit kernel get the cuDNN kernel. On all of
+    these GPUs they decode with the kernel `paged-attention`. On those in `HOPPER`, mixtures of experts get the grouped
+    product `mosaic-gpu`; see `with_grouped_matmul`.
 
     Raises:
-        ConfigError: no installed plugin offers the kernel or the grouped product.
+        ConfigError: no installed plugin offers one of the kernels or the grouped product.
     """
     kind = accelerator.kind.partition("-")[0]
     sizes = Sizes.of(cfg)
@@ -37,7 +38,8 @@ def gpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     cfg = cfg.set(compiler_options={**cfg.compiler_options, **options(kind, accelerator.count, sizes)})
     if kind in HOPPER:
         cfg = with_grouped_matmul(cfg, "mosaic-gpu", HALF)
-    return with_kernel(cfg, "cudnn", HALF) if kind in CUDNN_KINDS else cfg
+    # The first only decodes. On A100s the second is the default kernel, since cuDNN does not support packed rows there.
+    return with_kernel(cfg, ("paged-attention", "cudnn" if kind in CUDNN_KINDS else "reference"), HALF)
 
 
 def options(kind: str, devices: int, sizes: Sizes | None) -> dict[str, Value]:

@@ -51,4 +51,4 @@ def tpu(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
         **(SCOPED_VMEM if accelerator.kind == "v6e" and accelerator.per_host > 8 else {}),
     }
     cfg = cfg.set(compiler_options={**cfg.compiler_options, **options})
-    return with_kernel(cfg, "splash", SPLASH_DTYPES)
+    return with_kernel(cfg, ("splash",), SPLASH_DTYPES)

@@ -26,4 +26,4 @@ def trainium(cfg: Trainer.Config, accelerator: Accelerator) -> Trainer.Config:
     cfg = cfg.set(mesh=cfg.mesh.set(shape={"data": accelerator.hosts, "fsdp": -1}))
     if any(has_field(node, "remat") for _, node in walk(cfg.model)):
         cfg = cfg.set(model=use_remat(cfg.model, ByTag(save=("heads", "lse"))))
-    return cfg if accelerator.kind == "trn1" else with_kernel(cfg, "nki", NKI_DTYPES)
+    return cfg if accelerator.kind == "trn1" else with_kernel(cfg, ("nki",), NKI_DTYPES)

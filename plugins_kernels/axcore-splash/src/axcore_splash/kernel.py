@@ -92,6 +92,17 @@ class SplashKernel(FusedKernel, TunableKernel):
         sizes = ([size for size in MEASURED_BLOCKS if size <= padded(length, LANES)] for length in lengths)
         yield from (settings(q, kv) for q, kv in itertools.product(*sizes))
 
+    def settings(self, request: KernelRequest) -> dict[str, int]:
+        """See `axcore.nn.TunableKernel`.
+
+        Raises:
+            ConfigError: measured sizes are not valid, alone or together with the fields of the config.
+        """
+        found = super().settings(request)
+        if (problem := _blocks(self.config, found).problem()) is not None:
+            raise ax.ConfigError(f"tuning: {problem}. Or measure again with `axcore tune RECIPE --out FILE`")
+        return found
+
     def form(self, inputs: AttentionInputs) -> Form:
         """See `FusedKernel`."""
         mask = _form_of(inputs)

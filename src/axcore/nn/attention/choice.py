@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
@@ -154,6 +155,7 @@ def _first(kernels: tuple[AttentionKernel, ...], path: str, inputs: AttentionInp
             choices.append(Choice(path, requests, kernel, tuple(refused), settings))
             # A kernel that wraps another still runs, so that the choice inside it is recorded.
             return kernel(kernel_inputs) if wraps(kernel) else _zeros(inputs)
+        _warn_unmeasured(kernel, requests)
         tagged = kernel.tags_heads or wraps(kernel)
         if shards is not None and shards.runs(kernel):
             result = shards.run(kernel, kernel_inputs, path)
@@ -177,6 +179,26 @@ def _settings(kernel: AttentionKernel, path: str, requests: tuple[KernelRequest,
         return tuple(kernel.settings(request) for request in requests)
     except ConfigError as error:
         raise ConfigError(f"{path}: {type(kernel).__name__}: {error}") from error
+
+
+def _warn_unmeasured(kernel: AttentionKernel, requests: tuple[KernelRequest, ...]) -> None:
+    """Warns if a training call uses default settings although the kernel has measured ones. Python shows a repeated
+    warning once. `axcore tune` does not measure the calls of decoding."""
+    if not isinstance(kernel, TunableKernel) or (tuning := kernel.config.tuning) is None:
+        return
+    for request in requests:
+        if request.phase != "train" or tuning.find(request) is not None:
+            continue
+        used = {name: value for name, value in kernel.settings(request).items() if getattr(kernel.config, name) is None}
+        if not used:
+            continue
+        shown = ", ".join(f"{name}={value}" for name, value in used.items())
+        warnings.warn(
+            f"{type(kernel).__name__}: its tuning has no settings for the call {request.signature!r}, which runs with "
+            f"the defaults {shown}; measured: {', '.join(map(repr, tuning.settings)) or 'nothing'}. Measure again with "
+            f"`axcore tune RECIPE --out FILE`, or set tuning=None",
+            stacklevel=2,
+        )
 
 
 def _path(kernel: AttentionKernel) -> str:

@@ -11,6 +11,7 @@ from axcore.config import ConfigError, PositiveInt
 from axcore.module import Layer, Rngs
 from axcore.nn.attention.base import BaseAttention, Hidden
 from axcore.nn.attention.inputs import AttentionInputs
+from axcore.nn.fusing import Fusion
 from axcore.nn.kv.cache import sized
 from axcore.nn.linear import Linear
 from axcore.nn.matmul import rows
@@ -42,6 +43,13 @@ class Attention(BaseAttention):
         head (queries, key, value), so tensor parallelism can split it between kv heads."""
         query_norm: Layer.Config | None = None
         key_norm: Layer.Config | None = None
+
+        def fusion(self) -> Fusion | None:
+            """Computes queries, keys and values in one product. None: they are not equal, or fused already."""
+            if self.query is None or not self.query == self.key == self.value:
+                return None
+            fused = self.set(qkv=self.query, query=None, key=None, value=None)
+            return Fusion(fused, ("query", "key", "value"), "qkv", self.num_kv_heads or self.num_heads)
 
     config: Config
 

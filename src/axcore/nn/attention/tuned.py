@@ -82,25 +82,34 @@ def use_tuned(cfg: Config, file: str, order: bool = False) -> Config:
         order: whether the kernels of each order are also sorted by their measured time.
 
     Raises:
-        ConfigError: the file has nothing about the kernels of the config.
+        ConfigError: the file has nothing about the kernels of the config, or `order` is set and no attention has an
+            order with a kernel that was measured.
     """
     found = TuningFile.read(file)
     nodes = [node for _, node in walk(cfg) if isinstance(node, AttentionKernel.Config)]
     kernels = {kernel_name(node): node for node in nodes if not isinstance(node, ChooseKernel.Config)}
-    tunable = {name for name, node in kernels.items() if isinstance(node, TunableKernel.Config)} & found.kernels.keys()
-    sortable = order and bool(kernels.keys() & set(found.order))
-    if not tunable and not sortable:
+    measured = {name for name, settings in found.kernels.items() if settings}
+    tunable = {name for name, node in kernels.items() if isinstance(node, TunableKernel.Config)} & measured
+    if not tunable and not (order and kernels.keys() & set(found.order)):
         raise ConfigError(_nothing_to_apply(file, found, kernels.keys(), order))
     if tunable:
         cfg = select(cfg, TunableKernel).map(lambda _, node: _tuned(node, found))
-    if sortable and any(isinstance(node, ChooseKernel.Config) for node in nodes):
-        cfg = select(cfg, ChooseKernel).map(lambda _, node: _sorted(node, found.order))
-    return cfg
+    if not order:
+        return cfg
+    ordered = {kernel_name(each) for node in nodes if isinstance(node, ChooseKernel.Config) for each in node.order}
+    if not ordered & set(found.order):
+        held = f"an order of {', '.join(sorted(ordered))}" if ordered else "no order of kernels"
+        raise ConfigError(
+            f"order=True has no effect: {file} has the order {', '.join(found.order) or 'of no kernels'}, but the "
+            f"config has {held}. Set order=False, or give the config an order of measured kernels: "
+            f'use("kernels", order=("...", "reference"))'
+        )
+    return select(cfg, ChooseKernel).map(lambda _, node: _sorted(node, found.order))
 
 
 def _tuned(node: Config, found: TuningFile) -> Config:
     settings = found.kernels.get(kernel_name(cast(AttentionKernel.Config, node)))
-    if settings is None:
+    if not settings:
         return node
     return node.set(tuning=Tuning(device_kind=found.device_kind, settings=FrozenDict(settings)))
 
@@ -114,9 +123,10 @@ def _sorted(node: Config, order: Sequence[str]) -> Config:
 
 def _nothing_to_apply(file: str, found: TuningFile, kernels: Iterable[str], order: bool) -> str:
     """The error message for a file that is about other kernels."""
-    if not found.kernels and not order:
+    tuned = [name for name, settings in found.kernels.items() if settings]
+    if not tuned and not order:
         return f"{file} has no block sizes, only an order of kernels. Apply it with order=True"
-    measured = ", ".join(dict.fromkeys((*found.kernels, *found.order)))
+    measured = ", ".join(dict.fromkeys((*tuned, *found.order))) or "none"
     return (
         f"{file} was measured with the kernels {measured}, but the config has {', '.join(kernels) or 'none'}. Run "
         f"`axcore tune` with the edits of this config"

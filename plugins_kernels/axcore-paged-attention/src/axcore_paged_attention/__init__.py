@@ -1,0 +1,1 @@
+"""Attention for decoding from KV caches in place, on NVIDIA GPUs."""

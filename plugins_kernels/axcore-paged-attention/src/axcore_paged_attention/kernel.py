@@ -1,0 +1,228 @@
+"""The attention kernel for decoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any  # a config of any attention
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+import axcore as ax
+from axcore.config import has_field
+from axcore.nn import (
+    LSE,
+    Attention,
+    AttentionInputs,
+    ChooseKernel,
+    Contiguous,
+    Heads,
+    InCache,
+    KernelRequest,
+    KVView,
+    Paged,
+    TunableKernel,
+    visible,
+)
+from axcore.parallel import target_device
+from axcore_paged_attention.decode import Form, Pool, decode_attention, rows_of
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+LARGEST_HEAD_DIM = 256
+PROGRAMS = 4096
+"""Number of programs that the default number of splits aims at: many for each of the 132 multiprocessors of an H100, so
+that rows of different lengths do not leave multiprocessors without work."""
+MIN_KEYS = 64
+"""Smallest number of keys in a part, if rows have as many keys as the cache has places."""
+_WITHOUT_FLOAT8 = ("A100", "A800", "A10", "A30", "A40", "RTX A")
+"""Substrings of the names of GPUs that cannot convert float8_e4m3fn."""
+
+
+class PagedAttention(TunableKernel):
+    """Attention of decoding on NVIDIA GPUs, which reads the keys and values of a KV cache once and in place.
+
+    It reads pages and rows of a cache, as bfloat16, float16, float32, int8 or float8_e4m3fn numbers, and supports every
+    mask, grouped-query attention, softcap, sinks, the log-sum-exp and several queries per row. Keys are split into
+    parts that different multiprocessors compute (Dao et al. 2023, Flash-Decoding). Keys before the first and after the
+    last that a row sees are not read. It has no backward pass.
+    """
+
+    class Config(TunableKernel.Config):
+        max_queries: ax.PositiveInt = 8
+        """Largest number of queries of a row, such as draft tokens that are verified. Kernels for prefill are faster
+        with more."""
+        block: ax.PositiveInt | None = None
+        """Keys that a program reads at once, a power of two from 16 on; None: 64 on tensor cores, otherwise 32, and
+        half of it for a head_dim above 128."""
+        splits: ax.PositiveInt | None = None
+        """Parts into which the keys of a row are split; None: enough for a few thousand programs, of at least 64 keys
+        each."""
+        dot_rows: ax.PositiveInt | None = None
+        """Smallest number of queries of a kv head that are multiplied on tensor cores, which pad them to 16: 1 or 2.
+        None: 2."""
+        num_warps: ax.PositiveInt | None = None
+        """Warps of a program, a power of two; None: 4."""
+        num_stages: ax.PositiveInt | None = None
+        """Stages in which Triton overlaps loads and products on tensor cores; None: 2."""
+        interpret: bool = False
+        """Whether the Pallas interpreter runs the kernel on a CPU, which is slow. For tests."""
+
+    takes = frozenset({"softcap", "sinks", "lse"})
+    views = (Contiguous, InCache, Paged)
+    uses_dtypes = False
+
+    config: Config
+
+    def __init__(self, cfg: Config, *, rngs: ax.Rngs):
+        for name, least, most in (("block", 16, 256), ("num_warps", 1, 16)):
+            value = getattr(cfg, name)
+            if value is not None and not (value.bit_count() == 1 and least <= value <= most):
+                raise ax.ConfigError(f"{name}={value} is not a power of two from {least} to {most}. Set it to None")
+        if cfg.dot_rows not in (None, 1, 2):
+            raise ax.ConfigError(f"dot_rows={cfg.dot_rows} is not 1 or 2. Set it to None")
+
+    def supports(self, request: KernelRequest) -> str | None:
+        """See `axcore.nn.AttentionKernel`."""
+        if self.config.interpret and request.platform != "cpu":
+            return f"interpret=True is for tests on a CPU, got {request.platform}"
+        if not self.config.interpret and request.platform != "gpu":
+            return f"requires an NVIDIA GPU, got {request.platform}"
+        if request.phase == "train":
+            return "has no backward pass for training"
+        if request.query_len > self.config.max_queries:
+            return f"supports max_queries={self.config.max_queries} queries per row, got {request.query_len}"
+        return _numbers(request)
+
+    def candidates(self, request: KernelRequest) -> Iterator[dict[str, int]]:
+        """See `axcore.nn.TunableKernel`."""
+        most = max(1, request.key_len // 16)
+        seen = set()
+        for factor in (1.0, 0.5, 2.0, 4.0):
+            for dot_rows in (2, 1):
+                rows = rows_of(request.query_len, request.num_heads // request.num_kv_heads, dot_rows)
+                default = _splits(request, rows)
+                size = _block(request, rows)
+                for block, num_warps, num_stages in (
+                    (size, 4, 2),
+                    (size // 2, 4, 2),
+                    (size * 2, 4, 2),
+                    (size, 2, 2),
+                    (size, 8, 2),
+                    (size, 4, 3),
+                ):
+                    splits = max(1, min(most, round(default * factor)))
+                    found = (max(16, block), splits, dot_rows, num_warps, num_stages)
+                    if found not in seen:
+                        seen.add(found)
+                        names = ("block", "splits", "dot_rows", "num_warps", "num_stages")
+                        yield dict(zip(names, found, strict=True))
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Heads, LSE | None]:
+        """See `AttentionKernel`.
+
+        Raises:
+            ConfigError: the cache is one array of codes with 2**31 to 2**32 numbers, which Triton addresses wrongly.
+        """
+        view, settings = inputs.keys, self.settings(KernelRequest.of(inputs))
+        pool = pool_of(view)
+        for name, x in (("keys", pool.k), ("values", pool.v)):
+            if x.dtype.itemsize == 1 and 2**31 < x.size <= 2**32:
+                raise ax.ConfigError(
+                    f"{self.frame.path}: the cache stores {x.size} numbers of {name} of type {x.dtype} in one array, "
+                    f"and the kernel requires at most 2**31 or more than 2**32. Change num_pages, batch_size or max_len"
+                )
+        platform, device_kind = target_device()
+        form = Form(
+            inputs.scale,
+            inputs.softcap,
+            **settings,
+            interpret=self.config.interpret,
+            device_kind=device_kind if platform == "gpu" else None,
+        )
+        heads, lse = decode_attention(form, inputs.q, pool, _allowed(inputs), inputs.sinks)
+        return heads, lse if inputs.return_lse else None
+
+
+def use_paged_attention(
+    cfg: ax.Config, max_queries: int = 8, interpret: bool = False, where: ax.Where = Attention
+) -> ax.Config:
+    """Lets every selected attention decode with `PagedAttention`. Other calls run the kernels that it had before.
+
+    Args:
+        max_queries, interpret: see `PagedAttention.Config`.
+        where: selects attentions.
+    """
+    paged = PagedAttention.Config(max_queries=max_queries, interpret=interpret)
+
+    def put(_: str, attention: Any) -> ax.Config:
+        before = attention.kernel
+        while has_field(before, "kernel"):  # a kernel that wraps another
+            before = before.kernel
+        order = before.order if isinstance(before, ChooseKernel.Config) else (before,)
+        others = (each for each in order if not isinstance(each, PagedAttention.Config))
+        edited: ax.Config = attention.put(kernel=ChooseKernel.Config(order=(paged, *others)))
+        return edited
+
+    return ax.select(cfg, where).map(put)
+
+
+def pool_of(view: KVView) -> Pool:
+    """The keys and values of a view, in place. A row of a cache is one page."""
+    match view:
+        case Paged(k=k, v=v, layer=layer, scales=scales, table=table):
+            pass
+        case InCache(k=k, v=v, layer=layer, scales=scales, slots=slots):
+            rows = jnp.arange(k.shape[len(layer)], dtype=jnp.int32) if slots is None else slots
+            table = rows[:, None]
+        case Contiguous(k=k, v=v):
+            layer, scales = (), None
+            table = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+        case _:
+            raise TypeError(f"no pool of a {type(view).__name__}")
+    lead = k.shape[: len(layer)]
+    index = jnp.int32(0)
+    for size, each in zip(lead, layer, strict=True):
+        index = index * size + each
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(math.prod(lead), *x.shape[len(lead) :])
+
+    return Pool(flat(k), flat(v), jax.tree.map(flat, scales), index.astype(jnp.int32)[None], table)
+
+
+def _allowed(inputs: AttentionInputs) -> Bool[Array, "batch_or_1 query kv_seq"]:
+    """Which keys a query sees."""
+    view = inputs.keys
+    allowed = visible(inputs.mask, inputs.query, view.tokens)
+    if isinstance(view, Paged):
+        allowed &= (jnp.arange(view.shape[1]) < view.lengths[:, None])[:, None]
+    return jnp.broadcast_to(allowed, (allowed.shape[0], inputs.q.shape[1], view.shape[1]))
+
+
+def _numbers(request: KernelRequest) -> str | None:
+    """Why the kernel does not support these dtypes and widths; None if it does."""
+    if request.dtype not in DTYPES:
+        return f"computes in bfloat16, float16 or float32, not {request.dtype} (the model's dtypes.compute)"
+    if request.codes == jnp.float8_e4m3fn and any(name in request.device_kind for name in _WITHOUT_FLOAT8):
+        return f"requires a GPU with float8 numbers for float8 codes, got {request.device_kind}"
+    if request.codes not in (None, jnp.int8, jnp.float8_e4m3fn):
+        return f"reads int8 and float8_e4m3fn codes, not {request.codes}"
+    for name, width in (("head_dim", request.head_dim), ("value_dim", request.value_dim)):
+        if not 0 < width <= LARGEST_HEAD_DIM:
+            return f"requires a {name} from 1 to {LARGEST_HEAD_DIM}, got {width}"
+    return None
+
+
+def _block(request: KernelRequest, rows: int) -> int:
+    """The default number of keys that a program reads at once."""
+    size = 32 if rows == 1 else 64
+    return size // 2 if max(request.head_dim, request.value_dim) > 128 else size
+
+
+def _splits(request: KernelRequest, rows: int) -> int:
+    """The default number of parts."""
+    queries = request.query_len * request.num_heads // request.num_kv_heads
+    programs = request.batch * request.num_kv_heads * -(-queries // rows)
+    return max(1, min(-(-PROGRAMS // programs), request.key_len // MIN_KEYS))
