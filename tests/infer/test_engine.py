@@ -205,14 +205,14 @@ def compiled_late(cfg, model, layout):
         lambda name, *_, **__: events.append(name) if name.endswith("backend_compile_duration") else None
     )
     with cfg.build(model, layout=layout) as engine:
-        engine.warm_up()
+        engine.warm_up(prompt_logprobs=True)
         compiled = engine.stats.compiled
         assert events
         events.clear()
         options = [
             GREEDY,
             SamplingOptions(max_tokens=8, seed=0),
-            SamplingOptions(max_tokens=8, seed=0, top_p=0.5, frequency_penalty=0.1, logprobs=3),
+            SamplingOptions(max_tokens=8, seed=0, top_p=0.5, frequency_penalty=0.1, logprobs=3, prompt_logprobs=True),
         ]
         asked = [Request(ids, options[at % 3]) for at, ids in enumerate(prompts((1, 5, 9, 16, 17, 20)))]
         found = [piece.ids for piece in engine.generate(asked)]

@@ -15,6 +15,9 @@ from flax import nnx
 
 import axcore as ax
 import axcore_loc.report
+import axcore_serve.app
+import axcore_serve.server
+import axcore_serve.templates
 from axcore import aot, infer, train
 from axcore.config import Config
 from axcore.doctor.findings import Finding
@@ -58,6 +61,7 @@ COMMANDS = {
     ],
     "recipes": ["recipes"],
     "rules": ["rules", "tiny", "--target", "cpu-8"],
+    "serve": ["serve", "tiny", "--use", "run-weights:folder={here}/weights"],
     "show": ["show", "tiny"],
     "train": ["train", "tiny", "--set", "input.source.folder={here}"],
     "tree": ["tree", "tiny"],
@@ -135,6 +139,24 @@ VALUES = {
     "rules --set": "input.batch_size=16",
     "rules --target": "cpu-4",
     "rules --use": "tensor:size=2",
+    "serve --api-keys": "{here}/tokenizer.json",
+    "serve --cache": "contiguous:value_dim=4",
+    "serve --chat-template": "{here}/tokenizer.json",
+    "serve --drain-timeout": "3",
+    "serve --dtype": "bfloat16",
+    "serve --host": "0.0.0.0",
+    "serve --max-body-mib": "3",
+    "serve --max-len": "64",
+    "serve --max-queue": "3",
+    "serve --max-rows": "3",
+    "serve --name": "other",
+    "serve --no-warm-up": None,
+    "serve --port": "3",
+    "serve --prompt-logprobs": None,
+    "serve --set": "model.softcap=3",
+    "serve --step-tokens": "64",
+    "serve --timeout": "3",
+    "serve --use": "alibi",
     "show --history": "model",
     "show --json": None,
     "train --minutes": "2",
@@ -231,8 +253,14 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
-    engine = SimpleNamespace(warm_up=lambda _: None, stats=SimpleNamespace(compiled=0))
+    engine = SimpleNamespace(warm_up=None, stats=SimpleNamespace(compiled=0))
+    replace(engine, "warm_up", None)
     replace(infer.Engine.Config, "build", contextlib.nullcontext(engine))
+    listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000))
+    replace(axcore_serve.server, "listening", contextlib.nullcontext(listener))
+    replace(axcore_serve.templates, "ChatTemplate", None)
+    replace(axcore_serve.app, "Service", None)
+    replace(axcore_serve.server, "DrainingServer", SimpleNamespace(run=lambda sockets: None))
     replace(load_test, "measure", load_test.Figures(*[0.0] * 7))
     replace(train, "save_model", None)
     replace(exporting, "write", None)

@@ -139,6 +139,16 @@ class Engine(config.Configurable):
         return self._programs.vocab_size
 
     @property
+    def max_len(self) -> int:
+        """The largest number of tokens of a row, its prompt included, that the config and the page pool allow."""
+        return self._scheduler.max_len
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine was closed or has failed, so that it takes no more requests."""
+        return self._is_closed
+
+    @property
     def recompute_above(self) -> tuple[int, ...]:
         """See `Decoder`. A request may not pass such a length."""
         return self._programs.decoder.recompute_above
@@ -170,22 +180,12 @@ class Engine(config.Configurable):
         ids = self.tokenizer.prompt(prompt.encode("utf-8", "surrogateescape"))
         return Request(tuple(ids.tolist()), options or SamplingOptions())
 
-    def submit(self, request: Request, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
-        """Queues a request.
-
-        Args:
-            request: the prompt and the options.
-            deliver: receives the pieces of the sample, the last of which has a `finish`, or an error. If it raises,
-                the exception is logged and the sample ends.
-            sample: the index of the sample, if a request has several: it changes what a seed draws.
-
-        Returns:
-            A function that cancels the request. It may be called at any time, from any thread.
+    def check(self, request: Request) -> None:
+        """Checks a request without queueing it. May be called from any thread.
 
         Raises:
-            ConfigError: a token id is not in the vocabulary, a stop string requires a tokenizer, or the request names
-                an adapter.
-            AxcoreError: the engine is closed.
+            ConfigError: the request does not fit, a token id is not in the vocabulary, or a stop string requires a
+                tokenizer.
         """
         request.check(self.vocab_size)
         if request.adapter is not None:
@@ -202,6 +202,26 @@ class Engine(config.Configurable):
                     f"sampling.max_tokens={options.max_tokens}: the keys of a row change when it passes {limit} "
                     f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
                 )
+        self._scheduler.check(request)
+
+    def submit(self, request: Request, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
+        """Queues a request.
+
+        Args:
+            request: the prompt and the options.
+            deliver: receives the pieces of the sample, the last of which has a `finish`, or an error. If it raises,
+                the exception is logged and the sample ends.
+            sample: the index of the sample, if a request has several: it changes what a seed draws.
+
+        Returns:
+            A function that cancels the request. It may be called at any time, from any thread.
+
+        Raises:
+            ConfigError: see `check`.
+            AxcoreError: the engine is closed.
+        """
+        self.check(request)
+        options = request.options
         sequence = Sequence(next(self._numbers), request, self.end_ids)
         text = None
         if self.tokenizer is not None:
@@ -244,13 +264,16 @@ class Engine(config.Configurable):
         pieces = self.generate(Request(tuple(map(int, ids)), options) for ids in prompts)
         return [piece.prompt_logprobs or () for piece in pieces]
 
-    def warm_up(self, methods: Iterable[Method] = ("greedy", "plain", "full")) -> None:
+    def warm_up(
+        self, methods: Iterable[Method] = ("greedy", "plain", "full"), *, prompt_logprobs: bool = False
+    ) -> None:
         """Compiles the programs of every bucket. Later requests compile only for many logit edits or log-probabilities.
 
         Args:
             methods: the sampling methods to compile.
+            prompt_logprobs: whether to compile the programs that score prompts.
         """
-        self._in_thread(functools.partial(self._runner.warm_up, tuple(methods)))
+        self._in_thread(functools.partial(self._runner.warm_up, tuple(methods), prompt_logprobs=prompt_logprobs))
 
     def close(self) -> None:
         """Ends the engine and frees its caches. Unfinished samples get an error.
@@ -327,11 +350,7 @@ class Engine(config.Configurable):
             self._inbox.get()()
 
     def _add(self, sample: _Sample) -> None:
-        try:
-            self._scheduler.add(sample.sequence)
-        except ConfigError as error:
-            self._send(sample, error)
-            return
+        self._scheduler.add(sample.sequence)
         self._samples[sample.sequence.id] = sample
         self._prompt_tokens += len(sample.sequence.request.ids)
 

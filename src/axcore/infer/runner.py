@@ -115,11 +115,12 @@ class Runner:
             for row, position in enumerate(range(chunk.start + 1, min(chunk.start + chunk.count + 1, len(ids)))):
                 yield sequence.id, position, _logprob(found, row, ids[position], count)
 
-    def warm_up(self, methods: Iterable[Method]) -> None:
+    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
             methods: the sampling methods to compile.
+            prompt_logprobs: whether to compile the programs that score prompts.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         tables, paging = self._buckets.pages or (0,), self._decoder.paging
@@ -128,6 +129,8 @@ class Runner:
         for width, pages in itertools.product(self._buckets.widths, tables):
             if paging is None or pages >= paging.pages_for(width):
                 logits[1] = self._logits_of_prompt({}, width, pages)
+                if prompt_logprobs:
+                    self._programs.scored(self._packed({}, 1, width, pages), np.zeros((1, width), np.int32))
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)

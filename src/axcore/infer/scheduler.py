@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from axcore.config import ConfigError
 from axcore.infer.pages import PagePool
-from axcore.infer.requests import FinishReason
+from axcore.infer.requests import FinishReason, Request
 from axcore.infer.rows import Rows
 from axcore.infer.sequences import Chunk, Plan, Sequence
 
@@ -91,13 +91,13 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence.
+    def check(self, request: Request) -> None:
+        """Checks that a request fits, even alone. May be called from any thread.
 
         Raises:
-            ConfigError: the sequence cannot fit, even alone.
+            ConfigError: it cannot fit.
         """
-        num_prompt, options = len(sequence.request.ids), sequence.request.options
+        num_prompt, options = len(request.ids), request.options
         room = self.max_len - num_prompt
         cause = "max_len" if self.max_len == self.limits.max_len else "the size of the page pool"
         limit = f"{self.max_len} tokens ({cause})"
@@ -111,8 +111,17 @@ class Scheduler:
                 raise ConfigError(
                     f"sampling.{name}={value} and a prompt of {num_prompt} tokens exceed {limit}. Use at most {room}"
                 )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence.
+
+        Raises:
+            ConfigError: the sequence cannot fit, even alone.
+        """
+        self.check(sequence.request)
         assert sequence.id not in self._alive, f"two sequences have the id {sequence.id}"
-        sequence.max_len = self.max_len if options.max_tokens is None else num_prompt + options.max_tokens
+        num_prompt, max_tokens = len(sequence.request.ids), sequence.request.options.max_tokens
+        sequence.max_len = self.max_len if max_tokens is None else num_prompt + max_tokens
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._alive[sequence.id] = sequence

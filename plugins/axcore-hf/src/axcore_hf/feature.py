@@ -61,6 +61,6 @@ class PublishedTokenizer(HFTokenizer):
 
         packed, files = cfg.packed()
         with tempfile.TemporaryDirectory() as folder:
-            file = os.path.join(folder, FILE)
-            pathlib.Path(file).write_bytes(files[FILE])
-            super().__init__(packed.set(file=file))
+            for name, content in files.items():
+                pathlib.Path(folder, name).write_bytes(content)
+            super().__init__(packed.set(file=os.path.join(folder, FILE)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,8 @@ from axcore_hf.token_bytes import bytes_decoder
 
 FILE = "tokenizer.json"
 GENERATION = "generation_config.json"
-FILES = (FILE, "tokenizer_config.json", "special_tokens_map.json", GENERATION)
+DESCRIPTION, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+FILES = (FILE, DESCRIPTION, "special_tokens_map.json", TEMPLATE, GENERATION)
 """The files of a checkpoint that concern text."""
 
 
@@ -82,6 +84,7 @@ class HFTokenizer(Tokenizer):
         if bad := [number for number in cfg.end_ids if not 0 <= number < self.vocab_size]:
             raise ConfigError(f"end_ids={bad} are not in the vocabulary of {cfg.file}, which has {self.vocab_size} ids")
         self._decoded = bytes_decoder(self._tokenizer)
+        self.chat_template, self.special_tokens = _chat(pathlib.Path(cfg.file).expanduser().parent)
         self._end_ids = cfg.end_ids
         self._separator_id = cfg.end_ids[0] if cfg.end_ids else None
 
@@ -107,3 +110,28 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, ids: NDArray[np.integer]) -> bytes:
         return self._decoded([int(each) for each in np.asarray(ids) if 0 <= each < self.vocab_size])
+
+
+def _chat(folder: pathlib.Path) -> tuple[str | None, dict[str, str]]:
+    """The chat template and the special tokens in the files next to a tokenizer.
+
+    Raises:
+        AxcoreError: `tokenizer_config.json` is not a JSON object.
+    """
+    described, own = {}, folder / TEMPLATE
+    if (file := folder / DESCRIPTION).is_file():
+        try:
+            described = json.loads(file.read_bytes())
+            tokens = {name: value for name, value in described.items() if name.endswith("_token")}
+        except (ValueError, AttributeError) as error:
+            raise AxcoreError(f"{file} is not a JSON object: {error}") from error
+        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
+        special = {name: text for name, text in texts.items() if isinstance(text, str)}
+    else:
+        special = {}
+    if own.is_file():
+        return own.read_text(encoding="utf-8"), special
+    template = described.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = {each["name"]: each["template"] for each in template}.get("default")
+    return template, special

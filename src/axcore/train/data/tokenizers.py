@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,13 @@ class Tokenizer(config.Configurable, abc.ABC):
 
     bytes_per_token: float = 4.0
     """Approximate bytes of text per token. It determines the default of `TextInput.Config.piece_bytes`."""
+
+    chat_template: str | None = None
+    """The Jinja template of chats, as in published checkpoints: it turns messages into the text of a prompt, special
+    tokens included. None: the model has none."""
+
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    """The text of special tokens by the names that `chat_template` uses, such as `bos_token`."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:

@@ -1,0 +1,203 @@
+"""The bodies of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import pydantic_core
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from axcore_serve.errors import ApiError, of_body
+
+MAX_SAMPLES = 128
+MAX_STOPS = 4
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class Part(BaseModel):
+    """Base class of the objects in a body. A parameter that is null has its default value."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _stops(value: object) -> object:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(each, str) and each for each in values):
+        raise ValueError("must be a string or a list of strings, none of them empty")
+    if len(values) > MAX_STOPS:
+        raise ValueError(f"must have at most {MAX_STOPS} strings")
+    return values
+
+
+def _biases(value: object) -> object:
+    if not isinstance(value, dict) or not all(str(key).isdecimal() and str(key).isascii() for key in value):
+        raise ValueError('must be an object from token ids to numbers, such as {"42": -100}')
+    return {int(key): bias for key, bias in value.items()}
+
+
+def _prompts(value: object) -> object:
+    """A list of prompts, each a string or a list of token ids."""
+    values = value if isinstance(value, list) else [value]
+    if values and all(type(each) is int for each in values):
+        values = [values]
+    if not values or not all(isinstance(each, str) or _is_ids(each) for each in values):
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+    return values
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+class StreamOptions(Part):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class Body(Part):
+    """The parameters that completions and chats share."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    user: str | None = None
+    """Not used."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Parses the body of a request.
+
+        Raises:
+            ApiError: it is not JSON, or does not have the form of the class.
+        """
+        try:
+            given = pydantic_core.from_json(content, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from error
+        if not isinstance(given, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        try:
+            body = cls.model_validate({name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            raise of_body(error, cls.model_fields) from error
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options requires stream=true", param="stream_options")
+        return body
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingOptions` that were given, except for `max_tokens` and `logprobs`."""
+        found = {name: getattr(self, given) for name, given in FIELDS.items()}
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in found.items()
+            if value is not None
+        }
+
+
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("logit_bias", "seed", "min_tokens", "stop"),
+)
+FIELDS: Mapping[str, str] = {**{name: name for name in _SAME}, "stop_ids": "stop_token_ids", "ignore_end": "ignore_eos"}
+"""The parameter for each field of `SamplingOptions`."""
+
+
+class CompletionBody(Body):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    max_tokens: int = Field(DEFAULT_COMPLETION_TOKENS, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+
+class TextPart(Part):
+    """A part of the content of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Part):
+    """The function of a tool call in a message of the assistant."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Part):
+    """A tool call in a message of the assistant."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Part):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+
+class FunctionOfTool(Part):
+    """The function that a tool calls."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionOfTool
+
+
+class ResponseFormat(Part):
+    """The format of an answer."""
+
+    type: Literal["text"]
+
+
+class ChatBody(Body):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: Literal[True] = True
+    response_format: ResponseFormat | None = None

@@ -1,0 +1,100 @@
+"""`axcore serve MODEL`. Imports neither jax nor flax until the arguments are parsed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from axcore.config import AxcoreError
+
+NUMBERS = {
+    "max-len": (int, 2048, "maximum number of tokens of a prompt with its output"),
+    "max-rows": (int, 8, "maximum number of samples that run at the same time"),
+    "step-tokens": (int, 512, "maximum number of tokens of a step of the engine"),
+    "max-queue": (int, 64, "maximum number of samples that wait for a row; more are refused with status 429"),
+    "max-body-mib": (float, 4.0, "maximum size of a body"),
+    "timeout": (float, 600.0, "seconds from a request to the end of its answer"),
+    "drain-timeout": (float, 60.0, "seconds that running requests have after SIGTERM"),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    from axcore.cli.model import add_model
+
+    parser = argparse.ArgumentParser(
+        prog="axcore serve",
+        description="Serves a model over HTTP with the API of OpenAI. The model is a run folder, a folder that "
+        "`axcore convert` wrote, or a recipe with initial weights.",
+    )
+    add_model(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
+    parser.add_argument("--name", help="name of the model in the API (default: the last part of MODEL)")
+    for name, (kind, default, text) in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
+    parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
+    parser.add_argument(
+        "--prompt-logprobs", action="store_true", help="offer completions with both echo and logprobs (slower start)"
+    )
+    parser.add_argument("--no-warm-up", action="store_true", help="compile when a request needs a program, not before")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves until SIGTERM or Ctrl-C, and returns 0."""
+    given = _parser().parse_args(arguments)
+    for name in NUMBERS:
+        value, least = getattr(given, name.replace("-", "_")), 0 if name == "max-queue" else 1
+        if not value >= least and not (isinstance(value, float) and value > 0):
+            raise AxcoreError(f"--{name} must be at least {least}, not {value}")
+    keys = [] if given.api_keys is None else _keys(given.api_keys)
+    text = None if given.chat_template is None else _text(given.chat_template, "--chat-template")
+
+    from axcore.cli.model import chosen_cache, loaded_model
+    from axcore.infer import Engine
+    from axcore_serve.app import Service
+    from axcore_serve.gate import Limits
+    from axcore_serve.server import DrainingServer, listening
+    from axcore_serve.templates import ChatTemplate
+
+    with listening(given.host, given.port) as listener:
+        model, tokenizer = loaded_model(given)
+        text = text if text is not None else tokenizer.chat_template
+        template = None if text is None else ChatTemplate(text, tokenizer.special_tokens)
+        limits = Limits(
+            max_samples=given.max_rows + given.max_queue,
+            max_body_bytes=int(given.max_body_mib * 2**20),
+            request_s=given.timeout,
+            drain_s=given.drain_timeout,
+        )
+        cfg = Engine.Config(
+            cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=given.step_tokens
+        )
+        name = given.name or pathlib.PurePath(given.model).name
+        with cfg.build(model, tokenizer, end_ids=tokenizer.end_ids) as engine:
+            if not given.no_warm_up:
+                engine.warm_up(prompt_logprobs=given.prompt_logprobs)
+            service = Service(engine, name, limits, keys=keys, template=template, scores_prompts=given.prompt_logprobs)
+            host, port = listener.getsockname()[:2]
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
+            DrainingServer(service).run(sockets=[listener])
+    return 0
+
+
+def _keys(file: str) -> list[str]:
+    keys = [line.strip() for line in _text(file, "--api-keys").splitlines() if line.strip()]
+    if not keys:
+        raise AxcoreError(f"--api-keys {file} has no keys. Write one in each line")
+    return keys
+
+
+def _text(file: str, flag: str) -> str:
+    try:
+        return pathlib.Path(os.path.expanduser(file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise AxcoreError(f"{flag} {file}: {error}. Give the path of a text file") from error

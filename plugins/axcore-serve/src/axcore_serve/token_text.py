@@ -1,0 +1,47 @@
+"""The text of single tokens, for log-probabilities."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import numpy as np
+
+from axcore.infer.text import Decodes
+
+
+class TokenText:
+    """The text of single tokens.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+    """
+
+    def __init__(self, tokenizer: Decodes):
+        self._tokenizer = tokenizer
+        self.raw = functools.lru_cache(maxsize=1 << 16)(self._raw)
+
+    def _raw(self, id: int) -> bytes:
+        """The bytes of a token that is not the first, since the first one may lack its space."""
+        return self._decoded([id, id])[len(self._decoded([id])) :]
+
+    def name(self, id: int) -> str:
+        """The text of a token; its bytes if they are an incomplete character, and its id if it has none."""
+        raw = self.raw(id)
+        if not raw:
+            return f"token_id:{id}"
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def named(self, values: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """Values by the names of tokens. Where two tokens have the same text, the later one is named by its id."""
+        found: dict[str, float] = {}
+        for id, value in values:
+            name = self.name(id)
+            found[f"token_id:{id}" if name in found else name] = value
+        return found
+
+    def _decoded(self, ids: list[int]) -> bytes:
+        return self._tokenizer.decode(np.asarray(ids, np.int32))
