@@ -18,6 +18,7 @@ from axcore.config.types import arms_of, conforms, hints
 from axcore.nn import Initializer, Normal, Ones
 from axcore.parallel import Remat, SaveMatmuls
 from axcore.train import FromRun, JsonlWriter
+from axcore_gemv.matmul import Gemv
 
 Field = tuple[type[Config], str]
 
@@ -53,6 +54,7 @@ VALUES: dict[str, tuple[object, ...]] = {
     **{f"axcore.module.layer.DTypes.{name}": ("float16",) for name in ("param", "compute", "accumulate", "output")},
     "axcore.nn.causal_lm.CausalLM.pad_vocab_to": (5,),
     "axcore.nn.feed_forward.FeedForward.activation": (jax.nn.gelu,),
+    "axcore.nn.linear.Linear.matmul": (Gemv(),),
     "axcore.nn.third_party.Call.function": (optax.scale_by_belief,),
     "axcore.nn.third_party.Stock.module": (nnx.RMSNorm,),
     "axcore.parallel.mesh.Mesh.dcn": ({"data": 3},),

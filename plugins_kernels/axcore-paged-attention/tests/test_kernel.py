@@ -143,6 +143,9 @@ def test_settings_are_tunable():
     assert built().settings(dataclasses.replace(grouped, head_dim=256))["block"] == 32
     tuning = Tuning(device_kind=WELL.device_kind, settings={WELL.signature: others[0]})
     assert built(tuning=tuning).settings(WELL) == others[0]
+    wrong = Tuning(device_kind=WELL.device_kind, settings={WELL.signature: {"block": 48}})
+    with pytest.raises(ax.ConfigError, match="tuning: block=48 is not a power of two"):
+        built(tuning=wrong).settings(WELL)
     assert built(tuning=tuning, splits=3).settings(WELL) == others[0] | {"splits": 3}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any  # a config of any attention
 
 import jax
@@ -76,12 +76,19 @@ class PagedAttention(TunableKernel):
     config: Config
 
     def __init__(self, cfg: Config, *, rngs: ax.Rngs):
-        for name, least, most in (("block", 16, 256), ("num_warps", 1, 16)):
-            value = getattr(cfg, name)
-            if value is not None and not (value.bit_count() == 1 and least <= value <= most):
-                raise ax.ConfigError(f"{name}={value} is not a power of two from {least} to {most}. Set it to None")
-        if cfg.dot_rows not in (None, 1, 2):
-            raise ax.ConfigError(f"dot_rows={cfg.dot_rows} is not 1 or 2. Set it to None")
+        if problem := _problem({name: getattr(cfg, name) for name in ("block", "num_warps", "dot_rows")}):
+            raise ax.ConfigError(f"{problem}. Set it to None")
+
+    def settings(self, request: KernelRequest) -> dict[str, int]:
+        """See `axcore.nn.TunableKernel`.
+
+        Raises:
+            ConfigError: measured settings are not valid.
+        """
+        found = super().settings(request)
+        if problem := _problem(found):
+            raise ax.ConfigError(f"tuning: {problem}. Measure again, or set tuning=None")
+        return found
 
     def supports(self, request: KernelRequest) -> str | None:
         """See `axcore.nn.AttentionKernel`."""
@@ -199,6 +206,16 @@ def _allowed(inputs: AttentionInputs) -> Bool[Array, "batch_or_1 query kv_seq"]:
     if isinstance(view, Paged):
         allowed &= (jnp.arange(view.shape[1]) < view.lengths[:, None])[:, None]
     return jnp.broadcast_to(allowed, (allowed.shape[0], inputs.q.shape[1], view.shape[1]))
+
+
+def _problem(settings: Mapping[str, int | None]) -> str:
+    """What is wrong with the settings; empty if nothing is."""
+    for name, least, most in (("block", 16, 256), ("num_warps", 1, 16)):
+        value = settings[name]
+        if value is not None and not (value.bit_count() == 1 and least <= value <= most):
+            return f"{name}={value} is not a power of two from {least} to {most}"
+    rows = settings["dot_rows"]
+    return "" if rows in (None, 1, 2) else f"dot_rows={rows} is not 1 or 2"
 
 
 def _numbers(request: KernelRequest) -> str | None:
