@@ -184,8 +184,8 @@ class Engine(config.Configurable):
         """Checks a request without queueing it. May be called from any thread.
 
         Raises:
-            ConfigError: the request does not fit, a token id is not in the vocabulary, or a stop string requires a
-                tokenizer.
+            ConfigError: the request does not fit, a token id is not in the vocabulary, a stop string requires a
+                tokenizer, or the request names an adapter.
         """
         request.check(self.vocab_size)
         if request.adapter is not None:
