@@ -134,7 +134,9 @@ def test_invalid_settings(fields, problem):
 
 def test_settings_are_tunable():
     default, *others = built().candidates(WELL)
-    assert default == {"block": 32, "splits": 2, "dot_rows": 2, "num_warps": 4, "num_stages": 2}
+    assert default == {"block": 64, "splits": 2, "dot_rows": 1, "num_warps": 4, "num_stages": 2}
+    coded = next(built().candidates(dataclasses.replace(WELL, codes=np.dtype(np.int8))))
+    assert coded == {"block": 16, "splits": 2, "dot_rows": 2, "num_warps": 4, "num_stages": 2}
     assert len({tuple(each.items()) for each in (default, *others)}) == 1 + len(others)
     one = dataclasses.replace(WELL, batch=1)
     assert built().settings(one)["splits"] == 16  # parts of 64 keys

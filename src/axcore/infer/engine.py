@@ -88,6 +88,9 @@ class Engine(config.Configurable):
         """The largest number of tokens of a row, its prompt included."""
         step_tokens: PositiveInt = 512
         """The largest number of tokens of a step. A longer prompt takes several steps."""
+        page_tables: PositiveInt = 1
+        """The number of sizes of page tables for which programs are compiled, each a quarter of the next. More sizes
+        decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
 
@@ -113,7 +116,8 @@ class Engine(config.Configurable):
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
             self._pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
         pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
-        buckets = Buckets.of(cfg.max_rows, cfg.step_tokens, pages_per_row)
+        widest = min(cfg.step_tokens, cfg.max_len)
+        buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
         self._runner = Runner(self._programs, buckets, self.end_ids)
         self._scheduler = Scheduler(Limits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
         self._samples: dict[int, _Sample] = {}

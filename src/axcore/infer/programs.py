@@ -52,21 +52,27 @@ class Buckets:
     pages: tuple[int, ...]
 
     @classmethod
-    def of(cls, max_rows: int, step_tokens: int, pages_per_row: int | None) -> Buckets:
-        """Powers of two from 16 up to the largest sizes. Without pages, every decoding call has all rows, so that
-        caches are read in place."""
-        widths = _powers(16, step_tokens)
+    def of(cls, max_rows: int, max_width: int, pages_per_row: int | None, tables: int) -> Buckets:
+        """Powers of two up to the largest sizes; prompts have at least 16 tokens. Without pages, every decoding call
+        has all rows, so that caches are read in place.
+
+        Args:
+            max_rows, max_width, pages_per_row: the largest sizes; `pages_per_row=None`: the caches have no pages.
+            tables: the number of sizes of page tables. Each is a quarter of the next.
+        """
+        widths = _powers(16, max_width)
         if pages_per_row is None:
             return cls((max_rows,), widths, ())
-        return cls(_powers(1, max_rows), widths, _powers(4, pages_per_row, 4))
+        pages = {-(-pages_per_row // 4**quarter) for quarter in range(tables)}
+        return cls(_powers(1, max_rows), widths, tuple(sorted(pages)))
 
 
-def _powers(size: int, largest: int, factor: int = 2) -> tuple[int, ...]:
-    """size, factor * size, ... below `largest`, and `largest`."""
+def _powers(size: int, largest: int) -> tuple[int, ...]:
+    """size, 2 * size, ... below `largest`, and `largest`."""
     sizes = []
     while size < largest:
         sizes.append(size)
-        size *= factor
+        size *= 2
     return (*sizes, largest)
 
 

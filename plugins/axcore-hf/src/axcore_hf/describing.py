@@ -228,7 +228,7 @@ def _feed_forward(blocks: list[Any]) -> dict[str, Any]:
         "intermediate_size": block.hidden_dim,
         "n_inner": block.hidden_dim,
         "ffn_hidden_size": block.hidden_dim,
-        "mlp_bias": block.up.use_bias,
+        "mlp_bias": block.up is not None and block.up.use_bias,
         "hidden_act": function,
         "hidden_activation": function,
         "activation_function": function,

@@ -61,7 +61,7 @@ class PagedAttention(TunableKernel):
         each."""
         dot_rows: ax.PositiveInt | None = None
         """Smallest number of queries of a kv head that are multiplied on tensor cores, which pad them to 16: 1 or 2.
-        None: 2."""
+        None: 1 for caches of 16-bit numbers, otherwise 2, whichever was faster on an H200."""
         num_warps: ax.PositiveInt | None = None
         """Warps of a program, a power of two; None: 4."""
         num_stages: ax.PositiveInt | None = None
@@ -107,7 +107,7 @@ class PagedAttention(TunableKernel):
         most = max(1, request.key_len // 16)
         seen = set()
         for factor in (1.0, 0.5, 2.0, 4.0):
-            for dot_rows in (2, 1):
+            for dot_rows in (1, 2) if _prefers_dots(request) else (2, 1):
                 rows = rows_of(request.query_len, request.num_heads // request.num_kv_heads, dot_rows)
                 default = _splits(request, rows)
                 size = _block(request, rows)
@@ -232,9 +232,13 @@ def _numbers(request: KernelRequest) -> str | None:
     return None
 
 
+def _prefers_dots(request: KernelRequest) -> bool:
+    return request.codes is None and request.dtype.itemsize == 2
+
+
 def _block(request: KernelRequest, rows: int) -> int:
     """The default number of keys that a program reads at once."""
-    size = 32 if rows == 1 else 64
+    size = 64 if rows > 1 else 16 if request.codes is not None else 32
     return size // 2 if max(request.head_dim, request.value_dim) > 128 else size
 
 
