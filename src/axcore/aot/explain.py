@@ -235,9 +235,13 @@ def _node(path: str, node: Config) -> Node:
 def _slots(cfg: Config, kind: type[Offer], choices: Mapping[str, Choice | GroupedChoice]) -> Iterator[Slot]:
     """The slots for one kind of offers, grouped by their verdicts."""
     groups: dict[tuple[str, tuple[Candidate, ...]], list[str]] = {}
+    offered = [config_type(plugin, offer) for plugin, offer in registry().offers(kind)]
     for path, node in walk(cfg):
         if not has_field(node, kind.slot) or not isinstance(value := getattr(node, kind.slot), Config | Mapping | None):
             continue
+        hint = hints(type(node))[kind.slot]
+        if isinstance(hint, type) and not any(issubclass(each, hint) for each in offered):
+            continue  # a field of the same name and another type
         where = join(path, kind.slot)
         choice = choices.get(where)
         candidates = tuple(_candidates(kind, value, choice))
