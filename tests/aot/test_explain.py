@@ -132,8 +132,8 @@ def test_the_command_explains_a_target_and_an_unknown_target_raises(axcore):
 
 def test_case_following_the_advice_of_explain_works():
     """Each `use(...)` that a verdict advises gives a config that can be explained and built, except for input sources,
-    which require a path."""
-    cfg = ax.recipe("quickstart")
+    which require a path. Ring caches require a sliding window."""
+    cfg = ax.pipe(ax.recipe("quickstart"), ax.use("sliding-window", size=8))
     verdicts = {
         each.verdict for found in explain(cfg).slots if found.kind != "input source" for each in found.candidates
     }
