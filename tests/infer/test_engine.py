@@ -1,17 +1,25 @@
 """An engine gives the tokens of full recomputation, whatever runs beside a request."""
 
 import asyncio
+import concurrent.futures
+import gc
+import queue
+import subprocess
+import sys
 import threading
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import axcore as ax
 from axcore.config import AxcoreError, ConfigError
-from axcore.infer import Engine, Request, SamplingOptions
+from axcore.infer import Engine, Request, SamplingOptions, Stream
 from axcore.infer.runner import Runner
 from axcore.module import functional
+from axcore.parallel import Mesh
+from axcore.testing.devices import on_devices
 from axcore.testing.models import VOCAB_SIZE, tiny_model
 from axcore.train.data import ByteTokenizer
 from axcore_paged_kv.cache import PagedCache
@@ -57,7 +65,14 @@ def prompts(lengths, seed=0):
     return [tuple(random.integers(6, VOCAB_SIZE, length).tolist()) for length in lengths]
 
 
-@pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5), (3, 4, 8, 9, 19, 20, 21, 38), (38, 1, 38, 1, 38)])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (1, 2, 3, 4, 5),
+        pytest.param((3, 4, 8, 9, 19, 20, 21, 38), marks=pytest.mark.long),
+        pytest.param((38, 1, 38, 1, 38), marks=pytest.mark.long),
+    ],
+)
 def test_mixed_rows_get_the_tokens_of_full_recomputation(engine, recomputed, lengths):
     asked = [Request(ids, GREEDY) for ids in prompts(lengths)]
     for request, found in zip(asked, engine.generate(asked), strict=True):
@@ -151,54 +166,194 @@ def test_requests_that_cannot_run_raise(engine):
         engine.generate([Request((6,) * 48)])
     with pytest.raises(ConfigError, match=rf"request.ids: token id {VOCAB_SIZE} is not below {VOCAB_SIZE}"):
         engine.generate([Request((VOCAB_SIZE,))])
-    excluded = {id: -3e38 for id in range(VOCAB_SIZE)}
-    engine.generate([Request((6,), SamplingOptions(logit_bias=excluded, max_tokens=1))])  # still finite
+    with pytest.raises(ConfigError, match=r"request.adapter='lora': the engine has no adapters. Use None"):
+        engine.generate([Request((6,), adapter="lora")])
+    with pytest.raises(ConfigError, match=r"sampling.stop=\('a',\) requires a tokenizer"):
+        engine.generate([Request((6,), SamplingOptions(stop=("a",)))])
+
+
+@pytest.mark.long
+def test_logits_that_are_not_finite_end_only_their_sample(model, recomputed):
+    """A token whose embedding is NaN leaves nothing in the caches that would change later requests."""
+    (ids,) = prompts((7,), seed=9)
+    wanted = recomputed(ids, GREEDY)
+    for cache in CACHES.values():
+        spoiled = nnx.clone(model)
+        embedding = spoiled.embedding.weight
+        embedding[...] = embedding[...].at[9].set(np.nan)
+        assert 9 not in ids + wanted
+        with Engine.Config(max_len=MAX_LEN, max_rows=1, step_tokens=20, **cache).build(spoiled, end_ids=(5,)) as engine:
+            with pytest.raises(AxcoreError, match="no token can be sampled: the logits are not finite"):
+                engine.generate([Request((9,) * 30, GREEDY)])
+            assert engine.generate([Request(ids, GREEDY)])[0].ids == wanted
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_committed", [False, True], ids=["new", "loaded"])
-def test_nothing_compiles_after_the_warm_up(model, is_committed):
+@pytest.mark.parametrize("cache", CACHES)
+def test_nothing_compiles_after_the_warm_up(model, cache, is_committed):
     if is_committed:  # to a device, as weights from a folder are
         fn, params, state = ax.functional(model)
         model = fn.bind(jax.device_put(params, jax.devices()[0]), state)
+    cfg = Engine.Config(max_len=32, max_rows=2, step_tokens=16, **CACHES[cache])
+    assert compiled_late(cfg, model, None)[1:] == (0, 0)
+
+
+def compiled_late(cfg, model, layout):
+    """The output of some requests, and the programs that were traced and compiled after the warm-up."""
     events = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: events.append(name) if name.endswith("backend_compile_duration") else None
     )
-    cfg = Engine.Config(max_len=32, max_rows=2, step_tokens=16, **CACHES["paged"])
-    with cfg.build(model) as engine:
+    with cfg.build(model, layout=layout) as engine:
         engine.warm_up(prompt_logprobs=True)
         compiled = engine.stats.compiled
+        assert events
         events.clear()
         options = [
             GREEDY,
-            SamplingOptions(max_tokens=8),
-            SamplingOptions(max_tokens=8, top_p=0.5, frequency_penalty=0.1, logprobs=3, prompt_logprobs=True),
+            SamplingOptions(max_tokens=8, seed=0),
+            SamplingOptions(max_tokens=8, seed=0, top_p=0.5, frequency_penalty=0.1, logprobs=3, prompt_logprobs=True),
         ]
-        engine.generate([Request(ids, options[at % 3]) for at, ids in enumerate(prompts((1, 5, 9, 16, 17, 20)))])
-        assert engine.stats.compiled == compiled and not events
+        asked = [Request(ids, options[at % 3]) for at, ids in enumerate(prompts((1, 5, 9, 16, 17, 20)))]
+        found = [piece.ids for piece in engine.generate(asked)]
+        return found, engine.stats.compiled - compiled, len(events)
 
 
-def test_a_failing_step_ends_every_sample_with_the_cause(model, monkeypatch):
+def on_eight_devices_and_one():
+    model = tiny_model().build(rngs=ax.Rngs(0))
+    rules = {"batch": "data", "head": "tensor", "kv_head": "tensor", "embed": "data", "vocab": "tensor"}
+    layout = Mesh(shape={"data": 4, "tensor": 2}, rules=rules).make()
+    cfg = Engine.Config(max_len=32, max_rows=4, step_tokens=16)
+    return compiled_late(cfg, model, layout), compiled_late(cfg, model, None)
+
+
+@pytest.mark.long
+def test_an_engine_on_eight_devices():
+    eight, one = on_devices(on_eight_devices_and_one)
+    assert eight == one and one[1:] == (0, 0)
+
+
+@pytest.fixture
+def short_lived(model):
+    """An engine that a test may close or break."""
     with Engine.Config(max_len=32, max_rows=2, step_tokens=16).build(model) as engine:
-        streams = [engine.stream(Request(ids, SamplingOptions())) for ids in prompts((3, 4, 5))]
-        next(streams[0])
-        monkeypatch.setattr(Runner, "read", lambda *_: 1 / 0)
-        for stream in streams:
-            with pytest.raises(AxcoreError, match="the engine failed: ZeroDivisionError"):
-                stream.whole()
-        with pytest.raises(AxcoreError, match="the engine is closed"):
-            engine.stream(Request((6,)))
+        yield engine
 
 
-def test_close_ends_samples_and_the_thread(model):
-    engine = Engine.Config(max_len=32, max_rows=2, step_tokens=16).build(model)
-    stream = engine.stream(Request((6, 7)))
+def test_a_failing_step_ends_every_sample_with_the_cause(short_lived, monkeypatch):
+    streams = [short_lived.stream(Request(ids, SamplingOptions())) for ids in prompts((3, 4, 5))]
+    next(streams[0])
+    monkeypatch.setattr(Runner, "read", lambda *_: 1 / 0)
+    for stream in streams:
+        with pytest.raises(AxcoreError, match="the engine failed: ZeroDivisionError"):
+            stream.whole()
+    with pytest.raises(AxcoreError, match="the engine is closed"):
+        short_lived.stream(Request((6,)))
+    with pytest.raises(AxcoreError, match="the engine is closed"):
+        short_lived.warm_up()
+
+
+def num_live_bytes():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_close_ends_samples_and_frees_the_caches(model):
+    before = num_live_bytes()
+    engine = Engine.Config(max_len=1024, max_rows=2, step_tokens=16).build(model)
+    stream = engine.stream(Request((6, 7), SamplingOptions(ignore_end=True)))
     next(stream)
+    assert num_live_bytes() > before + 100_000
+    engine.close()
     engine.close()
     with pytest.raises(AxcoreError, match="the engine was closed"):
         stream.whole()
-    assert "axcore-engine" not in {thread.name for thread in threading.enumerate() if thread is engine._thread}
+    assert not engine._thread.is_alive()
+    assert num_live_bytes() < before + 10_000
+
+
+def test_a_callback_that_raises_ends_only_its_sample(short_lived, recomputed, caplog):
+    (ids,) = prompts((4,), seed=10)
+    other = short_lived.stream(Request(ids, GREEDY))
+    called = []
+
+    def deliver(piece):
+        called.append(piece)
+        raise KeyError("lost")
+
+    short_lived.submit(Request((6, 7)), deliver)
+    assert other.whole().ids == short_lived.generate([Request(ids, GREEDY)])[0].ids
+    assert len(called) == 1 and "KeyError: 'lost'" in caplog.text
+    assert short_lived.stats.running == short_lived.stats.waiting == 0
+
+
+def test_a_callback_may_submit_and_close_but_not_wait(short_lived):
+    found = queue.Queue()
+
+    def last(piece):
+        found.put(piece)
+        short_lived.close()
+
+    def first(piece):
+        with pytest.raises(AxcoreError, match="cannot wait for the engine"):
+            short_lived.warm_up()
+        short_lived.submit(Request((6,), GREEDY), last)
+
+    short_lived.submit(Request((6, 7), SamplingOptions(max_tokens=1)), first)
+    assert len(found.get(timeout=60).ids) == 1
+    assert isinstance(found.get(timeout=60), AxcoreError)
+
+
+def test_a_request_that_is_submitted_while_the_engine_closes_is_refused(model):
+    reached, closed = threading.Event(), threading.Event()
+
+    class SlowTokenizer:
+        def decode(self, ids):
+            reached.set()
+            closed.wait(60)
+            return b""
+
+    engine = Engine.Config(max_len=32, max_rows=2, step_tokens=16).build(model, SlowTokenizer())
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        submitted = pool.submit(engine.submit, Request((6,)), print)
+        assert reached.wait(60)
+        engine.close()
+        closed.set()
+        with pytest.raises(AxcoreError, match="the engine is closed"):
+            submitted.result(60)
+
+
+def test_a_stream_that_is_deleted_cancels_its_sample(short_lived):
+    finishes = queue.Queue()
+    endless = Request((6, 7), SamplingOptions(ignore_end=True))
+
+    def submit(deliver):
+        return short_lived.submit(endless, lambda piece: (deliver(piece), finishes.put(piece.finish)))
+
+    stream = Stream(submit)
+    del stream
+    while (finish := finishes.get(timeout=60)) is None:
+        pass
+    assert finish == "cancelled"
+
+
+ENDLESS = """
+import axcore as ax
+from axcore.infer import Engine, Request, SamplingOptions
+from axcore.testing.models import tiny_model
+
+model = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0))
+engine = Engine.Config(max_len=100_000, max_rows=2, step_tokens=16).build(model)
+stream = engine.stream(Request((6, 7), SamplingOptions(ignore_end=True)))
+next(stream)
+"""
+
+
+@pytest.mark.long
+def test_an_interpreter_that_ends_closes_its_engines():
+    ended = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_prefix_caching_requires_pages(model):

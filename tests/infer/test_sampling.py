@@ -14,11 +14,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axcore.config import ConfigError
 from axcore.infer.requests import SamplingOptions
 from axcore.infer.sampling import Counts, NextToken, SamplingRows, sample, seed_words, truncation
+from axcore.infer.sampling.rows import PADDING
 from axcore.infer.sampling.seeds import gumbel_noise
 from axcore.testing.devices import on_devices
 
 VOCAB, PADDED, SLOTS = 61, 64, 6
 END = 2
+ROWS = 10
+"""Most tests pad to this number of rows, so that they share few compiled programs."""
 
 LONG = pytest.mark.long
 
@@ -78,11 +81,27 @@ def reference(logits, each, counts):
     return np.exp(z) / np.exp(z).sum()
 
 
-def distribution(logits, tokens, counts, method=None):
+def call_padded(logits, tokens, counts, **given):
+    """The result of `sample` with `ROWS` rows, without those of padding."""
+    padded = np.zeros((ROWS, PADDED), np.float32)
+    padded[: len(tokens)] = logits
+    tokens = [*tokens, *[PADDING] * (ROWS - len(tokens))]
+    found = call(padded, SamplingRows.of(tokens, vocab_size=VOCAB, end_ids=(END,), **given), counts)
+    return jax.tree.map(lambda x: np.asarray(x)[: len(logits)], found)
+
+
+def distribution(logits, tokens, counts):
     """`[rows, vocab]` probabilities that `sample` reports, and its result."""
-    tokens = [dataclasses.replace(each, options=dataclasses.replace(each.options, logprobs=VOCAB)) for each in tokens]
-    rows = SamplingRows.of(tokens, vocab_size=VOCAB, end_ids=(END,), method=method, logprobs="processed")
-    found = call(logits, rows, counts)
+    everything = mask_of(range(VOCAB))
+    tokens = [
+        dataclasses.replace(
+            each,
+            options=dataclasses.replace(each.options, logprobs=VOCAB),
+            grammar=everything if each.grammar is None else each.grammar,
+        )
+        for each in tokens
+    ]
+    found = call_padded(logits, tokens, counts, method="full", logprobs="processed")
     probabilities = np.zeros((len(tokens), PADDED))
     np.put_along_axis(
         probabilities, np.asarray(found.logprobs.top_ids), np.exp(np.asarray(found.logprobs.top, np.float64)), axis=1
@@ -92,7 +111,7 @@ def distribution(logits, tokens, counts, method=None):
 
 
 def check(logits, tokens, counts):
-    given, found = distribution(logits, tokens, counts, "full")
+    given, found = distribution(logits, tokens, counts)
     for row, each in enumerate(tokens):
         wanted = reference(logits[row], each, counts)
         np.testing.assert_array_equal(given[row] > 0, wanted > 0, err_msg=str(each))
@@ -126,7 +145,7 @@ def check(logits, tokens, counts):
         {"repetition_penalty": 0.6},
         {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5, "logit_bias": {3: 2.0}},
         {"logit_bias": {0: 5.0, 60: -100.0}},
-        {"logit_bias": {id: 0.25 * id for id in range(40)}},
+        pytest.param({"logit_bias": {id: 0.25 * id for id in range(40)}}, marks=LONG),
         {"min_tokens": 10, "stop_ids": (4, 5), "logit_bias": {4: 50.0, END: 50.0}},
         {"min_tokens": 9, "stop_ids": (4, 5), "logit_bias": {4: 5.0, END: 5.0}},
     ],
@@ -143,7 +162,7 @@ def test_each_rule(options):
 def test_grammar():
     allowed = [{0}, {60}, {31, 32, 33}, set(range(0, VOCAB, 3))]
     tokens = [token(SamplingOptions(top_p=0.9), slot=row, grammar=mask_of(each)) for row, each in enumerate(allowed)]
-    check(random_logits(3, 5), [*tokens, token(SamplingOptions())], random_counts(4))
+    check(random_logits(3, 4), tokens, random_counts(4))
 
 
 option_sets = st.builds(
@@ -188,6 +207,7 @@ def bits(found, row):
     return [np.asarray(leaf)[row].tobytes() for leaf in jax.tree.leaves(found)]
 
 
+@LONG
 @hypothesis.settings(max_examples=5)
 @hypothesis.given(st.lists(token_sets, min_size=5, max_size=5), st.integers(0, 99), st.permutations(range(5)))
 def test_row_is_independent_of_its_batch(tokens, seed, order):
@@ -199,8 +219,8 @@ def test_row_is_independent_of_its_batch(tokens, seed, order):
     def run(indices, size, logits=logits, tokens=tokens, counts=counts):
         x = np.full((size, PADDED), np.nan, np.float32)
         x[: len(indices)] = logits[np.array(indices)]
-        chosen = [tokens[row] for row in indices]
-        return call(x, SamplingRows.of(chosen, vocab_size=VOCAB, size=size, end_ids=(END,), method="full"), counts)
+        chosen = [*(tokens[row] for row in indices), *[PADDING] * (size - len(indices))]
+        return call(x, SamplingRows.of(chosen, vocab_size=VOCAB, end_ids=(END,), method="full"), counts)
 
     together = run(range(5), 5)
     # The slot of row i is i in another order of the counts.
@@ -212,7 +232,8 @@ def test_row_is_independent_of_its_batch(tokens, seed, order):
     assert not permuted.valid[5:].any() and (permuted.tokens[5:] == -1).all()
 
 
-@pytest.mark.parametrize("method", ["greedy", pytest.param("plain", marks=LONG), pytest.param("full", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("method", ["greedy", "plain", "full"])
 def test_large_rows_are_independent_of_their_batch(method):
     vocab = 4099
     logits = np.asarray(np.random.default_rng(0).normal(size=(9, vocab)) * 2, jnp.bfloat16)
@@ -254,6 +275,7 @@ def test_sharded_vocabulary():
     assert sharded == [single, single]
 
 
+@LONG
 def test_greedy_is_the_same_in_every_method():
     """In bfloat16 many logits are equal. The first of them wins."""
     logits = random_logits(7, 8, scale=2).astype(jnp.bfloat16)
@@ -268,19 +290,22 @@ def test_greedy_is_the_same_in_every_method():
 
 def test_exact_boundaries_of_top_p():
     """Ten equal tokens: top_p = i / 10 keeps exactly the first i."""
-    logits = jnp.full((10, PADDED), -jnp.inf).at[:, 3:13].set(1.5)
-    tokens = [token(SamplingOptions(top_p=share / 10), slot=0) for share in range(1, 11)]
-    given, _ = distribution(logits, tokens, Counts.zeros(1, PADDED))
+    logits = np.full((10, PADDED), -np.inf)
+    logits[:, 3:13] = 1.5
+    tokens = [token(SamplingOptions(top_p=share / 10)) for share in range(1, 11)]
+    given, _ = distribution(logits, tokens, Counts.zeros(SLOTS, PADDED))
     for share, row in enumerate(given, 1):
         np.testing.assert_array_equal(np.flatnonzero(row), np.arange(3, 3 + share))
 
 
 def test_top_k_keeps_the_first_of_equal_tokens():
-    logits = jnp.zeros((1, PADDED)).at[0, 40].set(1.0)
-    given, _ = distribution(logits, [token(SamplingOptions(top_k=3))], Counts.zeros(1, PADDED))
+    logits = np.zeros((1, PADDED))
+    logits[0, 40] = 1.0
+    given, _ = distribution(logits, [token(SamplingOptions(top_k=3))], Counts.zeros(SLOTS, PADDED))
     np.testing.assert_array_equal(np.flatnonzero(given[0]), [0, 1, 40])
 
 
+@LONG
 @pytest.mark.parametrize("search_bits", [1, 4])
 def test_width_of_the_search_has_no_effect(search_bits, monkeypatch):
     rng = np.random.default_rng(8)
@@ -309,8 +334,13 @@ def test_exact_sum():
     "options",
     [
         SamplingOptions(),
-        SamplingOptions(temperature=0.7, top_k=12, top_p=0.9),
-        SamplingOptions(temperature=1.4, min_p=0.05, presence_penalty=0.5, repetition_penalty=1.3, logit_bias={5: 1.0}),
+        pytest.param(SamplingOptions(temperature=0.7, top_k=12, top_p=0.9), marks=LONG),
+        pytest.param(
+            SamplingOptions(
+                temperature=1.4, min_p=0.05, presence_penalty=0.5, repetition_penalty=1.3, logit_bias={5: 1.0}
+            ),
+            marks=LONG,
+        ),
     ],
     ids=["plain", "truncated", "penalties"],
 )
@@ -357,7 +387,7 @@ def test_seeds():
     assert seed_words(None) != seed_words(None)
     assert all(0 <= word < 2**32 for pair in words.values() for word in pair)
     pairs = jnp.asarray([(1, 2), (1, 3), (0, 2), seed_words(0), seed_words(2**40)], jnp.uint32)
-    drawn = np.asarray(gumbel_noise(pairs, jnp.full((5,), 3), 8))
+    drawn = np.asarray(jax.jit(gumbel_noise, static_argnums=2)(pairs, jnp.full((5,), 3), 8))
     assert len({row.tobytes() for row in drawn}) == 5  # both words count
 
 
@@ -366,9 +396,8 @@ def test_seeds():
 def test_invalid_rows(method, bad):
     logits = random_logits(12, 3)
     logits[1], logits[1, 4] = -np.inf, bad
-    tokens = [token(SamplingOptions(temperature=0.0 if method == "greedy" else 1.0, logprobs=2))] * 3
-    rows = SamplingRows.of(tokens, vocab_size=VOCAB, method=method)
-    found = call(logits, rows, Counts.zeros(1, PADDED))
+    tokens = [token(SamplingOptions(temperature=0.0 if method == "greedy" else 1.0, logprobs=30))] * 3
+    found = call_padded(logits, tokens, Counts.zeros(SLOTS, PADDED), method=method)
     assert found.valid.tolist() == [True, False, True]
     assert found.tokens[1] == -1 and found.logprobs.token[1] == -np.inf and (found.logprobs.top[1] == -np.inf).all()
     assert np.isfinite(found.logprobs.token[::2]).all()
@@ -376,8 +405,7 @@ def test_invalid_rows(method, bad):
 
 def test_grammar_and_min_tokens_that_exclude_every_token():
     tokens = [token(SamplingOptions(min_tokens=20), grammar=mask_of({END})), token(SamplingOptions(), slot=1)]
-    rows = SamplingRows.of(tokens, vocab_size=VOCAB, end_ids=(END,))
-    found = call(random_logits(13, 2), rows, Counts.zeros(2, PADDED))
+    _, found = distribution(random_logits(13, 2), tokens, Counts.zeros(SLOTS, PADDED))
     assert found.valid.tolist() == [False, True] and found.tokens[0] == -1
 
 
@@ -389,9 +417,9 @@ def test_extreme_options_stay_finite():
         SamplingOptions(logit_bias={1: 3e38}, temperature=1e-5, min_p=1e-30),
     ]
     tokens = [token(options, slot=4) for options in limits]
-    rows = SamplingRows.of(tokens, vocab_size=VOCAB)
-    counts = Counts(jnp.zeros((5, PADDED), bool), jnp.zeros((5, PADDED), jnp.int32).at[4, 9].set(2))
-    found = call(random_logits(14, 4) - 4, rows, counts)
+    output = np.zeros((SLOTS, PADDED), np.int32)
+    output[4, 9] = 2
+    _, found = distribution(random_logits(14, 4) - 4, tokens, Counts(np.zeros((SLOTS, PADDED), bool), output))
     assert found.valid.all() and found.tokens[0] != 9 and found.tokens[1] == 9 and found.tokens[3] == 1
 
 
@@ -402,7 +430,7 @@ def test_raw_log_probabilities(method):
     options = {"temperature": 0.5, "logit_bias": {3: 4.0}, "top_k": 9} if method == "full" else {}
     options |= {"temperature": 0.0} if method == "greedy" else {}
     tokens = [token(SamplingOptions(**options, logprobs=30), seed=row) for row in range(6)]
-    found = call(logits, SamplingRows.of(tokens, vocab_size=VOCAB), Counts.zeros(1, PADDED))
+    found = call_padded(logits, tokens, Counts.zeros(SLOTS, PADDED), method=method)
     x = np.asarray(logits, np.float64)[:, :VOCAB]
     wanted = x - x.max(axis=1, keepdims=True)
     wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
@@ -415,12 +443,17 @@ def test_raw_log_probabilities(method):
 
 
 def test_counts():
-    counts = jax.tree.map(jnp.asarray, random_counts(16))
+    counts = random_counts(16)
     ids = np.array([[5, 5, 6, 5, 7], [1, 2, 3, 0, 0], [9, 9, 9, 9, 9]])
-    restarted = counts.restarted(
-        np.array([4, 1, -1]), ids, prompt_lengths=np.array([2, 3, 5]), lengths=np.array([5, 3, 5])
-    )
-    added = restarted.plus(np.array([4, 1, -1, SLOTS, 0]), np.array([6, 3, 9, 9, -1]))
+
+    @jax.jit
+    def changed(counts, ids):
+        restarted = counts.restarted(
+            jnp.array([4, 1, -1]), ids, prompt_lengths=jnp.array([2, 3, 5]), lengths=jnp.array([5, 3, 5])
+        )
+        return restarted.plus(jnp.array([4, 1, -1, SLOTS, 0]), jnp.array([6, 3, 9, 9, -1]))
+
+    added = changed(counts, ids)
     prompt, output = np.array(counts.prompt), np.array(counts.output)
     prompt[[4, 1]], output[[4, 1]] = False, 0
     prompt[4, 5], prompt[1, [1, 2, 3]] = True, True
@@ -449,7 +482,7 @@ def test_methods_are_separate_programs():
 def test_arrays_of_each_step_are_new():
     """JAX on CPU may read NumPy memory after a call returns."""
     tokens = [token(SamplingOptions(top_k=3), grammar=mask_of({1}))]
-    first, second = (jax.tree.leaves(SamplingRows.of(tokens, vocab_size=VOCAB, size=4)) for _ in range(2))
+    first, second = (jax.tree.leaves(SamplingRows.of(tokens, vocab_size=VOCAB)) for _ in range(2))
     assert len(first) == 5
     assert not any(np.shares_memory(a, b) for a in first for b in second)
     assert not any(np.shares_memory(a, tokens[0].grammar) for a in first)
@@ -458,7 +491,6 @@ def test_arrays_of_each_step_are_new():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"size": 1}, "2 rows do not fit into size=1"),
         ({"method": "plain"}, "method='plain' ignores options of a row that needs 'full'"),
         ({"vocab_size": 2**19}, "vocab_size=524288 must be from 1 to 524287"),
         ({"vocab_size": 80}, "grammar of row 0 must be int32 .3., one bit for each of 80 tokens, got int32 .2."),

@@ -11,7 +11,7 @@ from axcore.config import AxcoreError
 from axcore.plugin import KVCacheOffer, PluginError, offered, registry
 
 if TYPE_CHECKING:
-    from axcore.infer.loading import Loaded
+    from axcore.infer.loading import LoadedModel
     from axcore.nn import KVCache
 
 
@@ -41,24 +41,24 @@ def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:
     return cast("KVCache.Config", offered(KVCacheOffer, arguments.cache))
 
 
-def loaded_model(arguments: argparse.Namespace, *, weights: bool = True) -> Loaded:
+def loaded_model(arguments: argparse.Namespace, *, weights: bool = True) -> LoadedModel:
     """The model with its weights, and its tokenizer.
 
     Args:
         weights: whether a recipe without weights is an error. If not, they are random.
     """
-    from axcore.infer.loading import load
+    from axcore.infer.loading import load_model
 
     name, dtype, keep_caches = arguments.model, arguments.dtype, arguments.cache is None
     if is_folder(name):
         if arguments.edits:
             raise AxcoreError(_not_editable(name, arguments.edits))
-        return load(name, dtype=dtype, keep_caches=keep_caches)
+        return load_model(name, dtype=dtype, keep_caches=keep_caches)
     try:
         trainer = compose(name, arguments.edits)
     except PluginError as error:
         raise PluginError(f"{name!r} is not a model folder and cannot be composed as a recipe: {error}") from error
-    return load(trainer, name=name, dtype=dtype, keep_caches=keep_caches, weights=weights)
+    return load_model(trainer, name=name, dtype=dtype, keep_caches=keep_caches, weights=weights)
 
 
 def _not_editable(folder: str, edits: Sequence[tuple[str, str]]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import dataclasses
 import functools
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Many
@@ -17,7 +18,7 @@ from axcore.infer.decoder import Decoder
 from axcore.infer.pages import PagePool, PageUsage
 from axcore.infer.programs import Buckets, Programs
 from axcore.infer.requests import Piece, Request, SamplingOptions, TokenLogprob
-from axcore.infer.runner import Flight, Next, Runner, Seed
+from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Limits, Scheduler
 from axcore.infer.sequences import Plan, Sequence
@@ -29,6 +30,8 @@ from axcore.parallel import Layout
 
 if TYPE_CHECKING:
     from axcore.train.data.tokenizers import Tokenizer
+
+_logger = logging.getLogger(__name__)
 
 
 class EngineStats(NamedTuple):
@@ -123,8 +126,10 @@ class Engine(config.Configurable):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._is_closed = False
+        self._closing = threading.Lock()  # held to set `_is_closed`, and to put work that must be done or refused
         self._thread = threading.Thread(target=self._serve, name="axcore-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that still calls JAX at exit may crash the process
 
     def __enter__(self) -> Self:
         return self
@@ -183,14 +188,16 @@ class Engine(config.Configurable):
         """Checks a request without queueing it. May be called from any thread.
 
         Raises:
-            ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, or a stop
-                string requires a tokenizer.
+            ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, a stop
+                string requires a tokenizer, or the request names an adapter.
         """
         if not isinstance(request, Request):
             raise ConfigError(
                 f"{request!r} is not a Request. Use engine.request(text, SamplingOptions(...)), or Request(ids=...)"
             )
         request.check(self.vocab_size)
+        if request.adapter is not None:
+            raise ConfigError(f"request.adapter={request.adapter!r}: the engine has no adapters. Use None")
         options = request.options
         if options.stop and self.tokenizer is None:
             raise ConfigError(
@@ -210,7 +217,8 @@ class Engine(config.Configurable):
 
         Args:
             request: the prompt and the options.
-            deliver: receives the pieces of the sample, the last of which has a `finish`, or an error.
+            deliver: receives the pieces of the sample, the last of which has a `finish`, or an error. If it raises,
+                the exception is logged and the sample ends.
             sample: the index of the sample, if a request has several: it changes what a seed draws.
 
         Returns:
@@ -221,15 +229,13 @@ class Engine(config.Configurable):
             AxcoreError: the engine is closed.
         """
         self.check(request)
-        if self._is_closed:
-            raise AxcoreError("the engine is closed") from self._failure
         options = request.options
         sequence = Sequence(next(self._numbers), request, self.end_ids)
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, prompt=request.ids, stop=options.stop)
         new = _Sample(sequence, deliver, seed_words(options.seed, sample), text)
-        self._inbox.put(functools.partial(self._add, new))
+        self._put(functools.partial(self._add, new))
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
@@ -237,7 +243,7 @@ class Engine(config.Configurable):
         return Stream(functools.partial(self.submit, request, sample=sample))
 
     def astream(self, request: Request, *, sample: int = 0) -> AsyncIterator[Piece]:
-        """`stream` for asyncio. A consumer that stops early cancels the request."""
+        """`stream` for asyncio. It submits when the first piece is awaited. A consumer that stops early cancels."""
         return pieces_of(functools.partial(self.submit, request, sample=sample))
 
     def generate(self, requests: Iterable[Request]) -> list[Piece]:
@@ -282,33 +288,51 @@ class Engine(config.Configurable):
         self._in_thread(functools.partial(self._runner.warm_up, tuple(methods), prompt_logprobs=prompt_logprobs))
 
     def close(self) -> None:
-        """Ends the engine. Unfinished samples get an error."""
-        self._is_closed = True
-        self._inbox.put(lambda: None)
-        self._thread.join()
+        """Ends the engine and frees its caches. Unfinished samples get an error.
+
+        It may be called from any thread, also more than once. In `deliver`, it does not wait for the end.
+        """
+        with self._closing:
+            self._is_closed = True
+        self._inbox.put(lambda: None)  # wakes the thread
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _put(self, work: Callable[[], None]) -> None:
+        """Queues work for the engine's thread.
+
+        Raises:
+            AxcoreError: the engine is closed.
+        """
+        with self._closing:
+            if self._is_closed:
+                raise AxcoreError("the engine is closed") from self._failure
+            self._inbox.put(work)
 
     def _in_thread(self, work: Callable[[], None]) -> None:
         """Runs `work` in the engine's thread, and waits for it."""
+        if threading.current_thread() is self._thread:
+            raise AxcoreError("`deliver` runs in the engine's thread, so it cannot wait for the engine")
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
             try:
+                if self._is_closed:
+                    raise AxcoreError("the engine was closed") from self._failure
                 work()
             except BaseException as error:
                 done.put(error)
             else:
                 done.put(None)
 
-        if self._is_closed:
-            raise AxcoreError("the engine is closed") from self._failure
-        self._inbox.put(run)
+        self._put(run)
         if (error := done.get()) is not None:
             raise error
 
     # What follows runs in the engine's thread.
 
     def _serve(self) -> None:
-        flight: Flight | None = None
+        flight: StepInFlight | None = None
         try:
             while not self._is_closed:
                 self._read_inbox(wait=flight is None and self._scheduler.is_idle)
@@ -319,20 +343,23 @@ class Engine(config.Configurable):
                 flight = started
         except BaseException as error:
             self._failure = error
+        with self._closing:
             self._is_closed = True
+        atexit.unregister(self.close)
         reason = "was closed" if self._failure is None else f"failed: {type(self._failure).__name__}: {self._failure}"
         self._read_inbox(wait=False)
-        for sample in self._samples.values():
+        for sample in list(self._samples.values()):
             ended = AxcoreError(f"the engine {reason}")
             ended.__cause__ = self._failure
-            sample.deliver(ended)
+            self._send(sample, ended)
+        self._samples.clear()
+        self._programs.free()
 
     def _read_inbox(self, *, wait: bool) -> None:
         if wait:
             self._inbox.get()()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._inbox.get_nowait()()
+        while not self._inbox.empty():  # no other thread reads it
+            self._inbox.get()()
 
     def _add(self, sample: _Sample) -> None:
         self._scheduler.add(sample.sequence)
@@ -341,15 +368,15 @@ class Engine(config.Configurable):
 
     def _cancel(self, number: int) -> None:
         if self._scheduler.cancel(number):
-            self._samples.pop(number).deliver(Piece((), finish="cancelled"))
+            self._send(self._samples.pop(number), Piece((), finish="cancelled"))
 
-    def _start(self, plan: Plan) -> Flight:
+    def _start(self, plan: Plan) -> StepInFlight:
         self._steps += 1
         return self._runner.start(
             plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks}
         )
 
-    def _collect(self, flight: Flight) -> None:
+    def _collect(self, flight: StepInFlight) -> None:
         """Reads the results of a step, and delivers them."""
         found = self._runner.read(flight)
         for number, position, score in self._runner.read_scores(flight):
@@ -357,12 +384,12 @@ class Engine(config.Configurable):
                 self._samples[number].scores[position] = score
         for number, each in found.items():
             if each.token is None and self._scheduler.cancel(number):
-                self._samples.pop(number).deliver(AxcoreError(_NO_TOKEN))
+                self._send(self._samples.pop(number), AxcoreError(_NO_TOKEN))
         for sequence in self._scheduler.record(flight.plan, {number: each.token for number, each in found.items()}):
             self._tokens += 1
             self._deliver(self._samples[sequence.id], found[sequence.id])
 
-    def _deliver(self, sample: _Sample, new: Next) -> None:
+    def _deliver(self, sample: _Sample, new: SampledToken) -> None:
         """Delivers a new token, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
         if sequence.num_output == 1:
@@ -380,7 +407,17 @@ class Engine(config.Configurable):
         scores = None
         if sequence.num_output == 1 and sequence.request.options.prompt_logprobs:
             scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
-        sample.deliver(Piece((sequence.tokens[-1],), text, logprobs, sequence.finish, scores))
+        self._send(sample, Piece((sequence.tokens[-1],), text, logprobs, sequence.finish, scores))
+
+    def _send(self, sample: _Sample, piece: Piece | AxcoreError) -> None:
+        """Calls `deliver`. A sample whose `deliver` raises ends, and others go on."""
+        try:
+            sample.deliver(piece)
+        except Exception:
+            number = sample.sequence.id
+            _logger.exception("deliver of sample %d raised an exception, so the sample ends", number)
+            if not self._is_closed and self._scheduler.cancel(number):
+                self._samples.pop(number, None)
 
 
 _NO_TOKEN = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Collection
 
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike
 from axcore.config import AxcoreError
 from axcore.infer.engine import Engine
 from axcore.infer.requests import Request, SamplingOptions
+from axcore.infer.sampling import NextToken, SamplingRows, sample, seed_words
 from axcore.module import Layer, Tree, functional
 from axcore.nn import KVCache
 from axcore.numerics import require_calibrated
@@ -24,7 +26,7 @@ class Generator:
     each padded length compiles once.
 
     With a cache, it is an `Engine` of one row. A row that grows beyond a length in `Decoder.recompute_above` is
-    computed once more.
+    computed once more. Without one, it samples in the same way, so the same key gives the same tokens.
 
     Args:
         model: a model with the call signature of `axcore.nn.CausalLM`.
@@ -54,7 +56,7 @@ class Generator:
         self._fn, self._params, self._state = functional(model)
         row = jax.ShapeDtypeStruct((1, context), jnp.int32)  # raises here if the model does not support this length
         logits = jax.eval_shape(lambda ids: self._fn(self._params, self._state, ids)[0][0], row)
-        self.vocab_size = logits.shape[-1]
+        self.vocab_size = getattr(model.config, "vocab_size", logits.shape[-1])
         if cache is None:
             self._sample = jax.jit(self._recomputed)
         else:
@@ -91,22 +93,28 @@ class Generator:
             )
         if num_tokens == 0:
             return np.zeros((0,), np.int32)
+        seed = int.from_bytes(np.asarray(jax.random.key_data(key)).tobytes())
         if self.is_cached:
-            return self._with_cache(prompt, num_tokens, key)
+            return self._with_cache(prompt, num_tokens, seed)
         start, stop = prompt.size, prompt.size + num_tokens
         row = np.zeros((max(1 << (stop - 1).bit_length(), self.context),), np.int32)
         row[:start] = prompt
-        new, end = self._sample(self._params, self._state, row, jnp.int32(start), jnp.int32(stop), key)
-        return np.asarray(new)[start : int(end)]
+        options = SamplingOptions(temperature=self.temperature)
+        token = NextToken(options, seed_words(seed), position=0, num_output=0, slot=0)
+        sampling = SamplingRows.of([token], vocab_size=self.vocab_size)
+        new, end = self._sample(self._params, self._state, row, jnp.int32(start), jnp.int32(stop), sampling)
+        found = np.asarray(new)[start : int(end)]
+        if found[-1] < 0:
+            raise AxcoreError("no token can be sampled: the logits are not finite. Check the weights")
+        return found
 
-    def _with_cache(self, prompt: np.ndarray, num_tokens: int, key: PRNGKeyArray) -> np.ndarray:
-        words = np.asarray(jax.random.key_data(key)).tobytes()
+    def _with_cache(self, prompt: np.ndarray, num_tokens: int, seed: int) -> np.ndarray:
         ids, stop, piece = tuple(prompt.tolist()), prompt.size + num_tokens, None
         while piece is None or (piece.finish == "length" and len(ids) < stop):
             cuts = [limit + 1 for limit in self._engine.recompute_above if len(ids) <= limit]  # a new prompt each
             options = SamplingOptions(
                 temperature=self.temperature,
-                seed=int.from_bytes(words),
+                seed=seed,
                 max_tokens=min((stop, *cuts)) - len(ids),
             )
             piece = self._engine.stream(Request(ids, options)).whole()
@@ -114,7 +122,7 @@ class Generator:
         return np.asarray(ids[prompt.size :], np.int32)
 
     def _recomputed(
-        self, params: Tree, state: Tree, row: jax.Array, start: jax.Array, stop: jax.Array, key: jax.Array
+        self, params: Tree, state: Tree, row: jax.Array, start: jax.Array, stop: jax.Array, sampling: SamplingRows
     ) -> tuple[jax.Array, jax.Array]:
         def extend(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             row, at = carry
@@ -122,21 +130,17 @@ class Generator:
             window = jax.lax.dynamic_slice(row, (first,), (self.context,))
             positions = jnp.minimum(jnp.arange(self.context, dtype=jnp.int32), at - first - 1)  # see Decoder
             (logits, _), _ = self._fn(params, state, window[None], positions=positions[None])
-            return row.at[at].set(self._pick(logits[0, at - first - 1], at, key)), at + 1
+            ints = None if sampling.ints is None else jnp.asarray(sampling.ints).at[0, 2].set(at)  # the position
+            found = sample(logits[:, at - first - 1], dataclasses.replace(sampling, ints=ints))
+            return row.at[at].set(found.tokens[0]), at + 1
 
         carry = extend((row, start))
         return jax.lax.while_loop(lambda carry: self._goes_on(carry[0], carry[1], stop), extend, carry)
 
     def _goes_on(self, row: jax.Array, at: jax.Array, stop: jax.Array) -> jax.Array:
-        """Whether a token is sampled at position `at`."""
-        return (at < stop) & ~jnp.any(row[at - 1] == jnp.asarray(sorted(self._end_ids), jnp.int32))
-
-    def _pick(self, logits: jax.Array, at: jax.Array, key: jax.Array) -> jax.Array:
-        """Samples the token at position `at` from its logits [vocab]."""
-        if self.temperature == 0:
-            return jnp.argmax(logits).astype(jnp.int32)
-        key = jax.random.fold_in(key, at)
-        return jax.random.categorical(key, logits / self.temperature).astype(jnp.int32)
+        """Whether a token is sampled at position `at`. -1 says that none can be."""
+        ends = jnp.asarray([-1, *sorted(self._end_ids)], jnp.int32)
+        return (at < stop) & ~jnp.any(row[at - 1] == ends)
 
 
 def generate(

@@ -15,21 +15,21 @@ from axcore.train.data.tokenizers import Tokenizer
 from axcore.train.run.trainer import Trainer
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model with its weights, and its tokenizer."""
 
     model: Layer
     tokenizer: Tokenizer
 
 
-def load(
+def load_model(
     source: str | pathlib.Path | Trainer.Config,
     *,
     name: str = "",
     dtype: str | None = None,
     keep_caches: bool = True,
     weights: bool = True,
-) -> Loaded:
+) -> LoadedModel:
     """Loads a model for inference.
 
     Args:
@@ -68,25 +68,25 @@ def load(
     if not keep_caches:
         cfg = without_caches(cfg)
     if initial is None:
-        return Loaded(cfg.build(rngs=Rngs(0)), built)
+        return LoadedModel(cfg.build(rngs=Rngs(0)), built)
     fn, params, state = abstract(cfg, "model")
     loaded = initial_arrays(initial, cfg, flat(params), flat(state), 0)
     model = fn.bind(like(params, loaded), like(state, loaded))
-    return Loaded(model, built)
+    return LoadedModel(model, built)
 
 
-def engine(source: str | pathlib.Path | Trainer.Config, cfg: Engine.Config, *, dtype: str | None = None) -> Engine:
+def load_engine(source: str | pathlib.Path | Trainer.Config, cfg: Engine.Config, *, dtype: str | None = None) -> Engine:
     """An engine with the model and the tokenizer of `source`.
 
     ```python
-    with engine("runs/quickstart", Engine.Config(max_len=512)) as engine:
+    with load_engine("runs/quickstart", Engine.Config(max_len=512)) as engine:
         print(engine.generate([engine.request("Once upon a time")])[0].text)
     ```
 
     Args:
-        source, dtype: see `load`.
+        source, dtype: see `load_model`.
         cfg: the config of the engine.
     """
-    model, tokenizer = load(source, dtype=dtype)
+    model, tokenizer = load_model(source, dtype=dtype)
     built: Engine = cfg.build(model, tokenizer, end_ids=tokenizer.end_ids)
     return built

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.decoder import Decoder, Step
@@ -26,13 +27,13 @@ class Batch(NamedTuple):
 
     Attributes:
         ids: the new tokens of each row.
-        facts: for each row the start, the number of new tokens, the slot, and 1 if the first new token is the one that
+        ints: for each row the start, the number of new tokens, the slot, and 1 if the first new token is the one that
             was sampled last in this slot, else 0. A padding row has no new tokens, and a slot that is out of range.
         pages: the page table of each row; None if the caches have no pages.
     """
 
     ids: Int[np.ndarray, "rows width"]
-    facts: Int[np.ndarray, "rows 4"]
+    ints: Int[np.ndarray, "rows 4"]
     pages: Int[np.ndarray, "rows pages_per_row"] | None
 
 
@@ -104,12 +105,17 @@ class Programs:
         self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jax.jit(self._trace_counter, donate_argnums=0)
+        self._eraser = jax.jit(self._trace_eraser, donate_argnums=0)
 
     def _commit(self) -> None:
-        """Commits all arrays to the device of the parameters. Otherwise jax compiles a program again when the results
-        of earlier calls, which are committed if the parameters are, replace the first arrays."""
+        """Puts all arrays where the programs return them. Otherwise jax compiles a program again when the results of
+        earlier calls replace the first arrays."""
+        if self.decoder.layout is not None:
+            everywhere = NamedSharding(self.decoder.layout.mesh, PartitionSpec())
+            self._last, self._counts = jax.device_put((self._last, self._counts), everywhere)
+            return
         homes = {leaf.sharding for leaf in jax.tree.leaves(self._params)}
-        if len(homes) == 1 and isinstance(home := homes.pop(), jax.sharding.SingleDeviceSharding):
+        if len(homes) == 1 and isinstance(home := homes.pop(), SingleDeviceSharding):
             held = self._params, self._state, self._last, self._counts
             self._params, self._state, self._last, self._counts = jax.device_put(held, home)
 
@@ -153,6 +159,15 @@ class Programs:
         ids[0, : len(tokens)] = tokens
         self._counts = self._counter(self._counts, ids, np.array([[slot, num_prompt, len(tokens)]], np.int32))
 
+    def erase(self, slot: int) -> None:
+        """Fills the caches of a slot with zeros. Otherwise NaN of an earlier row would spoil the sums of attention, in
+        which its weight is zero."""
+        self._state = self._eraser(self._state, np.int32(slot))
+
+    def free(self) -> None:
+        """Frees the device memory. No program may run afterwards."""
+        del self._params, self._state, self._last, self._counts
+
     def _trace_model(
         self, params: Tree, state: Tree, last: jax.Array, rows: Batch, *, phase: Phase, whole: bool
     ) -> tuple[jax.Array, Tree]:
@@ -177,7 +192,7 @@ class Programs:
         return logits[:, jnp.maximum(step.lengths[0] - 1, 0)], found, state
 
     def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase, whole: bool) -> Step:
-        start, lengths, slots, continues = jnp.moveaxis(jnp.asarray(rows.facts), 1, 0)
+        start, lengths, slots, continues = jnp.moveaxis(jnp.asarray(rows.ints), 1, 0)
         if whole:  # a slot without new tokens keeps its row
             start = jnp.where(lengths > 0, start, state["lengths"])
         sampled = last.at[slots].get(mode="fill", fill_value=0)
@@ -200,7 +215,17 @@ class Programs:
             counts = counts.plus(slots, found.tokens)
         return found, last.at[slots].set(found.tokens, mode="drop"), counts
 
-    def _trace_counter(self, counts: Counts, ids: jax.Array, facts: jax.Array) -> Counts:
+    def _trace_counter(self, counts: Counts, ids: jax.Array, ints: jax.Array) -> Counts:
         self.num_traced += 1
-        slots, prompt_lengths, lengths = jnp.moveaxis(facts, 1, 0)
+        slots, prompt_lengths, lengths = jnp.moveaxis(ints, 1, 0)
         return counts.restarted(slots, ids, prompt_lengths=prompt_lengths, lengths=lengths)
+
+    def _trace_eraser(self, state: Tree, slot: jax.Array) -> Tree:
+        self.num_traced += 1
+
+        def erased(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+            if "batch" not in axes:
+                return x
+            return x.at[(slice(None),) * axes.index("batch") + (slot,)].set(0, mode="drop")
+
+        return state | {"model": jax.tree.map(erased, state["model"], self.decoder.state_axes["model"])}

@@ -14,17 +14,14 @@ from jaxtyping import Array, Float
 from axcore.infer.programs import Batch, Buckets, Programs, bucket
 from axcore.infer.requests import SamplingOptions, TokenLogprob
 from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
-from axcore.infer.sampling.rows import NO_SLOT
+from axcore.infer.sampling.rows import PADDING
 from axcore.infer.sequences import Chunk, Plan
 
 Seed = tuple[int, int]
 """The words of a seed; see `seed_words`."""
 
-PADDING = NextToken(SamplingOptions(temperature=0.0), (0, 0), position=0, num_output=0, slot=NO_SLOT)
-"""What a padding row samples."""
 
-
-class Next(NamedTuple):
+class SampledToken(NamedTuple):
     """A sampled token.
 
     Attributes:
@@ -36,7 +33,7 @@ class Next(NamedTuple):
     logprob: TokenLogprob | None
 
 
-class Call(NamedTuple):
+class SamplerCall(NamedTuple):
     """A call of the sampler: the chunk of each row that is no padding, and the result, which is on the device."""
 
     rows: Mapping[int, Chunk]
@@ -44,11 +41,11 @@ class Call(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Flight:
+class StepInFlight:
     """A step that was started, and whose results were not read yet."""
 
     plan: Plan
-    calls: list[Call]
+    calls: list[SamplerCall]
     scores: list[tuple[Chunk, LogProbs]]
     """The log-probabilities of the token after each token of a chunk, for requests that ask for those of the prompt."""
 
@@ -67,7 +64,7 @@ class Runner:
         self._decoder = programs.decoder
         self._is_paged = self._decoder.paging is not None
 
-    def start(self, plan: Plan, seeds: Mapping[int, Seed]) -> Flight:
+    def start(self, plan: Plan, seeds: Mapping[int, Seed]) -> StepInFlight:
         """Starts a step, without waiting for the device.
 
         Args:
@@ -80,6 +77,9 @@ class Runner:
             logits = self._logits_of_decoding(rows, bucket(self._buckets.rows, len(rows)))
             calls.append(self._sampled(rows, logits, seeds))
         for chunk in plan.prefill:
+            if chunk.start == 0:
+                assert chunk.sequence.slot is not None
+                self._programs.erase(chunk.sequence.slot)
             width = bucket(self._buckets.widths, chunk.count)
             if chunk.sequence.request.options.prompt_logprobs:
                 logits, found = self._scored(chunk, width)
@@ -90,11 +90,11 @@ class Runner:
                 self._count(chunk)
                 calls.append(self._sampled({0: chunk}, logits, seeds))
         jax.tree.map(lambda x: x.copy_to_host_async(), [found for _, found in scores])
-        return Flight(plan, calls, scores)
+        return StepInFlight(plan, calls, scores)
 
-    def read(self, flight: Flight) -> dict[int, Next]:
+    def read(self, flight: StepInFlight) -> dict[int, SampledToken]:
         """Waits for a step. Returns what each sequence sampled, by id."""
-        found: dict[int, Next] = {}
+        found: dict[int, SampledToken] = {}
         for rows, on_device in flight.calls:
             sampled: Sampled = jax.device_get(on_device)
             for row, chunk in rows.items():
@@ -102,10 +102,10 @@ class Runner:
                 count, logprob = chunk.sequence.request.options.logprobs, None
                 if token is not None and count is not None and sampled.logprobs is not None:
                     logprob = _logprob(sampled.logprobs, row, token, count)
-                found[chunk.sequence.id] = Next(token, logprob)
+                found[chunk.sequence.id] = SampledToken(token, logprob)
         return found
 
-    def read_scores(self, flight: Flight) -> Iterator[tuple[int, int, TokenLogprob]]:
+    def read_scores(self, flight: StepInFlight) -> Iterator[tuple[int, int, TokenLogprob]]:
         """Waits for a step. Yields (id of the sequence, position, log-probability) of each token of a prompt that
         follows a token of the step."""
         for chunk, on_device in flight.scores:
@@ -123,11 +123,11 @@ class Runner:
             prompt_logprobs: whether to compile the programs that score prompts.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
-        tables = self._buckets.pages or (0,)
+        tables, paging = self._buckets.pages or (0,), self._decoder.paging
         for size, pages in itertools.product(self._buckets.rows, tables):
             logits[size] = self._logits_of_decoding({}, size, pages)
         for width, pages in itertools.product(self._buckets.widths, tables):
-            if not self._is_paged or pages >= self._pages_for(width):
+            if paging is None or pages >= paging.pages_for(width):
                 logits[1] = self._logits_of_prompt({}, width, pages)
                 if prompt_logprobs:
                     self._programs.scored(self._packed({}, 1, width, pages), np.zeros((1, width), np.int32))
@@ -135,6 +135,7 @@ class Runner:
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)
         self._programs.count(self._decoder.batch_size, (), 0)
+        self._programs.erase(self._decoder.batch_size)
 
     def _row(self, row: int, chunk: Chunk) -> int:
         """The row of a chunk that decodes: without pages its slot, because caches of all slots are read in place."""
@@ -156,8 +157,8 @@ class Runner:
 
     def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Batch:
         """The chunks in `size` rows of `width` tokens, with page tables of the bucket of at least `pages`."""
-        ids, facts, table = np.zeros((size, width), np.int32), np.zeros((size, 4), np.int32), None
-        facts[:, 2] = self._decoder.batch_size  # out of range
+        ids, ints, table = np.zeros((size, width), np.int32), np.zeros((size, 4), np.int32), None
+        ints[:, 2] = self._decoder.batch_size  # out of range
         if (paging := self._decoder.paging) is not None:
             longest = max((len(chunk.sequence.pages) for chunk in rows.values()), default=0)
             pages = bucket(self._buckets.pages, max(pages, longest))
@@ -166,19 +167,14 @@ class Runner:
             sequence = chunk.sequence
             ids[row, : len(chunk.ids)] = chunk.ids
             assert sequence.slot is not None
-            facts[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids)
+            ints[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids)
             if table is not None:
                 table[row, : len(sequence.pages)] = sequence.pages
-        return Batch(ids, facts, table)
-
-    def _pages_for(self, num_tokens: int) -> int:
-        paging = self._decoder.paging
-        assert paging is not None
-        return -(-num_tokens // paging.page_size)
+        return Batch(ids, ints, table)
 
     def _sampled(
         self, rows: Mapping[int, Chunk], logits: Float[Array, "rows vocab"], seeds: Mapping[int, Seed]
-    ) -> Call:
+    ) -> SamplerCall:
         tokens = [PADDING] * logits.shape[0]
         for row, chunk in rows.items():
             sequence = chunk.sequence
@@ -190,7 +186,7 @@ class Runner:
         found = self._sample(logits, tokens, None)
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
-        return Call(rows, found)
+        return SamplerCall(rows, found)
 
     def _sample(
         self, logits: Float[Array, "rows vocab"], tokens: Sequence[NextToken], method: Method | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from axcore.config import AxcoreError
@@ -19,7 +20,7 @@ Submit = Callable[[Deliver], Callable[[], None]]
 
 
 class Stream(Iterator[Piece]):
-    """The pieces of a sample, the last of which has a `finish`.
+    """The pieces of a sample, the last of which has a `finish`. Deleting the stream cancels the sample.
 
     ```python
     for piece in engine.stream(request):
@@ -34,6 +35,7 @@ class Stream(Iterator[Piece]):
         self._pieces: queue.SimpleQueue[Piece | AxcoreError] = queue.SimpleQueue()
         self._has_ended = False
         self.cancel = submit(self._pieces.put)
+        weakref.finalize(self, self.cancel).atexit = False
 
     def __next__(self) -> Piece:
         """Waits for the next piece.
@@ -55,8 +57,10 @@ class Stream(Iterator[Piece]):
 
 
 def joined(pieces: Iterable[Piece]) -> Piece:
-    """Consecutive pieces of a sample as one."""
+    """Consecutive pieces of a sample as one; empty if there are none."""
     pieces = list(pieces)
+    if not pieces:
+        return Piece(())
     logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     return Piece(
         ids=tuple(id for piece in pieces for id in piece.ids),

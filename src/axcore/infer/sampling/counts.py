@@ -42,7 +42,7 @@ class Counts:
             slots: the slots, without duplicates. Those out of range are ignored.
             ids: all tokens of each row, padded at the end.
             prompt_lengths: the number of tokens of each prompt. Later tokens are output, such as those of a row that
-                was pre-empted.
+                was preempted.
             lengths: the number of tokens without padding.
         """
         num_slots, vocab_size = self.output.shape

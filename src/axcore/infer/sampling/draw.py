@@ -89,13 +89,13 @@ def _edited(
     logits: Float32[Array, "rows vocab"], rows: SamplingRows, counts: Counts | None
 ) -> Float32[Array, "rows vocab"]:
     """The logits after penalties, bias and masks."""
-    if rows.facts is None or rows.numbers is None or rows.edit_ids is None:
+    if rows.ints is None or rows.floats is None or rows.edit_ids is None:
         raise ConfigError("SamplingRows of the method 'full' lack arrays. Create them with SamplingRows.of")
     if counts is None or counts.output.shape[1] != logits.shape[1]:
         given = "None" if counts is None else f"one of {counts.output.shape[1]} tokens"
         raise ConfigError(f"counts must be Counts of {logits.shape[1]} tokens for the method 'full', not {given}")
-    slots, numbers = rows.facts[:, 3], jnp.asarray(rows.numbers)
-    frequency, presence, repetition = (numbers[:, column, None] for column in (3, 4, 5))
+    slots, floats = rows.ints[:, 3], jnp.asarray(rows.floats)
+    frequency, presence, repetition = (floats[:, column, None] for column in (3, 4, 5))
     output = counts.output.at[slots].get(mode="fill", fill_value=0)
     seen = counts.prompt.at[slots].get(mode="fill", fill_value=False) | (output > 0)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -115,11 +115,11 @@ def _drawn(
     logits: Float32[Array, "rows vocab"], best: Float32[Array, " rows"], rows: SamplingRows
 ) -> tuple[Int32[Array, " rows"], Float32[Array, "rows vocab"]]:
     """The sampled tokens, and the logits of the distribution that they are from."""
-    if rows.facts is None or rows.numbers is None:
+    if rows.ints is None or rows.floats is None:
         raise ConfigError(f"SamplingRows of the method {rows.method!r} lack arrays. Create them with SamplingRows.of")
-    facts, numbers = jnp.asarray(rows.facts), jnp.asarray(rows.numbers)
-    seeds, positions, top_k = facts[:, :2], facts[:, 2], facts[:, 4]
-    temperature, top_p, log_min_p = (numbers[:, column] for column in range(3))
+    ints, floats = jnp.asarray(rows.ints), jnp.asarray(rows.floats)
+    seeds, positions, top_k = ints[:, :2], ints[:, 2], ints[:, 4]
+    temperature, top_p, log_min_p = (floats[:, column] for column in range(3))
     greedy = (temperature == 0)[:, None]
     base = jnp.where(jnp.isfinite(best), best, 0)[:, None]
     scaled = (logits - base) / jnp.where(greedy, 1, temperature[:, None])

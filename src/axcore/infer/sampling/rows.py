@@ -70,14 +70,18 @@ class NextToken:
         return "plain" if neutral and options.top_k is None and options.top_p == 1 and not options.min_p else "full"
 
 
+PADDING = NextToken(SamplingOptions(temperature=0.0), (0, 0), position=0, num_output=0, slot=NO_SLOT)
+"""What a padding row samples. Its result has no effect."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
     """The options of each row, as arrays.
 
     Attributes:
-        facts: for each row the two words of the seed, the position of the token, its slot and top_k.
-        numbers: for each row temperature, top_p, log(min_p), and the frequency, presence and repetition penalty.
+        ints: for each row the two words of the seed, the position of the token, its slot and top_k.
+        floats: for each row temperature, top_p, log(min_p), and the frequency, presence and repetition penalty.
         edit_ids: token ids whose logits are edited. The size of the vocabulary stands for none.
         edits: added to these logits; -inf excludes a token.
         grammar: bit masks of allowed tokens; see `NextToken`.
@@ -88,8 +92,8 @@ class SamplingRows:
         processed: whether log-probabilities are those after all options, instead of those of softmax(logits).
     """
 
-    facts: Int32[Array | np.ndarray, "rows 5"] | None
-    numbers: Float32[Array | np.ndarray, "rows 6"] | None
+    ints: Int32[Array | np.ndarray, "rows 5"] | None
+    floats: Float32[Array | np.ndarray, "rows 6"] | None
     edit_ids: Int32[Array | np.ndarray, "rows edits"] | None
     edits: Float32[Array | np.ndarray, "rows edits"] | None
     grammar: Int32[Array | np.ndarray, "rows words"] | None
@@ -104,7 +108,6 @@ class SamplingRows:
         tokens: Sequence[NextToken],
         *,
         vocab_size: int,
-        size: int | None = None,
         end_ids: Collection[int] = (),
         method: Method | None = None,
         logprobs: Literal["raw", "processed"] = "raw",
@@ -112,21 +115,18 @@ class SamplingRows:
         """Packs the options of some rows into new NumPy arrays.
 
         Args:
-            tokens: the token to sample in each row. Their ids must be in the vocabulary: see `SamplingOptions.check`.
+            tokens: the token to sample in each row, or `PADDING`. Ids must be in the vocabulary: see
+                `SamplingOptions.check`.
             vocab_size: the number of real tokens.
-            size: the number of rows after padding; None: no padding.
             end_ids: the tokens that end a text, which `min_tokens` excludes.
             method: at least the method of every row; None: the cheapest that covers all rows.
             logprobs: `raw` returns log(softmax(logits)); `processed` the log-probabilities after penalties, bias,
                 masks, temperature and truncation. At temperature 0, these are those after penalties, bias and masks.
 
         Raises:
-            ConfigError: a grammar mask has the wrong size, a row needs a method that computes more, the vocabulary has
-                2**19 tokens or more, or there are more rows than `size`.
+            ConfigError: a grammar mask has the wrong size, a row needs a method that computes more, or the vocabulary
+                has 2**19 tokens or more.
         """
-        size = len(tokens) if size is None else size
-        if len(tokens) > size:
-            raise ConfigError(f"{len(tokens)} rows do not fit into size={size}. Use a larger bucket")
         if not 0 < vocab_size <= MAX_VOCAB_SIZE:
             raise ConfigError(f"vocab_size={vocab_size} must be from 1 to {MAX_VOCAB_SIZE}, for sums to be exact")
         order: tuple[Method, ...] = ("greedy", "plain", "full")
@@ -137,30 +137,29 @@ class SamplingRows:
             raise ConfigError(f"method={method!r} ignores options of a row that needs {needed!r}. Use {needed!r}")
         asked = [token.options.logprobs for token in tokens if token.options.logprobs is not None]
         num_logprobs = min(_logprob_size(max(asked)), vocab_size) if asked else None
-        facts = numbers = edit_ids = edits = grammar = None
+        ints = floats = edit_ids = edits = grammar = None
         if method != "greedy":
-            facts, numbers = _facts(tokens, size, vocab_size), _numbers(tokens, size)
+            ints, floats = _ints(tokens, vocab_size), _floats(tokens)
         if method == "full":
-            edit_ids, edits = _edits(tokens, size, vocab_size, end_ids)
+            edit_ids, edits = _edits(tokens, vocab_size, end_ids)
             if any(token.grammar is not None for token in tokens):
-                grammar = _grammar(tokens, size, vocab_size)
-        return cls(facts, numbers, edit_ids, edits, grammar, method, vocab_size, num_logprobs, logprobs == "processed")
+                grammar = _grammar(tokens, vocab_size)
+        return cls(ints, floats, edit_ids, edits, grammar, method, vocab_size, num_logprobs, logprobs == "processed")
 
 
 def _logprob_size(count: int) -> int:
     return USUAL_LOGPROBS if count <= USUAL_LOGPROBS else 1 << (count - 1).bit_length()
 
 
-def _facts(tokens: Sequence[NextToken], size: int, vocab_size: int) -> Int32[np.ndarray, "rows 5"]:
+def _ints(tokens: Sequence[NextToken], vocab_size: int) -> Int32[np.ndarray, "rows 5"]:
     rows = [
         (*token.seed, token.position, token.slot, min(token.options.top_k or vocab_size, vocab_size))
         for token in tokens
     ]
-    padding = (0, 0, 0, NO_SLOT, vocab_size)
-    return np.array(rows + [padding] * (size - len(rows)), np.uint32).view(np.int32)
+    return np.array(rows, np.uint32).view(np.int32)
 
 
-def _numbers(tokens: Sequence[NextToken], size: int) -> Float32[np.ndarray, "rows 6"]:
+def _floats(tokens: Sequence[NextToken]) -> Float32[np.ndarray, "rows 6"]:
     rows = []
     for token in tokens:
         options = token.options
@@ -173,19 +172,18 @@ def _numbers(tokens: Sequence[NextToken], size: int) -> Float32[np.ndarray, "row
                 options.repetition_penalty,
             )
         )
-    padding = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
-    numbers = np.clip(np.array(rows + [padding] * (size - len(rows))), *_FINITE)
+    floats = np.clip(np.array(rows), *_FINITE)
     with np.errstate(divide="ignore"):
-        numbers[:, 2] = np.log(numbers[:, 2])
-    numbers[:, 5] = np.maximum(numbers[:, 5], np.finfo(np.float32).tiny)
-    return numbers.astype(np.float32)
+        floats[:, 2] = np.log(floats[:, 2])
+    floats[:, 5] = np.maximum(floats[:, 5], np.finfo(np.float32).tiny)
+    return floats.astype(np.float32)
 
 
 _FINITE = float(np.finfo(np.float32).min), float(np.finfo(np.float32).max)
 
 
 def _edits(
-    tokens: Sequence[NextToken], size: int, vocab_size: int, end_ids: Collection[int]
+    tokens: Sequence[NextToken], vocab_size: int, end_ids: Collection[int]
 ) -> tuple[Int32[np.ndarray, "rows edits"], Float32[np.ndarray, "rows edits"]]:
     rows: list[list[tuple[int, float]]] = []
     for token in tokens:
@@ -196,7 +194,7 @@ def _edits(
     width, longest = SMALLEST_EDITS, max(map(len, rows), default=0)
     while width < longest:
         width *= 4
-    ids, values = np.full((size, width), vocab_size, np.int32), np.zeros((size, width), np.float32)
+    ids, values = np.full((len(rows), width), vocab_size, np.int32), np.zeros((len(rows), width), np.float32)
     for row, edits in enumerate(rows):
         if edits:
             ids[row, : len(edits)], given = zip(*edits, strict=True)
@@ -204,9 +202,9 @@ def _edits(
     return ids, values
 
 
-def _grammar(tokens: Sequence[NextToken], size: int, vocab_size: int) -> Int32[np.ndarray, "rows words"]:
+def _grammar(tokens: Sequence[NextToken], vocab_size: int) -> Int32[np.ndarray, "rows words"]:
     words = -(-vocab_size // 32)
-    masks = np.full((size, words), -1, np.int32)
+    masks = np.full((len(tokens), words), -1, np.int32)
     for row, token in enumerate(tokens):
         if token.grammar is None:
             continue
