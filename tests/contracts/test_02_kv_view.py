@@ -109,7 +109,8 @@ def test_a_decoder_unstacks_layers_and_drops_prediction_modules():
         attention=Attention.Config(num_heads=4, num_kv_heads=2), ffn=FeedForward.Config(hidden_dim=24)
     )
     cfg = tiny_model().set(future=(MultiTokenPrediction.Config(layer=layer),))
-    _, params, state = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), batch_size=2, max_len=8)
+    sizes = {"batch_size": 2, "max_len": 8, "fuse": False}
+    _, params, state = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=ContiguousCache.Config(), **sizes)
     paths = by_path(params)
     assert paths["decoder.layers.1.attention.query.weight"].shape == (16, 16)
     assert not any("future" in path for path in [*paths, *by_path(state)])

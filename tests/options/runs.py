@@ -93,9 +93,10 @@ def hosts(folder, patch):
 
 
 def served():
-    """Two requests with a common prefix, one after another."""
+    """Two requests with a common prefix and a short one, one after another."""
     built = tiny_model().build(rngs=ax.Rngs(0))
-    asked = [Request((1, 2, 3, 4, last), SamplingOptions(temperature=0.0)) for last in (5, 6)]
+    prompts = (1, 2, 3, 4, 5), (1, 2, 3, 4, 6), (7,)
+    asked = [Request(ids, SamplingOptions(temperature=0.0)) for ids in prompts]
 
     def observe(cfg):
         with cfg.build(built) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -165,7 +166,10 @@ class Programs:
         self._state = self._eraser(self._state, np.int32(slot))
 
     def free(self) -> None:
-        """Frees the device memory. No program may run afterwards."""
+        """Waits for the device, which an interpreter that ends must not leave running, and frees its memory. No
+        program may run afterwards."""
+        with contextlib.suppress(RuntimeError):  # a step failed, or its arrays are gone
+            jax.block_until_ready((self._state, self._last, self._counts))
         del self._params, self._state, self._last, self._counts
 
     def _trace_model(

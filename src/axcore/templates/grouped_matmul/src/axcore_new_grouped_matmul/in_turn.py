@@ -60,14 +60,17 @@ def product(dtype: DTypeLike, blocks: jax.Array, matrices: jax.Array, group: jax
     return jax.lax.map(one, (blocks, group))
 
 
-def _forward(dtype, blocks, matrices, group):
+Kept = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _forward(dtype: DTypeLike, blocks: jax.Array, matrices: jax.Array, group: jax.Array) -> tuple[jax.Array, Kept]:
     return product(dtype, blocks, matrices, group), (blocks, matrices, group)
 
 
-def _backward(dtype, kept, y_bar):
+def _backward(dtype: DTypeLike, kept: Kept, y_bar: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     blocks, matrices, group = kept
 
-    def step(total, block):
+    def step(total: jax.Array, block: Kept) -> tuple[jax.Array, jax.Array]:
         rows, rows_bar, index = block
         part = jnp.matmul(rows.T, rows_bar, preferred_element_type=jnp.float32)
         back = jnp.matmul(rows_bar, matrices[index].T, preferred_element_type=jnp.float32)
