@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from copy_bandwidth import copy_bandwidth
 
 import axcore as ax
 from axcore.infer import Decoder, Step
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def cases(given: Any) -> Iterator[tuple[str, Callable[[], Figures]]]:
-    yield "copy bandwidth", copy_bandwidth
+    yield "copy bandwidth", lambda: {"copy_gb_per_s": round(copy_bandwidth() / 1e9)}
     yield "numerics", functools.partial(check, given)
     floats = Shared(given, int8=False)
     yield "axcore, fused", functools.partial(floats.measured, lambda cfg: cfg)
@@ -106,22 +107,6 @@ def seconds(run: Callable[[int], Any], few: int, many: int) -> float:
     once(few)
     short, long = (min(once(count) for _ in range(3)) for count in (few, many))
     return (long - short) / (many - few)
-
-
-def copy_bandwidth() -> Figures:
-    x = jnp.zeros((1 << 30,), jnp.int8)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def add(x: jax.Array) -> jax.Array:
-        return x + jnp.int8(1)
-
-    def run(count: int) -> jax.Array:
-        nonlocal x
-        for _ in range(count):
-            x = add(x)
-        return x
-
-    return {"copy_gb_per_s": round(2 * x.size / seconds(run, 5, 55) / 1e9)}
 
 
 def check(given: Any) -> Figures:

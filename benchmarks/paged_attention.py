@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from copy_bandwidth import copy_bandwidth
 
 import axcore as ax
 from axcore.nn import AttentionInputs, Causal, KernelRequest, Paged, ReferenceKernel, TokenInfo
@@ -153,21 +154,6 @@ def microseconds(attend: Callable[[AttentionInputs], jax.Array], given: Attentio
     return 1e6 * min(times)
 
 
-def copy_bandwidth(size: int) -> float:
-    """GB/s of a copy, read and written bytes together."""
-    x = jnp.zeros(size, jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    jax.block_until_ready(copy(x))
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(10):
-            out = copy(x)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / 10)
-    return 2 * x.nbytes / min(times) / 1e9
-
-
 def attempt(fn: Callable[[], Any]) -> Any:
     """The result, or the error as text: one case that fails does not end the run."""
     try:
@@ -193,7 +179,7 @@ def main() -> None:
         for case in (SMALL if arguments.interpret else CASES)
         if not arguments.cases or case.name in arguments.cases
     ]
-    copied = copy_bandwidth(2**16 if arguments.interpret else 2**28)
+    copied = copy_bandwidth() / 1e9
     results: dict[str, dict[str, Any]] = {case.name: {"case": case.name} for case in cases}
 
     def add(case: Case, label: str, fn: Callable[[], Any]) -> None:

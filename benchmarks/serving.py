@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from copy_bandwidth import copy_bandwidth
 
 import axcore as ax
 from axcore.infer import Engine
@@ -89,16 +90,6 @@ def weight_bytes(model: ax.Layer) -> int:
     _, params, _ = ax.functional(model)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return sum(leaf.nbytes for path, leaf in leaves if "embedding" not in jax.tree_util.keystr(path))
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by copies of 4 GiB; on other devices than GPUs of 32 MiB."""
-    array = jnp.zeros((2**31 if jax.default_backend() == "gpu" else 2**24,), BFLOAT16)
-    copies = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, each: -each, x), donate_argnums=0)
-    array = jax.block_until_ready(copies(array))
-    began = time.perf_counter()
-    array = jax.block_until_ready(copies(array))
-    return 20 * 2 * array.nbytes / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

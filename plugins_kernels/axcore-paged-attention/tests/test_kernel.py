@@ -21,41 +21,34 @@ from axcore.nn import (
     Contiguous,
     ContiguousCache,
     InCache,
-    KernelRequest,
     Paged,
     ReferenceKernel,
-    SameSegment,
     SlidingWindow,
     Tuning,
     refusal,
 )
 from axcore.nn.attention.choice import recording
 from axcore.parallel import Mesh
-from axcore.testing import tiny_model
+from axcore.testing import tiny_model, training_request
 from axcore.testing.devices import on_devices
 from axcore_paged_attention.kernel import PagedAttention
 from axcore_paged_kv.cache import PagedCache
 
 from . import eight_devices
 
-WELL = KernelRequest(
-    platform="gpu",
-    device_kind="NVIDIA H100 80GB HBM3",
-    dtype=np.dtype(jnp.bfloat16),
+WELL = training_request(
+    "gpu",
+    "NVIDIA H100 80GB HBM3",
     batch=64,
     query_len=1,
     key_len=1024,
     num_heads=32,
     num_kv_heads=32,
-    head_dim=128,
-    value_dim=128,
-    scale=0.1,
-    mask=Causal() & SameSegment(),
     packed=False,
     partial=True,
     aligned=False,
     phase="decode",
-    options=(),
+    training=False,
     view=Paged,
     page_size=16,
 )

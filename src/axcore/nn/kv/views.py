@@ -100,9 +100,30 @@ class Contiguous(KVView):
         return self
 
 
+class _InArrays(KVView):
+    """A view of the arrays of a cache, which may hold codes."""
+
+    k: jax.Array
+    v: jax.Array
+    scales: Scales | None
+    read_as: DTypeLike | None
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def dtype(self) -> DTypeLike:
+        return self.k.dtype if self.read_as is None else self.read_as
+
+    @property
+    def codes(self) -> DTypeLike | None:
+        return None if self.scales is None else self.k.dtype
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class InCache(KVView):
+class InCache(_InArrays):
     """Rows of cache arrays that also contain other layers of a scanned stack, or other rows.
 
     Slicing out one layer would copy its whole cache; `block` copies one block. It returns zeros for keys that are not
@@ -128,18 +149,6 @@ class InCache(KVView):
     def shape(self) -> tuple[int, int, int, int]:
         rows = self.k.shape[len(self.layer)] if self.slots is None else self.slots.shape[0]
         return (rows, *self.k.shape[len(self.layer) + 1 :])  # type: ignore[return-value]
-
-    @property
-    def value_dim(self) -> int:
-        return self.v.shape[-1]
-
-    @property
-    def dtype(self) -> DTypeLike:
-        return self.k.dtype if self.read_as is None else self.read_as
-
-    @property
-    def codes(self) -> DTypeLike | None:
-        return None if self.scales is None else self.k.dtype
 
     def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
         tokens = self.tokens.part(start, size)
@@ -173,7 +182,7 @@ class InCache(KVView):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Paged(KVView):
+class Paged(_InArrays):
     """Pages of a pool that all rows share. Page tables list the pages of each row, in order.
 
     `block` returns zeros for keys that are not valid, so it never returns what another row left in a page.
@@ -205,18 +214,6 @@ class Paged(KVView):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.table.shape[0], self.tokens.index.shape[1], self.k.shape[-2], self.k.shape[-1]
-
-    @property
-    def value_dim(self) -> int:
-        return self.v.shape[-1]
-
-    @property
-    def dtype(self) -> DTypeLike:
-        return self.k.dtype if self.read_as is None else self.read_as
-
-    @property
-    def codes(self) -> DTypeLike | None:
-        return None if self.scales is None else self.k.dtype
 
     def block(self, start: Int[Array, ""] | int, size: int) -> Contiguous:
         page_size, (batch, pages_per_row) = self.page_size, self.table.shape
