@@ -35,7 +35,7 @@ def model(tiny, trained):
 
 def expected(model, prompt, **arguments):
     ids = [256, *prompt.encode()]
-    defaults = {"num_tokens": 9, "context": 32, "key": jax.random.key(0), "temperature": 0.0, "end_ids": [256]}
+    defaults = {"num_tokens": 9, "context": 32, "key": jax.random.key(0), "temperature": 0.0, "eos_ids": [256]}
     found = generate(model, ids, **{**defaults, **arguments})
     return prompt + bytes(found[found < 256].tolist()).decode(errors="replace") + "\n"
 

@@ -7,7 +7,7 @@ import zlib
 from axcore.infer.pages import PagePool
 from axcore.infer.requests import Request
 from axcore.infer.rows import Rows
-from axcore.infer.scheduler import Limits, Scheduler, Sequence
+from axcore.infer.scheduler import Scheduler, SchedulerLimits, Sequence
 
 END = 0
 VOCAB = 24
@@ -15,7 +15,7 @@ VOCAB = 24
 
 def ends(request):
     """The tokens that end a sample."""
-    return {*request.options.stop_ids, *(() if request.options.ignore_end else (END,))}
+    return {*request.options.stop_token_ids, *(() if request.options.ignore_eos else (END,))}
 
 
 def next_token(request, tokens):
@@ -122,7 +122,7 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    limits: Limits
+    limits: SchedulerLimits
     arrivals: tuple[Arrival, ...]
     num_pages: int | None = None  # None: slots only
     page_size: int = 4
@@ -172,7 +172,7 @@ class Simulation:
     def step(self):
         while self.arrivals and self.arrivals[0][1].at <= self.tick:
             id, arrival = self.arrivals.popleft()
-            self.sequences[id] = Sequence(id, arrival.request, end_ids=[END])
+            self.sequences[id] = Sequence(id, arrival.request, eos_ids=[END])
             self.scheduler.add(self.sequences[id])
         if self.tick in self.scenario.flush_at:
             self.scheduler.flush()
@@ -205,7 +205,7 @@ class Simulation:
         self.check_pool()
 
     def cancel(self, id):
-        was_alive = self.sequences[id].finish is None
+        was_alive = self.sequences[id].finish_reason is None
         assert self.scheduler.cancel(id) == was_alive
         assert not self.scheduler.cancel(id)
         self.num_tokens_at_cancel.setdefault(id, len(self.sequences[id].tokens))
@@ -223,7 +223,7 @@ class Simulation:
                 assert sequence.id in planned, "a sequence that decodes lost a step"
         for chunk in chunks:
             sequence = chunk.sequence
-            assert sequence.finish is None and sequence.slot is not None
+            assert sequence.finish_reason is None and sequence.slot is not None
             assert chunk.count > 0 and len(chunk.ids) in (0, chunk.count) and (chunk.ids or chunk.count == 1)
             assert sequence.length <= sequence.max_len, "a step is wasted beyond the maximum length"
             if self.pool is not None:
@@ -235,7 +235,9 @@ class Simulation:
         kept = [each for each in before if each.slot is not None]
         admitted = [each for each in self.running() if each not in before]
         waiting = [
-            each for each in self.sequences.values() if not each.finish and each.slot is None and not each.is_complete
+            each
+            for each in self.sequences.values()
+            if not each.finish_reason and each.slot is None and not each.is_complete
         ]
         assert len(preempted) == num_preempted, "a sequence is preempted and admitted in one step"
         assert not preempted or kept or admitted, "the only sequence is preempted"
@@ -276,10 +278,10 @@ class Simulation:
 
     def check_output(self, sequence):
         output, finish = expected(sequence)
-        if sequence.finish == "cancelled":
+        if sequence.finish_reason == "cancelled":
             assert sequence.output == output[: len(sequence.output)]
             assert len(sequence.tokens) == self.num_tokens_at_cancel[sequence.id], "tokens after the cancellation"
             return
-        assert (sequence.output, sequence.finish) == (output, finish)
+        assert (sequence.output, sequence.finish_reason) == (output, finish)
         num_wasted = self.device.num_sampled[sequence.id] - len(output)
         assert num_wasted <= (finish == "stop" and self.scenario.is_ahead), "rows are wasted"

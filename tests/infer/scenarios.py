@@ -1,7 +1,7 @@
 """Random requests for a scheduler."""
 
 from axcore.infer.requests import Request, SamplingOptions
-from axcore.infer.scheduler import Limits
+from axcore.infer.scheduler import SchedulerLimits
 
 from .fake_device import VOCAB, Arrival, Scenario
 
@@ -29,7 +29,7 @@ def random_scenario(rng, max_requests=24, **changes):
     page_size = rng.choice([1, 2, 4, 8])
     num_pages = rng.choice([None, *[rng.randint(4, 40)] * 4])
     max_rows = rng.randint(1, 6)
-    limits = Limits(max_rows, rng.randint(4, 60), max_rows + rng.randint(0, 30), rng.choice([0, 0.01, 0.2]))
+    limits = SchedulerLimits(max_rows, rng.randint(4, 60), max_rows + rng.randint(0, 30), rng.choice([0, 0.01, 0.2]))
     max_len = limits.max_len if num_pages is None else min(limits.max_len, page_size * num_pages)
     shared = [rng.randrange(VOCAB) for _ in range(max_len)]
     arrivals = []

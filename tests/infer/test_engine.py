@@ -38,7 +38,7 @@ def model():
 @pytest.fixture(scope="module", params=CACHES)
 def engine(request, model):
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, **CACHES[request.param])
-    with cfg.build(model, end_ids=(5,)) as engine:
+    with cfg.build(model, eos_ids=(5,)) as engine:
         yield engine
 
 
@@ -53,7 +53,7 @@ def recomputed(model):
         for _ in range(options.max_tokens):
             row[: len(tokens)] = tokens
             tokens.append(int(np.argmax(logits(row, len(tokens) - 1))))
-            if tokens[-1] == 5 and not options.ignore_end:
+            if tokens[-1] == 5 and not options.ignore_eos:
                 break
         return tuple(tokens[len(ids) :])
 
@@ -78,7 +78,7 @@ def test_mixed_rows_get_the_tokens_of_full_recomputation(engine, recomputed, len
     for request, found in zip(asked, engine.generate(asked), strict=True):
         expected = recomputed(request.ids, GREEDY)
         assert found.ids == expected
-        assert found.finish == ("stop" if expected[-1] == 5 else "length")
+        assert found.finish_reason == ("stop" if expected[-1] == 5 else "length")
 
 
 @pytest.mark.long
@@ -101,26 +101,26 @@ def test_requests_that_arrive_and_leave_meanwhile_change_nothing(engine, recompu
         each.cancel()
     tokens += [id for piece in stream for id in piece.ids]
     assert tuple(tokens) == recomputed(first, GREEDY)
-    assert all(each.whole().finish in ("cancelled", "length", "stop") for each in cancelled)
+    assert all(each.result().finish_reason in ("cancelled", "length", "stop") for each in cancelled)
     assert engine.stats.running == engine.stats.waiting == 0
 
 
 @pytest.mark.long
 def test_a_seed_gives_the_same_sample_beside_other_requests(engine):
     ids, *others = prompts((7, 3, 12, 25), seed=3)
-    options = SamplingOptions(seed=11, top_k=8, top_p=0.9, repetition_penalty=1.2, max_tokens=12, ignore_end=True)
+    options = SamplingOptions(seed=11, top_k=8, top_p=0.9, repetition_penalty=1.2, max_tokens=12, ignore_eos=True)
     alone = engine.generate([Request(ids, options)])[0]
     beside = engine.generate(
         [Request(each, SamplingOptions(max_tokens=20)) for each in others] + [Request(ids, options)]
     )
     assert beside[-1].ids == alone.ids
-    assert engine.stream(Request(ids, options), sample=1).whole().ids != alone.ids
+    assert engine.stream(Request(ids, options), sample=1).result().ids != alone.ids
 
 
 @pytest.mark.long
 def test_penalties_count_the_tokens_of_the_row(engine):
     (ids,) = prompts((5,), seed=4)
-    options = SamplingOptions(temperature=0.0, presence_penalty=1e4, max_tokens=12, ignore_end=True)
+    options = SamplingOptions(temperature=0.0, presence_penalty=1e4, max_tokens=12, ignore_eos=True)
     tokens = engine.generate([Request(ids, options)])[0].ids
     assert len(set(tokens)) == len(tokens)
 
@@ -128,7 +128,7 @@ def test_penalties_count_the_tokens_of_the_row(engine):
 @pytest.mark.long
 def test_log_probabilities_are_those_of_the_logits(engine, model):
     (ids,) = prompts((5,), seed=5)
-    options = SamplingOptions(temperature=0.0, max_tokens=3, logprobs=4, ignore_end=True)
+    options = SamplingOptions(temperature=0.0, max_tokens=3, logprobs=4, ignore_eos=True)
     found = engine.generate([Request(ids, options)])[0]
     fn, params, state = functional(model)
     logits = np.asarray(fn(params, state, np.array([ids + found.ids]))[0][0])[0].astype(np.float64)
@@ -143,10 +143,10 @@ def test_log_probabilities_are_those_of_the_logits(engine, model):
 def test_min_tokens_excludes_end_and_stop_tokens(engine, recomputed):
     (ids,) = prompts((9,), seed=6)
     first = recomputed(ids, GREEDY)[0]
-    options = SamplingOptions(temperature=0.0, max_tokens=6, stop_ids=(first,), min_tokens=3)
+    options = SamplingOptions(temperature=0.0, max_tokens=6, stop_token_ids=(first,), min_tokens=3)
     tokens = engine.generate([Request(ids, options)])[0].ids
     assert first not in tokens[:3] and 5 not in tokens[:3]
-    assert engine.generate([Request(ids, SamplingOptions(temperature=0.0, stop_ids=(first,)))])[0].ids == (first,)
+    assert engine.generate([Request(ids, SamplingOptions(temperature=0.0, stop_token_ids=(first,)))])[0].ids == (first,)
 
 
 def test_asyncio_consumers_get_the_same_pieces(engine, recomputed):
@@ -182,7 +182,7 @@ def test_logits_that_are_not_finite_end_only_their_sample(model, recomputed):
         embedding = spoiled.embedding.weight
         embedding[...] = embedding[...].at[9].set(np.nan)
         assert 9 not in ids + wanted
-        with Engine.Config(max_len=MAX_LEN, max_rows=1, step_tokens=20, **cache).build(spoiled, end_ids=(5,)) as engine:
+        with Engine.Config(max_len=MAX_LEN, max_rows=1, step_tokens=20, **cache).build(spoiled, eos_ids=(5,)) as engine:
             with pytest.raises(AxcoreError, match="no token can be sampled: the logits are not finite"):
                 engine.generate([Request((9,) * 30, GREEDY)])
             assert engine.generate([Request(ids, GREEDY)])[0].ids == wanted
@@ -247,7 +247,7 @@ def test_a_failing_step_ends_every_sample_with_the_cause(short_lived, monkeypatc
     monkeypatch.setattr(Runner, "read", lambda *_: 1 / 0)
     for stream in streams:
         with pytest.raises(AxcoreError, match="the engine failed: ZeroDivisionError"):
-            stream.whole()
+            stream.result()
     with pytest.raises(AxcoreError, match="the engine is closed"):
         short_lived.stream(Request((6,)))
     with pytest.raises(AxcoreError, match="the engine is closed"):
@@ -262,14 +262,14 @@ def num_live_bytes():
 def test_close_ends_samples_and_frees_the_caches(model):
     before = num_live_bytes()
     engine = Engine.Config(max_len=1024, max_rows=2, step_tokens=16).build(model)
-    stream = engine.stream(Request((6, 7), SamplingOptions(ignore_end=True)))
+    stream = engine.stream(Request((6, 7), SamplingOptions(ignore_eos=True)))
     next(stream)
     assert num_live_bytes() > before + 100_000
     engine.close()
     engine.close()
     with pytest.raises(AxcoreError, match="the engine was closed"):
-        stream.whole()
-    assert not engine._thread.is_alive()
+        stream.result()
+    assert not engine._loop._thread.is_alive()
     assert num_live_bytes() < before + 10_000
 
 
@@ -283,7 +283,7 @@ def test_a_callback_that_raises_ends_only_its_sample(short_lived, recomputed, ca
         raise KeyError("lost")
 
     short_lived.submit(Request((6, 7)), deliver)
-    assert other.whole().ids == short_lived.generate([Request(ids, GREEDY)])[0].ids
+    assert other.result().ids == short_lived.generate([Request(ids, GREEDY)])[0].ids
     assert len(called) == 1 and "KeyError: 'lost'" in caplog.text
     assert short_lived.stats.running == short_lived.stats.waiting == 0
 
@@ -326,10 +326,10 @@ def test_a_request_that_is_submitted_while_the_engine_closes_is_refused(model):
 
 def test_a_stream_that_is_deleted_cancels_its_sample(short_lived):
     finishes = queue.Queue()
-    endless = Request((6, 7), SamplingOptions(ignore_end=True))
+    endless = Request((6, 7), SamplingOptions(ignore_eos=True))
 
     def submit(deliver):
-        return short_lived.submit(endless, lambda piece: (deliver(piece), finishes.put(piece.finish)))
+        return short_lived.submit(endless, lambda piece: (deliver(piece), finishes.put(piece.finish_reason)))
 
     stream = Stream(submit)
     del stream
@@ -345,7 +345,7 @@ from axcore.testing.models import tiny_model
 
 model = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0))
 engine = Engine.Config(max_len=100_000, max_rows=2, step_tokens=16).build(model)
-stream = engine.stream(Request((6, 7), SamplingOptions(ignore_end=True)))
+stream = engine.stream(Request((6, 7), SamplingOptions(ignore_eos=True)))
 next(stream)
 """
 

@@ -213,7 +213,7 @@ def test_a_sample_ends_with_the_first_end_token(generator, context, cache):
     whole = make()([3, 1, 4], num_tokens=6, key=KEY).tolist()
     absent = set(range(VOCAB)) - set(whole)
     for ends in (whole[0], whole[5]):
-        found = make(end_ids=frozenset({ends, *absent}))([3, 1, 4], num_tokens=6, key=KEY).tolist()
+        found = make(eos_ids=frozenset({ends, *absent}))([3, 1, 4], num_tokens=6, key=KEY).tolist()
         assert found == whole[: whole.index(ends) + 1]
 
 

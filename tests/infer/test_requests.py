@@ -49,9 +49,12 @@ NAN, INF = float("nan"), float("inf")
         ({"stop": "end"}, r"stop must be tuple\[str, ...\], not 'end'. Write one string as \('text',\)"),
         ({"stop": ("a", "")}, r"stop=\('a', ''\): .* at least one character. Remove the empty string"),
         ({"stop": (b"a",)}, r"stop must be tuple\[str, ...\]"),
-        ({"stop_ids": (-1,)}, r"stop_ids must be at least 0 in item 0, not \(-1,\). Use the ids of the tokenizer"),
-        ({"stop_ids": (1.0,)}, r"stop_ids must be tuple\[int, ...\], not \(1.0,\)"),
-        ({"ignore_end": 1}, "ignore_end must be bool, not 1. Use True or False"),
+        (
+            {"stop_token_ids": (-1,)},
+            r"stop_token_ids must be at least 0 in item 0, not \(-1,\). Use the ids of the tokenizer",
+        ),
+        ({"stop_token_ids": (1.0,)}, r"stop_token_ids must be tuple\[int, ...\], not \(1.0,\)"),
+        ({"ignore_eos": 1}, "ignore_eos must be bool, not 1. Use True or False"),
         ({"logprobs": -1}, "logprobs must be at least 0 or None, not -1. Use None"),
         ({"logprobs": True}, "logprobs must be int or None, not True"),
     ],
@@ -74,7 +77,9 @@ def test_every_number_has_a_test_of_nan_or_bool():
 
 def test_extreme_options_are_accepted():
     SamplingOptions(temperature=0, top_k=1, top_p=1, min_p=1, repetition_penalty=0.1, seed=-(2**70), logprobs=0)
-    SamplingOptions(max_tokens=4, min_tokens=4, frequency_penalty=-2, presence_penalty=2, stop=("\n",), stop_ids=(0,))
+    SamplingOptions(
+        max_tokens=4, min_tokens=4, frequency_penalty=-2, presence_penalty=2, stop=("\n",), stop_token_ids=(0,)
+    )
 
 
 def test_options_are_immutable_values():
@@ -91,7 +96,10 @@ def test_options_are_immutable_values():
     ("request_", "message"),
     [
         (Request((3, 10)), "request.ids: token id 10 is not below 10, the size of the vocabulary"),
-        (Request((3,), SamplingOptions(stop_ids=(1, 12))), "sampling.stop_ids: token id 12 is not below 10"),
+        (
+            Request((3,), SamplingOptions(stop_token_ids=(1, 12))),
+            "sampling.stop_token_ids: token id 12 is not below 10",
+        ),
         (Request((3,), SamplingOptions(logit_bias={10: 0.5})), "sampling.logit_bias: token id 10 is not below 10"),
         (Request((3,), SamplingOptions(logprobs=11)), "sampling.logprobs=11 must be at most 10"),
     ],
@@ -102,7 +110,7 @@ def test_ids_outside_of_the_vocabulary_are_refused(request_, message):
 
 
 def test_ids_inside_of_the_vocabulary_are_accepted():
-    Request((0, 9), SamplingOptions(stop_ids=(9,), logit_bias={0: 1.0, 9: 1.0}, logprobs=10)).check(10)
+    Request((0, 9), SamplingOptions(stop_token_ids=(9,), logit_bias={0: 1.0, 9: 1.0}, logprobs=10)).check(10)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def reference(logits, each, counts):
         x[id] -= options.frequency_penalty * output[id]
         x[id] -= options.presence_penalty * (output[id] > 0)
         x[id] += options.logit_bias.get(id, 0)
-        if each.num_output < options.min_tokens and id in (END, *options.stop_ids):
+        if each.num_output < options.min_tokens and id in (END, *options.stop_token_ids):
             x[id] = -np.inf
         if each.grammar is not None and not each.grammar.view(np.uint32)[id // 32] >> np.uint32(id % 32) & 1:
             x[id] = -np.inf
@@ -86,7 +86,7 @@ def call_padded(logits, tokens, counts, **given):
     padded = np.zeros((ROWS, PADDED), np.float32)
     padded[: len(tokens)] = logits
     tokens = [*tokens, *[PADDING] * (ROWS - len(tokens))]
-    found = call(padded, SamplingRows.of(tokens, vocab_size=VOCAB, end_ids=(END,), **given), counts)
+    found = call(padded, SamplingRows.of(tokens, vocab_size=VOCAB, eos_ids=(END,), **given), counts)
     return jax.tree.map(lambda x: np.asarray(x)[: len(logits)], found)
 
 
@@ -146,8 +146,8 @@ def check(logits, tokens, counts):
         {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5, "logit_bias": {3: 2.0}},
         {"logit_bias": {0: 5.0, 60: -100.0}},
         pytest.param({"logit_bias": {id: 0.25 * id for id in range(40)}}, marks=LONG),
-        {"min_tokens": 10, "stop_ids": (4, 5), "logit_bias": {4: 50.0, END: 50.0}},
-        {"min_tokens": 9, "stop_ids": (4, 5), "logit_bias": {4: 5.0, END: 5.0}},
+        {"min_tokens": 10, "stop_token_ids": (4, 5), "logit_bias": {4: 50.0, END: 50.0}},
+        {"min_tokens": 9, "stop_token_ids": (4, 5), "logit_bias": {4: 5.0, END: 5.0}},
     ],
     ids=str,
 )
@@ -220,7 +220,7 @@ def test_row_is_independent_of_its_batch(tokens, seed, order):
         x = np.full((size, PADDED), np.nan, np.float32)
         x[: len(indices)] = logits[np.array(indices)]
         chosen = [*(tokens[row] for row in indices), *[PADDING] * (size - len(indices))]
-        return call(x, SamplingRows.of(chosen, vocab_size=VOCAB, end_ids=(END,), method="full"), counts)
+        return call(x, SamplingRows.of(chosen, vocab_size=VOCAB, eos_ids=(END,), method="full"), counts)
 
     together = run(range(5), 5)
     # The slot of row i is i in another order of the counts.
@@ -260,7 +260,7 @@ def sharded_bits(shapes):
         top_k=30, top_p=0.9, min_p=0.001, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={7: 2.0}, logprobs=5
     )
     tokens = [token(options, seed=row, slot=row, grammar=mask_of(range(row, VOCAB))) for row in range(4)]
-    rows = SamplingRows.of(tokens, vocab_size=VOCAB, end_ids=(END,))
+    rows = SamplingRows.of(tokens, vocab_size=VOCAB, eos_ids=(END,))
     results = [call(logits, rows, counts)]
     for shape in shapes:
         mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "tensor"))

@@ -37,7 +37,7 @@ def test_many_scenarios_that_preempt_share_and_cancel():
         sequences = simulation.sequences.values()
         total["preempted"] += simulation.scheduler.num_preempted
         total["shared"] += sum((sequence.num_cached or 0) > 0 for sequence in sequences)
-        total.update(sequence.finish for sequence in sequences)
+        total.update(sequence.finish_reason for sequence in sequences)
     assert min(total.values()) > 40 and total.keys() == {"preempted", "shared", "stop", "length", "cancelled"}, total
 
 
@@ -49,7 +49,7 @@ def test_two_runs_have_equal_plans(rng):
 
 
 def test_a_step_has_decodes_first_and_then_chunks_of_several_prompts():
-    simulation = started(Limits(4, 100, 12), [request(1, 9, ignore_end=True), request(10, 9), request(9, 9)])
+    simulation = started(Limits(4, 100, 12), [request(1, 9, ignore_eos=True), request(10, 9), request(9, 9)])
     for _ in range(3):
         simulation.step()
     assert [dispatched(simulation, at) for at in range(3)] == [
@@ -62,7 +62,7 @@ def test_a_step_has_decodes_first_and_then_chunks_of_several_prompts():
 
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_the_last_token_is_known_ahead_and_wastes_no_row(is_ahead):
-    simulation = started(Limits(2, 100, 50), [request(5, 7, ignore_end=True)], num_pages=9, is_ahead=is_ahead).run()
+    simulation = started(Limits(2, 100, 50), [request(5, 7, ignore_eos=True)], num_pages=9, is_ahead=is_ahead).run()
     assert sum(len(rows) for rows in simulation.trace) == 7  # one for the prompt, six for the output but the last token
 
 
@@ -75,30 +75,30 @@ def test_end_tokens_stop_a_sequence_after_min_tokens():
     limits = Limits(2, 200, 50)
     plain, ignoring, stopping = (
         next(iter(started(limits, [each]).run().sequences.values()))
-        for each in (request(3), request(3, ignore_end=True), request(3, min_tokens=40))
+        for each in (request(3), request(3, ignore_eos=True), request(3, min_tokens=40))
     )
-    assert (plain.finish, plain.output[-1]) == ("stop", END) and len(plain.output) < 40
+    assert (plain.finish_reason, plain.output[-1]) == ("stop", END) and len(plain.output) < 40
     assert (
-        ignoring.finish == "length"
+        ignoring.finish_reason == "length"
         and len(ignoring.tokens) == 200
         and ignoring.output[: len(plain.output)] == plain.output
     )
-    assert stopping.finish == "stop" and len(stopping.output) > 40 and END not in stopping.output[:40]
+    assert stopping.finish_reason == "stop" and len(stopping.output) > 40 and END not in stopping.output[:40]
 
 
 def test_stop_ids_end_a_sequence():
-    free = next(iter(started(Limits(1, 60, 9), [request(3, ignore_end=True)]).run().sequences.values()))
+    free = next(iter(started(Limits(1, 60, 9), [request(3, ignore_eos=True)]).run().sequences.values()))
     token = free.output[4]
-    sequence = Sequence(0, request(3, ignore_end=True, stop_ids=(token,)))
+    sequence = Sequence(0, request(3, ignore_eos=True, stop_token_ids=(token,)))
     sequence.max_len, sequence.num_pending = 60, 5
     for each in free.output[:5]:
-        assert sequence.finish is None
+        assert sequence.finish_reason is None
         sequence.append(each)
-    assert sequence.finish == "stop"
+    assert sequence.finish_reason == "stop"
 
 
 def test_sequences_of_one_request_share_the_pages_of_its_prompt():
-    simulation = started(Limits(8, 100, 64), [request(41, 8, ignore_end=True)] * 5, num_pages=40)
+    simulation = started(Limits(8, 100, 64), [request(41, 8, ignore_eos=True)] * 5, num_pages=40)
     simulation.step()
     assert dispatched(simulation) == {0: 41}  # the others wait for its pages
     simulation.step()
@@ -116,7 +116,7 @@ def test_prefixes_are_shared_up_to_the_page_before_the_last_token():
 
 
 def test_outputs_are_shared_as_prefixes_of_the_next_turn():
-    first = next(iter(started(Limits(1, 60, 40), [request(6, 11, ignore_end=True)]).run().sequences.values()))
+    first = next(iter(started(Limits(1, 60, 40), [request(6, 11, ignore_eos=True)]).run().sequences.values()))
     turn = request([*first.tokens, 5, 6], 3)
     scenario = Scenario(Limits(1, 60, 40), (Arrival(0, first.request), Arrival(30, turn)), num_pages=20)
     assert Simulation(scenario).run().sequences[1].num_cached == 16
@@ -135,7 +135,7 @@ def test_other_salts_adapters_and_weights_share_nothing(changes, flush_at, cache
 
 def test_the_newest_of_the_lowest_priority_is_preempted_and_nobody_admitted():
     requests = [
-        request([at] * 4, 12, priority=priority, ignore_end=True) for at, priority in ((1, 0), (2, 1), (3, 1), (4, 0))
+        request([at] * 4, 12, priority=priority, ignore_eos=True) for at, priority in ((1, 0), (2, 1), (3, 1), (4, 0))
     ]
     simulation = started(Limits(5, 16, 40), requests, num_pages=4)
     simulation.arrivals.append((4, Arrival(1, request([5], 2, priority=-1))))
@@ -149,13 +149,13 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_nobody_admitted():
 
 
 def test_a_sequence_alone_may_use_the_whole_pool():
-    simulation = started(Limits(2, 100, 60, watermark=0.5), [request(4, 36, ignore_end=True)] * 2, num_pages=10).run()
+    simulation = started(Limits(2, 100, 60, watermark=0.5), [request(4, 36, ignore_eos=True)] * 2, num_pages=10).run()
     assert max(len(rows[0].pages) for rows in simulation.trace) == 10
 
 
 @pytest.mark.parametrize("num_pages", [None, 10])
 def test_a_higher_priority_takes_the_place_of_a_lower_one(num_pages):
-    low, high = request([1] * 30, 9, priority=1, ignore_end=True), request([2] * 20, 2, priority=0)
+    low, high = request([1] * 30, 9, priority=1, ignore_eos=True), request([2] * 20, 2, priority=0)
     arrivals = (Arrival(0, low), Arrival(3, high), Arrival(3, high))
     simulation = Simulation(Scenario(Limits(1, 40, 40), arrivals, num_pages))
     for _ in range(4):
@@ -165,7 +165,7 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one(num_pages):
 
 
 def test_an_equal_priority_waits():
-    arrivals = (Arrival(0, request(30, 9, ignore_end=True)), Arrival(1, request([2], 2)))
+    arrivals = (Arrival(0, request(30, 9, ignore_eos=True)), Arrival(1, request([2], 2)))
     simulation = Simulation(Scenario(Limits(1, 40, 40), arrivals, num_pages=10)).run()
     assert simulation.scheduler.num_preempted == 0 and len(simulation.trace) == 9 + 2
 
@@ -174,9 +174,9 @@ def test_an_equal_priority_waits():
 def test_cancelling_in_every_state_returns_the_pages(state):
     lengths = {"waiting": (30, 9), "partly computed": (30, 9), "last in flight": (4, 1)}.get(state, (4, 30))
     simulation = started(
-        Limits(1 if state == "waiting" else 4, 48, 16), [request(8, 39, ignore_end=True)] * 2, num_pages=12
+        Limits(1 if state == "waiting" else 4, 48, 16), [request(8, 39, ignore_eos=True)] * 2, num_pages=12
     )
-    simulation.arrivals.append((2, Arrival(1, request([3] * lengths[0], lengths[1], ignore_end=True))))
+    simulation.arrivals.append((2, Arrival(1, request([3] * lengths[0], lengths[1], ignore_eos=True))))
     simulation.step()
     simulation.step()
     sequence = simulation.sequences[2]
@@ -190,18 +190,18 @@ def test_cancelling_in_every_state_returns_the_pages(state):
     assert state != "partly computed" or 0 < sequence.num_computed < 30
     simulation.cancel(2)
     simulation.run()
-    assert sequence.finish == "cancelled"
+    assert sequence.finish_reason == "cancelled"
 
 
 def test_a_stop_string_ends_a_sequence_with_its_own_reason():
-    simulation = started(Limits(1, 40, 40), [request(4, 30, ignore_end=True)], num_pages=10)
+    simulation = started(Limits(1, 40, 40), [request(4, 30, ignore_eos=True)], num_pages=10)
     for _ in range(4):
         simulation.step()
     assert simulation.scheduler.cancel(0, "stop")
     assert simulation.scheduler.is_idle
     while simulation.in_flight:
         simulation.record()
-    assert simulation.sequences[0].finish == "stop" and len(simulation.sequences[0].output) == 3
+    assert simulation.sequences[0].finish_reason == "stop" and len(simulation.sequences[0].output) == 3
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_nearly_all_of_the_pool_holds_tokens_before_a_request_waits(page_size):
 
 def test_nearly_all_of_the_pool_holds_tokens_before_a_sequence_is_preempted():
     rng, page_size, num_pages = random.Random(0), 16, 1024
-    requests = [request([1 + id % 20] * rng.randint(16, 1500), 400, ignore_end=True, salt=str(id)) for id in range(30)]
+    requests = [request([1 + id % 20] * rng.randint(16, 1500), 400, ignore_eos=True, salt=str(id)) for id in range(30)]
     simulation = started(Limits(64, 4096, 2**16), requests, num_pages, page_size)
     while not simulation.scheduler.num_preempted:
         used = sum(sequence.num_computed for sequence in simulation.running())
@@ -270,7 +270,7 @@ def test_nearly_all_of_the_pool_holds_tokens_before_a_sequence_is_preempted():
 def test_newcomers_do_not_starve_older_requests(num_pages):
     rng = random.Random(0)
     arrivals = [Arrival(at, request([rng.randrange(20) for _ in range(rng.randint(1, 20))], 8)) for at in range(300)]
-    arrivals[50] = Arrival(50, request([3] * 39, 9, ignore_end=True))  # the whole pool
+    arrivals[50] = Arrival(50, request([3] * 39, 9, ignore_eos=True))  # the whole pool
     simulation = Simulation(Scenario(Limits(4, 48, 12), tuple(arrivals), num_pages))
     starts = {}
     while simulation.arrivals or not simulation.scheduler.is_idle:
@@ -293,7 +293,7 @@ def test_no_page_is_lost_after_ten_thousand_requests():
     simulation = Simulation(scenario, max_steps=200_000).run()
     usage = simulation.pool.usage
     assert usage.live == 0 and usage.cached + usage.free == 160
-    finishes = collections.Counter(sequence.finish for sequence in simulation.sequences.values())
+    finishes = collections.Counter(sequence.finish_reason for sequence in simulation.sequences.values())
     assert min(finishes.values()) > 500 and len(finishes) == 3
     assert simulation.scheduler.num_preempted > 100
 

@@ -111,16 +111,16 @@ class DropsTokensInFlight(Scheduler):
 
 
 class ForgetsPagesOfCancelled(Scheduler):
-    def cancel(self, id, finish="cancelled"):
+    def cancel(self, id, finish_reason="cancelled"):
         if id in self._alive:
             self._alive[id].pages = []
-        return super().cancel(id, finish)
+        return super().cancel(id, finish_reason)
 
 
 class ReleasesTwiceWhenCancelled(Scheduler):
-    def cancel(self, id, finish="cancelled"):
+    def cancel(self, id, finish_reason="cancelled"):
         pages = self._alive[id].pages if id in self._alive else []
-        was_alive = super().cancel(id, finish)
+        was_alive = super().cancel(id, finish_reason)
         self._rows.pool.release(pages)
         return was_alive
 
@@ -128,7 +128,7 @@ class ReleasesTwiceWhenCancelled(Scheduler):
 class RecordsCancelled(Scheduler):
     def record(self, plan, tokens):
         for chunk in plan.chunks:
-            if chunk.is_last and chunk.sequence.finish == "cancelled":
+            if chunk.is_last and chunk.sequence.finish_reason == "cancelled":
                 chunk.sequence.append(tokens[chunk.sequence.id])
         return super().record(plan, tokens)
 
@@ -141,7 +141,7 @@ class PlansBeyondTheLength(Scheduler):
     def record(self, plan, tokens):
         changed = super().record(plan, tokens)
         for sequence in changed:
-            if sequence.finish is None and len(sequence.tokens) == sequence.max_len - 1:
+            if sequence.finish_reason is None and len(sequence.tokens) == sequence.max_len - 1:
                 self.cancel(sequence.id, "length")
         return changed
 

@@ -171,9 +171,9 @@ def inputs(folder, patch):
     mixed = Mixture.Config(sources={"a": texts, "b": lines}, weights={"a": 1.0, "b": 2.0})
     yield Host(TextInput.Config(**given | {"source": mixed}), read)
     library = text_files(folder, StandardLibrary.Config, patterns=("**/*.txt",))
-    tokenizer = HFTokenizer.Config(file=str(folder / "tokenizer.json"), end_ids=(9,))
+    tokenizer = HFTokenizer.Config(file=str(folder / "tokenizer.json"), eos_ids=(9,))
     yield Host(TextInput.Config(**given | {"source": library}, tokenizer=tokenizer), read)
-    published = PublishedTokenizer.Config(source=f"hf:{folder / 'published'}", end_ids=(9,))
+    published = PublishedTokenizer.Config(source=f"hf:{folder / 'published'}", eos_ids=(9,))
     yield Host(TextInput.Config(**given, tokenizer=published), read, at="tokenizer")
 
 

@@ -22,7 +22,7 @@ def built(tmp_path):
         for name, content in files.items():
             file = {"described": "tokenizer_config.json", "template": "chat_template.jinja"}[name]
             (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
-        return HFTokenizer.Config(file=str(tmp_path / "tokenizer.json"), end_ids=(256,)).build()
+        return HFTokenizer.Config(file=str(tmp_path / "tokenizer.json"), eos_ids=(256,)).build()
 
     return build
 
@@ -50,7 +50,7 @@ def test_case_a_damaged_description_is_named(built, content):
 
 def test_the_tokenizer_of_a_checkpoint_has_its_template(built, tmp_path, monkeypatch):
     built(template="text", described={"bos_token": "<s>"})
-    packed = HFTokenizer.Config(file="tokenizer.json", end_ids=(256,)), read_files(tmp_path)
+    packed = HFTokenizer.Config(file="tokenizer.json", eos_ids=(256,)), read_files(tmp_path)
     monkeypatch.setattr(PublishedTokenizer.Config, "packed", lambda _: packed)
     tokenizer = PublishedTokenizer.Config(source="hf:somewhere").build()
     assert (tokenizer.chat_template, tokenizer.special_tokens) == ("text", {"bos_token": "<s>"})

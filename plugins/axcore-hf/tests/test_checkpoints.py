@@ -187,7 +187,7 @@ def test_tokenizer_must_fit_the_vocab_size(checkpoint, tmp_path, capsys):
     vocabulary(checkpoint, 64)
     convert([f"hf:{checkpoint}", str(tmp_path / "out")])
     tokenizer = ModelFolder.open(tmp_path / "out").tokenizer.build()
-    assert (tokenizer.vocab_size, tokenizer.end_ids) == (64, (2,))
+    assert (tokenizer.vocab_size, tokenizer.eos_ids) == (64, (2,))
     (checkpoint / "tokenizer.json").unlink()
     convert([f"hf:{checkpoint}", str(tmp_path / "without")])
     assert "no tokenizer found" in capsys.readouterr().err
@@ -203,7 +203,7 @@ def test_case_generation_config_has_the_ids_that_end_a_text(checkpoint, config, 
     vocabulary(checkpoint, 60)
     change_config(checkpoint, eos_token_id=config)
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert Checkpoint.open(f"hf:{checkpoint}").tokenizer.end_ids == expected
+    assert Checkpoint.open(f"hf:{checkpoint}").tokenizer.eos_ids == expected
 
 
 def test_case_truncation_and_padding_of_a_tokenizer_file_are_ignored(tmp_path):

@@ -258,7 +258,7 @@ def test_case_a_run_that_was_never_converted_is_exported_with_its_config_and_tok
     text, bytes_ = "Grüße, 42!\n".encode(), ByteTokenizer.Config().build()
     tokenizer = found.tokenizer.set(file=str(tmp_path / "out/tokenizer.json")).build()
     np.testing.assert_array_equal(tokenizer.prompt(text), bytes_.prompt(text))
-    assert tokenizer.decode(bytes_.prompt(text)) == text and tokenizer.end_ids == bytes_.end_ids
+    assert tokenizer.decode(bytes_.prompt(text)) == text and tokenizer.eos_ids == bytes_.eos_ids
 
 
 @pytest.mark.long
@@ -306,7 +306,7 @@ def adapted(tmp_path):
     """A model folder with LoRA adapters, whose tokenizer is elsewhere."""
     cfg = ax.pipe(run_of().model, ax.use("lora", where="**.query"))
     params = jax.tree.map(lambda form: np.ones(form.shape, np.float32), abstract(cfg)[1])
-    tokenizer = HFTokenizer.Config(file=str(vocabulary(tmp_path, 60)), end_ids=(1,))
+    tokenizer = HFTokenizer.Config(file=str(vocabulary(tmp_path, 60)), eos_ids=(1,))
     return save_model(tmp_path / "run", cfg, params, tokenizer=tokenizer)
 
 
@@ -316,7 +316,7 @@ def test_case_a_merged_model_that_is_moved_has_its_tokenizer(adapted, tmp_path):
     written = (tmp_path / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").unlink()
     found = ModelFolder.open((tmp_path / "merged").rename(tmp_path / "moved"))
-    expected = HFTokenizer.Config(file=str(tmp_path / "moved/tokenizer.json"), end_ids=(1,))
+    expected = HFTokenizer.Config(file=str(tmp_path / "moved/tokenizer.json"), eos_ids=(1,))
     assert found.tokenizer == expected and found.tokenizer.build().vocab_size == 60
     assert found.tokenizer.packed()[1]["tokenizer.json"] == written
 

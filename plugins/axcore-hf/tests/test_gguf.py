@@ -104,7 +104,7 @@ def test_converted_gguf_exports_to_the_original_tensors(tmp_path):
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(back[name], tensor, err_msg=name)
     assert (tmp_path / "back/tokenizer.json").exists()
-    assert ModelFolder.open(tmp_path / "model").tokenizer.build().end_ids == (0,)
+    assert ModelFolder.open(tmp_path / "model").tokenizer.build().eos_ids == (0,)
 
 
 @pytest.mark.parametrize(("pre", "expected"), [("smollm", ["1", "2"]), ("gpt-2", ["12"])])

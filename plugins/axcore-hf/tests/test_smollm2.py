@@ -32,7 +32,7 @@ def test_tokenizer_matches_transformers():
         assert tokenizer.prompt(case["prompt"].encode()).tolist() == case["ids"]
     plain = "naïve café, 東京 🎌"
     assert tokenizer.decode(tokenizer.encode(plain.encode())) == plain.encode()
-    assert (tokenizer.vocab_size, tokenizer.end_ids) == (49152, (2,))
+    assert (tokenizer.vocab_size, tokenizer.eos_ids) == (49152, (2,))
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_greedy_generation_matches_transformers():
     fn, params, state = abstract(found.model)
     arrays = initial_arrays(FromHF.Config(source=SOURCE), found.model, flat(params), flat(state), 0)
     model = fn.bind(like(params, arrays), like(state, arrays))
-    generator = Generator(model, context=96, temperature=0.0, cache=ContiguousCache.Config(), end_ids=(2,))
+    generator = Generator(model, context=96, temperature=0.0, cache=ContiguousCache.Config(), eos_ids=(2,))
     assert len(RECORDED["greedy"]) == 20
     for case in RECORDED["greedy"]:
         out = generator(np.asarray(case["ids"]), num_tokens=RECORDED["tokens"], key=jax.random.key(0))

@@ -4,7 +4,7 @@ import threading
 
 from axcore.config import AxcoreError
 from axcore.infer import EngineStats, Piece, TokenLogprob
-from axcore.infer.scheduler import Limits, Scheduler
+from axcore.infer.scheduler import Scheduler, SchedulerLimits
 from axcore.infer.text import TextStream
 from axcore.train.data import ByteTokenizer
 
@@ -14,7 +14,7 @@ class Job:
 
     def __init__(self, engine, request, deliver, sample, ids):
         self.request, self.sample, self.is_cancelled = request, sample, False
-        self._deliver, self._ids, self._at, self._end_ids = deliver, ids, 0, engine.tokenizer.end_ids
+        self._deliver, self._ids, self._at, self._eos_ids = deliver, ids, 0, engine.tokenizer.eos_ids
         self._text = TextStream(engine.tokenizer, prompt=request.ids, stop=request.options.stop)
         room = engine.max_len - len(request.ids)
         self._most = room if request.options.max_tokens is None else request.options.max_tokens
@@ -28,7 +28,7 @@ class Job:
             options, token = self.request.options, self._ids[self._at % len(self._ids)]
             self._at += 1
             text, finish = self._text.add([token]), None
-            if self._text.stopped is not None or token in self._end_ids:
+            if self._text.stopped is not None or token in self._eos_ids:
                 finish = "stop"
             elif self._at >= self._most:
                 finish = "length"
@@ -49,7 +49,7 @@ class Job:
     def cancel(self):
         if not self.has_ended:
             self.has_ended = self.is_cancelled = True
-            self._deliver(Piece((), finish="cancelled"))
+            self._deliver(Piece((), finish_reason="cancelled"))
 
 
 def _logprob(id, count):
@@ -69,7 +69,7 @@ class Scripted:
         self.tokenizer = tokenizer or ByteTokenizer.Config().build()
         self.vocab_size = self.tokenizer.vocab_size
         self.jobs = []
-        self._scheduler = Scheduler(Limits(4, max_len, 64))
+        self._scheduler = Scheduler(SchedulerLimits(4, max_len, 64))
         self._lock = threading.Lock()
 
     def check(self, request):

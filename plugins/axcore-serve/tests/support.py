@@ -45,7 +45,7 @@ def tiny_engine(tokenizer=None, **fields):
     tokenizer = tokenizer or ByteTokenizer.Config().build()
     cache = PagedCache.Config(page_size=8, num_pages=80)
     cfg = Engine.Config(**{"max_len": 160, "max_rows": 4, "step_tokens": 64, "cache": cache, **fields})
-    return cfg.build(tiny_model(), tokenizer, end_ids=tokenizer.end_ids)
+    return cfg.build(tiny_model(), tokenizer, eos_ids=tokenizer.eos_ids)
 
 
 class Running:

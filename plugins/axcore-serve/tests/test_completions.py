@@ -206,7 +206,7 @@ def test_options_reach_the_engine(running, client):
     penalties = options.frequency_penalty, options.presence_penalty, options.repetition_penalty
     assert penalties == (0.1, 0.2, 1.1)
     assert (dict(options.logit_bias), options.seed) == ({42: -100, 7: 1.5}, -(2**62))
-    assert (options.stop, options.stop_ids, options.ignore_end) == (("x",), (3,), True)
+    assert (options.stop, options.stop_token_ids, options.ignore_eos) == (("x",), (3,), True)
     assert (options.max_tokens, options.min_tokens, options.logprobs) == (5, 2, None)
 
 

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_len=load.prompt_tokens + load.output_tokens,
         step_tokens=max(arguments.step_tokens, load.concurrency),
     )
-    with cfg.build(model, tokenizer, end_ids=tokenizer.end_ids) as engine:
+    with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
         engine.warm_up(("greedy",))
         ready = time.perf_counter() - started
         compiled = engine.stats.compiled

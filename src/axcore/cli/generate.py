@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = tokenizer.prompt(text)
     context = len(prompt) + arguments.tokens
     cache = None if arguments.cache == "none" else chosen_cache(arguments)
-    ends = tokenizer.end_ids
+    ends = tokenizer.eos_ids
     try:
-        generator = Generator(model, context=context, temperature=arguments.temperature, cache=cache, end_ids=ends)
+        generator = Generator(model, context=context, temperature=arguments.temperature, cache=cache, eos_ids=ends)
         found = generator(prompt, num_tokens=arguments.tokens, key=jax.random.key(seed))
     except (AxcoreError, jax.errors.JaxRuntimeError) as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

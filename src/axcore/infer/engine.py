@@ -1,27 +1,21 @@
-"""Continuous batching: one thread that plans steps, runs them on the device and delivers what they sample."""
+"""An engine that answers many requests with one model by continuous batching."""
 
 from __future__ import annotations
 
-import atexit
-import dataclasses
 import functools
-import itertools
-import logging
-import queue
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Many
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from axcore import config
-from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
+from axcore.config import REQUIRED, ConfigError, PositiveInt
 from axcore.infer.decoder import Decoder
+from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
 from axcore.infer.programs import Buckets, Programs
 from axcore.infer.requests import Piece, Request, SamplingOptions, TokenLogprob
-from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
-from axcore.infer.sampling import Method, seed_words
-from axcore.infer.scheduler import Limits, Scheduler
-from axcore.infer.sequences import Plan, Sequence
+from axcore.infer.runner import Runner
+from axcore.infer.sampling import Method
+from axcore.infer.scheduler import Scheduler, SchedulerLimits
 from axcore.infer.streams import Deliver, Stream, pieces_of
 from axcore.infer.text import TextStream
 from axcore.module import Layer
@@ -30,8 +24,6 @@ from axcore.parallel import Layout
 
 if TYPE_CHECKING:
     from axcore.train.data.tokenizers import Tokenizer
-
-_logger = logging.getLogger(__name__)
 
 
 class EngineStats(NamedTuple):
@@ -75,7 +67,7 @@ class Engine(config.Configurable):
     Args:
         model: a model with the call signature of `axcore.nn.CausalLM`.
         tokenizer: converts text to tokens and back; None: requests and pieces have no text.
-        end_ids: the tokens that end a sample.
+        eos_ids: the tokens that end a sample.
         layout: the mesh and rules; None: a single device.
     """
 
@@ -102,14 +94,14 @@ class Engine(config.Configurable):
         model: Layer,
         tokenizer: Tokenizer | None = None,
         *,
-        end_ids: Iterable[int] = (),
+        eos_ids: Iterable[int] = (),
         layout: Layout | None = None,
     ):
         decoder, params, state = Decoder.of(
             model, cache=cfg.cache, batch_size=cfg.max_rows, max_len=cfg.max_len, layout=layout
         )
         _check(cfg, decoder)
-        self.config, self.tokenizer, self.end_ids = cfg, tokenizer, tuple(end_ids)
+        self.config, self.tokenizer, self.eos_ids = cfg, tokenizer, tuple(eos_ids)
         self._programs = Programs(decoder, params, state, getattr(model.config, "vocab_size", None))
         self._pool = None
         if decoder.paging is not None:
@@ -118,18 +110,9 @@ class Engine(config.Configurable):
         pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
         widest = min(cfg.step_tokens, cfg.max_len)
         buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
-        self._runner = Runner(self._programs, buckets, self.end_ids)
-        self._scheduler = Scheduler(Limits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
-        self._samples: dict[int, _Sample] = {}
-        self._numbers = itertools.count()
-        self._steps = self._tokens = self._prompt_tokens = self._cached_tokens = 0
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
-        self._is_closed = False
-        self._closing = threading.Lock()  # held to set `_is_closed`, and to put work that must be done or refused
-        self._thread = threading.Thread(target=self._serve, name="axcore-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # a thread that still calls JAX at exit may crash the process
+        runner = Runner(self._programs, buckets, self.eos_ids)
+        self._scheduler = Scheduler(SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
+        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
 
     def __enter__(self) -> Self:
         return self
@@ -150,7 +133,7 @@ class Engine(config.Configurable):
     @property
     def is_closed(self) -> bool:
         """Whether the engine was closed or has failed, so that it takes no more requests."""
-        return self._is_closed
+        return self._loop.is_closed
 
     @property
     def recompute_above(self) -> tuple[int, ...]:
@@ -160,15 +143,15 @@ class Engine(config.Configurable):
     @property
     def stats(self) -> EngineStats:
         """The counters now."""
-        scheduler, pool = self._scheduler, self._pool
+        scheduler, pool, counters = self._scheduler, self._pool, self._loop.counters
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             preempted=scheduler.num_preempted,
-            steps=self._steps,
-            tokens=self._tokens,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
+            steps=counters.steps,
+            tokens=counters.tokens,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
             compiled=self._programs.num_traced,
             pages=None if pool is None else pool.usage,
         )
@@ -201,7 +184,7 @@ class Engine(config.Configurable):
         options = request.options
         if options.stop and self.tokenizer is None:
             raise ConfigError(
-                f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_ids"
+                f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_token_ids"
             )
         for limit in self.recompute_above:
             longest = limit + 1 - len(request.ids)
@@ -217,8 +200,8 @@ class Engine(config.Configurable):
 
         Args:
             request: the prompt and the options.
-            deliver: receives the pieces of the sample, the last of which has a `finish`, or an error. If it raises,
-                the exception is logged and the sample ends.
+            deliver: receives the pieces of the sample, the last of which has a `finish_reason`, or an error.
+                If it raises, the exception is logged and the sample ends.
             sample: the index of the sample, if a request has several: it changes what a seed draws.
 
         Returns:
@@ -229,14 +212,10 @@ class Engine(config.Configurable):
             AxcoreError: the engine is closed.
         """
         self.check(request)
-        options = request.options
-        sequence = Sequence(next(self._numbers), request, self.end_ids)
         text = None
         if self.tokenizer is not None:
-            text = TextStream(self.tokenizer, prompt=request.ids, stop=options.stop)
-        new = _Sample(sequence, deliver, seed_words(options.seed, sample), text)
-        self._put(functools.partial(self._add, new))
-        return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
+            text = TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
+        return self._loop.submit(request, deliver, text, sample=sample)
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
         """Submits a request. Returns an iterator over the pieces of the sample; for errors see `submit`."""
@@ -254,7 +233,7 @@ class Engine(config.Configurable):
         """
         streams = [self.stream(request) for request in requests]
         try:
-            return [stream.whole() for stream in streams]
+            return [stream.result() for stream in streams]
         finally:
             for stream in streams:
                 stream.cancel()
@@ -285,157 +264,14 @@ class Engine(config.Configurable):
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
         """
-        self._in_thread(functools.partial(self._runner.warm_up, tuple(methods), prompt_logprobs=prompt_logprobs))
+        self._loop.warm_up(tuple(methods), prompt_logprobs=prompt_logprobs)
 
     def close(self) -> None:
         """Ends the engine and frees its caches. Unfinished samples get an error.
 
         It may be called from any thread, also more than once. In `deliver`, it does not wait for the end.
         """
-        with self._closing:
-            self._is_closed = True
-        self._inbox.put(lambda: None)  # wakes the thread
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _put(self, work: Callable[[], None]) -> None:
-        """Queues work for the engine's thread.
-
-        Raises:
-            AxcoreError: the engine is closed.
-        """
-        with self._closing:
-            if self._is_closed:
-                raise AxcoreError("the engine is closed") from self._failure
-            self._inbox.put(work)
-
-    def _in_thread(self, work: Callable[[], None]) -> None:
-        """Runs `work` in the engine's thread, and waits for it."""
-        if threading.current_thread() is self._thread:
-            raise AxcoreError("`deliver` runs in the engine's thread, so it cannot wait for the engine")
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                if self._is_closed:
-                    raise AxcoreError("the engine was closed") from self._failure
-                work()
-            except BaseException as error:
-                done.put(error)
-            else:
-                done.put(None)
-
-        self._put(run)
-        if (error := done.get()) is not None:
-            raise error
-
-    # What follows runs in the engine's thread.
-
-    def _serve(self) -> None:
-        flight: StepInFlight | None = None
-        try:
-            while not self._is_closed:
-                self._read_inbox(wait=flight is None and self._scheduler.is_idle)
-                plan = self._scheduler.plan()
-                started = None if plan is None else self._start(plan)
-                if flight is not None:
-                    self._collect(flight)
-                flight = started
-        except BaseException as error:
-            self._failure = error
-        with self._closing:
-            self._is_closed = True
-        atexit.unregister(self.close)
-        reason = "was closed" if self._failure is None else f"failed: {type(self._failure).__name__}: {self._failure}"
-        self._read_inbox(wait=False)
-        for sample in list(self._samples.values()):
-            ended = AxcoreError(f"the engine {reason}")
-            ended.__cause__ = self._failure
-            self._send(sample, ended)
-        self._samples.clear()
-        self._programs.free()
-
-    def _read_inbox(self, *, wait: bool) -> None:
-        if wait:
-            self._inbox.get()()
-        while not self._inbox.empty():  # no other thread reads it
-            self._inbox.get()()
-
-    def _add(self, sample: _Sample) -> None:
-        self._scheduler.add(sample.sequence)
-        self._samples[sample.sequence.id] = sample
-        self._prompt_tokens += len(sample.sequence.request.ids)
-
-    def _cancel(self, number: int) -> None:
-        if self._scheduler.cancel(number):
-            self._send(self._samples.pop(number), Piece((), finish="cancelled"))
-
-    def _start(self, plan: Plan) -> StepInFlight:
-        self._steps += 1
-        return self._runner.start(
-            plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks}
-        )
-
-    def _collect(self, flight: StepInFlight) -> None:
-        """Reads the results of a step, and delivers them."""
-        found = self._runner.read(flight)
-        for number, position, score in self._runner.read_scores(flight):
-            if number in self._samples:
-                self._samples[number].scores[position] = score
-        for number, each in found.items():
-            if each.token is None and self._scheduler.cancel(number):
-                self._send(self._samples.pop(number), AxcoreError(_NO_TOKEN))
-        for sequence in self._scheduler.record(flight.plan, {number: each.token for number, each in found.items()}):
-            self._tokens += 1
-            self._deliver(self._samples[sequence.id], found[sequence.id])
-
-    def _deliver(self, sample: _Sample, new: SampledToken) -> None:
-        """Delivers a new token, and forgets a sample that ends."""
-        sequence, stream, text = sample.sequence, sample.text, ""
-        if sequence.num_output == 1:
-            self._cached_tokens += sequence.num_cached or 0
-        if stream is not None:
-            text = stream.add(sequence.tokens[-1:])
-            if stream.stopped is not None and sequence.finish != "stop":
-                self._scheduler.cancel(sequence.id, "stop")
-                sequence.finish = "stop"
-            elif sequence.finish is not None:
-                text += stream.finish()
-        logprobs = None if new.logprob is None else (new.logprob,)
-        if sequence.finish is not None:
-            del self._samples[sequence.id]
-        scores = None
-        if sequence.num_output == 1 and sequence.request.options.prompt_logprobs:
-            scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
-        self._send(sample, Piece((sequence.tokens[-1],), text, logprobs, sequence.finish, scores))
-
-    def _send(self, sample: _Sample, piece: Piece | AxcoreError) -> None:
-        """Calls `deliver`. A sample whose `deliver` raises ends, and others go on."""
-        try:
-            sample.deliver(piece)
-        except Exception:
-            number = sample.sequence.id
-            _logger.exception("deliver of sample %d raised an exception, so the sample ends", number)
-            if not self._is_closed and self._scheduler.cancel(number):
-                self._samples.pop(number, None)
-
-
-_NO_TOKEN = (
-    "no token can be sampled: the logits are not finite, or logit_bias and the grammar exclude every token. Check the "
-    "weights and the sampling options"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sample:
-    """A sample that has not ended."""
-
-    sequence: Sequence
-    deliver: Deliver
-    seed: Seed
-    text: TextStream | None
-    scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
-    """The log-probabilities of the prompt so far, by position."""
+        self._loop.close()
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:

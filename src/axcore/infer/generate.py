@@ -34,7 +34,7 @@ class Generator:
         temperature: divides the logits; 0 selects the most likely token.
         cache: the KV cache, such as `ContiguousCache.Config()`. It limits prompt and sample together to `context`
             tokens. None: each new token recomputes the last `context` tokens, and the length is unlimited.
-        end_ids: tokens that end a sample.
+        eos_ids: tokens that end a sample.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Generator:
         context: int,
         temperature: float = 1.0,
         cache: KVCache.Config | None = None,
-        end_ids: Collection[int] = (),
+        eos_ids: Collection[int] = (),
     ):
         if not temperature >= 0:
             raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
@@ -52,7 +52,7 @@ class Generator:
             raise AxcoreError(f"context must be at least 1, not {context}")
         require_calibrated(model)
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
-        self._end_ids = frozenset(end_ids)
+        self._eos_ids = frozenset(eos_ids)
         self._fn, self._params, self._state = functional(model)
         row = jax.ShapeDtypeStruct((1, context), jnp.int32)  # raises here if the model does not support this length
         logits = jax.eval_shape(lambda ids: self._fn(self._params, self._state, ids)[0][0], row)
@@ -61,7 +61,7 @@ class Generator:
             self._sample = jax.jit(self._recomputed)
         else:
             cfg = Engine.Config(cache=cache, max_rows=1, max_len=context + 1, step_tokens=context + 1)
-            self._engine = cfg.build(model, end_ids=self._end_ids)
+            self._engine = cfg.build(model, eos_ids=self._eos_ids)
             weakref.finalize(self, self._engine.close)
 
     def __call__(
@@ -75,7 +75,7 @@ class Generator:
             key: PRNG key of the sample.
 
         Returns:
-            `num_tokens` int32 tokens, or fewer if a token of `end_ids` is sampled. That token is the last.
+            `num_tokens` int32 tokens, or fewer if a token of `eos_ids` is sampled. That token is the last.
         """
         prompt = np.asarray(prompt)
         if prompt.ndim != 1 or not prompt.size:
@@ -110,14 +110,14 @@ class Generator:
 
     def _with_cache(self, prompt: np.ndarray, num_tokens: int, seed: int) -> np.ndarray:
         ids, stop, piece = tuple(prompt.tolist()), prompt.size + num_tokens, None
-        while piece is None or (piece.finish == "length" and len(ids) < stop):
+        while piece is None or (piece.finish_reason == "length" and len(ids) < stop):
             cuts = [limit + 1 for limit in self._engine.recompute_above if len(ids) <= limit]  # a new prompt each
             options = SamplingOptions(
                 temperature=self.temperature,
                 seed=seed,
                 max_tokens=min((stop, *cuts)) - len(ids),
             )
-            piece = self._engine.stream(Request(ids, options)).whole()
+            piece = self._engine.stream(Request(ids, options)).result()
             ids += piece.ids
         return np.asarray(ids[prompt.size :], np.int32)
 
@@ -139,7 +139,7 @@ class Generator:
 
     def _goes_on(self, row: jax.Array, at: jax.Array, stop: jax.Array) -> jax.Array:
         """Whether a token is sampled at position `at`. -1 says that none can be."""
-        ends = jnp.asarray([-1, *sorted(self._end_ids)], jnp.int32)
+        ends = jnp.asarray([-1, *sorted(self._eos_ids)], jnp.int32)
         return (at < stop) & ~jnp.any(row[at - 1] == ends)
 
 
@@ -152,8 +152,8 @@ def generate(
     key: PRNGKeyArray,
     temperature: float = 1.0,
     cache: KVCache.Config | None = None,
-    end_ids: Collection[int] = (),
+    eos_ids: Collection[int] = (),
 ) -> Int[np.ndarray, " tokens"]:
     """Samples tokens after a prompt. For the arguments see `Generator`."""
-    generator = Generator(model, context=context, temperature=temperature, cache=cache, end_ids=end_ids)
+    generator = Generator(model, context=context, temperature=temperature, cache=cache, eos_ids=eos_ids)
     return generator(prompt, num_tokens=num_tokens, key=key)

@@ -99,7 +99,7 @@ class _Test:
 
     def _send(self) -> None:
         length = self._load.output_tokens
-        options = SamplingOptions(temperature=0.0, max_tokens=length, ignore_end=True)
+        options = SamplingOptions(temperature=0.0, max_tokens=length, ignore_eos=True)
         ids = tuple(self._random.randrange(self._engine.vocab_size) for _ in range(self._load.prompt_tokens))
         times = [time.perf_counter()]
         self._times.append(times)
@@ -111,7 +111,7 @@ class _Test:
             self._done.set()
             return
         times.append(time.perf_counter())
-        if piece.finish is None:
+        if piece.finish_reason is None:
             return
         self._num_ended += 1
         if self._num_ended == self._load.num_requests:

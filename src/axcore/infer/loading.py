@@ -88,5 +88,5 @@ def load_engine(source: str | pathlib.Path | Trainer.Config, cfg: Engine.Config,
         cfg: the config of the engine.
     """
     model, tokenizer = load_model(source, dtype=dtype)
-    built: Engine = cfg.build(model, tokenizer, end_ids=tokenizer.end_ids)
+    built: Engine = cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids)
     return built

@@ -31,8 +31,8 @@ class SamplingOptions:
         max_tokens: the maximum number of output tokens; None: up to the length of the context.
         min_tokens: end and stop tokens are not sampled before this many output tokens. Stop strings end earlier, too.
         stop: strings that end the sample. The output excludes them.
-        stop_ids: tokens that end the sample, besides the model's end tokens.
-        ignore_end: whether the model's end tokens do not end the sample.
+        stop_token_ids: tokens that end the sample, besides the model's end tokens.
+        ignore_eos: whether the model's end tokens do not end the sample.
         logprobs: the number of most likely tokens whose log-probabilities are returned besides that of the sampled
             token; None: no log-probabilities.
         prompt_logprobs: whether the first piece has the log-probabilities of the prompt, with the number of most likely
@@ -54,8 +54,8 @@ class SamplingOptions:
     max_tokens: PositiveInt | None = None
     min_tokens: NonNegativeInt = 0
     stop: tuple[str, ...] = ()
-    stop_ids: tuple[NonNegativeInt, ...] = ()
-    ignore_end: bool = False
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    ignore_eos: bool = False
     logprobs: NonNegativeInt | None = None
     prompt_logprobs: bool = False
 
@@ -83,7 +83,7 @@ class SamplingOptions:
         Raises:
             ConfigError: a token id is not in [0, vocab_size), or `logprobs` exceeds the vocabulary.
         """
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_ids", self.stop_ids)):
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             _check_ids(f"sampling.{name}", ids, vocab_size)
         if self.logprobs is not None and self.logprobs > vocab_size:
             raise ConfigError(
@@ -160,7 +160,7 @@ class Piece:
         ids: the tokens, at least one unless the sample was cancelled.
         text: their text; empty without a tokenizer.
         logprobs: one for each token; None if the request asks for none.
-        finish: why the sample ends with these tokens; None: more will follow.
+        finish_reason: why the sample ends with these tokens; None: more will follow.
         prompt_logprobs: in the first piece, one for each token of the prompt but the first; None if the request does
             not ask for them.
     """
@@ -168,7 +168,7 @@ class Piece:
     ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    finish: FinishReason | None = None
+    finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
@@ -185,8 +185,8 @@ _REMEDIES = {
     "max_tokens": "Use None for samples up to the length of the context, and Engine.score to sample nothing",
     "min_tokens": "Use 0 for no minimum",
     "stop": "Write one string as ('text',)",
-    "stop_ids": "Use the ids of the tokenizer, as in (2,)",
-    "ignore_end": "Use True or False",
+    "stop_token_ids": "Use the ids of the tokenizer, as in (2,)",
+    "ignore_eos": "Use True or False",
     "prompt_logprobs": "Use True or False",
     "logprobs": "Use None for no log-probabilities, and 0 for those of the sampled tokens only",
     "options": "Use SamplingOptions()",

@@ -56,11 +56,11 @@ class Runner:
     Args:
         programs: the programs.
         buckets: the sizes to which rows are padded.
-        end_ids: the tokens that `min_tokens` excludes.
+        eos_ids: the tokens that `min_tokens` excludes.
     """
 
-    def __init__(self, programs: Programs, buckets: Buckets, end_ids: Collection[int]):
-        self._programs, self._buckets, self._end_ids = programs, buckets, end_ids
+    def __init__(self, programs: Programs, buckets: Buckets, eos_ids: Collection[int]):
+        self._programs, self._buckets, self._eos_ids = programs, buckets, eos_ids
         self._decoder = programs.decoder
         self._is_paged = self._decoder.paging is not None
 
@@ -191,7 +191,7 @@ class Runner:
     def _sample(
         self, logits: Float[Array, "rows vocab"], tokens: Sequence[NextToken], method: Method | None
     ) -> Sampled:
-        packed = SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, end_ids=self._end_ids, method=method)
+        packed = SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, eos_ids=self._eos_ids, method=method)
         slots = np.array([token.slot for token in tokens], np.int32)
         return self._programs.sampled(logits, slots, packed)
 

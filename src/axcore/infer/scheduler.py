@@ -12,11 +12,11 @@ from axcore.infer.requests import FinishReason, Request
 from axcore.infer.rows import Rows
 from axcore.infer.sequences import Chunk, Plan, Sequence
 
-__all__ = ["Chunk", "Limits", "Plan", "Scheduler", "Sequence"]
+__all__ = ["Chunk", "Plan", "Scheduler", "SchedulerLimits", "Sequence"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     """The size of the decoding state and of a step.
 
     Attributes:
@@ -66,7 +66,7 @@ class Scheduler:
         pool: the pages of the cache; None: each slot has room for `max_len` tokens.
     """
 
-    def __init__(self, limits: Limits, pool: PagePool | None = None):
+    def __init__(self, limits: SchedulerLimits, pool: PagePool | None = None):
         self.limits = limits
         self.max_len = limits.max_len if pool is None else min(limits.max_len, pool.num_pages * pool.page_size)
         self.num_preempted = 0
@@ -127,12 +127,12 @@ class Scheduler:
         self._alive[sequence.id] = sequence
         bisect.insort(self._waiting, sequence, key=Sequence.rank)
 
-    def cancel(self, id: int, finish: FinishReason = "cancelled") -> bool:
+    def cancel(self, id: int, finish_reason: FinishReason = "cancelled") -> bool:
         """Ends a sequence in any state. Tokens of it that are in flight are dropped.
 
         Args:
             id: the id of the sequence.
-            finish: why it ends, such as "stop" after a stop string.
+            finish_reason: why it ends, such as "stop" after a stop string.
 
         Returns:
             Whether the sequence had not ended before.
@@ -140,7 +140,7 @@ class Scheduler:
         sequence = self._alive.get(id)
         if sequence is None:
             return False
-        sequence.finish = finish
+        sequence.finish_reason = finish_reason
         self._end(sequence)
         return True
 
@@ -183,13 +183,13 @@ class Scheduler:
         changed = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            if not chunk.is_last or sequence.finish is not None:
+            if not chunk.is_last or sequence.finish_reason is not None:
                 continue
             token = tokens[sequence.id]
             assert token is not None, f"sequence {sequence.id} has no token"
             sequence.append(token)
             changed.append(sequence)
-            if sequence.finish is not None:
+            if sequence.finish_reason is not None:
                 self._end(sequence)
         return changed
 

@@ -15,7 +15,7 @@ class Sequence:
     Args:
         id: a number that no other sequence of the scheduler has.
         request: what the caller asks for.
-        end_ids: the tokens that end a sample of the model.
+        eos_ids: the tokens that end a sample of the model.
 
     Attributes:
         tokens: the prompt and the output that is known, including an end token.
@@ -28,10 +28,10 @@ class Sequence:
         num_published: the number of its pages that were published, or are not published because others are.
         max_len: the number of tokens at which it ends; set by `Scheduler.add`.
         arrival: its number in the order of `Scheduler.add`.
-        finish: why it ended; None: it has not.
+        finish_reason: why it ended; None: it has not.
     """
 
-    def __init__(self, id: int, request: Request, end_ids: Collection[int] = ()):
+    def __init__(self, id: int, request: Request, eos_ids: Collection[int] = ()):
         self.id, self.request = id, request
         self.tokens = list(request.ids)
         self.num_computed = self.num_pending = 0
@@ -41,8 +41,10 @@ class Sequence:
         self.keys: list[PrefixKey] = []
         self.num_published = self.epoch = 0
         self.max_len = self.arrival = 0
-        self.finish: FinishReason | None = None
-        self._stop_ids = frozenset(request.options.stop_ids).union(() if request.options.ignore_end else end_ids)
+        self.finish_reason: FinishReason | None = None
+        self._stop_token_ids = frozenset(request.options.stop_token_ids).union(
+            () if request.options.ignore_eos else eos_ids
+        )
 
     @property
     def output(self) -> list[int]:
@@ -74,14 +76,14 @@ class Sequence:
         return self.request.priority, self.arrival
 
     def append(self, token: int) -> None:
-        """Adds a sampled token, and sets `finish` if the sequence ends with it."""
+        """Adds a sampled token, and sets `finish_reason` if the sequence ends with it."""
         may_stop = self.num_output >= self.request.options.min_tokens
         self.num_pending -= 1
         self.tokens.append(token)
-        if may_stop and token in self._stop_ids:
-            self.finish = "stop"
+        if may_stop and token in self._stop_token_ids:
+            self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_len:
-            self.finish = "length"
+            self.finish_reason = "length"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ Submit = Callable[[Deliver], Callable[[], None]]
 
 
 class Stream(Iterator[Piece]):
-    """The pieces of a sample, the last of which has a `finish`. Deleting the stream cancels the sample.
+    """The pieces of a sample, the last of which has a `finish_reason`. Deleting the stream cancels the sample.
 
     ```python
     for piece in engine.stream(request):
@@ -28,7 +28,7 @@ class Stream(Iterator[Piece]):
     ```
 
     Attributes:
-        cancel: ends the sample, from any thread. The last piece then has `finish="cancelled"`.
+        cancel: ends the sample, from any thread. The last piece then has `finish_reason="cancelled"`.
     """
 
     def __init__(self, submit: Submit):
@@ -46,12 +46,12 @@ class Stream(Iterator[Piece]):
         if self._has_ended:
             raise StopIteration
         piece = self._pieces.get()
-        self._has_ended = isinstance(piece, AxcoreError) or piece.finish is not None
+        self._has_ended = isinstance(piece, AxcoreError) or piece.finish_reason is not None
         if isinstance(piece, AxcoreError):
             raise piece
         return piece
 
-    def whole(self) -> Piece:
+    def result(self) -> Piece:
         """Waits for the remaining pieces. Returns them as one."""
         return joined(list(self))
 
@@ -66,7 +66,7 @@ def joined(pieces: Iterable[Piece]) -> Piece:
         ids=tuple(id for piece in pieces for id in piece.ids),
         text="".join(piece.text for piece in pieces),
         logprobs=tuple(each for some in logprobs for each in some) if logprobs else None,
-        finish=pieces[-1].finish,
+        finish_reason=pieces[-1].finish_reason,
         prompt_logprobs=pieces[0].prompt_logprobs,
     )
 
@@ -87,7 +87,7 @@ async def pieces_of(submit: Submit) -> AsyncIterator[Piece]:
             if isinstance(piece, AxcoreError):
                 raise piece
             yield piece
-            if piece.finish is not None:
+            if piece.finish_reason is not None:
                 return
     finally:
         cancel()

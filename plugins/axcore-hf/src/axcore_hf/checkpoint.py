@@ -116,7 +116,7 @@ def checked(
     Raises:
         AxcoreError: its ids exceed the model's vocabulary.
     """
-    cfg = HFTokenizer.Config(file=str(file), end_ids=_end_ids(raw, generation))
+    cfg = HFTokenizer.Config(file=str(file), eos_ids=_eos_ids(raw, generation))
     known = cfg.build().vocab_size
     if known > model.vocab_size:
         raise AxcoreError(
@@ -125,7 +125,7 @@ def checked(
     return cfg.set(file=FILE)
 
 
-def _end_ids(raw: Mapping[str, Any], generation: bytes | None) -> tuple[int, ...]:
+def _eos_ids(raw: Mapping[str, Any], generation: bytes | None) -> tuple[int, ...]:
     """The ids that end a text. As in `transformers`, those of `generation_config.json` replace those of `config.json`,
     whose first one still comes first, since it also separates documents."""
     own = _ids(raw.get("eos_token_id"), "config.json")
@@ -154,7 +154,7 @@ def _of_gguf(file: pathlib.Path) -> Checkpoint:
     family = dataclasses.replace(family_of(fields), rules=gguf_file.rules, ignored=())
     files = gguf_file.tokenizer_files(source)
     ends = (raw["eos_token_id"],) if raw.get("eos_token_id") is not None else ()
-    tokenizer = HFTokenizer.Config(file=FILE, end_ids=ends) if files else None
+    tokenizer = HFTokenizer.Config(file=FILE, eos_ids=ends) if files else None
     return Checkpoint(family, family.read_config(fields), raw, source, files, tokenizer)
 
 

@@ -13,18 +13,18 @@ from axcore_hf.tokenizer import FILE, HFTokenizer
 
 
 def use_hf_weights(
-    cfg: Trainer.Config, source: str, allow_new: tuple[str, ...] = (), end_ids: tuple[int, ...] = ()
+    cfg: Trainer.Config, source: str, allow_new: tuple[str, ...] = (), eos_ids: tuple[int, ...] = ()
 ) -> Trainer.Config:
     """Starts from published weights and uses their tokenizer.
 
     Args:
         source: `hf:DIR`, `gguf:FILE` or `gguf:package:NAME`.
         allow_new: globs of parameters that may be missing and are then newly initialized.
-        end_ids: ids that end a text.
+        eos_ids: ids that end a text.
     """
     if not isinstance(cfg, Trainer.Config):
         raise ax.ConfigError(f"hf-weights requires a trainer's config, not {type(cfg).__qualname__}")
-    tokenizer: Any = PublishedTokenizer.Config(source=source, end_ids=end_ids)
+    tokenizer: Any = PublishedTokenizer.Config(source=source, eos_ids=eos_ids)
     cfg = cfg.set(initial=FromHF.Config(source=source, allow_new=allow_new))
     return ax.select(cfg, "input").set(tokenizer=tokenizer)
 
@@ -53,8 +53,8 @@ class PublishedTokenizer(HFTokenizer):
             found = Checkpoint.open(self.source)
             if found.tokenizer is None:
                 raise ax.AxcoreError(f"{self.source} has no tokenizer. Set input.tokenizer.")
-            ends = self.end_ids or found.tokenizer.end_ids
-            return HFTokenizer.Config(file=FILE, end_ids=ends), dict(found.files)
+            ends = self.eos_ids or found.tokenizer.eos_ids
+            return HFTokenizer.Config(file=FILE, eos_ids=ends), dict(found.files)
 
     def __init__(self, cfg: Config):
         import tempfile

@@ -46,7 +46,7 @@ def ids_of(tokenizer: Any) -> dict[str, Any]:
     """The ids in a `config.json` that belong to a tokenizer's config."""
     if tokenizer is None:
         return {}
-    ends = list(tokenizer.build().end_ids)
+    ends = list(tokenizer.build().eos_ids)
     found: dict[str, Any] = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     if isinstance(tokenizer, ByteTokenizer.Config):
         found["bos_token_id"] = ends[0]

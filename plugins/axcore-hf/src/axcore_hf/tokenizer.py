@@ -42,7 +42,7 @@ class HFTokenizer(Tokenizer):
     class Config(Tokenizer.Config):
         file: str
         """Path of a `tokenizer.json`. In a model folder, it is the file of that folder."""
-        end_ids: tuple[NonNegativeInt, ...] = ()
+        eos_ids: tuple[NonNegativeInt, ...] = ()
         """Ids that end a generated text. The first one also precedes each document of a corpus."""
 
         def inside(self, folder: pathlib.Path) -> HFTokenizer.Config:
@@ -66,7 +66,7 @@ class HFTokenizer(Tokenizer):
         """
         Raises:
             AxcoreError: the file does not exist or is not a tokenizer.
-            ConfigError: an id in `end_ids` is not in the vocabulary.
+            ConfigError: an id in `eos_ids` is not in the vocabulary.
         """
         from tokenizers import Tokenizer as Loaded
 
@@ -81,22 +81,22 @@ class HFTokenizer(Tokenizer):
         except Exception as error:  # `tokenizers` raises plain Exceptions
             raise AxcoreError(f"{cfg.file} is not a tokenizer: {error}") from error
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        if bad := [number for number in cfg.end_ids if not 0 <= number < self.vocab_size]:
-            raise ConfigError(f"end_ids={bad} are not in the vocabulary of {cfg.file}, which has {self.vocab_size} ids")
+        if bad := [number for number in cfg.eos_ids if not 0 <= number < self.vocab_size]:
+            raise ConfigError(f"eos_ids={bad} are not in the vocabulary of {cfg.file}, which has {self.vocab_size} ids")
         self._decoded = bytes_decoder(self._tokenizer)
         self.chat_template, self.special_tokens = _chat(pathlib.Path(cfg.file).expanduser().parent)
-        self._end_ids = cfg.end_ids
-        self._separator_id = cfg.end_ids[0] if cfg.end_ids else None
+        self._eos_ids = cfg.eos_ids
+        self._separator_id = cfg.eos_ids[0] if cfg.eos_ids else None
 
     @property
     def separator_id(self) -> int:  # type: ignore[override]
         if self._separator_id is None:
-            raise ConfigError("the tokenizer requires end_ids, the first of which separates documents")
+            raise ConfigError("the tokenizer requires eos_ids, the first of which separates documents")
         return self._separator_id
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
-        return self._end_ids
+    def eos_ids(self) -> tuple[int, ...]:
+        return self._eos_ids
 
     def prompt(self, content: bytes) -> NDArray[np.integer]:
         ids = self._tokenizer.encode(content.decode(errors="replace")).ids

@@ -121,7 +121,11 @@ _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "min_tokens", "stop"),
 )
-FIELDS: Mapping[str, str] = {**{name: name for name in _SAME}, "stop_ids": "stop_token_ids", "ignore_end": "ignore_eos"}
+FIELDS: Mapping[str, str] = {
+    **{name: name for name in _SAME},
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+}
 """The parameter for each field of `SamplingOptions`."""
 
 

@@ -87,8 +87,8 @@ class ChatSample(Sample):
             deltas = [{}]
         for at, delta in enumerate(deltas):
             yield self._choice(delta, logprobs if at == 0 else None)
-        if piece.finish is not None:
-            self._finish = "tool_calls" if self._calls and piece.finish == "stop" else piece.finish
+        if piece.finish_reason is not None:
+            self._finish = "tool_calls" if self._calls and piece.finish_reason == "stop" else piece.finish_reason
             yield self._choice({}, finish=self._finish)
 
     def whole(self) -> Json:
@@ -108,7 +108,7 @@ class ChatSample(Sample):
             yield piece.text
             return
         yield from self._tools.add(piece.text)
-        if piece.finish is not None:
+        if piece.finish_reason is not None:
             yield self._tools.finish()
 
     def _deltas(self, part: str | Call) -> Iterator[Json]:

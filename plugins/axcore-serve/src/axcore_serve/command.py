@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
             cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=given.step_tokens
         )
         name = given.name or pathlib.PurePath(given.model).name
-        with cfg.build(model, tokenizer, end_ids=tokenizer.end_ids) as engine:
+        with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
             if not given.no_warm_up:
                 engine.warm_up(prompt_logprobs=given.prompt_logprobs)
             service = Service(engine, name, limits, keys=keys, template=template, scores_prompts=given.prompt_logprobs)

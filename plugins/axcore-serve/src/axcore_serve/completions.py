@@ -102,7 +102,7 @@ class CompletionSample(Sample):
             logprobs = new if logprobs is None else {name: logprobs[name] + new[name] for name in new}
         choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": self._finish(piece)}
         self._choices.append(choice)
-        if text or logprobs is not None or piece.finish is not None:
+        if text or logprobs is not None or piece.finish_reason is not None:
             yield choice
 
     def whole(self) -> Json:
@@ -112,7 +112,7 @@ class CompletionSample(Sample):
         return {**self._choices[-1], "text": text, "logprobs": joined}
 
     def _finish(self, piece: Piece) -> str | None:
-        return piece.finish if self._has_output or piece.finish is None else "length"
+        return piece.finish_reason if self._has_output or piece.finish_reason is None else "length"
 
     def _logprobs(self, found: Sequence[TokenLogprob]) -> Json:
         offsets = []

@@ -68,7 +68,7 @@ class Samples:
                 ) from error
             if isinstance(piece, AxcoreError):
                 raise of_engine(piece) from piece
-            remaining -= piece.finish is not None
+            remaining -= piece.finish_reason is not None
             yield index, piece
 
     def close(self) -> None:

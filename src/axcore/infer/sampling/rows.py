@@ -108,7 +108,7 @@ class SamplingRows:
         tokens: Sequence[NextToken],
         *,
         vocab_size: int,
-        end_ids: Collection[int] = (),
+        eos_ids: Collection[int] = (),
         method: Method | None = None,
         logprobs: Literal["raw", "processed"] = "raw",
     ) -> SamplingRows:
@@ -118,7 +118,7 @@ class SamplingRows:
             tokens: the token to sample in each row, or `PADDING`. Ids must be in the vocabulary: see
                 `SamplingOptions.check`.
             vocab_size: the number of real tokens.
-            end_ids: the tokens that end a text, which `min_tokens` excludes.
+            eos_ids: the tokens that end a text, which `min_tokens` excludes.
             method: at least the method of every row; None: the cheapest that covers all rows.
             logprobs: `raw` returns log(softmax(logits)); `processed` the log-probabilities after penalties, bias,
                 masks, temperature and truncation. At temperature 0, these are those after penalties, bias and masks.
@@ -141,7 +141,7 @@ class SamplingRows:
         if method != "greedy":
             ints, floats = _ints(tokens, vocab_size), _floats(tokens)
         if method == "full":
-            edit_ids, edits = _edits(tokens, vocab_size, end_ids)
+            edit_ids, edits = _edits(tokens, vocab_size, eos_ids)
             if any(token.grammar is not None for token in tokens):
                 grammar = _grammar(tokens, vocab_size)
         return cls(ints, floats, edit_ids, edits, grammar, method, vocab_size, num_logprobs, logprobs == "processed")
@@ -183,12 +183,12 @@ _FINITE = float(np.finfo(np.float32).min), float(np.finfo(np.float32).max)
 
 
 def _edits(
-    tokens: Sequence[NextToken], vocab_size: int, end_ids: Collection[int]
+    tokens: Sequence[NextToken], vocab_size: int, eos_ids: Collection[int]
 ) -> tuple[Int32[np.ndarray, "rows edits"], Float32[np.ndarray, "rows edits"]]:
     rows: list[list[tuple[int, float]]] = []
     for token in tokens:
         options = token.options
-        excluded = {*end_ids, *options.stop_ids} if token.num_output < options.min_tokens else set()
+        excluded = {*eos_ids, *options.stop_token_ids} if token.num_output < options.min_tokens else set()
         bias = [(id, value) for id, value in options.logit_bias.items() if id not in excluded]
         rows.append([*bias, *((id, -np.inf) for id in sorted(excluded))])
     width, longest = SMALLEST_EDITS, max(map(len, rows), default=0)

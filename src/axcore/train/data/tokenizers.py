@@ -35,7 +35,7 @@ class Tokenizer(config.Configurable, abc.ABC):
     """The text of special tokens by the names that `chat_template` uses, such as `bos_token`."""
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
+    def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a generated text."""
         return (self.separator_id,)
 

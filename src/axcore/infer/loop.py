@@ -1,0 +1,231 @@
+"""The thread of an engine: it plans steps, runs them on the device and delivers what they sample."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Collection
+
+from axcore.config import AxcoreError
+from axcore.infer.requests import Piece, Request, TokenLogprob
+from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
+from axcore.infer.sampling import Method, seed_words
+from axcore.infer.scheduler import Scheduler
+from axcore.infer.sequences import Plan, Sequence
+from axcore.infer.streams import Deliver
+from axcore.infer.text import TextStream
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Counters:
+    """What the loop has done so far.
+
+    Attributes:
+        steps: steps that were started.
+        tokens: sampled tokens.
+        prompt_tokens: tokens of the prompts.
+        cached_tokens: those of them that were found in the cache.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class EngineLoop:
+    """Owns the device. While the device runs a step, the thread plans and dispatches the next.
+
+    Public methods may be called from any thread.
+
+    Args:
+        scheduler: plans the steps.
+        runner: runs them.
+        free: frees the memory of the device.
+        eos_ids: the tokens that end a sample.
+
+    Attributes:
+        counters: what it has done so far.
+        is_closed: whether it takes no more work, because it was closed or has failed.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, free: Callable[[], None], eos_ids: Collection[int]):
+        self.counters, self.is_closed = Counters(), False
+        self._scheduler, self._runner, self._free, self._eos_ids = scheduler, runner, free, eos_ids
+        self._samples: dict[int, _Sample] = {}
+        self._numbers = itertools.count()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._closing = threading.Lock()  # held to set `is_closed`, and to put work that must be done or refused
+        self._thread = threading.Thread(target=self._serve, name="axcore-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread that still calls JAX at exit may crash the process
+
+    def submit(self, request: Request, deliver: Deliver, text: TextStream | None, *, sample: int) -> Callable[[], None]:
+        """Queues a checked request. For the other arguments, the result and the errors see `Engine.submit`.
+
+        Args:
+            text: converts the tokens of the sample to text.
+        """
+        sequence = Sequence(next(self._numbers), request, self._eos_ids)
+        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text)
+        self._put(functools.partial(self._add, new))
+        return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
+
+    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool) -> None:
+        """See `Engine.warm_up`."""
+        self._in_thread(functools.partial(self._runner.warm_up, methods, prompt_logprobs=prompt_logprobs))
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        with self._closing:
+            self.is_closed = True
+        self._inbox.put(lambda: None)  # wakes the thread
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _put(self, work: Callable[[], None]) -> None:
+        """Queues work for the engine's thread.
+
+        Raises:
+            AxcoreError: the engine is closed.
+        """
+        with self._closing:
+            if self.is_closed:
+                raise AxcoreError("the engine is closed") from self._failure
+            self._inbox.put(work)
+
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        """Runs `work` in the engine's thread, and waits for it."""
+        if threading.current_thread() is self._thread:
+            raise AxcoreError("`deliver` runs in the engine's thread, so it cannot wait for the engine")
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                if self.is_closed:
+                    raise AxcoreError("the engine was closed") from self._failure
+                work()
+            except BaseException as error:
+                done.put(error)
+            else:
+                done.put(None)
+
+        self._put(run)
+        if (error := done.get()) is not None:
+            raise error
+
+    # What follows runs in the thread.
+
+    def _serve(self) -> None:
+        flight: StepInFlight | None = None
+        try:
+            while not self.is_closed:
+                self._read_inbox(wait=flight is None and self._scheduler.is_idle)
+                plan = self._scheduler.plan()
+                started = None if plan is None else self._start(plan)
+                if flight is not None:
+                    self._collect(flight)
+                flight = started
+        except BaseException as error:
+            self._failure = error
+        with self._closing:
+            self.is_closed = True
+        atexit.unregister(self.close)
+        reason = "was closed" if self._failure is None else f"failed: {type(self._failure).__name__}: {self._failure}"
+        self._read_inbox(wait=False)
+        for sample in list(self._samples.values()):
+            ended = AxcoreError(f"the engine {reason}")
+            ended.__cause__ = self._failure
+            self._send(sample, ended)
+        self._samples.clear()
+        self._free()
+
+    def _read_inbox(self, *, wait: bool) -> None:
+        if wait:
+            self._inbox.get()()
+        while not self._inbox.empty():  # no other thread reads it
+            self._inbox.get()()
+
+    def _add(self, sample: _Sample) -> None:
+        self._scheduler.add(sample.sequence)
+        self._samples[sample.sequence.id] = sample
+        self.counters.prompt_tokens += len(sample.sequence.request.ids)
+
+    def _cancel(self, number: int) -> None:
+        if self._scheduler.cancel(number):
+            self._send(self._samples.pop(number), Piece((), finish_reason="cancelled"))
+
+    def _start(self, plan: Plan) -> StepInFlight:
+        self.counters.steps += 1
+        return self._runner.start(
+            plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks}
+        )
+
+    def _collect(self, flight: StepInFlight) -> None:
+        """Reads the results of a step, and delivers them."""
+        found = self._runner.read(flight)
+        for number, position, score in self._runner.read_scores(flight):
+            if number in self._samples:
+                self._samples[number].scores[position] = score
+        for number, each in found.items():
+            if each.token is None and self._scheduler.cancel(number):
+                self._send(self._samples.pop(number), AxcoreError(_NO_TOKEN))
+        for sequence in self._scheduler.record(flight.plan, {number: each.token for number, each in found.items()}):
+            self.counters.tokens += 1
+            self._deliver(self._samples[sequence.id], found[sequence.id])
+
+    def _deliver(self, sample: _Sample, new: SampledToken) -> None:
+        """Delivers a new token, and forgets a sample that ends."""
+        sequence, stream, text = sample.sequence, sample.text, ""
+        if sequence.num_output == 1:
+            self.counters.cached_tokens += sequence.num_cached or 0
+        if stream is not None:
+            text = stream.add(sequence.tokens[-1:])
+            if stream.stopped is not None and sequence.finish_reason != "stop":
+                self._scheduler.cancel(sequence.id, "stop")
+                sequence.finish_reason = "stop"
+            elif sequence.finish_reason is not None:
+                text += stream.finish()
+        logprobs = None if new.logprob is None else (new.logprob,)
+        if sequence.finish_reason is not None:
+            del self._samples[sequence.id]
+        scores = None
+        if sequence.num_output == 1 and sequence.request.options.prompt_logprobs:
+            scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
+        self._send(sample, Piece((sequence.tokens[-1],), text, logprobs, sequence.finish_reason, scores))
+
+    def _send(self, sample: _Sample, piece: Piece | AxcoreError) -> None:
+        """Calls `deliver`. A sample whose `deliver` raises ends, and others go on."""
+        try:
+            sample.deliver(piece)
+        except Exception:
+            number = sample.sequence.id
+            _logger.exception("deliver of sample %d raised an exception, so the sample ends", number)
+            if not self.is_closed and self._scheduler.cancel(number):
+                self._samples.pop(number, None)
+
+
+_NO_TOKEN = (
+    "no token can be sampled: the logits are not finite, or logit_bias and the grammar exclude every token. Check the "
+    "weights and the sampling options"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sample:
+    """A sample that has not ended."""
+
+    sequence: Sequence
+    deliver: Deliver
+    seed: Seed
+    text: TextStream | None
+    scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
+    """The log-probabilities of the prompt so far, by position."""
