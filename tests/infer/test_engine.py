@@ -15,8 +15,10 @@ from flax import nnx
 
 import axcore as ax
 from axcore.config import AxcoreError, ConfigError
-from axcore.infer import Engine, Request, SamplingOptions, Stream
+from axcore.infer import Engine, Request, SamplingOptions, Stream, loop as loop_module
+from axcore.infer.loop import EngineLoop
 from axcore.infer.runner import Runner
+from axcore.infer.sequences import Sequence
 from axcore.module import functional
 from axcore.parallel import Mesh
 from axcore.testing.devices import on_devices
@@ -393,3 +395,42 @@ def test_scores_are_the_log_probabilities_of_the_model(engine, model):
         expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         assert [each.id for each in found] == list(ids[1:])
         np.testing.assert_allclose([each.logprob for each in found], expected[range(len(ids) - 1), ids[1:]], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_step_is_read_before_the_next_is_planned_only_if_a_sequence_needs_its_last_token(
+    model, recomputed, monkeypatch, name
+):
+    class Waiting(Sequence):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.needs_last_token = self.request.salt == "waits"
+
+    events, start, collect = [], EngineLoop._start, EngineLoop._collect
+
+    def started(loop, plan):
+        events.append(("start", plan))
+        return start(loop, plan)
+
+    def collected(loop, flight):
+        events.append(("collect", flight.plan))
+        collect(loop, flight)
+
+    monkeypatch.setattr(loop_module, "Sequence", Waiting)
+    monkeypatch.setattr(EngineLoop, "_start", started)
+    monkeypatch.setattr(EngineLoop, "_collect", collected)
+    cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, **CACHES[name])
+    for salt in ("waits", "runs ahead"):
+        asked = [Request(ids, GREEDY, salt=salt) for ids in prompts((30, 4))] + [Request((6, 7), GREEDY)]
+        events.clear()
+        with cfg.build(model, eos_ids=(5,)) as engine:
+            found = [piece.ids for piece in engine.generate(asked)]
+        assert found == [recomputed(request.ids, GREEDY) for request in asked]
+        waiting = [[chunk for chunk in plan.chunks if chunk.sequence.needs_last_token] for _, plan in events]
+        assert any(waiting) == (salt == "waits")
+        assert all(chunk.ids for chunks in waiting for chunk in chunks)
+        in_flight = [kind for kind, _ in events]
+        assert ("start", "start") in zip(in_flight, in_flight[1:], strict=False)
+        for (kind, plan), (after, _) in zip(events, events[1:], strict=False):
+            if kind == "start" and any(chunk.is_last for chunk in plan.chunks if chunk.sequence.needs_last_token):
+                assert after == "collect"

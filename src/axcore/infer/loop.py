@@ -41,7 +41,8 @@ class Counters:
 
 
 class EngineLoop:
-    """Owns the device. While the device runs a step, the thread plans and dispatches the next.
+    """Owns the device. While the device runs a step, the thread plans and dispatches the next, unless a sequence of the
+    step needs its last token first.
 
     Public methods may be called from any thread.
 
@@ -129,6 +130,9 @@ class EngineLoop:
         try:
             while not self.is_closed:
                 self._read_inbox(wait=flight is None and self._scheduler.is_idle)
+                if flight is not None and flight.plan.is_read_first:
+                    self._collect(flight)
+                    flight = None
                 plan = self._scheduler.plan()
                 started = None if plan is None else self._start(plan)
                 if flight is not None:
