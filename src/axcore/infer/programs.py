@@ -120,6 +120,15 @@ class Programs:
             held = self._params, self._state, self._last, self._counts
             self._params, self._state, self._last, self._counts = jax.device_put(held, home)
 
+    @property
+    def state(self) -> Tree:
+        """The decoding state. A program that takes it as a donated argument sets the new one."""
+        return self._state
+
+    @state.setter
+    def state(self, state: Tree) -> None:
+        self._state = state
+
     def logits(self, rows: Batch, phase: Phase, *, whole: bool = False) -> Float[Array, "rows vocab"]:
         """Runs the model.
 
