@@ -61,10 +61,10 @@ class Rows:
         """The cached pages of a sequence that does not run.
 
         They leave out the last token, which must be computed for its logits. A sequence whose request asks for the
-        log-probabilities of the prompt uses no cached pages, since it needs all logits. One with saved state needs no
-        other pages of the host.
+        log-probabilities of the prompt, or for the mean of its hidden states, uses no cached pages, since it needs the
+        results of all tokens. One with saved state needs no other pages of the host.
         """
-        if sequence.request.options.prompt_logprobs:
+        if sequence.request.options.prompt_logprobs or sequence.request.pooling == "mean":
             return CachedPrefix([], [])
         if sequence.epoch != self.pool.epoch:
             sequence.keys, sequence.epoch = [], self.pool.epoch
