@@ -15,7 +15,8 @@ from axcore.infer.programs import Batch, Buckets, Programs, bucket
 from axcore.infer.requests import SamplingOptions, TokenLogprob
 from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
 from axcore.infer.sampling.rows import PADDING
-from axcore.infer.sequences import Chunk, Plan
+from axcore.infer.sequences import Chunk, Plan, Sequence as Row
+from axcore.infer.transfers import Transfers
 
 Seed = tuple[int, int]
 """The words of a seed; see `seed_words`."""
@@ -57,14 +58,18 @@ class Runner:
 
     Args:
         programs: the programs.
+        transfers: moves decoding state out of the device and back.
         buckets: the sizes to which rows are padded.
         eos_ids: the tokens that `min_tokens` excludes.
     """
 
-    def __init__(self, programs: Programs, buckets: Buckets, eos_ids: Collection[int]):
+    def __init__(self, programs: Programs, transfers: Transfers, buckets: Buckets, eos_ids: Collection[int]):
+        self.transfers = transfers
         self._programs, self._buckets, self._eos_ids = programs, buckets, eos_ids
         self._decoder = programs.decoder
         self._is_paged = self._decoder.paging is not None
+        self._counted: list[int | None] = [None] * self._decoder.batch_size
+        """The sequence whose tokens are counted in each slot."""
 
     def start(self, plan: Plan, seeds: Mapping[int, Seed]) -> StepInFlight:
         """Starts a step, without waiting for the device.
@@ -73,8 +78,11 @@ class Runner:
             plan: the newest plan of the scheduler.
             seeds: the seed of each sequence, by id.
         """
+        self.transfers.start(plan.transfers, plan.number)
         calls, scores, states = [], [], []
         if plan.decode:
+            for chunk in plan.decode:
+                self._count(chunk.sequence)
             rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
             logits = self._logits_of_decoding(rows, bucket(self._buckets.rows, len(rows)))
             calls.append(self._sampled(rows, logits, seeds))
@@ -92,7 +100,7 @@ class Runner:
             else:
                 logits = self._logits_of_prompt({0: chunk}, width)
             if chunk.is_last:
-                self._count(chunk)
+                self._count(chunk.sequence)
                 calls.append(self._sampled({0: chunk}, logits, seeds))
         for array in jax.tree.leaves([found for _, found in scores] + [found for _, found in states]):
             array.copy_to_host_async()
@@ -100,6 +108,7 @@ class Runner:
 
     def read(self, flight: StepInFlight) -> dict[int, SampledToken]:
         """Waits for a step. Returns what each sequence sampled, by id; an arbitrary token if it has no output."""
+        self.transfers.finish(flight.plan.number)
         found = {chunk.sequence.id: SampledToken(0, None) for chunk, _ in flight.states if chunk.is_last}
         for rows, on_device in flight.calls:
             sampled: Sampled = jax.device_get(on_device)
@@ -126,13 +135,14 @@ class Runner:
         for chunk, on_device in flight.states:
             yield chunk, jax.device_get(on_device)
 
-    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool) -> None:
+    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool, transfers: bool) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
             embeddings: whether to compile the programs for embeddings.
+            transfers: whether to compile the programs that move decoding state.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         tables, paging = self._buckets.pages or (0,), self._decoder.paging
@@ -150,6 +160,8 @@ class Runner:
             self._sample(of_size, [padding] * size, method)
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
+        if transfers:
+            self.transfers.programs.warm_up()
 
     def _row(self, row: int, chunk: Chunk) -> int:
         """The row of a chunk that decodes: without pages its slot, because caches of all slots are read in place."""
@@ -209,12 +221,15 @@ class Runner:
         slots = np.array([token.slot for token in tokens], np.int32)
         return self._programs.sampled(logits, slots, packed)
 
-    def _count(self, chunk: Chunk) -> None:
-        """Counts the tokens of a row that starts to sample, if it has penalties."""
-        sequence, options = chunk.sequence, chunk.sequence.request.options
+    def _count(self, sequence: Row) -> None:
+        """Counts the tokens of a row that starts to sample in its slot, if it has penalties."""
+        options, slot = sequence.request.options, sequence.slot
+        assert slot is not None
+        if self._counted[slot] == sequence.id:
+            return
+        self._counted[slot] = sequence.id
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
-            assert sequence.slot is not None
-            self._programs.count(sequence.slot, sequence.tokens, len(sequence.request.ids))
+            self._programs.count(slot, sequence.tokens, len(sequence.request.ids))
 
 
 def _logprob(found: LogProbs, row: int, token: int, count: int) -> TokenLogprob:

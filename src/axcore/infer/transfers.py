@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from axcore.module import Tree
 PAGES_PER_CALL = (1, 4, 16)
 """The numbers of pages for which programs are compiled. Other numbers take several calls, the last of them padded."""
 
-Blocks = dict[str, Shaped[Array | np.ndarray, "..."]]
+Blocks = Mapping[str, Shaped[Array | np.ndarray, "..."]]
 """Parts of the arrays of the decoding state, by path. The axis of pages or of slots is the first."""
 
 
@@ -60,7 +59,7 @@ class RowState:
         if self.is_on_host:
             return self
         groups, slot = jax.device_get((self.pages, self.slot))
-        pages = ()
+        pages: tuple[Blocks, ...] = ()
         if groups:
             pages = ({path: np.concatenate([each[path] for each in groups])[: self.num_pages] for path in groups[0]},)
         return dataclasses.replace(self, pages=pages, slot=slot)
@@ -82,8 +81,8 @@ class StateLayout:
     """
 
     def __init__(self, decoder: Decoder, state: Tree):
-        leaves, self.structure = jax.tree.flatten_with_path(state["model"])
-        axes = self.structure.flatten_up_to(decoder.state_axes["model"])
+        leaves = jax.tree.leaves_with_path(state["model"])
+        axes = jax.tree.leaves(decoder.state_axes["model"], is_leaf=lambda axes: isinstance(axes, tuple))
         self.paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
         self.page_axes = {p: a.index("page") for p, a in zip(self.paths, axes, strict=True) if "page" in a}
         self.slot_axes = {p: a.index("batch") for p, a in zip(self.paths, axes, strict=True) if "batch" in a}
@@ -104,7 +103,8 @@ class StateLayout:
 
     def unflattened(self, state: Tree, leaves: Mapping[str, Array]) -> Tree:
         """The state with other arrays."""
-        return state | {"model": jax.tree.unflatten(self.structure, [leaves[path] for path in self.paths])}
+        structure = jax.tree.structure(state["model"])
+        return state | {"model": jax.tree.unflatten(structure, [leaves[path] for path in self.paths])}
 
     def check(self, state: RowState) -> None:
         """Checks that a row of another engine fits.
@@ -184,6 +184,7 @@ class StatePrograms:
 
     Args:
         programs: the programs of the engine, which own the state.
+        layout: the arrays of the state.
 
     Attributes:
         layout: the arrays of the state.
@@ -191,8 +192,8 @@ class StatePrograms:
         unused: a page that is out of range, so that it is not written.
     """
 
-    def __init__(self, programs: Programs):
-        self.layout, self.num_traced = StateLayout(programs.decoder, programs.state), 0
+    def __init__(self, programs: Programs, layout: StateLayout):
+        self.layout, self.num_traced = layout, 0
         self._programs = programs
         paging = programs.decoder.paging
         self.unused = 0 if paging is None else paging.num_pages
@@ -286,7 +287,7 @@ class StatePrograms:
         }
 
 
-def _put(array: Array, axis: int, at: Array, block: Array) -> Array:
+def _put(array: Array, axis: int, at: Array, block: Array | np.ndarray) -> Array:
     """Writes `block`, whose first axis is `axis` of the array. Indices out of range are dropped."""
     return array.at[(slice(None),) * axis + (at,)].set(jnp.moveaxis(block, 0, axis), mode="drop")
 
@@ -305,27 +306,7 @@ def _zeros(blocks: Mapping[str, jax.ShapeDtypeStruct], count: int) -> Blocks:
     return {path: np.zeros((count, *block.shape), block.dtype) for path, block in blocks.items()}
 
 
-class TransferCounters(NamedTuple):
-    """Bytes that were copied from the device to the host and back, without padding."""
-
-    to_host: int
-    to_device: int
-
-
-class HostMemory:
-    """The host's copies of pages and slots. Arrays are allocated once; the system commits their memory on first use.
-
-    Args:
-        layout: the arrays of the state.
-        limits: the number of pages and slots.
-    """
-
-    def __init__(self, layout: StateLayout, limits: HostLimits):
-        self.pages = _empty(layout.pages, limits.num_pages)
-        self.slots = _empty(layout.slot, limits.num_slots or 0)
-
-
-def _empty(blocks: Mapping[str, jax.ShapeDtypeStruct], count: int) -> dict[str, np.ndarray]:
+def _empty(blocks: Mapping[str, jax.ShapeDtypeStruct], count: int | None) -> dict[str, np.ndarray]:
     return {path: np.empty((count, *block.shape), block.dtype) for path, block in blocks.items()} if count else {}
 
 
@@ -333,6 +314,7 @@ def _empty(blocks: Mapping[str, jax.ShapeDtypeStruct], count: int) -> dict[str, 
 class _Copy:
     """Blocks that are on their way to the host, and where they go."""
 
+    plan: int
     target: dict[str, np.ndarray]
     at: tuple[int, ...]
     blocks: Blocks
@@ -346,34 +328,36 @@ class Transfers:
 
     Args:
         programs: the programs of the engine.
+        layout: the arrays of the state.
         limits: the size of host memory.
 
     Attributes:
         programs: the programs that read and write the state.
+        bytes_to_host, bytes_to_device: what was copied so far, without padding.
         exported: the state of exported sequences, by id, until it is taken.
     """
 
-    def __init__(self, programs: Programs, limits: HostLimits):
-        self.programs = StatePrograms(programs)
+    def __init__(self, programs: Programs, layout: StateLayout, limits: HostLimits):
+        self.programs = StatePrograms(programs, layout)
         self.exported: dict[int, RowState] = {}
-        self._host = HostMemory(self.programs.layout, limits)
+        # Allocated once. The system commits the memory on first use.
+        self._host_pages, self._host_slots = (
+            _empty(layout.pages, limits.num_pages),
+            _empty(layout.slot, limits.num_slots),
+        )
         self._copies: deque[_Copy] = deque()
-        self._to_host = self._to_device = 0
+        self._plan = self.bytes_to_host = self.bytes_to_device = 0
 
-    @property
-    def counters(self) -> TransferCounters:
-        """What was copied so far."""
-        return TransferCounters(self._to_host, self._to_device)
-
-    def start(self, transfers: Iterable[Transfer]) -> None:
-        """Runs transfers in their order. Only those that read host memory may wait for the device."""
+    def start(self, transfers: Iterable[Transfer], plan: int) -> None:
+        """Runs the transfers of a plan in their order. Only those that read host memory may wait for the device."""
+        self._plan = plan
         run = {"offload": self._offload, "restore": self._restore, "export": self._export, "import": self._import}
         for transfer in transfers:
             run[transfer.kind](transfer)
 
-    def finish(self) -> None:
-        """Waits for copies to the host."""
-        while self._copies:
+    def finish(self, plan: int) -> None:
+        """Waits for the copies to the host of this plan and of those before it."""
+        while self._copies and self._copies[0].plan <= plan:
             copy = self._copies.popleft()
             blocks = jax.device_get(copy.blocks)
             for path, block in blocks.items():
@@ -382,25 +366,26 @@ class Transfers:
     def _offload(self, transfer: Transfer) -> None:
         layout, at = self.programs.layout, 0
         for count, blocks in self.programs.read_pages(transfer.pages):
-            self._copy(self._host.pages, transfer.host_pages[at : at + count], blocks)
-            self._to_host += count * layout.page_bytes
+            self._copy(self._host_pages, transfer.host_pages[at : at + count], blocks)
+            self.bytes_to_host += count * layout.page_bytes
             at += count
         if transfer.host_slot is not None and layout.slot:
             assert transfer.slot is not None
-            self._copy(self._host.slots, (transfer.host_slot,), self.programs.read_slot(transfer.slot))
-            self._to_host += layout.slot_bytes
+            self._copy(self._host_slots, (transfer.host_slot,), self.programs.read_slot(transfer.slot))
+            self.bytes_to_host += layout.slot_bytes
 
     def _copy(self, target: dict[str, np.ndarray], at: tuple[int, ...], blocks: Blocks) -> None:
         for block in blocks.values():
+            assert isinstance(block, jax.Array)
             block.copy_to_host_async()
-        self._copies.append(_Copy(target, at, blocks))
+        self._copies.append(_Copy(self._plan, target, at, blocks))
 
     def _restore(self, transfer: Transfer) -> None:
-        self.finish()
-        self.programs.write_pages(transfer.pages, _taken(self._host.pages, transfer.host_pages))
-        self._to_device += len(transfer.pages) * self.programs.layout.page_bytes
+        self.finish(self._plan)
+        self.programs.write_pages(transfer.pages, _taken(self._host_pages, transfer.host_pages))
+        self.bytes_to_device += len(transfer.pages) * self.programs.layout.page_bytes
         if transfer.slot is not None:
-            slot = {} if transfer.host_slot is None else _taken(self._host.slots, (transfer.host_slot,))
+            slot = {} if transfer.host_slot is None else _taken(self._host_slots, (transfer.host_slot,))
             self._write_slot(transfer, slot)
 
     def _import(self, transfer: Transfer) -> None:
@@ -416,13 +401,13 @@ class Transfers:
                 size = len(next(iter(group.values())))
                 self.programs.write_group(pages[start : start + size], size, group)
                 start += size
-        self._to_device += len(transfer.pages) * self.programs.layout.page_bytes
+        self.bytes_to_device += len(transfer.pages) * self.programs.layout.page_bytes
         self._write_slot(transfer, state.slot)
 
     def _write_slot(self, transfer: Transfer, blocks: Blocks) -> None:
         assert transfer.slot is not None
         self.programs.write_slot(transfer.slot, transfer.num_tokens, blocks)
-        self._to_device += self.programs.layout.slot_bytes
+        self.bytes_to_device += self.programs.layout.slot_bytes
 
     def _export(self, transfer: Transfer) -> None:
         layout = self.programs.layout
