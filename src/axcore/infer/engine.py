@@ -41,7 +41,6 @@ class EngineStats(NamedTuple):
     Attributes:
         running, waiting: samples with and without a row.
         preempted: how often a sample lost its row to another.
-        offloaded: how often its state was copied to host memory, instead of being computed again.
         steps: steps so far.
         tokens: tokens sampled so far.
         prompt_tokens: tokens of the prompts so far.
@@ -49,22 +48,23 @@ class EngineStats(NamedTuple):
         compiled: programs compiled so far.
         pages: the pages of the caches; None: they have none.
         host_pages: the pages in host memory; None: there are none.
+        offloaded: how often the state of a preempted sample was copied to host memory, instead of being computed again.
         bytes_to_host, bytes_to_device: decoding state that was copied so far.
     """
 
     running: int
     waiting: int
     preempted: int
-    offloaded: int
     steps: int
     tokens: int
     prompt_tokens: int
     cached_tokens: int
     compiled: int
     pages: PageUsage | None
-    host_pages: PageUsage | None
-    bytes_to_host: int
-    bytes_to_device: int
+    host_pages: PageUsage | None = None
+    offloaded: int = 0
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
 
 
 class Engine(config.Configurable):

@@ -18,8 +18,6 @@ from axcore.infer.transfers import RowState
 from axcore.module import Layer, functional
 from axcore.train.run.identity import is_layout, layout_fields
 
-_NUM_SAMPLED = 8  # parameters whose values are part of the identity of a model
-
 
 @dataclasses.dataclass(frozen=True)
 class Handover:
@@ -70,9 +68,9 @@ class Prefill(Protocol):
 
 
 def model_identity(model: Layer) -> str:
-    """Identifies a model: a hash of what its config computes, of its parameters' shapes, and of some of their values.
+    """Identifies a model: a hash of what its config computes, and of the shape and the first values of each parameter.
 
-    Kernels, caches and meshes do not change it. Models that differ only in values that are not sampled have the same.
+    Kernels, caches and meshes do not change it. Models that differ in later values only have the same identity.
     """
     cfg, params = model.config, jax.tree.leaves_with_path(functional(model)[1])
     fields = layout_fields(cfg)
@@ -80,9 +78,8 @@ def model_identity(model: Layer) -> str:
     parts += sorted(f"{path}={text}" for path, text in flatten(cfg).items() if not is_layout(path, fields))
     parts += [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in params]
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8)
-    leaves = [leaf for _, leaf in params if leaf.size]
-    sampled = leaves[:: -(-len(leaves) // _NUM_SAMPLED)] if leaves else []
-    for values in jax.device_get([leaf[(0,) * (leaf.ndim - 1)][:4] for leaf in sampled if leaf.ndim]):
+    first = [leaf[(0,) * (leaf.ndim - 1)][:4] for _, leaf in params if leaf.ndim and leaf.size]
+    for values in jax.device_get(first):
         digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()
 
