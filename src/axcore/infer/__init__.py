@@ -4,6 +4,7 @@ import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.infer.decoder import Decoder, Step
 from axcore.infer.engine import Engine, EngineStats
 from axcore.infer.generate import Generator, generate
+from axcore.infer.grammar import Grammar, GrammarCompiler, GrammarMatcher
 from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.streams import Stream
 
@@ -13,6 +14,9 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "Generator",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarMatcher",
     "Piece",
     "Request",
     "SamplingOptions",
