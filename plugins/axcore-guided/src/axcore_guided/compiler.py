@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from axcore.config import AxcoreError, ConfigError
@@ -30,7 +30,7 @@ class LLGuidance(GrammarCompiler):
 
     def __init__(self, cfg: Config, tokens: Sequence[bytes]):
         self.config, self._vocab_size = cfg, len(tokens)
-        self._tokenizer = LLTokenizer(_Vocabulary(tokens))
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Vocabulary(tokens)))
 
     def compile(self, grammar: Grammar) -> Matcher:
         limits = LLParserLimits(verbose_errors=False)
@@ -96,12 +96,11 @@ class Matcher(GrammarMatcher):
 
 
 class _Vocabulary:
-    """What `LLTokenizer` requires of a tokenizer.
+    """What `TokenizerWrapper` requires of a tokenizer.
 
     The engine decides where end tokens may be sampled, so llguidance gets one of its own after the vocabulary.
     """
 
-    is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes]):
@@ -110,10 +109,9 @@ class _Vocabulary:
         self.tokens = [each or b"<token %d>" % id for id, each in enumerate(tokens)] + [b"<end>"]
         self._single = {each: id for id, each in enumerate(tokens) if len(each) == 1}
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        """Any tokens of a text. Only for forced text, which is not used."""
-        content = text.encode() if isinstance(text, str) else text
-        return [self._single[content[at : at + 1]] for at in range(len(content))]
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a text, for tokens that a grammar forces, which the engine samples like others."""
+        return [self._single[text[at : at + 1]] for at in range(len(text)) if text[at : at + 1] in self._single]
 
 
 def _message(matcher: LLMatcher) -> str:
