@@ -13,8 +13,11 @@ from jaxtyping import Float
 from axcore import config
 from axcore.config import REQUIRED, ConfigError, NonNegativeInt, PositiveInt
 from axcore.config.types import conforms
+from axcore.infer.beams import Beam, BeamOptions, BeamSearch
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import normalized
+from axcore.infer.grammar import GrammarCompiler
+from axcore.infer.guide import Grammars, Guide
 from axcore.infer.handover import DeliverHandover, HandedOver, Handover, Prefill, model_identity
 from axcore.infer.host_pool import HostLimits
 from axcore.infer.loop import EngineLoop
@@ -108,6 +111,8 @@ class Engine(config.Configurable):
         to host memory and back. Without room in `host_cache_bytes`, it is computed again."""
         host_cache_bytes: NonNegativeInt = 0
         """Host memory for the decoding state of preempted samples, and for prefixes that leave the page pool."""
+        grammars: GrammarCompiler.Config | None = None
+        """Compiles the grammars of requests; None: requests with a grammar are refused."""
 
     config: Config
 
@@ -136,6 +141,11 @@ class Engine(config.Configurable):
         pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
         widest = min(cfg.step_tokens, cfg.max_len)
         buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
+        self._grammars = None
+        if cfg.grammars is not None:
+            if tokenizer is None:
+                raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
+            self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
         kept = StateLayout(decoder, state)
         host = _host_limits(cfg, kept, shares_prefixes=self._pool is not None and self._pool.shares_prefixes)
         self._transfers = Transfers(self._programs, kept, host)
@@ -201,11 +211,12 @@ class Engine(config.Configurable):
         return Request(tuple(ids.tolist()), options or SamplingOptions())
 
     def check(self, request: Request) -> None:
-        """Checks a request without queueing it. May be called from any thread.
+        """Checks a request without queueing it. May be called from any thread. Compiles its grammar, which may take
+        long if no recent request had it.
 
         Raises:
             ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, a stop
-                string requires a tokenizer, or the request names an adapter.
+                string requires a tokenizer, the grammar is not valid or not supported, or the request names an adapter.
         """
         if not isinstance(request, Request):
             raise ConfigError(
@@ -229,6 +240,13 @@ class Engine(config.Configurable):
                     f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
                 )
         self._scheduler.check(request)
+        if options.grammar is not None:
+            if self._grammars is None:
+                raise ConfigError(
+                    "sampling.grammar requires a grammar compiler. Install a plugin that offers one (`axcore plugins` "
+                    "lists them), and set engine.grammars to its Config"
+                )
+            self._grammars.check(options.grammar)
 
     def _check_embeddings(self) -> None:
         if not self._programs.decoder.has_hidden_states:
@@ -256,12 +274,15 @@ class Engine(config.Configurable):
             handed = HandedOver(deliver, resume, self._in_prefill)
             handed.start(functools.partial(self._prefill.export, request, sample=sample))
             return handed.cancel
-        return self._loop.submit(request, deliver, self._text(request), sample=sample)
+        return self._loop.submit(request, deliver, self._text(request), self._guide(request), sample=sample)
 
     def _text(self, request: Request) -> TextStream | None:
         if self.tokenizer is None:
             return None
         return TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
+
+    def _guide(self, request: Request) -> Guide | None:
+        return None if self._grammars is None else self._grammars.guide(request.options)
 
     def export(self, request: Request, deliver: DeliverHandover, *, sample: int = 0) -> Callable[[], None]:
         """Computes the prompt of a request and its first token, for another engine that continues it with `resume`.
@@ -287,7 +308,7 @@ class Engine(config.Configurable):
             logprob = piece.logprobs[0] if piece.logprobs else None
             deliver(Handover(self._identity, request.ids + piece.ids, state, logprob, piece.prompt_logprobs))
 
-        return self._loop.submit(request, deliver, None, sample=sample, export=exported)
+        return self._loop.submit(request, deliver, None, self._guide(request), sample=sample, export=exported)
 
     def resume(self, request: Request, handover: Handover, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
         """Continues a request whose prompt another engine has computed. It delivers the first token, too.
@@ -310,7 +331,8 @@ class Engine(config.Configurable):
         self._transfers.programs.layout.check(handover.state)
         if not 0 <= handover.ids[-1] < self.vocab_size:
             raise ConfigError(f"handover: token id {handover.ids[-1]} is not below {self.vocab_size}")
-        return self._loop.submit(request, deliver, self._text(request), sample=sample, handover=handover)
+        text, guide = self._text(request), self._guide(request)
+        return self._loop.submit(request, deliver, text, guide, sample=sample, handover=handover)
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
         """Submits a request. Returns an iterator over the pieces of the sample; for errors see `submit`."""
@@ -318,7 +340,8 @@ class Engine(config.Configurable):
 
     def astream(self, request: Request, *, sample: int = 0) -> AsyncIterator[Piece]:
         """`stream` for asyncio. It submits when the first piece is awaited. A consumer that stops early cancels."""
-        return pieces_of(functools.partial(self.submit, request, sample=sample))
+        check = functools.partial(self.check, request)
+        return pieces_of(functools.partial(self.submit, request, sample=sample), check)
 
     def generate(self, requests: Iterable[Request], *, n: int = 1) -> list[Piece]:
         """Computes the samples of several requests together, each as one piece.
@@ -341,6 +364,45 @@ class Engine(config.Configurable):
         finally:
             for stream in streams:
                 stream.cancel()
+
+    def beam_search(self, prompts: Iterable[str | Many[int]], options: BeamOptions) -> list[list[Beam]]:
+        """The most likely outputs of each prompt that a beam search finds.
+
+        Each step of the search submits a request for one token after each unfinished output, those of all prompts
+        together. With prefix caching, it computes at most one page of tokens for each output; otherwise all its tokens.
+        More than 20 beams and end tokens compile another program.
+
+        Args:
+            prompts: the text or the token ids of each prompt.
+            options: the options.
+
+        Returns:
+            For each prompt the outputs, the best score first.
+
+        Raises:
+            AxcoreError: a prompt is empty or does not fit with `max_tokens`, or the engine failed.
+            ConfigError: a prompt is a text, and the engine has no tokenizer; or the vocabulary has fewer tokens than
+                `options.num_beams` and end tokens.
+        """
+        end_ids = {*options.stop_token_ids, *(() if options.ignore_eos else self.eos_ids)}
+        searches = [(ids, BeamSearch(options, end_ids)) for ids in self._ids(prompts)]
+        longest = SamplingOptions(max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids)
+        for ids, _ in searches:
+            self.check(Request(ids, longest))
+        one = SamplingOptions(temperature=0.0, max_tokens=1, logprobs=options.num_beams + len(end_ids))
+        while running := [(ids, search) for ids, search in searches if search.unfinished]:
+            requests = [Request(ids + more, one) for ids, search in running for more in search.unfinished]
+            found = iter(self.generate(requests))
+            for _, search in running:
+                search.advance([_top(next(found)) for _ in search.unfinished])
+        return [[self._with_text(ids, beam) for beam in search.finished] for ids, search in searches]
+
+    def _with_text(self, prompt: tuple[int, ...], beam: Beam) -> Beam:
+        if self.tokenizer is None:
+            return beam
+        stream = TextStream(self.tokenizer, prompt=prompt)
+        text = stream.add(beam.ids) + stream.finish()
+        return dataclasses.replace(beam, text=text)
 
     def score(self, prompts: Iterable[str | Many[int]]) -> list[tuple[TokenLogprob, ...]]:
         """The log-probability of each token of some rows but the first, given the tokens before it.
@@ -407,9 +469,15 @@ class Engine(config.Configurable):
         """
         if embeddings:
             self._check_embeddings()
-        transfers = handovers or self._prefill is not None or self.config.host_cache_bytes > 0
-        what = {"prompt_logprobs": prompt_logprobs, "embeddings": embeddings, "transfers": transfers}
-        self._loop.warm_up(tuple(methods), **what)
+        if self._grammars is not None:
+            self._grammars.warm_up()
+        self._loop.warm_up(
+            tuple(methods),
+            prompt_logprobs=prompt_logprobs,
+            embeddings=embeddings,
+            grammars=self._grammars is not None,
+            transfers=handovers or self._prefill is not None or self.config.host_cache_bytes > 0,
+        )
 
     def close(self) -> None:
         """Ends the engine and frees its caches. Unfinished samples get an error.
@@ -417,6 +485,12 @@ class Engine(config.Configurable):
         It may be called from any thread, also more than once. In `deliver`, it does not wait for the end.
         """
         self._loop.close()
+
+
+def _top(piece: Piece) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens in place of the only token of a piece."""
+    assert piece.logprobs is not None, "the request asks for log-probabilities"
+    return piece.logprobs[0].top
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:

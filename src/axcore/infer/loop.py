@@ -15,6 +15,7 @@ import numpy as np
 
 from axcore.config import AxcoreError
 from axcore.infer.embeddings import PooledStates
+from axcore.infer.guide import Guide
 from axcore.infer.handover import Handover
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
@@ -80,6 +81,7 @@ class EngineLoop:
         request: Request,
         deliver: Deliver,
         text: TextStream | None,
+        guide: Guide | None,
         *,
         sample: int,
         handover: Handover | None = None,
@@ -89,22 +91,39 @@ class EngineLoop:
 
         Args:
             text: converts the tokens of the sample to text.
+            guide: follows the grammar of the sample.
             handover: the prompt and the first token, which another engine has computed.
             export: receives the first token and the state of the prompt, in place of a call of `deliver`. The sample
                 ends with its first token.
         """
         sequence = Sequence(next(self._numbers), request, self._eos_ids)
-        sequence.is_exported = export is not None
+        sequence.needs_last_token, sequence.is_exported = guide is not None, export is not None
         pooled = None if request.pooling is None else PooledStates(request.pooling)
-        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, pooled, export)
+        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, guide, pooled, export)
         add = functools.partial(self._add, new)
         self._put(add if handover is None else functools.partial(self._resume, new, handover))
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
 
-    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool, embeddings: bool, transfers: bool) -> None:
+    def warm_up(
+        self,
+        methods: tuple[Method, ...],
+        *,
+        prompt_logprobs: bool,
+        embeddings: bool,
+        grammars: bool,
+        transfers: bool,
+    ) -> None:
         """See `Runner.warm_up`."""
-        what = {"prompt_logprobs": prompt_logprobs, "embeddings": embeddings, "transfers": transfers}
-        self._in_thread(functools.partial(self._runner.warm_up, methods, **what))
+        self._in_thread(
+            functools.partial(
+                self._runner.warm_up,
+                methods,
+                prompt_logprobs=prompt_logprobs,
+                embeddings=embeddings,
+                grammars=grammars,
+                transfers=transfers,
+            )
+        )
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -209,8 +228,11 @@ class EngineLoop:
 
     def _start(self, plan: Plan) -> StepInFlight:
         self.counters.steps += bool(plan.chunks)
+        samples = {chunk.sequence.id: self._samples[chunk.sequence.id] for chunk in plan.chunks}
         return self._runner.start(
-            plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks}
+            plan,
+            {number: sample.seed for number, sample in samples.items()},
+            {number: sample.guide.mask for number, sample in samples.items() if sample.guide is not None},
         )
 
     def _collect(self, flight: StepInFlight) -> None:
@@ -224,7 +246,9 @@ class EngineLoop:
                 sample.pooled.add(states, start=chunk.start)
         for number, each in found.items():
             if each.token is None and self._scheduler.cancel(number):
-                self._send(self._samples.pop(number), AxcoreError(_NO_TOKEN))
+                sample = self._samples.pop(number)
+                failure = None if sample.guide is None else sample.guide.failure
+                self._send(sample, failure or AxcoreError(_NO_TOKEN))
         for sequence in self._scheduler.record(flight.plan, {number: each.token for number, each in found.items()}):
             sample = self._samples[sequence.id]
             if sample.pooled is not None:
@@ -247,13 +271,16 @@ class EngineLoop:
     def _deliver(self, sample: _Sample, new: SampledToken) -> None:
         """Delivers a new token, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
+        if sample.guide is not None and sequence.finish_reason != "stop":
+            sample.guide.accept(sequence.tokens[-1])
+            if sample.guide.has_ended:
+                self._stop(sequence)
         if sequence.num_output == 1:
             self.counters.cached_tokens += sequence.num_cached or 0
         if stream is not None:
             text = stream.add(sequence.tokens[-1:])
             if stream.stopped is not None and sequence.finish_reason != "stop":
-                self._scheduler.cancel(sequence.id, "stop")
-                sequence.finish_reason = "stop"
+                self._stop(sequence)
             elif sequence.finish_reason is not None:
                 text += stream.finish()
         logprobs = None if new.logprob is None else (new.logprob,)
@@ -275,6 +302,11 @@ class EngineLoop:
             (sample, piece), state = self._exports.pop(number), exported.pop(number)
             assert sample.export is not None
             self._call(sample, functools.partial(sample.export, piece, state))
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Ends a sequence with its last token, which may also be the last one by its length."""
+        self._scheduler.cancel(sequence.id, "stop")
+        sequence.finish_reason = "stop"
 
     def _send(self, sample: _Sample, piece: Piece | AxcoreError) -> None:
         """Calls `deliver`. A sample whose `deliver` raises ends, and others go on."""
@@ -304,6 +336,7 @@ class _Sample:
     deliver: Deliver
     seed: Seed
     text: TextStream | None
+    guide: Guide | None
     pooled: PooledStates | None
     export: Callable[[Piece, RowState], None] | None
     scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
