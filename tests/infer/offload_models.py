@@ -12,8 +12,10 @@ from axcore_paged_kv.cache import PagedCache
 from axcore_rope.rotary import Rotary
 
 MAX_LEN = 48
-GREEDY = SamplingOptions(temperature=0.0, max_tokens=14)
-SEEDED = SamplingOptions(seed=11, top_k=8, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.1, max_tokens=14)
+GREEDY = SamplingOptions(temperature=0.0, max_tokens=14, ignore_eos=True)
+SEEDED = SamplingOptions(
+    seed=11, top_k=8, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.1, max_tokens=14, ignore_eos=True
+)
 
 
 @dataclasses.dataclass(frozen=True)

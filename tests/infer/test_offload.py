@@ -197,7 +197,7 @@ def on_eight_devices_and_one():
     found = []
     for each in (layout, None):
         cfg = Engine.Config(
-            cache=case.cache, max_len=MAX_LEN, max_rows=3, step_tokens=16, preemption="offload", host_cache_bytes=10**6
+            cache=case.cache, max_len=MAX_LEN, max_rows=4, step_tokens=16, preemption="offload", host_cache_bytes=10**6
         )
         with cfg.build(case.model(), layout=each) as engine:
             engine.warm_up(["greedy", "full"])
@@ -229,7 +229,7 @@ def test_settings_without_room_or_use_raise():
 def test_host_memory_is_divided_between_pages_and_slots():
     case = CASES["mamba2-paged"]
     layout = StateLayout(*decoder_and_state(case, case.model()))
-    size = 4 * layout.slot_bytes + 7 * layout.page_bytes
-    found = host_limits(layout, size, max_rows=2, offloads_preempted=True)
-    assert found.num_slots == 2
-    assert found.num_pages == (size - 2 * layout.slot_bytes) // layout.page_bytes
+    for size, num_slots in ((40 * layout.slot_bytes, 16), (9 * layout.slot_bytes, 4)):
+        found = host_limits(layout, size, max_rows=2, offloads_preempted=True)
+        assert found.num_slots == num_slots
+        assert found.num_pages == (size - num_slots * layout.slot_bytes) // layout.page_bytes

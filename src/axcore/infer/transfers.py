@@ -168,13 +168,13 @@ def _num_bytes(blocks: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 def host_limits(layout: StateLayout, num_bytes: int, *, max_rows: int, offloads_preempted: bool) -> HostLimits:
     """How many pages and slots fit into `num_bytes` of host memory.
 
-    Without pages, all of it is for slots. With both, at most half of it is, for up to `max_rows` rows.
+    Without pages, all of it is for slots. With both, at most half of it is, for up to 8 times `max_rows` rows.
     """
     if not layout.pages:
         return HostLimits(0, num_bytes // layout.slot_bytes, offloads_preempted)
     num_slots = None
     if layout.slot:
-        num_slots = min(max_rows, num_bytes // 2 // layout.slot_bytes)
+        num_slots = min(8 * max_rows, num_bytes // 2 // layout.slot_bytes)
         num_bytes -= num_slots * layout.slot_bytes
     return HostLimits(num_bytes // layout.page_bytes, num_slots, offloads_preempted)
 
