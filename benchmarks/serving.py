@@ -70,9 +70,7 @@ def decoding_model(given: Any) -> ax.Layer:
 
 
 def case(model: ax.Layer, cache: KVCache.Config, rows: int, given: Any) -> dict[str, Any]:
-    cfg = Engine.Config(
-        cache=cache, max_rows=rows, max_len=given.input + given.output, step_tokens=given.step_tokens
-    )
+    cfg = Engine.Config(cache=cache, max_rows=rows, max_len=given.input + given.output, step_tokens=given.step_tokens)
     began = time.perf_counter()
     with cfg.build(model) as engine:
         engine.warm_up(("greedy",))

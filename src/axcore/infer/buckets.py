@@ -10,8 +10,9 @@ from typing import NamedTuple
 LARGEST_PART = 128
 """Tokens of the parts into which prompts are divided, if a step has several times as many."""
 SHORT = 64
-"""Tokens of a short prompt. Without parts, several such prompts share a call. A prompt that is computed together with
-rows that decode is padded to at least as many."""
+"""Tokens of a short prompt. Without parts, several such prompts may be computed together with rows that decode."""
+LONG = 256
+"""Without parts, the number of tokens up to which a longer prompt has a program of its own only if no row decodes."""
 SMALLEST = 16
 """A prompt is padded to at least this many tokens."""
 
@@ -35,7 +36,8 @@ class Buckets:
     Attributes:
         rows: rows that decode.
         prompts: rows that compute prompts, by number of tokens.
-        mixed: those of them that are computed together with rows that decode, of which there are `rows[-1]`.
+        mixed: such rows that are computed together with rows that decode, of which there are `rows[-1]`. There are few
+            shapes, since each requires a program.
         widths: new tokens of a prompt that is computed by a call of its own, because its log-probabilities or hidden
             states are asked for.
         pages: pages of a row in the page table; empty if the caches have no pages.
@@ -68,17 +70,17 @@ class Buckets:
         if has_parts:
             part = min(LARGEST_PART, max(SMALLEST, step_tokens // 4), max_len)
             sizes = _powers(SMALLEST, -(-step_tokens // part) * part, 4)
-            prompts = {Shape(-(-size // part), min(size, part)) for size in sizes}
+            prompts = tuple(Shape(-(-size // part), min(size, part)) for size in sizes)
+            mixed = tuple(shape for shape in prompts if shape.rows * shape.width > SHORT) or prompts[-1:]
         else:
-            prompts = {Shape(1, width) for width in widths}
-            if step_tokens > SHORT:
-                prompts.add(Shape(min(max_rows, step_tokens // SHORT), min(SHORT, max_len)))
-        ordered = tuple(sorted(prompts, key=lambda shape: (shape.rows * shape.width, shape.width)))
-        mixed = tuple(shape for shape in ordered if shape.rows * shape.width >= SHORT) or ordered[-1:]
+            prompts = tuple(Shape(1, width) for width in widths)
+            mixed = tuple(shape for shape in prompts if shape.width > LONG) or prompts[-1:]
+            if mixed[0].width > SHORT:
+                mixed = Shape(min(max_rows, max(1, step_tokens // LONG)), SHORT), *mixed
         if pages_per_row is None:
-            return cls((max_rows,), ordered, mixed, widths, (), part)
+            return cls((max_rows,), prompts, mixed, widths, (), part)
         pages = {-(-pages_per_row // 4**quarter) for quarter in range(tables)}
-        return cls(_powers(1, max_rows, 2), ordered, mixed, widths, tuple(sorted(pages)), part)
+        return cls(_powers(1, max_rows, 2), prompts, mixed, widths, tuple(sorted(pages)), part)
 
     def fit(self, counts: Sequence[int], *, mixed: bool) -> tuple[int, Shape]:
         """How many of these chunks of prompts fit into one call, the first ones, and the smallest shape for them.

@@ -19,6 +19,7 @@ from axcore.infer.sampling import Counts, LogProbs, Sampled, SamplingRows, log_p
 from axcore.infer.sampling.rows import USUAL_LOGPROBS
 from axcore.module import Tree
 from axcore.nn import Phase
+from axcore.parallel import constrain
 
 
 class Batch(NamedTuple):
@@ -163,7 +164,11 @@ class Programs:
             steps.append(dataclasses.replace(step, logits_at=jnp.maximum(step.lengths - 1, 0)[:, None]))
         logits, state = self.decoder(params, state, steps)
         found = jnp.concatenate([of_step[:, 0] for of_step in logits]) if len(logits) > 1 else logits[0][:, 0]
-        return found if at is None else found[at], state
+        found = found if at is None else found[at]
+        if self.decoder.layout is not None:  # equal shardings, so that one program samples from all of them
+            with self.decoder.layout.active():
+                found = constrain(found, "batch", "vocab")
+        return found, state
 
     def _trace_scorer(
         self, params: Tree, state: Tree, last: jax.Array, rows: Batch, targets: jax.Array
