@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from axcore.infer.buckets import Buckets, Shape, bucket
 from axcore.infer.programs import Batch, Programs
@@ -21,6 +21,9 @@ from axcore.infer.sequences import Chunk, Plan
 
 Seed = tuple[int, int]
 """The words of a seed; see `seed_words`."""
+
+Mask = Callable[[], Int32[np.ndarray, " words"]]
+"""Returns the tokens that a sequence may sample, as `NextToken.grammar`."""
 
 
 class SampledToken(NamedTuple):
@@ -87,12 +90,14 @@ class Runner:
         self._decoder = programs.decoder
         self._is_whole = self._decoder.paging is None
 
-    def start(self, plan: Plan, seeds: Mapping[int, Seed]) -> StepInFlight:
+    def start(self, plan: Plan, seeds: Mapping[int, Seed], masks: Mapping[int, Mask]) -> StepInFlight:
         """Starts a step, without waiting for the device.
 
         Args:
             plan: the newest plan of the scheduler.
             seeds: the seed of each sequence, by id.
+            masks: the tokens that each sequence with a grammar may sample, by id. They are computed while the device
+                runs the model.
         """
         calls, scores, states = [], [], []
         for chunk in plan.prefill:
@@ -105,7 +110,7 @@ class Runner:
         while decode or prompts:  # usually one call
             number, rows, logits = self._call(decode, prompts)
             if rows:
-                calls.append(self._sampled(rows, logits, seeds))
+                calls.append(self._sampled(rows, logits, seeds, masks))
             decode, prompts = (), prompts[number:]
         for chunk in filter(_is_alone, plan.prefill):
             batch = self._packed({0: _whole(chunk)}, Shape(1, bucket(self._buckets.widths, chunk.count)), 1)
@@ -115,7 +120,7 @@ class Runner:
             logits, found = self._programs.scored(batch, self._targets(chunk, batch.ids.shape[1]))
             scores.append((chunk, found))
             if chunk.is_last:
-                calls.append(self._sampled({0: chunk}, logits, seeds))
+                calls.append(self._sampled({0: chunk}, logits, seeds, masks))
         for array in jax.tree.leaves([found for _, found in scores] + [found for _, found in states]):
             array.copy_to_host_async()
         return StepInFlight(plan, calls, scores, states)
@@ -148,13 +153,14 @@ class Runner:
         for chunk, on_device in flight.states:
             yield chunk, jax.device_get(on_device)
 
-    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool) -> None:
+    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool, grammars: bool) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
             embeddings: whether to compile the programs for embeddings.
+            grammars: whether to compile the programs that sample with a grammar, for the method `full`.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         buckets, most = self._buckets, self._buckets.rows[-1]
@@ -177,6 +183,9 @@ class Runner:
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)
+            if grammars and method == "full":
+                every = np.full(-(-self._programs.vocab_size // 32), -1, np.int32)
+                self._sample(of_size, [dataclasses.replace(padding, grammar=every)] * size, method)
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
 
@@ -242,14 +251,20 @@ class Runner:
         return Batch(ids, ints, table)
 
     def _sampled(
-        self, rows: Mapping[int, Chunk], logits: Float[Array, "rows vocab"], seeds: Mapping[int, Seed]
+        self,
+        rows: Mapping[int, Chunk],
+        logits: Float[Array, "rows vocab"],
+        seeds: Mapping[int, Seed],
+        masks: Mapping[int, Mask],
     ) -> SamplerCall:
         tokens = [PADDING] * logits.shape[0]
         for row, chunk in rows.items():
             sequence = chunk.sequence
             position = chunk.start + chunk.count
             num_output = position - len(sequence.request.ids)
-            tokens[row] = NextToken(sequence.request.options, seeds[sequence.id], position, num_output, _slot(chunk))
+            seed, mask = seeds[sequence.id], masks.get(sequence.id)
+            grammar = None if mask is None else mask()
+            tokens[row] = NextToken(sequence.request.options, seed, position, num_output, _slot(chunk), grammar)
         found = self._sample(logits, tokens, None)
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
