@@ -1,5 +1,8 @@
 """Steps that compute rows that decode and several prompts in one call, for every kind of decoding state."""
 
+import dataclasses
+import queue
+
 import jax
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from axcore.testing.models import VOCAB_SIZE, tiny_model
 from axcore_paged_kv.cache import PagedCache
 
 MAX_LEN = 80
-LENGTHS = (1, 9, 40, 3, 20, 33)
+LENGTHS, OUTPUTS = (1, 9, 40, 3, 20, 33), (3, 8, 6, 3, 5, 4)
 CONTIGUOUS, PAGED = ContiguousCache.Config(), PagedCache.Config(page_size=4, num_pages=60)
 LATENT = LatentAttention.Config(
     num_heads=4, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, value_dim=3, absorb_up_to=2
@@ -37,11 +40,11 @@ def config(name):
     return ax.pipe(cfg, *MODELS[name])
 
 
-def recomputed(cfg, prompts, count):
+def recomputed(cfg, prompts):
     """The greedy tokens of each prompt and their log-probabilities, by recomputing the whole row for each token."""
     fn, params, state = functional(without_caches(cfg).build(rngs=ax.Rngs(0)))
     scores = jax.jit(lambda row, at: jax.nn.log_softmax(fn(params, state, row[None])[0][0][0, at]))
-    for ids in prompts:
+    for ids, count in zip(prompts, OUTPUTS, strict=True):
         row, tokens, found = np.zeros(MAX_LEN, np.int32), list(ids), []
         for _ in range(count):
             row[: len(tokens)] = tokens
@@ -67,10 +70,16 @@ def calls(monkeypatch):
     return counted
 
 
-def run(model, cache, prompts, options, **fields):
+def run(model, cache, prompts, **fields):
+    """Greedy samples of different lengths, so that requests start while others decode."""
+    options = SamplingOptions(temperature=0.0, ignore_eos=True, logprobs=0)
+    asked = [
+        Request(ids, dataclasses.replace(options, max_tokens=count))
+        for ids, count in zip(prompts, OUTPUTS, strict=True)
+    ]
     cfg = Engine.Config(**{"cache": cache, "max_len": MAX_LEN, "max_rows": 4, "step_tokens": 512, **fields})
     with cfg.build(model) as engine:
-        return engine.generate([Request(ids, options) for ids in prompts])
+        return engine.generate(asked)
 
 
 @pytest.mark.long
@@ -93,9 +102,8 @@ def run(model, cache, prompts, options, **fields):
 def test_mixed_steps_equal_full_recomputation(name, cache, calls):
     cfg, random = config(name), np.random.default_rng(0)
     prompts = [tuple(random.integers(0, VOCAB_SIZE, length).tolist()) for length in LENGTHS]
-    options = SamplingOptions(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
-    found = run(cfg.build(rngs=ax.Rngs(0)), cache, prompts, options, step_tokens=64 if cache is PAGED else 512)
-    for piece, (ids, scores) in zip(found, recomputed(cfg, prompts, 6), strict=True):
+    found = run(cfg.build(rngs=ax.Rngs(0)), cache, prompts, step_tokens=64 if cache is PAGED else 512)
+    for piece, (ids, scores) in zip(found, recomputed(cfg, prompts), strict=True):
         assert piece.ids == ids
         np.testing.assert_allclose([each.logprob for each in piece.logprobs], scores, atol=1e-4)
     assert any(decode and prefill for decode, prefill in calls), "no step was mixed"
@@ -106,12 +114,11 @@ def test_mixed_steps_equal_full_recomputation(name, cache, calls):
 def test_results_do_not_depend_on_the_rows_of_a_step(dtype, calls):
     model, random = ax.pipe(config("moe")).build(rngs=ax.Rngs(0)), np.random.default_rng(1)
     prompts = [tuple(random.integers(0, VOCAB_SIZE, length).tolist()) for length in LENGTHS]
-    options = SamplingOptions(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
     cache = PAGED.set(dtype=dtype)
-    together = run(model, cache, prompts, options, step_tokens=64)
+    together = run(model, cache, prompts, step_tokens=64)
     assert any(decode and prefill > 1 for decode, prefill in calls), "no step was mixed with two prompts"
     calls.clear()
-    alone = run(model, cache, prompts, options, max_rows=1, step_tokens=MAX_LEN)
+    alone = run(model, cache, prompts, max_rows=1, step_tokens=MAX_LEN)
     assert not any(decode and prefill for decode, prefill in calls)
     for left, right in zip(together, alone, strict=True):
         assert left.ids == right.ids
@@ -124,12 +131,15 @@ def test_a_step_with_prompts_is_one_call(calls):
     model = ax.pipe(tiny_model(), ax.use("rope")).build(rngs=ax.Rngs(0))
     cfg = Engine.Config(cache=PAGED, max_len=MAX_LEN, max_rows=4, step_tokens=64)
     with cfg.build(model) as engine:
-        steps = engine.stats.steps
-        first = engine.stream(Request((1, 2, 3), SamplingOptions(max_tokens=70, ignore_eos=True)))
-        next(first)
-        engine.generate([Request(tuple(range(size)), SamplingOptions(max_tokens=1)) for size in (30, 20)])
-        first.cancel()
-        assert len(calls) == engine.stats.steps - steps
+        ended, short = queue.SimpleQueue(), SamplingOptions(max_tokens=1)
+
+        def begun(piece):  # in the engine's thread, so that both arrive before the next step
+            if len(calls) == 2:
+                for size in (30, 20):
+                    engine.submit(Request(tuple(range(size)), short), ended.put)
+
+        engine.submit(Request((1, 2, 3), SamplingOptions(max_tokens=6, ignore_eos=True)), begun)
+        assert [ended.get(timeout=300).finish_reason for _ in range(2)] == ["length"] * 2
     assert (1, 2) in calls
 
 
