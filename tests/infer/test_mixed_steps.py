@@ -136,7 +136,7 @@ def test_a_step_with_prompts_is_one_call(calls):
         def begun(piece):  # in the engine's thread, so that both arrive before the next step
             if len(calls) == 2:
                 for size in (30, 20):
-                    engine.submit(Request(tuple(range(size)), short), ended.put)
+                    engine.submit(Request((size,) * size, short), ended.put)
 
         engine.submit(Request((1, 2, 3), SamplingOptions(max_tokens=6, ignore_eos=True)), begun)
         assert [ended.get(timeout=300).finish_reason for _ in range(2)] == ["length"] * 2
