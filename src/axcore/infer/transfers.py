@@ -13,9 +13,10 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Shaped
 
 from axcore.config import ConfigError
+from axcore.infer.buckets import bucket
 from axcore.infer.decoder import Decoder
 from axcore.infer.host_pool import HostLimits
-from axcore.infer.programs import Programs, bucket
+from axcore.infer.programs import Programs
 from axcore.infer.sequences import Transfer
 from axcore.module import Tree
 
