@@ -12,8 +12,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
+from axcore.infer.adapters import Adapters
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
-from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, for_decoding, fused, unstack_arrays, unstacked
+from axcore.nn import (
+    ADAPTERS,
+    CachedRows,
+    KVCache,
+    Paging,
+    Phase,
+    TokenInfo,
+    for_decoding,
+    fused,
+    unstack_arrays,
+    unstacked,
+)
 from axcore.nn.attention.heads import check_heads
 from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
@@ -33,6 +45,7 @@ class Step:
         lengths: the number of new tokens in each row, without padding; None: the width.
         slots: the slot of each row in the state, without duplicates. None: row i uses slot i, and every slot has a row.
         logits_at: the tokens of each row whose logits are computed, as indices into the width; None: all tokens.
+        adapters: the slot of the adapter of each row, -1 for none; None: no row has an adapter (see `Adapters`).
         pages: the pages of each row, in order, for paged caches; `Paging.num_pages` marks an unused entry. None: each
             slot has its own pages, which requires a pool with room for every slot.
         phase: `prefill` or `decode`; None: `decode` if the width is 1, otherwise `prefill`.
@@ -47,6 +60,7 @@ class Step:
     slots: Int[Array, " batch"] | None = None
     logits_at: Int[Array, "batch logits"] | None = None
     pages: Int[Array, "batch pages_per_row"] | None = None
+    adapters: Int[Array, " batch"] | None = None
     phase: Phase | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
@@ -67,7 +81,7 @@ class Step:
         for name, array in arrays.items():
             if not jnp.issubdtype(array.dtype, jnp.integer):
                 raise ConfigError(f"Step.{name} must have an integer dtype, not {array.dtype}")
-            if name in ("start", "lengths", "slots") and array.shape != batch:
+            if name in ("start", "lengths", "slots", "adapters") and array.shape != batch:
                 raise ConfigError(
                     f"Step.{name} must have shape {batch}, one number for each row; got shape {array.shape}"
                 )
@@ -124,6 +138,7 @@ class Decoder:
         layout: Layout | None = None,
         unstack: bool = True,
         fuse: bool = True,
+        adapters: Adapters | None = None,
     ) -> tuple[Decoder, Tree, Tree]:
         """Converts a model that was built for training.
 
@@ -138,6 +153,7 @@ class Decoder:
             fuse: whether a single device computes the products of one input as one product, such as queries, keys and
                 values, or gate and up (see `axcore.nn.fused`). This copies their weights once. On several devices they
                 stay apart, since each array is divided between the devices.
+            adapters: adds room for adapters to the model. Products of layers with adapters stay apart.
 
         Returns:
             The decoder, the parameters and the initial state.
@@ -161,6 +177,8 @@ class Decoder:
         if unstack:
             params, held = unstack_arrays(cfg, params), unstack_arrays(cfg, held)
             cfg = unstacked(cfg)
+        if adapters is not None:
+            cfg = adapters.attach(cfg)
         if fuse and _is_single(layout):
             cfg, params = fused(cfg, params, held)
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
@@ -296,6 +314,7 @@ class Decoder:
                 valid=valid,
                 cached=cached,
                 logits_at=step.logits_at,
+                shared=None if step.adapters is None else {ADAPTERS: _of_tokens(step.adapters, width)},
             )
         at = jnp.arange(width)[None] if step.logits_at is None else step.logits_at
         asked = start[:, None] + at
@@ -329,6 +348,10 @@ class Decoder:
         if not any(isinstance(each, jax.core.Tracer) for each in (table, step.start, lengths)):
             paging.check(table, step.start, np.broadcast_to(lengths, step.start.shape))
         return table.astype(jnp.int32)
+
+
+def _of_tokens(rows: Int[Array, " batch"], width: int) -> Int[Array, "batch width"]:
+    return jnp.broadcast_to(rows.astype(jnp.int32)[:, None], (rows.shape[0], width))
 
 
 def _is_single(layout: Layout | None) -> bool:

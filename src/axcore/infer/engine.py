@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Many
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from axcore import config
-from axcore.config import REQUIRED, ConfigError, PositiveInt
+from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
+from axcore.infer.adapters import Adapters
 from axcore.infer.decoder import Decoder
+from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
 from axcore.infer.programs import Buckets, Programs
@@ -83,6 +85,8 @@ class Engine(config.Configurable):
         page_tables: PositiveInt = 1
         """The number of sizes of page tables for which programs are compiled, each a quarter of the next. More sizes
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
+        adapters: Adapters.Config | None = None
+        """Room for adapters, which requests choose by name, such as that of axcore-lora; None: no adapters."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
 
@@ -97,12 +101,20 @@ class Engine(config.Configurable):
         eos_ids: Iterable[int] = (),
         layout: Layout | None = None,
     ):
+        self._adapters = None if cfg.adapters is None else cfg.adapters.build()
         decoder, params, state = Decoder.of(
-            model, cache=cfg.cache, batch_size=cfg.max_rows, max_len=cfg.max_len, layout=layout
+            model,
+            cache=cfg.cache,
+            batch_size=cfg.max_rows,
+            max_len=cfg.max_len,
+            layout=layout,
+            adapters=self._adapters,
         )
         _check(cfg, decoder)
         self.config, self.tokenizer, self.eos_ids = cfg, tokenizer, tuple(eos_ids)
-        self._programs = Programs(decoder, params, state, getattr(model.config, "vocab_size", None))
+        vocab_size = getattr(model.config, "vocab_size", None)
+        self._programs = Programs(decoder, params, state, vocab_size, adapters=self._adapters)
+        self._loaded = LoadedAdapters(0 if cfg.adapters is None else cfg.adapters.max_adapters)
         self._pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
@@ -112,7 +124,7 @@ class Engine(config.Configurable):
         buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
         runner = Runner(self._programs, buckets, self.eos_ids)
         self._scheduler = Scheduler(SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
-        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
+        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded)
 
     def __enter__(self) -> Self:
         return self
@@ -156,7 +168,54 @@ class Engine(config.Configurable):
             pages=None if pool is None else pool.usage,
         )
 
-    def request(self, prompt: str, options: SamplingOptions | None = None) -> Request:
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters, which requests may have as `adapter`."""
+        return self._loaded.names
+
+    def load_adapter(self, name: str, source: Any) -> None:  # Any: what the adapters of the engine load from
+        """Loads an adapter for requests with this name. Compiles nothing after `warm_up`.
+
+        If the name is loaded, requests from now on use the new adapter, and share no cached prefix with earlier ones.
+        Running requests keep the old adapter, which therefore keeps its slot until they end.
+
+        Args:
+            name: the name in requests.
+            source: a folder or an adapter in memory; see the implementation of `Engine.Config.adapters`.
+
+        Raises:
+            AxcoreError: the engine has no adapters or no free slot, or the adapter cannot be read or does not fit the
+                model.
+        """
+        if self._adapters is None:
+            raise ConfigError(
+                f"adapter {name!r}: the engine has no room for adapters. Set engine.adapters, for example to that of "
+                f"axcore-lora"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"the name of an adapter must be a text, not {name!r}. Use the name that requests give")
+        try:
+            arrays = self._adapters.arrays(source, self._programs.state_shapes)
+        except AxcoreError as error:
+            error.add_note(f"while loading the adapter {name!r}")
+            raise
+
+        def load() -> None:
+            slot = self._loaded.free_slot(name, self._scheduler.adapters)
+            self._programs.write_adapter(arrays, slot)
+            self._loaded.add(name, slot)
+
+        self._loop.in_thread(load)
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter. Later requests with its name are refused. Running requests keep it until they end.
+
+        Raises:
+            AxcoreError: it is not loaded.
+        """
+        self._loop.in_thread(functools.partial(self._loaded.remove, name))
+
+    def request(self, prompt: str, options: SamplingOptions | None = None, *, adapter: str | None = None) -> Request:
         """A request for a text.
 
         Raises:
@@ -165,14 +224,14 @@ class Engine(config.Configurable):
         if self.tokenizer is None:
             raise ConfigError("engine.request requires a tokenizer. Give the engine one, or create a Request of ids")
         ids = self.tokenizer.prompt(prompt.encode("utf-8", "surrogateescape"))
-        return Request(tuple(ids.tolist()), options or SamplingOptions())
+        return Request(tuple(ids.tolist()), options or SamplingOptions(), adapter=adapter)
 
     def check(self, request: Request) -> None:
         """Checks a request without queueing it. May be called from any thread.
 
         Raises:
             ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, a stop
-                string requires a tokenizer, or the request names an adapter.
+                string requires a tokenizer, or the adapter is not loaded.
         """
         if not isinstance(request, Request):
             raise ConfigError(
@@ -180,7 +239,7 @@ class Engine(config.Configurable):
             )
         request.check(self.vocab_size)
         if request.adapter is not None:
-            raise ConfigError(f"request.adapter={request.adapter!r}: the engine has no adapters. Use None")
+            self._loaded.find(request.adapter)
         options = request.options
         if options.stop and self.tokenizer is None:
             raise ConfigError(

@@ -136,6 +136,7 @@ class Runner:
             self._sample(of_size, [padding] * size, method)
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
+        self._programs.warm_up_adapters()
 
     def _row(self, row: int, chunk: Chunk) -> int:
         """The row of a chunk that decodes: without pages its slot, because caches of all slots are read in place."""
@@ -157,8 +158,8 @@ class Runner:
 
     def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Batch:
         """The chunks in `size` rows of `width` tokens, with page tables of the bucket of at least `pages`."""
-        ids, ints, table = np.zeros((size, width), np.int32), np.zeros((size, 4), np.int32), None
-        ints[:, 2] = self._decoder.batch_size  # out of range
+        ids, ints, table = np.zeros((size, width), np.int32), np.zeros((size, 5), np.int32), None
+        ints[:, 2:] = self._decoder.batch_size, 0, -1  # a slot that is out of range, and no adapter
         if (paging := self._decoder.paging) is not None:
             longest = max((len(chunk.sequence.pages) for chunk in rows.values()), default=0)
             pages = bucket(self._buckets.pages, max(pages, longest))
@@ -167,7 +168,8 @@ class Runner:
             sequence = chunk.sequence
             ids[row, : len(chunk.ids)] = chunk.ids
             assert sequence.slot is not None
-            ints[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids)
+            adapter = -1 if sequence.adapter is None else sequence.adapter.slot
+            ints[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids), adapter
             if table is not None:
                 table[row, : len(sequence.pages)] = sequence.pages
         return Batch(ids, ints, table)

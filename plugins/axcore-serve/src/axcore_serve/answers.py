@@ -105,7 +105,8 @@ def requests_of(
     """
     try:
         options = SamplingOptions(**body.sampling, **fields)
-        found = [Request(tuple(ids), options, body.priority, body.cache_salt) for ids in prompts]
+        adapter = body.model if body.model in engine.adapters else None
+        found = [Request(tuple(ids), options, body.priority, body.cache_salt, adapter) for ids in prompts]
         for request in found:
             engine.check(request)
     except AxcoreError as error:

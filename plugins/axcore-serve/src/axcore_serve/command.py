@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 from axcore.config import AxcoreError
 
@@ -35,6 +36,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="name of the model in the API (default: the last part of MODEL)")
     for name, (kind, default, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
+    parser.add_argument(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        action="append",
+        default=[],
+        help="an adapter that requests choose by the model NAME; may be repeated",
+    )
+    parser.add_argument(
+        "--adapters",
+        metavar="ADAPTERS[:KEY=VALUE,...]",
+        help="room for adapters: one of the adapters that `axcore plugins` lists (default: lora, if there is an "
+        "--adapter)",
+    )
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     parser.add_argument(
@@ -51,11 +65,17 @@ def main(arguments: Sequence[str]) -> int:
         value, least = getattr(given, name.replace("-", "_")), 0 if name == "max-queue" else 1
         if not value >= least and not (isinstance(value, float) and value > 0):
             raise AxcoreError(f"--{name} must be at least {least}, not {value}")
+    adapters = dict(map(_adapter, given.adapter))
+    name = given.name or pathlib.PurePath(given.model).name
+    if len(adapters) < len(given.adapter) or name in adapters:
+        raise AxcoreError(f"--adapter: two models have the same name. Choose names that differ, also from {name!r}")
+    room = given.adapters or ("lora" if adapters else None)
     keys = [] if given.api_keys is None else _keys(given.api_keys)
     text = None if given.chat_template is None else _text(given.chat_template, "--chat-template")
 
     from axcore.cli.model import chosen_cache, loaded_model
-    from axcore.infer import Engine
+    from axcore.infer import Adapters, Engine
+    from axcore.plugin import AdaptersOffer, offered
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
     from axcore_serve.server import DrainingServer, listening
@@ -72,10 +92,15 @@ def main(arguments: Sequence[str]) -> int:
             drain_s=given.drain_timeout,
         )
         cfg = Engine.Config(
-            cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=given.step_tokens
+            cache=chosen_cache(given),
+            max_rows=given.max_rows,
+            max_len=given.max_len,
+            step_tokens=given.step_tokens,
+            adapters=None if room is None else cast(Adapters.Config, offered(AdaptersOffer, room)),
         )
-        name = given.name or pathlib.PurePath(given.model).name
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
+            for each, folder in adapters.items():
+                engine.load_adapter(each, folder)
             if not given.no_warm_up:
                 engine.warm_up(prompt_logprobs=given.prompt_logprobs)
             service = Service(engine, name, limits, keys=keys, template=template, scores_prompts=given.prompt_logprobs)
@@ -84,6 +109,13 @@ def main(arguments: Sequence[str]) -> int:
             print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
             DrainingServer(service).run(sockets=[listener])
     return 0
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise AxcoreError(f"--adapter {text}: must have the form NAME=FOLDER, such as sql=runs/sql")
+    return name, folder
 
 
 def _keys(file: str) -> list[str]:
