@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import gc
+import itertools
 import queue
 import subprocess
 import sys
@@ -168,8 +169,10 @@ def test_requests_that_cannot_run_raise(engine):
         engine.generate([Request((6,) * 48)])
     with pytest.raises(ConfigError, match=rf"request.ids: token id {VOCAB_SIZE} is not below {VOCAB_SIZE}"):
         engine.generate([Request((VOCAB_SIZE,))])
-    with pytest.raises(ConfigError, match=r"request.adapter='lora': the engine has no adapters. Use None"):
+    with pytest.raises(ConfigError, match=r"request.adapter='lora': the engine has no adapters. Use None, or set"):
         engine.generate([Request((6,), adapter="lora")])
+    with pytest.raises(ConfigError, match=r"adapter 'lora': the engine has no room for adapters. Set engine.adapters"):
+        engine.load_adapter("lora", "runs/lora")
     with pytest.raises(ConfigError, match=r"sampling.stop=\('a',\) requires a tokenizer"):
         engine.generate([Request((6,), SamplingOptions(stop=("a",)))])
 
@@ -430,7 +433,21 @@ def test_a_step_is_read_before_the_next_is_planned_only_if_a_sequence_needs_its_
         assert any(waiting) == (salt == "waits")
         assert all(chunk.ids for chunks in waiting for chunk in chunks)
         in_flight = [kind for kind, _ in events]
-        assert ("start", "start") in zip(in_flight, in_flight[1:], strict=False)
-        for (kind, plan), (after, _) in zip(events, events[1:], strict=False):
+        assert ("start", "start") in itertools.pairwise(in_flight)
+        for (kind, plan), (after, _) in itertools.pairwise(events):
             if kind == "start" and any(chunk.is_last for chunk in plan.chunks if chunk.sequence.needs_last_token):
                 assert after == "collect"
+
+
+def test_samples_of_a_request_share_its_prompt(engine):
+    (ids,) = prompts((17,), seed=8)
+    asked = [Request(ids, SamplingOptions(seed=3, max_tokens=5, ignore_eos=True)), Request(ids[:5], GREEDY)]
+    cached = engine.stats.cached_tokens
+    found = engine.generate(asked, n=3)
+    assert [piece.ids for piece in found[:3]] == [engine.stream(asked[0], sample=at).result().ids for at in range(3)]
+    assert len({piece.ids for piece in found[:3]}) == 3
+    assert [piece.ids for piece in found[3:]] == 3 * [engine.generate(asked[1:])[0].ids]
+    assert engine.stats.pages is None or engine.stats.cached_tokens >= cached + 2 * 16
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="n must be an int of at least 1"):
+            engine.generate(asked, n=wrong)

@@ -112,8 +112,9 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the chunk is only the last token of a sequence whose other tokens are computed."""
-        return self.start > 0 and self.count == 1 and self.is_last
+        """Whether the chunk is only the last token of a sequence whose other tokens are computed, and whose output is
+        sampled."""
+        return self.start > 0 and self.count == 1 and self.is_last and self.sequence.request.pooling is None
 
 
 @dataclasses.dataclass(frozen=True)
