@@ -2,19 +2,26 @@
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
 from axcore.infer.adapters import Adapters
+from axcore.infer.beams import Beam, BeamOptions
 from axcore.infer.decoder import Decoder, Step
 from axcore.infer.engine import Engine, EngineStats
 from axcore.infer.generate import Generator, generate
+from axcore.infer.grammar import Grammar, GrammarCompiler, GrammarMatcher
 from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.streams import Stream
 
 __all__ = [
     "Adapters",
+    "Beam",
+    "BeamOptions",
     "Decoder",
     "Engine",
     "EngineStats",
     "FinishReason",
     "Generator",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarMatcher",
     "Piece",
     "Request",
     "SamplingOptions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence as Many
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -13,8 +14,11 @@ from axcore import config
 from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
 from axcore.config.types import conforms
 from axcore.infer.adapters import Adapters
+from axcore.infer.beams import Beam, BeamOptions, BeamSearch
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import normalized
+from axcore.infer.grammar import GrammarCompiler
+from axcore.infer.guide import Grammars
 from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
@@ -94,6 +98,8 @@ class Engine(config.Configurable):
         """Room for adapters, which requests choose by name, such as that of axcore-lora; None: no adapters."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
+        grammars: GrammarCompiler.Config | None = None
+        """Compiles the grammars of requests; None: requests with a grammar are refused."""
 
     config: Config
 
@@ -127,6 +133,11 @@ class Engine(config.Configurable):
         pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
         widest = min(cfg.step_tokens, cfg.max_len)
         buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
+        self._grammars = None
+        if cfg.grammars is not None:
+            if tokenizer is None:
+                raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
+            self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
         runner = Runner(self._programs, buckets, self.eos_ids)
         self._scheduler = Scheduler(SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded)
@@ -232,11 +243,12 @@ class Engine(config.Configurable):
         return Request(tuple(ids.tolist()), options or SamplingOptions(), adapter=adapter)
 
     def check(self, request: Request) -> None:
-        """Checks a request without queueing it. May be called from any thread.
+        """Checks a request without queueing it. May be called from any thread. Compiles its grammar, which may take
+        long if no recent request had it.
 
         Raises:
             ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, a stop
-                string requires a tokenizer, or the adapter is not loaded.
+                string requires a tokenizer, the grammar is not valid or not supported, or the adapter is not loaded.
         """
         if not isinstance(request, Request):
             raise ConfigError(
@@ -260,6 +272,13 @@ class Engine(config.Configurable):
                     f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
                 )
         self._scheduler.check(request)
+        if options.grammar is not None:
+            if self._grammars is None:
+                raise ConfigError(
+                    "sampling.grammar requires a grammar compiler. Install a plugin that offers one (`axcore plugins` "
+                    "lists them), and set engine.grammars to its Config"
+                )
+            self._grammars.check(options.grammar)
 
     def _check_embeddings(self) -> None:
         if not self._programs.decoder.has_hidden_states:
@@ -285,7 +304,8 @@ class Engine(config.Configurable):
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
-        return self._loop.submit(request, deliver, text, sample=sample)
+        guide = None if self._grammars is None else self._grammars.guide(request.options)
+        return self._loop.submit(request, deliver, text, guide, sample=sample)
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
         """Submits a request. Returns an iterator over the pieces of the sample; for errors see `submit`."""
@@ -293,7 +313,8 @@ class Engine(config.Configurable):
 
     def astream(self, request: Request, *, sample: int = 0) -> AsyncIterator[Piece]:
         """`stream` for asyncio. It submits when the first piece is awaited. A consumer that stops early cancels."""
-        return pieces_of(functools.partial(self.submit, request, sample=sample))
+        check = functools.partial(self.check, request)
+        return pieces_of(functools.partial(self.submit, request, sample=sample), check)
 
     def generate(self, requests: Iterable[Request], *, n: int = 1) -> list[Piece]:
         """Computes the samples of several requests together, each as one piece.
@@ -316,6 +337,45 @@ class Engine(config.Configurable):
         finally:
             for stream in streams:
                 stream.cancel()
+
+    def beam_search(self, prompts: Iterable[str | Many[int]], options: BeamOptions) -> list[list[Beam]]:
+        """The most likely outputs of each prompt that a beam search finds.
+
+        Each step of the search submits a request for one token after each unfinished output, those of all prompts
+        together. With prefix caching, it computes at most one page of tokens for each output; otherwise all its tokens.
+        More than 20 beams and end tokens compile another program.
+
+        Args:
+            prompts: the text or the token ids of each prompt.
+            options: the options.
+
+        Returns:
+            For each prompt the outputs, the best score first.
+
+        Raises:
+            AxcoreError: a prompt is empty or does not fit with `max_tokens`, or the engine failed.
+            ConfigError: a prompt is a text, and the engine has no tokenizer; or the vocabulary has fewer tokens than
+                `options.num_beams` and end tokens.
+        """
+        end_ids = {*options.stop_token_ids, *(() if options.ignore_eos else self.eos_ids)}
+        searches = [(ids, BeamSearch(options, end_ids)) for ids in self._ids(prompts)]
+        longest = SamplingOptions(max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids)
+        for ids, _ in searches:
+            self.check(Request(ids, longest))
+        one = SamplingOptions(temperature=0.0, max_tokens=1, logprobs=options.num_beams + len(end_ids))
+        while running := [(ids, search) for ids, search in searches if search.unfinished]:
+            requests = [Request(ids + more, one) for ids, search in running for more in search.unfinished]
+            found = iter(self.generate(requests))
+            for _, search in running:
+                search.advance([_top(next(found)) for _ in search.unfinished])
+        return [[self._with_text(ids, beam) for beam in search.finished] for ids, search in searches]
+
+    def _with_text(self, prompt: tuple[int, ...], beam: Beam) -> Beam:
+        if self.tokenizer is None:
+            return beam
+        stream = TextStream(self.tokenizer, prompt=prompt)
+        text = stream.add(beam.ids) + stream.finish()
+        return dataclasses.replace(beam, text=text)
 
     def score(self, prompts: Iterable[str | Many[int]]) -> list[tuple[TokenLogprob, ...]]:
         """The log-probability of each token of some rows but the first, given the tokens before it.
@@ -379,7 +439,14 @@ class Engine(config.Configurable):
         """
         if embeddings:
             self._check_embeddings()
-        self._loop.warm_up(tuple(methods), prompt_logprobs=prompt_logprobs, embeddings=embeddings)
+        if self._grammars is not None:
+            self._grammars.warm_up()
+        self._loop.warm_up(
+            tuple(methods),
+            prompt_logprobs=prompt_logprobs,
+            embeddings=embeddings,
+            grammars=self._grammars is not None,
+        )
 
     def close(self) -> None:
         """Ends the engine and frees its caches. Unfinished samples get an error.
@@ -387,6 +454,12 @@ class Engine(config.Configurable):
         It may be called from any thread, also more than once. In `deliver`, it does not wait for the end.
         """
         self._loop.close()
+
+
+def _top(piece: Piece) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens in place of the only token of a piece."""
+    assert piece.logprobs is not None, "the request asks for log-probabilities"
+    return piece.logprobs[0].top
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:

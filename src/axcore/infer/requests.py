@@ -12,6 +12,7 @@ from jaxtyping import Float
 from axcore.config import ConfigError, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from axcore.config.frozen import frozen
 from axcore.config.types import conforms, hints, required, widened
+from axcore.infer.grammar import Grammar
 
 type FinishReason = Literal["stop", "length", "cancelled"]
 """Why a sample ended: an end token, stop token or stop string; the maximum length; or a call of `cancel`."""
@@ -41,6 +42,9 @@ class SamplingOptions:
         ignore_eos: whether the model's end tokens do not end the sample.
         logprobs: the number of most likely tokens whose log-probabilities are returned besides that of the sampled
             token; None: no log-probabilities.
+        grammar: what the text of the output must match; None: anything. End tokens are sampled only where the text is
+            complete, and the sample ends where no text may follow, even before `min_tokens`. `max_tokens`, stop strings
+            and stop tokens with text may end it before it is complete.
         prompt_logprobs: whether the first piece has the log-probabilities of the prompt, with the number of most likely
             tokens in `logprobs`.
 
@@ -64,9 +68,10 @@ class SamplingOptions:
     ignore_eos: bool = False
     logprobs: NonNegativeInt | None = None
     prompt_logprobs: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self, "sampling")
+        check_fields(self, "sampling", _REMEDIES)
         for token in self.logit_bias:
             if not conforms(token, NonNegativeInt):
                 raise ConfigError(
@@ -123,7 +128,7 @@ class Request:
     pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self, "request")
+        check_fields(self, "request", _REMEDIES)
         object.__setattr__(self, "ids", tuple(self.ids))
         if not self.ids:
             raise ConfigError("request.ids=() must have at least one token. Start the prompt with the BOS token")
@@ -204,6 +209,7 @@ _REMEDIES = {
     "stop_token_ids": "Use the ids of the tokenizer, as in (2,)",
     "ignore_eos": "Use True or False",
     "prompt_logprobs": "Use True or False",
+    "grammar": "Use Grammar.regex(...), Grammar.json_schema(...), Grammar.choice(...), or None for free text",
     "logprobs": "Use None for no log-probabilities, and 0 for those of the sampled tokens only",
     "options": "Use SamplingOptions()",
     "priority": "Use 0 for the default",
@@ -213,14 +219,23 @@ _REMEDIES = {
 }
 
 
-def _check_fields(owner: SamplingOptions | Request, path: str) -> None:
-    """Checks the fields but `ids` against their annotations, and stores them in an immutable form."""
+def check_fields(owner: object, path: str, remedies: Mapping[str, str]) -> None:
+    """Checks the fields of a frozen dataclass except `ids` against their annotations, and makes them immutable.
+
+    Args:
+        owner: the dataclass.
+        path: what messages call it.
+        remedies: what to do about a wrong value of each field.
+
+    Raises:
+        ConfigError: a value does not conform to its annotation.
+    """
     for name, hint in hints(type(owner)).items():
         if name == "ids":  # a prompt has too many items for the general check
             continue
         value = frozen(getattr(owner, name))
         if not conforms(value, hint):
-            raise ConfigError(f"{path}.{name} must be {required(value, hint)}, not {_shown(value)}. {_REMEDIES[name]}")
+            raise ConfigError(f"{path}.{name} must be {required(value, hint)}, not {_shown(value)}. {remedies[name]}")
         object.__setattr__(owner, name, widened(value, hint))
 
 
