@@ -126,10 +126,8 @@ def test_one_prompt_differs_between_adapters_and_shares_no_pages(engine, logprob
 
 def test_prompts_are_scored_by_their_adapter(engine, logprobs):
     (ids,) = prompts((26,), seed=2)
-    options = SamplingOptions(temperature=0.0, max_tokens=1, prompt_logprobs=True)
-    asked = [Request(ids, options, adapter=name) for name in ("b", None, "a")]
-    for piece, given in zip(engine.generate(asked), (B, None, A), strict=True):
-        scores = [each.logprob for each in piece.prompt_logprobs]
+    for name, given in (("b", B), (None, None), ("a", A)):
+        scores = [each.logprob for each in engine.score([ids], adapter=name)[0]]
         np.testing.assert_allclose(scores, logprobs(given, ids)[np.arange(25), ids[1:]], rtol=1e-5, atol=1e-5)
 
 

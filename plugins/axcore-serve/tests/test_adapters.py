@@ -14,7 +14,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def served(engine):
-    with serving(engine) as running:
+    with serving(engine, pooling="last") as running:
         yield running
 
 
@@ -32,14 +32,15 @@ def test_adapters_are_models(client):
 
 
 @pytest.mark.parametrize(("model", "adapter"), [("tiny", None), ("sql", "sql"), ("chat/v2", "chat/v2")])
-def test_the_model_of_a_request_selects_the_adapter(client, engine, model, adapter):
+def test_the_model_of_a_request_selects_the_adapter(client, served, engine, model, adapter):
     engine.jobs.clear()
     completion = client.completions.create(model=model, prompt=["a", "b"], max_tokens=2)
     chat = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": "hi"}], max_completion_tokens=2
     )
     assert completion.model == chat.model == model
-    assert [job.request.adapter for job in engine.jobs] == [adapter] * 3
+    posted(served, {"model": model, "input": "a"}, path="/v1/embeddings")
+    assert [job.request.adapter for job in engine.jobs] == [adapter] * 4
 
 
 def test_adapters_that_are_not_loaded_do_not_exist(client, served, engine):

@@ -338,7 +338,9 @@ class Engine(config.Configurable):
             for stream in streams:
                 stream.cancel()
 
-    def beam_search(self, prompts: Iterable[str | Many[int]], options: BeamOptions) -> list[list[Beam]]:
+    def beam_search(
+        self, prompts: Iterable[str | Many[int]], options: BeamOptions, *, adapter: str | None = None
+    ) -> list[list[Beam]]:
         """The most likely outputs of each prompt that a beam search finds.
 
         Each step of the search submits a request for one token after each unfinished output, those of all prompts
@@ -348,6 +350,7 @@ class Engine(config.Configurable):
         Args:
             prompts: the text or the token ids of each prompt.
             options: the options.
+            adapter: the name of a loaded adapter; None: the model alone.
 
         Returns:
             For each prompt the outputs, the best score first.
@@ -361,10 +364,12 @@ class Engine(config.Configurable):
         searches = [(ids, BeamSearch(options, end_ids)) for ids in self._ids(prompts)]
         longest = SamplingOptions(max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids)
         for ids, _ in searches:
-            self.check(Request(ids, longest))
+            self.check(Request(ids, longest, adapter=adapter))
         one = SamplingOptions(temperature=0.0, max_tokens=1, logprobs=options.num_beams + len(end_ids))
         while running := [(ids, search) for ids, search in searches if search.unfinished]:
-            requests = [Request(ids + more, one) for ids, search in running for more in search.unfinished]
+            requests = [
+                Request(ids + more, one, adapter=adapter) for ids, search in running for more in search.unfinished
+            ]
             found = iter(self.generate(requests))
             for _, search in running:
                 search.advance([_top(next(found)) for _ in search.unfinished])
@@ -377,22 +382,30 @@ class Engine(config.Configurable):
         text = stream.add(beam.ids) + stream.finish()
         return dataclasses.replace(beam, text=text)
 
-    def score(self, prompts: Iterable[str | Many[int]]) -> list[tuple[TokenLogprob, ...]]:
+    def score(
+        self, prompts: Iterable[str | Many[int]], *, adapter: str | None = None
+    ) -> list[tuple[TokenLogprob, ...]]:
         """The log-probability of each token of some rows but the first, given the tokens before it.
 
         Args:
             prompts: the text or the token ids of each row, fewer tokens than `max_len`.
+            adapter: the name of a loaded adapter; None: the model alone.
 
         Raises:
             AxcoreError: a row does not fit, or the engine failed.
             ConfigError: a prompt is a text, and the engine has no tokenizer.
         """
         options = SamplingOptions(temperature=0.0, max_tokens=1, prompt_logprobs=True)
-        pieces = self.generate(Request(ids, options) for ids in self._ids(prompts))
+        pieces = self.generate(Request(ids, options, adapter=adapter) for ids in self._ids(prompts))
         return [piece.prompt_logprobs or () for piece in pieces]
 
     def embed(
-        self, prompts: Iterable[str | Many[int]], *, pooling: Pooling = "last", normalize: bool = True
+        self,
+        prompts: Iterable[str | Many[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        adapter: str | None = None,
     ) -> list[Float[np.ndarray, " embed"]]:
         """The embedding of each prompt: the hidden states of the last layer after the final norm, pooled.
 
@@ -401,6 +414,7 @@ class Engine(config.Configurable):
             pooling: `last`: the state of the last token; `mean`: the mean over all tokens of the prompt, which uses no
                 cached prefix.
             normalize: whether embeddings have length 1.
+            adapter: the name of a loaded adapter; None: the model alone.
 
         Returns:
             A float32 array [embed] for each prompt.
@@ -410,7 +424,7 @@ class Engine(config.Configurable):
             ConfigError: a prompt is a text, and the engine has no tokenizer; or the model has no hidden states.
         """
         pieces = self.generate(
-            Request(ids, SamplingOptions(max_tokens=1), pooling=pooling) for ids in self._ids(prompts)
+            Request(ids, SamplingOptions(max_tokens=1), adapter=adapter, pooling=pooling) for ids in self._ids(prompts)
         )
         found = [piece.embedding for piece in pieces if piece.embedding is not None]
         return [normalized(each) for each in found] if normalize else found
