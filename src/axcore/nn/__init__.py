@@ -47,7 +47,7 @@ from axcore.nn.stacks import (
     use_unroll,
 )
 from axcore.nn.third_party import Call, Stock, call, stock
-from axcore.nn.tokens import ADAPTERS, CachedRows, Phase, TokenInfo, take_tokens
+from axcore.nn.tokens import ADAPTERS, CachedBlocks, CachedRows, Phase, TokenInfo, take_tokens
 from axcore.nn.transformer import (
     ParallelLayer,
     PostNormLayer,
@@ -75,6 +75,7 @@ __all__ = [
     "Batched",
     "Bias",
     "Blocks",
+    "CachedBlocks",
     "CachedRows",
     "Call",
     "Causal",
