@@ -53,12 +53,12 @@ from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.feature import PublishedTokenizer
 from axcore_hf.initial import FromHF
 from axcore_hf.tokenizer import HFTokenizer
+from axcore_lora import LoRAAdapters
 from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.upcycling import Upcycled
 from axcore_paged_kv.cache import PagedCache
 from axcore_recipes.corpus import StandardLibrary
 from axcore_recipes.text_reports import CompressionReport, LossPlot, SampleReport
-from axcore_lora import LoRAAdapters
 from axcore_rope.learned import LearnedPositions
 
 from .effects import Host
