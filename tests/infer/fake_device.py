@@ -5,6 +5,7 @@ import dataclasses
 import zlib
 
 from axcore.infer.host_pool import HostLimits, HostPool
+from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PagePool
 from axcore.infer.requests import Request
 from axcore.infer.rows import Rows
@@ -42,6 +43,7 @@ class Row:
     """A chunk as it was dispatched."""
 
     request: Request
+    adapter: LoadedAdapter | None
     id: int
     slot: int
     pages: tuple[int, ...]
@@ -74,7 +76,17 @@ class FakeDevice:
 
     def dispatch(self, plan):
         rows = [
-            Row(seq.request, seq.id, seq.slot, tuple(seq.pages), chunk.start, chunk.count, chunk.is_last, chunk.ids)
+            Row(
+                seq.request,
+                seq.adapter,
+                seq.id,
+                seq.slot,
+                tuple(seq.pages),
+                chunk.start,
+                chunk.count,
+                chunk.is_last,
+                chunk.ids,
+            )
             for chunk in plan.chunks
             for seq in [chunk.sequence]
         ]
@@ -95,7 +107,7 @@ class FakeDevice:
         for row in rows:
             ids = row.ids or (self.last[row.slot],)
             assert len(ids) == row.count
-            seen, content = [], root(self.weights, row.request)
+            seen, content = [], root(self.weights, row.request, row.adapter)
             for position in range(row.start + row.count):
                 cell = self.cell(row, position)
                 if position < row.start:
@@ -131,7 +143,7 @@ class FakeDevice:
                 if size is None:
                     copy((each.slot,), (each.host_slot,), self.cache, self.host, 1000, each.kind)
             return
-        row = Row(None, each.sequence.id, each.slot, each.pages, 0, 0, False, ())
+        row = Row(None, None, each.sequence.id, each.slot, each.pages, 0, 0, False, ())
         if each.kind == "export":
             found = [self.cache[self.cell(row, at)] for at in cells]
             self.exported[row.id] = found, self.slots[each.slot]
@@ -147,9 +159,9 @@ class FakeDevice:
         return row.pages[position // self.page_size], position % self.page_size
 
 
-def root(weights, request):
+def root(weights, request, adapter):
     """What keys and values depend on besides the tokens."""
-    return hash((weights, request.salt, request.adapter))
+    return hash((weights, request.salt, adapter))
 
 
 def copy(at, host_at, device, host, size, kind):
@@ -166,7 +178,7 @@ def copy(at, host_at, device, host, size, kind):
 
 def exported(request, weights):
     """The state of a prompt that another device has computed."""
-    content, cells = root(weights, request), []
+    content, cells = root(weights, request, None), []
     for token in request.ids:
         content = hash((content, token))
         cells.append((token, content))
@@ -180,6 +192,7 @@ class Arrival:
     at: int
     request: Request
     cancel_at: int | None = None
+    adapter_version: int = 1
     is_imported: bool = False  # whether another device has computed the prompt
     is_exported: bool = False
 
@@ -274,6 +287,8 @@ class Simulation:
     def add(self, id, arrival):
         sequence = self.sequences[id] = Sequence(id, arrival.request, eos_ids=[END])
         sequence.is_exported = arrival.is_exported
+        if arrival.request.adapter is not None:
+            sequence.adapter = LoadedAdapter(arrival.request.adapter, arrival.adapter_version, slot=0)
         if arrival.is_imported:
             sequence.max_len = self.scheduler.max_len_of(arrival.request)
             sequence.num_computed, sequence.num_pending = len(sequence.tokens), 1

@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, ConfigError
 from axcore.infer.embeddings import PooledStates
 from axcore.infer.guide import Guide
 from axcore.infer.handover import Handover
+from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
@@ -57,15 +58,24 @@ class EngineLoop:
         runner: runs them.
         free: frees the memory of the device.
         eos_ids: the tokens that end a sample.
+        adapters: the adapters that requests can use.
 
     Attributes:
         counters: what it has done so far.
         is_closed: whether it takes no more work, because it was closed or has failed.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, free: Callable[[], None], eos_ids: Collection[int]):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        free: Callable[[], None],
+        eos_ids: Collection[int],
+        adapters: LoadedAdapters,
+    ):
         self.counters, self.is_closed = Counters(), False
         self._scheduler, self._runner, self._free, self._eos_ids = scheduler, runner, free, eos_ids
+        self._adapters = adapters
         self._samples: dict[int, _Sample] = {}
         self._exports: dict[int, tuple[_Sample, Piece]] = {}  # samples that end when their state is read
         self._numbers = itertools.count()
@@ -114,7 +124,7 @@ class EngineLoop:
         transfers: bool,
     ) -> None:
         """See `Runner.warm_up`."""
-        self._in_thread(
+        self.in_thread(
             functools.partial(
                 self._runner.warm_up,
                 methods,
@@ -144,7 +154,7 @@ class EngineLoop:
                 raise AxcoreError("the engine is closed") from self._failure
             self._inbox.put(work)
 
-    def _in_thread(self, work: Callable[[], None]) -> None:
+    def in_thread(self, work: Callable[[], None]) -> None:
         """Runs `work` in the engine's thread, and waits for it."""
         if threading.current_thread() is self._thread:
             raise AxcoreError("`deliver` runs in the engine's thread, so it cannot wait for the engine")
@@ -201,13 +211,27 @@ class EngineLoop:
         while not self._inbox.empty():  # no other thread reads it
             self._inbox.get()()
 
+    def _has_adapter(self, sample: _Sample) -> bool:
+        """Finds the adapter of a request. One that was unloaded since the request was checked ends the sample."""
+        if (adapter := sample.sequence.request.adapter) is not None:
+            try:
+                sample.sequence.adapter = self._adapters.find(adapter)
+            except ConfigError as error:
+                self._send(sample, error)
+                return False
+        return True
+
     def _add(self, sample: _Sample) -> None:
+        if not self._has_adapter(sample):
+            return
         self._scheduler.add(sample.sequence)
         self._samples[sample.sequence.id] = sample
         self.counters.prompt_tokens += len(sample.sequence.request.ids)
 
     def _resume(self, sample: _Sample, handover: Handover) -> None:
         """Adds a sample whose prompt and first token are known, and delivers the token."""
+        if not self._has_adapter(sample):
+            return
         sequence, scores = sample.sequence, handover.prompt_logprobs or ()
         sequence.max_len = self._scheduler.max_len_of(sequence.request)
         sequence.num_computed, sequence.num_pending, sequence.num_cached = len(sequence.tokens), 1, 0
