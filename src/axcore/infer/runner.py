@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from axcore.infer.programs import Batch, Buckets, Programs, bucket
 from axcore.infer.requests import SamplingOptions, TokenLogprob
-from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
+from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows, Verified
+from axcore.infer.sampling.acceptance import NO_DRAFT
 from axcore.infer.sampling.rows import PADDING
 from axcore.infer.sequences import Chunk, Plan
 
@@ -22,14 +23,9 @@ Seed = tuple[int, int]
 
 
 class SampledToken(NamedTuple):
-    """A sampled token.
+    """A sampled token, and its log-probability if the request asks for it."""
 
-    Attributes:
-        token: the token; None: every token is excluded, or the logits are not finite.
-        logprob: its log-probability, if the request asks for it.
-    """
-
-    token: int | None
+    token: int
     logprob: TokenLogprob | None
 
 
@@ -37,7 +33,7 @@ class SamplerCall(NamedTuple):
     """A call of the sampler: the chunk of each row that is no padding, and the result, which is on the device."""
 
     rows: Mapping[int, Chunk]
-    sampled: Sampled
+    found: Sampled | Verified
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +53,11 @@ class Runner:
         programs: the programs.
         buckets: the sizes to which rows are padded.
         eos_ids: the tokens that `min_tokens` excludes.
+        num_drafts: the largest number of drafts of a row.
     """
 
-    def __init__(self, programs: Programs, buckets: Buckets, eos_ids: Collection[int]):
-        self._programs, self._buckets, self._eos_ids = programs, buckets, eos_ids
+    def __init__(self, programs: Programs, buckets: Buckets, eos_ids: Collection[int], num_drafts: int = 0):
+        self._programs, self._buckets, self._eos_ids, self._num_drafts = programs, buckets, eos_ids, num_drafts
         self._decoder = programs.decoder
         self._is_paged = self._decoder.paging is not None
 
@@ -74,8 +71,11 @@ class Runner:
         calls, scores = [], []
         if plan.decode:
             rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
-            logits = self._logits_of_decoding(rows, bucket(self._buckets.rows, len(rows)))
-            calls.append(self._sampled(rows, logits, seeds))
+            size = bucket(self._buckets.rows, len(rows))
+            if any(chunk.num_drafts for chunk in plan.decode):
+                calls.append(self._verified(rows, self._logits_of_drafts(rows, size), seeds))
+            else:
+                calls.append(self._sampled(rows, self._logits_of_decoding(rows, size), seeds))
         for chunk in plan.prefill:
             if chunk.start == 0:
                 assert chunk.sequence.slot is not None
@@ -92,18 +92,24 @@ class Runner:
         jax.tree.map(lambda x: x.copy_to_host_async(), [found for _, found in scores])
         return StepInFlight(plan, calls, scores)
 
-    def read(self, flight: StepInFlight) -> dict[int, SampledToken]:
-        """Waits for a step. Returns what each sequence sampled, by id."""
-        found: dict[int, SampledToken] = {}
+    def read(self, flight: StepInFlight) -> dict[int, list[SampledToken]]:
+        """Waits for a step. Returns what each sequence sampled, by id: the accepted drafts and the token after them. A
+        sequence has none if every token is excluded, or its logits are not finite."""
+        sampled: dict[int, list[SampledToken]] = {}
         for rows, on_device in flight.calls:
-            sampled: Sampled = jax.device_get(on_device)
+            found: Sampled | Verified = jax.device_get(on_device)
+            if isinstance(found, Sampled):
+                found = Verified(found, found.valid.astype(np.int32))
+            tokens, logprobs = found.sampled.tokens, found.sampled.logprobs
+            width = len(tokens) // len(found.num_tokens)
             for row, chunk in rows.items():
-                token = int(sampled.tokens[row]) if sampled.valid[row] else None
-                count, logprob = chunk.sequence.request.options.logprobs, None
-                if token is not None and count is not None and sampled.logprobs is not None:
-                    logprob = _logprob(sampled.logprobs, row, token, count)
-                found[chunk.sequence.id] = SampledToken(token, logprob)
-        return found
+                count = chunk.sequence.request.options.logprobs
+                new = sampled[chunk.sequence.id] = []
+                for at in range(row * width, row * width + int(found.num_tokens[row])):
+                    token = int(tokens[at])
+                    asked = count is not None and logprobs is not None
+                    new.append(SampledToken(token, _logprob(logprobs, at, token, count) if asked else None))
+        return sampled
 
     def read_scores(self, flight: StepInFlight) -> Iterator[tuple[int, int, TokenLogprob]]:
         """Waits for a step. Yields (id of the sequence, position, log-probability) of each token of a prompt that
@@ -123,9 +129,12 @@ class Runner:
             prompt_logprobs: whether to compile the programs that score prompts.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
+        of_drafts: dict[int, Float[Array, "rows width vocab"]] = {}
         tables, paging = self._buckets.pages or (0,), self._decoder.paging
         for size, pages in itertools.product(self._buckets.rows, tables):
             logits[size] = self._logits_of_decoding({}, size, pages)
+            if self._num_drafts:
+                of_drafts[size] = self._logits_of_drafts({}, size, pages)
         for width, pages in itertools.product(self._buckets.widths, tables):
             if paging is None or pages >= paging.pages_for(width):
                 logits[1] = self._logits_of_prompt({}, width, pages)
@@ -134,6 +143,9 @@ class Runner:
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)
+            if size in of_drafts:
+                drafts = np.full((size, self._num_drafts), NO_DRAFT, np.int32)
+                self._verify(of_drafts[size], drafts, [padding] * (size * (1 + self._num_drafts)), method)
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
 
@@ -145,6 +157,12 @@ class Runner:
 
     def _logits_of_decoding(self, rows: Mapping[int, Chunk], size: int, pages: int = 1) -> Float[Array, "rows vocab"]:
         return self._programs.logits(self._packed(rows, size, 1, pages), "decode", whole=not self._is_paged)
+
+    def _logits_of_drafts(
+        self, rows: Mapping[int, Chunk], size: int, pages: int = 1
+    ) -> Float[Array, "rows width vocab"]:
+        packed = self._packed(rows, size, 1 + self._num_drafts, pages)
+        return self._programs.logits_of_drafts(packed, whole=not self._is_paged)
 
     def _logits_of_prompt(self, rows: Mapping[int, Chunk], width: int, pages: int = 1) -> Float[Array, "1 vocab"]:
         return self._programs.logits(self._packed(rows, 1, width, pages), "prefill")
@@ -177,23 +195,39 @@ class Runner:
     ) -> SamplerCall:
         tokens = [PADDING] * logits.shape[0]
         for row, chunk in rows.items():
-            sequence = chunk.sequence
-            position = chunk.start + chunk.count
-            num_output = position - len(sequence.request.ids)
-            slot = sequence.slot
-            assert slot is not None
-            tokens[row] = NextToken(sequence.request.options, seeds[sequence.id], position, num_output, slot)
-        found = self._sample(logits, tokens, None)
-        for array in jax.tree.leaves(found):
-            array.copy_to_host_async()
-        return SamplerCall(rows, found)
+            tokens[row] = _next_token(chunk, chunk.start + chunk.count, seeds)
+        return SamplerCall(rows, _fetched(self._sample(logits, tokens, None)))
+
+    def _verified(
+        self, rows: Mapping[int, Chunk], logits: Float[Array, "rows width vocab"], seeds: Mapping[int, Seed]
+    ) -> SamplerCall:
+        size, width, _ = logits.shape
+        tokens = [PADDING] * (size * width)
+        drafts = np.full((size, width - 1), NO_DRAFT, np.int32)
+        for row, chunk in rows.items():
+            drafts[row, : chunk.num_drafts] = chunk.ids[1:]
+            for at in range(chunk.count):
+                tokens[row * width + at] = _next_token(chunk, chunk.start + 1 + at, seeds)
+        return SamplerCall(rows, _fetched(self._verify(logits, drafts, tokens, None)))
 
     def _sample(
         self, logits: Float[Array, "rows vocab"], tokens: Sequence[NextToken], method: Method | None
     ) -> Sampled:
-        packed = SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, eos_ids=self._eos_ids, method=method)
         slots = np.array([token.slot for token in tokens], np.int32)
-        return self._programs.sampled(logits, slots, packed)
+        return self._programs.sampled(logits, slots, self._sampling(tokens, method))
+
+    def _verify(
+        self,
+        logits: Float[Array, "rows width vocab"],
+        drafts: Int[np.ndarray, "rows drafts"],
+        tokens: Sequence[NextToken],
+        method: Method | None,
+    ) -> Verified:
+        slots = np.array([token.slot for token in tokens[:: logits.shape[1]]], np.int32)
+        return self._programs.verified(logits, drafts, slots, self._sampling(tokens, method))
+
+    def _sampling(self, tokens: Sequence[NextToken], method: Method | None) -> SamplingRows:
+        return SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, eos_ids=self._eos_ids, method=method)
 
     def _count(self, chunk: Chunk) -> None:
         """Counts the tokens of a row that starts to sample, if it has penalties."""
@@ -201,6 +235,22 @@ class Runner:
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
             assert sequence.slot is not None
             self._programs.count(sequence.slot, sequence.tokens, len(sequence.request.ids))
+
+
+def _next_token(chunk: Chunk, position: int, seeds: Mapping[int, Seed]) -> NextToken:
+    """The token at a position after a chunk or one of its drafts."""
+    sequence, request = chunk.sequence, chunk.sequence.request
+    assert sequence.slot is not None
+    return NextToken(
+        request.options, seeds[sequence.id], position, position - len(request.ids), sequence.slot
+    )
+
+
+def _fetched[T](found: T) -> T:
+    """Starts to copy arrays to the host."""
+    for array in jax.tree.leaves(found):
+        array.copy_to_host_async()
+    return found
 
 
 def _logprob(found: LogProbs, row: int, token: int, count: int) -> TokenLogprob:
