@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import gc
+import itertools
 import queue
 import subprocess
 import sys
@@ -430,7 +431,7 @@ def test_a_step_is_read_before_the_next_is_planned_only_if_a_sequence_needs_its_
         assert any(waiting) == (salt == "waits")
         assert all(chunk.ids for chunks in waiting for chunk in chunks)
         in_flight = [kind for kind, _ in events]
-        assert ("start", "start") in zip(in_flight, in_flight[1:], strict=False)
-        for (kind, plan), (after, _) in zip(events, events[1:], strict=False):
+        assert ("start", "start") in itertools.pairwise(in_flight)
+        for (kind, plan), (after, _) in itertools.pairwise(events):
             if kind == "start" and any(chunk.is_last for chunk in plan.chunks if chunk.sequence.needs_last_token):
                 assert after == "collect"

@@ -207,16 +207,7 @@ class CountsRejectedDraftsAsComputed(Scheduler):
         changed = super().record(plan, tokens)
         for chunk in plan.chunks:
             if chunk.num_drafts and chunk.sequence.slot is not None and chunk.sequence.num_computed:
-                chunk.sequence.num_computed = min(chunk.start + chunk.count, len(chunk.sequence.tokens) - 1)
-        return changed
-
-
-class RecomputesAcceptedDrafts(Scheduler):
-    def record(self, plan, tokens):
-        changed = super().record(plan, tokens)
-        for chunk in plan.chunks:
-            if chunk.num_drafts and chunk.sequence.slot is not None and chunk.sequence.num_computed:
-                chunk.sequence.num_computed = chunk.start + 1
+                chunk.sequence.num_computed = chunk.start + chunk.count
         return changed
 
 

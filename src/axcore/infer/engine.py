@@ -16,6 +16,7 @@ from axcore.infer.requests import Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
+from axcore.infer.speculation import Drafter, Target
 from axcore.infer.streams import Deliver, Stream, pieces_of
 from axcore.infer.text import TextStream
 from axcore.module import Layer
@@ -36,6 +37,8 @@ class EngineStats(NamedTuple):
         tokens: tokens sampled so far.
         prompt_tokens: tokens of the prompts so far.
         cached_tokens: those of them that were found in the cache.
+        draft_tokens: drafts that were verified so far.
+        accepted_tokens: those of them that the model samples, too.
         compiled: programs compiled so far.
         pages: the pages of the caches; None: they have none.
     """
@@ -47,6 +50,8 @@ class EngineStats(NamedTuple):
     tokens: int
     prompt_tokens: int
     cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     compiled: int
     pages: PageUsage | None
 
@@ -85,6 +90,8 @@ class Engine(config.Configurable):
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
+        speculation: Drafter.Config | None = None
+        """What proposes drafts, which the model verifies several at a time; None: a token of each row in each step."""
 
     config: Config
 
@@ -103,6 +110,10 @@ class Engine(config.Configurable):
         _check(cfg, decoder)
         self.config, self.tokenizer, self.eos_ids = cfg, tokenizer, tuple(eos_ids)
         self._programs = Programs(decoder, params, state, getattr(model.config, "vocab_size", None))
+        self._drafter, num_drafts = None, 0
+        if cfg.speculation is not None:
+            self._drafter = cfg.speculation.build(Target(decoder, self._programs.vocab_size))
+            num_drafts = cfg.speculation.num_speculative_tokens
         self._pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
@@ -110,9 +121,9 @@ class Engine(config.Configurable):
         pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
         widest = min(cfg.step_tokens, cfg.max_len)
         buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
-        runner = Runner(self._programs, buckets, self.eos_ids)
+        runner = Runner(self._programs, buckets, self.eos_ids, num_drafts)
         self._scheduler = Scheduler(SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
-        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
+        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._drafter)
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +163,9 @@ class Engine(config.Configurable):
             tokens=counters.tokens,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
-            compiled=self._programs.num_traced,
+            draft_tokens=counters.draft_tokens,
+            accepted_tokens=counters.accepted_tokens,
+            compiled=self._programs.num_traced + (0 if self._drafter is None else self._drafter.num_traced),
             pages=None if pool is None else pool.usage,
         )
 
@@ -285,4 +298,26 @@ def _check(cfg: Engine.Config, decoder: Decoder) -> None:
         raise ConfigError(
             "engine.prefix_caching=True requires pages in every layer that keeps decoding state, as in "
             "axcore-paged-kv. Choose such a cache, or leave prefix_caching out"
+        )
+    if cfg.speculation is not None:
+        _check_speculation(cfg, cfg.speculation, decoder)
+
+
+def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder: Decoder) -> None:
+    count = speculation.num_speculative_tokens
+    where = f"engine.speculation.num_speculative_tokens={count}"
+    if decoder.max_rollback is not None and count > decoder.max_rollback:
+        remedy = (
+            "Set speculation=None, because its layers keep state that cannot be rolled back"
+            if decoder.max_rollback == 0
+            else "Reduce num_speculative_tokens, or use caches that keep more tokens, such as a ring with more spare"
+        )
+        raise ConfigError(
+            f"{where}: the model can drop at most {decoder.max_rollback} tokens of a row, such as rejected drafts. "
+            f"{remedy}"
+        )
+    if cfg.step_tokens < cfg.max_rows * (1 + count):
+        raise ConfigError(
+            f"{where}: max_rows={cfg.max_rows} rows of {1 + count} tokens exceed engine.step_tokens={cfg.step_tokens}. "
+            f"Set step_tokens to at least {cfg.max_rows * (1 + count)}, or reduce num_speculative_tokens"
         )

@@ -17,6 +17,7 @@ from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Scheduler
 from axcore.infer.sequences import Plan, Sequence
+from axcore.infer.speculation import Drafter, Drafts
 from axcore.infer.streams import Deliver
 from axcore.infer.text import TextStream
 
@@ -32,12 +33,16 @@ class Counters:
         tokens: sampled tokens.
         prompt_tokens: tokens of the prompts.
         cached_tokens: those of them that were found in the cache.
+        draft_tokens: drafts that were verified.
+        accepted_tokens: those of them that the model samples, too.
     """
 
     steps: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class EngineLoop:
@@ -51,14 +56,22 @@ class EngineLoop:
         runner: runs them.
         free: frees the memory of the device.
         eos_ids: the tokens that end a sample.
+        drafter: proposes drafts; None: no speculative decoding.
 
     Attributes:
         counters: what it has done so far.
         is_closed: whether it takes no more work, because it was closed or has failed.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, free: Callable[[], None], eos_ids: Collection[int]):
-        self.counters, self.is_closed = Counters(), False
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        free: Callable[[], None],
+        eos_ids: Collection[int],
+        drafter: Drafter | None = None,
+    ):
+        self.counters, self.is_closed, self._drafter = Counters(), False, drafter
         self._scheduler, self._runner, self._free, self._eos_ids = scheduler, runner, free, eos_ids
         self._samples: dict[int, _Sample] = {}
         self._numbers = itertools.count()
@@ -76,6 +89,7 @@ class EngineLoop:
             text: converts the tokens of the sample to text.
         """
         sequence = Sequence(next(self._numbers), request, self._eos_ids)
+        sequence.needs_last_token = self._drafter is not None
         new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text)
         self._put(functools.partial(self._add, new))
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
@@ -83,6 +97,8 @@ class EngineLoop:
     def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool) -> None:
         """See `Engine.warm_up`."""
         self._in_thread(functools.partial(self._runner.warm_up, methods, prompt_logprobs=prompt_logprobs))
+        if self._drafter is not None:
+            self._in_thread(self._drafter.warm_up)
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -133,7 +149,7 @@ class EngineLoop:
                 if flight is not None and flight.plan.is_read_first:
                     self._collect(flight)
                     flight = None
-                plan = self._scheduler.plan()
+                plan = self._scheduler.plan(self._drafts())
                 started = None if plan is None else self._start(plan)
                 if flight is not None:
                     self._collect(flight)
@@ -150,6 +166,8 @@ class EngineLoop:
             ended.__cause__ = self._failure
             self._send(sample, ended)
         self._samples.clear()
+        if self._drafter is not None:
+            self._drafter.close()
         self._free()
 
     def _read_inbox(self, *, wait: bool) -> None:
@@ -167,6 +185,12 @@ class EngineLoop:
         if self._scheduler.cancel(number):
             self._send(self._samples.pop(number), Piece((), finish_reason="cancelled"))
 
+    def _drafts(self) -> Drafts:
+        """The drafts of the sequences that decode."""
+        if self._drafter is None or not (sequences := self._scheduler.decoding):
+            return {}
+        return self._drafter.propose(sequences, {each.id: self._samples[each.id].seed for each in sequences})
+
     def _start(self, plan: Plan) -> StepInFlight:
         self.counters.steps += 1
         return self._runner.start(
@@ -179,32 +203,41 @@ class EngineLoop:
         for number, position, score in self._runner.read_scores(flight):
             if number in self._samples:
                 self._samples[number].scores[position] = score
-        for number, each in found.items():
-            if each.token is None and self._scheduler.cancel(number):
+        for chunk in flight.plan.decode:
+            self.counters.draft_tokens += chunk.num_drafts
+            self.counters.accepted_tokens += max(len(found[chunk.sequence.id]) - 1, 0)
+        for number, sampled in found.items():
+            if not sampled and self._scheduler.cancel(number):
                 self._send(self._samples.pop(number), AxcoreError(_NO_TOKEN))
-        for sequence in self._scheduler.record(flight.plan, {number: each.token for number, each in found.items()}):
-            self.counters.tokens += 1
-            self._deliver(self._samples[sequence.id], found[sequence.id])
+        tokens = {number: tuple(each.token for each in sampled) for number, sampled in found.items()}
+        for sequence, count in self._scheduler.record(flight.plan, tokens).items():
+            self._deliver(self._samples[sequence.id], found[sequence.id][:count])
 
-    def _deliver(self, sample: _Sample, new: SampledToken) -> None:
-        """Delivers a new token, and forgets a sample that ends."""
+    def _deliver(self, sample: _Sample, new: list[SampledToken]) -> None:
+        """Delivers new tokens, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
-        if sequence.num_output == 1:
-            self.counters.cached_tokens += sequence.num_cached or 0
+        is_first = sequence.num_output == len(new)
         if stream is not None:
-            text = stream.add(sequence.tokens[-1:])
-            if stream.stopped is not None and sequence.finish_reason != "stop":
+            num_before = stream.num_tokens
+            text = stream.add(each.token for each in new)
+            if stream.stopped is not None:  # tokens after a stop string are dropped
+                sequence.drop(len(new) - (stream.num_tokens - num_before))
+                new = new[: stream.num_tokens - num_before]
                 self._scheduler.cancel(sequence.id, "stop")
                 sequence.finish_reason = "stop"
             elif sequence.finish_reason is not None:
                 text += stream.finish()
-        logprobs = None if new.logprob is None else (new.logprob,)
+        self.counters.tokens += len(new)
+        if is_first:
+            self.counters.cached_tokens += sequence.num_cached or 0
+        logprobs = tuple(each.logprob for each in new if each.logprob is not None) or None
         if sequence.finish_reason is not None:
             del self._samples[sequence.id]
         scores = None
-        if sequence.num_output == 1 and sequence.request.options.prompt_logprobs:
+        if is_first and sequence.request.options.prompt_logprobs:
             scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
-        self._send(sample, Piece((sequence.tokens[-1],), text, logprobs, sequence.finish_reason, scores))
+        ids = tuple(each.token for each in new)
+        self._send(sample, Piece(ids, text, logprobs, sequence.finish_reason, scores))
 
     def _send(self, sample: _Sample, piece: Piece | AxcoreError) -> None:
         """Calls `deliver`. A sample whose `deliver` raises ends, and others go on."""

@@ -241,9 +241,7 @@ def _next_token(chunk: Chunk, position: int, seeds: Mapping[int, Seed]) -> NextT
     """The token at a position after a chunk or one of its drafts."""
     sequence, request = chunk.sequence, chunk.sequence.request
     assert sequence.slot is not None
-    return NextToken(
-        request.options, seeds[sequence.id], position, position - len(request.ids), sequence.slot
-    )
+    return NextToken(request.options, seeds[sequence.id], position, position - len(request.ids), sequence.slot)
 
 
 def _fetched[T](found: T) -> T:

@@ -99,6 +99,10 @@ class Sequence:
                 break
         return len(self.tokens) - before
 
+    def drop(self, count: int) -> None:
+        """Removes the last `count` tokens of a sequence that ends before them."""
+        del self.tokens[len(self.tokens) - count :]
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
