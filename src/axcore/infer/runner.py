@@ -60,6 +60,7 @@ class Runner:
         self._programs, self._buckets, self._eos_ids, self._num_drafts = programs, buckets, eos_ids, num_drafts
         self._decoder = programs.decoder
         self._is_paged = self._decoder.paging is not None
+        self._counted: dict[int, int] = {}  # the sequence whose tokens are counted, by slot
 
     def start(self, plan: Plan, seeds: Mapping[int, Seed]) -> StepInFlight:
         """Starts a step, without waiting for the device.
@@ -69,6 +70,9 @@ class Runner:
             seeds: the seed of each sequence, by id.
         """
         calls, scores = [], []
+        for chunk in plan.chunks:
+            if chunk.is_last:
+                self._count(chunk)
         if plan.decode:
             rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
             size = bucket(self._buckets.rows, len(rows))
@@ -87,7 +91,6 @@ class Runner:
             else:
                 logits = self._logits_of_prompt({0: chunk}, width)
             if chunk.is_last:
-                self._count(chunk)
                 calls.append(self._sampled({0: chunk}, logits, seeds))
         jax.tree.map(lambda x: x.copy_to_host_async(), [found for _, found in scores])
         return StepInFlight(plan, calls, scores)
@@ -232,8 +235,11 @@ class Runner:
     def _count(self, chunk: Chunk) -> None:
         """Counts the tokens of a row that starts to sample, if it has penalties."""
         sequence, options = chunk.sequence, chunk.sequence.request.options
+        assert sequence.slot is not None
+        if self._counted.get(sequence.slot) == sequence.id:
+            return
+        self._counted[sequence.slot] = sequence.id
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
-            assert sequence.slot is not None
             self._programs.count(sequence.slot, sequence.tokens, len(sequence.request.ids))
 
 
