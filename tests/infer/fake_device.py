@@ -256,7 +256,8 @@ class Simulation:
         verified = {chunk.sequence.id for each in self.in_flight for chunk in each.chunks if chunk.num_drafts}
         assert not planned & verified, "a sequence is planned although its length is unknown"
         for sequence in self.running():
-            if sequence.num_computed + 1 == sequence.length and sequence.id not in verified or sequence.is_complete:
+            is_decoding = sequence.num_computed + 1 == sequence.length and sequence.id not in verified
+            if is_decoding or sequence.is_complete:
                 assert sequence.id in planned, "a sequence that decodes lost a step"
         for chunk in chunks:
             sequence = chunk.sequence

@@ -435,3 +435,17 @@ def test_a_step_is_read_before_the_next_is_planned_only_if_a_sequence_needs_its_
         for (kind, plan), (after, _) in itertools.pairwise(events):
             if kind == "start" and any(chunk.is_last for chunk in plan.chunks if chunk.sequence.needs_last_token):
                 assert after == "collect"
+
+
+def test_samples_of_a_request_share_its_prompt(engine):
+    (ids,) = prompts((17,), seed=8)
+    asked = [Request(ids, SamplingOptions(seed=3, max_tokens=5, ignore_eos=True)), Request(ids[:5], GREEDY)]
+    cached = engine.stats.cached_tokens
+    found = engine.generate(asked, n=3)
+    assert [piece.ids for piece in found[:3]] == [engine.stream(asked[0], sample=at).result().ids for at in range(3)]
+    assert len({piece.ids for piece in found[:3]}) == 3
+    assert [piece.ids for piece in found[3:]] == 3 * [engine.generate(asked[1:])[0].ids]
+    assert engine.stats.pages is None or engine.stats.cached_tokens >= cached + 2 * 16
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="n must be an int of at least 1"):
+            engine.generate(asked, n=wrong)

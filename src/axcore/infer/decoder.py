@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,7 @@ class Decoder:
             `max_rollback` of the configs of layers with decoding state, and 0 if one of them has no such attribute.
         bytes_per_token: bytes of one token in the paged caches of all layers, on all devices together; 0 without
             pages.
+        has_hidden_states: whether the model has a layer `norm` before its head, as `for_hidden_states` requires.
     """
 
     fn: Functional
@@ -115,6 +117,7 @@ class Decoder:
     shares_prefixes: bool = False
     bytes_per_token: int = 0
     max_rollback: int | None = None
+    has_hidden_states: bool = True
 
     @classmethod
     def of(
@@ -240,7 +243,20 @@ class Decoder:
         shares = paging is not None and len(paged) == len(kept) and not limits
         num_bytes = sum(each.whole.size * each.whole.dtype.itemsize for each in paged)
         per_token = 0 if paging is None else num_bytes // (paging.num_pages * paging.page_size)
-        return cls(fn, axes, batch_size, max_len, layout, limits, paging, shares, per_token, _max_rollback(model))
+        has_hidden_states = isinstance(getattr(model, "norm", None), Layer)
+        return cls(
+            fn,
+            axes,
+            batch_size,
+            max_len,
+            layout,
+            limits,
+            paging,
+            shares,
+            per_token,
+            _max_rollback(model),
+            has_hidden_states,
+        )
 
     def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]:
         """Runs the model on the tokens of a step.
@@ -309,6 +325,12 @@ class Decoder:
         lengths = end if slots is None else held.at[slots].set(end, mode="drop")
         return jnp.where(right[..., None], logits, jnp.nan), {"lengths": lengths, "model": model}
 
+    def for_hidden_states(self) -> Decoder:
+        """This decoder with hidden states [batch, logits, embed] in place of the logits: the result of the layer `norm`
+        of the model, in the dtype of the model. Compiled programs omit the head. Requires `has_hidden_states`."""
+        fields = {field.name: getattr(self.fn, field.name) for field in dataclasses.fields(self.fn)}
+        return dataclasses.replace(self, fn=_HiddenStates(**fields))
+
     def _page_table(self, step: Step) -> Int[Array, "batch pages_per_row"] | None:
         """The page table of each row; None without paged caches."""
         paging, table = self.paging, step.pages
@@ -342,6 +364,14 @@ def _max_rollback(model: nnx.Module) -> int | None:
     ]
     found = [getattr(each.config, "max_rollback", 0) for each in keeping if isinstance(each, Layer)]
     return min((each for each in found if each is not None), default=None)
+
+
+class _HiddenStates(Functional):
+    """A model that returns the result of its layer `norm`, the input of its head."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: as in `Functional`
+        (_, collections), state = super().__call__(*args, capture=("norm",), **kwargs)
+        return (collections.outputs["norm"], collections), state
 
 
 def _is_single(layout: Layout | None) -> bool:

@@ -11,7 +11,10 @@ import queue
 import threading
 from collections.abc import Callable, Collection
 
+import numpy as np
+
 from axcore.config import AxcoreError
+from axcore.infer.embeddings import PooledStates
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
@@ -89,14 +92,17 @@ class EngineLoop:
             text: converts the tokens of the sample to text.
         """
         sequence = Sequence(next(self._numbers), request, self._eos_ids)
-        sequence.needs_last_token = self._drafter is not None
-        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text)
+        sequence.needs_last_token = self._drafter is not None and request.pooling is None
+        pooled = None if request.pooling is None else PooledStates(request.pooling)
+        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, pooled)
         self._put(functools.partial(self._add, new))
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
 
-    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool) -> None:
+    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool, embeddings: bool) -> None:
         """See `Engine.warm_up`."""
-        self._in_thread(functools.partial(self._runner.warm_up, methods, prompt_logprobs=prompt_logprobs))
+        self._in_thread(
+            functools.partial(self._runner.warm_up, methods, prompt_logprobs=prompt_logprobs, embeddings=embeddings)
+        )
         if self._drafter is not None:
             self._in_thread(self._drafter.warm_up)
 
@@ -203,6 +209,9 @@ class EngineLoop:
         for number, position, score in self._runner.read_scores(flight):
             if number in self._samples:
                 self._samples[number].scores[position] = score
+        for chunk, states in self._runner.read_states(flight):
+            if (sample := self._samples.get(chunk.sequence.id)) is not None and sample.pooled is not None:
+                sample.pooled.add(states, start=chunk.start)
         for chunk in flight.plan.decode:
             self.counters.draft_tokens += chunk.num_drafts
             self.counters.accepted_tokens += max(len(found[chunk.sequence.id]) - 1, 0)
@@ -211,7 +220,22 @@ class EngineLoop:
                 self._send(self._samples.pop(number), AxcoreError(_NO_TOKEN))
         tokens = {number: tuple(each.token for each in sampled) for number, sampled in found.items()}
         for sequence, count in self._scheduler.record(flight.plan, tokens).items():
-            self._deliver(self._samples[sequence.id], found[sequence.id][:count])
+            sample = self._samples[sequence.id]
+            if sample.pooled is not None:
+                self._deliver_embedding(sample, sample.pooled)
+                continue
+            self._deliver(sample, found[sequence.id][:count])
+
+    def _deliver_embedding(self, sample: _Sample, pooled: PooledStates) -> None:
+        """Delivers the embedding of a prompt that is computed, and forgets its sample."""
+        sequence = sample.sequence
+        del self._samples[sequence.id]
+        self.counters.cached_tokens += sequence.num_cached or 0
+        embedding = pooled.embedding(len(sequence.request.ids))
+        if np.isfinite(embedding).all():
+            self._send(sample, Piece((), finish_reason="length", embedding=embedding))
+        else:
+            self._send(sample, AxcoreError("the hidden states are not finite. Check the weights"))
 
     def _deliver(self, sample: _Sample, new: list[SampledToken]) -> None:
         """Delivers new tokens, and forgets a sample that ends."""
@@ -264,5 +288,6 @@ class _Sample:
     deliver: Deliver
     seed: Seed
     text: TextStream | None
+    pooled: PooledStates | None
     scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     """The log-probabilities of the prompt so far, by position."""

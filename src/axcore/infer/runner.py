@@ -44,6 +44,8 @@ class StepInFlight:
     calls: list[SamplerCall]
     scores: list[tuple[Chunk, LogProbs]]
     """The log-probabilities of the token after each token of a chunk, for requests that ask for those of the prompt."""
+    states: list[tuple[Chunk, Float[Array, "2 embed"]]]
+    """What poolings need of the hidden states of a chunk, for requests that ask for an embedding."""
 
 
 class Runner:
@@ -69,7 +71,7 @@ class Runner:
             plan: the newest plan of the scheduler.
             seeds: the seed of each sequence, by id.
         """
-        calls, scores = [], []
+        calls, scores, states = [], [], []
         for chunk in plan.chunks:
             if chunk.is_last:
                 self._count(chunk)
@@ -85,6 +87,9 @@ class Runner:
                 assert chunk.sequence.slot is not None
                 self._programs.erase(chunk.sequence.slot)
             width = bucket(self._buckets.widths, chunk.count)
+            if chunk.sequence.request.pooling is not None:
+                states.append((chunk, self._programs.embedded(self._packed({0: chunk}, 1, width, 1))))
+                continue
             if chunk.sequence.request.options.prompt_logprobs:
                 logits, found = self._scored(chunk, width)
                 scores.append((chunk, found))
@@ -92,13 +97,15 @@ class Runner:
                 logits = self._logits_of_prompt({0: chunk}, width)
             if chunk.is_last:
                 calls.append(self._sampled({0: chunk}, logits, seeds))
-        jax.tree.map(lambda x: x.copy_to_host_async(), [found for _, found in scores])
-        return StepInFlight(plan, calls, scores)
+        for array in jax.tree.leaves([found for _, found in scores] + [found for _, found in states]):
+            array.copy_to_host_async()
+        return StepInFlight(plan, calls, scores, states)
 
     def read(self, flight: StepInFlight) -> dict[int, list[SampledToken]]:
-        """Waits for a step. Returns what each sequence sampled, by id: the accepted drafts and the token after them. A
-        sequence has none if every token is excluded, or its logits are not finite."""
-        sampled: dict[int, list[SampledToken]] = {}
+        """Waits for a step. Returns what each sequence sampled, by id: the accepted drafts and the token after them. It
+        is nothing if every token is excluded or the logits are not finite, and an arbitrary token if the sequence has
+        no output."""
+        sampled = {chunk.sequence.id: [SampledToken(0, None)] for chunk, _ in flight.states if chunk.is_last}
         for rows, on_device in flight.calls:
             found: Sampled | Verified = jax.device_get(on_device)
             if isinstance(found, Sampled):
@@ -124,12 +131,18 @@ class Runner:
             for row, position in enumerate(range(chunk.start + 1, min(chunk.start + chunk.count + 1, len(ids)))):
                 yield sequence.id, position, _logprob(found, row, ids[position], count)
 
-    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool) -> None:
+    def read_states(self, flight: StepInFlight) -> Iterator[tuple[Chunk, Float[np.ndarray, "2 embed"]]]:
+        """Waits for a step. Yields the hidden states of each chunk of a request that asks for an embedding."""
+        for chunk, on_device in flight.states:
+            yield chunk, jax.device_get(on_device)
+
+    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
+            embeddings: whether to compile the programs for embeddings.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         of_drafts: dict[int, Float[Array, "rows width vocab"]] = {}
@@ -143,6 +156,8 @@ class Runner:
                 logits[1] = self._logits_of_prompt({}, width, pages)
                 if prompt_logprobs:
                     self._programs.scored(self._packed({}, 1, width, pages), np.zeros((1, width), np.int32))
+                if embeddings:
+                    self._programs.embedded(self._packed({}, 1, width, pages))
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)

@@ -58,9 +58,9 @@ class Scheduler:
     them runs before any step of the next owner.
 
     Running sequences come first: those that decode, then their drafts, then those whose prompt is partly computed. The
-    rest of the step admits waiting sequences. All go by priority and then by arrival, and a sequence is admitted only if
-    its whole prompt fits. If the pool has no page for a running sequence, the last one in this order loses its pages and waits to
-    be computed again. A waiting sequence takes the place of running ones only if its priority is higher.
+    rest of the step admits waiting sequences. All go by priority and then by arrival, and a sequence is admitted only
+    if its whole prompt fits. If the pool has no page for a running sequence, the last one in this order loses its pages
+    and waits to be computed again. A waiting sequence takes the place of running ones only if its priority is higher.
 
     Args:
         limits: the size of the decoding state and of a step.
@@ -153,8 +153,10 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """The running sequences whose next step computes their last token, which is known. They may have drafts."""
-        return [each for each in self._rows if each.is_decoding and not each.num_pending]
+        """The running sequences whose output is sampled, and whose next step computes their last token, which is known.
+        They may have drafts."""
+        running = [each for each in self._rows if each.is_decoding and not each.num_pending]
+        return [each for each in running if each.request.pooling is None]
 
     def plan(self, drafts: Mapping[int, tuple[int, ...]] = MappingProxyType({})) -> Plan | None:
         """The next step; None: nothing can run before results are recorded or a sequence is added.

@@ -127,8 +127,10 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the chunk is the last token of a sequence whose other tokens are computed, perhaps with drafts."""
-        return self.start > 0 and self.count == 1 + self.num_drafts and self.is_last
+        """Whether the chunk is the last token of a sequence whose other tokens are computed, perhaps with drafts, and
+        whose output is sampled."""
+        is_last = self.start > 0 and self.count == 1 + self.num_drafts and self.is_last
+        return is_last and self.sequence.request.pooling is None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,7 @@ def joined(pieces: Iterable[Piece]) -> Piece:
         logprobs=tuple(each for some in logprobs for each in some) if logprobs else None,
         finish_reason=pieces[-1].finish_reason,
         prompt_logprobs=pieces[0].prompt_logprobs,
+        embedding=pieces[-1].embedding,
     )
 
 
