@@ -2,17 +2,20 @@
 
 import random
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import axcore as ax
-from axcore.config import ConfigError
+from axcore.config import AxcoreError, ConfigError
 from axcore.infer import Engine, Request, SamplingOptions
-from axcore.infer.speculation import Drafter, NGram
+from axcore.infer.speculation import Drafter, DraftModel, NGram
 from axcore.infer.speculation.ngram import NGram as NGramDrafter
 from axcore.testing.models import VOCAB_SIZE, tiny_model
 from axcore.train.data import ByteTokenizer
 from axcore_paged_kv.cache import PagedCache
+from axcore_ring_kv.cache import RingCache
 
 LONG = pytest.mark.long
 MAX_LEN = 48
@@ -70,13 +73,11 @@ def prompts(lengths, seed=0):
     return [tuple(rng.integers(6, VOCAB_SIZE, length).tolist()) for length in lengths]
 
 
-def answers(model, asked, speculation=None, *, together=True, **fields):
+def answers(model, asked, speculation=None, *, draft_model=None, **fields):
     """The pieces of some requests, and the counters of the engine afterwards."""
     cfg = Engine.Config(**{"max_len": MAX_LEN, "max_rows": 3, "step_tokens": 20} | fields, speculation=speculation)
-    with cfg.build(model, eos_ids=(5,)) as engine:
-        if together:
-            return engine.generate(asked), engine.stats
-        return [engine.generate([each])[0] for each in asked], engine.stats
+    with cfg.build(model, eos_ids=(5,), draft_model=draft_model) as engine:
+        return engine.generate(asked), engine.stats
 
 
 def known_outputs(asked, pieces):
@@ -176,6 +177,55 @@ def test_stops_cut_accepted_drafts(model):
         assert "".join(piece.text for piece in pieces) == whole.text and len(pieces) < len(whole.ids)
 
 
+def noisy(model, stddev):
+    """A copy of a model with noise in every parameter."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    leaves = [x + stddev * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys, strict=True)]
+    return nnx.merge(graph, jax.tree.unflatten(structure, leaves), rest)
+
+
+@pytest.mark.parametrize("cache", [pytest.param("contiguous", marks=LONG), "paged"])
+@pytest.mark.parametrize(("stddev", "least", "most"), [pytest.param(0.0, 0.98, 1.0, marks=LONG), (0.1, 0.2, 0.97)])
+def test_a_draft_model_changes_no_token(model, expected, cache, stddev, least, most):
+    asked, pieces = expected
+    cfg = DraftModel.Config(num_speculative_tokens=3)
+    found, stats = answers(model, asked, cfg, draft_model=noisy(model, stddev), **CACHES[cache])
+    assert_equal(found, pieces)
+    plain = [each for at, each in enumerate(asked) if at % 3 < 2]  # drafts have no penalties
+    again, stats = answers(model, plain, cfg, draft_model=noisy(model, stddev), **CACHES[cache])
+    assert [each.ids for each in again] == [each.ids for at, each in enumerate(pieces) if at % 3 < 2]
+    assert least <= stats.accepted_tokens / stats.draft_tokens <= most
+
+
+def test_a_draft_model_with_the_random_numbers_of_the_request_is_accepted_more_often(model, expected, monkeypatch):
+    asked = [
+        Request(ids, SamplingOptions(seed=at, max_tokens=20, ignore_eos=True))
+        for at, ids in enumerate(prompts([6] * 6))
+    ]
+    shares, propose = [], DraftModel.propose
+    for is_coupled in (True, False):
+        if not is_coupled:
+            monkeypatch.setattr(
+                DraftModel, "propose", lambda self, each, seeds: propose(self, each, dict.fromkeys(seeds, (1, 2)))
+            )
+        cfg = DraftModel.Config(num_speculative_tokens=2)
+        _, stats = answers(model, asked, cfg, draft_model=noisy(model, 0.1))
+        shares.append(stats.accepted_tokens / stats.draft_tokens)
+    assert shares[0] > shares[1] + 0.2
+
+
+@LONG
+def test_a_draft_model_follows_rows_that_are_preempted_and_change_slots(model, expected):
+    asked, pieces = expected
+    cache, cfg = PagedCache.Config(page_size=4, num_pages=14), DraftModel.Config(num_speculative_tokens=4)
+    greedy = [each for at, each in enumerate(asked) if at % 3 == 0]
+    found, stats = answers(model, [*greedy, *greedy], cfg, draft_model=model, cache=cache)
+    assert [each.ids for each in found] == [each.ids for at, each in enumerate(pieces) if at % 3 == 0] * 2
+    assert stats.preempted > 0 and stats.accepted_tokens > 0.95 * stats.draft_tokens
+
+
 @pytest.mark.parametrize(
     ("tokens", "drafts"),
     [
@@ -220,6 +270,8 @@ def test_ngram_agrees_with_a_direct_search():
             {"step_tokens": 14},
             r"num_speculative_tokens=4: max_rows=3 rows of 5 tokens exceed engine.step_tokens=14. .* 15",
         ),
+        ({"speculation": DraftModel.Config()}, "neither engine.speculation.model nor the argument draft_model"),
+        ({"speculation": DraftModel.Config(model="no-recipe")}, "there is no recipe 'no-recipe'"),
         (
             {"speculation": NGram.Config(prompt_lookup_min=5)},
             "engine.speculation.prompt_lookup_min=5 must be at most prompt_lookup_max=4",
@@ -230,8 +282,46 @@ def test_wrong_configs_are_refused(model, fields, message):
     cfg = Engine.Config(
         **{"max_len": MAX_LEN, "max_rows": 3, "step_tokens": 20, "speculation": NGram.Config()} | fields
     )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(AxcoreError, match=message):
         cfg.build(model)
+
+
+def test_wrong_draft_models_are_refused(model):
+    cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20)
+    with pytest.raises(ConfigError, match=r"draft_model has no effect with engine.speculation=None"):
+        cfg.build(model, draft_model=model)
+    with pytest.raises(ConfigError, match=r"both engine.speculation.model='some' and the argument draft_model"):
+        cfg.set(speculation=DraftModel.Config(model="some")).build(model, draft_model=model)
+    other = tiny_model().set(vocab_size=VOCAB_SIZE + 1).build(rngs=ax.Rngs(0))
+    with pytest.raises(
+        ConfigError, match=rf"the draft model has vocab_size={VOCAB_SIZE + 1}, but the model {VOCAB_SIZE}"
+    ):
+        cfg.set(speculation=DraftModel.Config()).build(model, draft_model=other)
+
+
+def test_state_that_cannot_be_rolled_back_is_refused(model):
+    ring = RingCache.Config(window=8, spare=2)
+    masked = ax.use("sliding-window", size=8)(tiny_model()).build(rngs=ax.Rngs(0))
+    cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, cache=ring)
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens=3: the model can drop at most 2 tokens of a row"):
+        cfg.set(speculation=NGram.Config(num_speculative_tokens=3)).build(masked)
+    recurrent = ax.use("mamba2")(tiny_model()).build(rngs=ax.Rngs(0))
+    cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20)
+    with pytest.raises(ConfigError, match=r"drop at most 0 tokens .* speculation=None, because its layers keep state"):
+        cfg.set(speculation=NGram.Config()).build(recurrent)
+
+
+@LONG
+@pytest.mark.parametrize("spare", [3, 5])
+def test_ring_caches_with_room_for_drafts_give_the_same_tokens(spare):
+    masked = ax.pipe(tiny_model(), ax.use("rope"), ax.use("sliding-window", size=8)).build(rngs=ax.Rngs(0))
+    asked = [Request(ids, OPTIONS[at % 3]) for at, ids in enumerate(prompts((1, 7, 8, 9, 20, 30)))]
+    ring = {"cache": RingCache.Config(window=8, spare=spare)}
+    pieces, _ = answers(masked, asked)
+    drafter = Scripted.Config(known=known_outputs(asked, pieces), num_speculative_tokens=3, percent_right=60)
+    found, stats = answers(masked, asked, drafter, **ring)
+    assert_equal(found, pieces)
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
 @LONG

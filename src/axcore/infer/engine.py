@@ -81,6 +81,7 @@ class Engine(config.Configurable):
         tokenizer: converts text to tokens and back; None: requests and pieces have no text.
         eos_ids: the tokens that end a sample.
         layout: the mesh and rules; None: a single device.
+        draft_model: a smaller model with the same token ids, for `speculation=DraftModel.Config()`.
     """
 
     class Config(config.Config):
@@ -110,6 +111,7 @@ class Engine(config.Configurable):
         *,
         eos_ids: Iterable[int] = (),
         layout: Layout | None = None,
+        draft_model: Layer | None = None,
     ):
         decoder, params, state = Decoder.of(
             model, cache=cfg.cache, batch_size=cfg.max_rows, max_len=cfg.max_len, layout=layout
@@ -118,8 +120,12 @@ class Engine(config.Configurable):
         self.config, self.tokenizer, self.eos_ids = cfg, tokenizer, tuple(eos_ids)
         self._programs = Programs(decoder, params, state, getattr(model.config, "vocab_size", None))
         self._drafter, num_drafts = None, 0
+        if cfg.speculation is None and draft_model is not None:
+            raise ConfigError(
+                "draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()"
+            )
         if cfg.speculation is not None:
-            self._drafter = cfg.speculation.build(Target(decoder, self._programs.vocab_size))
+            self._drafter = cfg.speculation.build(Target(decoder, self._programs.vocab_size, draft_model))
             num_drafts = cfg.speculation.num_speculative_tokens
         self._pool = None
         if decoder.paging is not None:

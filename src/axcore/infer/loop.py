@@ -104,7 +104,7 @@ class EngineLoop:
             functools.partial(self._runner.warm_up, methods, prompt_logprobs=prompt_logprobs, embeddings=embeddings)
         )
         if self._drafter is not None:
-            self._in_thread(self._drafter.warm_up)
+            self._in_thread(functools.partial(self._drafter.warm_up, methods))
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -117,8 +117,10 @@ class Runner:
                 new = sampled[chunk.sequence.id] = []
                 for at in range(row * width, row * width + int(found.num_tokens[row])):
                     token = int(tokens[at])
-                    asked = count is not None and logprobs is not None
-                    new.append(SampledToken(token, _logprob(logprobs, at, token, count) if asked else None))
+                    logprob = None
+                    if count is not None and logprobs is not None:
+                        logprob = _logprob(logprobs, at, token, count)
+                    new.append(SampledToken(token, logprob))
         return sampled
 
     def read_scores(self, flight: StepInFlight) -> Iterator[tuple[int, int, TokenLogprob]]:

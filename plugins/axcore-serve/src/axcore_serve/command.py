@@ -22,7 +22,7 @@ NUMBERS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    from axcore.cli.model import add_model
+    from axcore.cli.model import add_model, add_speculation
 
     parser = argparse.ArgumentParser(
         prog="axcore serve",
@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         "`axcore convert` wrote, or a recipe with initial weights.",
     )
     add_model(parser)
+    add_speculation(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
     parser.add_argument("--name", help="name of the model in the API (default: the last part of MODEL)")
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     keys = [] if given.api_keys is None else _keys(given.api_keys)
     text = None if given.chat_template is None else _text(given.chat_template, "--chat-template")
 
-    from axcore.cli.model import chosen_cache, loaded_model
+    from axcore.cli.model import chosen_cache, chosen_drafter, loaded_model
     from axcore.infer import Engine
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
@@ -72,7 +73,11 @@ def main(arguments: Sequence[str]) -> int:
             drain_s=given.drain_timeout,
         )
         cfg = Engine.Config(
-            cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=given.step_tokens
+            cache=chosen_cache(given),
+            max_rows=given.max_rows,
+            max_len=given.max_len,
+            step_tokens=given.step_tokens,
+            speculation=chosen_drafter(given),
         )
         name = given.name or pathlib.PurePath(given.model).name
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from axcore import config
 from axcore.config import PositiveInt
 from axcore.infer.decoder import Decoder
+from axcore.infer.sampling import Method
 from axcore.infer.sequences import Sequence
+from axcore.module import Layer
 
 type Drafts = dict[int, tuple[int, ...]]
 """Tokens that may follow the last token of a sequence, by the id of the sequence."""
@@ -21,10 +23,12 @@ class Target:
     Attributes:
         decoder: the model with its decoding state. Drafts are for sequences in its slots.
         vocab_size: the number of token ids.
+        draft_model: the argument `draft_model` of the engine.
     """
 
     decoder: Decoder
     vocab_size: int
+    draft_model: Layer | None = None
 
 
 class Drafter(config.Configurable):
@@ -62,8 +66,12 @@ class Drafter(config.Configurable):
         """
         raise NotImplementedError
 
-    def warm_up(self) -> None:
-        """Compiles programs that later calls need."""
+    def warm_up(self, methods: Iterable[Method]) -> None:
+        """Compiles programs that later calls need.
+
+        Args:
+            methods: the sampling methods of later requests.
+        """
 
     def close(self) -> None:
         """Frees the memory of the device."""
