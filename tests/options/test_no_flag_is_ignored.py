@@ -87,6 +87,7 @@ VALUES = {
     "bench serve --output": "5",
     "bench serve --requests": "2",
     "bench serve --set": "model.softcap=3",
+    "bench serve --speculation": "ngram",
     "bench serve --step-tokens": "32",
     "bench serve --use": "alibi",
     "convert --dtype": "bfloat16",
@@ -104,6 +105,7 @@ VALUES = {
     "generate --prompt": "b",
     "generate --seed": "1",
     "generate --set": "model.softcap=3",
+    "generate --speculation": "ngram",
     "generate --temperature": "0.5",
     "generate --tokens": "3",
     "generate --use": "alibi",
@@ -154,6 +156,7 @@ VALUES = {
     "serve --port": "3",
     "serve --prompt-logprobs": None,
     "serve --set": "model.softcap=3",
+    "serve --speculation": "ngram",
     "serve --step-tokens": "64",
     "serve --timeout": "3",
     "serve --use": "alibi",
@@ -253,7 +256,7 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
-    engine = SimpleNamespace(warm_up=None, stats=SimpleNamespace(compiled=0))
+    engine = SimpleNamespace(warm_up=None, stats=SimpleNamespace(compiled=0, draft_tokens=0, accepted_tokens=0))
     replace(engine, "warm_up", None)
     replace(infer.Engine.Config, "build", contextlib.nullcontext(engine))
     listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000))
