@@ -15,6 +15,7 @@ import numpy as np
 
 from axcore.config import AxcoreError
 from axcore.infer.embeddings import PooledStates
+from axcore.infer.guide import Guide
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
@@ -85,23 +86,33 @@ class EngineLoop:
         self._thread.start()
         atexit.register(self.close)  # a thread that still calls JAX at exit may crash the process
 
-    def submit(self, request: Request, deliver: Deliver, text: TextStream | None, *, sample: int) -> Callable[[], None]:
+    def submit(
+        self, request: Request, deliver: Deliver, text: TextStream | None, guide: Guide | None, *, sample: int
+    ) -> Callable[[], None]:
         """Queues a checked request. For the other arguments, the result and the errors see `Engine.submit`.
 
         Args:
             text: converts the tokens of the sample to text.
+            guide: follows the grammar of the sample.
         """
         sequence = Sequence(next(self._numbers), request, self._eos_ids)
-        sequence.needs_last_token = self._drafter is not None and request.pooling is None
+        is_drafted = self._drafter is not None and request.pooling is None
+        sequence.needs_last_token = guide is not None or is_drafted
         pooled = None if request.pooling is None else PooledStates(request.pooling)
-        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, pooled)
+        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, guide, pooled)
         self._put(functools.partial(self._add, new))
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
 
-    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool, embeddings: bool) -> None:
-        """See `Engine.warm_up`."""
+    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool, embeddings: bool, grammars: bool) -> None:
+        """See `Runner.warm_up`."""
         self._in_thread(
-            functools.partial(self._runner.warm_up, methods, prompt_logprobs=prompt_logprobs, embeddings=embeddings)
+            functools.partial(
+                self._runner.warm_up,
+                methods,
+                prompt_logprobs=prompt_logprobs,
+                embeddings=embeddings,
+                grammars=grammars,
+            )
         )
         if self._drafter is not None:
             self._in_thread(functools.partial(self._drafter.warm_up, methods))
@@ -199,8 +210,11 @@ class EngineLoop:
 
     def _start(self, plan: Plan) -> StepInFlight:
         self.counters.steps += 1
+        samples = {chunk.sequence.id: self._samples[chunk.sequence.id] for chunk in plan.chunks}
         return self._runner.start(
-            plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks}
+            plan,
+            {number: sample.seed for number, sample in samples.items()},
+            {number: sample.guide.masks for number, sample in samples.items() if sample.guide is not None},
         )
 
     def _collect(self, flight: StepInFlight) -> None:
@@ -217,7 +231,9 @@ class EngineLoop:
             self.counters.accepted_tokens += max(len(found[chunk.sequence.id]) - 1, 0)
         for number, sampled in found.items():
             if not sampled and self._scheduler.cancel(number):
-                self._send(self._samples.pop(number), AxcoreError(_NO_TOKEN))
+                sample = self._samples.pop(number)
+                failure = None if sample.guide is None else sample.guide.failure
+                self._send(sample, failure or AxcoreError(_NO_TOKEN))
         tokens = {number: tuple(each.token for each in sampled) for number, sampled in found.items()}
         for sequence, count in self._scheduler.record(flight.plan, tokens).items():
             sample = self._samples[sequence.id]
@@ -241,16 +257,20 @@ class EngineLoop:
         """Delivers new tokens, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
         is_first = sequence.num_output == len(new)
-        if stream is not None:
-            num_before = stream.num_tokens
-            text = stream.add(each.token for each in new)
-            if stream.stopped is not None:  # tokens after a stop string are dropped
-                sequence.drop(len(new) - (stream.num_tokens - num_before))
-                new = new[: stream.num_tokens - num_before]
-                self._scheduler.cancel(sequence.id, "stop")
-                sequence.finish_reason = "stop"
-            elif sequence.finish_reason is not None:
-                text += stream.finish()
+        for at, each in enumerate(new):
+            is_end = sequence.finish_reason == "stop" and at == len(new) - 1
+            if sample.guide is not None and not is_end:
+                sample.guide.accept(each.token)
+            if stream is not None:
+                text += stream.add((each.token,))
+            has_ended = sample.guide is not None and sample.guide.has_ended
+            if has_ended or (stream is not None and stream.stopped is not None):
+                sequence.drop(len(new) - 1 - at)  # what follows the end
+                new = new[: at + 1]
+                self._stop(sequence)
+                break
+        if stream is not None and sequence.finish_reason is not None:
+            text += stream.finish()
         self.counters.tokens += len(new)
         if is_first:
             self.counters.cached_tokens += sequence.num_cached or 0
@@ -262,6 +282,11 @@ class EngineLoop:
             scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
         ids = tuple(each.token for each in new)
         self._send(sample, Piece(ids, text, logprobs, sequence.finish_reason, scores))
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Ends a sequence with its last token, which may also be the last one by its length."""
+        self._scheduler.cancel(sequence.id, "stop")
+        sequence.finish_reason = "stop"
 
     def _send(self, sample: _Sample, piece: Piece | AxcoreError) -> None:
         """Calls `deliver`. A sample whose `deliver` raises ends, and others go on."""
@@ -288,6 +313,7 @@ class _Sample:
     deliver: Deliver
     seed: Seed
     text: TextStream | None
+    guide: Guide | None
     pooled: PooledStates | None
     scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     """The log-probabilities of the prompt so far, by position."""

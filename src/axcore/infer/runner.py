@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from axcore.infer.programs import Batch, Buckets, Programs, bucket
 from axcore.infer.requests import SamplingOptions, TokenLogprob
@@ -20,6 +20,12 @@ from axcore.infer.sequences import Chunk, Plan
 
 Seed = tuple[int, int]
 """The words of a seed; see `seed_words`."""
+
+type Mask = Int32[np.ndarray, " words"]
+"""The tokens that a sequence may sample, as `NextToken.grammar`."""
+
+Masks = Callable[[tuple[int, ...]], list[Mask]]
+"""Returns the mask of the next token, and that after each of some drafts."""
 
 
 class SampledToken(NamedTuple):
@@ -64,12 +70,14 @@ class Runner:
         self._is_paged = self._decoder.paging is not None
         self._counted: dict[int, int] = {}  # the sequence whose tokens are counted, by slot
 
-    def start(self, plan: Plan, seeds: Mapping[int, Seed]) -> StepInFlight:
+    def start(self, plan: Plan, seeds: Mapping[int, Seed], masks: Mapping[int, Masks]) -> StepInFlight:
         """Starts a step, without waiting for the device.
 
         Args:
             plan: the newest plan of the scheduler.
             seeds: the seed of each sequence, by id.
+            masks: the tokens that each sequence with a grammar may sample, by id. They are computed while the device
+                runs the model.
         """
         calls, scores, states = [], [], []
         for chunk in plan.chunks:
@@ -79,9 +87,9 @@ class Runner:
             rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
             size = bucket(self._buckets.rows, len(rows))
             if any(chunk.num_drafts for chunk in plan.decode):
-                calls.append(self._verified(rows, self._logits_of_drafts(rows, size), seeds))
+                calls.append(self._verified(rows, self._logits_of_drafts(rows, size), seeds, masks))
             else:
-                calls.append(self._sampled(rows, self._logits_of_decoding(rows, size), seeds))
+                calls.append(self._sampled(rows, self._logits_of_decoding(rows, size), seeds, masks))
         for chunk in plan.prefill:
             if chunk.start == 0:
                 assert chunk.sequence.slot is not None
@@ -96,7 +104,7 @@ class Runner:
             else:
                 logits = self._logits_of_prompt({0: chunk}, width)
             if chunk.is_last:
-                calls.append(self._sampled({0: chunk}, logits, seeds))
+                calls.append(self._sampled({0: chunk}, logits, seeds, masks))
         for array in jax.tree.leaves([found for _, found in scores] + [found for _, found in states]):
             array.copy_to_host_async()
         return StepInFlight(plan, calls, scores, states)
@@ -138,13 +146,14 @@ class Runner:
         for chunk, on_device in flight.states:
             yield chunk, jax.device_get(on_device)
 
-    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool) -> None:
+    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool, grammars: bool) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
             embeddings: whether to compile the programs for embeddings.
+            grammars: whether to compile the programs that sample with a grammar, for the method `full`.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         of_drafts: dict[int, Float[Array, "rows width vocab"]] = {}
@@ -162,10 +171,15 @@ class Runner:
                     self._programs.embedded(self._packed({}, 1, width, pages))
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
-            self._sample(of_size, [padding] * size, method)
-            if size in of_drafts:
-                drafts = np.full((size, self._num_drafts), NO_DRAFT, np.int32)
-                self._verify(of_drafts[size], drafts, [padding] * (size * (1 + self._num_drafts)), method)
+            tokens = [padding]
+            if grammars and method == "full":
+                every = np.full(-(-self._programs.vocab_size // 32), -1, np.int32)
+                tokens.append(dataclasses.replace(padding, grammar=every))
+            for token in tokens:
+                self._sample(of_size, [token] * size, method)
+                if size in of_drafts:
+                    drafts = np.full((size, self._num_drafts), NO_DRAFT, np.int32)
+                    self._verify(of_drafts[size], drafts, [token] * (size * (1 + self._num_drafts)), method)
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
 
@@ -211,23 +225,34 @@ class Runner:
         return Batch(ids, ints, table)
 
     def _sampled(
-        self, rows: Mapping[int, Chunk], logits: Float[Array, "rows vocab"], seeds: Mapping[int, Seed]
+        self,
+        rows: Mapping[int, Chunk],
+        logits: Float[Array, "rows vocab"],
+        seeds: Mapping[int, Seed],
+        masks: Mapping[int, Masks],
     ) -> SamplerCall:
         tokens = [PADDING] * logits.shape[0]
         for row, chunk in rows.items():
-            tokens[row] = _next_token(chunk, chunk.start + chunk.count, seeds)
+            mask = masks[chunk.sequence.id](())[0] if chunk.sequence.id in masks else None
+            tokens[row] = _next_token(chunk, chunk.start + chunk.count, seeds, mask)
         return SamplerCall(rows, _fetched(self._sample(logits, tokens, None)))
 
     def _verified(
-        self, rows: Mapping[int, Chunk], logits: Float[Array, "rows width vocab"], seeds: Mapping[int, Seed]
+        self,
+        rows: Mapping[int, Chunk],
+        logits: Float[Array, "rows width vocab"],
+        seeds: Mapping[int, Seed],
+        masks: Mapping[int, Masks],
     ) -> SamplerCall:
         size, width, _ = logits.shape
         tokens = [PADDING] * (size * width)
         drafts = np.full((size, width - 1), NO_DRAFT, np.int32)
         for row, chunk in rows.items():
-            drafts[row, : chunk.num_drafts] = chunk.ids[1:]
-            for at in range(chunk.count):
-                tokens[row * width + at] = _next_token(chunk, chunk.start + 1 + at, seeds)
+            of_row = chunk.ids[1:]
+            drafts[row, : len(of_row)] = of_row
+            allowed = masks[chunk.sequence.id](of_row) if chunk.sequence.id in masks else [None] * chunk.count
+            for at, mask in enumerate(allowed):
+                tokens[row * width + at] = _next_token(chunk, chunk.start + 1 + at, seeds, mask)
         return SamplerCall(rows, _fetched(self._verify(logits, drafts, tokens, None)))
 
     def _sample(
@@ -260,11 +285,11 @@ class Runner:
             self._programs.count(sequence.slot, sequence.tokens, len(sequence.request.ids))
 
 
-def _next_token(chunk: Chunk, position: int, seeds: Mapping[int, Seed]) -> NextToken:
+def _next_token(chunk: Chunk, position: int, seeds: Mapping[int, Seed], mask: Mask | None) -> NextToken:
     """The token at a position after a chunk or one of its drafts."""
     sequence, request = chunk.sequence, chunk.sequence.request
     assert sequence.slot is not None
-    return NextToken(request.options, seeds[sequence.id], position, position - len(request.ids), sequence.slot)
+    return NextToken(request.options, seeds[sequence.id], position, position - len(request.ids), sequence.slot, mask)
 
 
 def _fetched[T](found: T) -> T:

@@ -59,6 +59,12 @@ class DrafterOffer(Offer):
     usage = "axcore generate --speculation {name}"
 
 
+class GrammarCompilerOffer(Offer):
+    """A subclass of `axcore.infer.GrammarCompiler`, for the slot `grammars` of an engine."""
+
+    hook, kind, slot = "axcore_grammar_compilers", "grammar compiler", "grammars"
+
+
 class NumericsOffer(Offer):
     """A subclass of `axcore.numerics.Numerics`, for the slot `numerics` of layers with a weight."""
 
