@@ -140,8 +140,8 @@ def test_sequences_that_are_preempted_and_share_prefixes_get_the_same_tokens(mod
     known = known_outputs(asked, pieces)
     cache = PagedCache.Config(page_size=4, num_pages=14)
     for drafter in (NGram.Config(prompt_lookup_min=1), Scripted.Config(known=known)):
-        found, stats = answers(model, [*asked, *asked], drafter, cache=cache)
-        assert_equal(found, [*pieces, *pieces])
+        found, stats = answers(model, [each for each in asked for _ in range(2)], drafter, cache=cache)
+        assert_equal(found, [each for each in pieces for _ in range(2)])
         assert stats.preempted > 0 and stats.cached_tokens > 0
 
 

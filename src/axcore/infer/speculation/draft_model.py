@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from axcore.infer.sequences import Sequence
 from axcore.infer.speculation.drafter import Drafter, Drafts, Target
 from axcore.module import Layer, Tree
 from axcore.nn import ContiguousCache, KVCache
+
+if TYPE_CHECKING:
+    from axcore.train.run.trainer import Trainer
 
 WIDTHS = (16, 64, 256)
 """The numbers of tokens to which chunks of prompts are padded."""
@@ -215,5 +219,5 @@ def _model(cfg: DraftModel.Config, target: Target) -> Layer:
     from axcore.plugin import recipe
 
     name = cfg.model
-    source = name if os.path.isdir(name) else recipe(name)
+    source = name if os.path.isdir(name) else cast("Trainer.Config", recipe(name))
     return load_model(source, name=name, dtype=cfg.dtype, keep_caches=False).model
