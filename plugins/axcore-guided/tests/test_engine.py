@@ -76,7 +76,7 @@ def test_rows_without_a_grammar_do_not_change_beside_guided_ones(engine):
 
 
 @pytest.mark.long
-def test_grammars_hold_for_drafts(engine):
+def test_grammars_hold_for_drafts(engine, model):
     """Drafts that the grammar excludes, that end it and that follow its end change no token."""
     grammars = [
         Grammar.regex("(abc){8}"),
@@ -90,7 +90,7 @@ def test_grammars_hold_for_drafts(engine):
         FREE,
     ]
     expected = texts(engine, asked)
-    with guided_engine(speculation=NGram.Config(prompt_lookup_min=1, num_speculative_tokens=3)) as drafting:
+    with guided_engine(model, speculation=NGram.Config(prompt_lookup_min=1, num_speculative_tokens=3)) as drafting:
         found = texts(drafting, asked)
         assert 0 < drafting.stats.accepted_tokens < drafting.stats.draft_tokens
     assert [(each.ids, each.text, each.finish_reason) for each in found] == [
