@@ -78,6 +78,7 @@ def axcore_drafters() -> list[DrafterOffer]:
     drafters = "axcore.infer.speculation"
     return [
         DrafterOffer("draft-model", f"{drafters}:DraftModel", "The tokens that a smaller model samples."),
+        DrafterOffer("mtp", f"{drafters}:MTP", "The tokens of the model's own module for multi-token prediction."),
         DrafterOffer("ngram", f"{drafters}:NGram", "What followed the last tokens before, in the prompt or output."),
     ]
 

@@ -25,7 +25,7 @@ from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, Toke
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
-from axcore.infer.speculation import Drafter, Target
+from axcore.infer.speculation import Drafter, Target, keeping_hidden_states
 from axcore.infer.streams import Deliver, Stream, pieces_of
 from axcore.infer.text import TextStream
 from axcore.module import Layer
@@ -121,6 +121,8 @@ class Engine(config.Configurable):
             model, cache=cfg.cache, batch_size=cfg.max_rows, max_len=cfg.max_len, layout=layout
         )
         _check(cfg, decoder)
+        if cfg.speculation is not None and cfg.speculation.reads_hidden_states:
+            decoder, state = keeping_hidden_states(decoder, state, model)
         self.config, self.tokenizer, self.eos_ids = cfg, tokenizer, tuple(eos_ids)
         self._programs = Programs(decoder, params, state, getattr(model.config, "vocab_size", None))
         self._drafter, num_drafts = None, 0
@@ -129,7 +131,9 @@ class Engine(config.Configurable):
                 "draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()"
             )
         if cfg.speculation is not None:
-            self._drafter = cfg.speculation.build(Target(decoder, self._programs.vocab_size, draft_model))
+            programs = self._programs
+            target = Target(model, decoder, lambda: programs.state, programs.vocab_size, draft_model)
+            self._drafter = cfg.speculation.build(target)
             num_drafts = cfg.speculation.num_speculative_tokens
         self._pool = None
         if decoder.paging is not None:
@@ -241,6 +245,8 @@ class Engine(config.Configurable):
             self._grammars.check(options.grammar)
 
     def _check_embeddings(self) -> None:
+        if self._drafter is not None and self._drafter.config.reads_hidden_states:
+            raise ConfigError("request.pooling: the hidden states go to engine.speculation. Use another drafter")
         if not self._programs.decoder.has_hidden_states:
             raise ConfigError("request.pooling: the model has no layer `norm` before its head, so it has no embeddings")
 
@@ -441,6 +447,11 @@ def _check(cfg: Engine.Config, decoder: Decoder) -> None:
 def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder: Decoder) -> None:
     count = speculation.num_speculative_tokens
     where = f"engine.speculation.num_speculative_tokens={count}"
+    if cfg.prefix_caching and speculation.reads_hidden_states:
+        raise ConfigError(
+            "engine.prefix_caching=True: engine.speculation reads the hidden states of all tokens, which pages lack. "
+            "Leave prefix_caching out, or use another drafter"
+        )
     if decoder.max_rollback is not None and count > decoder.max_rollback:
         remedy = (
             "Set speculation=None, because its layers keep state that cannot be rolled back"

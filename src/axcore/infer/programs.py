@@ -133,6 +133,11 @@ class Programs:
             held = self._params, self._state, self._last, self._counts
             self._params, self._state, self._last, self._counts = jax.device_put(held, home)
 
+    @property
+    def state(self) -> Tree:
+        """The decoding state after the last call. The next call deletes its arrays."""
+        return self._state
+
     def logits(self, rows: Batch, phase: Phase, *, whole: bool = False) -> Float[Array, "rows vocab"]:
         """Runs the model.
 

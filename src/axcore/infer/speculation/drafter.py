@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from axcore import config
 from axcore.config import PositiveInt
 from axcore.infer.decoder import Decoder
 from axcore.infer.sampling import Method
 from axcore.infer.sequences import Sequence
-from axcore.module import Layer
+from axcore.module import Layer, Tree
 
 type Drafts = dict[int, tuple[int, ...]]
 """Tokens that may follow the last token of a sequence, by the id of the sequence."""
@@ -21,12 +21,16 @@ class Target:
     """The model whose tokens a drafter predicts.
 
     Attributes:
+        model: the model in the form for training.
         decoder: the model with its decoding state. Drafts are for sequences in its slots.
+        state: returns the decoding state after the last step.
         vocab_size: the number of token ids.
         draft_model: the argument `draft_model` of the engine.
     """
 
+    model: Layer
     decoder: Decoder
+    state: Callable[[], Tree]
     vocab_size: int
     draft_model: Layer | None = None
 
@@ -46,6 +50,11 @@ class Drafter(config.Configurable):
     class Config(config.Config):
         num_speculative_tokens: PositiveInt = 4
         """The largest number of drafts of a sequence in a step. A step computes all of them, accepted or not."""
+
+        @property
+        def reads_hidden_states(self) -> bool:
+            """Whether the decoding state of the model must keep hidden states; see `keeping_hidden_states`."""
+            return False
 
     config: Config
     num_traced = 0
