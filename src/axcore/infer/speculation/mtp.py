@@ -109,7 +109,7 @@ def _module(target: Target, max_len: int) -> Layer:
     decoder = FromHiddenStates.Config(batch_size=target.decoder.batch_size, max_len=max_len, module=first)
     params = functional(model)[1]
     future = params["future"][0]
-    own = {name: params[name] for name in ("embedding", "position", "head") if name in params}
+    own: Tree = {name: params[name] for name in ("embedding", "position", "head") if name in params}
     own |= {"decoder": {"module": future}, "norm": future["norm"]}
     fn, _, state = abstract(cfg.set(decoder=decoder, norm=first.norm, future=()), "engine.speculation.model")
     made: Layer = fn.bind(own, state)
