@@ -225,13 +225,6 @@ class DraftsBeyondTheLength(Scheduler):
         sequence.max_len -= 1
 
 
-class DraftsBeyondTheBudget(Scheduler):
-    def _verify(self, sequence, drafts, step):
-        num_left, step.num_left = step.num_left, 1000
-        super()._verify(sequence, drafts, step)
-        step.num_left += num_left - 1000
-
-
 class DraftsWithoutPages(Rows):
     def grow(self, sequence, num_drafts=0):
         return super().grow(sequence)

@@ -324,10 +324,6 @@ def test_ngram_agrees_with_a_direct_search():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"step_tokens": 14},
-            r"num_speculative_tokens=4: max_rows=3 rows of 5 tokens exceed engine.step_tokens=14. .* 15",
-        ),
         ({"speculation": DraftModel.Config()}, "neither engine.speculation.model nor the argument draft_model"),
         ({"speculation": DraftModel.Config(model="no-recipe")}, "there is no recipe 'no-recipe'"),
         (

@@ -43,14 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
     load = Load(arguments.requests, arguments.concurrency, arguments.input, arguments.output)
     started = time.perf_counter()
     model, tokenizer = loaded_model(arguments, weights=False)
-    speculation = chosen_drafter(arguments)
-    width = 1 if speculation is None else 1 + speculation.num_speculative_tokens
     cfg = Engine.Config(
         cache=chosen_cache(arguments),
         max_rows=load.concurrency,
         max_len=load.prompt_tokens + load.output_tokens,
-        step_tokens=max(arguments.step_tokens, load.concurrency * width),
-        speculation=speculation,
+        step_tokens=arguments.step_tokens,
+        speculation=chosen_drafter(arguments),
     )
     with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
         engine.warm_up(("greedy",))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from axcore.config import ConfigError
 from axcore.infer.decoder import Decoder
 from axcore.module import Functional, Layer, Tree
+from axcore.nn import TokenInfo
 
 NAME = "hidden_states"
 """The entry of the model's state: [slots, max_len, embed], the result of the layer `decoder` for each token."""
@@ -47,9 +48,10 @@ class _Keeping(Functional):
     def __call__(self, params: Tree, state: Tree, *args: Any, **kwargs: Any) -> Any:  # Any: as in `Functional`
         own = {name: value for name, value in state.items() if name != NAME}
         result, new = super().__call__(params, own, *args, capture=("decoder",), **kwargs)
-        hidden, cached = result[1].outputs["decoder"], kwargs["cached"]
-        index, valid, size = kwargs["index"], kwargs["valid"], state[NAME].shape[1]
-        slots = jnp.arange(index.shape[0]) if cached.slots is None else cached.slots
-        place = index if valid is None else jnp.where(valid, index, size)
-        kept = state[NAME].at[slots[:, None], place].set(hidden.astype(state[NAME].dtype), mode="drop")
+        kept, names = state[NAME], ("index", "positions", "valid", "cached")
+        tokens = TokenInfo(**{name: kwargs[name] for name in names})
+        for block, hidden in zip(tokens.blocks, tokens.split(result[1].outputs["decoder"]), strict=True):
+            slots = jnp.arange(hidden.shape[0]) if block.rows.slots is None else block.rows.slots
+            place = block.index if block.valid is None else jnp.where(block.valid, block.index, kept.shape[1])
+            kept = kept.at[slots[:, None], place].set(hidden.astype(kept.dtype), mode="drop")
         return result, new | {NAME: kept}

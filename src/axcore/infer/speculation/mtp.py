@@ -85,9 +85,7 @@ class FromHiddenStates(Layer):
             x: embeddings of the tokens after those of the hidden states.
             tokens: the tokens of the hidden states.
         """
-        rows = tokens.cached
-        assert rows is not None, "the module is called by a Decoder"
-        slots = jnp.arange(x.shape[0]) if rows.slots is None else rows.slots
+        slots = jnp.arange(x.shape[0]) if tokens.rows.slots is None else tokens.rows.slots
         index = jnp.broadcast_to(tokens.index, x.shape[:2])
         size = self.config.max_len
         hidden: jax.Array = self.module(self.hidden_states[slots[:, None], jnp.minimum(index, size - 1)], x, tokens)
