@@ -60,6 +60,10 @@ def _model(cfg: DraftModel.Config, target: Target) -> Layer:
         )
         raise ConfigError(f"{given} the argument draft_model of the engine name a draft model. Give one of them")
     if target.draft_model is not None:
+        if cfg.dtype is not None:
+            raise ConfigError(
+                f"engine.speculation.dtype={cfg.dtype!r} has no effect on a draft model that is given. Set it to None"
+            )
         return target.draft_model
     from axcore.infer.loading import load_model  # imports the engine, which imports this module
 

@@ -60,7 +60,7 @@ class MTP(ModelDrafter):
         return state | {"model": model | {"decoder": model["decoder"] | {NAME: copied}}}
 
 
-class FromHiddenStates(Layer):
+class _FromHiddenStates(Layer):
     """A module for multi-token prediction in place of the decoder of a model. It reads the hidden state of each token
     from its state, and writes the result as that of the next token."""
 
@@ -69,7 +69,10 @@ class FromHiddenStates(Layer):
         batch_size: PositiveInt = REQUIRED
         max_len: PositiveInt = REQUIRED
         module: MultiTokenPrediction.Config = REQUIRED
-        max_rollback: None = None
+
+        @property
+        def max_rollback(self) -> int | None:
+            return None
 
     config: Config
 
@@ -104,7 +107,7 @@ def _module(target: Target, max_len: int) -> Layer:
             "was trained with them, or another drafter, such as ngram"
         )
     first = cfg.future[0]
-    decoder = FromHiddenStates.Config(batch_size=target.decoder.batch_size, max_len=max_len, module=first)
+    decoder = _FromHiddenStates.Config(batch_size=target.decoder.batch_size, max_len=max_len, module=first)
     params = functional(model)[1]
     future = params["future"][0]
     own: Tree = {name: params[name] for name in ("embedding", "position", "head") if name in params}
