@@ -266,7 +266,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_checks_catch(fault):
     kind = {PagePool: "pool", Rows: "rows", Scheduler: "scheduler"}[fault.__base__]
-    with pytest.raises((AssertionError, KeyError, IndexError)):
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
         for seed in range(150):
             Simulation(random_scenario(random.Random(seed), **{kind: fault}), max_steps=1000).run()
 
