@@ -5,6 +5,7 @@ import dataclasses
 import random
 import zlib
 
+from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PagePool
 from axcore.infer.requests import Request
 from axcore.infer.rows import Rows
@@ -41,6 +42,7 @@ class Row:
     """A chunk as it was dispatched."""
 
     request: Request
+    adapter: LoadedAdapter | None
     id: int
     slot: int
     pages: tuple[int, ...]
@@ -69,9 +71,20 @@ class FakeDevice:
 
     def dispatch(self, plan):
         rows = [
-            Row(seq.request, seq.id, seq.slot, tuple(seq.pages), each.start, each.count, each.is_last, each.ids, drafts)
-            for each in plan.chunks
-            for seq, drafts in [(each.sequence, each.num_drafts)]
+            Row(
+                seq.request,
+                seq.adapter,
+                seq.id,
+                seq.slot,
+                tuple(seq.pages),
+                chunk.start,
+                chunk.count,
+                chunk.is_last,
+                chunk.ids,
+                chunk.num_drafts,
+            )
+            for chunk in plan.chunks
+            for seq in [chunk.sequence]
         ]
         self.queue.append(rows)
         return rows
@@ -87,7 +100,7 @@ class FakeDevice:
         for row in rows:
             ids = row.ids or (self.last[row.slot],)
             assert len(ids) == row.count
-            seen, content = [], hash((self.weights, row.request.salt, row.request.adapter))
+            seen, content = [], hash((self.weights, row.request.salt, row.adapter))
             for position in range(row.start + row.count):
                 cell = self.cell(row, position)
                 if position < row.start:
@@ -140,6 +153,7 @@ class Arrival:
     at: int
     request: Request
     cancel_at: int | None = None
+    adapter_version: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +211,10 @@ class Simulation:
     def step(self):
         while self.arrivals and self.arrivals[0][1].at <= self.tick:
             id, arrival = self.arrivals.popleft()
-            self.sequences[id] = Sequence(id, arrival.request, eos_ids=[END])
-            self.sequences[id].needs_last_token = id in self.scenario.drafting
+            sequence = self.sequences[id] = Sequence(id, arrival.request, eos_ids=[END])
+            sequence.needs_last_token = id in self.scenario.drafting
+            if arrival.request.adapter is not None:
+                sequence.adapter = LoadedAdapter(arrival.request.adapter, arrival.adapter_version, slot=0)
             self.scheduler.add(self.sequences[id])
         if self.tick in self.scenario.flush_at:
             self.scheduler.flush()

@@ -54,6 +54,7 @@ from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.feature import PublishedTokenizer
 from axcore_hf.initial import FromHF
 from axcore_hf.tokenizer import HFTokenizer
+from axcore_lora import LoRAAdapters
 from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.upcycling import Upcycled
 from axcore_paged_kv.cache import PagedCache
@@ -95,6 +96,8 @@ def hosts(folder, patch):
     for drafter in (DraftModel.Config(num_speculative_tokens=2), MTP.Config(num_speculative_tokens=2)):
         draft_model = tiny_model() if isinstance(drafter, DraftModel.Config) else None
         yield Host(small.set(speculation=drafter), served(predicting, draft_model), at="speculation")
+    room = LoRAAdapters.Config(max_adapters=2, max_rank=2, where=("decoder.**",), exclude=("**.down",))
+    yield Host(room, lambda cfg: room_for_adapters(cfg.build()))
     fields = ("input", "steps", "minutes", "initial", "seed", "checkpointer", "callbacks")
     yield Host(trainer(**run_fields(folder)), trained(folder), fields=fields)
 
@@ -103,6 +106,11 @@ def continued(cfg):
     """The drafts for tokens whose last one, two and three occurred before."""
     row = [1, 2, 3, 4, 5, 7, 3, 4, 6, 9, 4, 2, 3, 4]
     return [NGram(cfg, None).continuation(row[start:]) for start in (0, 1, 3, 8)]
+
+
+def room_for_adapters(adapters):
+    """The shapes of the adapters of a small model."""
+    return str(abstract(adapters.attach(tiny_model()))[2])
 
 
 def served(model=None, draft_model=None):

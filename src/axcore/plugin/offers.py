@@ -59,6 +59,13 @@ class DrafterOffer(Offer):
     usage = "axcore generate --speculation {name}"
 
 
+class AdaptersOffer(Offer):
+    """A subclass of `axcore.infer.Adapters`, for the field `adapters` of an engine."""
+
+    hook, kind = "axcore_adapters", "adapters"
+    usage = "axcore serve --adapters {name}"
+
+
 class GrammarCompilerOffer(Offer):
     """A subclass of `axcore.infer.GrammarCompiler`, for the slot `grammars` of an engine."""
 
