@@ -7,8 +7,13 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from axcore.config import AxcoreError
+from axcore.plugin import GrammarCompilerOffer, offered, registry
+
+if TYPE_CHECKING:
+    from axcore.infer import GrammarCompiler
 
 NUMBERS = {
     "max-len": (int, 2048, "maximum number of tokens of a prompt with its output"),
@@ -37,6 +42,12 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
+    parser.add_argument(
+        "--grammars",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="compiler of the grammars of structured outputs and forced tool calls: one that `axcore plugins` lists "
+        "(default: the only one that is installed)",
+    )
     parser.add_argument(
         "--prompt-logprobs", action="store_true", help="offer completions with both echo and logprobs (slower start)"
     )
@@ -72,7 +83,11 @@ def main(arguments: Sequence[str]) -> int:
             drain_s=given.drain_timeout,
         )
         cfg = Engine.Config(
-            cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=given.step_tokens
+            cache=chosen_cache(given),
+            grammars=_grammars(given.grammars),
+            max_rows=given.max_rows,
+            max_len=given.max_len,
+            step_tokens=given.step_tokens,
         )
         name = given.name or pathlib.PurePath(given.model).name
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
@@ -84,6 +99,17 @@ def main(arguments: Sequence[str]) -> int:
             print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
             DrainingServer(service).run(sockets=[listener])
     return 0
+
+
+def _grammars(name: str | None) -> GrammarCompiler.Config | None:
+    """The config of the compiler of this name, or of the only one that is installed; None: requests with a grammar are
+    refused."""
+    if name is None:
+        installed = [offer.name for _, offer in registry().offers(GrammarCompilerOffer)]
+        if len(installed) != 1:
+            return None
+        (name,) = installed
+    return cast("GrammarCompiler.Config", offered(GrammarCompilerOffer, name))
 
 
 def _keys(file: str) -> list[str]:
