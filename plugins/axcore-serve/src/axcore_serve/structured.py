@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from axcore.config import AxcoreError
 from axcore.infer import Grammar
-from axcore_serve.bodies import Body, ChatBody, ResponseFormat, StructuredOutputs, Tool
+from axcore_serve.bodies import ChatBody, ResponseFormat, SamplingBody, StructuredOutputs, Tool
 from axcore_serve.errors import ApiError, of_options
 
 
@@ -18,7 +18,7 @@ class Structure(NamedTuple):
     param: str
 
 
-def structure_of(body: Body, forced: Sequence[Tool] = ()) -> Structure | None:
+def structure_of(body: SamplingBody, forced: Sequence[Tool] = ()) -> Structure | None:
     """What an answer must match; None: anything.
 
     Args:
