@@ -306,15 +306,9 @@ class Decoder:
 
         Raises:
             ConfigError: the step has page tables but the model has no paged caches; it has none but the pool is too
-                small for a page table of each slot; if the values of the tables are known, `Paging.check` fails; or
-                several steps are given and rows may pass a length of `recompute_above`.
+                small for a page table of each slot; or, if the values of the tables are known, `Paging.check` fails.
         """
         steps = (step,) if isinstance(step, Step) else tuple(step)
-        if len(steps) > 1 and self.max_len > min(self.recompute_above, default=self.max_len):
-            raise ConfigError(
-                f"the keys of a row change when it passes {min(self.recompute_above)} tokens, so each step must be a "
-                f"call of its own. Pass one step, or create the decoder with a smaller max_len"
-            )
         blocks, held = [], state["lengths"]
         for each in steps:
             block, held = self._block(each, held)

@@ -57,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--step-tokens",
         type=int,
-        help=f"maximum number of tokens of a step of the engine, at least --max-rows (default: {STEP_TOKENS}, on CPUs "
-        f"{CPU_STEP_TOKENS} or --max-rows)",
+        help=f"maximum number of prompt tokens of a step of the engine (default: {STEP_TOKENS}, on CPUs "
+        f"{CPU_STEP_TOKENS})",
     )
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         step_tokens = given.step_tokens
         if step_tokens is None:
-            step_tokens = max(given.max_rows, CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS)
+            step_tokens = CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS
         cfg = Engine.Config(
             cache=chosen_cache(given),
             grammars=_grammars(given.grammars),
