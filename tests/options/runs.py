@@ -18,7 +18,7 @@ import numpy as np
 import axcore as ax
 import axcore.train.data.rows
 import axcore_recipes.text_reports
-from axcore.infer import Engine, Request, SamplingOptions
+from axcore.infer import Engine, Grammar, Request, SamplingOptions
 from axcore.infer.speculation import MTP, DraftModel, NGram
 from axcore.module import abstract, functional
 from axcore.nn import FeedForward, LayerNorm, MultiTokenPrediction, Repeat
@@ -41,6 +41,7 @@ from axcore.train.callbacks.group import Callbacks
 from axcore.train.checkpoint.initial import initial_arrays
 from axcore.train.checkpoint.model_folder import flat
 from axcore.train.data import (
+    ByteTokenizer,
     ConcatThenSplit,
     FirstFit,
     JsonLines,
@@ -50,6 +51,7 @@ from axcore.train.data import (
 )
 from axcore_callbacks.early_stopping import EarlyStopping
 from axcore_callbacks.ema import EMA
+from axcore_guided.compiler import LLGuidance
 from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.feature import PublishedTokenizer
 from axcore_hf.initial import FromHF
@@ -96,6 +98,7 @@ def hosts(folder, patch):
     for drafter in (DraftModel.Config(num_speculative_tokens=2), MTP.Config(num_speculative_tokens=2)):
         draft_model = tiny_model() if isinstance(drafter, DraftModel.Config) else None
         yield Host(small.set(speculation=drafter), served(predicting, draft_model), at="speculation")
+    yield Host(Engine.Config(max_rows=2, max_len=32, grammars=LLGuidance.Config()), guided(), at="grammars")
     room = LoRAAdapters.Config(max_adapters=2, max_rank=2, where=("decoder.**",), exclude=("**.down",))
     yield Host(room, lambda cfg: room_for_adapters(cfg.build()))
     fields = ("input", "steps", "minutes", "initial", "seed", "checkpointer", "callbacks")
@@ -123,6 +126,19 @@ def served(model=None, draft_model=None):
     def observe(cfg):
         with cfg.build(built, draft_model=smaller) as engine:
             return [engine.generate([request]) for request in asked], engine.stats
+
+    return observe
+
+
+def guided():
+    """A text that follows a JSON schema."""
+    tokenizer = ByteTokenizer.Config().build()
+    built = tiny_model().set(vocab_size=tokenizer.vocab_size).build(rngs=ax.Rngs(0))
+    grammar = Grammar.json_schema({"const": [1, 2]})
+
+    def observe(cfg):
+        with cfg.build(built, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
+            return engine.generate([engine.request("a", SamplingOptions(temperature=0.0, grammar=grammar))])
 
     return observe
 

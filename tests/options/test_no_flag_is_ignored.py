@@ -151,6 +151,7 @@ VALUES = {
     "serve --drain-timeout": "3",
     "serve --dtype": "bfloat16",
     "serve --embeddings": "last",
+    "serve --grammars": "llguidance:whitespace=",
     "serve --host": "0.0.0.0",
     "serve --max-body-mib": "3",
     "serve --max-len": "64",

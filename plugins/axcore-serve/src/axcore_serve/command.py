@@ -7,9 +7,13 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from axcore.config import AxcoreError
+from axcore.plugin import AdaptersOffer, GrammarCompilerOffer, offered, registry
+
+if TYPE_CHECKING:
+    from axcore.infer import GrammarCompiler
 
 NUMBERS = {
     "max-len": (int, 2048, "maximum number of tokens of a prompt with its output"),
@@ -60,6 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     parser.add_argument(
+        "--grammars",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="compiler of the grammars of structured outputs and forced tool calls: one that `axcore plugins` lists "
+        "(default: the only one that is installed)",
+    )
+    parser.add_argument(
         "--prompt-logprobs", action="store_true", help="offer completions with both echo and logprobs (slower start)"
     )
     parser.add_argument(
@@ -90,7 +100,6 @@ def main(arguments: Sequence[str]) -> int:
 
     from axcore.cli.model import chosen_cache, chosen_drafter, loaded_model
     from axcore.infer import Adapters, Engine
-    from axcore.plugin import AdaptersOffer, offered
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
     from axcore_serve.server import DrainingServer, listening
@@ -111,6 +120,7 @@ def main(arguments: Sequence[str]) -> int:
             step_tokens = CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS
         cfg = Engine.Config(
             cache=chosen_cache(given),
+            grammars=_grammars(given.grammars),
             max_rows=given.max_rows,
             max_len=given.max_len,
             step_tokens=step_tokens,
@@ -136,6 +146,17 @@ def main(arguments: Sequence[str]) -> int:
             print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
             DrainingServer(service).run(sockets=[listener])
     return 0
+
+
+def _grammars(name: str | None) -> GrammarCompiler.Config | None:
+    """The config of the compiler of this name, or of the only one that is installed; None: requests with a grammar are
+    refused."""
+    if name is None:
+        installed = [offer.name for _, offer in registry().offers(GrammarCompilerOffer)]
+        if len(installed) != 1:
+            return None
+        (name,) = installed
+    return cast("GrammarCompiler.Config", offered(GrammarCompilerOffer, name))
 
 
 def _adapter(text: str) -> tuple[str, str]:
