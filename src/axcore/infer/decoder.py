@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
-from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, for_decoding, fused, unstack_arrays, unstacked
+from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, by_columns, for_decoding, fused, unstack_arrays, unstacked
 from axcore.nn.attention.heads import check_heads
 from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
@@ -169,6 +169,7 @@ class Decoder:
         params = _those_of(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
+        params = by_columns(cfg, params)
         return cls._of(fn, cfg, params, state, batch_size, max_len, layout), params, state
 
     @classmethod
@@ -212,7 +213,7 @@ class Decoder:
                 shardings,
             )
 
-        return decoder, placed(params, fn.axes), placed(state, decoder.state_axes)
+        return decoder, by_columns(cfg, placed(params, fn.axes)), placed(state, decoder.state_axes)
 
     @classmethod
     def _of(
