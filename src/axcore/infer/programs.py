@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -133,6 +134,20 @@ class Programs:
         """
         logits, self._state = self._model(self._params, self._state, self._last, rows, phase=phase, whole=whole)
         return logits
+
+    def compile(self, calls: Iterable[tuple[Batch, Phase, bool]]) -> None:
+        """Compiles the model for several calls of `logits`, given by their arguments.
+
+        The next program is traced while one compiles. Two do not compile at the same time: XLA measures kernels on the
+        device, and would disturb its own measurements.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            compiling = []
+            for rows, phase, whole in calls:
+                lowered = self._model.lower(self._params, self._state, self._last, rows, phase=phase, whole=whole)
+                compiling.append(pool.submit(lowered.compile))
+            for each in compiling:
+                each.result()
 
     def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
         """Runs the model on a part of a prompt.

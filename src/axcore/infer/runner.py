@@ -16,6 +16,7 @@ from axcore.infer.requests import SamplingOptions, TokenLogprob
 from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
 from axcore.infer.sampling.rows import PADDING
 from axcore.infer.sequences import Chunk, Plan
+from axcore.nn import Phase
 
 Seed = tuple[int, int]
 """The words of a seed; see `seed_words`."""
@@ -124,13 +125,22 @@ class Runner:
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         tables, paging = self._buckets.pages or (0,), self._decoder.paging
-        for size, pages in itertools.product(self._buckets.rows, tables):
+        decoding = list(itertools.product(self._buckets.rows, tables))
+        prompts = [
+            (width, pages)
+            for width, pages in itertools.product(self._buckets.widths, tables)
+            if paging is None or pages >= paging.pages_for(width)
+        ]
+        calls: list[tuple[Batch, Phase, bool]] = []
+        calls += [(self._packed({}, size, 1, pages), "decode", not self._is_paged) for size, pages in decoding]
+        calls += [(self._packed({}, 1, width, pages), "prefill", False) for width, pages in prompts]
+        self._programs.compile(calls)
+        for size, pages in decoding:
             logits[size] = self._logits_of_decoding({}, size, pages)
-        for width, pages in itertools.product(self._buckets.widths, tables):
-            if paging is None or pages >= paging.pages_for(width):
-                logits[1] = self._logits_of_prompt({}, width, pages)
-                if prompt_logprobs:
-                    self._programs.scored(self._packed({}, 1, width, pages), np.zeros((1, width), np.int32))
+        for width, pages in prompts:
+            logits[1] = self._logits_of_prompt({}, width, pages)
+            if prompt_logprobs:
+                self._programs.scored(self._packed({}, 1, width, pages), np.zeros((1, width), np.int32))
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)

@@ -31,6 +31,7 @@ class Tiling:
     warps: int
 
 
+@functools.partial(jax.jit, static_argnames=("tiling", "interpret"))  # traced once for all layers of a model
 def product(
     x: Float[Array, " input_dim"],
     weight: Shaped[Array, "output_dim input_dim"],

@@ -97,13 +97,22 @@ def decode_attention(
         *(pool.scales or ()),
     )
     more = () if sinks is None else (sinks.astype(jnp.float32),)
+    with _compiled_for(form.device_kind):
+        heads, lse = _attended(form, q.dtype, operands, more)
+    return heads, lse
 
-    def call(operands: tuple[Array, ...], more: tuple[Array, ...]) -> tuple[Array, Array]:
-        return _merged(form, q.dtype, *_parts(form, *operands), *more)
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all layers of a model
+def _attended(
+    form: Form, dtype: jnp.dtype, operands: tuple[Array, ...], sinks: tuple[Array, ...]
+) -> tuple[Float[Array, "batch query head value_dim"], Float32[Array, "batch query head"]]:
+    """The merged parts. `operands` are those of `_kernel`."""
+
+    def call(operands: tuple[Array, ...], sinks: tuple[Array, ...]) -> tuple[Array, Array]:
+        return _merged(form, dtype, *_parts(form, *operands), *sinks)
 
     # Triton has only three grid axes, which the kernels use, so `vmap` calls them once for each element.
-    with _compiled_for(form.device_kind):
-        heads, lse = jax.custom_batching.sequential_vmap(call)(operands, more)
+    heads, lse = jax.custom_batching.sequential_vmap(call)(operands, sinks)
     return heads, lse
 
 
