@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
 
 from axcore.infer import SamplingOptions
@@ -122,3 +123,12 @@ def test_nothing_compiles_after_the_warm_up():
             stats = json.loads(raw(running, None, path="/stats", method="GET")[2])
     assert stats["compiled"] == compiled > 0
     assert stats["tokens"] >= 4 * 8 and sum(stats["pages"].values()) == 80
+
+
+def test_embeddings_are_those_of_the_engine(engine):
+    texts = ["hello", "a longer text than a step has tokens " * 3]
+    with serving(engine, pooling="mean") as running, running.client() as client:
+        found = client.embeddings.create(model="tiny", input=texts)
+    for each, expected in zip(found.data, engine.embed(texts, pooling="mean"), strict=True):
+        np.testing.assert_allclose(each.embedding, expected, atol=1e-6)
+    assert found.usage.prompt_tokens == sum(len(engine.request(text).ids) for text in texts)

@@ -1,18 +1,25 @@
 """Inference: incremental decoding, an engine for many requests, and text generation."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
+from axcore.infer.beams import Beam, BeamOptions
 from axcore.infer.decoder import Decoder, Step
 from axcore.infer.engine import Engine, EngineStats
 from axcore.infer.generate import Generator, generate
+from axcore.infer.grammar import Grammar, GrammarCompiler, GrammarMatcher
 from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.streams import Stream
 
 __all__ = [
+    "Beam",
+    "BeamOptions",
     "Decoder",
     "Engine",
     "EngineStats",
     "FinishReason",
     "Generator",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarMatcher",
     "Piece",
     "Request",
     "SamplingOptions",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,7 @@ class Decoder:
             pages, whichever row computed them. Otherwise it starts after tokens of its slot.
         bytes_per_token: bytes of one token in the paged caches of all layers, on all devices together; 0 without
             pages.
+        has_hidden_states: whether the model has a layer `norm` before its head, as `for_hidden_states` requires.
     """
 
     fn: Functional
@@ -112,6 +114,7 @@ class Decoder:
     paging: Paging | None = None
     shares_prefixes: bool = False
     bytes_per_token: int = 0
+    has_hidden_states: bool = True
 
     @classmethod
     def of(
@@ -232,12 +235,14 @@ class Decoder:
         axes = {"lengths": ("batch",), "model": fn.state_axes}
         limits = tuple(sorted({each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}))
         paging = _paging(cfg)
-        kept = [node for _, node in nnx.iter_graph(fn.bind(params, state["model"])) if isinstance(node, DecodingState)]
+        model = fn.bind(params, state["model"])
+        kept = [node for _, node in nnx.iter_graph(model) if isinstance(node, DecodingState)]
         paged = [each for each in kept if "page" in each.get_metadata()["axes"]]
         shares = paging is not None and len(paged) == len(kept) and not limits
         num_bytes = sum(each.whole.size * each.whole.dtype.itemsize for each in paged)
         per_token = 0 if paging is None else num_bytes // (paging.num_pages * paging.page_size)
-        return cls(fn, axes, batch_size, max_len, layout, limits, paging, shares, per_token)
+        has_hidden_states = isinstance(getattr(model, "norm", None), Layer)
+        return cls(fn, axes, batch_size, max_len, layout, limits, paging, shares, per_token, has_hidden_states)
 
     def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]:
         """Runs the model on the tokens of a step.
@@ -306,6 +311,12 @@ class Decoder:
         lengths = end if slots is None else held.at[slots].set(end, mode="drop")
         return jnp.where(right[..., None], logits, jnp.nan), {"lengths": lengths, "model": model}
 
+    def for_hidden_states(self) -> Decoder:
+        """This decoder with hidden states [batch, logits, embed] in place of the logits: the result of the layer `norm`
+        of the model, in the dtype of the model. Compiled programs omit the head. Requires `has_hidden_states`."""
+        fields = {field.name: getattr(self.fn, field.name) for field in dataclasses.fields(self.fn)}
+        return dataclasses.replace(self, fn=_HiddenStates(**fields))
+
     def _page_table(self, step: Step) -> Int[Array, "batch pages_per_row"] | None:
         """The page table of each row; None without paged caches."""
         paging, table = self.paging, step.pages
@@ -330,6 +341,14 @@ class Decoder:
         if not any(isinstance(each, jax.core.Tracer) for each in (table, step.start, lengths)):
             paging.check(table, step.start, np.broadcast_to(lengths, step.start.shape))
         return table.astype(jnp.int32)
+
+
+class _HiddenStates(Functional):
+    """A model that returns the result of its layer `norm`, the input of its head."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: as in `Functional`
+        (_, collections), state = super().__call__(*args, capture=("norm",), **kwargs)
+        return (collections.outputs["norm"], collections), state
 
 
 def _is_single(layout: Layout | None) -> bool:

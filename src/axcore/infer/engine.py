@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Many
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence as Many
 from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+from jaxtyping import Float
 
 from axcore import config
 from axcore.config import REQUIRED, ConfigError, PositiveInt
+from axcore.config.types import conforms
+from axcore.infer.beams import Beam, BeamOptions, BeamSearch
 from axcore.infer.decoder import Decoder
+from axcore.infer.embeddings import normalized
+from axcore.infer.grammar import GrammarCompiler
+from axcore.infer.guide import Grammars
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
 from axcore.infer.programs import Buckets, Programs
-from axcore.infer.requests import Piece, Request, SamplingOptions, TokenLogprob
+from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, TokenLogprob
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
@@ -85,6 +94,8 @@ class Engine(config.Configurable):
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
+        grammars: GrammarCompiler.Config | None = None
+        """Compiles the grammars of requests; None: requests with a grammar are refused."""
 
     config: Config
 
@@ -110,6 +121,11 @@ class Engine(config.Configurable):
         pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
         widest = min(cfg.step_tokens, cfg.max_len)
         buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
+        self._grammars = None
+        if cfg.grammars is not None:
+            if tokenizer is None:
+                raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
+            self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
         runner = Runner(self._programs, buckets, self.eos_ids)
         self._scheduler = Scheduler(SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
@@ -168,17 +184,20 @@ class Engine(config.Configurable):
         return Request(tuple(ids.tolist()), options or SamplingOptions())
 
     def check(self, request: Request) -> None:
-        """Checks a request without queueing it. May be called from any thread.
+        """Checks a request without queueing it. May be called from any thread. Compiles its grammar, which may take
+        long if no recent request had it.
 
         Raises:
             ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, a stop
-                string requires a tokenizer, or the request names an adapter.
+                string requires a tokenizer, the grammar is not valid or not supported, or the request names an adapter.
         """
         if not isinstance(request, Request):
             raise ConfigError(
                 f"{request!r} is not a Request. Use engine.request(text, SamplingOptions(...)), or Request(ids=...)"
             )
         request.check(self.vocab_size)
+        if request.pooling is not None:
+            self._check_embeddings()
         if request.adapter is not None:
             raise ConfigError(f"request.adapter={request.adapter!r}: the engine has no adapters. Use None")
         options = request.options
@@ -194,6 +213,17 @@ class Engine(config.Configurable):
                     f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
                 )
         self._scheduler.check(request)
+        if options.grammar is not None:
+            if self._grammars is None:
+                raise ConfigError(
+                    "sampling.grammar requires a grammar compiler. Install a plugin that offers one (`axcore plugins` "
+                    "lists them), and set engine.grammars to its Config"
+                )
+            self._grammars.check(options.grammar)
+
+    def _check_embeddings(self) -> None:
+        if not self._programs.decoder.has_hidden_states:
+            raise ConfigError("request.pooling: the model has no layer `norm` before its head, so it has no embeddings")
 
     def submit(self, request: Request, deliver: Deliver, *, sample: int = 0) -> Callable[[], None]:
         """Queues a request.
@@ -215,7 +245,8 @@ class Engine(config.Configurable):
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
-        return self._loop.submit(request, deliver, text, sample=sample)
+        guide = None if self._grammars is None else self._grammars.guide(request.options)
+        return self._loop.submit(request, deliver, text, guide, sample=sample)
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
         """Submits a request. Returns an iterator over the pieces of the sample; for errors see `submit`."""
@@ -223,20 +254,69 @@ class Engine(config.Configurable):
 
     def astream(self, request: Request, *, sample: int = 0) -> AsyncIterator[Piece]:
         """`stream` for asyncio. It submits when the first piece is awaited. A consumer that stops early cancels."""
-        return pieces_of(functools.partial(self.submit, request, sample=sample))
+        check = functools.partial(self.check, request)
+        return pieces_of(functools.partial(self.submit, request, sample=sample), check)
 
-    def generate(self, requests: Iterable[Request]) -> list[Piece]:
+    def generate(self, requests: Iterable[Request], *, n: int = 1) -> list[Piece]:
         """Computes the samples of several requests together, each as one piece.
+
+        Args:
+            requests: the requests.
+            n: the number of samples of each request, which compute its prompt once if the caches have pages.
+
+        Returns:
+            The samples of the first request, then those of the second, and so on.
 
         Raises:
             AxcoreError: a request does not fit, or the engine failed.
         """
-        streams = [self.stream(request) for request in requests]
+        if not conforms(n, PositiveInt):
+            raise ConfigError(f"engine.generate: n must be an int of at least 1, not {n!r}")
+        streams = [self.stream(request, sample=sample) for request in requests for sample in range(n)]
         try:
             return [stream.result() for stream in streams]
         finally:
             for stream in streams:
                 stream.cancel()
+
+    def beam_search(self, prompts: Iterable[str | Many[int]], options: BeamOptions) -> list[list[Beam]]:
+        """The most likely outputs of each prompt that a beam search finds.
+
+        Each step of the search submits a request for one token after each unfinished output, those of all prompts
+        together. With prefix caching, it computes at most one page of tokens for each output; otherwise all its tokens.
+        More than 20 beams and end tokens compile another program.
+
+        Args:
+            prompts: the text or the token ids of each prompt.
+            options: the options.
+
+        Returns:
+            For each prompt the outputs, the best score first.
+
+        Raises:
+            AxcoreError: a prompt is empty or does not fit with `max_tokens`, or the engine failed.
+            ConfigError: a prompt is a text, and the engine has no tokenizer; or the vocabulary has fewer tokens than
+                `options.num_beams` and end tokens.
+        """
+        end_ids = {*options.stop_token_ids, *(() if options.ignore_eos else self.eos_ids)}
+        searches = [(ids, BeamSearch(options, end_ids)) for ids in self._ids(prompts)]
+        longest = SamplingOptions(max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids)
+        for ids, _ in searches:
+            self.check(Request(ids, longest))
+        one = SamplingOptions(temperature=0.0, max_tokens=1, logprobs=options.num_beams + len(end_ids))
+        while running := [(ids, search) for ids, search in searches if search.unfinished]:
+            requests = [Request(ids + more, one) for ids, search in running for more in search.unfinished]
+            found = iter(self.generate(requests))
+            for _, search in running:
+                search.advance([_top(next(found)) for _ in search.unfinished])
+        return [[self._with_text(ids, beam) for beam in search.finished] for ids, search in searches]
+
+    def _with_text(self, prompt: tuple[int, ...], beam: Beam) -> Beam:
+        if self.tokenizer is None:
+            return beam
+        stream = TextStream(self.tokenizer, prompt=prompt)
+        text = stream.add(beam.ids) + stream.finish()
+        return dataclasses.replace(beam, text=text)
 
     def score(self, prompts: Iterable[str | Many[int]]) -> list[tuple[TokenLogprob, ...]]:
         """The log-probability of each token of some rows but the first, given the tokens before it.
@@ -249,22 +329,65 @@ class Engine(config.Configurable):
             ConfigError: a prompt is a text, and the engine has no tokenizer.
         """
         options = SamplingOptions(temperature=0.0, max_tokens=1, prompt_logprobs=True)
-        pieces = self.generate(
-            self.request(prompt, options) if isinstance(prompt, str) else Request(tuple(map(int, prompt)), options)
-            for prompt in prompts
-        )
+        pieces = self.generate(Request(ids, options) for ids in self._ids(prompts))
         return [piece.prompt_logprobs or () for piece in pieces]
 
+    def embed(
+        self, prompts: Iterable[str | Many[int]], *, pooling: Pooling = "last", normalize: bool = True
+    ) -> list[Float[np.ndarray, " embed"]]:
+        """The embedding of each prompt: the hidden states of the last layer after the final norm, pooled.
+
+        Args:
+            prompts: the text or the token ids of each prompt, fewer tokens than `max_len`.
+            pooling: `last`: the state of the last token; `mean`: the mean over all tokens of the prompt, which uses no
+                cached prefix.
+            normalize: whether embeddings have length 1.
+
+        Returns:
+            A float32 array [embed] for each prompt.
+
+        Raises:
+            AxcoreError: a prompt is empty or does not fit, the hidden states are not finite, or the engine failed.
+            ConfigError: a prompt is a text, and the engine has no tokenizer; or the model has no hidden states.
+        """
+        pieces = self.generate(
+            Request(ids, SamplingOptions(max_tokens=1), pooling=pooling) for ids in self._ids(prompts)
+        )
+        found = [piece.embedding for piece in pieces if piece.embedding is not None]
+        return [normalized(each) for each in found] if normalize else found
+
+    def _ids(self, prompts: Iterable[str | Many[int]]) -> Iterator[tuple[int, ...]]:
+        """The token ids of prompts."""
+        for prompt in prompts:
+            yield self.request(prompt).ids if isinstance(prompt, str) else tuple(map(int, prompt))
+
     def warm_up(
-        self, methods: Iterable[Method] = ("greedy", "plain", "full"), *, prompt_logprobs: bool = False
+        self,
+        methods: Iterable[Method] = ("greedy", "plain", "full"),
+        *,
+        prompt_logprobs: bool = False,
+        embeddings: bool = False,
     ) -> None:
         """Compiles the programs of every bucket. Later requests compile only for many logit edits or log-probabilities.
 
         Args:
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
+            embeddings: whether to compile the programs for embeddings.
+
+        Raises:
+            ConfigError: `embeddings` is set, and the model has none.
         """
-        self._loop.warm_up(tuple(methods), prompt_logprobs=prompt_logprobs)
+        if embeddings:
+            self._check_embeddings()
+        if self._grammars is not None:
+            self._grammars.warm_up()
+        self._loop.warm_up(
+            tuple(methods),
+            prompt_logprobs=prompt_logprobs,
+            embeddings=embeddings,
+            grammars=self._grammars is not None,
+        )
 
     def close(self) -> None:
         """Ends the engine and frees its caches. Unfinished samples get an error.
@@ -272,6 +395,12 @@ class Engine(config.Configurable):
         It may be called from any thread, also more than once. In `deliver`, it does not wait for the end.
         """
         self._loop.close()
+
+
+def _top(piece: Piece) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens in place of the only token of a piece."""
+    assert piece.logprobs is not None, "the request asks for log-probabilities"
+    return piece.logprobs[0].top
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:

@@ -11,7 +11,11 @@ import queue
 import threading
 from collections.abc import Callable, Collection
 
+import numpy as np
+
 from axcore.config import AxcoreError
+from axcore.infer.embeddings import PooledStates
+from axcore.infer.guide import Guide
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
@@ -41,7 +45,8 @@ class Counters:
 
 
 class EngineLoop:
-    """Owns the device. While the device runs a step, the thread plans and dispatches the next.
+    """Owns the device. While the device runs a step, the thread plans and dispatches the next, unless a sequence of the
+    step needs its last token first.
 
     Public methods may be called from any thread.
 
@@ -68,20 +73,33 @@ class EngineLoop:
         self._thread.start()
         atexit.register(self.close)  # a thread that still calls JAX at exit may crash the process
 
-    def submit(self, request: Request, deliver: Deliver, text: TextStream | None, *, sample: int) -> Callable[[], None]:
+    def submit(
+        self, request: Request, deliver: Deliver, text: TextStream | None, guide: Guide | None, *, sample: int
+    ) -> Callable[[], None]:
         """Queues a checked request. For the other arguments, the result and the errors see `Engine.submit`.
 
         Args:
             text: converts the tokens of the sample to text.
+            guide: follows the grammar of the sample.
         """
         sequence = Sequence(next(self._numbers), request, self._eos_ids)
-        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text)
+        sequence.needs_last_token = guide is not None
+        pooled = None if request.pooling is None else PooledStates(request.pooling)
+        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, guide, pooled)
         self._put(functools.partial(self._add, new))
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
 
-    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool) -> None:
-        """See `Engine.warm_up`."""
-        self._in_thread(functools.partial(self._runner.warm_up, methods, prompt_logprobs=prompt_logprobs))
+    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool, embeddings: bool, grammars: bool) -> None:
+        """See `Runner.warm_up`."""
+        self._in_thread(
+            functools.partial(
+                self._runner.warm_up,
+                methods,
+                prompt_logprobs=prompt_logprobs,
+                embeddings=embeddings,
+                grammars=grammars,
+            )
+        )
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -129,6 +147,9 @@ class EngineLoop:
         try:
             while not self.is_closed:
                 self._read_inbox(wait=flight is None and self._scheduler.is_idle)
+                if flight is not None and flight.plan.is_read_first:
+                    self._collect(flight)
+                    flight = None
                 plan = self._scheduler.plan()
                 started = None if plan is None else self._start(plan)
                 if flight is not None:
@@ -165,8 +186,11 @@ class EngineLoop:
 
     def _start(self, plan: Plan) -> StepInFlight:
         self.counters.steps += 1
+        samples = {chunk.sequence.id: self._samples[chunk.sequence.id] for chunk in plan.chunks}
         return self._runner.start(
-            plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks}
+            plan,
+            {number: sample.seed for number, sample in samples.items()},
+            {number: sample.guide.mask for number, sample in samples.items() if sample.guide is not None},
         )
 
     def _collect(self, flight: StepInFlight) -> None:
@@ -175,23 +199,46 @@ class EngineLoop:
         for number, position, score in self._runner.read_scores(flight):
             if number in self._samples:
                 self._samples[number].scores[position] = score
+        for chunk, states in self._runner.read_states(flight):
+            if (sample := self._samples.get(chunk.sequence.id)) is not None and sample.pooled is not None:
+                sample.pooled.add(states, start=chunk.start)
         for number, each in found.items():
             if each.token is None and self._scheduler.cancel(number):
-                self._send(self._samples.pop(number), AxcoreError(_NO_TOKEN))
+                sample = self._samples.pop(number)
+                failure = None if sample.guide is None else sample.guide.failure
+                self._send(sample, failure or AxcoreError(_NO_TOKEN))
         for sequence in self._scheduler.record(flight.plan, {number: each.token for number, each in found.items()}):
+            sample = self._samples[sequence.id]
+            if sample.pooled is not None:
+                self._deliver_embedding(sample, sample.pooled)
+                continue
             self.counters.tokens += 1
-            self._deliver(self._samples[sequence.id], found[sequence.id])
+            self._deliver(sample, found[sequence.id])
+
+    def _deliver_embedding(self, sample: _Sample, pooled: PooledStates) -> None:
+        """Delivers the embedding of a prompt that is computed, and forgets its sample."""
+        sequence = sample.sequence
+        del self._samples[sequence.id]
+        self.counters.cached_tokens += sequence.num_cached or 0
+        embedding = pooled.embedding(len(sequence.request.ids))
+        if np.isfinite(embedding).all():
+            self._send(sample, Piece((), finish_reason="length", embedding=embedding))
+        else:
+            self._send(sample, AxcoreError("the hidden states are not finite. Check the weights"))
 
     def _deliver(self, sample: _Sample, new: SampledToken) -> None:
         """Delivers a new token, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
+        if sample.guide is not None and sequence.finish_reason != "stop":
+            sample.guide.accept(sequence.tokens[-1])
+            if sample.guide.has_ended:
+                self._stop(sequence)
         if sequence.num_output == 1:
             self.counters.cached_tokens += sequence.num_cached or 0
         if stream is not None:
             text = stream.add(sequence.tokens[-1:])
             if stream.stopped is not None and sequence.finish_reason != "stop":
-                self._scheduler.cancel(sequence.id, "stop")
-                sequence.finish_reason = "stop"
+                self._stop(sequence)
             elif sequence.finish_reason is not None:
                 text += stream.finish()
         logprobs = None if new.logprob is None else (new.logprob,)
@@ -201,6 +248,11 @@ class EngineLoop:
         if sequence.num_output == 1 and sequence.request.options.prompt_logprobs:
             scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
         self._send(sample, Piece((sequence.tokens[-1],), text, logprobs, sequence.finish_reason, scores))
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Ends a sequence with its last token, which may also be the last one by its length."""
+        self._scheduler.cancel(sequence.id, "stop")
+        sequence.finish_reason = "stop"
 
     def _send(self, sample: _Sample, piece: Piece | AxcoreError) -> None:
         """Calls `deliver`. A sample whose `deliver` raises ends, and others go on."""
@@ -227,5 +279,7 @@ class _Sample:
     deliver: Deliver
     seed: Seed
     text: TextStream | None
+    guide: Guide | None
+    pooled: PooledStates | None
     scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     """The log-probabilities of the prompt so far, by position."""

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from axcore.infer.decoder import Decoder, Step
+from axcore.infer.embeddings import chunk_states
 from axcore.infer.sampling import Counts, LogProbs, Sampled, SamplingRows, log_probabilities, sample
 from axcore.infer.sampling.rows import USUAL_LOGPROBS
 from axcore.module import Tree
@@ -105,6 +106,7 @@ class Programs:
         self._commit()
         self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames=("phase", "whole"))
         self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
+        self._embedder = jax.jit(self._trace_embedder, donate_argnums=1)
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jax.jit(self._trace_counter, donate_argnums=0)
         self._eraser = jax.jit(self._trace_eraser, donate_argnums=0)
@@ -162,6 +164,11 @@ class Programs:
         logits, found, self._state = self._scorer(self._params, self._state, self._last, rows, targets)
         return logits, found
 
+    def embedded(self, rows: Batch) -> Float[Array, "2 embed"]:
+        """Runs the model on a part of a prompt, which is one row. For the result see `chunk_states`."""
+        states, self._state = self._embedder(self._params, self._state, self._last, rows)
+        return states
+
     def sampled(
         self, logits: Float[Array, "rows vocab"], slots: Int[np.ndarray, " rows"], rows: SamplingRows
     ) -> Sampled:
@@ -209,6 +216,13 @@ class Programs:
         valid = jnp.isfinite(logits[0].max(axis=-1))
         found = log_probabilities(all_logits, jnp.asarray(targets)[0], valid, min(USUAL_LOGPROBS, self.vocab_size))
         return logits[:, jnp.maximum(step.lengths[0] - 1, 0)], found, state
+
+    def _trace_embedder(self, params: Tree, state: Tree, last: jax.Array, rows: Batch) -> tuple[jax.Array, Tree]:
+        self.num_traced += 1
+        step = self._step(state, last, rows, "prefill", False)
+        assert step.lengths is not None
+        hidden, state = self.decoder.for_hidden_states()(params, state, step)
+        return chunk_states(hidden[0], step.lengths[0]), state
 
     def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase, whole: bool) -> Step:
         start, lengths, slots, continues = jnp.moveaxis(jnp.asarray(rows.ints), 1, 0)

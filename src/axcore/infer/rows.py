@@ -44,9 +44,10 @@ class Rows:
         """The cached pages of a sequence that does not run, and the key of the full page after them.
 
         Both leave out the last token, which must be computed for its logits. A sequence whose request asks for the
-        log-probabilities of the prompt uses no cached pages, since it needs all logits.
+        log-probabilities of the prompt, or for the mean of its hidden states, uses no cached pages, since it needs the
+        results of all tokens.
         """
-        if sequence.request.options.prompt_logprobs:
+        if sequence.request.options.prompt_logprobs or sequence.request.pooling == "mean":
             return [], None
         if sequence.epoch != self.pool.epoch:
             sequence.keys, sequence.epoch = [], self.pool.epoch

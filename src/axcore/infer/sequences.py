@@ -28,6 +28,8 @@ class Sequence:
         num_published: the number of its pages that were published, or are not published because others are.
         max_len: the number of tokens at which it ends; set by `Scheduler.add`.
         arrival: its number in the order of `Scheduler.add`.
+        needs_last_token: whether its last token must be known before its next step is planned, so that the host cannot
+            plan one step ahead.
         finish_reason: why it ended; None: it has not.
     """
 
@@ -41,6 +43,7 @@ class Sequence:
         self.keys: list[PrefixKey] = []
         self.num_published = self.epoch = 0
         self.max_len = self.arrival = 0
+        self.needs_last_token = False
         self.finish_reason: FinishReason | None = None
         self._stop_token_ids = frozenset(request.options.stop_token_ids).union(
             () if request.options.ignore_eos else eos_ids
@@ -106,8 +109,9 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the chunk is only the last token of a sequence whose other tokens are computed."""
-        return self.start > 0 and self.count == 1 and self.is_last
+        """Whether the chunk is only the last token of a sequence whose other tokens are computed, and whose output is
+        sampled."""
+        return self.start > 0 and self.count == 1 and self.is_last and self.sequence.request.pooling is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,3 +131,8 @@ class Plan:
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         return self.decode + self.prefill
+
+    @property
+    def is_read_first(self) -> bool:
+        """Whether its results must be read before the next step is planned."""
+        return any(chunk.is_last and chunk.sequence.needs_last_token for chunk in self.chunks)

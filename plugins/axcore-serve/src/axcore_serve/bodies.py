@@ -57,27 +57,11 @@ class StreamOptions(Part):
 
 
 class Body(Part):
-    """The parameters that completions and chats share."""
+    """The parameters of every endpoint."""
 
     model: str
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1, le=MAX_SAMPLES)
     user: str | None = None
     """Not used."""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     priority: int = 0
     cache_salt: str = ""
 
@@ -95,9 +79,43 @@ class Body(Part):
         if not isinstance(given, dict):
             raise ApiError(400, "the body must be a JSON object")
         try:
-            body = cls.model_validate({name: value for name, value in given.items() if value is not None})
+            return cls.model_validate({name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
             raise of_body(error, cls.model_fields) from error
+
+
+class EmbeddingBody(Body):
+    """The body of `/v1/embeddings`."""
+
+    input: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+
+
+class SamplingBody(Body):
+    """The parameters that completions and chats share."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """See `Body`. A stream option also requires a stream."""
+        body = super().parse(content)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options requires stream=true", param="stream_options")
         return body
@@ -129,7 +147,7 @@ FIELDS: Mapping[str, str] = {
 """The parameter for each field of `SamplingOptions`."""
 
 
-class CompletionBody(Body):
+class CompletionBody(SamplingBody):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
@@ -193,7 +211,7 @@ class ResponseFormat(Part):
     type: Literal["text"]
 
 
-class ChatBody(Body):
+class ChatBody(SamplingBody):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)

@@ -83,15 +83,21 @@ class Gate:
             self.num_requests -= 1
 
     @contextlib.contextmanager
-    def samples(self, count: int) -> Iterator[None]:
+    def samples(self, count: int, param: str) -> Iterator[None]:
         """Counts the samples of a request while they are in progress.
+
+        Args:
+            count: the number of samples.
+            param: the parameter that determines it.
 
         Raises:
             ApiError: too many samples are in progress, or the request alone has too many.
         """
         most = self._limits.max_samples
         if count > most:
-            raise ApiError(400, f"n times the number of prompts is {count}, must be at most {most}", param="n")
+            raise ApiError(
+                400, f"{param}: the request has {count} samples, must have at most {most}. Send several", param=param
+            )
         if self.num_samples + count > most:
             raise ApiError(
                 429,
