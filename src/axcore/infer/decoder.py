@@ -14,7 +14,18 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
-from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, by_columns, for_decoding, fused, unstack_arrays, unstacked
+from axcore.nn import (
+    CachedRows,
+    KVCache,
+    Paging,
+    Phase,
+    TokenInfo,
+    by_columns,
+    for_decoding,
+    fused,
+    unstack_arrays,
+    unstacked,
+)
 from axcore.nn.attention.heads import check_heads
 from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
