@@ -51,7 +51,9 @@ class Gemv(Matmul):
         if math.prod(x.shape[:-1]) != 1:
             return super().__call__(x, weight, accumulate)
         _check_device()
-        y = product(x.reshape(-1), weight.T, tiling=self.tiling(*weight.shape, weight.dtype.itemsize))
+        depth, outputs = weight.shape
+        tiling = self.tiling(depth, outputs, weight.dtype.itemsize)
+        y = product(x.reshape(-1), weight.T, tiling=tiling)
         return y.astype(accumulate or x.dtype).reshape(*x.shape[:-1], -1)
 
     def tiling(self, depth: int, outputs: int, itemsize: int) -> Tiling:
