@@ -52,6 +52,12 @@ def unharmed(running):
         ({"logit_bias": {"a": 1}}, "logit_bias", "must be an object from token ids to numbers"),
         ({"logit_bias": {"9999": 1}}, "logit_bias", "token id 9999 is not below 264"),
         ({"logit_bias": [1]}, "logit_bias", "must be an object"),
+        ({"logit_bias": {"7": 1, "07": 2}}, "logit_bias", "must have one bias for each token id"),
+        ({"logit_bias": {"7": 10**400}}, "logit_bias.7", "must be a valid number"),
+        ({"logit_bias": {"7": 1e39}}, "logit_bias", "finite after rounding to float32"),
+        ({"temperature": 10**400}, "temperature", "must be a valid number"),
+        ({"top_k": 2**63}, "top_k", "at most 64 bits"),
+        ({"max_tokens": 10**30}, "max_tokens", "at most 64 bits"),
         ({"logit_bias": {"1": "x"}}, "logit_bias.1", "must be a valid number"),
         ({"prompt": []}, "prompt", r"prompt=\[\]: must be a string"),
         ({"prompt": [[]]}, "prompt", "must be a string"),
@@ -104,6 +110,21 @@ def test_case_bodies_that_are_not_json_objects_are_refused(running, body):
     status, headers, content = raw(running, body)
     assert status == 400 and headers["content-type"] == "application/json", content
     assert json.loads(content)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ('"prompt": "b"', "prompt"),
+        ('"stream": true, "stream_options": {"include_usage": true, "include_usage": false}', "include_usage"),
+        ('"logit_bias": {"65": 1, "65": 2}', "65"),
+        ('"temperature": null, "temperature": 1', "temperature"),
+    ],
+)
+def test_case_a_name_that_is_given_twice_is_refused(running, change, name):
+    status, _, content = raw(running, f'{{"model": "tiny", "prompt": "a", {change}}}'.encode())
+    error = json.loads(content)["error"]
+    assert (status, error["param"]) == (400, name) and f"{name} is given twice" in error["message"]
 
 
 def test_unknown_models_paths_and_methods(running, client):

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 from axcore.config import Config
 from axcore.config.tree import join
 from axcore.infer import Decoder, Engine, Step
-from axcore.infer.programs import Buckets
 from axcore.nn import Phase, Stack
 from axcore.nn.choosing import Choice, recording
 from axcore.parallel import Layout
 
 
 def engine_choices(model: Config, engine: Engine.Config, layout: Layout | None) -> list[Choice]:
-    """The choices of a call that decodes `max_rows` rows, and of the call for each size of a prompt's chunk, with the
+    """The choices of a call that decodes `max_rows` rows, and of the call for each size of parts of prompts, with the
     largest page tables. Their paths are those of `model`; equal choices of several layers are one.
 
     Args:
@@ -33,8 +32,7 @@ def engine_choices(model: Config, engine: Engine.Config, layout: Layout | None) 
     decoder, params, state = Decoder.abstract(
         model, cache=engine.cache, batch_size=engine.max_rows, max_len=engine.max_len
     )
-    paging, widest = decoder.paging, min(engine.step_tokens, engine.max_len)
-    pages = None if paging is None else paging.pages_for(engine.max_len)
+    pages = None if decoder.paging is None else decoder.paging.pages_for(engine.max_len)
 
     def numbers(*shape: int) -> Any:  # Any: the shape of an array
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -50,8 +48,9 @@ def engine_choices(model: Config, engine: Engine.Config, layout: Layout | None) 
             phase=phase,
         )
 
-    widths = Buckets.of(engine.max_rows, widest, pages, engine.page_tables).widths
-    steps = [step(engine.max_rows, 1, "decode"), *(step(1, width, "prefill") for width in widths)]
+    buckets = engine.buckets(decoder)
+    shapes = dict.fromkeys((*buckets.prompts, *buckets.mixed))
+    steps = [step(engine.max_rows, 1, "decode"), *(step(*shape, "prefill") for shape in shapes)]
     with layout.active() if layout is not None else contextlib.nullcontext(), recording() as choices:
         for each in steps:
             jax.eval_shape(decoder.__call__, params, state, each)

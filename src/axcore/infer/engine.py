@@ -14,13 +14,14 @@ from axcore import config
 from axcore.config import REQUIRED, ConfigError, PositiveInt
 from axcore.config.types import conforms
 from axcore.infer.beams import Beam, BeamOptions, BeamSearch
+from axcore.infer.buckets import Buckets
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import normalized
 from axcore.infer.grammar import GrammarCompiler
 from axcore.infer.guide import Grammars
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
-from axcore.infer.programs import Buckets, Programs
+from axcore.infer.programs import Programs
 from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, TokenLogprob
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
@@ -88,7 +89,7 @@ class Engine(config.Configurable):
         max_len: PositiveInt = REQUIRED
         """The largest number of tokens of a row, its prompt included."""
         step_tokens: PositiveInt = 512
-        """The largest number of tokens of a step. A longer prompt takes several steps."""
+        """The largest number of prompt tokens of a step. A longer prompt takes several steps."""
         page_tables: PositiveInt = 1
         """The number of sizes of page tables for which programs are compiled, each a quarter of the next. More sizes
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
@@ -96,6 +97,17 @@ class Engine(config.Configurable):
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
         grammars: GrammarCompiler.Config | None = None
         """Compiles the grammars of requests; None: requests with a grammar are refused."""
+
+        def buckets(self, decoder: Decoder) -> Buckets:
+            """The sizes of the calls of the model."""
+            return Buckets.of(
+                self.max_rows,
+                self.step_tokens,
+                self.max_len,
+                None if decoder.paging is None else decoder.paging.pages_for(self.max_len),
+                self.page_tables,
+                has_parts=decoder.shares_prefixes,
+            )
 
     config: Config
 
@@ -118,16 +130,15 @@ class Engine(config.Configurable):
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
             self._pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
-        pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
-        widest = min(cfg.step_tokens, cfg.max_len)
-        buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
+        buckets = cfg.buckets(decoder)
         self._grammars = None
         if cfg.grammars is not None:
             if tokenizer is None:
                 raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
             self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
         runner = Runner(self._programs, buckets, self.eos_ids)
-        self._scheduler = Scheduler(SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
+        limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, chunk_multiple=buckets.part or 1)
+        self._scheduler = Scheduler(limits, self._pool)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
 
     def __enter__(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -33,7 +34,24 @@ def _stops(value: object) -> object:
 def _biases(value: object) -> object:
     if not isinstance(value, dict) or not all(str(key).isdecimal() and str(key).isascii() for key in value):
         raise ValueError('must be an object from token ids to numbers, such as {"42": -100}')
-    return {int(key): bias for key, bias in value.items()}
+    found = {int(key): bias for key, bias in value.items()}
+    if len(found) < len(value):
+        raise ValueError("must have one bias for each token id")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. JSON parsers silently keep one of several values of a name, and may disagree which.
+
+    Raises:
+        ApiError: a name has several values.
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ApiError(400, f"{name} is given twice. Remove one of the values", param=name)
+        found[name] = value
+    return found
 
 
 def _prompts(value: object) -> object:
@@ -70,10 +88,11 @@ class Body(Part):
         """Parses the body of a request.
 
         Raises:
-            ApiError: it is not JSON, or does not have the form of the class.
+            ApiError: it is not JSON, a name is given twice, or it does not have the form of the class.
         """
         try:
-            given = pydantic_core.from_json(content, allow_inf_nan=False)
+            given = pydantic_core.from_json(content, allow_inf_nan=False)  # stricter than json about text and numbers
+            json.loads(content, object_pairs_hook=_unique)
         except ValueError as error:
             raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from error
         if not isinstance(given, dict):
