@@ -6,6 +6,7 @@ import pytest
 import axcore as ax
 from axcore.aot import explain
 from axcore.aot.decoding import engine_choices
+from axcore.aot.explain import built
 from axcore.aot.tune import example, tune
 from axcore.infer import Engine
 from axcore.nn import Attention, ContiguousCache, KernelRequest, ReferenceKernel, TunableKernel
@@ -66,7 +67,7 @@ def test_the_requests_are_those_of_a_warm_engine(cache):
     for request in listed:
         inputs = example(request)
         assert KernelRequest.of(inputs) == request
-        heads, _ = ReferenceKernel.Config().build(rngs=ax.Rngs(0))(inputs)
+        heads, _ = built(ReferenceKernel.Config(), request)(inputs)
         plain, _ = dense_attention(inputs)
         np.testing.assert_allclose(heads, plain, rtol=1e-4, atol=1e-5)
 
