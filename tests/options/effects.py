@@ -15,10 +15,12 @@ from axcore.config import AxcoreError, Config, ConfigError, walk
 from axcore.config.node import field_names, type_name
 from axcore.config.tree import get, join, transform
 from axcore.config.types import arms_of, conforms, hints
+from axcore.infer import GrammarCompiler
 from axcore.nn import Initializer, Normal, Ones
 from axcore.parallel import Remat, SaveMatmuls
 from axcore.train import FromRun, JsonlWriter
 from axcore_gemv.matmul import Gemv
+from axcore_guided.compiler import LLGuidance
 
 Field = tuple[type[Config], str]
 
@@ -88,6 +90,7 @@ KINDS: Mapping[object, tuple[object, ...]] = {
         ax.DTypes(param="float16"),
         ax.DTypes(accumulate="bfloat16"),
     ),
+    GrammarCompiler.Config: (LLGuidance.Config(),),
     Initializer: (Normal(stddev=0.5), Ones()),
     Remat: (SaveMatmuls(), Remat()),
 }

@@ -38,6 +38,7 @@ NOTHING = object()
 pytestmark = pytest.mark.long
 
 COMMANDS = {
+    "adapter": ["adapter", "{here}/adapted", "new"],
     "aot": ["aot", "tiny"],
     "bench serve": ["bench", "serve", "tiny"],
     "convert": ["convert", "hf:{here}/hf", "new"],
@@ -77,6 +78,7 @@ VALUES = {
         for name in ("aot", "diff", "explain", "show", "train", "tune")
         for flag, value in EDITS.items()
     },
+    "adapter --step": "7",
     "aot --executable": "program",
     "aot --html": "page.html",
     "aot --json": "report.json",
@@ -150,12 +152,15 @@ VALUES = {
     "rules --set": "input.batch_size=16",
     "rules --target": "cpu-4",
     "rules --use": "tensor:size=2",
+    "serve --adapter": "sql={here}/adapted",
+    "serve --adapters": "lora:max_adapters=2",
     "serve --api-keys": "{here}/tokenizer.json",
     "serve --cache": "contiguous:value_dim=4",
     "serve --chat-template": "{here}/tokenizer.json",
     "serve --drain-timeout": "3",
     "serve --dtype": "bfloat16",
     "serve --embeddings": "last",
+    "serve --grammars": "llguidance:whitespace=",
     "serve --host": "0.0.0.0",
     "serve --max-body-mib": "3",
     "serve --max-len": "64",
@@ -166,7 +171,7 @@ VALUES = {
     "serve --port": "3",
     "serve --prompt-logprobs": None,
     "serve --set": "model.softcap=3",
-    "serve --step-tokens": "64",
+    "serve --step-tokens": "128",
     "serve --timeout": "3",
     "serve --use": "alibi",
     "show --history": "model",
@@ -270,8 +275,9 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
-    engine = SimpleNamespace(warm_up=None, stats=SimpleNamespace(compiled=0))
+    engine = SimpleNamespace(warm_up=None, load_adapter=None, stats=SimpleNamespace(compiled=0))
     replace(engine, "warm_up", None)
+    replace(engine, "load_adapter", None)
     replace(infer.Engine.Config, "build", contextlib.nullcontext(engine))
     listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000))
     replace(axcore_serve.server, "listening", contextlib.nullcontext(listener))

@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
         "concurrency": (8, "requests at any time"),
         "input": (128, "tokens of a prompt"),
         "output": (64, "tokens of an output"),
-        "step-tokens": (512, "maximum number of tokens of a step"),
+        "step-tokens": (512, "maximum number of prompt tokens of a step"),
     }
     for name, (default, text) in numbers.items():
         serve.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")

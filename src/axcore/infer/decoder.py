@@ -14,8 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
+from axcore.infer.adapters import Adapters
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
 from axcore.nn import (
+    ADAPTERS,
     CachedBlocks,
     CachedRows,
     KVCache,
@@ -49,6 +51,7 @@ class Step:
             rows, unless the decoder `shares_prefixes` and the step has page tables: then consecutive parts of one
             prompt may be rows of one step.
         logits_at: the tokens of each row whose logits are computed, as indices into the width; None: all tokens.
+        adapters: the slot of the adapter of each row, -1 for none; None: no row has an adapter (see `Adapters`).
         pages: the pages of each row, in order, for paged caches; `Paging.num_pages` marks an unused entry. None: each
             slot has its own pages, which requires a pool with room for every slot.
         phase: `prefill` or `decode`; None: `decode` if the width is 1, otherwise `prefill`.
@@ -63,6 +66,7 @@ class Step:
     slots: Int[Array, " batch"] | None = None
     logits_at: Int[Array, "batch logits"] | None = None
     pages: Int[Array, "batch pages_per_row"] | None = None
+    adapters: Int[Array, " batch"] | None = None
     phase: Phase | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
@@ -83,7 +87,7 @@ class Step:
         for name, array in arrays.items():
             if not jnp.issubdtype(array.dtype, jnp.integer):
                 raise ConfigError(f"Step.{name} must have an integer dtype, not {array.dtype}")
-            if name in ("start", "lengths", "slots") and array.shape != batch:
+            if name in ("start", "lengths", "slots", "adapters") and array.shape != batch:
                 raise ConfigError(
                     f"Step.{name} must have shape {batch}, one number for each row; got shape {array.shape}"
                 )
@@ -159,6 +163,7 @@ class Decoder:
         layout: Layout | None = None,
         unstack: bool = True,
         fuse: bool = True,
+        adapters: Adapters | None = None,
     ) -> tuple[Decoder, Tree, Tree]:
         """Converts a model that was built for training.
 
@@ -173,6 +178,7 @@ class Decoder:
             fuse: whether a single device computes the products of one input as one product, such as queries, keys and
                 values, or gate and up (see `axcore.nn.fused`). This copies their weights once. On several devices they
                 stay apart, since each array is divided between the devices.
+            adapters: adds room for adapters to the model. Products of layers with adapters stay apart.
 
         Returns:
             The decoder, the parameters and the initial state.
@@ -196,6 +202,8 @@ class Decoder:
         if unstack:
             params, held = unstack_arrays(cfg, params), unstack_arrays(cfg, held)
             cfg = unstacked(cfg)
+        if adapters is not None:
+            cfg = adapters.attach(cfg)
         if fuse and _is_single(layout):
             cfg, params = fused(cfg, params, held)
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
@@ -300,15 +308,9 @@ class Decoder:
 
         Raises:
             ConfigError: the step has page tables but the model has no paged caches; it has none but the pool is too
-                small for a page table of each slot; if the values of the tables are known, `Paging.check` fails; or
-                several steps are given and rows may pass a length of `recompute_above`.
+                small for a page table of each slot; or, if the values of the tables are known, `Paging.check` fails.
         """
         steps = (step,) if isinstance(step, Step) else tuple(step)
-        if len(steps) > 1 and self.max_len > min(self.recompute_above, default=self.max_len):
-            raise ConfigError(
-                f"the keys of a row change when it passes {min(self.recompute_above)} tokens, so each step must be a "
-                f"call of its own. Pass one step, or create the decoder with a smaller max_len"
-            )
         blocks, held = [], state["lengths"]
         for each in steps:
             block, held = self._block(each, held)
@@ -374,7 +376,7 @@ class Decoder:
     ) -> tuple[tuple[Float[Array, "batch logits vocab"], ...], Tree]:
         """Calls the model. Returns the logits of each block and the new state."""
         with self.layout.active() if self.layout is not None else contextlib.nullcontext():
-            tokens = blocks[0].tokens
+            tokens, adapters = blocks[0].tokens, _adapters_of_tokens(steps)
             if len(blocks) == 1:
                 (logits, _), state = self.fn(
                     params,
@@ -385,6 +387,7 @@ class Decoder:
                     valid=tokens.valid,
                     cached=tokens.cached,
                     logits_at=steps[0].logits_at,
+                    shared=None if adapters is None else {ADAPTERS: adapters[0]},
                 )
                 return (logits,), state
 
@@ -409,6 +412,7 @@ class Decoder:
                 ),
                 cached=CachedBlocks(tuple(each_of)),
                 logits_at=flat(places),
+                shared=None if adapters is None else {ADAPTERS: flat(adapters)},
             )
         cuts = np.cumsum([block.at.size for block in blocks])[:-1]
         parts = zip(jnp.split(logits[0], cuts), blocks, strict=True)
@@ -444,6 +448,14 @@ class Decoder:
         if not any(isinstance(each, jax.core.Tracer) for each in (table, step.start, lengths)):
             paging.check(table, step.start, np.broadcast_to(lengths, step.start.shape))
         return table.astype(jnp.int32)
+
+
+def _adapters_of_tokens(steps: Sequence[Step]) -> list[Int[Array, "batch width"]] | None:
+    """The slot of the adapter of each token of some steps; None: no step has adapters."""
+    if all(step.adapters is None for step in steps):
+        return None
+    of_rows = [jnp.int32(-1) if step.adapters is None else step.adapters.astype(jnp.int32)[:, None] for step in steps]
+    return [jnp.broadcast_to(each, step.ids.shape) for each, step in zip(of_rows, steps, strict=True)]
 
 
 class _HiddenStates(Functional):

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 from axcore.config import AxcoreError
 from axcore.infer import Engine, Piece, Request, SamplingOptions
-from axcore_serve.bodies import FIELDS, SamplingBody
+from axcore_serve.bodies import FIELDS, Body, SamplingBody
 from axcore_serve.errors import ApiError, of_options
 from axcore_serve.samples import Wanted
+from axcore_serve.structured import Structure
 
 type Json = dict[str, Any]
 
@@ -121,25 +122,39 @@ class SampledAnswer(Answer):
 
 
 def requests_of(
-    engine: Engine, prompts: Sequence[Sequence[int]], body: SamplingBody, names: Mapping[str, str], **fields: Any
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    body: SamplingBody,
+    names: Mapping[str, str],
+    structure: Structure | None,
+    **fields: Any,
 ) -> list[Wanted]:
     """The samples for `n` samples of each prompt, in the order of their indices.
 
     Args:
         names: the parameters of the endpoint for fields of `SamplingOptions` and `Request`.
+        structure: what the output must match; None: anything.
         fields: further fields of `SamplingOptions`.
 
     Raises:
         ApiError: the options or the prompts are not valid for the engine.
     """
+    if structure is not None:
+        fields, names = {**fields, "grammar": structure.grammar}, {**names, "grammar": structure.param}
     try:
         options = SamplingOptions(**body.sampling, **fields)
-        found = [Request(tuple(ids), options, body.priority, body.cache_salt) for ids in prompts]
+        adapter = adapter_of(engine, body)
+        found = [Request(tuple(ids), options, body.priority, body.cache_salt, adapter) for ids in prompts]
         for request in found:
             engine.check(request)
     except AxcoreError as error:
         raise of_options(error, {**FIELDS, **names}) from error
     return [Wanted(request, sample) for request in found for sample in range(body.n)]
+
+
+def adapter_of(engine: Engine, body: Body) -> str | None:
+    """The adapter of a request, whose model is an adapter or the model of the engine."""
+    return body.model if body.model in engine.adapters else None
 
 
 def encoded(engine: Engine, text: str, param: str, *, adds_special: bool = True) -> list[int]:
