@@ -19,8 +19,9 @@ import axcore as ax
 import axcore.train.data.rows
 import axcore_recipes.text_reports
 from axcore.infer import Engine, Grammar, Request, SamplingOptions
+from axcore.infer.speculation import MTP, DraftModel, NGram
 from axcore.module import abstract, functional
-from axcore.nn import FeedForward, LayerNorm, Repeat
+from axcore.nn import FeedForward, LayerNorm, MultiTokenPrediction, Repeat
 from axcore.testing.models import tiny_model
 from axcore.train import (
     BitsPerByte,
@@ -91,6 +92,12 @@ def hosts(folder, patch):
     yield Host(Checkpointer.Config(keep_every=2), saved(folder, patch))
     yield from initials(folder)
     yield Host(Engine.Config(cache=PagedCache.Config(page_size=2), max_rows=2, max_len=8, step_tokens=4), served())
+    yield Host(NGram.Config(num_speculative_tokens=2, prompt_lookup_max=3), continued)
+    small = Engine.Config(max_rows=2, max_len=12, step_tokens=4)
+    predicting = tiny_model().set(future=(MultiTokenPrediction.Config(layer=tiny_model().decoder.layers),))
+    for drafter in (DraftModel.Config(num_speculative_tokens=2), MTP.Config(num_speculative_tokens=2)):
+        draft_model = tiny_model() if isinstance(drafter, DraftModel.Config) else None
+        yield Host(small.set(speculation=drafter), served(predicting, draft_model), at="speculation")
     yield Host(Engine.Config(max_rows=2, max_len=32, grammars=LLGuidance.Config()), guided(), at="grammars")
     room = LoRAAdapters.Config(max_adapters=2, max_rank=2, where=("decoder.**",), exclude=("**.down",))
     yield Host(room, lambda cfg: room_for_adapters(cfg.build()))
@@ -98,19 +105,26 @@ def hosts(folder, patch):
     yield Host(trainer(**run_fields(folder)), trained(folder), fields=fields)
 
 
+def continued(cfg):
+    """The drafts for tokens whose last one, two and three occurred before."""
+    row = [1, 2, 3, 4, 5, 7, 3, 4, 6, 9, 4, 2, 3, 4]
+    return [NGram(cfg, None).continuation(row[start:]) for start in (0, 1, 3, 8)]
+
+
 def room_for_adapters(adapters):
     """The shapes of the adapters of a small model."""
     return str(abstract(adapters.attach(tiny_model()))[2])
 
 
-def served():
+def served(model=None, draft_model=None):
     """Two requests with a common prefix and a short one, one after another."""
-    built = tiny_model().build(rngs=ax.Rngs(0))
+    built = (tiny_model() if model is None else model).build(rngs=ax.Rngs(0))
+    smaller = None if draft_model is None else draft_model.build(rngs=ax.Rngs(1))
     prompts = (1, 2, 3, 4, 5), (1, 2, 3, 4, 6), (7,)
     asked = [Request(ids, SamplingOptions(temperature=0.0)) for ids in prompts]
 
     def observe(cfg):
-        with cfg.build(built) as engine:
+        with cfg.build(built, draft_model=smaller) as engine:
             return [engine.generate([request]) for request in asked], engine.stats
 
     return observe

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from axcore.config import AxcoreError
 from axcore.infer import Engine, Grammar, SamplingOptions
+from axcore.infer.speculation import NGram
 from axcore_guided.compiler import LLGuidance, Matcher
 from axcore_paged_kv.cache import PagedCache
 
@@ -72,6 +73,29 @@ def test_rows_without_a_grammar_do_not_change_beside_guided_ones(engine):
     assert (found[1].ids, found[1].text) == (alone.ids, alone.text)
     assert found[3].ids == texts(engine, [SamplingOptions(max_tokens=24, temperature=0.0)])[0].ids
     assert found[0].ids == found[2].ids and re.fullmatch("[0-9]{20}", found[0].text)
+
+
+@pytest.mark.long
+def test_grammars_hold_for_drafts(engine, model):
+    """Drafts that the grammar excludes, that end it and that follow its end change no token."""
+    grammars = [
+        Grammar.regex("(abc){8}"),
+        Grammar.regex("[0-9]{1,20}"),
+        Grammar.regex("(a|b){3,}c"),
+        Grammar.choice(["yes yes yes", "no no no"]),
+        Grammar.json_schema({"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 6}),
+    ]
+    asked = [
+        *(guided(each, temperature=hot, seed=seed) for each in grammars for hot in (0.0, 1.0) for seed in range(2)),
+        FREE,
+    ]
+    expected = texts(engine, asked)
+    with guided_engine(model, speculation=NGram.Config(prompt_lookup_min=1, num_speculative_tokens=3)) as drafting:
+        found = texts(drafting, asked)
+        assert 0 < drafting.stats.accepted_tokens < drafting.stats.draft_tokens
+    assert [(each.ids, each.text, each.finish_reason) for each in found] == [
+        (each.ids, each.text, each.finish_reason) for each in expected
+    ]
 
 
 def test_samples_of_a_request_follow_the_grammar_apart(engine):

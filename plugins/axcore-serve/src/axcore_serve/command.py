@@ -28,7 +28,7 @@ STEP_TOKENS, CPU_STEP_TOKENS = 512, 64
 
 
 def _parser() -> argparse.ArgumentParser:
-    from axcore.cli.model import add_model
+    from axcore.cli.model import add_model, add_speculation
 
     parser = argparse.ArgumentParser(
         prog="axcore serve",
@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         "`axcore convert` wrote, or a recipe with initial weights.",
     )
     add_model(parser)
+    add_speculation(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
     parser.add_argument("--name", help="name of the model in the API (default: the last part of MODEL)")
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 
     import jax
 
-    from axcore.cli.model import chosen_cache, loaded_model
+    from axcore.cli.model import chosen_cache, chosen_drafter, loaded_model
     from axcore.infer import Adapters, Engine
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
@@ -123,6 +124,7 @@ def main(arguments: Sequence[str]) -> int:
             max_rows=given.max_rows,
             max_len=given.max_len,
             step_tokens=step_tokens,
+            speculation=chosen_drafter(given),
             adapters=None if room is None else cast(Adapters.Config, offered(AdaptersOffer, room)),
         )
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
