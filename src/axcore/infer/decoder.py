@@ -24,6 +24,7 @@ from axcore.nn import (
     Paging,
     Phase,
     TokenInfo,
+    by_columns,
     for_decoding,
     fused,
     unstack_arrays,
@@ -214,6 +215,7 @@ class Decoder:
         params = _those_of(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
+        params = by_columns(cfg, params)
         return cls._of(fn, cfg, params, state, batch_size, max_len, layout), params, state
 
     @classmethod
@@ -257,7 +259,7 @@ class Decoder:
                 shardings,
             )
 
-        return decoder, placed(params, fn.axes), placed(state, decoder.state_axes)
+        return decoder, by_columns(cfg, placed(params, fn.axes)), placed(state, decoder.state_axes)
 
     @classmethod
     def _of(
