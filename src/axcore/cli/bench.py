@@ -6,7 +6,7 @@ import argparse
 import json
 
 from axcore.cli.compose import Commands
-from axcore.cli.model import add_model, chosen_cache, loaded_model
+from axcore.cli.model import add_model, chosen_cache, chosen_layout, loaded_model
 
 
 def add(commands: Commands) -> None:
@@ -41,14 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     load = Load(arguments.requests, arguments.concurrency, arguments.input, arguments.output)
     started = time.perf_counter()
-    model, tokenizer = loaded_model(arguments, weights=False)
+    layout = chosen_layout(arguments)
+    model, tokenizer = loaded_model(arguments, weights=False, layout=layout)
     cfg = Engine.Config(
         cache=chosen_cache(arguments),
         max_rows=load.concurrency,
         max_len=load.prompt_tokens + load.output_tokens,
         step_tokens=max(arguments.step_tokens, load.concurrency),
     )
-    with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
+    with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
         engine.warm_up(("greedy",))
         ready = time.perf_counter() - started
         compiled = engine.stats.compiled

@@ -167,12 +167,13 @@ class Decoder:
         if fuse and _is_single(layout):
             cfg, params = fused(cfg, params, held)
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
-        fn, state = _empty(cfg, type(model).__name__, batch_size, layout)
+        fn, axes, state = _empty(cfg, type(model).__name__, batch_size, layout)
         state["model"] = _merged(state["model"], held)
         params = _those_of(fn.axes, params)
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
-        return cls._of(fn, cfg, params, state, batch_size, max_len, layout), params, state
+            state = jax.device_put(state, layout.shardings(state, axes))
+        return cls._of(fn, axes, cfg, params, state, batch_size, max_len, layout), params, state
 
     @classmethod
     def abstract(
@@ -203,7 +204,7 @@ class Decoder:
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
         fn, params, held = abstract(cfg)
         state = {"lengths": jax.ShapeDtypeStruct((batch_size,), jnp.int32), "model": held}
-        decoder = cls._of(fn, cfg, params, state, batch_size, max_len, layout)
+        decoder = cls._of(fn, _state_axes(fn, state, layout), cfg, params, state, batch_size, max_len, layout)
         if layout is None:
             return decoder, params, state
 
@@ -221,6 +222,7 @@ class Decoder:
     def _of(
         cls,
         fn: Functional,
+        axes: Tree,
         cfg: Config,
         params: Tree,
         state: Tree,
@@ -231,7 +233,6 @@ class Decoder:
         """The decoder of a model in the form for decoding. `params` and `state` may be shapes."""
         if layout is not None:
             check_heads(cfg, layout, "model")
-        axes = {"lengths": ("batch",), "model": fn.state_axes}
         limits = tuple(sorted({each for _, node in walk(cfg) if (each := getattr(node, "recompute_above", None))}))
         paging = _paging(cfg)
         model = fn.bind(params, state["model"])
@@ -308,7 +309,15 @@ class Decoder:
         # The tokens of an invalid row may have overwritten cached ones.
         end = jnp.where(whole, jnp.minimum(end, limit), jnp.clip(start, 0, before))
         lengths = end if slots is None else held.at[slots].set(end, mode="drop")
-        return jnp.where(right[..., None], logits, jnp.nan), {"lengths": lengths, "model": model}
+        return jnp.where(right[..., None], logits, jnp.nan), self._placed({"lengths": lengths, "model": model})
+
+    def _placed(self, state: Tree) -> Tree:
+        """The new state with the shardings of the old one. Otherwise the compiler may choose others, and the next call
+        would compile again and could not use the donated memory."""
+        if self.layout is None:
+            return state
+        placed: Tree = jax.lax.with_sharding_constraint(state, self.layout.shardings(state, self.state_axes))
+        return placed
 
     def for_hidden_states(self) -> Decoder:
         """This decoder with hidden states [batch, logits, embed] in place of the logits: the result of the layer `norm`
@@ -372,8 +381,21 @@ def _paging(cfg: Config) -> Paging | None:
     return wanted
 
 
-def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree]:
-    """The decoding model and its initial state, created with the shardings of the layout."""
+def _state_axes(fn: Functional, state: Tree, layout: Layout | None) -> Tree:
+    """The logical axes of the state. If the devices that share kv heads do not divide them, each keeps all kv heads."""
+    axes = {"lengths": ("batch",), "model": fn.state_axes}
+    if layout is None:
+        return axes
+
+    def fitting(array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        pairs = zip(names, array.shape, layout.spec(names), strict=True)
+        return tuple(None if name == "kv_head" and size % layout.size_of(at) else name for name, size, at in pairs)
+
+    return jax.tree.map(fitting, state, axes)
+
+
+def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tuple[Functional, Tree, Tree]:
+    """The decoding model, the logical axes of its state, and the initial state with the shardings of the layout."""
     built: list[Functional] = []
 
     def empty(key: PRNGKeyArray) -> Tree:  # XLA removes the parameters, since they are not returned
@@ -390,10 +412,10 @@ def _empty(cfg: Config, name: str, batch_size: int, layout: Layout | None) -> tu
     key = jax.random.key(0)
     if layout is None:
         state = jax.jit(empty)(key)
-        return built[0], state
+        return built[0], _state_axes(built[0], state, None), state
     shapes = jax.eval_shape(empty, key)
-    axes = {"lengths": ("batch",), "model": built[0].state_axes}
-    return built[0], jax.jit(empty, out_shardings=layout.shardings(shapes, axes))(key)
+    axes = _state_axes(built[0], shapes, layout)
+    return built[0], axes, jax.jit(empty, out_shardings=layout.shardings(shapes, axes))(key)
 
 
 def _those_of(wanted: Tree, params: Tree) -> Tree:

@@ -19,6 +19,7 @@ from axcore.infer.sampling import NextToken, SamplingRows, sample, seed_words
 from axcore.module import Layer, Tree, functional
 from axcore.nn import KVCache
 from axcore.numerics import require_calibrated
+from axcore.parallel import Layout
 
 
 class Generator:
@@ -35,6 +36,7 @@ class Generator:
         cache: the KV cache, such as `ContiguousCache.Config()`. It limits prompt and sample together to `context`
             tokens. None: each new token recomputes the last `context` tokens, and the length is unlimited.
         eos_ids: tokens that end a sample.
+        layout: the mesh and rules of the engine; None: a single device. It requires a cache.
     """
 
     def __init__(
@@ -45,11 +47,14 @@ class Generator:
         temperature: float = 1.0,
         cache: KVCache.Config | None = None,
         eos_ids: Collection[int] = (),
+        layout: Layout | None = None,
     ):
         if not temperature >= 0:
             raise AxcoreError(f"temperature must be 0 or more, not {temperature}")
         if context < 1:
             raise AxcoreError(f"context must be at least 1, not {context}")
+        if layout is not None and cache is None:
+            raise AxcoreError("layout requires a cache. Pass one, such as ContiguousCache.Config(), or leave out layout")
         require_calibrated(model)
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._eos_ids = frozenset(eos_ids)
@@ -61,7 +66,7 @@ class Generator:
             self._sample = jax.jit(self._recomputed)
         else:
             cfg = Engine.Config(cache=cache, max_rows=1, max_len=context + 1, step_tokens=context + 1)
-            self._engine = cfg.build(model, eos_ids=self._eos_ids)
+            self._engine = cfg.build(model, eos_ids=self._eos_ids, layout=layout)
             weakref.finalize(self, self._engine.close)
 
     def __call__(

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     keys = [] if given.api_keys is None else _keys(given.api_keys)
     text = None if given.chat_template is None else _text(given.chat_template, "--chat-template")
 
-    from axcore.cli.model import chosen_cache, loaded_model
+    from axcore.cli.model import chosen_cache, chosen_layout, loaded_model
     from axcore.infer import Engine
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     from axcore_serve.templates import ChatTemplate
 
     with listening(given.host, given.port) as listener:
-        model, tokenizer = loaded_model(given)
+        layout = chosen_layout(given)
+        model, tokenizer = loaded_model(given, layout=layout)
         text = text if text is not None else tokenizer.chat_template
         template = None if text is None else ChatTemplate(text, tokenizer.special_tokens)
         limits = Limits(
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
             cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=given.step_tokens
         )
         name = given.name or pathlib.PurePath(given.model).name
-        with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids) as engine:
+        with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
             if not given.no_warm_up:
                 engine.warm_up(prompt_logprobs=given.prompt_logprobs)
             service = Service(engine, name, limits, keys=keys, template=template, scores_prompts=given.prompt_logprobs)
