@@ -95,13 +95,13 @@ def test_a_prompt_that_lost_its_pages_has_the_same_mean(model):
 def test_prompts_that_do_not_fit_are_refused(engine):
     with pytest.raises(ConfigError, match=r"request.ids=\(\) must have at least one token"):
         engine.embed([(6, 7), ()])
-    with pytest.raises(ConfigError, match="prompt of 48 tokens leaves no room .* at most 47 tokens"):
+    with pytest.raises(ConfigError, match=r"prompt of 48 tokens leaves no room .* at most 47 tokens"):
         engine.embed([(6,) * 48])
     with pytest.raises(ConfigError, match="is not below"):
         engine.embed([(VOCAB_SIZE,)])
     with pytest.raises(ConfigError, match="requires a tokenizer"):
         engine.embed(["text"])
-    with pytest.raises(ConfigError, match="request.pooling must be .*'last'.*'mean'.* not 'first'"):
+    with pytest.raises(ConfigError, match=r"request.pooling must be .*'last'.*'mean'.* not 'first'"):
         engine.embed([(6,)], pooling="first")
     with pytest.raises(ConfigError, match=r"its options must be SamplingOptions\(max_tokens=1\)"):
         Request((6,), SamplingOptions(max_tokens=2), pooling="last")
@@ -120,9 +120,9 @@ def test_texts_are_tokenized(model):
 def test_weights_that_are_not_finite_are_an_error(model):
     fn, params, state = functional(model)
     params = {**params, "norm": {name: array * np.nan for name, array in params["norm"].items()}}
-    with Engine.Config(max_len=16, max_rows=1).build(fn.bind(params, state)) as engine:
-        with pytest.raises(ax.AxcoreError, match="hidden states are not finite"):
-            engine.embed([(6, 7)])
+    cfg = Engine.Config(max_len=16, max_rows=1)
+    with cfg.build(fn.bind(params, state)) as engine, pytest.raises(ax.AxcoreError, match="states are not finite"):
+        engine.embed([(6, 7)])
 
 
 class Renamed(Layer):

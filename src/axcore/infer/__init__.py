@@ -1,6 +1,7 @@
 """Inference: incremental decoding, an engine for many requests, and text generation."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
+from axcore.infer.beams import Beam, BeamOptions
 from axcore.infer.decoder import Decoder, Step
 from axcore.infer.engine import Engine, EngineStats
 from axcore.infer.generate import Generator, generate
@@ -8,6 +9,8 @@ from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions,
 from axcore.infer.streams import Stream
 
 __all__ = [
+    "Beam",
+    "BeamOptions",
     "Decoder",
     "Engine",
     "EngineStats",

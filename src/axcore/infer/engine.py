@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence as Many
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -12,6 +13,7 @@ from jaxtyping import Float
 from axcore import config
 from axcore.config import REQUIRED, ConfigError, PositiveInt
 from axcore.config.types import conforms
+from axcore.infer.beams import Beam, BeamOptions, BeamSearch
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import normalized
 from axcore.infer.loop import EngineLoop
@@ -258,6 +260,45 @@ class Engine(config.Configurable):
             for stream in streams:
                 stream.cancel()
 
+    def beam_search(self, prompts: Iterable[str | Many[int]], options: BeamOptions) -> list[list[Beam]]:
+        """The most likely outputs of each prompt that a beam search finds.
+
+        Each step of the search submits a request for one token after each unfinished output, those of all prompts
+        together. With prefix caching, it computes at most one page of tokens for each output; otherwise all its tokens.
+        More than 20 beams and end tokens compile another program.
+
+        Args:
+            prompts: the text or the token ids of each prompt.
+            options: the options.
+
+        Returns:
+            For each prompt the outputs, the best score first.
+
+        Raises:
+            AxcoreError: a prompt is empty or does not fit with `max_tokens`, or the engine failed.
+            ConfigError: a prompt is a text, and the engine has no tokenizer; or the vocabulary has fewer tokens than
+                `options.num_beams` and end tokens.
+        """
+        end_ids = {*options.stop_token_ids, *(() if options.ignore_eos else self.eos_ids)}
+        searches = [(ids, BeamSearch(options, end_ids)) for ids in self._ids(prompts)]
+        longest = SamplingOptions(max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids)
+        for ids, _ in searches:
+            self.check(Request(ids, longest))
+        one = SamplingOptions(temperature=0.0, max_tokens=1, logprobs=options.num_beams + len(end_ids))
+        while running := [(ids, search) for ids, search in searches if search.unfinished]:
+            requests = [Request(ids + more, one) for ids, search in running for more in search.unfinished]
+            found = iter(self.generate(requests))
+            for _, search in running:
+                search.advance([_top(next(found)) for _ in search.unfinished])
+        return [[self._with_text(ids, beam) for beam in search.finished] for ids, search in searches]
+
+    def _with_text(self, prompt: tuple[int, ...], beam: Beam) -> Beam:
+        if self.tokenizer is None:
+            return beam
+        stream = TextStream(self.tokenizer, prompt=prompt)
+        text = stream.add(beam.ids) + stream.finish()
+        return dataclasses.replace(beam, text=text)
+
     def score(self, prompts: Iterable[str | Many[int]]) -> list[tuple[TokenLogprob, ...]]:
         """The log-probability of each token of some rows but the first, given the tokens before it.
 
@@ -328,6 +369,12 @@ class Engine(config.Configurable):
         It may be called from any thread, also more than once. In `deliver`, it does not wait for the end.
         """
         self._loop.close()
+
+
+def _top(piece: Piece) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens in place of the only token of a piece."""
+    assert piece.logprobs is not None, "the request asks for log-probabilities"
+    return piece.logprobs[0].top
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:

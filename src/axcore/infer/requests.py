@@ -66,7 +66,7 @@ class SamplingOptions:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        _check_fields(self, "sampling")
+        check_fields(self, "sampling", _REMEDIES)
         for token in self.logit_bias:
             if not conforms(token, NonNegativeInt):
                 raise ConfigError(
@@ -123,7 +123,7 @@ class Request:
     pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self, "request")
+        check_fields(self, "request", _REMEDIES)
         object.__setattr__(self, "ids", tuple(self.ids))
         if not self.ids:
             raise ConfigError("request.ids=() must have at least one token. Start the prompt with the BOS token")
@@ -213,14 +213,23 @@ _REMEDIES = {
 }
 
 
-def _check_fields(owner: SamplingOptions | Request, path: str) -> None:
-    """Checks the fields but `ids` against their annotations, and stores them in an immutable form."""
+def check_fields(owner: object, path: str, remedies: Mapping[str, str]) -> None:
+    """Checks the fields of a frozen dataclass except `ids` against their annotations, and makes them immutable.
+
+    Args:
+        owner: the dataclass.
+        path: what messages call it.
+        remedies: what to do about a wrong value of each field.
+
+    Raises:
+        ConfigError: a value does not conform to its annotation.
+    """
     for name, hint in hints(type(owner)).items():
         if name == "ids":  # a prompt has too many items for the general check
             continue
         value = frozen(getattr(owner, name))
         if not conforms(value, hint):
-            raise ConfigError(f"{path}.{name} must be {required(value, hint)}, not {_shown(value)}. {_REMEDIES[name]}")
+            raise ConfigError(f"{path}.{name} must be {required(value, hint)}, not {_shown(value)}. {remedies[name]}")
         object.__setattr__(owner, name, widened(value, hint))
 
 
