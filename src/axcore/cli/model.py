@@ -84,9 +84,7 @@ def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:
     return cast("KVCache.Config", offered(KVCacheOffer, arguments.cache))
 
 
-def loaded_model(
-    arguments: argparse.Namespace, *, weights: bool = True, layout: Layout | None = None
-) -> LoadedModel:
+def loaded_model(arguments: argparse.Namespace, *, weights: bool = True, layout: Layout | None = None) -> LoadedModel:
     """The model with its weights, and its tokenizer.
 
     Args:

@@ -382,14 +382,17 @@ def _paging(cfg: Config) -> Paging | None:
 
 
 def _state_axes(fn: Functional, state: Tree, layout: Layout | None) -> Tree:
-    """The logical axes of the state. If the devices that share kv heads do not divide them, each keeps all kv heads."""
+    """The logical axes of the state. Rows and kv heads are replicated if their number is not a multiple of the number
+    of devices, as in a decoder of one row or with few kv heads."""
     axes = {"lengths": ("batch",), "model": fn.state_axes}
     if layout is None:
         return axes
 
     def fitting(array: jax.Array | jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
         pairs = zip(names, array.shape, layout.spec(names), strict=True)
-        return tuple(None if name == "kv_head" and size % layout.size_of(at) else name for name, size, at in pairs)
+        return tuple(
+            None if name in ("batch", "kv_head") and size % layout.size_of(at) else name for name, size, at in pairs
+        )
 
     return jax.tree.map(fitting, state, axes)
 

@@ -54,7 +54,9 @@ class Generator:
         if context < 1:
             raise AxcoreError(f"context must be at least 1, not {context}")
         if layout is not None and cache is None:
-            raise AxcoreError("layout requires a cache. Pass one, such as ContiguousCache.Config(), or leave out layout")
+            raise AxcoreError(
+                "layout requires a cache. Pass one, such as ContiguousCache.Config(), or leave out layout"
+            )
         require_calibrated(model)
         self.context, self.temperature, self.is_cached = context, temperature, cache is not None
         self._eos_ids = frozenset(eos_ids)

@@ -1,0 +1,21 @@
+"""Every family, with recorded weights: an engine with pages gives the log-probabilities of the training loss."""
+
+import pytest
+
+from axcore.infer import Engine
+from axcore.testing.engine import check_logprobs
+from axcore_paged_kv.cache import PagedCache
+
+from .parity.test_parity import FAMILIES, loaded
+
+IN_CI = ("cohere2", "gemma3")
+MAX_LEN = 32
+ENGINE = Engine.Config(max_len=MAX_LEN, max_rows=2, step_tokens=16, cache=PagedCache.Config(page_size=4, num_pages=20))
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.long if each in IN_CI else pytest.mark.slow) for each in FAMILIES]
+)
+def test_an_engine_gives_the_log_probabilities_of_training(family):
+    _, fn, params, state = loaded(family)
+    check_logprobs(fn.bind(params, state), ENGINE)
