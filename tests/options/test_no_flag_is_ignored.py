@@ -146,6 +146,7 @@ VALUES = {
     "serve --chat-template": "{here}/tokenizer.json",
     "serve --drain-timeout": "3",
     "serve --dtype": "bfloat16",
+    "serve --embeddings": "last",
     "serve --host": "0.0.0.0",
     "serve --max-body-mib": "3",
     "serve --max-len": "64",

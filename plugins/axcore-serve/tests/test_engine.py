@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
 
 from axcore.infer import SamplingOptions
@@ -107,6 +108,25 @@ def test_clients_that_leave_give_their_pages_back(served, engine):
     assert pages.cached + pages.free == 80
 
 
+def test_a_stream_that_waits_for_a_row_can_be_cancelled(served, engine):
+    body = {"model": "tiny", "max_tokens": 100, "stream": True, "extra_body": {"ignore_eos": True}}
+
+    async def leave():
+        async with served.aclient() as client:
+            running = await client.completions.create(**body, prompt="a", n=4)
+            await anext(aiter(running))
+            waiting = [await client.completions.create(**body, prompt=prompt) for prompt in PROMPTS[:2]]
+            seen = engine.stats.waiting
+            for stream in waiting:
+                await stream.close()
+            async for _ in running:
+                pass
+            return seen
+
+    assert asyncio.run(leave()) > 0
+    wait_until(lambda: is_empty(engine) and not served.service.gate.num_samples)
+
+
 def test_nothing_compiles_after_the_warm_up():
     with tiny_engine(max_rows=2, max_len=32, step_tokens=16) as engine:
         engine.warm_up(prompt_logprobs=True)
@@ -122,3 +142,12 @@ def test_nothing_compiles_after_the_warm_up():
             stats = json.loads(raw(running, None, path="/stats", method="GET")[2])
     assert stats["compiled"] == compiled > 0
     assert stats["tokens"] >= 4 * 8 and sum(stats["pages"].values()) == 80
+
+
+def test_embeddings_are_those_of_the_engine(engine):
+    texts = ["hello", "a longer text than a step has tokens " * 3]
+    with serving(engine, pooling="mean") as running, running.client() as client:
+        found = client.embeddings.create(model="tiny", input=texts)
+    for each, expected in zip(found.data, engine.embed(texts, pooling="mean"), strict=True):
+        np.testing.assert_allclose(each.embedding, expected, atol=1e-6)
+    assert found.usage.prompt_tokens == sum(len(engine.request(text).ids) for text in texts)

@@ -5,6 +5,7 @@ from axcore.infer.beams import Beam, BeamOptions
 from axcore.infer.decoder import Decoder, Step
 from axcore.infer.engine import Engine, EngineStats
 from axcore.infer.generate import Generator, generate
+from axcore.infer.grammar import Grammar, GrammarCompiler, GrammarMatcher
 from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions, TokenLogprob
 from axcore.infer.streams import Stream
 
@@ -16,6 +17,9 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "Generator",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarMatcher",
     "Piece",
     "Request",
     "SamplingOptions",

@@ -16,6 +16,8 @@ from axcore.config.types import conforms
 from axcore.infer.beams import Beam, BeamOptions, BeamSearch
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import normalized
+from axcore.infer.grammar import GrammarCompiler
+from axcore.infer.guide import Grammars
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
 from axcore.infer.programs import Buckets, Programs
@@ -92,6 +94,8 @@ class Engine(config.Configurable):
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
+        grammars: GrammarCompiler.Config | None = None
+        """Compiles the grammars of requests; None: requests with a grammar are refused."""
 
     config: Config
 
@@ -117,6 +121,11 @@ class Engine(config.Configurable):
         pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
         widest = min(cfg.step_tokens, cfg.max_len)
         buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
+        self._grammars = None
+        if cfg.grammars is not None:
+            if tokenizer is None:
+                raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
+            self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
         runner = Runner(self._programs, buckets, self.eos_ids)
         self._scheduler = Scheduler(SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
@@ -175,11 +184,12 @@ class Engine(config.Configurable):
         return Request(tuple(ids.tolist()), options or SamplingOptions())
 
     def check(self, request: Request) -> None:
-        """Checks a request without queueing it. May be called from any thread.
+        """Checks a request without queueing it. May be called from any thread. Compiles its grammar, which may take
+        long if no recent request had it.
 
         Raises:
             ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, a stop
-                string requires a tokenizer, or the request names an adapter.
+                string requires a tokenizer, the grammar is not valid or not supported, or the request names an adapter.
         """
         if not isinstance(request, Request):
             raise ConfigError(
@@ -203,6 +213,13 @@ class Engine(config.Configurable):
                     f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
                 )
         self._scheduler.check(request)
+        if options.grammar is not None:
+            if self._grammars is None:
+                raise ConfigError(
+                    "sampling.grammar requires a grammar compiler. Install a plugin that offers one (`axcore plugins` "
+                    "lists them), and set engine.grammars to its Config"
+                )
+            self._grammars.check(options.grammar)
 
     def _check_embeddings(self) -> None:
         if not self._programs.decoder.has_hidden_states:
@@ -228,7 +245,8 @@ class Engine(config.Configurable):
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, prompt=request.ids, stop=request.options.stop)
-        return self._loop.submit(request, deliver, text, sample=sample)
+        guide = None if self._grammars is None else self._grammars.guide(request.options)
+        return self._loop.submit(request, deliver, text, guide, sample=sample)
 
     def stream(self, request: Request, *, sample: int = 0) -> Stream:
         """Submits a request. Returns an iterator over the pieces of the sample; for errors see `submit`."""
@@ -236,7 +254,8 @@ class Engine(config.Configurable):
 
     def astream(self, request: Request, *, sample: int = 0) -> AsyncIterator[Piece]:
         """`stream` for asyncio. It submits when the first piece is awaited. A consumer that stops early cancels."""
-        return pieces_of(functools.partial(self.submit, request, sample=sample))
+        check = functools.partial(self.check, request)
+        return pieces_of(functools.partial(self.submit, request, sample=sample), check)
 
     def generate(self, requests: Iterable[Request], *, n: int = 1) -> list[Piece]:
         """Computes the samples of several requests together, each as one piece.
@@ -361,7 +380,14 @@ class Engine(config.Configurable):
         """
         if embeddings:
             self._check_embeddings()
-        self._loop.warm_up(tuple(methods), prompt_logprobs=prompt_logprobs, embeddings=embeddings)
+        if self._grammars is not None:
+            self._grammars.warm_up()
+        self._loop.warm_up(
+            tuple(methods),
+            prompt_logprobs=prompt_logprobs,
+            embeddings=embeddings,
+            grammars=self._grammars is not None,
+        )
 
     def close(self) -> None:
         """Ends the engine and frees its caches. Unfinished samples get an error.

@@ -15,6 +15,7 @@ import numpy as np
 
 from axcore.config import AxcoreError
 from axcore.infer.embeddings import PooledStates
+from axcore.infer.guide import Guide
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
@@ -72,22 +73,32 @@ class EngineLoop:
         self._thread.start()
         atexit.register(self.close)  # a thread that still calls JAX at exit may crash the process
 
-    def submit(self, request: Request, deliver: Deliver, text: TextStream | None, *, sample: int) -> Callable[[], None]:
+    def submit(
+        self, request: Request, deliver: Deliver, text: TextStream | None, guide: Guide | None, *, sample: int
+    ) -> Callable[[], None]:
         """Queues a checked request. For the other arguments, the result and the errors see `Engine.submit`.
 
         Args:
             text: converts the tokens of the sample to text.
+            guide: follows the grammar of the sample.
         """
         sequence = Sequence(next(self._numbers), request, self._eos_ids)
+        sequence.needs_last_token = guide is not None
         pooled = None if request.pooling is None else PooledStates(request.pooling)
-        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, pooled)
+        new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, guide, pooled)
         self._put(functools.partial(self._add, new))
         return lambda: self._inbox.put(functools.partial(self._cancel, sequence.id))
 
-    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool, embeddings: bool) -> None:
-        """See `Engine.warm_up`."""
+    def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool, embeddings: bool, grammars: bool) -> None:
+        """See `Runner.warm_up`."""
         self._in_thread(
-            functools.partial(self._runner.warm_up, methods, prompt_logprobs=prompt_logprobs, embeddings=embeddings)
+            functools.partial(
+                self._runner.warm_up,
+                methods,
+                prompt_logprobs=prompt_logprobs,
+                embeddings=embeddings,
+                grammars=grammars,
+            )
         )
 
     def close(self) -> None:
@@ -175,8 +186,11 @@ class EngineLoop:
 
     def _start(self, plan: Plan) -> StepInFlight:
         self.counters.steps += 1
+        samples = {chunk.sequence.id: self._samples[chunk.sequence.id] for chunk in plan.chunks}
         return self._runner.start(
-            plan, {chunk.sequence.id: self._samples[chunk.sequence.id].seed for chunk in plan.chunks}
+            plan,
+            {number: sample.seed for number, sample in samples.items()},
+            {number: sample.guide.mask for number, sample in samples.items() if sample.guide is not None},
         )
 
     def _collect(self, flight: StepInFlight) -> None:
@@ -190,7 +204,9 @@ class EngineLoop:
                 sample.pooled.add(states, start=chunk.start)
         for number, each in found.items():
             if each.token is None and self._scheduler.cancel(number):
-                self._send(self._samples.pop(number), AxcoreError(_NO_TOKEN))
+                sample = self._samples.pop(number)
+                failure = None if sample.guide is None else sample.guide.failure
+                self._send(sample, failure or AxcoreError(_NO_TOKEN))
         for sequence in self._scheduler.record(flight.plan, {number: each.token for number, each in found.items()}):
             sample = self._samples[sequence.id]
             if sample.pooled is not None:
@@ -213,13 +229,16 @@ class EngineLoop:
     def _deliver(self, sample: _Sample, new: SampledToken) -> None:
         """Delivers a new token, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
+        if sample.guide is not None and sequence.finish_reason != "stop":
+            sample.guide.accept(sequence.tokens[-1])
+            if sample.guide.has_ended:
+                self._stop(sequence)
         if sequence.num_output == 1:
             self.counters.cached_tokens += sequence.num_cached or 0
         if stream is not None:
             text = stream.add(sequence.tokens[-1:])
             if stream.stopped is not None and sequence.finish_reason != "stop":
-                self._scheduler.cancel(sequence.id, "stop")
-                sequence.finish_reason = "stop"
+                self._stop(sequence)
             elif sequence.finish_reason is not None:
                 text += stream.finish()
         logprobs = None if new.logprob is None else (new.logprob,)
@@ -229,6 +248,11 @@ class EngineLoop:
         if sequence.num_output == 1 and sequence.request.options.prompt_logprobs:
             scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
         self._send(sample, Piece((sequence.tokens[-1],), text, logprobs, sequence.finish_reason, scores))
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Ends a sequence with its last token, which may also be the last one by its length."""
+        self._scheduler.cancel(sequence.id, "stop")
+        sequence.finish_reason = "stop"
 
     def _send(self, sample: _Sample, piece: Piece | AxcoreError) -> None:
         """Calls `deliver`. A sample whose `deliver` raises ends, and others go on."""
@@ -255,6 +279,7 @@ class _Sample:
     deliver: Deliver
     seed: Seed
     text: TextStream | None
+    guide: Guide | None
     pooled: PooledStates | None
     scores: dict[int, TokenLogprob] = dataclasses.field(default_factory=dict)
     """The log-probabilities of the prompt so far, by position."""

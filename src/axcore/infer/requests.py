@@ -12,6 +12,7 @@ from jaxtyping import Float
 from axcore.config import ConfigError, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from axcore.config.frozen import frozen
 from axcore.config.types import conforms, hints, required, widened
+from axcore.infer.grammar import Grammar
 
 type FinishReason = Literal["stop", "length", "cancelled"]
 """Why a sample ended: an end token, stop token or stop string; the maximum length; or a call of `cancel`."""
@@ -41,6 +42,9 @@ class SamplingOptions:
         ignore_eos: whether the model's end tokens do not end the sample.
         logprobs: the number of most likely tokens whose log-probabilities are returned besides that of the sampled
             token; None: no log-probabilities.
+        grammar: what the text of the output must match; None: anything. End tokens are sampled only where the text is
+            complete, and the sample ends where no text may follow, even before `min_tokens`. `max_tokens`, stop strings
+            and stop tokens with text may end it before it is complete.
         prompt_logprobs: whether the first piece has the log-probabilities of the prompt, with the number of most likely
             tokens in `logprobs`.
 
@@ -64,6 +68,7 @@ class SamplingOptions:
     ignore_eos: bool = False
     logprobs: NonNegativeInt | None = None
     prompt_logprobs: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling", _REMEDIES)
@@ -204,6 +209,7 @@ _REMEDIES = {
     "stop_token_ids": "Use the ids of the tokenizer, as in (2,)",
     "ignore_eos": "Use True or False",
     "prompt_logprobs": "Use True or False",
+    "grammar": "Use Grammar.regex(...), Grammar.json_schema(...), Grammar.choice(...), or None for free text",
     "logprobs": "Use None for no log-probabilities, and 0 for those of the sampled tokens only",
     "options": "Use SamplingOptions()",
     "priority": "Use 0 for the default",

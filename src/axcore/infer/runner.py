@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from axcore.infer.programs import Batch, Buckets, Programs, bucket
 from axcore.infer.requests import SamplingOptions, TokenLogprob
@@ -19,6 +19,9 @@ from axcore.infer.sequences import Chunk, Plan
 
 Seed = tuple[int, int]
 """The words of a seed; see `seed_words`."""
+
+Mask = Callable[[], Int32[np.ndarray, " words"]]
+"""Returns the tokens that a sequence may sample, as `NextToken.grammar`."""
 
 
 class SampledToken(NamedTuple):
@@ -66,18 +69,20 @@ class Runner:
         self._decoder = programs.decoder
         self._is_paged = self._decoder.paging is not None
 
-    def start(self, plan: Plan, seeds: Mapping[int, Seed]) -> StepInFlight:
+    def start(self, plan: Plan, seeds: Mapping[int, Seed], masks: Mapping[int, Mask]) -> StepInFlight:
         """Starts a step, without waiting for the device.
 
         Args:
             plan: the newest plan of the scheduler.
             seeds: the seed of each sequence, by id.
+            masks: the tokens that each sequence with a grammar may sample, by id. They are computed while the device
+                runs the model.
         """
         calls, scores, states = [], [], []
         if plan.decode:
             rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
             logits = self._logits_of_decoding(rows, bucket(self._buckets.rows, len(rows)))
-            calls.append(self._sampled(rows, logits, seeds))
+            calls.append(self._sampled(rows, logits, seeds, masks))
         for chunk in plan.prefill:
             if chunk.start == 0:
                 assert chunk.sequence.slot is not None
@@ -93,7 +98,7 @@ class Runner:
                 logits = self._logits_of_prompt({0: chunk}, width)
             if chunk.is_last:
                 self._count(chunk)
-                calls.append(self._sampled({0: chunk}, logits, seeds))
+                calls.append(self._sampled({0: chunk}, logits, seeds, masks))
         for array in jax.tree.leaves([found for _, found in scores] + [found for _, found in states]):
             array.copy_to_host_async()
         return StepInFlight(plan, calls, scores, states)
@@ -126,13 +131,14 @@ class Runner:
         for chunk, on_device in flight.states:
             yield chunk, jax.device_get(on_device)
 
-    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool) -> None:
+    def warm_up(self, methods: Iterable[Method], *, prompt_logprobs: bool, embeddings: bool, grammars: bool) -> None:
         """Compiles the programs of every bucket, by running padding. The state does not change.
 
         Args:
             methods: the sampling methods to compile.
             prompt_logprobs: whether to compile the programs that score prompts.
             embeddings: whether to compile the programs for embeddings.
+            grammars: whether to compile the programs that sample with a grammar, for the method `full`.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         tables, paging = self._buckets.pages or (0,), self._decoder.paging
@@ -148,6 +154,9 @@ class Runner:
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)
+            if grammars and method == "full":
+                every = np.full(-(-self._programs.vocab_size // 32), -1, np.int32)
+                self._sample(of_size, [dataclasses.replace(padding, grammar=every)] * size, method)
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
 
@@ -187,7 +196,11 @@ class Runner:
         return Batch(ids, ints, table)
 
     def _sampled(
-        self, rows: Mapping[int, Chunk], logits: Float[Array, "rows vocab"], seeds: Mapping[int, Seed]
+        self,
+        rows: Mapping[int, Chunk],
+        logits: Float[Array, "rows vocab"],
+        seeds: Mapping[int, Seed],
+        masks: Mapping[int, Mask],
     ) -> SamplerCall:
         tokens = [PADDING] * logits.shape[0]
         for row, chunk in rows.items():
@@ -196,7 +209,9 @@ class Runner:
             num_output = position - len(sequence.request.ids)
             slot = sequence.slot
             assert slot is not None
-            tokens[row] = NextToken(sequence.request.options, seeds[sequence.id], position, num_output, slot)
+            seed, mask = seeds[sequence.id], masks.get(sequence.id)
+            grammar = None if mask is None else mask()
+            tokens[row] = NextToken(sequence.request.options, seed, position, num_output, slot, grammar)
         found = self._sample(logits, tokens, None)
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()

@@ -52,6 +52,12 @@ class KVCacheOffer(Offer):
     hook, kind, slot = "axcore_kv_caches", "kv cache", "cache"
 
 
+class GrammarCompilerOffer(Offer):
+    """A subclass of `axcore.infer.GrammarCompiler`, for the slot `grammars` of an engine."""
+
+    hook, kind, slot = "axcore_grammar_compilers", "grammar compiler", "grammars"
+
+
 class NumericsOffer(Offer):
     """A subclass of `axcore.numerics.Numerics`, for the slot `numerics` of layers with a weight."""
 

@@ -19,10 +19,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from axcore.infer import Engine
+from axcore.infer.requests import Pooling
 from axcore_serve.answers import Answer, Json
-from axcore_serve.bodies import Body, ChatBody, CompletionBody
+from axcore_serve.bodies import Body, ChatBody, CompletionBody, EmbeddingBody
 from axcore_serve.chat import ChatAnswer
 from axcore_serve.completions import CompletionAnswer
+from axcore_serve.embeddings import EmbeddingAnswer
 from axcore_serve.errors import ApiError
 from axcore_serve.gate import Gate, Keys, Limits
 from axcore_serve.metrics import Metrics, snapshot
@@ -47,6 +49,7 @@ class Service:
         keys: the API keys; empty: every request is accepted.
         template: the chat template; None: chats are refused.
         scores_prompts: whether the log-probabilities of prompts are available.
+        pooling: how the hidden states of a text become its embedding; None: embeddings are refused.
 
     Attributes:
         app: the application, for a server such as uvicorn.
@@ -62,11 +65,12 @@ class Service:
         keys: Collection[str] = (),
         template: ChatTemplate | None = None,
         scores_prompts: bool = False,
+        pooling: Pooling | None = None,
     ):
         assert engine.tokenizer is not None, "a server requires a tokenizer"
         self.gate = Gate(limits)
         self._engine, self._name, self._limits = engine, name, limits
-        self._template, self._scores_prompts = template, scores_prompts
+        self._template, self._scores_prompts, self._pooling = template, scores_prompts, pooling
         self._keys, self._tokens = Keys(keys), TokenText(engine.tokenizer)
         self._metrics = Metrics(engine, self.gate)
         self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "axcore"}
@@ -114,8 +118,9 @@ class Service:
         return JSONResponse(self._model)
 
     async def _embeddings(self, request: Request) -> Response:
-        reason = "the engine computes logits, and returns no hidden states"
-        raise ApiError(400, f"embeddings are not available: {reason}", code="unsupported")
+        return await self._answered(
+            request, EmbeddingBody, lambda body: EmbeddingAnswer(self._engine, body, self._pooling)
+        )
 
     async def _completions(self, request: Request) -> Response:
         return await self._answered(
@@ -134,7 +139,7 @@ class Service:
             held.enter_context(self.gate.request())
             content = await self._body(request)
             answer = await run_in_threadpool(self._understood, content, form, answer_of)
-            held.enter_context(self.gate.samples(len(answer.wanted)))
+            held.enter_context(self.gate.samples(len(answer.wanted), answer.counted))
             samples = Samples(self._engine, answer.wanted, self._metrics, self._limits.request_s)
             held.callback(samples.close)
             if answer.is_stream:

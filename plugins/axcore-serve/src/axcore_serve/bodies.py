@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -33,7 +34,24 @@ def _stops(value: object) -> object:
 def _biases(value: object) -> object:
     if not isinstance(value, dict) or not all(str(key).isdecimal() and str(key).isascii() for key in value):
         raise ValueError('must be an object from token ids to numbers, such as {"42": -100}')
-    return {int(key): bias for key, bias in value.items()}
+    found = {int(key): bias for key, bias in value.items()}
+    if len(found) < len(value):
+        raise ValueError("must have one bias for each token id")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. JSON parsers silently keep one of several values of a name, and may disagree which.
+
+    Raises:
+        ApiError: a name has several values.
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ApiError(400, f"{name} is given twice. Remove one of the values", param=name)
+        found[name] = value
+    return found
 
 
 def _prompts(value: object) -> object:
@@ -57,14 +75,48 @@ class StreamOptions(Part):
 
 
 class Body(Part):
-    """The parameters that completions and chats share."""
+    """The parameters of every endpoint."""
 
     model: str
+    user: str | None = None
+    """Not used."""
+    priority: int = 0
+    cache_salt: str = ""
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Parses the body of a request.
+
+        Raises:
+            ApiError: it is not JSON, a name is given twice, or it does not have the form of the class.
+        """
+        try:
+            given = pydantic_core.from_json(content, allow_inf_nan=False)  # stricter than json about text and numbers
+            json.loads(content, object_pairs_hook=_unique)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from error
+        if not isinstance(given, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        try:
+            return cls.model_validate({name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            raise of_body(error, cls.model_fields) from error
+
+
+class EmbeddingBody(Body):
+    """The body of `/v1/embeddings`."""
+
+    input: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+
+
+class SamplingBody(Body):
+    """The parameters that completions and chats share."""
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_SAMPLES)
-    user: str | None = None
-    """Not used."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -78,26 +130,11 @@ class Body(Part):
     stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    priority: int = 0
-    cache_salt: str = ""
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
-        """Parses the body of a request.
-
-        Raises:
-            ApiError: it is not JSON, or does not have the form of the class.
-        """
-        try:
-            given = pydantic_core.from_json(content, allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from error
-        if not isinstance(given, dict):
-            raise ApiError(400, "the body must be a JSON object")
-        try:
-            body = cls.model_validate({name: value for name, value in given.items() if value is not None})
-        except ValidationError as error:
-            raise of_body(error, cls.model_fields) from error
+        """See `Body`. A stream option also requires a stream."""
+        body = super().parse(content)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options requires stream=true", param="stream_options")
         return body
@@ -129,7 +166,7 @@ FIELDS: Mapping[str, str] = {
 """The parameter for each field of `SamplingOptions`."""
 
 
-class CompletionBody(Body):
+class CompletionBody(SamplingBody):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
@@ -193,7 +230,7 @@ class ResponseFormat(Part):
     type: Literal["text"]
 
 
-class ChatBody(Body):
+class ChatBody(SamplingBody):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)

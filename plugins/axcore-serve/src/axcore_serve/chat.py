@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from axcore.infer import Engine, Piece, TokenLogprob
-from axcore_serve.answers import Answer, Json, Sample, encoded, finite, requests_of
+from axcore_serve.answers import Json, Sample, SampledAnswer, encoded, finite, requests_of
 from axcore_serve.bodies import ChatBody, Message
 from axcore_serve.errors import ApiError
 from axcore_serve.templates import ChatTemplate
@@ -15,7 +15,7 @@ from axcore_serve.token_text import TokenText
 from axcore_serve.tools import Call, ToolText
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(SampledAnswer):
     """The answers of a model in a chat.
 
     Args:

@@ -40,6 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt-logprobs", action="store_true", help="offer completions with both echo and logprobs (slower start)"
     )
+    parser.add_argument(
+        "--embeddings",
+        choices=("last", "mean"),
+        help="offer embeddings: the hidden state of the last token, or the mean over all tokens (slower start)",
+    )
     parser.add_argument("--no-warm-up", action="store_true", help="compile when a request needs a program, not before")
     return parser
 
@@ -78,8 +83,16 @@ def main(arguments: Sequence[str]) -> int:
         name = given.name or pathlib.PurePath(given.model).name
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
             if not given.no_warm_up:
-                engine.warm_up(prompt_logprobs=given.prompt_logprobs)
-            service = Service(engine, name, limits, keys=keys, template=template, scores_prompts=given.prompt_logprobs)
+                engine.warm_up(prompt_logprobs=given.prompt_logprobs, embeddings=given.embeddings is not None)
+            service = Service(
+                engine,
+                name,
+                limits,
+                keys=keys,
+                template=template,
+                scores_prompts=given.prompt_logprobs,
+                pooling=given.embeddings,
+            )
             host, port = listener.getsockname()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
