@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float
 
 from axcore.infer.engine import Engine
-from axcore.infer.requests import Request, SamplingOptions
-from axcore.module import Layer, functional
+from axcore.infer.requests import Request, SamplingOptions, TokenLogprob
+from axcore.module import Layer, Tree, functional
 from axcore.train import CrossEntropy
 
 
@@ -54,16 +54,13 @@ def training_logprobs(model: Layer, rows: Sequence[Sequence[int]]) -> list[Float
 
     @jax.jit
     @jax.grad  # the derivative of the total loss in the weight of a token is the loss of this token
-    def losses(weights: jax.Array, variables: tuple[object, object], ids: jax.Array) -> jax.Array:
+    def losses(weights: jax.Array, params: Tree, state: Tree, ids: jax.Array) -> jax.Array:
         batch = {"inputs": ids[None, :-1], "targets": ids[None, 1:], "weights": weights[None]}
-        (found, _), _ = fn(*variables, batch, method=loss)
+        (found, _), _ = fn(params, state, batch, method=loss)
         total: jax.Array = found.total
         return total
 
-    weights = [jnp.ones((len(row) - 1,), jnp.float32) for row in rows]
-    return [
-        -np.asarray(losses(each, (params, state), np.asarray(row))) for each, row in zip(weights, rows, strict=True)
-    ]
+    return [-np.asarray(losses(jnp.ones((len(row) - 1,)), params, state, np.asarray(row))) for row in rows]
 
 
 def logprob_errors(
@@ -95,7 +92,7 @@ def logprob_errors(
     fit = [each for row, each in zip(rows, expected, strict=True) if len(row) < engine.max_len]
     starts = [len(request.ids) - 1 for request in asked]
 
-    def errors(tokens: Iterable[Sequence[object] | None], wanted: Iterable[np.ndarray]) -> np.ndarray:
+    def errors(tokens: Iterable[Sequence[TokenLogprob] | None], wanted: Iterable[np.ndarray]) -> np.ndarray:
         pairs = zip(tokens, wanted, strict=True)
         parts = [np.asarray([each.logprob for each in got or ()], np.float64) - want for got, want in pairs]
         return np.concatenate([np.zeros(0), *parts])

@@ -269,7 +269,9 @@ class KernelSuite(OfferSuite):
         dtype = self.dtypes[0]
         trained = ax.select(self.model(), "embedding").set(init=nn.Normal(stddev=1.0))
         trained = trained.set(dtypes=ax.DTypes(compute=dtype))
-        order = nn.ChooseKernel.Config(order=(offered_config(self), nn.ReferenceKernel.Config()))
+        kernel = offered_config(self)
+        assert isinstance(kernel, nn.AttentionKernel.Config)
+        order = nn.ChooseKernel.Config(order=(kernel, nn.ReferenceKernel.Config()))
         decoded = ax.select(trained, nn.Attention).put(kernel=order)
         cfg = Engine.Config(max_len=24, max_rows=2, step_tokens=16)
         models = [each.build(rngs=Rngs(0)) for each in (decoded, trained)]
