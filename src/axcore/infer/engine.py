@@ -127,7 +127,8 @@ class Engine(config.Configurable):
                 raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
             self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
         runner = Runner(self._programs, buckets, self.eos_ids)
-        self._scheduler = Scheduler(SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens), self._pool)
+        limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, recompute_above=decoder.recompute_above)
+        self._scheduler = Scheduler(limits, self._pool)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
 
     def __enter__(self) -> Self:
@@ -150,11 +151,6 @@ class Engine(config.Configurable):
     def is_closed(self) -> bool:
         """Whether the engine was closed or has failed, so that it takes no more requests."""
         return self._loop.is_closed
-
-    @property
-    def recompute_above(self) -> tuple[int, ...]:
-        """See `Decoder`. A request may not pass such a length."""
-        return self._programs.decoder.recompute_above
 
     @property
     def stats(self) -> EngineStats:
@@ -205,13 +201,6 @@ class Engine(config.Configurable):
             raise ConfigError(
                 f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_token_ids"
             )
-        for limit in self.recompute_above:
-            longest = limit + 1 - len(request.ids)
-            if longest > 0 and (options.max_tokens is None or options.max_tokens > longest):
-                raise ConfigError(
-                    f"sampling.max_tokens={options.max_tokens}: the keys of a row change when it passes {limit} "
-                    f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
-                )
         self._scheduler.check(request)
         if options.grammar is not None:
             if self._grammars is None:
@@ -404,11 +393,12 @@ def _top(piece: Piece) -> tuple[tuple[int, float], ...]:
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:
-    limit = min(decoder.recompute_above, default=cfg.max_len)
-    if cfg.max_len > limit and (cfg.max_rows > 1 or cfg.step_tokens < cfg.max_len):
+    limit, needed = min(decoder.recompute_above, default=cfg.max_len), cfg.max_len + cfg.max_rows - 1
+    if cfg.max_len > limit and cfg.step_tokens < needed:
         raise ConfigError(
-            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, so a longer prompt "
-            f"must be computed in one step. Set max_len to at most {limit}, or max_rows=1 and step_tokens={cfg.max_len}"
+            f"engine.step_tokens={cfg.step_tokens}: the keys of a row change when it passes {limit} tokens, so a "
+            f"longer row must be computed in one step beside the others. Set step_tokens to at least {needed} (max_len + "
+            f"max_rows - 1), or max_len to at most {limit}"
         )
     if cfg.prefix_caching and not decoder.shares_prefixes:
         raise ConfigError(
