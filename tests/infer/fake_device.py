@@ -214,7 +214,10 @@ class Simulation:
     def check_plan(self, plan):
         limits, chunks = self.scenario.limits, plan.chunks
         assert plan.number == len(self.trace)
-        assert 0 < sum(chunk.count for chunk in chunks) <= limits.step_tokens
+        multiple = limits.chunk_multiple
+        taken = [-(-chunk.count // multiple) * multiple for chunk in plan.prefill]
+        assert sum(taken) < limits.step_tokens + multiple
+        assert sum(chunk.count for chunk in plan.prefill) <= limits.step_tokens
         assert 0 < len(chunks) <= limits.max_rows
         assert len({chunk.sequence.id for chunk in chunks}) == len(chunks)
         planned = {chunk.sequence.id for chunk in chunks}

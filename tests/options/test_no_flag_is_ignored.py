@@ -158,7 +158,7 @@ VALUES = {
     "serve --port": "3",
     "serve --prompt-logprobs": None,
     "serve --set": "model.softcap=3",
-    "serve --step-tokens": "64",
+    "serve --step-tokens": "128",
     "serve --timeout": "3",
     "serve --use": "alibi",
     "show --history": "model",

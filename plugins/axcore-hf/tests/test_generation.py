@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from axcore.config import ConfigError
-from axcore.infer import Engine, Generator, Request, SamplingOptions
+from axcore.infer import Generator
 from axcore.module import abstract
 from axcore.nn import ContiguousCache
 from axcore.train.checkpoint.model_folder import flat, like
@@ -15,7 +14,6 @@ from axcore_hf import importing
 from axcore_hf.families import family_of
 from axcore_hf.fields import Fields
 from axcore_hf.sources import Safetensors
-from axcore_paged_kv.cache import PagedCache
 
 from .parity.test_parity import RECORDED
 
@@ -34,40 +32,16 @@ CASES = [
 ]
 
 
-def loaded(name, change):
-    """The recorded model with some changes of its config."""
+@pytest.mark.parametrize(("name", "change", "length", "is_cached", "expected"), CASES)
+def test_case_rope_by_length_counts_neither_padding_nor_stale_keys(name, change, length, is_cached, expected):
+    """The original length is 16. With a cache, prompts are padded to 16 or 32 tokens; without, to the whole context."""
     fields = Fields(json.loads((RECORDED / name / "config.json").read_text()) | change)
     family = family_of(fields)
     cfg = family.read_config(fields)
     fn, params, state = abstract(cfg)
     arrays = importing.load(family, cfg, Safetensors(RECORDED / name), cfg, flat(params), flat(state))
-    return fn.bind(like(params, arrays), state)
-
-
-@pytest.mark.parametrize(("name", "change", "length", "is_cached", "expected"), CASES)
-def test_case_rope_by_length_counts_neither_padding_nor_stale_keys(name, change, length, is_cached, expected):
-    """The original length is 16. With a cache, prompts are padded to 16 or 32 tokens; without, to the whole context."""
+    model = fn.bind(like(params, arrays), state)
     cache = ContiguousCache.Config() if is_cached else None
-    generator = Generator(loaded(name, change), context=30, temperature=0, cache=cache)
+    generator = Generator(model, context=30, temperature=0, cache=cache)
     found = generator(np.asarray(PROMPTS[length]), num_tokens=len(expected), key=jax.random.key(0))
     assert found.tolist() == expected
-
-
-@pytest.mark.parametrize("cache", [ContiguousCache.Config(), PagedCache.Config(page_size=4, num_pages=14)])
-def test_rows_that_pass_the_original_length_are_computed_again_beside_others(cache):
-    """Rows pass 16 tokens in different steps, while others decode. With pages, some are also preempted."""
-    expected = CASES[2][-1]
-    prompt = PROMPTS[10]
-    rows = [(*prompt, *expected[:count]) for count in (0, 3, 6, 7)]
-    options = [SamplingOptions(temperature=0.0, max_tokens=len(prompt) + len(expected) - len(row)) for row in rows]
-    cfg = Engine.Config(cache=cache, max_rows=3, max_len=24, step_tokens=26)
-    with cfg.build(loaded("phi3", {})) as engine:
-        found = engine.generate(map(Request, rows, options))
-    for row, piece in zip(rows, found, strict=True):
-        assert [*row[len(prompt) :], *piece.ids] == expected
-
-
-def test_a_row_that_must_be_computed_in_one_step_requires_room():
-    cfg = Engine.Config(max_rows=3, max_len=24, step_tokens=25)
-    with pytest.raises(ConfigError, match=r"engine\.step_tokens=25: the keys .* passes 16 tokens.* at least 26"):
-        cfg.build(loaded("phi3", {}))

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         cache=chosen_cache(arguments),
         max_rows=load.concurrency,
         max_len=load.prompt_tokens + load.output_tokens,
-        step_tokens=max(arguments.step_tokens, load.concurrency),
+        step_tokens=arguments.step_tokens,
     )
     with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
         engine.warm_up(("greedy",))

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
-from axcore.nn import CachedRows, KVCache, Paging, Phase, TokenInfo, for_decoding, fused, unstack_arrays, unstacked
+from axcore.nn import (
+    CachedBlocks,
+    CachedRows,
+    KVCache,
+    Paging,
+    Phase,
+    TokenInfo,
+    for_decoding,
+    fused,
+    unstack_arrays,
+    unstacked,
+)
 from axcore.nn.attention.heads import check_heads
 from axcore.numerics import require_calibrated
 from axcore.parallel import Layout
@@ -23,7 +35,7 @@ from axcore.parallel import Layout
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call of a decoder: new tokens for some rows of the decoding state.
+    """New tokens for some rows of the decoding state.
 
     The tokens of a row may be a prompt, a chunk of a prompt, a single token, or several draft tokens to verify. To roll
     back, start the next step at an earlier position: cached tokens from this position on are dropped.
@@ -32,7 +44,9 @@ class Step:
         ids: the new tokens of each row, padded at the end.
         start: the position of the first new token in its row; 0 restarts the row.
         lengths: the number of new tokens in each row, without padding; None: the width.
-        slots: the slot of each row in the state, without duplicates. None: row i uses slot i, and every slot has a row.
+        slots: the slot of each row in the state. None: row i uses slot i, and every slot has a row. No slot has two
+            rows, unless the decoder `shares_prefixes` and the step has page tables: then consecutive parts of one
+            prompt may be rows of one step.
         logits_at: the tokens of each row whose logits are computed, as indices into the width; None: all tokens.
         pages: the pages of each row, in order, for paged caches; `Paging.num_pages` marks an unused entry. None: each
             slot has its own pages, which requires a pool with room for every slot.
@@ -76,6 +90,20 @@ class Step:
                 raise ConfigError(f"Step.{name} must be [batch, ...] with two dimensions, got shape {array.shape}")
 
 
+class _Block(NamedTuple):
+    """A step as the model sees it.
+
+    Attributes:
+        tokens: the tokens [batch, width], with their cached rows.
+        at: the tokens whose logits are computed.
+        defined: which of these logits are defined.
+    """
+
+    tokens: TokenInfo
+    at: Int[Array, "batch logits"]
+    defined: Bool[Array, "batch logits"]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoder:
     """A causal language model with decoding state, such as KV caches, as a pure function.
@@ -85,6 +113,9 @@ class Decoder:
     logits, state = decoder(params, state, Step(prompts, start=zeros, lengths=lengths))
     logits, state = decoder(params, state, Step(token[:, None], start=lengths))
     ```
+
+    Several steps may be computed by one call, which reads the weights once, such as a token of each row that decodes
+    and a part of a prompt.
 
     Jit it and donate `state`, so that caches are updated in place.
 
@@ -244,34 +275,74 @@ class Decoder:
         has_hidden_states = isinstance(getattr(model, "norm", None), Layer)
         return cls(fn, axes, batch_size, max_len, layout, limits, paging, shares, per_token, has_hidden_states)
 
-    def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]:
-        """Runs the model on the tokens of a step.
+    @overload
+    def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]: ...
+
+    @overload
+    def __call__(
+        self, params: Tree, state: Tree, step: Sequence[Step]
+    ) -> tuple[tuple[Float[Array, "batch logits vocab"], ...], Tree]: ...
+
+    def __call__(
+        self, params: Tree, state: Tree, step: Step | Sequence[Step]
+    ) -> tuple[Float[Array, "batch logits vocab"] | tuple[Float[Array, "batch logits vocab"], ...], Tree]:
+        """Runs the model on the tokens of a step, or of several steps together. No slot may have new tokens in two
+        steps of one call.
 
         Returns:
-            The float32 logits and the new state. Undefined logits are NaN: at padding, at tokens beyond `max_len` or
-            beyond the page table, and in invalid rows. A row is invalid if it starts after its cached tokens (see
-            `shares_prefixes`), its length is outside [0, width], its slot is out of range or used by several rows, its
-            page table lacks a page for one of its tokens, or its length passes one of `recompute_above` in either
-            direction. An invalid row may lose its cached tokens from `start` on. To let a row pass a length of
-            `recompute_above`, restart it with all its tokens.
+            The float32 logits, for each step if there are several, and the new state. Undefined logits are NaN: at
+            padding, at tokens beyond `max_len` or beyond the page table, and in invalid rows. A row is invalid if it
+            starts after its cached tokens (see `shares_prefixes`), its length is outside [0, width], its slot is out of
+            range or used by several rows (see `Step.slots`), its page table lacks a page for one of its tokens, or its
+            length passes one of `recompute_above` in either direction. An invalid row may lose its cached tokens from
+            `start` on. To let a row pass a length of `recompute_above`, restart it with all its tokens.
 
         Raises:
             ConfigError: the step has page tables but the model has no paged caches; it has none but the pool is too
-                small for a page table of each slot; or, if the values of the tables are known, `Paging.check` fails.
+                small for a page table of each slot; if the values of the tables are known, `Paging.check` fails; or
+                several steps are given and rows may pass a length of `recompute_above`.
         """
+        steps = (step,) if isinstance(step, Step) else tuple(step)
+        if len(steps) > 1 and self.max_len > min(self.recompute_above, default=self.max_len):
+            raise ConfigError(
+                f"the keys of a row change when it passes {min(self.recompute_above)} tokens, so each step must be a "
+                f"call of its own. Pass one step, or create the decoder with a smaller max_len"
+            )
+        blocks, held = [], state["lengths"]
+        for each in steps:
+            block, held = self._block(each, held)
+            blocks.append(block)
+        logits, model = self._run(params, state["model"], steps, blocks)
+        found = tuple(
+            jnp.where(block.defined[..., None], each, jnp.nan) for block, each in zip(blocks, logits, strict=True)
+        )
+        state = self._placed({"lengths": held, "model": model})
+        return found[0] if isinstance(step, Step) else found, state
+
+    def _placed(self, state: Tree) -> Tree:
+        """The new state with the shardings of the old one. Otherwise the compiler may choose others, and the next call
+        would compile again and could not use the donated memory."""
+        if self.layout is None:
+            return state
+        placed: Tree = jax.lax.with_sharding_constraint(state, self.layout.shardings(state, self.state_axes))
+        return placed
+
+    def _block(self, step: Step, held: Int[Array, " slots"]) -> tuple[_Block, Int[Array, " slots"]]:
+        """The rows of a step, and the length of each slot after it."""
         table = self._page_table(step)
-        width, held = step.ids.shape[1], state["lengths"]
+        width, is_shared = step.ids.shape[1], self.shares_prefixes and step.pages is not None
         start = step.start.astype(jnp.int32)
         given = jnp.full(start.shape, width, jnp.int32) if step.lengths is None else step.lengths.astype(jnp.int32)
         counts, slots = jnp.clip(given, 0, width), None
         whole = (start >= 0) & (counts == given)
         if step.slots is not None:
             slots = step.slots.astype(jnp.int32)
-            alone = (slots[:, None] == slots).sum(axis=1) == 1
-            whole &= (slots >= 0) & (slots < self.batch_size) & alone
+            whole &= (slots >= 0) & (slots < self.batch_size)
+            if not is_shared:
+                whole &= (slots[:, None] == slots).sum(axis=1) == 1
             slots = jnp.where(whole, slots, self.batch_size)  # out of range, so writes are dropped
         before = held if slots is None else held[slots]
-        if step.pages is None or not self.shares_prefixes:
+        if not is_shared:
             whole &= start <= before
         end, limit = start + counts, self.max_len
         if self.paging is not None and table is not None:
@@ -282,7 +353,7 @@ class Decoder:
             whole &= (start == 0) | ((before > bound) == (end > bound))
         index = start[:, None] + jnp.arange(width, dtype=jnp.int32)
         places = jnp.arange(self.max_len, dtype=jnp.int32)[None]
-        cached = CachedRows(
+        rows = CachedRows(
             tokens=TokenInfo(places, places, valid=places < end[:, None], valid_first=True),
             lengths=end,
             slots=slots,
@@ -292,32 +363,64 @@ class Decoder:
         # Padding has the position of the last token, so that it does not lengthen the row for position embeddings.
         positions = jnp.minimum(index, jnp.maximum(end - 1, 0)[:, None])
         valid = None if step.lengths is None else jnp.arange(width) < counts[:, None]
-        with self.layout.active() if self.layout is not None else contextlib.nullcontext():
-            (logits, _), model = self.fn(
-                params,
-                state["model"],
-                step.ids,
-                positions=positions,
-                index=index,
-                valid=valid,
-                cached=cached,
-                logits_at=step.logits_at,
-            )
-        at = jnp.arange(width)[None] if step.logits_at is None else step.logits_at
+        every = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), step.ids.shape)
+        at = every if step.logits_at is None else step.logits_at
         asked = start[:, None] + at
-        right = whole[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < limit)
+        defined = whole[:, None] & (at >= 0) & (at < counts[:, None]) & (asked >= 0) & (asked < limit)
         # The tokens of an invalid row may have overwritten cached ones.
         end = jnp.where(whole, jnp.minimum(end, limit), jnp.clip(start, 0, before))
-        lengths = end if slots is None else held.at[slots].set(end, mode="drop")
-        return jnp.where(right[..., None], logits, jnp.nan), self._placed({"lengths": lengths, "model": model})
+        if slots is None:
+            held = end
+        elif is_shared:  # the last of several rows of a slot counts
+            held = held.at[slots].set(0, mode="drop").at[slots].max(end, mode="drop")
+        else:
+            held = held.at[slots].set(end, mode="drop")
+        return _Block(TokenInfo(index, positions, valid=valid, cached=rows), at, defined), held
 
-    def _placed(self, state: Tree) -> Tree:
-        """The new state with the shardings of the old one. Otherwise the compiler may choose others, and the next call
-        would compile again and could not use the donated memory."""
-        if self.layout is None:
-            return state
-        placed: Tree = jax.lax.with_sharding_constraint(state, self.layout.shardings(state, self.state_axes))
-        return placed
+    def _run(
+        self, params: Tree, state: Tree, steps: Sequence[Step], blocks: Sequence[_Block]
+    ) -> tuple[tuple[Float[Array, "batch logits vocab"], ...], Tree]:
+        """Calls the model. Returns the logits of each block and the new state."""
+        with self.layout.active() if self.layout is not None else contextlib.nullcontext():
+            tokens = blocks[0].tokens
+            if len(blocks) == 1:
+                (logits, _), state = self.fn(
+                    params,
+                    state,
+                    steps[0].ids,
+                    positions=tokens.positions,
+                    index=tokens.index,
+                    valid=tokens.valid,
+                    cached=tokens.cached,
+                    logits_at=steps[0].logits_at,
+                )
+                return (logits,), state
+
+            def flat(arrays: Sequence[jax.Array]) -> jax.Array:
+                return jnp.concatenate([array.reshape(1, -1) for array in arrays], axis=1)
+
+            starts = np.cumsum([0, *(step.ids.size for step in steps)])
+            places = []
+            for block, first in zip(blocks, starts[:-1], strict=True):
+                rows, width = block.tokens.index.shape
+                within = jnp.clip(block.at, 0, width - 1)
+                places.append(first + width * jnp.arange(rows, dtype=jnp.int32)[:, None] + within)
+            each_of = [block.tokens for block in blocks]
+            (logits, _), state = self.fn(
+                params,
+                state,
+                flat([step.ids for step in steps]),
+                positions=flat([each.positions for each in each_of]),
+                index=flat([each.index for each in each_of]),
+                valid=flat(
+                    [jnp.full(each.index.shape, True) if each.valid is None else each.valid for each in each_of]
+                ),
+                cached=CachedBlocks(tuple(each_of)),
+                logits_at=flat(places),
+            )
+        cuts = np.cumsum([block.at.size for block in blocks])[:-1]
+        parts = zip(jnp.split(logits[0], cuts), blocks, strict=True)
+        return tuple(part.reshape(*block.at.shape, -1) for part, block in parts), state
 
     def for_hidden_states(self) -> Decoder:
         """This decoder with hidden states [batch, logits, embed] in place of the logits: the result of the layer `norm`

@@ -14,13 +14,14 @@ from axcore import config
 from axcore.config import REQUIRED, ConfigError, PositiveInt
 from axcore.config.types import conforms
 from axcore.infer.beams import Beam, BeamOptions, BeamSearch
+from axcore.infer.buckets import Buckets
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import normalized
 from axcore.infer.grammar import GrammarCompiler
 from axcore.infer.guide import Grammars
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
-from axcore.infer.programs import Buckets, Programs
+from axcore.infer.programs import Programs
 from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, TokenLogprob
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
@@ -88,7 +89,7 @@ class Engine(config.Configurable):
         max_len: PositiveInt = REQUIRED
         """The largest number of tokens of a row, its prompt included."""
         step_tokens: PositiveInt = 512
-        """The largest number of tokens of a step. A longer prompt takes several steps."""
+        """The largest number of prompt tokens of a step. A longer prompt takes several steps."""
         page_tables: PositiveInt = 1
         """The number of sizes of page tables for which programs are compiled, each a quarter of the next. More sizes
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
@@ -118,16 +119,21 @@ class Engine(config.Configurable):
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
             self._pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
-        pages_per_row = None if self._pool is None else self._pool.pages_for(cfg.max_len)
-        widest = min(cfg.step_tokens, cfg.max_len)
-        buckets = Buckets.of(cfg.max_rows, widest, pages_per_row, cfg.page_tables)
+        buckets = Buckets.of(
+            cfg.max_rows,
+            cfg.step_tokens,
+            cfg.max_len,
+            None if self._pool is None else self._pool.pages_for(cfg.max_len),
+            cfg.page_tables,
+            has_parts=decoder.shares_prefixes,
+        )
         self._grammars = None
         if cfg.grammars is not None:
             if tokenizer is None:
                 raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
             self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
         runner = Runner(self._programs, buckets, self.eos_ids)
-        limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, recompute_above=decoder.recompute_above)
+        limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, chunk_multiple=buckets.part or 1)
         self._scheduler = Scheduler(limits, self._pool)
         self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
 
@@ -151,6 +157,11 @@ class Engine(config.Configurable):
     def is_closed(self) -> bool:
         """Whether the engine was closed or has failed, so that it takes no more requests."""
         return self._loop.is_closed
+
+    @property
+    def recompute_above(self) -> tuple[int, ...]:
+        """See `Decoder`. A request may not pass such a length."""
+        return self._programs.decoder.recompute_above
 
     @property
     def stats(self) -> EngineStats:
@@ -201,6 +212,13 @@ class Engine(config.Configurable):
             raise ConfigError(
                 f"sampling.stop={options.stop!r} requires a tokenizer. Give the engine one, or use stop_token_ids"
             )
+        for limit in self.recompute_above:
+            longest = limit + 1 - len(request.ids)
+            if longest > 0 and (options.max_tokens is None or options.max_tokens > longest):
+                raise ConfigError(
+                    f"sampling.max_tokens={options.max_tokens}: the keys of a row change when it passes {limit} "
+                    f"tokens. Set max_tokens to at most {longest}, and continue with a new request"
+                )
         self._scheduler.check(request)
         if options.grammar is not None:
             if self._grammars is None:
@@ -393,12 +411,11 @@ def _top(piece: Piece) -> tuple[tuple[int, float], ...]:
 
 
 def _check(cfg: Engine.Config, decoder: Decoder) -> None:
-    limit, needed = min(decoder.recompute_above, default=cfg.max_len), cfg.max_len + cfg.max_rows - 1
-    if cfg.max_len > limit and cfg.step_tokens < needed:
+    limit = min(decoder.recompute_above, default=cfg.max_len)
+    if cfg.max_len > limit and (cfg.max_rows > 1 or cfg.step_tokens < cfg.max_len):
         raise ConfigError(
-            f"engine.step_tokens={cfg.step_tokens}: the keys of a row change when it passes {limit} tokens, so a "
-            f"longer row must be computed in one step beside the others. Set step_tokens to at least {needed} (max_len + "
-            f"max_rows - 1), or max_len to at most {limit}"
+            f"engine.max_len={cfg.max_len}: the keys of a row change when it passes {limit} tokens, so a longer prompt "
+            f"must be computed in one step. Set max_len to at most {limit}, or max_rows=1 and step_tokens={cfg.max_len}"
         )
     if cfg.prefix_caching and not decoder.shares_prefixes:
         raise ConfigError(

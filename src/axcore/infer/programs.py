@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,10 +19,11 @@ from axcore.infer.sampling import Counts, LogProbs, Sampled, SamplingRows, log_p
 from axcore.infer.sampling.rows import USUAL_LOGPROBS
 from axcore.module import Tree
 from axcore.nn import Phase
+from axcore.parallel import constrain
 
 
 class Batch(NamedTuple):
-    """The rows of one call of the model, padded to a bucket.
+    """Rows of one width in a call of the model, padded to a bucket.
 
     The arrays are new for each call: JAX on CPU may read NumPy memory after the call returns.
 
@@ -37,50 +37,6 @@ class Batch(NamedTuple):
     ids: Int[np.ndarray, "rows width"]
     ints: Int[np.ndarray, "rows 4"]
     pages: Int[np.ndarray, "rows pages_per_row"] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Buckets:
-    """The sizes to which calls are padded, ascending.
-
-    Attributes:
-        rows: rows that decode one token each.
-        widths: new tokens of a prompt.
-        pages: pages of a row in the page table; empty if the caches have no pages.
-    """
-
-    rows: tuple[int, ...]
-    widths: tuple[int, ...]
-    pages: tuple[int, ...]
-
-    @classmethod
-    def of(cls, max_rows: int, max_width: int, pages_per_row: int | None, tables: int) -> Buckets:
-        """Powers of two up to the largest sizes; prompts have at least 16 tokens. Without pages, every decoding call
-        has all rows, so that caches are read in place.
-
-        Args:
-            max_rows, max_width, pages_per_row: the largest sizes; `pages_per_row=None`: the caches have no pages.
-            tables: the number of sizes of page tables. Each is a quarter of the next.
-        """
-        widths = _powers(16, max_width)
-        if pages_per_row is None:
-            return cls((max_rows,), widths, ())
-        pages = {-(-pages_per_row // 4**quarter) for quarter in range(tables)}
-        return cls(_powers(1, max_rows), widths, tuple(sorted(pages)))
-
-
-def _powers(size: int, largest: int) -> tuple[int, ...]:
-    """size, 2 * size, ... below `largest`, and `largest`."""
-    sizes = []
-    while size < largest:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, largest)
-
-
-def bucket(sizes: Sequence[int], size: int) -> int:
-    """The smallest of the ascending `sizes` that is at least `size`."""
-    return sizes[bisect.bisect_left(sizes, size)]
 
 
 class Programs:
@@ -103,12 +59,13 @@ class Programs:
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
         self._counts = Counts.zeros(decoder.batch_size, columns)
         self._commit()
-        self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames=("phase", "whole"))
+        self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames="whole")
         self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
         self._embedder = jax.jit(self._trace_embedder, donate_argnums=1)
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jax.jit(self._trace_counter, donate_argnums=0)
         self._eraser = jax.jit(self._trace_eraser, donate_argnums=0)
+        self._has_rows = any("batch" in axes for axes in jax.tree.leaves(decoder.state_axes["model"], is_leaf=_is_axes))
 
     def _commit(self) -> None:
         """Puts all arrays where the programs return them. Otherwise jax compiles a program again when the results of
@@ -122,18 +79,27 @@ class Programs:
             held = self._params, self._state, self._last, self._counts
             self._params, self._state, self._last, self._counts = jax.device_put(held, home)
 
-    def logits(self, rows: Batch, phase: Phase, *, whole: bool = False) -> Float[Array, "rows vocab"]:
-        """Runs the model.
+    def logits(
+        self,
+        decode: Batch | None,
+        prefill: Batch | None,
+        at: Int[np.ndarray, " rows"] | None = None,
+        *,
+        whole: bool = False,
+    ) -> Float[Array, "rows vocab"]:
+        """Runs the model on rows that decode, on parts of prompts, or on both together.
 
         Args:
-            rows: the rows.
-            phase: prefill or decode.
-            whole: whether row i has slot i, for all slots. Then caches without pages are read in place.
+            decode, prefill: the rows.
+            at: the rows whose logits are returned, counted through `decode` and then `prefill`; None: all.
+            whole: whether row i of `decode` has slot i, for all slots. Then caches without pages are read in place.
 
         Returns:
             The logits of the last new token of each row; NaN in padding rows.
         """
-        logits, self._state = self._model(self._params, self._state, self._last, rows, phase=phase, whole=whole)
+        blocks = {"decode": decode, "prefill": prefill}
+        given = {phase: rows for phase, rows in blocks.items() if rows is not None}
+        logits, self._state = self._model(self._params, self._state, self._last, given, at, whole=whole)
         return logits
 
     def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
@@ -170,7 +136,8 @@ class Programs:
     def erase(self, slot: int) -> None:
         """Fills the caches of a slot with zeros. Otherwise NaN of an earlier row would spoil the sums of attention, in
         which its weight is zero."""
-        self._state = self._eraser(self._state, np.int32(slot))
+        if self._has_rows:
+            self._state = self._eraser(self._state, np.int32(slot))
 
     def free(self) -> None:
         """Waits for the device, which an interpreter that ends must not leave running, and frees its memory. No
@@ -180,14 +147,28 @@ class Programs:
         del self._params, self._state, self._last, self._counts
 
     def _trace_model(
-        self, params: Tree, state: Tree, last: jax.Array, rows: Batch, *, phase: Phase, whole: bool
+        self,
+        params: Tree,
+        state: Tree,
+        last: jax.Array,
+        blocks: Mapping[Phase, Batch],
+        at: jax.Array | None,
+        *,
+        whole: bool,
     ) -> tuple[jax.Array, Tree]:
         self.num_traced += 1
-        step = self._step(state, last, rows, phase, whole)
-        assert step.lengths is not None
-        at = jnp.maximum(step.lengths - 1, 0)[:, None]
-        logits, state = self.decoder(params, state, dataclasses.replace(step, logits_at=at))
-        return logits[:, 0], state
+        steps = []
+        for phase, rows in blocks.items():
+            step = self._step(state, last, rows, phase, whole and phase == "decode")
+            assert step.lengths is not None
+            steps.append(dataclasses.replace(step, logits_at=jnp.maximum(step.lengths - 1, 0)[:, None]))
+        logits, state = self.decoder(params, state, steps)
+        found = jnp.concatenate([of_step[:, 0] for of_step in logits]) if len(logits) > 1 else logits[0][:, 0]
+        found = found if at is None else found[at]
+        if self.decoder.layout is not None:  # equal shardings, so that one program samples from all of them
+            with self.decoder.layout.active():
+                found = constrain(found, "batch", "vocab")
+        return found, state
 
     def _trace_scorer(
         self, params: Tree, state: Tree, last: jax.Array, rows: Batch, targets: jax.Array
@@ -247,3 +228,7 @@ class Programs:
             return x.at[(slice(None),) * axes.index("batch") + (slot,)].set(0, mode="drop")
 
         return state | {"model": jax.tree.map(erased, state["model"], self.decoder.state_axes["model"])}
+
+
+def _is_axes(node: object) -> bool:
+    return isinstance(node, tuple)

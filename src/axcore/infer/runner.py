@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
-from axcore.infer.programs import Batch, Buckets, Programs, bucket
+from axcore.infer.buckets import Buckets, Shape, bucket
+from axcore.infer.programs import Batch, Programs
 from axcore.infer.requests import SamplingOptions, TokenLogprob
 from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
 from axcore.infer.sampling.rows import PADDING
@@ -43,6 +45,25 @@ class SamplerCall(NamedTuple):
     sampled: Sampled
 
 
+class Part(NamedTuple):
+    """Tokens of a chunk that are a row of a call: all of them, or some of a prompt.
+
+    Attributes:
+        chunk: the chunk.
+        offset: the number of its tokens before those of the part.
+        length: the number of tokens.
+    """
+
+    chunk: Chunk
+    offset: int
+    length: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token of the sequence is sampled after this part."""
+        return self.chunk.is_last and self.offset + self.length == self.chunk.count
+
+
 @dataclasses.dataclass(frozen=True)
 class StepInFlight:
     """A step that was started, and whose results were not read yet."""
@@ -67,7 +88,7 @@ class Runner:
     def __init__(self, programs: Programs, buckets: Buckets, eos_ids: Collection[int]):
         self._programs, self._buckets, self._eos_ids = programs, buckets, eos_ids
         self._decoder = programs.decoder
-        self._is_paged = self._decoder.paging is not None
+        self._is_whole = self._decoder.paging is None
 
     def start(self, plan: Plan, seeds: Mapping[int, Seed], masks: Mapping[int, Mask]) -> StepInFlight:
         """Starts a step, without waiting for the device.
@@ -79,25 +100,26 @@ class Runner:
                 runs the model.
         """
         calls, scores, states = [], [], []
-        if plan.decode:
-            rows = {self._row(row, chunk): chunk for row, chunk in enumerate(plan.decode)}
-            logits = self._logits_of_decoding(rows, bucket(self._buckets.rows, len(rows)))
-            calls.append(self._sampled(rows, logits, seeds, masks))
         for chunk in plan.prefill:
             if chunk.start == 0:
-                assert chunk.sequence.slot is not None
-                self._programs.erase(chunk.sequence.slot)
-            width = bucket(self._buckets.widths, chunk.count)
-            if chunk.sequence.request.pooling is not None:
-                states.append((chunk, self._programs.embedded(self._packed({0: chunk}, 1, width, 1))))
-                continue
-            if chunk.sequence.request.options.prompt_logprobs:
-                logits, found = self._scored(chunk, width)
-                scores.append((chunk, found))
-            else:
-                logits = self._logits_of_prompt({0: chunk}, width)
-            if chunk.is_last:
+                self._programs.erase(_slot(chunk))
+            if chunk.is_last and chunk.sequence.request.pooling is None:
                 self._count(chunk)
+        prompts = [chunk for chunk in plan.prefill if not _is_alone(chunk)]
+        decode = plan.decode
+        while decode or prompts:  # usually one call
+            number, rows, logits = self._call(decode, prompts)
+            if rows:
+                calls.append(self._sampled(rows, logits, seeds, masks))
+            decode, prompts = (), prompts[number:]
+        for chunk in filter(_is_alone, plan.prefill):
+            batch = self._packed({0: _whole(chunk)}, Shape(1, bucket(self._buckets.widths, chunk.count)), 1)
+            if chunk.sequence.request.pooling is not None:
+                states.append((chunk, self._programs.embedded(batch)))
+                continue
+            logits, found = self._programs.scored(batch, self._targets(chunk, batch.ids.shape[1]))
+            scores.append((chunk, found))
+            if chunk.is_last:
                 calls.append(self._sampled({0: chunk}, logits, seeds, masks))
         for array in jax.tree.leaves([found for _, found in scores] + [found for _, found in states]):
             array.copy_to_host_async()
@@ -141,16 +163,23 @@ class Runner:
             grammars: whether to compile the programs that sample with a grammar, for the method `full`.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
-        tables, paging = self._buckets.pages or (0,), self._decoder.paging
-        for size, pages in itertools.product(self._buckets.rows, tables):
-            logits[size] = self._logits_of_decoding({}, size, pages)
-        for width, pages in itertools.product(self._buckets.widths, tables):
-            if paging is None or pages >= paging.pages_for(width):
-                logits[1] = self._logits_of_prompt({}, width, pages)
-                if prompt_logprobs:
-                    self._programs.scored(self._packed({}, 1, width, pages), np.zeros((1, width), np.int32))
-                if embeddings:
-                    self._programs.embedded(self._packed({}, 1, width, pages))
+        buckets, most = self._buckets, self._buckets.rows[-1]
+        for pages in buckets.pages or (0,):
+            for size in buckets.rows:
+                rows = self._packed({}, Shape(size, 1), pages)
+                logits[size] = self._programs.logits(rows, None, whole=self._is_whole)
+            for shape in filter(functools.partial(self._fits, pages=pages), buckets.prompts):
+                rows = self._packed({}, shape, pages)
+                logits[shape.rows] = self._programs.logits(None, rows)
+            for shape in filter(functools.partial(self._fits, pages=pages), buckets.mixed):
+                rows, prompts = self._packed({}, Shape(most, 1), pages), self._packed({}, shape, pages)
+                self._programs.logits(rows, prompts, np.zeros(most, np.int32), whole=self._is_whole)
+            for width in buckets.widths if prompt_logprobs or embeddings else ():
+                rows = self._packed({}, Shape(1, width), pages)
+                if prompt_logprobs and self._fits(Shape(1, width), pages):
+                    logits[1], _ = self._programs.scored(rows, np.zeros((1, width), np.int32))
+                if embeddings and self._fits(Shape(1, width), pages):
+                    self._programs.embedded(rows)
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
             self._sample(of_size, [padding] * size, method)
@@ -160,39 +189,65 @@ class Runner:
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
 
+    def _fits(self, shape: Shape, pages: int) -> bool:
+        """Whether a row of a prompt can have page tables of this size."""
+        return self._decoder.paging is None or pages >= self._decoder.paging.pages_for(shape.width)
+
+    def _call(
+        self, decode: Sequence[Chunk], prompts: Sequence[Chunk]
+    ) -> tuple[int, dict[int, Chunk], Float[Array, "rows vocab"]]:
+        """Runs the model on rows that decode and on the first of some chunks of prompts, as many as fit into one call.
+
+        Returns:
+            The number of these chunks, the row of the logits of each chunk that samples a token, and the logits.
+        """
+        if not prompts:
+            rows = {self._row(row, chunk): chunk for row, chunk in enumerate(decode)}
+            size = bucket(self._buckets.rows, len(rows))
+            batch = self._packed({row: _whole(chunk) for row, chunk in rows.items()}, Shape(size, 1), 1)
+            return 0, rows, self._programs.logits(batch, None, whole=self._is_whole)
+        number, shape = self._buckets.fit([chunk.count for chunk in prompts], mixed=bool(decode))
+        parts = dict(enumerate(itertools.chain.from_iterable(_parts(chunk, shape.width) for chunk in prompts[:number])))
+        last = {row: part.chunk for row, part in parts.items() if part.is_last}
+        if not decode:
+            return number, last, self._programs.logits(None, self._packed(parts, shape, 1))
+        most = self._buckets.rows[-1]
+        rows, at = {}, np.zeros(most, np.int32)
+        for chunk, found in itertools.chain(((each, None) for each in decode), ((c, r) for r, c in last.items())):
+            row = self._row(len(rows), chunk)
+            rows[row], at[row] = chunk, row if found is None else most + found
+        decoding = {row: _whole(chunk) for row, chunk in rows.items() if at[row] < most}
+        pages = max(len(chunk.sequence.pages) for chunk in (*decode, *prompts[:number]))
+        prefill = self._packed(parts, shape, pages)
+        pages = pages if prefill.pages is None else prefill.pages.shape[1]
+        batch = self._packed(decoding, Shape(most, 1), pages)
+        return number, rows, self._programs.logits(batch, prefill, at, whole=self._is_whole)
+
     def _row(self, row: int, chunk: Chunk) -> int:
         """The row of a chunk that decodes: without pages its slot, because caches of all slots are read in place."""
-        slot = chunk.sequence.slot
-        assert slot is not None
-        return row if self._is_paged else slot
+        return _slot(chunk) if self._is_whole else row
 
-    def _logits_of_decoding(self, rows: Mapping[int, Chunk], size: int, pages: int = 1) -> Float[Array, "rows vocab"]:
-        return self._programs.logits(self._packed(rows, size, 1, pages), "decode", whole=not self._is_paged)
-
-    def _logits_of_prompt(self, rows: Mapping[int, Chunk], width: int, pages: int = 1) -> Float[Array, "1 vocab"]:
-        return self._programs.logits(self._packed(rows, 1, width, pages), "prefill")
-
-    def _scored(self, chunk: Chunk, width: int) -> tuple[Float[Array, "1 vocab"], LogProbs]:
+    def _targets(self, chunk: Chunk, width: int) -> Int[np.ndarray, "1 width"]:
+        """The token after each token of a chunk."""
         targets = np.zeros((1, width), np.int32)
         after = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.count]
         targets[0, : len(after)] = after
-        return self._programs.scored(self._packed({0: chunk}, 1, width, 1), targets)
+        return targets
 
-    def _packed(self, rows: Mapping[int, Chunk], size: int, width: int, pages: int) -> Batch:
-        """The chunks in `size` rows of `width` tokens, with page tables of the bucket of at least `pages`."""
-        ids, ints, table = np.zeros((size, width), np.int32), np.zeros((size, 4), np.int32), None
+    def _packed(self, rows: Mapping[int, Part], shape: Shape, pages: int) -> Batch:
+        """The rows of a call, with page tables of the bucket of at least `pages`."""
+        ids, ints, table = np.zeros(shape, np.int32), np.zeros((shape.rows, 4), np.int32), None
         ints[:, 2] = self._decoder.batch_size  # out of range
         if (paging := self._decoder.paging) is not None:
-            longest = max((len(chunk.sequence.pages) for chunk in rows.values()), default=0)
-            pages = bucket(self._buckets.pages, max(pages, longest))
-            table = np.full((size, pages), paging.num_pages, np.int32)  # out of range
-        for row, chunk in rows.items():
-            sequence = chunk.sequence
-            ids[row, : len(chunk.ids)] = chunk.ids
-            assert sequence.slot is not None
-            ints[row] = chunk.start, chunk.count, sequence.slot, int(not chunk.ids)
+            longest = max((len(part.chunk.sequence.pages) for part in rows.values()), default=0)
+            pages = bucket(self._buckets.pages, max(pages, longest, paging.pages_for(shape.width)))
+            table = np.full((shape.rows, pages), paging.num_pages, np.int32)  # out of range
+        for row, (chunk, offset, length) in rows.items():
+            tokens, owned = chunk.ids[offset : offset + length], chunk.sequence.pages
+            ids[row, : len(tokens)] = tokens
+            ints[row] = chunk.start + offset, length, _slot(chunk), int(not chunk.ids)
             if table is not None:
-                table[row, : len(sequence.pages)] = sequence.pages
+                table[row, : len(owned)] = owned
         return Batch(ids, ints, table)
 
     def _sampled(
@@ -207,11 +262,9 @@ class Runner:
             sequence = chunk.sequence
             position = chunk.start + chunk.count
             num_output = position - len(sequence.request.ids)
-            slot = sequence.slot
-            assert slot is not None
             seed, mask = seeds[sequence.id], masks.get(sequence.id)
             grammar = None if mask is None else mask()
-            tokens[row] = NextToken(sequence.request.options, seed, position, num_output, slot, grammar)
+            tokens[row] = NextToken(sequence.request.options, seed, position, num_output, _slot(chunk), grammar)
         found = self._sample(logits, tokens, None)
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
@@ -228,8 +281,27 @@ class Runner:
         """Counts the tokens of a row that starts to sample, if it has penalties."""
         sequence, options = chunk.sequence, chunk.sequence.request.options
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
-            assert sequence.slot is not None
-            self._programs.count(sequence.slot, sequence.tokens, len(sequence.request.ids))
+            self._programs.count(_slot(chunk), sequence.tokens, len(sequence.request.ids))
+
+
+def _is_alone(chunk: Chunk) -> bool:
+    """Whether a chunk is computed by a call of its own, since more than the logits of its last token is asked for."""
+    request = chunk.sequence.request
+    return request.pooling is not None or request.options.prompt_logprobs
+
+
+def _whole(chunk: Chunk) -> Part:
+    return Part(chunk, 0, chunk.count)
+
+
+def _parts(chunk: Chunk, width: int) -> Iterator[Part]:
+    """The rows of at most `width` tokens of a chunk."""
+    return (Part(chunk, offset, min(width, chunk.count - offset)) for offset in range(0, chunk.count, width))
+
+
+def _slot(chunk: Chunk) -> int:
+    assert chunk.sequence.slot is not None
+    return chunk.sequence.slot
 
 
 def _logprob(found: LogProbs, row: int, token: int, count: int) -> TokenLogprob:

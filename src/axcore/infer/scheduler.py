@@ -22,21 +22,20 @@ class SchedulerLimits:
     Attributes:
         max_rows: the number of sequences that run at the same time.
         max_len: the maximum number of tokens of a sequence, prompt and output together.
-        step_tokens: the maximum number of tokens of a step, at least `max_rows`. More tokens make prompts faster and
-            the time between tokens of other sequences longer.
+        step_tokens: the maximum number of prompt tokens of a step. The last tokens of sequences that decode come in
+            addition. More tokens make prompts faster and the time between tokens of other sequences longer.
         watermark: the share of the pages that admission leaves to the growth of running sequences.
-        recompute_above: lengths above which the keys of a row differ from those of a shorter row; see `Decoder`. A
-            sequence that passes one is computed again, and always in one step, which must have room for it.
+        chunk_multiple: a chunk of a prompt takes up a multiple of this number of the tokens of a step.
     """
 
     max_rows: int
     max_len: int
     step_tokens: int
     watermark: float = 0.01
-    recompute_above: tuple[int, ...] = ()
+    chunk_multiple: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("max_rows", 1), ("max_len", 2), ("step_tokens", self.max_rows)):
+        for name, least in (("max_rows", 1), ("max_len", 2), ("step_tokens", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"limits.{name} must be at least {least}, not {getattr(self, name)}. Raise {name}")
         if not 0 <= self.watermark < 1:
@@ -157,9 +156,8 @@ class Scheduler:
         """The next step; None: nothing can run before results are recorded or a sequence is added."""
         self._settle()
         num_preempted = self.num_preempted
-        self._restart()
         self._grow()
-        step = _Step(self.limits.step_tokens, self.limits.recompute_above)
+        step = _Step(self.limits.step_tokens, self.limits.chunk_multiple)
         for sequence in sorted(self._rows, key=lambda each: (not each.is_decoding, each.rank())):
             step.take(sequence)
         self._admit(step, num_preempted)
@@ -203,12 +201,6 @@ class Scheduler:
             self._rows.publish(sequence)
             if sequence.is_complete:
                 self._rows.release(sequence)
-
-    def _restart(self) -> None:
-        """Preempts sequences that pass a length above which the keys of all their tokens change."""
-        for sequence in self._rows:
-            if sequence.num_computed and _passes(sequence, self.limits.recompute_above):
-                self._preempt(sequence)
 
     def _grow(self) -> None:
         """Gives each running sequence the pages for its next token, if necessary those of the last in rank."""
@@ -264,29 +256,28 @@ class Scheduler:
 
 @dataclasses.dataclass
 class _Step:
-    """A step under construction: the number of tokens of each sequence, and how many more the step may have."""
+    """A step under construction: the number of tokens of each sequence, and how many more prompt tokens the step may
+    have. A chunk of a prompt takes up a multiple of `chunk_multiple` of them."""
 
     num_left: int
-    recompute_above: tuple[int, ...]
+    chunk_multiple: int
     counts: dict[Sequence, int] = dataclasses.field(default_factory=dict)
+    _taken: dict[Sequence, int] = dataclasses.field(default_factory=dict)
 
     def take(self, sequence: Sequence) -> None:
-        """Adds as many tokens of a sequence as there is room for, all or none if they pass a length of
-        `recompute_above`."""
-        missing = sequence.length - sequence.num_computed
-        count = min(missing, self.num_left)
-        if count and (count == missing or not _passes(sequence, self.recompute_above)):
+        """Adds the last token of a sequence that decodes, or as many tokens of a prompt as there is room for."""
+        count = sequence.length - sequence.num_computed
+        if not sequence.is_decoding:
+            count = min(count, self.num_left)
+            self._taken[sequence] = min(self.num_left, -(-count // self.chunk_multiple) * self.chunk_multiple)
+            self.num_left -= self._taken[sequence]
+        if count:
             self.counts[sequence] = count
-            self.num_left -= count
 
     def drop(self, sequence: Sequence) -> None:
         """Removes a sequence, if it is part of the step."""
-        self.num_left += self.counts.pop(sequence, 0)
-
-
-def _passes(sequence: Sequence, lengths: tuple[int, ...]) -> bool:
-    """Whether the tokens of a sequence that are not computed pass one of these lengths."""
-    return any(sequence.num_computed <= length < sequence.length for length in lengths)
+        self.counts.pop(sequence, None)
+        self.num_left += self._taken.pop(sequence, 0)
 
 
 def _chunk(sequence: Sequence, count: int) -> Chunk:

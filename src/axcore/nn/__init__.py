@@ -47,7 +47,7 @@ from axcore.nn.stacks import (
     use_unroll,
 )
 from axcore.nn.third_party import Call, Stock, call, stock
-from axcore.nn.tokens import CachedRows, Phase, TokenInfo
+from axcore.nn.tokens import CachedBlocks, CachedRows, Phase, TokenInfo
 from axcore.nn.transformer import (
     ParallelLayer,
     PostNormLayer,
@@ -74,6 +74,7 @@ __all__ = [
     "Batched",
     "Bias",
     "Blocks",
+    "CachedBlocks",
     "CachedRows",
     "Call",
     "Causal",

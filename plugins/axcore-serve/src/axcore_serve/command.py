@@ -13,12 +13,13 @@ from axcore.config import AxcoreError
 NUMBERS = {
     "max-len": (int, 2048, "maximum number of tokens of a prompt with its output"),
     "max-rows": (int, 8, "maximum number of samples that run at the same time"),
-    "step-tokens": (int, 512, "maximum number of tokens of a step of the engine"),
     "max-queue": (int, 64, "maximum number of samples that wait for a row; more are refused with status 429"),
     "max-body-mib": (float, 4.0, "maximum size of a body"),
     "timeout": (float, 600.0, "seconds from a request to the end of its answer"),
     "drain-timeout": (float, 60.0, "seconds that running requests have after SIGTERM"),
 }
+STEP_TOKENS, CPU_STEP_TOKENS = 512, 64
+"""The default of --step-tokens. A CPU has no idle arithmetic, so more tokens only delay those of other samples."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,6 +36,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="name of the model in the API (default: the last part of MODEL)")
     for name, (kind, default, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
+    parser.add_argument(
+        "--step-tokens",
+        type=int,
+        help=f"maximum number of tokens of a step of the engine, at least --max-rows (default: {STEP_TOKENS}, on CPUs "
+        f"{CPU_STEP_TOKENS} or --max-rows)",
+    )
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     parser.add_argument(
@@ -52,12 +59,14 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Serves until SIGTERM or Ctrl-C, and returns 0."""
     given = _parser().parse_args(arguments)
-    for name in NUMBERS:
+    for name in (*NUMBERS, "step-tokens"):
         value, least = getattr(given, name.replace("-", "_")), 0 if name == "max-queue" else 1
-        if not value >= least and not (isinstance(value, float) and value > 0):
+        if value is not None and not value >= least and not (isinstance(value, float) and value > 0):
             raise AxcoreError(f"--{name} must be at least {least}, not {value}")
     keys = [] if given.api_keys is None else _keys(given.api_keys)
     text = None if given.chat_template is None else _text(given.chat_template, "--chat-template")
+
+    import jax
 
     from axcore.cli.model import chosen_cache, chosen_layout, loaded_model
     from axcore.infer import Engine
@@ -77,8 +86,11 @@ def main(arguments: Sequence[str]) -> int:
             request_s=given.timeout,
             drain_s=given.drain_timeout,
         )
+        step_tokens = given.step_tokens
+        if step_tokens is None:
+            step_tokens = max(given.max_rows, CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS)
         cfg = Engine.Config(
-            cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=given.step_tokens
+            cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=step_tokens
         )
         name = given.name or pathlib.PurePath(given.model).name
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
