@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import zlib
 
+from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PagePool
 from axcore.infer.requests import Request
 from axcore.infer.rows import Rows
@@ -40,6 +41,7 @@ class Row:
     """A chunk as it was dispatched."""
 
     request: Request
+    adapter: LoadedAdapter | None
     id: int
     slot: int
     pages: tuple[int, ...]
@@ -67,7 +69,17 @@ class FakeDevice:
 
     def dispatch(self, plan):
         rows = [
-            Row(seq.request, seq.id, seq.slot, tuple(seq.pages), chunk.start, chunk.count, chunk.is_last, chunk.ids)
+            Row(
+                seq.request,
+                seq.adapter,
+                seq.id,
+                seq.slot,
+                tuple(seq.pages),
+                chunk.start,
+                chunk.count,
+                chunk.is_last,
+                chunk.ids,
+            )
             for chunk in plan.chunks
             for seq in [chunk.sequence]
         ]
@@ -85,7 +97,7 @@ class FakeDevice:
         for row in rows:
             ids = row.ids or (self.last[row.slot],)
             assert len(ids) == row.count
-            seen, content = [], hash((self.weights, row.request.salt, row.request.adapter))
+            seen, content = [], hash((self.weights, row.request.salt, row.adapter))
             for position in range(row.start + row.count):
                 cell = self.cell(row, position)
                 if position < row.start:
@@ -118,6 +130,7 @@ class Arrival:
     at: int
     request: Request
     cancel_at: int | None = None
+    adapter_version: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +185,9 @@ class Simulation:
     def step(self):
         while self.arrivals and self.arrivals[0][1].at <= self.tick:
             id, arrival = self.arrivals.popleft()
-            self.sequences[id] = Sequence(id, arrival.request, eos_ids=[END])
+            sequence = self.sequences[id] = Sequence(id, arrival.request, eos_ids=[END])
+            if arrival.request.adapter is not None:
+                sequence.adapter = LoadedAdapter(arrival.request.adapter, arrival.adapter_version, slot=0)
             self.scheduler.add(self.sequences[id])
         if self.tick in self.scenario.flush_at:
             self.scheduler.flush()

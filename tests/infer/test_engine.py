@@ -169,8 +169,10 @@ def test_requests_that_cannot_run_raise(engine):
         engine.generate([Request((6,) * 48)])
     with pytest.raises(ConfigError, match=rf"request.ids: token id {VOCAB_SIZE} is not below {VOCAB_SIZE}"):
         engine.generate([Request((VOCAB_SIZE,))])
-    with pytest.raises(ConfigError, match=r"request.adapter='lora': the engine has no adapters. Use None"):
+    with pytest.raises(ConfigError, match=r"request.adapter='lora': the engine has no adapters. Use None, or set"):
         engine.generate([Request((6,), adapter="lora")])
+    with pytest.raises(ConfigError, match=r"adapter 'lora': the engine has no room for adapters. Set engine.adapters"):
+        engine.load_adapter("lora", "runs/lora")
     with pytest.raises(ConfigError, match=r"sampling.stop=\('a',\) requires a tokenizer"):
         engine.generate([Request((6,), SamplingOptions(stop=("a",)))])
 

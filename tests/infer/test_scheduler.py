@@ -125,12 +125,19 @@ def test_outputs_are_shared_as_prefixes_of_the_next_turn():
 
 
 @pytest.mark.parametrize(
-    ("changes", "flush_at", "cached"),
-    [({}, set(), 12), ({"salt": "b"}, set(), 0), ({"adapter": "b"}, set(), 0), ({}, {20}, 0)],
+    ("changes", "version", "flush_at", "cached"),
+    [
+        ({}, 1, set(), 12),
+        ({"salt": "b"}, 1, set(), 0),
+        ({"adapter": "b"}, 1, set(), 0),
+        ({"adapter": None}, 1, set(), 0),
+        ({}, 2, set(), 0),
+        ({}, 1, {20}, 0),
+    ],
 )
-def test_other_salts_adapters_and_weights_share_nothing(changes, flush_at, cached):
+def test_other_salts_adapters_and_weights_share_nothing(changes, version, flush_at, cached):
     first, second = (request(13, 3, **{"salt": "a", "adapter": "a"} | each) for each in ({}, changes))
-    arrivals = (Arrival(0, first), Arrival(30, second))
+    arrivals = (Arrival(0, first), Arrival(30, second, adapter_version=version))
     scenario = Scenario(SchedulerLimits(1, 40, 40), arrivals, num_pages=20, flush_at=frozenset(flush_at))
     assert Simulation(scenario).run().sequences[1].num_cached == cached
 

@@ -64,6 +64,7 @@ from axcore_gemv.matmul import Gemv
 from axcore_int8.int4 import Int4
 from axcore_int8.int8 import Int8
 from axcore_lora.layer import DoRA, LoRA
+from axcore_lora.slots import LoRASlots
 from axcore_mamba2.mixer import Mamba2
 from axcore_mamba2.norm import GatedRMSNorm
 from axcore_moe.balance import LoadBalance
@@ -258,6 +259,7 @@ def blocks():
         yield Host(Linear.Config(**linear | {"input_dim": 65}, numerics=made), traced(x, gradient=True))
     for adapter in (LoRA, DoRA):
         yield Host(Linear.Config(**linear, adapter=adapter.Config(rank=2, dropout=0.1)), plain)
+    yield Host(Linear.Config(**linear, adapter=LoRASlots.Config(slots=2, rank=2)), plain)
     yield Host(
         GroupedLinear.Config(
             groups=2,

@@ -53,6 +53,7 @@ from axcore_hf.checkpoint import Checkpoint
 from axcore_hf.feature import PublishedTokenizer
 from axcore_hf.initial import FromHF
 from axcore_hf.tokenizer import HFTokenizer
+from axcore_lora import LoRAAdapters
 from axcore_moe.dead_experts import DeadExpertWarning
 from axcore_moe.upcycling import Upcycled
 from axcore_paged_kv.cache import PagedCache
@@ -88,8 +89,15 @@ def hosts(folder, patch):
     yield Host(Checkpointer.Config(keep_every=2), saved(folder, patch))
     yield from initials(folder)
     yield Host(Engine.Config(cache=PagedCache.Config(page_size=2), max_rows=2, max_len=8, step_tokens=4), served())
+    room = LoRAAdapters.Config(max_adapters=2, max_rank=2, where=("decoder.**",), exclude=("**.down",))
+    yield Host(room, lambda cfg: room_for_adapters(cfg.build()))
     fields = ("input", "steps", "minutes", "initial", "seed", "checkpointer", "callbacks")
     yield Host(trainer(**run_fields(folder)), trained(folder), fields=fields)
+
+
+def room_for_adapters(adapters):
+    """The shapes of the adapters of a small model."""
+    return str(abstract(adapters.attach(tiny_model()))[2])
 
 
 def served():

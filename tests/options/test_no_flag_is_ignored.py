@@ -38,6 +38,7 @@ NOTHING = object()
 pytestmark = pytest.mark.long
 
 COMMANDS = {
+    "adapter": ["adapter", "{here}/adapted", "new"],
     "aot": ["aot", "tiny"],
     "bench serve": ["bench", "serve", "tiny"],
     "convert": ["convert", "hf:{here}/hf", "new"],
@@ -76,6 +77,7 @@ VALUES = {
         for name in ("aot", "diff", "explain", "show", "train", "tune")
         for flag, value in EDITS.items()
     },
+    "adapter --step": "7",
     "aot --executable": "program",
     "aot --html": "page.html",
     "aot --json": "report.json",
@@ -141,6 +143,8 @@ VALUES = {
     "rules --set": "input.batch_size=16",
     "rules --target": "cpu-4",
     "rules --use": "tensor:size=2",
+    "serve --adapter": "sql={here}/adapted",
+    "serve --adapters": "lora:max_adapters=2",
     "serve --api-keys": "{here}/tokenizer.json",
     "serve --cache": "contiguous:value_dim=4",
     "serve --chat-template": "{here}/tokenizer.json",
@@ -257,8 +261,9 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
-    engine = SimpleNamespace(warm_up=None, stats=SimpleNamespace(compiled=0))
+    engine = SimpleNamespace(warm_up=None, load_adapter=None, stats=SimpleNamespace(compiled=0))
     replace(engine, "warm_up", None)
+    replace(engine, "load_adapter", None)
     replace(infer.Engine.Config, "build", contextlib.nullcontext(engine))
     listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000))
     replace(axcore_serve.server, "listening", contextlib.nullcontext(listener))

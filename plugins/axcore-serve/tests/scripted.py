@@ -76,7 +76,7 @@ class Scripted:
         self.ids, self.holds, self.max_len, self.is_closed = list(ids), holds, max_len, False
         self.tokenizer = tokenizer or ByteTokenizer.Config().build()
         self.vocab_size = self.tokenizer.vocab_size
-        self.jobs = []
+        self.jobs, self.adapters = [], ()
         self._scheduler = Scheduler(SchedulerLimits(4, max_len, 64))
         self._lock = threading.Lock()
 

@@ -1,6 +1,7 @@
 """Inference: incremental decoding, an engine for many requests, and text generation."""
 
 import axcore.preflight  # noqa: F401 - before anything below imports flax
+from axcore.infer.adapters import Adapters
 from axcore.infer.beams import Beam, BeamOptions
 from axcore.infer.decoder import Decoder, Step
 from axcore.infer.engine import Engine, EngineStats
@@ -10,6 +11,7 @@ from axcore.infer.requests import FinishReason, Piece, Request, SamplingOptions,
 from axcore.infer.streams import Stream
 
 __all__ = [
+    "Adapters",
     "Beam",
     "BeamOptions",
     "Decoder",

@@ -14,8 +14,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from axcore.config import Config, ConfigError, walk
+from axcore.infer.adapters import Adapters
 from axcore.module import DecodingState, Functional, Layer, Rngs, Tree, abstract, functional
 from axcore.nn import (
+    ADAPTERS,
     CachedBlocks,
     CachedRows,
     KVCache,
@@ -48,6 +50,7 @@ class Step:
             rows, unless the decoder `shares_prefixes` and the step has page tables: then consecutive parts of one
             prompt may be rows of one step.
         logits_at: the tokens of each row whose logits are computed, as indices into the width; None: all tokens.
+        adapters: the slot of the adapter of each row, -1 for none; None: no row has an adapter (see `Adapters`).
         pages: the pages of each row, in order, for paged caches; `Paging.num_pages` marks an unused entry. None: each
             slot has its own pages, which requires a pool with room for every slot.
         phase: `prefill` or `decode`; None: `decode` if the width is 1, otherwise `prefill`.
@@ -62,6 +65,7 @@ class Step:
     slots: Int[Array, " batch"] | None = None
     logits_at: Int[Array, "batch logits"] | None = None
     pages: Int[Array, "batch pages_per_row"] | None = None
+    adapters: Int[Array, " batch"] | None = None
     phase: Phase | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
@@ -82,7 +86,7 @@ class Step:
         for name, array in arrays.items():
             if not jnp.issubdtype(array.dtype, jnp.integer):
                 raise ConfigError(f"Step.{name} must have an integer dtype, not {array.dtype}")
-            if name in ("start", "lengths", "slots") and array.shape != batch:
+            if name in ("start", "lengths", "slots", "adapters") and array.shape != batch:
                 raise ConfigError(
                     f"Step.{name} must have shape {batch}, one number for each row; got shape {array.shape}"
                 )
@@ -158,6 +162,7 @@ class Decoder:
         layout: Layout | None = None,
         unstack: bool = True,
         fuse: bool = True,
+        adapters: Adapters | None = None,
     ) -> tuple[Decoder, Tree, Tree]:
         """Converts a model that was built for training.
 
@@ -172,6 +177,7 @@ class Decoder:
             fuse: whether a single device computes the products of one input as one product, such as queries, keys and
                 values, or gate and up (see `axcore.nn.fused`). This copies their weights once. On several devices they
                 stay apart, since each array is divided between the devices.
+            adapters: adds room for adapters to the model. Products of layers with adapters stay apart.
 
         Returns:
             The decoder, the parameters and the initial state.
@@ -195,6 +201,8 @@ class Decoder:
         if unstack:
             params, held = unstack_arrays(cfg, params), unstack_arrays(cfg, held)
             cfg = unstacked(cfg)
+        if adapters is not None:
+            cfg = adapters.attach(cfg)
         if fuse and _is_single(layout):
             cfg, params = fused(cfg, params, held)
         cfg = for_decoding(cfg, batch_size=batch_size, max_len=max_len, cache=cache)
@@ -382,7 +390,7 @@ class Decoder:
     ) -> tuple[tuple[Float[Array, "batch logits vocab"], ...], Tree]:
         """Calls the model. Returns the logits of each block and the new state."""
         with self.layout.active() if self.layout is not None else contextlib.nullcontext():
-            tokens = blocks[0].tokens
+            tokens, adapters = blocks[0].tokens, _adapters_of_tokens(steps)
             if len(blocks) == 1:
                 (logits, _), state = self.fn(
                     params,
@@ -393,6 +401,7 @@ class Decoder:
                     valid=tokens.valid,
                     cached=tokens.cached,
                     logits_at=steps[0].logits_at,
+                    shared=None if adapters is None else {ADAPTERS: adapters[0]},
                 )
                 return (logits,), state
 
@@ -417,6 +426,7 @@ class Decoder:
                 ),
                 cached=CachedBlocks(tuple(each_of)),
                 logits_at=flat(places),
+                shared=None if adapters is None else {ADAPTERS: flat(adapters)},
             )
         cuts = np.cumsum([block.at.size for block in blocks])[:-1]
         parts = zip(jnp.split(logits[0], cuts), blocks, strict=True)
@@ -452,6 +462,14 @@ class Decoder:
         if not any(isinstance(each, jax.core.Tracer) for each in (table, step.start, lengths)):
             paging.check(table, step.start, np.broadcast_to(lengths, step.start.shape))
         return table.astype(jnp.int32)
+
+
+def _adapters_of_tokens(steps: Sequence[Step]) -> list[Int[Array, "batch width"]] | None:
+    """The slot of the adapter of each token of some steps; None: no step has adapters."""
+    if all(step.adapters is None for step in steps):
+        return None
+    of_rows = [jnp.int32(-1) if step.adapters is None else step.adapters.astype(jnp.int32)[:, None] for step in steps]
+    return [jnp.broadcast_to(each, step.ids.shape) for each, step in zip(of_rows, steps, strict=True)]
 
 
 class _HiddenStates(Functional):

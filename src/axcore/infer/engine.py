@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence as Many
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Float
 
 from axcore import config
-from axcore.config import REQUIRED, ConfigError, PositiveInt
+from axcore.config import REQUIRED, AxcoreError, ConfigError, PositiveInt
 from axcore.config.types import conforms
+from axcore.infer.adapters import Adapters
 from axcore.infer.beams import Beam, BeamOptions, BeamSearch
 from axcore.infer.buckets import Buckets
 from axcore.infer.decoder import Decoder
 from axcore.infer.embeddings import normalized
 from axcore.infer.grammar import GrammarCompiler
 from axcore.infer.guide import Grammars
+from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.loop import EngineLoop
 from axcore.infer.pages import PagePool, PageUsage
 from axcore.infer.programs import Programs
@@ -93,6 +95,8 @@ class Engine(config.Configurable):
         page_tables: PositiveInt = 1
         """The number of sizes of page tables for which programs are compiled, each a quarter of the next. More sizes
         decode short rows faster with a kernel that reads the whole table, such as the reference kernel."""
+        adapters: Adapters.Config | None = None
+        """Room for adapters, which requests choose by name, such as that of axcore-lora; None: no adapters."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
         grammars: GrammarCompiler.Config | None = None
@@ -109,12 +113,20 @@ class Engine(config.Configurable):
         eos_ids: Iterable[int] = (),
         layout: Layout | None = None,
     ):
+        self._adapters = None if cfg.adapters is None else cfg.adapters.build()
         decoder, params, state = Decoder.of(
-            model, cache=cfg.cache, batch_size=cfg.max_rows, max_len=cfg.max_len, layout=layout
+            model,
+            cache=cfg.cache,
+            batch_size=cfg.max_rows,
+            max_len=cfg.max_len,
+            layout=layout,
+            adapters=self._adapters,
         )
         _check(cfg, decoder)
         self.config, self.tokenizer, self.eos_ids = cfg, tokenizer, tuple(eos_ids)
-        self._programs = Programs(decoder, params, state, getattr(model.config, "vocab_size", None))
+        vocab_size = getattr(model.config, "vocab_size", None)
+        self._programs = Programs(decoder, params, state, vocab_size, adapters=self._adapters)
+        self._loaded = LoadedAdapters(0 if cfg.adapters is None else cfg.adapters.max_adapters)
         self._pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
@@ -135,7 +147,7 @@ class Engine(config.Configurable):
         runner = Runner(self._programs, buckets, self.eos_ids)
         limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, chunk_multiple=buckets.part or 1)
         self._scheduler = Scheduler(limits, self._pool)
-        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids)
+        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded)
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +191,54 @@ class Engine(config.Configurable):
             pages=None if pool is None else pool.usage,
         )
 
-    def request(self, prompt: str, options: SamplingOptions | None = None) -> Request:
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters, which requests may have as `adapter`."""
+        return self._loaded.names
+
+    def load_adapter(self, name: str, source: Any) -> None:  # Any: what the adapters of the engine load from
+        """Loads an adapter for requests with this name. Compiles nothing after `warm_up`.
+
+        If the name is loaded, requests from now on use the new adapter, and share no cached prefix with earlier ones.
+        Running requests keep the old adapter, which therefore keeps its slot until they end.
+
+        Args:
+            name: the name in requests.
+            source: a folder or an adapter in memory; see the implementation of `Engine.Config.adapters`.
+
+        Raises:
+            AxcoreError: the engine has no adapters or no free slot, or the adapter cannot be read or does not fit the
+                model.
+        """
+        if self._adapters is None:
+            raise ConfigError(
+                f"adapter {name!r}: the engine has no room for adapters. Set engine.adapters, for example to that of "
+                f"axcore-lora"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"the name of an adapter must be a text, not {name!r}. Use the name that requests give")
+        try:
+            arrays = self._adapters.arrays(source, self._programs.state_shapes)
+        except AxcoreError as error:
+            error.add_note(f"while loading the adapter {name!r}")
+            raise
+
+        def load() -> None:
+            slot = self._loaded.free_slot(name, self._scheduler.adapters)
+            self._programs.write_adapter(arrays, slot)
+            self._loaded.add(name, slot)
+
+        self._loop.in_thread(load)
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter. Later requests with its name are refused. Running requests keep it until they end.
+
+        Raises:
+            AxcoreError: it is not loaded.
+        """
+        self._loop.in_thread(functools.partial(self._loaded.remove, name))
+
+    def request(self, prompt: str, options: SamplingOptions | None = None, *, adapter: str | None = None) -> Request:
         """A request for a text.
 
         Raises:
@@ -188,7 +247,7 @@ class Engine(config.Configurable):
         if self.tokenizer is None:
             raise ConfigError("engine.request requires a tokenizer. Give the engine one, or create a Request of ids")
         ids = self.tokenizer.prompt(prompt.encode("utf-8", "surrogateescape"))
-        return Request(tuple(ids.tolist()), options or SamplingOptions())
+        return Request(tuple(ids.tolist()), options or SamplingOptions(), adapter=adapter)
 
     def check(self, request: Request) -> None:
         """Checks a request without queueing it. May be called from any thread. Compiles its grammar, which may take
@@ -196,7 +255,7 @@ class Engine(config.Configurable):
 
         Raises:
             ConfigError: `request` is not a `Request`, it does not fit, a token id is not in the vocabulary, a stop
-                string requires a tokenizer, the grammar is not valid or not supported, or the request names an adapter.
+                string requires a tokenizer, the grammar is not valid or not supported, or the adapter is not loaded.
         """
         if not isinstance(request, Request):
             raise ConfigError(
@@ -206,7 +265,7 @@ class Engine(config.Configurable):
         if request.pooling is not None:
             self._check_embeddings()
         if request.adapter is not None:
-            raise ConfigError(f"request.adapter={request.adapter!r}: the engine has no adapters. Use None")
+            self._loaded.find(request.adapter)
         options = request.options
         if options.stop and self.tokenizer is None:
             raise ConfigError(
@@ -286,7 +345,9 @@ class Engine(config.Configurable):
             for stream in streams:
                 stream.cancel()
 
-    def beam_search(self, prompts: Iterable[str | Many[int]], options: BeamOptions) -> list[list[Beam]]:
+    def beam_search(
+        self, prompts: Iterable[str | Many[int]], options: BeamOptions, *, adapter: str | None = None
+    ) -> list[list[Beam]]:
         """The most likely outputs of each prompt that a beam search finds.
 
         Each step of the search submits a request for one token after each unfinished output, those of all prompts
@@ -296,6 +357,7 @@ class Engine(config.Configurable):
         Args:
             prompts: the text or the token ids of each prompt.
             options: the options.
+            adapter: the name of a loaded adapter; None: the model alone.
 
         Returns:
             For each prompt the outputs, the best score first.
@@ -309,10 +371,12 @@ class Engine(config.Configurable):
         searches = [(ids, BeamSearch(options, end_ids)) for ids in self._ids(prompts)]
         longest = SamplingOptions(max_tokens=options.max_tokens, stop_token_ids=options.stop_token_ids)
         for ids, _ in searches:
-            self.check(Request(ids, longest))
+            self.check(Request(ids, longest, adapter=adapter))
         one = SamplingOptions(temperature=0.0, max_tokens=1, logprobs=options.num_beams + len(end_ids))
         while running := [(ids, search) for ids, search in searches if search.unfinished]:
-            requests = [Request(ids + more, one) for ids, search in running for more in search.unfinished]
+            requests = [
+                Request(ids + more, one, adapter=adapter) for ids, search in running for more in search.unfinished
+            ]
             found = iter(self.generate(requests))
             for _, search in running:
                 search.advance([_top(next(found)) for _ in search.unfinished])
@@ -325,22 +389,30 @@ class Engine(config.Configurable):
         text = stream.add(beam.ids) + stream.finish()
         return dataclasses.replace(beam, text=text)
 
-    def score(self, prompts: Iterable[str | Many[int]]) -> list[tuple[TokenLogprob, ...]]:
+    def score(
+        self, prompts: Iterable[str | Many[int]], *, adapter: str | None = None
+    ) -> list[tuple[TokenLogprob, ...]]:
         """The log-probability of each token of some rows but the first, given the tokens before it.
 
         Args:
             prompts: the text or the token ids of each row, fewer tokens than `max_len`.
+            adapter: the name of a loaded adapter; None: the model alone.
 
         Raises:
             AxcoreError: a row does not fit, or the engine failed.
             ConfigError: a prompt is a text, and the engine has no tokenizer.
         """
         options = SamplingOptions(temperature=0.0, max_tokens=1, prompt_logprobs=True)
-        pieces = self.generate(Request(ids, options) for ids in self._ids(prompts))
+        pieces = self.generate(Request(ids, options, adapter=adapter) for ids in self._ids(prompts))
         return [piece.prompt_logprobs or () for piece in pieces]
 
     def embed(
-        self, prompts: Iterable[str | Many[int]], *, pooling: Pooling = "last", normalize: bool = True
+        self,
+        prompts: Iterable[str | Many[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        adapter: str | None = None,
     ) -> list[Float[np.ndarray, " embed"]]:
         """The embedding of each prompt: the hidden states of the last layer after the final norm, pooled.
 
@@ -349,6 +421,7 @@ class Engine(config.Configurable):
             pooling: `last`: the state of the last token; `mean`: the mean over all tokens of the prompt, which uses no
                 cached prefix.
             normalize: whether embeddings have length 1.
+            adapter: the name of a loaded adapter; None: the model alone.
 
         Returns:
             A float32 array [embed] for each prompt.
@@ -358,7 +431,7 @@ class Engine(config.Configurable):
             ConfigError: a prompt is a text, and the engine has no tokenizer; or the model has no hidden states.
         """
         pieces = self.generate(
-            Request(ids, SamplingOptions(max_tokens=1), pooling=pooling) for ids in self._ids(prompts)
+            Request(ids, SamplingOptions(max_tokens=1), adapter=adapter, pooling=pooling) for ids in self._ids(prompts)
         )
         found = [piece.embedding for piece in pieces if piece.embedding is not None]
         return [normalized(each) for each in found] if normalize else found

@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from axcore.config import AxcoreError
+from axcore.config import AxcoreError, ConfigError
 from axcore.infer.embeddings import PooledStates
 from axcore.infer.guide import Guide
+from axcore.infer.loaded_adapters import LoadedAdapters
 from axcore.infer.requests import Piece, Request, TokenLogprob
 from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
@@ -55,15 +56,24 @@ class EngineLoop:
         runner: runs them.
         free: frees the memory of the device.
         eos_ids: the tokens that end a sample.
+        adapters: the adapters that requests can use.
 
     Attributes:
         counters: what it has done so far.
         is_closed: whether it takes no more work, because it was closed or has failed.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, free: Callable[[], None], eos_ids: Collection[int]):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        free: Callable[[], None],
+        eos_ids: Collection[int],
+        adapters: LoadedAdapters,
+    ):
         self.counters, self.is_closed = Counters(), False
         self._scheduler, self._runner, self._free, self._eos_ids = scheduler, runner, free, eos_ids
+        self._adapters = adapters
         self._samples: dict[int, _Sample] = {}
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -91,7 +101,7 @@ class EngineLoop:
 
     def warm_up(self, methods: tuple[Method, ...], *, prompt_logprobs: bool, embeddings: bool, grammars: bool) -> None:
         """See `Runner.warm_up`."""
-        self._in_thread(
+        self.in_thread(
             functools.partial(
                 self._runner.warm_up,
                 methods,
@@ -120,7 +130,7 @@ class EngineLoop:
                 raise AxcoreError("the engine is closed") from self._failure
             self._inbox.put(work)
 
-    def _in_thread(self, work: Callable[[], None]) -> None:
+    def in_thread(self, work: Callable[[], None]) -> None:
         """Runs `work` in the engine's thread, and waits for it."""
         if threading.current_thread() is self._thread:
             raise AxcoreError("`deliver` runs in the engine's thread, so it cannot wait for the engine")
@@ -176,6 +186,12 @@ class EngineLoop:
             self._inbox.get()()
 
     def _add(self, sample: _Sample) -> None:
+        if (adapter := sample.sequence.request.adapter) is not None:
+            try:
+                sample.sequence.adapter = self._adapters.find(adapter)
+            except ConfigError as error:  # it was unloaded since the request was checked
+                self._send(sample, error)
+                return
         self._scheduler.add(sample.sequence)
         self._samples[sample.sequence.id] = sample
         self.counters.prompt_tokens += len(sample.sequence.request.ids)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
+from axcore.infer.adapters import Adapters
 from axcore.infer.decoder import Decoder, Step
 from axcore.infer.embeddings import chunk_states
 from axcore.infer.sampling import Counts, LogProbs, Sampled, SamplingRows, log_probabilities, sample
@@ -29,13 +30,14 @@ class Batch(NamedTuple):
 
     Attributes:
         ids: the new tokens of each row.
-        ints: for each row the start, the number of new tokens, the slot, and 1 if the first new token is the one that
-            was sampled last in this slot, else 0. A padding row has no new tokens, and a slot that is out of range.
+        ints: for each row the start, the number of new tokens, the slot, 1 if the first new token is the one that was
+            sampled last in this slot, else 0, and the slot of the adapter or -1. A padding row has no new tokens, and a
+            slot that is out of range.
         pages: the page table of each row; None if the caches have no pages.
     """
 
     ids: Int[np.ndarray, "rows width"]
-    ints: Int[np.ndarray, "rows 4"]
+    ints: Int[np.ndarray, "rows 5"]
     pages: Int[np.ndarray, "rows pages_per_row"] | None
 
 
@@ -44,16 +46,34 @@ class Programs:
 
     Args:
         vocab_size: the number of token ids; None: the size of the logits, which may have more columns as padding.
+        adapters: the adapters of the decoder; None: it has none.
 
     Attributes:
+        state_shapes: the shapes of the state of the model.
         num_traced: the number of programs that were compiled.
     """
 
-    def __init__(self, decoder: Decoder, params: Tree, state: Tree, vocab_size: int | None):
-        self.decoder, self.num_traced = decoder, 0
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: Tree,
+        state: Tree,
+        vocab_size: int | None,
+        *,
+        adapters: Adapters | None = None,
+    ):
+        self.decoder, self.num_traced, self._adapters = decoder, 0, adapters
+        self.state_shapes: Tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state["model"])
         self._params, self._state = params, state
         row, table = jnp.zeros((1,), jnp.int32), jnp.zeros((1, 1), jnp.int32)
-        one = Step(table, start=row, lengths=row, slots=row, pages=None if decoder.paging is None else table)
+        one = Step(
+            table,
+            start=row,
+            lengths=row,
+            slots=row,
+            pages=None if decoder.paging is None else table,
+            adapters=None if adapters is None else row,
+        )
         columns = jax.eval_shape(decoder, params, state, one)[0].shape[-1]
         self.vocab_size = columns if vocab_size is None else vocab_size
         self._last = jnp.zeros((decoder.batch_size,), jnp.int32)
@@ -65,6 +85,7 @@ class Programs:
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
         self._counter = jax.jit(self._trace_counter, donate_argnums=0)
         self._eraser = jax.jit(self._trace_eraser, donate_argnums=0)
+        self._adapter_writer = jax.jit(self._trace_adapter_writer, donate_argnums=0)
         self._has_rows = any("batch" in axes for axes in jax.tree.leaves(decoder.state_axes["model"], is_leaf=_is_axes))
 
     def _commit(self) -> None:
@@ -139,6 +160,16 @@ class Programs:
         if self._has_rows:
             self._state = self._eraser(self._state, np.int32(slot))
 
+    def write_adapter(self, arrays: Tree, slot: int) -> None:
+        """Puts an adapter into a slot. Nothing is written if the slot is out of range."""
+        self._state = self._adapter_writer(self._state, arrays, np.int32(slot))
+
+    def warm_up_adapters(self) -> None:
+        """Compiles `write_adapter`, if there is room for adapters."""
+        if self._adapters is not None:
+            nothing = self._adapters.arrays(None, self.state_shapes)
+            self.write_adapter(nothing, self._adapters.config.max_adapters)
+
     def free(self) -> None:
         """Waits for the device, which an interpreter that ends must not leave running, and frees its memory. No
         program may run afterwards."""
@@ -191,7 +222,7 @@ class Programs:
         return chunk_states(hidden[0], step.lengths[0]), state
 
     def _step(self, state: Tree, last: jax.Array, rows: Batch, phase: Phase, whole: bool) -> Step:
-        start, lengths, slots, continues = jnp.moveaxis(jnp.asarray(rows.ints), 1, 0)
+        start, lengths, slots, continues, adapters = jnp.moveaxis(jnp.asarray(rows.ints), 1, 0)
         if whole:  # a slot without new tokens keeps its row
             start = jnp.where(lengths > 0, start, state["lengths"])
         sampled = last.at[slots].get(mode="fill", fill_value=0)
@@ -202,6 +233,7 @@ class Programs:
             lengths=lengths,
             slots=None if whole else slots,
             pages=rows.pages if rows.pages is None else jnp.asarray(rows.pages),
+            adapters=None if self._adapters is None else adapters,
             phase=phase,
         )
 
@@ -228,6 +260,11 @@ class Programs:
             return x.at[(slice(None),) * axes.index("batch") + (slot,)].set(0, mode="drop")
 
         return state | {"model": jax.tree.map(erased, state["model"], self.decoder.state_axes["model"])}
+
+    def _trace_adapter_writer(self, state: Tree, arrays: Tree, slot: jax.Array) -> Tree:
+        self.num_traced += 1
+        assert self._adapters is not None
+        return state | {"model": self._adapters.write(state["model"], arrays, slot)}
 
 
 def _is_axes(node: object) -> bool:

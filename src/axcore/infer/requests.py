@@ -112,7 +112,7 @@ class Request:
         options: how the output is sampled.
         priority: requests with a smaller number run first; equal ones in the order of arrival.
         salt: requests with different salts share no cached prefix, so that one tenant cannot probe another's prompts.
-        adapter: the name and version of the adapter to run with; None: the model alone.
+        adapter: the name of a loaded adapter (see `Engine.load_adapter`); None: the model alone.
         pooling: asks for the embedding of the prompt in place of output; None: for output.
 
     Raises:

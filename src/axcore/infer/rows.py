@@ -102,5 +102,5 @@ class Rows:
         sequence.slot, sequence.pages = None, []
 
     def _extend_keys(self, sequence: Sequence) -> None:
-        request = sequence.request
-        self.pool.extend(sequence.keys, sequence.tokens, salt=request.salt, adapter=request.adapter)
+        adapter = None if sequence.adapter is None else sequence.adapter.key
+        self.pool.extend(sequence.keys, sequence.tokens, salt=sequence.request.salt, adapter=adapter)

@@ -188,6 +188,7 @@ class Runner:
                 self._sample(of_size, [dataclasses.replace(padding, grammar=every)] * size, method)
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
+        self._programs.warm_up_adapters()
 
     def _fits(self, shape: Shape, pages: int) -> bool:
         """Whether a row of a prompt can have page tables of this size."""
@@ -236,8 +237,8 @@ class Runner:
 
     def _packed(self, rows: Mapping[int, Part], shape: Shape, pages: int) -> Batch:
         """The rows of a call, with page tables of the bucket of at least `pages`."""
-        ids, ints, table = np.zeros(shape, np.int32), np.zeros((shape.rows, 4), np.int32), None
-        ints[:, 2] = self._decoder.batch_size  # out of range
+        ids, ints, table = np.zeros(shape, np.int32), np.zeros((shape.rows, 5), np.int32), None
+        ints[:, 2:] = self._decoder.batch_size, 0, -1  # a slot that is out of range, and no adapter
         if (paging := self._decoder.paging) is not None:
             longest = max((len(part.chunk.sequence.pages) for part in rows.values()), default=0)
             pages = bucket(self._buckets.pages, max(pages, longest, paging.pages_for(shape.width)))
@@ -245,7 +246,8 @@ class Runner:
         for row, (chunk, offset, length) in rows.items():
             tokens, owned = chunk.ids[offset : offset + length], chunk.sequence.pages
             ids[row, : len(tokens)] = tokens
-            ints[row] = chunk.start + offset, length, _slot(chunk), int(not chunk.ids)
+            adapter = -1 if chunk.sequence.adapter is None else chunk.sequence.adapter.slot
+            ints[row] = chunk.start + offset, length, _slot(chunk), int(not chunk.ids), adapter
             if table is not None:
                 table[row, : len(owned)] = owned
         return Batch(ids, ints, table)

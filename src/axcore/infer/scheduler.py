@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from axcore.config import ConfigError
+from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PagePool
 from axcore.infer.requests import FinishReason, Request
 from axcore.infer.rows import Rows
@@ -92,6 +93,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def adapters(self) -> set[LoadedAdapter]:
+        """The adapters of all sequences that have not ended."""
+        return {sequence.adapter for sequence in self._alive.values() if sequence.adapter is not None}
 
     def check(self, request: Request) -> None:
         """Checks that a request fits, even alone. May be called from any thread.

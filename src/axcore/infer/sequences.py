@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PrefixKey
 from axcore.infer.requests import FinishReason, Request
 
@@ -31,6 +32,7 @@ class Sequence:
         needs_last_token: whether its last token must be known before its next step is planned, so that the host cannot
             plan one step ahead.
         finish_reason: why it ended; None: it has not.
+        adapter: the adapter that computes it; None: the model alone.
     """
 
     def __init__(self, id: int, request: Request, eos_ids: Collection[int] = ()):
@@ -45,6 +47,7 @@ class Sequence:
         self.max_len = self.arrival = 0
         self.needs_last_token = False
         self.finish_reason: FinishReason | None = None
+        self.adapter: LoadedAdapter | None = None
         self._stop_token_ids = frozenset(request.options.stop_token_ids).union(
             () if request.options.ignore_eos else eos_ids
         )

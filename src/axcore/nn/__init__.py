@@ -47,7 +47,7 @@ from axcore.nn.stacks import (
     use_unroll,
 )
 from axcore.nn.third_party import Call, Stock, call, stock
-from axcore.nn.tokens import CachedBlocks, CachedRows, Phase, TokenInfo
+from axcore.nn.tokens import ADAPTERS, CachedBlocks, CachedRows, Phase, TokenInfo, take_tokens
 from axcore.nn.transformer import (
     ParallelLayer,
     PostNormLayer,
@@ -62,6 +62,7 @@ from axcore.nn.weighted import Weighted
 from axcore.numerics import Numerics, Product
 
 __all__ = [
+    "ADAPTERS",
     "LSE",
     "MASKED_LOGIT",
     "AllToAll",
@@ -170,6 +171,7 @@ __all__ = [
     "squared_relu",
     "stacked",
     "stock",
+    "take_tokens",
     "tuned_settings",
     "unstack_arrays",
     "unstacked",

@@ -17,7 +17,7 @@ from axcore.nn.kv.cache import KVCache
 from axcore.nn.linear import Linear
 from axcore.nn.multi_token import MultiTokenPrediction, shifted
 from axcore.nn.norm import RMSNorm
-from axcore.nn.tokens import CachedBlocks, CachedRows, TokenInfo
+from axcore.nn.tokens import CachedBlocks, CachedRows, TokenInfo, take_tokens
 from axcore.nn.transformer import Repeat
 from axcore.parallel import constrain
 
@@ -119,7 +119,7 @@ class CausalLM(Layer):
         tokens = TokenInfo.of(ids, positions, segment_ids, index, valid, cached)
         hidden = self.decoder(self._embed(ids, tokens), tokens)
         if logits_at is not None:
-            hidden = jnp.take_along_axis(hidden, logits_at[:, :, None], axis=1)
+            hidden = take_tokens(self, hidden, logits_at)
         return self.logits(self.norm(hidden))[..., : self.config.vocab_size]
 
     @method

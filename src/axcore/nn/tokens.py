@@ -8,9 +8,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from axcore.module import ContextError, DecodingState
+from axcore.module import ContextError, DecodingState, Layer
+
+ADAPTERS = "adapters"
+"""The name under which the caller of a model shares the adapter of each token: int32 [batch, seq], the slot of the
+adapter, or -1 for none. See `Layer.shared`."""
 
 Phase = Literal["train", "prefill", "decode"]
 """`train` is any call without a KV cache, evaluation included. `prefill` processes prompts, `decode` a few tokens."""
@@ -156,3 +160,19 @@ class TokenInfo:
             return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
 
         return jax.tree.map(cut, dataclasses.replace(self, cached=None))
+
+
+def take_tokens(
+    layer: Layer, x: Float[Array, "batch seq features"], at: Int[Array, "batch chosen"]
+) -> Float[Array, "batch chosen features"]:
+    """The features of some tokens. Layers that are called later with them also find the adapters of these tokens.
+
+    Args:
+        layer: the layer whose call this is.
+        x: features of all tokens.
+        at: indices into `seq`.
+    """
+    adapters = layer.frame.shared.get(ADAPTERS)
+    if adapters is not None:
+        layer.share(ADAPTERS, jnp.take_along_axis(adapters, at, axis=1))
+    return jnp.take_along_axis(x, at[:, :, None], axis=1)

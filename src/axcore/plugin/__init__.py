@@ -6,6 +6,7 @@ from axcore.plugin.features import offered, use, use_text
 from axcore.plugin.hooks import API_VERSION, hookimpl
 from axcore.plugin.host import Host
 from axcore.plugin.offers import (
+    AdaptersOffer,
     AttentionKernelOffer,
     CallbackOffer,
     Check,
@@ -32,6 +33,7 @@ from axcore.plugin.targets import mesh_rule, mesh_rules, recipe_of, target
 __all__ = [
     "API_VERSION",
     "Accelerator",
+    "AdaptersOffer",
     "AttentionKernelOffer",
     "CallbackOffer",
     "Check",

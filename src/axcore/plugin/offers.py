@@ -52,6 +52,13 @@ class KVCacheOffer(Offer):
     hook, kind, slot = "axcore_kv_caches", "kv cache", "cache"
 
 
+class AdaptersOffer(Offer):
+    """A subclass of `axcore.infer.Adapters`, for the field `adapters` of an engine."""
+
+    hook, kind = "axcore_adapters", "adapters"
+    usage = "axcore serve --adapters {name}"
+
+
 class GrammarCompilerOffer(Offer):
     """A subclass of `axcore.infer.GrammarCompiler`, for the slot `grammars` of an engine."""
 

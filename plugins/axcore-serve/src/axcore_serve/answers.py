@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from axcore.config import AxcoreError
 from axcore.infer import Engine, Piece, Request, SamplingOptions
-from axcore_serve.bodies import FIELDS, SamplingBody
+from axcore_serve.bodies import FIELDS, Body, SamplingBody
 from axcore_serve.errors import ApiError, of_options
 from axcore_serve.samples import Wanted
 
@@ -134,12 +134,18 @@ def requests_of(
     """
     try:
         options = SamplingOptions(**body.sampling, **fields)
-        found = [Request(tuple(ids), options, body.priority, body.cache_salt) for ids in prompts]
+        adapter = adapter_of(engine, body)
+        found = [Request(tuple(ids), options, body.priority, body.cache_salt, adapter) for ids in prompts]
         for request in found:
             engine.check(request)
     except AxcoreError as error:
         raise of_options(error, {**FIELDS, **names}) from error
     return [Wanted(request, sample) for request in found for sample in range(body.n)]
+
+
+def adapter_of(engine: Engine, body: Body) -> str | None:
+    """The adapter of a request, whose model is an adapter or the model of the engine."""
+    return body.model if body.model in engine.adapters else None
 
 
 def encoded(engine: Engine, text: str, param: str, *, adds_special: bool = True) -> list[int]:

@@ -44,7 +44,7 @@ class Service:
 
     Args:
         engine: the engine, which must have a tokenizer.
-        name: the name of the model in the API.
+        name: the name of the model in the API. Adapters of the engine are models with their own names.
         limits: the limits.
         keys: the API keys; empty: every request is accepted.
         template: the chat template; None: chats are refused.
@@ -73,7 +73,7 @@ class Service:
         self._template, self._scores_prompts, self._pooling = template, scores_prompts, pooling
         self._keys, self._tokens = Keys(keys), TokenText(engine.tokenizer)
         self._metrics = Metrics(engine, self.gate)
-        self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "axcore"}
+        self._created = int(time.time())
         self._page = importlib.resources.files("axcore_serve").joinpath("page.html").read_text(encoding="utf-8")
         self.app = Starlette(
             routes=[
@@ -111,11 +111,11 @@ class Service:
     # The API
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._models_now]})
 
     async def _one_model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._model)
+        self._check_model(name := request.path_params["name"])
+        return JSONResponse(self._described(name))
 
     async def _embeddings(self, request: Request) -> Response:
         return await self._answered(
@@ -153,11 +153,20 @@ class Service:
         self._check_model(body.model)
         return answer_of(body)
 
+    @property
+    def _models_now(self) -> tuple[str, ...]:
+        """The model and its adapters, which may be loaded and unloaded at any time."""
+        return (self._name, *self._engine.adapters)
+
+    def _described(self, name: str) -> Json:
+        described = {"id": name, "object": "model", "created": self._created, "owned_by": "axcore"}
+        return described if name == self._name else {**described, "parent": self._name}
+
     def _check_model(self, name: str) -> None:
-        if name != self._name:
+        if name not in self._models_now:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist. Use {self._name!r}",
+                f"the model {name!r} does not exist. Use {' or '.join(map(repr, self._models_now))}",
                 param="model",
                 code="model_not_found",
             )

@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 from axcore.config import AxcoreError
 
@@ -37,6 +38,19 @@ def _parser() -> argparse.ArgumentParser:
     for name, (kind, default, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
     parser.add_argument(
+        "--adapter",
+        metavar="NAME=FOLDER",
+        action="append",
+        default=[],
+        help="an adapter that requests choose by the model NAME; may be repeated",
+    )
+    parser.add_argument(
+        "--adapters",
+        metavar="ADAPTERS[:KEY=VALUE,...]",
+        help="room for adapters: one of the adapters that `axcore plugins` lists (default: lora, if there is an "
+        "--adapter)",
+    )
+    parser.add_argument(
         "--step-tokens",
         type=int,
         help=f"maximum number of tokens of a step of the engine, at least --max-rows (default: {STEP_TOKENS}, on CPUs "
@@ -63,13 +77,19 @@ def main(arguments: Sequence[str]) -> int:
         value, least = getattr(given, name.replace("-", "_")), 0 if name == "max-queue" else 1
         if value is not None and not value >= least and not (isinstance(value, float) and value > 0):
             raise AxcoreError(f"--{name} must be at least {least}, not {value}")
+    adapters = dict(map(_adapter, given.adapter))
+    name = given.name or pathlib.PurePath(given.model).name
+    if len(adapters) < len(given.adapter) or name in adapters:
+        raise AxcoreError(f"--adapter: two models have the same name. Choose names that differ, also from {name!r}")
+    room = given.adapters or ("lora" if adapters else None)
     keys = [] if given.api_keys is None else _keys(given.api_keys)
     text = None if given.chat_template is None else _text(given.chat_template, "--chat-template")
 
     import jax
 
     from axcore.cli.model import chosen_cache, chosen_layout, loaded_model
-    from axcore.infer import Engine
+    from axcore.infer import Adapters, Engine
+    from axcore.plugin import AdaptersOffer, offered
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
     from axcore_serve.server import DrainingServer, listening
@@ -90,10 +110,15 @@ def main(arguments: Sequence[str]) -> int:
         if step_tokens is None:
             step_tokens = max(given.max_rows, CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS)
         cfg = Engine.Config(
-            cache=chosen_cache(given), max_rows=given.max_rows, max_len=given.max_len, step_tokens=step_tokens
+            cache=chosen_cache(given),
+            max_rows=given.max_rows,
+            max_len=given.max_len,
+            step_tokens=step_tokens,
+            adapters=None if room is None else cast(Adapters.Config, offered(AdaptersOffer, room)),
         )
-        name = given.name or pathlib.PurePath(given.model).name
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
+            for each, folder in adapters.items():
+                engine.load_adapter(each, folder)
             if not given.no_warm_up:
                 engine.warm_up(prompt_logprobs=given.prompt_logprobs, embeddings=given.embeddings is not None)
             service = Service(
@@ -110,6 +135,13 @@ def main(arguments: Sequence[str]) -> int:
             print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
             DrainingServer(service).run(sockets=[listener])
     return 0
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise AxcoreError(f"--adapter {text}: must have the form NAME=FOLDER, such as sql=runs/sql")
+    return name, folder
 
 
 def _keys(file: str) -> list[str]:

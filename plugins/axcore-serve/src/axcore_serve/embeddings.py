@@ -12,7 +12,7 @@ from axcore.config import AxcoreError
 from axcore.infer import Engine, Piece, Request, SamplingOptions
 from axcore.infer.embeddings import normalized
 from axcore.infer.requests import Pooling
-from axcore_serve.answers import Answer, Json, encoded
+from axcore_serve.answers import Answer, Json, adapter_of, encoded
 from axcore_serve.bodies import EmbeddingBody
 from axcore_serve.errors import ApiError, of_options
 from axcore_serve.samples import Wanted
@@ -38,7 +38,8 @@ class EmbeddingAnswer(Answer):
         prompts = [encoded(engine, each, "input") if isinstance(each, str) else each for each in body.input]
         try:
             options = SamplingOptions(max_tokens=1)
-            requests = [Request(tuple(ids), options, body.priority, body.cache_salt, None, pooling) for ids in prompts]
+            fields = options, body.priority, body.cache_salt, adapter_of(engine, body), pooling
+            requests = [Request(tuple(ids), *fields) for ids in prompts]
             for request in requests:
                 engine.check(request)
         except AxcoreError as error:
