@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import random
 import zlib
 
 from axcore.infer.loaded_adapters import LoadedAdapter
@@ -49,6 +50,7 @@ class Row:
     count: int
     is_last: bool
     ids: tuple[int, ...]
+    num_drafts: int
 
 
 class FakeDevice:
@@ -79,6 +81,7 @@ class FakeDevice:
                 chunk.count,
                 chunk.is_last,
                 chunk.ids,
+                chunk.num_drafts,
             )
             for chunk in plan.chunks
             for seq in [chunk.sequence]
@@ -90,7 +93,7 @@ class FakeDevice:
         self.queue.append(None)
 
     def complete(self):
-        """Runs the oldest step, and returns its tokens."""
+        """Runs the oldest step, and returns its tokens: those after accepted drafts, too."""
         while (rows := self.queue.popleft()) is None:
             self.weights += 1
         tokens, writes, last = {}, {}, {}
@@ -111,8 +114,9 @@ class FakeDevice:
                     writes[cell] = token, content
                 seen.append(token)
             if row.is_last:
-                last[row.slot] = tokens[row.id] = next_token(row.request, seen)
-                self.num_sampled[row.id] += 1
+                tokens[row.id] = sampled(row, seen)
+                last[row.slot] = tokens[row.id][-1]
+                self.num_sampled[row.id] += len(tokens[row.id])
         self.cache |= writes
         self.last |= last
         return tokens
@@ -121,6 +125,25 @@ class FakeDevice:
         if self.page_size is None:
             return row.slot, position
         return row.pages[position // self.page_size], position % self.page_size
+
+
+def sampled(row, seen):
+    """The accepted drafts of a row and the token after them."""
+    known = len(seen) - row.num_drafts
+    for end in range(known, len(seen)):
+        if next_token(row.request, seen[:end]) != seen[end]:
+            return (*seen[known:end], next_token(row.request, seen[:end]))
+    return (*seen[known:], next_token(row.request, seen))
+
+
+def random_drafts(sequence, seed, most):
+    """Drafts that are right up to a random one. The tokens after it are those of the request with it, or random."""
+    rng = random.Random(f"{seed}/{sequence.id}/{len(sequence.tokens)}")
+    tokens = list(sequence.tokens)
+    for _ in range(rng.randint(0, most)):
+        token = next_token(sequence.request, tokens)
+        tokens.append(token if rng.random() < 0.7 and token < VOCAB else rng.randrange(VOCAB))
+    return tuple(tokens[len(sequence.tokens) :])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +163,10 @@ class Scenario:
     num_pages: int | None = None  # None: slots only
     page_size: int = 4
     is_ahead: bool = True  # whether the host plans a step before it records the previous one
+    is_late: bool = False  # whether it does so although a sequence waits for its last token
     flush_at: frozenset[int] = frozenset()
+    most_drafts: int = 0  # of a sequence in a step
+    drafting: frozenset[int] = frozenset()  # the sequences with drafts, which wait for their last token
     scheduler: type[Scheduler] = Scheduler
     rows: type[Rows] = Rows
     pool: type[PagePool] = PagePool
@@ -186,6 +212,7 @@ class Simulation:
         while self.arrivals and self.arrivals[0][1].at <= self.tick:
             id, arrival = self.arrivals.popleft()
             sequence = self.sequences[id] = Sequence(id, arrival.request, eos_ids=[END])
+            sequence.needs_last_token = id in self.scenario.drafting
             if arrival.request.adapter is not None:
                 sequence.adapter = LoadedAdapter(arrival.request.adapter, arrival.adapter_version, slot=0)
             self.scheduler.add(self.sequences[id])
@@ -196,8 +223,10 @@ class Simulation:
         cancels = self.cancels.pop(self.tick, [])
         for id in cancels[::2]:
             self.cancel(id)
+        if self.in_flight and self.in_flight[-1].is_read_first and not self.scenario.is_late:
+            self.record()
         before, num_preempted = self.running(), self.scheduler.num_preempted
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.drafts())
         self.check_order(before, self.scheduler.num_preempted - num_preempted)
         if plan is not None:
             self.check_plan(plan)
@@ -213,10 +242,17 @@ class Simulation:
             self.record()
         self.tick += 1
 
+    def drafts(self):
+        """Drafts of the sequences that may have some, and of some that may not."""
+        scenario = self.scenario
+        asked = {*self.scheduler.decoding, *self.running()[:1]}
+        found = {each.id: random_drafts(each, scenario.most_drafts, scenario.most_drafts) for each in asked}
+        return {id: drafts for id, drafts in found.items() if id in scenario.drafting}
+
     def record(self):
         plan = self.in_flight.popleft()
         changed = self.scheduler.record(plan, self.device.complete())
-        assert all(sequence.tokens for sequence in changed)
+        assert all(0 < count <= len(sequence.output) for sequence, count in changed.items())
         self.check_pool()
 
     def cancel(self, id):
@@ -236,14 +272,23 @@ class Simulation:
         assert 0 < len(chunks) <= limits.max_rows
         assert len({chunk.sequence.id for chunk in chunks}) == len(chunks)
         planned = {chunk.sequence.id for chunk in chunks}
+        verified = {chunk.sequence.id for each in self.in_flight for chunk in each.chunks if chunk.num_drafts}
+        assert not planned & verified, "a sequence is planned although its length is unknown"
         for sequence in self.running():
-            if sequence.num_computed + 1 == sequence.length or sequence.is_complete:
+            is_decoding = sequence.num_computed + 1 == sequence.length and sequence.id not in verified
+            if is_decoding or sequence.is_complete:
                 assert sequence.id in planned, "a sequence that decodes lost a step"
         for chunk in chunks:
             sequence = chunk.sequence
+            if self.pool is not None and sequence.id not in verified:
+                num_tokens = max(sequence.length - chunk.is_last, chunk.start + chunk.count)
+                assert len(sequence.pages) <= self.pool.pages_for(num_tokens), "a row keeps pages that it does not need"
             assert sequence.finish_reason is None and sequence.slot is not None
             assert chunk.count > 0 and len(chunk.ids) in (0, chunk.count) and (chunk.ids or chunk.count == 1)
-            assert sequence.length <= sequence.max_len, "a step is wasted beyond the maximum length"
+            assert chunk.num_drafts < chunk.count and chunk.num_drafts <= self.scenario.most_drafts
+            assert not chunk.num_drafts or (sequence.id in self.scenario.drafting and chunk.is_decode)
+            longest = sequence.length + chunk.num_drafts
+            assert longest <= sequence.max_len, "a step is wasted beyond the maximum length"
             if self.pool is not None:
                 self.check_writes(chunk)
 
@@ -302,4 +347,5 @@ class Simulation:
             return
         assert (sequence.output, sequence.finish_reason) == (output, finish)
         num_wasted = self.device.num_sampled[sequence.id] - len(output)
-        assert num_wasted <= (finish == "stop" and self.scenario.is_ahead), "rows are wasted"
+        most_wasted = (finish == "stop") * (self.scenario.is_ahead + self.scenario.most_drafts)
+        assert num_wasted <= most_wasted, "rows are wasted"

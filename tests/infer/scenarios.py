@@ -47,5 +47,8 @@ def random_scenario(rng, max_requests=24, **changes):
         "page_size": page_size,
         "is_ahead": rng.choice([True, True, False]),
         "flush_at": flush_at,
+        "most_drafts": rng.choice([0, 1, 3, 6]),
+        "drafting": frozenset(id for id in range(max_requests) if rng.random() < 0.7),
+        "is_late": rng.choice([True, False, False]),
     }
     return Scenario(**scenario | changes)

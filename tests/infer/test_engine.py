@@ -407,14 +407,14 @@ def test_a_step_is_read_before_the_next_is_planned_only_if_a_sequence_needs_its_
     class Waiting(Sequence):
         needs_last_token = property(lambda self: self.request.salt == "waits", lambda self, _: None)
 
-    events, start, collect = [], EngineLoop._start, EngineLoop._collect
+    of_each, start, collect = {}, EngineLoop._start, EngineLoop._collect  # engines of other tests may still run
 
     def started(loop, plan):
-        events.append(("start", plan))
+        of_each.setdefault(loop, []).append(("start", plan))
         return start(loop, plan)
 
     def collected(loop, flight):
-        events.append(("collect", flight.plan))
+        of_each.setdefault(loop, []).append(("collect", flight.plan))
         collect(loop, flight)
 
     monkeypatch.setattr(loop_module, "Sequence", Waiting)
@@ -423,10 +423,10 @@ def test_a_step_is_read_before_the_next_is_planned_only_if_a_sequence_needs_its_
     cfg = Engine.Config(max_len=MAX_LEN, max_rows=3, step_tokens=20, **CACHES[name])
     for salt in ("waits", "runs ahead"):
         asked = [Request(ids, GREEDY, salt=salt) for ids in prompts((30, 4))] + [Request((6, 7), GREEDY)]
-        events.clear()
         with cfg.build(model, eos_ids=(5,)) as engine:
             found = [piece.ids for piece in engine.generate(asked)]
         assert found == [recomputed(request.ids, GREEDY) for request in asked]
+        events = of_each[engine._loop]
         waiting = [[chunk for chunk in plan.chunks if chunk.sequence.needs_last_token] for _, plan in events]
         assert any(waiting) == (salt == "waits")
         assert all(chunk.ids for chunks in waiting for chunk in chunks)

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import axcore as ax
-from axcore.infer import Engine, Request, SamplingOptions
+from axcore.infer import Decoder, Engine, Request, SamplingOptions, Step
 from axcore.infer.buckets import Buckets, Shape
 from axcore.infer.programs import Programs
 from axcore.module import functional
 from axcore.nn import Attention, ContiguousCache, LatentAttention, Repeat, without_caches
 from axcore.testing.models import VOCAB_SIZE, tiny_model
 from axcore_paged_kv.cache import PagedCache
+from axcore_rope.scaling import LongRoPE
 
 MAX_LEN = 80
 LENGTHS, OUTPUTS = (1, 9, 40, 3, 20, 33), (3, 8, 6, 3, 5, 4)
@@ -169,3 +170,19 @@ def test_shapes_hold_every_step():
                 number, (rows, width) = buckets.fit(counts, mixed=mixed)
                 assert number == len(counts) if has_parts else number >= 1 and width >= max(counts[:number])
                 assert rows * width >= sum(counts[:number])
+
+
+def test_position_embeddings_see_the_length_of_each_row():
+    """One row is longer than `recompute_above`, where its keys differ from those of the short row beside it."""
+    long = LongRoPE(short=(1.0, 1.0), long=(2.0, 3.0), original_max=8)
+    cfg = ax.pipe(tiny_model(), ax.use("rope", scaling=long))
+    decoder, params, empty = Decoder.of(cfg.build(rngs=ax.Rngs(0)), cache=CONTIGUOUS, batch_size=2, max_len=16)
+    assert decoder.recompute_above == (8,)
+    step, ids = jax.jit(decoder.__call__), jax.random.randint(jax.random.key(1), (2, 16), 0, VOCAB_SIZE)
+    begun = Step(ids[:1, :12], np.zeros(1, np.int32), slots=np.array([0], np.int32))
+    _, state = step(params, empty, begun)
+    decode = Step(ids[:1, 12:13], np.array([12], np.int32), slots=np.array([0], np.int32))
+    prefill = Step(ids[1:, :5], np.zeros(1, np.int32), slots=np.array([1], np.int32))
+    (long_row, short_row), _ = step(params, state, (decode, prefill))
+    np.testing.assert_allclose(long_row, step(params, state, decode)[0], atol=1e-5)
+    np.testing.assert_allclose(short_row, step(params, state, prefill)[0], atol=1e-5)

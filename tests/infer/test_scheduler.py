@@ -92,11 +92,11 @@ def test_stop_ids_end_a_sequence():
     free = next(iter(started(SchedulerLimits(1, 60, 9), [request(3, ignore_eos=True)]).run().sequences.values()))
     token = free.output[4]
     sequence = Sequence(0, request(3, ignore_eos=True, stop_token_ids=(token,)))
-    sequence.max_len, sequence.num_pending = 60, 5
-    for each in free.output[:5]:
-        assert sequence.finish_reason is None
-        sequence.append(each)
-    assert sequence.finish_reason == "stop"
+    sequence.max_len = 60
+    for each in free.output[:4]:
+        assert sequence.extend([each]) == 1 and sequence.finish_reason is None
+    assert sequence.extend([token, 1, 2]) == 1 and sequence.finish_reason == "stop"
+    assert sequence.output == free.output[:5]
 
 
 def test_sequences_of_one_request_share_the_pages_of_its_prompt():

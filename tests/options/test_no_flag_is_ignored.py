@@ -90,6 +90,7 @@ VALUES = {
     "bench serve --output": "5",
     "bench serve --requests": "2",
     "bench serve --set": "model.softcap=3",
+    "bench serve --speculation": "ngram",
     "bench serve --step-tokens": "32",
     "bench serve --use": "alibi",
     "convert --dtype": "bfloat16",
@@ -108,6 +109,7 @@ VALUES = {
     "generate --prompt": "b",
     "generate --seed": "1",
     "generate --set": "model.softcap=3",
+    "generate --speculation": "ngram",
     "generate --temperature": "0.5",
     "generate --tokens": "3",
     "generate --use": "alibi",
@@ -151,6 +153,7 @@ VALUES = {
     "serve --drain-timeout": "3",
     "serve --dtype": "bfloat16",
     "serve --embeddings": "last",
+    "serve --grammars": "llguidance:whitespace=",
     "serve --host": "0.0.0.0",
     "serve --max-body-mib": "3",
     "serve --max-len": "64",
@@ -162,6 +165,7 @@ VALUES = {
     "serve --port": "3",
     "serve --prompt-logprobs": None,
     "serve --set": "model.softcap=3",
+    "serve --speculation": "ngram",
     "serve --step-tokens": "128",
     "serve --timeout": "3",
     "serve --use": "alibi",
@@ -261,7 +265,9 @@ def observe(axcore, tiny, corpus, tmp_path, monkeypatch):
     replace(aot, "explain", shown)
     replace(importlib.import_module("axcore.aot.tune"), "tune", shown)
     replace(infer, "Generator", lambda *args, **given: calls.append(summary([args, given])) or [])
-    engine = SimpleNamespace(warm_up=None, load_adapter=None, stats=SimpleNamespace(compiled=0))
+    engine = SimpleNamespace(
+        warm_up=None, load_adapter=None, stats=SimpleNamespace(compiled=0, draft_tokens=0, accepted_tokens=0)
+    )
     replace(engine, "warm_up", None)
     replace(engine, "load_adapter", None)
     replace(infer.Engine.Config, "build", contextlib.nullcontext(engine))

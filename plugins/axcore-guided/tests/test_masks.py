@@ -102,6 +102,16 @@ def test_wrong_matchers_are_caught(wrong):
         check()
 
 
+@pytest.mark.parametrize("pattern", ["ac", "c", r"[^\s\S]"])
+def test_a_grammar_that_the_vocabulary_cannot_express_fails(pattern):
+    compiler = LLGuidance.Config().build([b"a", b"b", b"ab"])
+    matcher = compiler.compile(Grammar.regex(pattern))
+    with pytest.raises(AxcoreError, match="no token of the vocabulary continues the text"):
+        for token in (0, 2):
+            if matcher.allowed()[0] & 1:
+                matcher.accept(token)
+
+
 @pytest.mark.parametrize("count", [31, 32, 33, 63, 64, 65])
 def test_the_last_word_has_no_bits_of_other_tokens(count):
     matcher = LLGuidance.Config().build([bytes([1 + id]) for id in range(count)]).compile(Grammar.regex("(?s).*"))
@@ -134,6 +144,31 @@ def test_the_whole_text_matches_and_no_part_of_it_does(grammar, text):
         assert byte in allowed(matcher, 256)
         matcher.accept(byte)
     assert matcher.is_complete and matcher.has_ended
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.choice(["answer number 1", "answer number 2"]),
+        Grammar.regex("answer number [12]"),
+        Grammar("lark", 'start: "answer number " /[12]/'),
+        Grammar("gbnf", 'root ::= "answer number " [12]'),
+    ],
+)
+def test_text_that_a_grammar_forces_may_be_written_with_any_tokens(grammar):
+    tokens = [b"answer", b" num", b"answer n", b"number", *(bytes([byte]) for byte in range(256))]
+    matcher = LLGuidance.Config().build(tokens).compile(grammar)
+    assert {tokens[id] for id in allowed(matcher, len(tokens))} == {b"a", b"answer", b"answer n"}
+    matcher.accept(0)
+    assert {tokens[id] for id in allowed(matcher, len(tokens))} == {b" ", b" num"}
+
+
+def test_objects_that_a_schema_forces_may_be_written_with_any_tokens():
+    tokens = [b'{"', b'{"answer', b"answer", *(bytes([byte]) for byte in range(256))]
+    compiler = LLGuidance.Config(whitespace="").build(tokens)
+    matcher = compiler.compile(Grammar.json_schema({"const": {"answer": 1}}))
+    assert {tokens[id] for id in allowed(matcher, len(tokens))} == {b"{", b'{"', b'{"answer'}
+    assert compiler.compile(Grammar.json_schema(True)).allowed().any()
 
 
 def test_whitespace_in_json_is_bounded_by_the_config():

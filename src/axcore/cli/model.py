@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, cast
 
 from axcore.cli.compose import add_edits, compose, is_folder
 from axcore.config import AxcoreError
-from axcore.plugin import KVCacheOffer, PluginError, offered, registry
+from axcore.plugin import DrafterOffer, KVCacheOffer, PluginError, offered, registry
 
 if TYPE_CHECKING:
     from axcore.infer.loading import LoadedModel
+    from axcore.infer.speculation import Drafter
     from axcore.nn import KVCache
     from axcore.parallel import Layout
 
@@ -73,6 +74,23 @@ def chosen_layout(arguments: argparse.Namespace) -> Layout | None:
             f"{remedy}"
         )
     return Mesh(shape=shape).make(devices[:count])
+
+
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    """Adds `--speculation`."""
+    parser.add_argument(
+        "--speculation",
+        metavar="DRAFTER[:KEY=VALUE,...]",
+        help="what proposes tokens that the model verifies several at a time: ngram, "
+        "draft-model:model=FOLDER_OR_RECIPE, or another one that `axcore plugins` lists (default: nothing)",
+    )
+
+
+def chosen_drafter(arguments: argparse.Namespace) -> Drafter.Config | None:
+    """The config of the drafter for `--speculation`."""
+    if arguments.speculation is None:
+        return None
+    return cast("Drafter.Config", offered(DrafterOffer, arguments.speculation))
 
 
 def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:

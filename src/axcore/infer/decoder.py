@@ -135,6 +135,8 @@ class Decoder:
         shares_prefixes: whether rows that begin with the same tokens may share pages: all decoding state is in pages,
             and `recompute_above` is empty. A step with page tables may then start after any tokens that are in its
             pages, whichever row computed them. Otherwise it starts after tokens of its slot.
+        max_rollback: the largest number of tokens that a step may roll back; None: any number. It is the smallest
+            `max_rollback` of the configs of layers with decoding state, and 0 if one of them has no such attribute.
         bytes_per_token: bytes of one token in the paged caches of all layers, on all devices together; 0 without
             pages.
         has_hidden_states: whether the model has a layer `norm` before its head, as `for_hidden_states` requires.
@@ -149,6 +151,7 @@ class Decoder:
     paging: Paging | None = None
     shares_prefixes: bool = False
     bytes_per_token: int = 0
+    max_rollback: int | None = None
     has_hidden_states: bool = True
 
     @classmethod
@@ -281,7 +284,19 @@ class Decoder:
         num_bytes = sum(each.whole.size * each.whole.dtype.itemsize for each in paged)
         per_token = 0 if paging is None else num_bytes // (paging.num_pages * paging.page_size)
         has_hidden_states = isinstance(getattr(model, "norm", None), Layer)
-        return cls(fn, axes, batch_size, max_len, layout, limits, paging, shares, per_token, has_hidden_states)
+        return cls(
+            fn,
+            axes,
+            batch_size,
+            max_len,
+            layout,
+            limits,
+            paging,
+            shares,
+            per_token,
+            _max_rollback(model),
+            has_hidden_states,
+        )
 
     @overload
     def __call__(self, params: Tree, state: Tree, step: Step) -> tuple[Float[Array, "batch logits vocab"], Tree]: ...
@@ -307,15 +322,9 @@ class Decoder:
 
         Raises:
             ConfigError: the step has page tables but the model has no paged caches; it has none but the pool is too
-                small for a page table of each slot; if the values of the tables are known, `Paging.check` fails; or
-                several steps are given and rows may pass a length of `recompute_above`.
+                small for a page table of each slot; or, if the values of the tables are known, `Paging.check` fails.
         """
         steps = (step,) if isinstance(step, Step) else tuple(step)
-        if len(steps) > 1 and self.max_len > min(self.recompute_above, default=self.max_len):
-            raise ConfigError(
-                f"the keys of a row change when it passes {min(self.recompute_above)} tokens, so each step must be a "
-                f"call of its own. Pass one step, or create the decoder with a smaller max_len"
-            )
         blocks, held = [], state["lengths"]
         for each in steps:
             block, held = self._block(each, held)
@@ -462,6 +471,15 @@ class Decoder:
         if not any(isinstance(each, jax.core.Tracer) for each in (table, step.start, lengths)):
             paging.check(table, step.start, np.broadcast_to(lengths, step.start.shape))
         return table.astype(jnp.int32)
+
+
+def _max_rollback(model: nnx.Module) -> int | None:
+    """The largest number of tokens that all decoding state of a model can roll back; None: any number."""
+    keeping = [
+        each for _, each in nnx.iter_modules(model) if any(isinstance(x, DecodingState) for x in vars(each).values())
+    ]
+    found = [getattr(each.config, "max_rollback", 0) for each in keeping if isinstance(each, Layer)]
+    return min((each for each in found if each is not None), default=None)
 
 
 def _adapters_of_tokens(steps: Sequence[Step]) -> list[Int[Array, "batch width"]] | None:

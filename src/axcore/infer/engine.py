@@ -28,6 +28,7 @@ from axcore.infer.requests import Piece, Pooling, Request, SamplingOptions, Toke
 from axcore.infer.runner import Runner
 from axcore.infer.sampling import Method
 from axcore.infer.scheduler import Scheduler, SchedulerLimits
+from axcore.infer.speculation import Drafter, Target, keeping_hidden_states
 from axcore.infer.streams import Deliver, Stream, pieces_of
 from axcore.infer.text import TextStream
 from axcore.module import Layer
@@ -48,6 +49,8 @@ class EngineStats(NamedTuple):
         tokens: tokens sampled so far.
         prompt_tokens: tokens of the prompts so far.
         cached_tokens: those of them that were found in the cache.
+        draft_tokens: drafts that were verified so far.
+        accepted_tokens: those of them that the model samples, too.
         compiled: programs compiled so far.
         pages: the pages of the caches; None: they have none.
     """
@@ -59,6 +62,8 @@ class EngineStats(NamedTuple):
     tokens: int
     prompt_tokens: int
     cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     compiled: int
     pages: PageUsage | None
 
@@ -81,6 +86,7 @@ class Engine(config.Configurable):
         tokenizer: converts text to tokens and back; None: requests and pieces have no text.
         eos_ids: the tokens that end a sample.
         layout: the mesh and rules; None: a single device.
+        draft_model: a smaller model with the same token ids, for `speculation=DraftModel.Config()`.
     """
 
     class Config(config.Config):
@@ -99,6 +105,8 @@ class Engine(config.Configurable):
         """Room for adapters, which requests choose by name, such as that of axcore-lora; None: no adapters."""
         prefix_caching: bool | None = None
         """Whether prompts share the pages of equal prefixes; None: if all caches of the model have pages."""
+        speculation: Drafter.Config | None = None
+        """What proposes drafts, which the model verifies several at a time; None: a token of each row in each step."""
         grammars: GrammarCompiler.Config | None = None
         """Compiles the grammars of requests; None: requests with a grammar are refused."""
 
@@ -112,6 +120,7 @@ class Engine(config.Configurable):
         *,
         eos_ids: Iterable[int] = (),
         layout: Layout | None = None,
+        draft_model: Layer | None = None,
     ):
         self._adapters = None if cfg.adapters is None else cfg.adapters.build()
         decoder, params, state = Decoder.of(
@@ -123,10 +132,22 @@ class Engine(config.Configurable):
             adapters=self._adapters,
         )
         _check(cfg, decoder)
+        if cfg.speculation is not None and cfg.speculation.reads_hidden_states:
+            decoder, state = keeping_hidden_states(decoder, state, model)
         self.config, self.tokenizer, self.eos_ids = cfg, tokenizer, tuple(eos_ids)
         vocab_size = getattr(model.config, "vocab_size", None)
         self._programs = Programs(decoder, params, state, vocab_size, adapters=self._adapters)
         self._loaded = LoadedAdapters(0 if cfg.adapters is None else cfg.adapters.max_adapters)
+        self._drafter, num_drafts = None, 0
+        if cfg.speculation is None and draft_model is not None:
+            raise ConfigError(
+                "draft_model has no effect with engine.speculation=None. Set speculation=DraftModel.Config()"
+            )
+        if cfg.speculation is not None:
+            programs = self._programs
+            target = Target(model, decoder, lambda: programs.state, programs.vocab_size, draft_model)
+            self._drafter = cfg.speculation.build(target)
+            num_drafts = cfg.speculation.num_speculative_tokens
         self._pool = None
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
@@ -144,10 +165,10 @@ class Engine(config.Configurable):
             if tokenizer is None:
                 raise ConfigError("engine.grammars requires a tokenizer. Give the engine one, or set grammars to None")
             self._grammars = Grammars(cfg.grammars, tokenizer, self.vocab_size, self.eos_ids)
-        runner = Runner(self._programs, buckets, self.eos_ids)
+        runner = Runner(self._programs, buckets, self.eos_ids, num_drafts)
         limits = SchedulerLimits(cfg.max_rows, cfg.max_len, cfg.step_tokens, chunk_multiple=buckets.part or 1)
         self._scheduler = Scheduler(limits, self._pool)
-        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded)
+        self._loop = EngineLoop(self._scheduler, runner, self._programs.free, self.eos_ids, self._loaded, self._drafter)
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +208,9 @@ class Engine(config.Configurable):
             tokens=counters.tokens,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
-            compiled=self._programs.num_traced,
+            draft_tokens=counters.draft_tokens,
+            accepted_tokens=counters.accepted_tokens,
+            compiled=self._programs.num_traced + (0 if self._drafter is None else self._drafter.num_traced),
             pages=None if pool is None else pool.usage,
         )
 
@@ -288,6 +311,8 @@ class Engine(config.Configurable):
             self._grammars.check(options.grammar)
 
     def _check_embeddings(self) -> None:
+        if self._drafter is not None and self._drafter.config.reads_hidden_states:
+            raise ConfigError("request.pooling: the hidden states go to engine.speculation. Use another drafter")
         if not self._programs.decoder.has_hidden_states:
             raise ConfigError("request.pooling: the model has no layer `norm` before its head, so it has no embeddings")
 
@@ -494,4 +519,26 @@ def _check(cfg: Engine.Config, decoder: Decoder) -> None:
         raise ConfigError(
             "engine.prefix_caching=True requires pages in every layer that keeps decoding state, as in "
             "axcore-paged-kv. Choose such a cache, or leave prefix_caching out"
+        )
+    if cfg.speculation is not None:
+        _check_speculation(cfg, cfg.speculation, decoder)
+
+
+def _check_speculation(cfg: Engine.Config, speculation: Drafter.Config, decoder: Decoder) -> None:
+    count = speculation.num_speculative_tokens
+    where = f"engine.speculation.num_speculative_tokens={count}"
+    if cfg.prefix_caching and speculation.reads_hidden_states:
+        raise ConfigError(
+            "engine.prefix_caching=True: engine.speculation reads the hidden states of all tokens, which pages lack. "
+            "Leave prefix_caching out, or use another drafter"
+        )
+    if decoder.max_rollback is not None and count > decoder.max_rollback:
+        remedy = (
+            "Set speculation=None, because its layers keep state that cannot be rolled back"
+            if decoder.max_rollback == 0
+            else "Reduce num_speculative_tokens, or use caches that keep more tokens, such as a ring with more spare"
+        )
+        raise ConfigError(
+            f"{where}: the model can drop at most {decoder.max_rollback} tokens of a row, such as rejected drafts. "
+            f"{remedy}"
         )

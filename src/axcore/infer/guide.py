@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Iterable
@@ -44,15 +45,27 @@ class Guide:
         """Whether the grammar is complete and no text may follow."""
         return self._matcher.has_ended and self._matcher.is_complete
 
-    def mask(self) -> Int32[np.ndarray, " words"]:
-        """The tokens that may follow, as `NextToken.grammar`. None may if there is a `failure`."""
+    def masks(self, drafts: tuple[int, ...] = ()) -> list[Int32[np.ndarray, " words"]]:
+        """The tokens that may follow, as `NextToken.grammar`, and those that may follow each draft.
+
+        None may follow if there is a `failure`. The masks after a draft that ends the sample, or that the grammar does
+        not allow, have no meaning.
+        """
         try:
-            if self.failure is None:
-                allowed = self._matcher.allowed()
-                return allowed | self._ends if self._matcher.is_complete else allowed
+            masks = [np.zeros_like(self._ends) if self.failure is not None else self._mask(self._matcher)]
         except AxcoreError as error:
-            self.failure = error
-        return np.zeros_like(self._ends)
+            self.failure, masks = error, [np.zeros_like(self._ends)]
+        if drafts and self.failure is None:
+            ahead = self._matcher.copy()
+            with contextlib.suppress(AxcoreError):
+                for draft in drafts:
+                    ahead.accept(draft)
+                    masks.append(self._mask(ahead))
+        return masks + masks[-1:] * (1 + len(drafts) - len(masks))
+
+    def _mask(self, matcher: GrammarMatcher) -> Int32[np.ndarray, " words"]:
+        allowed = matcher.allowed()
+        return allowed | self._ends if matcher.is_complete else allowed
 
     def accept(self, token: int) -> None:
         """Adds a sampled token that is not an end token."""

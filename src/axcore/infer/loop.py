@@ -22,6 +22,7 @@ from axcore.infer.runner import Runner, SampledToken, Seed, StepInFlight
 from axcore.infer.sampling import Method, seed_words
 from axcore.infer.scheduler import Scheduler
 from axcore.infer.sequences import Plan, Sequence
+from axcore.infer.speculation import Drafter, Drafts
 from axcore.infer.streams import Deliver
 from axcore.infer.text import TextStream
 
@@ -37,12 +38,16 @@ class Counters:
         tokens: sampled tokens.
         prompt_tokens: tokens of the prompts.
         cached_tokens: those of them that were found in the cache.
+        draft_tokens: drafts that were verified.
+        accepted_tokens: those of them that the model samples, too.
     """
 
     steps: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class EngineLoop:
@@ -57,6 +62,7 @@ class EngineLoop:
         free: frees the memory of the device.
         eos_ids: the tokens that end a sample.
         adapters: the adapters that requests can use.
+        drafter: proposes drafts; None: no speculative decoding.
 
     Attributes:
         counters: what it has done so far.
@@ -70,8 +76,9 @@ class EngineLoop:
         free: Callable[[], None],
         eos_ids: Collection[int],
         adapters: LoadedAdapters,
+        drafter: Drafter | None = None,
     ):
-        self.counters, self.is_closed = Counters(), False
+        self.counters, self.is_closed, self._drafter = Counters(), False, drafter
         self._scheduler, self._runner, self._free, self._eos_ids = scheduler, runner, free, eos_ids
         self._adapters = adapters
         self._samples: dict[int, _Sample] = {}
@@ -93,7 +100,8 @@ class EngineLoop:
             guide: follows the grammar of the sample.
         """
         sequence = Sequence(next(self._numbers), request, self._eos_ids)
-        sequence.needs_last_token = guide is not None
+        is_drafted = self._drafter is not None and request.pooling is None
+        sequence.needs_last_token = guide is not None or is_drafted
         pooled = None if request.pooling is None else PooledStates(request.pooling)
         new = _Sample(sequence, deliver, seed_words(request.options.seed, sample), text, guide, pooled)
         self._put(functools.partial(self._add, new))
@@ -110,6 +118,8 @@ class EngineLoop:
                 grammars=grammars,
             )
         )
+        if self._drafter is not None:
+            self.in_thread(functools.partial(self._drafter.warm_up, methods))
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -160,7 +170,7 @@ class EngineLoop:
                 if flight is not None and flight.plan.is_read_first:
                     self._collect(flight)
                     flight = None
-                plan = self._scheduler.plan()
+                plan = self._scheduler.plan(self._drafts())
                 started = None if plan is None else self._start(plan)
                 if flight is not None:
                     self._collect(flight)
@@ -177,6 +187,8 @@ class EngineLoop:
             ended.__cause__ = self._failure
             self._send(sample, ended)
         self._samples.clear()
+        if self._drafter is not None:
+            self._drafter.close()
         self._free()
 
     def _read_inbox(self, *, wait: bool) -> None:
@@ -200,13 +212,19 @@ class EngineLoop:
         if self._scheduler.cancel(number):
             self._send(self._samples.pop(number), Piece((), finish_reason="cancelled"))
 
+    def _drafts(self) -> Drafts:
+        """The drafts of the sequences that decode."""
+        if self._drafter is None or not (sequences := self._scheduler.decoding):
+            return {}
+        return self._drafter.propose(sequences, {each.id: self._samples[each.id].seed for each in sequences})
+
     def _start(self, plan: Plan) -> StepInFlight:
         self.counters.steps += 1
         samples = {chunk.sequence.id: self._samples[chunk.sequence.id] for chunk in plan.chunks}
         return self._runner.start(
             plan,
             {number: sample.seed for number, sample in samples.items()},
-            {number: sample.guide.mask for number, sample in samples.items() if sample.guide is not None},
+            {number: sample.guide.masks for number, sample in samples.items() if sample.guide is not None},
         )
 
     def _collect(self, flight: StepInFlight) -> None:
@@ -218,18 +236,21 @@ class EngineLoop:
         for chunk, states in self._runner.read_states(flight):
             if (sample := self._samples.get(chunk.sequence.id)) is not None and sample.pooled is not None:
                 sample.pooled.add(states, start=chunk.start)
-        for number, each in found.items():
-            if each.token is None and self._scheduler.cancel(number):
+        for chunk in flight.plan.decode:
+            self.counters.draft_tokens += chunk.num_drafts
+            self.counters.accepted_tokens += max(len(found[chunk.sequence.id]) - 1, 0)
+        for number, sampled in found.items():
+            if not sampled and self._scheduler.cancel(number):
                 sample = self._samples.pop(number)
                 failure = None if sample.guide is None else sample.guide.failure
                 self._send(sample, failure or AxcoreError(_NO_TOKEN))
-        for sequence in self._scheduler.record(flight.plan, {number: each.token for number, each in found.items()}):
+        tokens = {number: tuple(each.token for each in sampled) for number, sampled in found.items()}
+        for sequence, count in self._scheduler.record(flight.plan, tokens).items():
             sample = self._samples[sequence.id]
             if sample.pooled is not None:
                 self._deliver_embedding(sample, sample.pooled)
                 continue
-            self.counters.tokens += 1
-            self._deliver(sample, found[sequence.id])
+            self._deliver(sample, found[sequence.id][:count])
 
     def _deliver_embedding(self, sample: _Sample, pooled: PooledStates) -> None:
         """Delivers the embedding of a prompt that is computed, and forgets its sample."""
@@ -242,28 +263,35 @@ class EngineLoop:
         else:
             self._send(sample, AxcoreError("the hidden states are not finite. Check the weights"))
 
-    def _deliver(self, sample: _Sample, new: SampledToken) -> None:
-        """Delivers a new token, and forgets a sample that ends."""
+    def _deliver(self, sample: _Sample, new: list[SampledToken]) -> None:
+        """Delivers new tokens, and forgets a sample that ends."""
         sequence, stream, text = sample.sequence, sample.text, ""
-        if sample.guide is not None and sequence.finish_reason != "stop":
-            sample.guide.accept(sequence.tokens[-1])
-            if sample.guide.has_ended:
+        is_first = sequence.num_output == len(new)
+        for at, each in enumerate(new):
+            is_end = sequence.finish_reason == "stop" and at == len(new) - 1
+            if sample.guide is not None and not is_end:
+                sample.guide.accept(each.token)
+            if stream is not None:
+                text += stream.add((each.token,))
+            has_ended = sample.guide is not None and sample.guide.has_ended
+            if has_ended or (stream is not None and stream.stopped is not None):
+                sequence.drop(len(new) - 1 - at)  # what follows the end
+                new = new[: at + 1]
                 self._stop(sequence)
-        if sequence.num_output == 1:
+                break
+        if stream is not None and sequence.finish_reason is not None:
+            text += stream.finish()
+        self.counters.tokens += len(new)
+        if is_first:
             self.counters.cached_tokens += sequence.num_cached or 0
-        if stream is not None:
-            text = stream.add(sequence.tokens[-1:])
-            if stream.stopped is not None and sequence.finish_reason != "stop":
-                self._stop(sequence)
-            elif sequence.finish_reason is not None:
-                text += stream.finish()
-        logprobs = None if new.logprob is None else (new.logprob,)
+        logprobs = tuple(each.logprob for each in new if each.logprob is not None) or None
         if sequence.finish_reason is not None:
             del self._samples[sequence.id]
         scores = None
-        if sequence.num_output == 1 and sequence.request.options.prompt_logprobs:
+        if is_first and sequence.request.options.prompt_logprobs:
             scores = tuple(sample.scores[at] for at in range(1, len(sequence.request.ids)))
-        self._send(sample, Piece((sequence.tokens[-1],), text, logprobs, sequence.finish_reason, scores))
+        ids = tuple(each.token for each in new)
+        self._send(sample, Piece(ids, text, logprobs, sequence.finish_reason, scores))
 
     def _stop(self, sequence: Sequence) -> None:
         """Ends a sequence with its last token, which may also be the last one by its length."""

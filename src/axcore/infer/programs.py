@@ -16,7 +16,16 @@ from jaxtyping import Array, Float, Int
 from axcore.infer.adapters import Adapters
 from axcore.infer.decoder import Decoder, Step
 from axcore.infer.embeddings import chunk_states
-from axcore.infer.sampling import Counts, LogProbs, Sampled, SamplingRows, log_probabilities, sample
+from axcore.infer.sampling import (
+    Counts,
+    LogProbs,
+    Sampled,
+    SamplingRows,
+    Verified,
+    log_probabilities,
+    sample,
+    verify,
+)
 from axcore.infer.sampling.rows import USUAL_LOGPROBS
 from axcore.module import Tree
 from axcore.nn import Phase
@@ -80,6 +89,8 @@ class Programs:
         self._counts = Counts.zeros(decoder.batch_size, columns)
         self._commit()
         self._model = jax.jit(self._trace_model, donate_argnums=1, static_argnames="whole")
+        self._model_of_drafts = jax.jit(self._trace_model_of_drafts, donate_argnums=1, static_argnames="whole")
+        self._verifier = jax.jit(self._trace_verifier, donate_argnums=(1, 2))
         self._scorer = jax.jit(self._trace_scorer, donate_argnums=1)
         self._embedder = jax.jit(self._trace_embedder, donate_argnums=1)
         self._sampler = jax.jit(self._trace_sampler, donate_argnums=(1, 2))
@@ -99,6 +110,11 @@ class Programs:
         if len(homes) == 1 and isinstance(home := homes.pop(), SingleDeviceSharding):
             held = self._params, self._state, self._last, self._counts
             self._params, self._state, self._last, self._counts = jax.device_put(held, home)
+
+    @property
+    def state(self) -> Tree:
+        """The decoding state after the last call. The next call deletes its arrays."""
+        return self._state
 
     def logits(
         self,
@@ -146,6 +162,26 @@ class Programs:
     ) -> Sampled:
         """Samples the next token of each row, and keeps it as the last one of its slot."""
         found, self._last, self._counts = self._sampler(logits, self._last, self._counts, slots, rows)
+        return found
+
+    def logits_of_drafts(self, rows: Batch, *, whole: bool = False) -> Float[Array, "rows width vocab"]:
+        """Runs the model on the last token of each row and on its drafts. See `logits`.
+
+        Returns:
+            The logits of all tokens; NaN in padding.
+        """
+        logits, self._state = self._model_of_drafts(self._params, self._state, self._last, rows, whole=whole)
+        return logits
+
+    def verified(
+        self,
+        logits: Float[Array, "rows width vocab"],
+        drafts: Int[np.ndarray, "rows drafts"],
+        slots: Int[np.ndarray, " rows"],
+        rows: SamplingRows,
+    ) -> Verified:
+        """Samples the next tokens of rows with drafts, and keeps the last one of each slot. See `verify`."""
+        found, self._last, self._counts = self._verifier(logits, self._last, self._counts, drafts, slots, rows)
         return found
 
     def count(self, slot: int, tokens: Sequence[int], num_prompt: int) -> None:
@@ -201,6 +237,13 @@ class Programs:
                 found = constrain(found, "batch", "vocab")
         return found, state
 
+    def _trace_model_of_drafts(
+        self, params: Tree, state: Tree, last: jax.Array, rows: Batch, *, whole: bool
+    ) -> tuple[jax.Array, Tree]:
+        self.num_traced += 1
+        logits, state = self.decoder(params, state, self._step(state, last, rows, "decode", whole))
+        return logits, state
+
     def _trace_scorer(
         self, params: Tree, state: Tree, last: jax.Array, rows: Batch, targets: jax.Array
     ) -> tuple[jax.Array, LogProbs, Tree]:
@@ -245,6 +288,25 @@ class Programs:
         if rows.method == "full":
             counts = counts.plus(slots, found.tokens)
         return found, last.at[slots].set(found.tokens, mode="drop"), counts
+
+    def _trace_verifier(
+        self,
+        logits: jax.Array,
+        last: jax.Array,
+        counts: Counts,
+        drafts: jax.Array,
+        slots: jax.Array,
+        rows: SamplingRows,
+    ) -> tuple[Verified, jax.Array, Counts]:
+        self.num_traced += 1
+        found = verify(logits, jnp.asarray(drafts), rows, counts)
+        width, num_tokens = logits.shape[1], found.num_tokens
+        tokens = found.sampled.tokens.reshape(-1, width)
+        if rows.method == "full":
+            kept = jnp.where(jnp.arange(width) < num_tokens[:, None], tokens, -1)
+            counts = counts.plus(jnp.repeat(slots, width), kept.reshape(-1))
+        newest = jnp.take_along_axis(tokens, jnp.maximum(num_tokens - 1, 0)[:, None], axis=1)[:, 0]
+        return found, last.at[slots].set(newest, mode="drop"), counts
 
     def _trace_counter(self, counts: Counts, ids: jax.Array, ints: jax.Array) -> Counts:
         self.num_traced += 1

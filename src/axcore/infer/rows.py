@@ -75,13 +75,19 @@ class Rows:
         self._running[sequence.id] = sequence
         return True
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Gives a running sequence the pages for its next token, if enough are free."""
-        missing = self.pool.pages_for(sequence.length) - len(sequence.pages)
+    def grow(self, sequence: Sequence, num_drafts: int = 0) -> bool:
+        """Gives a running sequence the pages for its next token and for drafts after it, if enough are free."""
+        missing = self.pool.pages_for(sequence.length + num_drafts) - len(sequence.pages)
         if missing > self.pool.num_available:
             return False
-        sequence.pages += self.pool.allocate(missing)
+        sequence.pages += self.pool.allocate(max(missing, 0))
         return True
+
+    def shrink(self, sequence: Sequence) -> None:
+        """Releases the pages of drafts that were rejected."""
+        needed = self.pool.pages_for(sequence.length)
+        self.pool.release(sequence.pages[needed:])
+        del sequence.pages[needed:]
 
     def publish(self, sequence: Sequence) -> None:
         """Publishes pages whose tokens are known and computed by dispatched steps, unless the weights have changed."""

@@ -15,26 +15,25 @@ from jaxtyping import Array, Float, Int, Int32
 from axcore.infer.buckets import Buckets, Shape, bucket
 from axcore.infer.programs import Batch, Programs
 from axcore.infer.requests import SamplingOptions, TokenLogprob
-from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows
+from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows, Verified
+from axcore.infer.sampling.acceptance import NO_DRAFT
 from axcore.infer.sampling.rows import PADDING
 from axcore.infer.sequences import Chunk, Plan
 
 Seed = tuple[int, int]
 """The words of a seed; see `seed_words`."""
 
-Mask = Callable[[], Int32[np.ndarray, " words"]]
-"""Returns the tokens that a sequence may sample, as `NextToken.grammar`."""
+type Mask = Int32[np.ndarray, " words"]
+"""The tokens that a sequence may sample, as `NextToken.grammar`."""
+
+Masks = Callable[[tuple[int, ...]], list[Mask]]
+"""Returns the mask of the next token, and that after each of some drafts."""
 
 
 class SampledToken(NamedTuple):
-    """A sampled token.
+    """A sampled token, and its log-probability if the request asks for it."""
 
-    Attributes:
-        token: the token; None: every token is excluded, or the logits are not finite.
-        logprob: its log-probability, if the request asks for it.
-    """
-
-    token: int | None
+    token: int
     logprob: TokenLogprob | None
 
 
@@ -42,7 +41,7 @@ class SamplerCall(NamedTuple):
     """A call of the sampler: the chunk of each row that is no padding, and the result, which is on the device."""
 
     rows: Mapping[int, Chunk]
-    sampled: Sampled
+    found: Sampled | Verified
 
 
 class Part(NamedTuple):
@@ -83,14 +82,16 @@ class Runner:
         programs: the programs.
         buckets: the sizes to which rows are padded.
         eos_ids: the tokens that `min_tokens` excludes.
+        num_drafts: the largest number of drafts of a row.
     """
 
-    def __init__(self, programs: Programs, buckets: Buckets, eos_ids: Collection[int]):
-        self._programs, self._buckets, self._eos_ids = programs, buckets, eos_ids
+    def __init__(self, programs: Programs, buckets: Buckets, eos_ids: Collection[int], num_drafts: int = 0):
+        self._programs, self._buckets, self._eos_ids, self._num_drafts = programs, buckets, eos_ids, num_drafts
         self._decoder = programs.decoder
         self._is_whole = self._decoder.paging is None
+        self._counted: dict[int, int] = {}  # the sequence whose tokens are counted, by slot
 
-    def start(self, plan: Plan, seeds: Mapping[int, Seed], masks: Mapping[int, Mask]) -> StepInFlight:
+    def start(self, plan: Plan, seeds: Mapping[int, Seed], masks: Mapping[int, Masks]) -> StepInFlight:
         """Starts a step, without waiting for the device.
 
         Args:
@@ -103,10 +104,14 @@ class Runner:
         for chunk in plan.prefill:
             if chunk.start == 0:
                 self._programs.erase(_slot(chunk))
+        for chunk in plan.chunks:
             if chunk.is_last and chunk.sequence.request.pooling is None:
                 self._count(chunk)
         prompts = [chunk for chunk in plan.prefill if not _is_alone(chunk)]
         decode = plan.decode
+        if any(chunk.num_drafts for chunk in decode):
+            calls.append(self._verified(decode, seeds, masks))
+            decode = ()
         while decode or prompts:  # usually one call
             number, rows, logits = self._call(decode, prompts)
             if rows:
@@ -125,18 +130,27 @@ class Runner:
             array.copy_to_host_async()
         return StepInFlight(plan, calls, scores, states)
 
-    def read(self, flight: StepInFlight) -> dict[int, SampledToken]:
-        """Waits for a step. Returns what each sequence sampled, by id; an arbitrary token if it has no output."""
-        found = {chunk.sequence.id: SampledToken(0, None) for chunk, _ in flight.states if chunk.is_last}
+    def read(self, flight: StepInFlight) -> dict[int, list[SampledToken]]:
+        """Waits for a step. Returns what each sequence sampled, by id: the accepted drafts and the token after them. It
+        is nothing if every token is excluded or the logits are not finite, and an arbitrary token if the sequence has
+        no output."""
+        sampled = {chunk.sequence.id: [SampledToken(0, None)] for chunk, _ in flight.states if chunk.is_last}
         for rows, on_device in flight.calls:
-            sampled: Sampled = jax.device_get(on_device)
+            found: Sampled | Verified = jax.device_get(on_device)
+            if isinstance(found, Sampled):
+                found = Verified(found, found.valid.astype(np.int32))
+            tokens, logprobs = found.sampled.tokens, found.sampled.logprobs
+            width = len(tokens) // len(found.num_tokens)
             for row, chunk in rows.items():
-                token = int(sampled.tokens[row]) if sampled.valid[row] else None
-                count, logprob = chunk.sequence.request.options.logprobs, None
-                if token is not None and count is not None and sampled.logprobs is not None:
-                    logprob = _logprob(sampled.logprobs, row, token, count)
-                found[chunk.sequence.id] = SampledToken(token, logprob)
-        return found
+                count = chunk.sequence.request.options.logprobs
+                new = sampled[chunk.sequence.id] = []
+                for at in range(row * width, row * width + int(found.num_tokens[row])):
+                    token = int(tokens[at])
+                    logprob = None
+                    if count is not None and logprobs is not None:
+                        logprob = _logprob(logprobs, at, token, count)
+                    new.append(SampledToken(token, logprob))
+        return sampled
 
     def read_scores(self, flight: StepInFlight) -> Iterator[tuple[int, int, TokenLogprob]]:
         """Waits for a step. Yields (id of the sequence, position, log-probability) of each token of a prompt that
@@ -163,11 +177,14 @@ class Runner:
             grammars: whether to compile the programs that sample with a grammar, for the method `full`.
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
+        of_drafts: dict[int, Float[Array, "rows width vocab"]] = {}
         buckets, most = self._buckets, self._buckets.rows[-1]
         for pages in buckets.pages or (0,):
             for size in buckets.rows:
                 rows = self._packed({}, Shape(size, 1), pages)
                 logits[size] = self._programs.logits(rows, None, whole=self._is_whole)
+                if self._num_drafts:
+                    of_drafts[size] = self._logits_of_drafts({}, size, pages)
             for shape in filter(functools.partial(self._fits, pages=pages), buckets.prompts):
                 rows = self._packed({}, shape, pages)
                 logits[shape.rows] = self._programs.logits(None, rows)
@@ -182,10 +199,15 @@ class Runner:
                     self._programs.embedded(rows)
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
-            self._sample(of_size, [padding] * size, method)
+            tokens = [padding]
             if grammars and method == "full":
                 every = np.full(-(-self._programs.vocab_size // 32), -1, np.int32)
-                self._sample(of_size, [dataclasses.replace(padding, grammar=every)] * size, method)
+                tokens.append(dataclasses.replace(padding, grammar=every))
+            for token in tokens:
+                self._sample(of_size, [token] * size, method)
+                if size in of_drafts:
+                    drafts = np.full((size, self._num_drafts), NO_DRAFT, np.int32)
+                    self._verify(of_drafts[size], drafts, [token] * (size * (1 + self._num_drafts)), method)
         self._programs.count(self._decoder.batch_size, (), 0)
         self._programs.erase(self._decoder.batch_size)
         self._programs.warm_up_adapters()
@@ -224,6 +246,13 @@ class Runner:
         batch = self._packed(decoding, Shape(most, 1), pages)
         return number, rows, self._programs.logits(batch, prefill, at, whole=self._is_whole)
 
+    def _logits_of_drafts(
+        self, rows: Mapping[int, Chunk], size: int, pages: int = 1
+    ) -> Float[Array, "rows width vocab"]:
+        parts = {row: _whole(chunk) for row, chunk in rows.items()}
+        batch = self._packed(parts, Shape(size, 1 + self._num_drafts), pages)
+        return self._programs.logits_of_drafts(batch, whole=self._is_whole)
+
     def _row(self, row: int, chunk: Chunk) -> int:
         """The row of a chunk that decodes: without pages its slot, because caches of all slots are read in place."""
         return _slot(chunk) if self._is_whole else row
@@ -257,31 +286,53 @@ class Runner:
         rows: Mapping[int, Chunk],
         logits: Float[Array, "rows vocab"],
         seeds: Mapping[int, Seed],
-        masks: Mapping[int, Mask],
+        masks: Mapping[int, Masks],
     ) -> SamplerCall:
         tokens = [PADDING] * logits.shape[0]
         for row, chunk in rows.items():
-            sequence = chunk.sequence
-            position = chunk.start + chunk.count
-            num_output = position - len(sequence.request.ids)
-            seed, mask = seeds[sequence.id], masks.get(sequence.id)
-            grammar = None if mask is None else mask()
-            tokens[row] = NextToken(sequence.request.options, seed, position, num_output, _slot(chunk), grammar)
-        found = self._sample(logits, tokens, None)
-        for array in jax.tree.leaves(found):
-            array.copy_to_host_async()
-        return SamplerCall(rows, found)
+            mask = masks[chunk.sequence.id](())[0] if chunk.sequence.id in masks else None
+            tokens[row] = _next_token(chunk, chunk.start + chunk.count, seeds, mask)
+        return SamplerCall(rows, _fetched(self._sample(logits, tokens, None)))
+
+    def _verified(self, decode: Sequence[Chunk], seeds: Mapping[int, Seed], masks: Mapping[int, Masks]) -> SamplerCall:
+        """Runs the model on rows that decode, of which some have drafts, and samples their next tokens."""
+        rows = {self._row(row, chunk): chunk for row, chunk in enumerate(decode)}
+        size, width = bucket(self._buckets.rows, len(rows)), 1 + self._num_drafts
+        logits = self._logits_of_drafts(rows, size)
+        tokens, drafts = [PADDING] * (size * width), np.full((size, width - 1), NO_DRAFT, np.int32)
+        for row, chunk in rows.items():
+            of_row = chunk.ids[1:]
+            drafts[row, : len(of_row)] = of_row
+            allowed = masks[chunk.sequence.id](of_row) if chunk.sequence.id in masks else [None] * chunk.count
+            for at, mask in enumerate(allowed):
+                tokens[row * width + at] = _next_token(chunk, chunk.start + 1 + at, seeds, mask)
+        return SamplerCall(rows, _fetched(self._verify(logits, drafts, tokens, None)))
 
     def _sample(
         self, logits: Float[Array, "rows vocab"], tokens: Sequence[NextToken], method: Method | None
     ) -> Sampled:
-        packed = SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, eos_ids=self._eos_ids, method=method)
         slots = np.array([token.slot for token in tokens], np.int32)
-        return self._programs.sampled(logits, slots, packed)
+        return self._programs.sampled(logits, slots, self._sampling(tokens, method))
+
+    def _verify(
+        self,
+        logits: Float[Array, "rows width vocab"],
+        drafts: Int[np.ndarray, "rows drafts"],
+        tokens: Sequence[NextToken],
+        method: Method | None,
+    ) -> Verified:
+        slots = np.array([token.slot for token in tokens[:: logits.shape[1]]], np.int32)
+        return self._programs.verified(logits, drafts, slots, self._sampling(tokens, method))
+
+    def _sampling(self, tokens: Sequence[NextToken], method: Method | None) -> SamplingRows:
+        return SamplingRows.of(tokens, vocab_size=self._programs.vocab_size, eos_ids=self._eos_ids, method=method)
 
     def _count(self, chunk: Chunk) -> None:
         """Counts the tokens of a row that starts to sample, if it has penalties."""
         sequence, options = chunk.sequence, chunk.sequence.request.options
+        if self._counted.get(_slot(chunk)) == sequence.id:
+            return
+        self._counted[_slot(chunk)] = sequence.id
         if options.frequency_penalty or options.presence_penalty or options.repetition_penalty != 1:
             self._programs.count(_slot(chunk), sequence.tokens, len(sequence.request.ids))
 
@@ -304,6 +355,20 @@ def _parts(chunk: Chunk, width: int) -> Iterator[Part]:
 def _slot(chunk: Chunk) -> int:
     assert chunk.sequence.slot is not None
     return chunk.sequence.slot
+
+
+def _next_token(chunk: Chunk, position: int, seeds: Mapping[int, Seed], mask: Mask | None) -> NextToken:
+    """The token at a position after a chunk or one of its drafts."""
+    sequence, request = chunk.sequence, chunk.sequence.request
+    num_output = position - len(request.ids)
+    return NextToken(request.options, seeds[sequence.id], position, num_output, _slot(chunk), mask)
+
+
+def _fetched[T](found: T) -> T:
+    """Starts to copy arrays to the host."""
+    for array in jax.tree.leaves(found):
+        array.copy_to_host_async()
+    return found
 
 
 def _logprob(found: LogProbs, row: int, token: int, count: int) -> TokenLogprob:

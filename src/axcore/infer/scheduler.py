@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from axcore.config import ConfigError
 from axcore.infer.loaded_adapters import LoadedAdapter
@@ -59,10 +60,10 @@ class Scheduler:
     Therefore slots and pages are free for another sequence as soon as the host releases them: a step that still uses
     them runs before any step of the next owner.
 
-    Running sequences come first: those that decode, then those whose prompt is partly computed. The rest of the step
-    admits waiting sequences. Both go by priority and then by arrival, and a sequence is admitted only if its whole
-    prompt fits. If the pool has no page for a running sequence, the last one in this order loses its pages and waits to
-    be computed again. A waiting sequence takes the place of running ones only if its priority is higher.
+    Running sequences come first: those that decode, then their drafts, then those whose prompt is partly computed. The
+    rest of the step admits waiting sequences. All go by priority and then by arrival, and a sequence is admitted only
+    if its whole prompt fits. If the pool has no page for a running sequence, the last one in this order loses its pages
+    and waits to be computed again. A waiting sequence takes the place of running ones only if its priority is higher.
 
     Args:
         limits: the size of the decoding state and of a step.
@@ -158,53 +159,78 @@ class Scheduler:
         for sequence in self._rows:
             self._preempt(sequence)
 
-    def plan(self) -> Plan | None:
-        """The next step; None: nothing can run before results are recorded or a sequence is added."""
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running sequences whose output is sampled, and whose next step computes their last token, which is known.
+        They may have drafts."""
+        running = [each for each in self._rows if each.is_decoding and not each.num_pending]
+        return [each for each in running if each.request.pooling is None]
+
+    def plan(self, drafts: Mapping[int, tuple[int, ...]] = MappingProxyType({})) -> Plan | None:
+        """The next step; None: nothing can run before results are recorded or a sequence is added.
+
+        Args:
+            drafts: tokens that may follow the last token of sequences in `decoding`, by id. The step verifies as many
+                as it has room for.
+        """
         self._settle()
         num_preempted = self.num_preempted
         self._grow()
         step = _Step(self.limits.step_tokens, self.limits.chunk_multiple)
-        for sequence in sorted(self._rows, key=lambda each: (not each.is_decoding, each.rank())):
+        running = sorted((each for each in self._rows if not each.is_verified), key=Sequence.rank)
+        decoding = [each for each in running if each.is_decoding]
+        for sequence in decoding:
             step.take(sequence)
+        for sequence in decoding:
+            self._verify(sequence, drafts.get(sequence.id, ()), step)
+        for sequence in running:
+            if sequence not in step.counts:
+                step.take(sequence)
         self._admit(step, num_preempted)
         if not step.counts:
             return None
-        chunks = [_chunk(sequence, count) for sequence, count in step.counts.items()]
+        chunks = [_chunk(sequence, count, step.drafts.get(sequence, ())) for sequence, count in step.counts.items()]
         prefill = tuple(chunk for chunk in chunks if not chunk.is_decode)
         decode = tuple(chunk for chunk in chunks if chunk.is_decode)
         self._num_planned += 1
         return Plan(prefill, decode, self._num_planned - 1)
 
-    def record(self, plan: Plan, tokens: Mapping[int, int | None]) -> list[Sequence]:
+    def record(self, plan: Plan, tokens: Mapping[int, tuple[int, ...]]) -> dict[Sequence, int]:
         """Takes the results of a step. Plans are recorded in their order, including those that sample nothing.
 
         Args:
             plan: the plan of the step.
-            tokens: the sampled token of each sequence whose chunk is the last, by id. Sequences that have ended may be
-                missing or None.
+            tokens: the sampled tokens of each sequence whose chunk is the last, by id: the accepted drafts and the
+                token after them. Those of sequences that have ended are ignored.
 
         Returns:
-            The sequences that have a new token.
+            The sequences that have new tokens, and their number, without those after the end of a sequence.
         """
         assert plan.number == self._num_recorded, f"plan {plan.number} recorded instead of {self._num_recorded}"
         self._num_recorded += 1
-        changed = []
+        changed = {}
         for chunk in plan.chunks:
             sequence = chunk.sequence
             if not chunk.is_last or sequence.finish_reason is not None:
                 continue
-            token = tokens[sequence.id]
-            assert token is not None, f"sequence {sequence.id} has no token"
-            sequence.append(token)
-            changed.append(sequence)
+            sampled = tokens[sequence.id]
+            assert 0 < len(sampled) <= 1 + chunk.num_drafts, f"sequence {sequence.id} has {len(sampled)} new tokens"
+            sequence.num_pending -= 1
+            sequence.is_verified = False
+            changed[sequence] = sequence.extend(sampled)
+            if sequence.slot is not None:  # otherwise, it was preempted or released
+                sequence.num_computed += changed[sequence] - 1
             if sequence.finish_reason is not None:
                 self._end(sequence)
         return changed
 
     def _settle(self) -> None:
-        """Publishes what the last step computes, and releases what sequences that surely end no longer need."""
+        """Publishes what the last step computes, and releases what sequences no longer need: the pages of rejected
+        drafts, and all of those that surely end."""
         for sequence in self._rows:
             self._rows.publish(sequence)
+            if not sequence.is_verified:
+                self._rows.shrink(sequence)
             if sequence.is_complete:
                 self._rows.release(sequence)
 
@@ -213,6 +239,16 @@ class Scheduler:
         for sequence in sorted(self._rows, key=Sequence.rank):
             while sequence.slot is not None and not self._rows.grow(sequence):
                 self._preempt(self._rows.last)
+
+    def _verify(self, sequence: Sequence, drafts: tuple[int, ...], step: _Step) -> None:
+        """Adds the drafts of a decoding sequence to a step, as far as pages and its maximum length allow. No
+        other sequence is preempted for them."""
+        if sequence not in step.counts or sequence.num_pending:
+            return
+        count = min(len(drafts), sequence.max_len - sequence.length - 1)
+        while count > 0 and not self._rows.grow(sequence, count):
+            count -= 1
+        step.verify(sequence, drafts[:count])
 
     def _admit(self, step: _Step, num_preempted: int) -> None:
         """Starts waiting sequences in their order, until one does not fit or the step has preempted another."""
@@ -256,18 +292,21 @@ class Scheduler:
         if sequence.slot is not None:
             self._rows.publish(sequence)
             self._rows.release(sequence)
-        elif not sequence.is_complete:  # otherwise, it was released after its last step
-            del self._waiting[bisect.bisect_left(self._waiting, sequence.rank(), key=Sequence.rank)]
+            return
+        at = bisect.bisect_left(self._waiting, sequence.rank(), key=Sequence.rank)
+        if self._waiting[at : at + 1] == [sequence]:  # otherwise, it was released after its last step
+            del self._waiting[at]
 
 
 @dataclasses.dataclass
 class _Step:
-    """A step under construction: the number of tokens of each sequence, and how many more prompt tokens the step may
-    have. A chunk of a prompt takes up a multiple of `chunk_multiple` of them."""
+    """A step under construction: the number of tokens of each sequence, with its drafts, and how many more prompt
+    tokens the step may have. A chunk of a prompt takes up a multiple of `chunk_multiple` of them."""
 
     num_left: int
     chunk_multiple: int
     counts: dict[Sequence, int] = dataclasses.field(default_factory=dict)
+    drafts: dict[Sequence, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     _taken: dict[Sequence, int] = dataclasses.field(default_factory=dict)
 
     def take(self, sequence: Sequence) -> None:
@@ -280,17 +319,23 @@ class _Step:
         if count:
             self.counts[sequence] = count
 
+    def verify(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        """Adds drafts after the last token of a sequence."""
+        self.drafts[sequence] = drafts
+        self.counts[sequence] += len(drafts)
+
     def drop(self, sequence: Sequence) -> None:
         """Removes a sequence, if it is part of the step."""
         self.counts.pop(sequence, None)
         self.num_left += self._taken.pop(sequence, 0)
 
 
-def _chunk(sequence: Sequence, count: int) -> Chunk:
-    """The next tokens of a sequence, which count as computed from now on."""
+def _chunk(sequence: Sequence, count: int, drafts: tuple[int, ...]) -> Chunk:
+    """The next tokens of a sequence, which count as computed from now on, and drafts, which do not."""
     start = sequence.num_computed
-    sequence.num_computed += count
+    sequence.num_computed += count - len(drafts)
     is_last = sequence.num_computed == sequence.length
-    ids = tuple(sequence.tokens[start : sequence.num_computed])
+    ids = (*sequence.tokens[start : sequence.num_computed], *drafts)
     sequence.num_pending += is_last
-    return Chunk(sequence, start, count, is_last, ids)
+    sequence.is_verified = bool(drafts)
+    return Chunk(sequence, start, count, is_last, ids, len(drafts))

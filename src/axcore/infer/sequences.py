@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from axcore.infer.loaded_adapters import LoadedAdapter
 from axcore.infer.pages import PrefixKey
@@ -20,8 +20,10 @@ class Sequence:
 
     Attributes:
         tokens: the prompt and the output that is known, including an end token.
-        num_computed: the number of tokens that steps have computed or were given to compute.
-        num_pending: the number of tokens that steps will sample and whose ids are unknown.
+        num_computed: the number of tokens that steps have computed or were given to compute. Drafts count when they are
+            accepted.
+        num_pending: the number of tokens that steps will surely sample and whose ids are unknown.
+        is_verified: whether a step in flight verifies drafts, so that its number of tokens is unknown until then.
         num_cached: the number of tokens that were in the cache when the sequence was first admitted; None: it was not.
         slot: its slot in the decoding state, while it runs.
         pages: its page table, while it runs and pages are in use.
@@ -39,6 +41,7 @@ class Sequence:
         self.id, self.request = id, request
         self.tokens = list(request.ids)
         self.num_computed = self.num_pending = 0
+        self.is_verified = False
         self.num_cached: int | None = None
         self.slot: int | None = None
         self.pages: list[int] = []
@@ -81,15 +84,27 @@ class Sequence:
         """Sequences of a smaller rank run first."""
         return self.request.priority, self.arrival
 
-    def append(self, token: int) -> None:
-        """Adds a sampled token, and sets `finish_reason` if the sequence ends with it."""
-        may_stop = self.num_output >= self.request.options.min_tokens
-        self.num_pending -= 1
-        self.tokens.append(token)
-        if may_stop and token in self._stop_token_ids:
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self.max_len:
-            self.finish_reason = "length"
+    def extend(self, tokens: Iterable[int]) -> int:
+        """Adds sampled tokens until the sequence ends, and sets `finish_reason` if it does.
+
+        Returns:
+            The number of added tokens. Those after the end are dropped.
+        """
+        before = len(self.tokens)
+        for token in tokens:
+            may_stop = self.num_output >= self.request.options.min_tokens
+            self.tokens.append(token)
+            if may_stop and token in self._stop_token_ids:
+                self.finish_reason = "stop"
+            elif len(self.tokens) >= self.max_len:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        return len(self.tokens) - before
+
+    def drop(self, count: int) -> None:
+        """Removes the last `count` tokens of a sequence that ends before them."""
+        del self.tokens[len(self.tokens) - count :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +114,11 @@ class Chunk:
     Attributes:
         sequence: the sequence. Its slot and pages are valid until the scheduler is called again.
         start: the position of the first token.
-        count: the number of tokens.
-        is_last: whether the chunk ends with the last token of the sequence, so that the step samples the next one.
+        count: the number of tokens, with the drafts.
+        is_last: whether the chunk has the last token of the sequence, so that the step samples the next one.
         ids: the tokens; empty if the chunk is the one token that the previous step samples.
+        num_drafts: the number of tokens at the end of the chunk that are drafts. They follow the last token of the
+            sequence, and the step samples the token after each of them, too.
     """
 
     sequence: Sequence
@@ -109,12 +126,14 @@ class Chunk:
     count: int
     is_last: bool
     ids: tuple[int, ...]
+    num_drafts: int = 0
 
     @property
     def is_decode(self) -> bool:
-        """Whether the chunk is only the last token of a sequence whose other tokens are computed, and whose output is
-        sampled."""
-        return self.start > 0 and self.count == 1 and self.is_last and self.sequence.request.pooling is None
+        """Whether the chunk is the last token of a sequence whose other tokens are computed, perhaps with drafts, and
+        whose output is sampled."""
+        is_last = self.start > 0 and self.count == 1 + self.num_drafts and self.is_last
+        return is_last and self.sequence.request.pooling is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +142,7 @@ class Plan:
 
     Attributes:
         prefill: chunks of prompts, and of sequences that are computed again.
-        decode: the last tokens of sequences whose other tokens are computed.
+        decode: the last tokens of sequences whose other tokens are computed, with their drafts.
         number: the number of plans before this one.
     """
 

@@ -52,6 +52,13 @@ class KVCacheOffer(Offer):
     hook, kind, slot = "axcore_kv_caches", "kv cache", "cache"
 
 
+class DrafterOffer(Offer):
+    """A subclass of `axcore.infer.speculation.Drafter`, for the field `speculation` of engines."""
+
+    hook, kind, slot = "axcore_drafters", "drafter", "speculation"
+    usage = "axcore generate --speculation {name}"
+
+
 class AdaptersOffer(Offer):
     """A subclass of `axcore.infer.Adapters`, for the field `adapters` of an engine."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from axcore.config import AxcoreError, ConfigError
@@ -34,27 +34,37 @@ class LLGuidance(GrammarCompiler):
 
     def compile(self, grammar: Grammar) -> Matcher:
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, self._source(grammar), log_level=0, limits=limits)
+        source = LLMatcher.grammar_from_lark(f"{self._rules(grammar)}\n{_NO_FORCING}")
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise ConfigError(f"sampling.grammar: {grammar.kind}: {_message(matcher)}")
         return Matcher(matcher, self._vocab_size)
 
-    def _source(self, grammar: Grammar) -> str:
-        """The grammar in the form of llguidance."""
+    def _rules(self, grammar: Grammar) -> str:
+        """The grammar in the syntax of Lark."""
         if grammar.kind == "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
+            return f"start: /{regex_to_lark(grammar.text, use_ascii='')}/"
         if grammar.kind == "json_schema":
-            options: Any = {"whitespace_pattern": self.config.whitespace}
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+            return f"start: %json {json.dumps(self._schema(json.loads(grammar.text)))}"
         if grammar.kind == "choice":
-            texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(grammar.text))
-            return LLMatcher.grammar_from_lark(f"start: {texts}")
+            return f"start: {' | '.join(json.dumps(each, ensure_ascii=False) for each in json.loads(grammar.text))}"
         if grammar.kind == "lark":
-            return LLMatcher.grammar_from_lark(grammar.text)
+            return grammar.text
         try:
-            return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text))
+            return gbnf_to_lark(grammar.text)
         except Exception as error:  # a class of its own for each fault
             raise ConfigError(f"sampling.grammar: gbnf: {error}") from error
+
+    def _schema(self, schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+        """The schema with the option for whitespace."""
+        if schema is False:
+            return schema
+        given = {} if schema is True else schema
+        return {**given, "x-guidance": {**given.get("x-guidance", {}), "whitespace_pattern": self.config.whitespace}}
+
+
+_NO_FORCING = '%llguidance {"no_forcing": true}'
+"""Text that a grammar forces may be written with any tokens. Otherwise, llguidance chooses them by a tokenizer."""
 
 
 class Matcher(GrammarMatcher):
@@ -107,13 +117,14 @@ class _Vocabulary:
         self.eos_token_id = len(tokens)
         self.special_token_ids = [*(id for id, each in enumerate(tokens) if not each), len(tokens)]
         self.tokens = [each or b"<token %d>" % id for id, each in enumerate(tokens)] + [b"<end>"]
-        self._single = {each: id for id, each in enumerate(tokens) if len(each) == 1}
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text, for tokens that a grammar forces, which the engine samples like others."""
-        return [self._single[text[at : at + 1]] for at in range(len(text)) if text[at : at + 1] in self._single]
+        """Nothing needs the tokens of a text."""
+        return []
 
 
 def _message(matcher: LLMatcher) -> str:
-    """The error of a matcher, without what describes the state of its parser."""
-    return re.split("<backtrace>|<state>|<non-verbose/>", matcher.get_error())[0].strip()
+    """The error of a matcher, without the rules and the state of its parser."""
+    message = re.split(r"<backtrace>|<state>|<non-verbose/>|\n +1 \| ", matcher.get_error())[0].strip()
+    message = message.removeprefix("at 1(8): ").removeprefix("failed to compile JSON schema: ")
+    return "no token of the vocabulary continues the text" if message == "NoExtensionBias" else message

@@ -13,6 +13,7 @@ from axcore.infer import Engine, Piece, Request, SamplingOptions
 from axcore_serve.bodies import FIELDS, Body, SamplingBody
 from axcore_serve.errors import ApiError, of_options
 from axcore_serve.samples import Wanted
+from axcore_serve.structured import Structure
 
 type Json = dict[str, Any]
 
@@ -121,17 +122,25 @@ class SampledAnswer(Answer):
 
 
 def requests_of(
-    engine: Engine, prompts: Sequence[Sequence[int]], body: SamplingBody, names: Mapping[str, str], **fields: Any
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    body: SamplingBody,
+    names: Mapping[str, str],
+    structure: Structure | None,
+    **fields: Any,
 ) -> list[Wanted]:
     """The samples for `n` samples of each prompt, in the order of their indices.
 
     Args:
         names: the parameters of the endpoint for fields of `SamplingOptions` and `Request`.
+        structure: what the output must match; None: anything.
         fields: further fields of `SamplingOptions`.
 
     Raises:
         ApiError: the options or the prompts are not valid for the engine.
     """
+    if structure is not None:
+        fields, names = {**fields, "grammar": structure.grammar}, {**names, "grammar": structure.param}
     try:
         options = SamplingOptions(**body.sampling, **fields)
         adapter = adapter_of(engine, body)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from axcore_serve.errors import ApiError, of_body
 
@@ -74,6 +74,23 @@ class StreamOptions(Part):
     include_usage: bool = False
 
 
+class StructuredOutputs(Part):
+    """What the output must match, as in vLLM."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In the syntax of GBNF if it has `::=`, else of Lark."""
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(value is not None for _, value in self) != 1:
+            raise ValueError("must have one of json, regex, choice, grammar and json_object")
+        return self
+
+
 class Body(Part):
     """The parameters of every endpoint."""
 
@@ -130,6 +147,7 @@ class SamplingBody(Body):
     stop: Annotated[list[str], BeforeValidator(_stops)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
@@ -224,10 +242,45 @@ class Tool(Part):
     function: FunctionOfTool
 
 
+class NamedFunction(Part):
+    """The function that an answer must call."""
+
+    name: str
+
+
+def _tool_choice(value: object) -> object:
+    if isinstance(value, dict) and set(value) == {"type", "function"} and value["type"] == "function":
+        function = value["function"]
+        if isinstance(function, dict) and set(function) == {"name"} and isinstance(function["name"], str):
+            return NamedFunction(name=function["name"])
+    elif value in ("none", "auto", "required"):
+        return value
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": NAME}}')
+
+
+class JSONSchema(Part):
+    """A JSON schema with its name."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    """Not used."""
+    description: str | None = None
+    """Not used."""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    """Answers match the schema in any case."""
+
+
 class ResponseFormat(Part):
     """The format of an answer."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('must have json_schema if its type is "json_schema", and only then')
+        return self
 
 
 class ChatBody(SamplingBody):
@@ -239,6 +292,7 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedFunction, BeforeValidator(_tool_choice)] = "auto"
     parallel_tool_calls: Literal[True] = True
+    """An answer that must call a function has one call."""
     response_format: ResponseFormat | None = None

@@ -7,9 +7,13 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from axcore.config import AxcoreError
+from axcore.plugin import AdaptersOffer, GrammarCompilerOffer, offered, registry
+
+if TYPE_CHECKING:
+    from axcore.infer import GrammarCompiler
 
 NUMBERS = {
     "max-len": (int, 2048, "maximum number of tokens of a prompt with its output"),
@@ -24,7 +28,7 @@ STEP_TOKENS, CPU_STEP_TOKENS = 512, 64
 
 
 def _parser() -> argparse.ArgumentParser:
-    from axcore.cli.model import add_model
+    from axcore.cli.model import add_model, add_speculation
 
     parser = argparse.ArgumentParser(
         prog="axcore serve",
@@ -32,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         "`axcore convert` wrote, or a recipe with initial weights.",
     )
     add_model(parser)
+    add_speculation(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default: 8000)")
     parser.add_argument("--name", help="name of the model in the API (default: the last part of MODEL)")
@@ -53,11 +58,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--step-tokens",
         type=int,
-        help=f"maximum number of tokens of a step of the engine, at least --max-rows (default: {STEP_TOKENS}, on CPUs "
-        f"{CPU_STEP_TOKENS} or --max-rows)",
+        help=f"maximum number of prompt tokens of a step of the engine (default: {STEP_TOKENS}, on CPUs "
+        f"{CPU_STEP_TOKENS})",
     )
     parser.add_argument("--api-keys", metavar="FILE", help="file with an API key in each line (default: no key needed)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
+    parser.add_argument(
+        "--grammars",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="compiler of the grammars of structured outputs and forced tool calls: one that `axcore plugins` lists "
+        "(default: the only one that is installed)",
+    )
     parser.add_argument(
         "--prompt-logprobs", action="store_true", help="offer completions with both echo and logprobs (slower start)"
     )
@@ -87,9 +98,8 @@ def main(arguments: Sequence[str]) -> int:
 
     import jax
 
-    from axcore.cli.model import chosen_cache, chosen_layout, loaded_model
+    from axcore.cli.model import chosen_cache, chosen_drafter, chosen_layout, loaded_model
     from axcore.infer import Adapters, Engine
-    from axcore.plugin import AdaptersOffer, offered
     from axcore_serve.app import Service
     from axcore_serve.gate import Limits
     from axcore_serve.server import DrainingServer, listening
@@ -108,12 +118,14 @@ def main(arguments: Sequence[str]) -> int:
         )
         step_tokens = given.step_tokens
         if step_tokens is None:
-            step_tokens = max(given.max_rows, CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS)
+            step_tokens = CPU_STEP_TOKENS if jax.default_backend() == "cpu" else STEP_TOKENS
         cfg = Engine.Config(
             cache=chosen_cache(given),
+            grammars=_grammars(given.grammars),
             max_rows=given.max_rows,
             max_len=given.max_len,
             step_tokens=step_tokens,
+            speculation=chosen_drafter(given),
             adapters=None if room is None else cast(Adapters.Config, offered(AdaptersOffer, room)),
         )
         with cfg.build(model, tokenizer, eos_ids=tokenizer.eos_ids, layout=layout) as engine:
@@ -135,6 +147,17 @@ def main(arguments: Sequence[str]) -> int:
             print(f"serving {name} at http://{address}/v1", file=sys.stderr, flush=True)
             DrainingServer(service).run(sockets=[listener])
     return 0
+
+
+def _grammars(name: str | None) -> GrammarCompiler.Config | None:
+    """The config of the compiler of this name, or of the only one that is installed; None: requests with a grammar are
+    refused."""
+    if name is None:
+        installed = [offer.name for _, offer in registry().offers(GrammarCompilerOffer)]
+        if len(installed) != 1:
+            return None
+        (name,) = installed
+    return cast("GrammarCompiler.Config", offered(GrammarCompilerOffer, name))
 
 
 def _adapter(text: str) -> tuple[str, str]:

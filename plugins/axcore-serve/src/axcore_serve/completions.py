@@ -11,6 +11,7 @@ from axcore.infer import Engine, Piece, TokenLogprob
 from axcore_serve.answers import Json, Sample, SampledAnswer, encoded, finite, requests_of
 from axcore_serve.bodies import CompletionBody
 from axcore_serve.errors import ApiError
+from axcore_serve.structured import structure_of
 from axcore_serve.token_text import TokenText
 
 
@@ -50,6 +51,7 @@ class CompletionAnswer(SampledAnswer):
             prompts,
             body,
             {"ids": "prompt"},
+            structure_of(body),
             max_tokens=max(1, max_tokens),
             logprobs=body.logprobs,
             prompt_logprobs=scores,

@@ -68,6 +68,8 @@ class _OfEngine(Collector):
             "axcore_generated_tokens": ("Tokens sampled.", stats.tokens),
             "axcore_prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
             "axcore_cached_prompt_tokens": ("Tokens of prompts that were cached.", stats.cached_tokens),
+            "axcore_draft_tokens": ("Drafts that were verified.", stats.draft_tokens),
+            "axcore_accepted_draft_tokens": ("Drafts that the model samples, too.", stats.accepted_tokens),
             "axcore_preemptions": ("Samples that lost their row to another.", stats.preempted),
             "axcore_programs_compiled": ("Programs compiled.", stats.compiled),
         }

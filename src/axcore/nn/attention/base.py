@@ -136,6 +136,23 @@ class BaseAttention(Layer):
             phase="train" if cached is None else cached.phase,
         )
 
+    def positioned(
+        self,
+        q: Float[Array, "batch seq head head_dim"],
+        k: Float[Array, "batch seq kv_head head_dim"] | None,
+        tokens: TokenInfo,
+    ) -> tuple[Float[Array, "batch seq head head_dim"], Float[Array, "batch seq kv_head head_dim"] | None]:
+        """Queries and keys with the position embedding. It sees each block of rows, since it may depend on the length
+        of a row."""
+        if self.position is None:
+            return q, k
+        keys = (None,) * len(tokens.blocks) if k is None else tokens.split(k)
+        found = [
+            self.position(*part, block.positions, block.positions)
+            for *part, block in zip(tokens.split(q), keys, tokens.blocks, strict=True)
+        ]
+        return tokens.join([q for q, _ in found]), k if k is None else tokens.join([k for _, k in found])
+
     def heads(
         self,
         q: Float[Array, "batch seq head head_dim"],

@@ -95,8 +95,7 @@ class Attention(BaseAttention):
         q = constrain(q, "batch", "seq", "head", None)
         if k is not None and v is not None:
             k, v = (constrain(each, "batch", "seq", "kv_head", None) for each in (k, v))
-        if self.position is not None:
-            q, k = self.position(q, k, tokens.positions, tokens.positions)
+        q, k = self.positioned(q, k, tokens)
         q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
         if k is not None and v is not None:
             k = checkpoint_name(constrain(k, "batch", "seq", "kv_head", None), "key")

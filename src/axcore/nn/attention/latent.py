@@ -101,9 +101,9 @@ class LatentAttention(BaseAttention):
         position_key = self.position_key(flat).reshape(*shape, 1, -1)
         if self.position is not None:
             position_query = q[..., cfg.qk_nope_head_dim :]
-            position_query, position_key = self.position(
-                position_query, position_key, tokens.positions, tokens.positions
-            )
+            position_query, positioned = self.positioned(position_query, position_key, tokens)
+            assert positioned is not None
+            position_key = positioned
             q = jnp.concatenate([q[..., : cfg.qk_nope_head_dim], position_query], axis=-1)
         q = checkpoint_name(constrain(q, "batch", "seq", "head", None), "query")
         stored = checkpoint_name(jnp.concatenate([latent, position_key], axis=-1), "key")

@@ -32,6 +32,11 @@ class KVCache(Layer):
             """The pool of pages of the cache in a model for decoding; None if it has no pages."""
             return None
 
+        @property
+        def max_rollback(self) -> int | None:
+            """The largest number of last tokens of a row that the next step may replace; None: any number."""
+            return None
+
     def __call__(self, inputs: AttentionInputs) -> AttentionInputs | Heads:
         """Stores the keys and values of this call, and returns a view of all stored keys and values.
 
