@@ -92,13 +92,13 @@ def idle(engine: Engine, rows: int, given: Any) -> dict[str, float]:
     options = SamplingOptions(temperature=0.0, max_tokens=given.output, ignore_eos=True)
     streams = [engine.stream(Request(tuple(range(1, given.input + 1)), options)) for _ in range(rows)]
 
-    def decode() -> None:
-        for _ in range(steps):
-            for stream in streams:
-                next(stream)
+    def step() -> None:
+        for stream in streams:
+            next(stream)
 
-    decode()  # until all prompts are computed
-    found = summary(decode, steps)
+    for _ in range(steps):  # until all prompts are computed
+        step()
+    found = summary(step, steps)
     for stream in streams:
         stream.cancel()
     return {"traced_step_ms": found["step"], "idle_share": found["idle"] / found["step"]}

@@ -70,6 +70,7 @@ COMMANDS = {
 }
 """Arguments with which each command succeeds."""
 
+ENGINE = {"cache": "contiguous:max_len=9", "max-len": "64", "max-rows": "3", "step-tokens": "64"}
 EDITS = {"--use": "alibi", "--set": "seed=5", "--target": "gpu-h100-8"}
 VALUES = {
     **{
@@ -96,6 +97,16 @@ VALUES = {
     "convert --dtype": "bfloat16",
     "convert --tokenizer": "{here}/tokenizer.json",
     "doctor --json": None,
+    **{
+        f"{name} --{flag}": value
+        for name in ("explain", "tune")
+        for flag, value in {
+            "cache": "contiguous:max_len=9",
+            "max-len": "64",
+            "max-rows": "3",
+            "step-tokens": "64",
+        }.items()
+    },
     "explain --json": None,
     "export --config": "{here}/same.json",
     "export --dtype": "bfloat16",
@@ -183,6 +194,11 @@ VALUES = {
 }
 """A value for each flag, which differs from the one in COMMANDS; None: a flag without a value."""
 WITH = {
+    **{
+        f"{name} --{flag}": ["--max-len", "64"]
+        for name in ("explain", "tune")
+        for flag in ("cache", "max-rows", "step-tokens")
+    },
     "export --force": ["--config", "{here}/other.json"],
     "generate --seed": ["--temperature", "1"],
 }

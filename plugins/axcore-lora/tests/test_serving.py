@@ -21,6 +21,7 @@ from axcore.testing.models import VOCAB_SIZE, tiny_model
 from axcore_lora import Adapter, LoRAAdapters
 from axcore_paged_kv.cache import PagedCache
 
+pytestmark = pytest.mark.long
 MAX_LEN = 48
 GREEDY = SamplingOptions(temperature=0.0, max_tokens=9, logprobs=0, ignore_eos=True)
 CACHES = {"contiguous": {}, "paged": {"cache": PagedCache.Config(page_size=4, num_pages=40)}}
@@ -258,7 +259,6 @@ def test_an_adapter_of_some_layers_leaves_the_others(model, logprobs):
             engine.load_adapter("all", A)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("numerics", ["int8", "int4"])
 def test_adapters_of_quantized_weights(numerics):
     """Equal the same quantized weights with the adapter attached, since merging would round the sum."""
@@ -282,7 +282,6 @@ def test_adapters_of_quantized_weights(numerics):
         np.testing.assert_allclose(scores, expected[np.arange(len(scores)), list(piece.ids)], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("unstack", [True, False])
 def test_a_decoder_with_a_row_for_each_adapter(model, logprobs, unstack):
     adapters = ROOM.build()
@@ -322,7 +321,6 @@ def on_eight_devices_and_one():
     return found
 
 
-@pytest.mark.long
 def test_adapters_on_eight_devices():
     for (ids, scores), (alone, expected) in zip(*on_devices(on_eight_devices_and_one), strict=True):
         assert ids == alone

@@ -12,6 +12,7 @@ from axcore.config import AxcoreError
 from axcore.plugin import DrafterOffer, KVCacheOffer, PluginError, offered, registry
 
 if TYPE_CHECKING:
+    from axcore.infer import Engine
     from axcore.infer.loading import LoadedModel
     from axcore.infer.speculation import Drafter
     from axcore.nn import KVCache
@@ -100,6 +101,32 @@ def chosen_cache(arguments: argparse.Namespace) -> KVCache.Config:
     if arguments.cache is None:
         return ContiguousCache.Config()
     return cast("KVCache.Config", offered(KVCacheOffer, arguments.cache))
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Adds `--max-len`, `--max-rows`, `--step-tokens` and `--cache`: an engine whose attention calls count, too."""
+    group = parser.add_argument_group("engine", "also the attention calls of an engine on one device")
+    group.add_argument("--max-len", type=int, metavar="TOKENS", help="maximum number of tokens of a row; required")
+    group.add_argument("--max-rows", type=int, help="maximum number of rows that decode together (default: 8)")
+    group.add_argument("--step-tokens", type=int, help="maximum number of tokens of a step (default: 512)")
+    group.add_argument("--cache", metavar="CACHE[:KEY=VALUE,...]", help="KV cache (default: contiguous)")
+
+
+def chosen_engine(arguments: argparse.Namespace) -> Engine.Config | None:
+    """The config of the engine that the flags of `add_engine` describe; None without any.
+
+    Raises:
+        AxcoreError: a flag has no effect without `--max-len`.
+    """
+    given = {name: getattr(arguments, name) for name in ("max_rows", "step_tokens")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.max_len is None:
+        for name in (*given, *(["cache"] if arguments.cache is not None else [])):
+            raise AxcoreError(f"--{name.replace('_', '-')} describes an engine, which also requires --max-len")
+        return None
+    from axcore.infer import Engine
+
+    return Engine.Config(cache=chosen_cache(arguments), max_len=arguments.max_len, **given)
 
 
 def loaded_model(arguments: argparse.Namespace, *, weights: bool = True, layout: Layout | None = None) -> LoadedModel:

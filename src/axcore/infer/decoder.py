@@ -24,6 +24,7 @@ from axcore.nn import (
     Paging,
     Phase,
     TokenInfo,
+    by_columns,
     for_decoding,
     fused,
     unstack_arrays,
@@ -215,6 +216,7 @@ class Decoder:
         if layout is not None:
             params = jax.device_put(params, layout.shardings(params, fn.axes))
             state = jax.device_put(state, layout.shardings(state, axes))
+        params = by_columns(cfg, params)
         return cls._of(fn, axes, cfg, params, state, batch_size, max_len, layout), params, state
 
     @classmethod
@@ -258,7 +260,7 @@ class Decoder:
                 shardings,
             )
 
-        return decoder, placed(params, fn.axes), placed(state, decoder.state_axes)
+        return decoder, by_columns(cfg, placed(params, fn.axes)), placed(state, decoder.state_axes)
 
     @classmethod
     def _of(

@@ -110,6 +110,17 @@ class Engine(config.Configurable):
         grammars: GrammarCompiler.Config | None = None
         """Compiles the grammars of requests; None: requests with a grammar are refused."""
 
+        def buckets(self, decoder: Decoder) -> Buckets:
+            """The sizes of the calls of the model."""
+            return Buckets.of(
+                self.max_rows,
+                self.step_tokens,
+                self.max_len,
+                None if decoder.paging is None else decoder.paging.pages_for(self.max_len),
+                self.page_tables,
+                has_parts=decoder.shares_prefixes,
+            )
+
     config: Config
 
     def __init__(
@@ -152,14 +163,7 @@ class Engine(config.Configurable):
         if decoder.paging is not None:
             shares = decoder.shares_prefixes and cfg.prefix_caching is not False
             self._pool = PagePool(decoder.paging.num_pages, decoder.paging.page_size, shares_prefixes=shares)
-        buckets = Buckets.of(
-            cfg.max_rows,
-            cfg.step_tokens,
-            cfg.max_len,
-            None if self._pool is None else self._pool.pages_for(cfg.max_len),
-            cfg.page_tables,
-            has_parts=decoder.shares_prefixes,
-        )
+        buckets = cfg.buckets(decoder)
         self._grammars = None
         if cfg.grammars is not None:
             if tokenizer is None:

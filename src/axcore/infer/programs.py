@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -48,6 +49,27 @@ class Batch(NamedTuple):
     ids: Int[np.ndarray, "rows width"]
     ints: Int[np.ndarray, "rows 5"]
     pages: Int[np.ndarray, "rows pages_per_row"] | None
+
+
+class ModelCall(NamedTuple):
+    """A call of the model on rows that decode, on parts of prompts, or on both together.
+
+    Attributes:
+        decode, prefill: the rows.
+        at: the rows whose logits are returned, counted through `decode` and then `prefill`; None: all.
+        whole: whether row i of `decode` has slot i, for all slots. Then caches without pages are read in place.
+    """
+
+    decode: Batch | None
+    prefill: Batch | None = None
+    at: Int[np.ndarray, " rows"] | None = None
+    whole: bool = False
+
+    @property
+    def blocks(self) -> dict[Phase, Batch]:
+        """The rows of each phase, if there are any."""
+        blocks: dict[Phase, Batch | None] = {"decode": self.decode, "prefill": self.prefill}
+        return {phase: rows for phase, rows in blocks.items() if rows is not None}
 
 
 class Programs:
@@ -116,28 +138,28 @@ class Programs:
         """The decoding state after the last call. The next call deletes its arrays."""
         return self._state
 
-    def logits(
-        self,
-        decode: Batch | None,
-        prefill: Batch | None,
-        at: Int[np.ndarray, " rows"] | None = None,
-        *,
-        whole: bool = False,
-    ) -> Float[Array, "rows vocab"]:
-        """Runs the model on rows that decode, on parts of prompts, or on both together.
-
-        Args:
-            decode, prefill: the rows.
-            at: the rows whose logits are returned, counted through `decode` and then `prefill`; None: all.
-            whole: whether row i of `decode` has slot i, for all slots. Then caches without pages are read in place.
+    def logits(self, call: ModelCall) -> Float[Array, "rows vocab"]:
+        """Runs the model.
 
         Returns:
             The logits of the last new token of each row; NaN in padding rows.
         """
-        blocks = {"decode": decode, "prefill": prefill}
-        given = {phase: rows for phase, rows in blocks.items() if rows is not None}
-        logits, self._state = self._model(self._params, self._state, self._last, given, at, whole=whole)
+        logits, self._state = self._model(self._params, self._state, self._last, call.blocks, call.at, whole=call.whole)
         return logits
+
+    def compile(self, calls: Iterable[ModelCall]) -> None:
+        """Compiles the model for several calls of `logits`.
+
+        The next program is traced while one compiles. Two do not compile at the same time: XLA measures kernels on the
+        device, and would disturb its own measurements.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            compiling = []
+            for call in calls:
+                arrays = self._params, self._state, self._last, call.blocks, call.at
+                compiling.append(pool.submit(self._model.lower(*arrays, whole=call.whole).compile))
+            for each in compiling:
+                each.result()
 
     def scored(self, rows: Batch, targets: Int[np.ndarray, "1 width"]) -> tuple[Float[Array, "1 vocab"], LogProbs]:
         """Runs the model on a part of a prompt.

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from axcore.infer.buckets import Buckets, Shape, bucket
-from axcore.infer.programs import Batch, Programs
+from axcore.infer.programs import Batch, ModelCall, Programs
 from axcore.infer.requests import SamplingOptions, TokenLogprob
 from axcore.infer.sampling import LogProbs, Method, NextToken, Sampled, SamplingRows, Verified
 from axcore.infer.sampling.acceptance import NO_DRAFT
@@ -178,24 +178,27 @@ class Runner:
         """
         logits: dict[int, Float[Array, "rows vocab"]] = {}
         of_drafts: dict[int, Float[Array, "rows width vocab"]] = {}
-        buckets, most = self._buckets, self._buckets.rows[-1]
+        buckets, most, calls = self._buckets, self._buckets.rows[-1], list[ModelCall]()
         for pages in buckets.pages or (0,):
-            for size in buckets.rows:
-                rows = self._packed({}, Shape(size, 1), pages)
-                logits[size] = self._programs.logits(rows, None, whole=self._is_whole)
-                if self._num_drafts:
-                    of_drafts[size] = self._logits_of_drafts({}, size, pages)
-            for shape in filter(functools.partial(self._fits, pages=pages), buckets.prompts):
-                rows = self._packed({}, shape, pages)
-                logits[shape.rows] = self._programs.logits(None, rows)
-            for shape in filter(functools.partial(self._fits, pages=pages), buckets.mixed):
-                rows, prompts = self._packed({}, Shape(most, 1), pages), self._packed({}, shape, pages)
-                self._programs.logits(rows, prompts, np.zeros(most, np.int32), whole=self._is_whole)
-            for width in buckets.widths if prompt_logprobs or embeddings else ():
+            fits = functools.partial(self._fits, pages=pages)
+            decoding = {size: self._packed({}, Shape(size, 1), pages) for size in buckets.rows}
+            calls += [ModelCall(rows, whole=self._is_whole) for rows in decoding.values()]
+            calls += [ModelCall(None, self._packed({}, shape, pages)) for shape in filter(fits, buckets.prompts)]
+            for shape in filter(fits, buckets.mixed):
+                prompts, at = self._packed({}, shape, pages), np.zeros(most, np.int32)
+                calls.append(ModelCall(decoding[most], prompts, at, self._is_whole))
+        self._programs.compile(calls)
+        for call in calls:
+            found = self._programs.logits(call)
+            logits[found.shape[0]] = found
+        for size, pages in itertools.product(buckets.rows if self._num_drafts else (), buckets.pages or (0,)):
+            of_drafts[size] = self._logits_of_drafts({}, size, pages)
+        for width, pages in itertools.product(buckets.widths, buckets.pages or (0,)):
+            if (prompt_logprobs or embeddings) and self._fits(Shape(1, width), pages):
                 rows = self._packed({}, Shape(1, width), pages)
-                if prompt_logprobs and self._fits(Shape(1, width), pages):
+                if prompt_logprobs:
                     logits[1], _ = self._programs.scored(rows, np.zeros((1, width), np.int32))
-                if embeddings and self._fits(Shape(1, width), pages):
+                if embeddings:
                     self._programs.embedded(rows)
         for (size, of_size), method, asked in itertools.product(logits.items(), methods, (None, 0)):
             padding = dataclasses.replace(PADDING, options=SamplingOptions(temperature=0.0, logprobs=asked))
@@ -228,12 +231,12 @@ class Runner:
             rows = {self._row(row, chunk): chunk for row, chunk in enumerate(decode)}
             size = bucket(self._buckets.rows, len(rows))
             batch = self._packed({row: _whole(chunk) for row, chunk in rows.items()}, Shape(size, 1), 1)
-            return 0, rows, self._programs.logits(batch, None, whole=self._is_whole)
+            return 0, rows, self._programs.logits(ModelCall(batch, whole=self._is_whole))
         number, shape = self._buckets.fit([chunk.count for chunk in prompts], mixed=bool(decode))
         parts = dict(enumerate(itertools.chain.from_iterable(_parts(chunk, shape.width) for chunk in prompts[:number])))
         last = {row: part.chunk for row, part in parts.items() if part.is_last}
         if not decode:
-            return number, last, self._programs.logits(None, self._packed(parts, shape, 1))
+            return number, last, self._programs.logits(ModelCall(None, self._packed(parts, shape, 1)))
         most = self._buckets.rows[-1]
         rows, at = {}, np.zeros(most, np.int32)
         for chunk, found in itertools.chain(((each, None) for each in decode), ((c, r) for r, c in last.items())):
@@ -244,7 +247,7 @@ class Runner:
         prefill = self._packed(parts, shape, pages)
         pages = pages if prefill.pages is None else prefill.pages.shape[1]
         batch = self._packed(decoding, Shape(most, 1), pages)
-        return number, rows, self._programs.logits(batch, prefill, at, whole=self._is_whole)
+        return number, rows, self._programs.logits(ModelCall(batch, prefill, at, self._is_whole))
 
     def _logits_of_drafts(
         self, rows: Mapping[int, Chunk], size: int, pages: int = 1
